@@ -1,0 +1,1 @@
+"""What a forward may read and write."""

@@ -1,0 +1,1 @@
+"""Models that propose a block for the target to verify."""

@@ -1,0 +1,1 @@
+"""The host side: who runs next, what is emitted, when a request ends."""

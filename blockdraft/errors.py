@@ -1,0 +1,35 @@
+"""The exception tree: everything a user can cause, and nothing else.
+
+    BlockdraftError        the command line prints its one line and exits with code 2
+    ├── SettingsError      a flag, a setting or an argument that cannot be used
+    ├── ModelError         a checkpoint that is missing, damaged, unknown, or does not match its drafter
+    ├── FetchError         a download that did not arrive whole, or a disk that is full
+    ├── RequestError       a request that can never be served: empty, too long, impossible sampling values
+    └── CapacityError      a request or a model that does not fit right now: full queue, too little memory
+
+A message has three parts: what happened, the value, what to do. A traceback means a bug of ours.
+"""
+
+
+class BlockdraftError(Exception):
+    """Base of every error a user can cause."""
+
+
+class SettingsError(BlockdraftError):
+    """A flag, a setting or an argument that cannot be used."""
+
+
+class ModelError(BlockdraftError):
+    """A checkpoint that is missing, damaged, unknown, or does not match its drafter."""
+
+
+class FetchError(BlockdraftError):
+    """A download that did not arrive whole, or a disk that is full."""
+
+
+class RequestError(BlockdraftError):
+    """A request that can never be served as it was asked."""
+
+
+class CapacityError(BlockdraftError):
+    """A request or a model that does not fit right now."""

@@ -1,0 +1,1 @@
+"""Operations with one contract and a plain PyTorch reference."""

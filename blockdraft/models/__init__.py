@@ -1,0 +1,1 @@
+"""What to compute: configurations, checkpoints, layers and families."""

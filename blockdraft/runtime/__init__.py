@@ -1,0 +1,1 @@
+"""The device side: what one step computes."""
