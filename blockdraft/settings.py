@@ -3,7 +3,64 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Literal, TypeVar
+
+from blockdraft.errors import SettingsError
+
+Auto = Literal["auto"]
+T = TypeVar("T")
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+
+
+def _setting(default: T, help_text: str) -> T:
+    """A field whose help text is also its row in --help."""
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One engine, as asked. "auto" is resolved by plan.make_plan and nowhere else."""
+
+    model: str = _setting("default", "target: folder, hub id, GGUF file, or 'default'")
+    draft: str | None = _setting(None, "drafter: folder or hub id, or 'none'")
+    width: int | Auto = _setting("auto", "tokens verified per step, anchor included; 1 is plain decoding")
+    device: str = _setting("cpu", "torch device")
+    dtype: str = _setting("auto", f"one of {', '.join(DTYPES)}")
+    max_context: int | Auto = _setting("auto", "longest prompt and answer together, in tokens")
+    max_rows: int | Auto = _setting("auto", "sequences that run at once")
+    max_queue: int = _setting(1024, "sequences that may wait; more are refused")
+    page_size: int = _setting(16, "tokens per cache page")
+    cache_bytes: int | Auto = _setting("auto", "memory for the KV cache, in bytes")
+    chunk: int | Auto = _setting("auto", "prompt tokens per prefill step")
+    prefix_cache: bool = _setting(True, "reuse the cache of common prompt beginnings")
+    overlap: bool = _setting(False, "launch the next step before reading the last one's result")
+    seed: int = _setting(0, "where requests without a seed draw theirs from")
+
+    def __post_init__(self) -> None:
+        for name, low in _MINIMUM.items():
+            value = getattr(self, name)
+            if value == "auto":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise SettingsError(f"{name} = {value!r} is not a whole number of at least {low}.")
+        if self.dtype not in DTYPES:
+            raise SettingsError(f"dtype '{self.dtype}' is unknown: use one of {', '.join(DTYPES)}.")
+
+
+_MINIMUM = {
+    "width": 1,
+    "max_context": 2,
+    "max_rows": 1,
+    "max_queue": 1,
+    "page_size": 1,
+    "cache_bytes": 1,
+    "chunk": 1,
+    "seed": -(2**63),
+}
+
+SETTING_NAMES = tuple(item.name for item in fields(Settings))
 
 
 def cache_dir() -> Path:

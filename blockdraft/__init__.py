@@ -1,0 +1,54 @@
+"""blockdraft: lossless block-diffusion speculative decoding (DFlash).
+
+`LLM` and `SamplingParams` are the Python API; both are imported on first use, so that `import blockdraft`
+and `blockdraft --help` stay free of torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from blockdraft.errors import (
+    BlockdraftError,
+    CapacityError,
+    FetchError,
+    ModelError,
+    RequestError,
+    SettingsError,
+)
+from blockdraft.settings import Settings
+
+if TYPE_CHECKING:
+    from blockdraft.engine.request import SamplingParams
+    from blockdraft.llm import LLM, Completion, Result
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "BlockdraftError",
+    "CapacityError",
+    "Completion",
+    "FetchError",
+    "ModelError",
+    "RequestError",
+    "Result",
+    "SamplingParams",
+    "Settings",
+    "SettingsError",
+    "__version__",
+]
+
+_LAZY = {
+    "LLM": "blockdraft.llm",
+    "Completion": "blockdraft.llm",
+    "Result": "blockdraft.llm",
+    "SamplingParams": "blockdraft.engine.request",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'blockdraft' has no attribute '{name}'")

@@ -1,0 +1,31 @@
+"""PagedKV: one layer's keys and values in slots. The format owns its reader."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.spec import Paged
+from blockdraft.kernels.attention import Mask, Reads, attend
+
+
+class PagedKV:
+    """Keys and values [G, S, D] in the model's dtype; slot = page * page_size + offset.
+
+    Only slot 0, where masked reads point, is initialised: every other slot is written before it is in
+    reach, and untouched memory costs nothing.
+    """
+
+    def __init__(self, spec: Paged, *, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (spec.num_kv_heads, num_slots, spec.head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.keys[:, 0] = 0
+        self.values[:, 0] = 0
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self.keys.index_copy_(1, slots, k.transpose(0, 1))
+        self.values.index_copy_(1, slots, v.transpose(0, 1))
+
+    def attend(self, q: Tensor, reads: Reads, mask: Mask) -> Tensor:
+        return attend(q, self.keys, self.values, reads, mask)

@@ -1,0 +1,41 @@
+"""What a drafter is to the step: it proposes a block, and it absorbs what the target computed."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from blockdraft.cache.cache import Cache
+from blockdraft.cache.rows import Rows
+from blockdraft.cache.view import View
+
+
+class Drafter(Protocol):
+    """A drafter can change how many tokens a step yields and never which tokens."""
+
+    @property
+    def block(self) -> int: ...  # the width it was trained for, anchor included
+
+    def draft(self, rows: Rows, cache: Cache, width: int) -> Tensor:
+        """[R, width] for the active rows; column 0 is the anchor, the rest are proposals."""
+
+    def absorb(self, features: Tensor, view: View) -> None:
+        """Remember the target's features [N, F] of the view's positions as context."""
+
+
+class NoDrafter:
+    """Plain decoding through the same step.
+
+    At width 1 it is what a user would otherwise run. At a larger width it verifies the anchor repeated:
+    the same shapes as speculation, which is the baseline that arithmetic can be compared with bit for bit.
+    """
+
+    def __init__(self, block: int = 1) -> None:
+        self.block = block
+
+    def draft(self, rows: Rows, cache: Cache, width: int) -> Tensor:
+        return rows.anchor[rows.active][:, None].repeat(1, width)
+
+    def absorb(self, features: Tensor, view: View) -> None:
+        pass

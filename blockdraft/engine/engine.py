@@ -1,0 +1,260 @@
+"""Engine: requests in, deltas out, one step at a time. One thread owns it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.cache import NUM_RESERVED_PAGES, SCRATCH_PAGE, Cache
+from blockdraft.cache.rows import Rows, RowSampling
+from blockdraft.engine.detokenizer import TextStream
+from blockdraft.engine.loading import Models
+from blockdraft.engine.pages import PageAllocator
+from blockdraft.engine.request import Delta, Request, SamplingParams, TokenLogprobs
+from blockdraft.engine.scheduler import Batch, Outcome, Scheduler
+from blockdraft.engine.sequence import Sequence
+from blockdraft.engine.stats import Stats
+from blockdraft.errors import RequestError
+from blockdraft.runtime.decode import decode_step
+from blockdraft.runtime.prefill import prefill_step, prompt_logprobs
+from blockdraft.runtime.verify import Logprobs, Verdict
+
+GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring seeds (Weyl sequence)
+
+
+class Engine:
+    """Continuous batching over one target and one drafter."""
+
+    def __init__(self, models: Models, clock: Callable[[], float] = time.monotonic) -> None:
+        plan = models.plan
+        self.models = models
+        self.clock = clock
+        specs = models.config.layer_specs()
+        if models.draft_config is not None:
+            specs += models.draft_config.layer_specs()
+        num_pages = plan.num_pages + NUM_RESERVED_PAGES
+        self.cache = Cache(
+            specs,
+            num_pages=num_pages,
+            page_size=plan.page_size,
+            dtype=getattr(torch, plan.dtype),
+            device=models.device,
+        )
+        self.rows = Rows(
+            max_rows=plan.max_rows,
+            max_pages=-(-plan.max_positions // plan.page_size),
+            vocab_size=models.config.vocab_size,
+            scratch_page=SCRATCH_PAGE,
+            device=models.device,
+        )
+        self.scheduler = Scheduler(
+            pages=PageAllocator(num_pages=num_pages, first=NUM_RESERVED_PAGES, page_size=plan.page_size),
+            max_rows=plan.max_rows,
+            max_queue=plan.max_queue,
+            chunk=plan.chunk,
+            reserve=plan.block,
+            has_prefix_cache=plan.prefix_cache,
+            clock=clock,
+        )
+        self.stats = Stats()
+        self._pending: tuple[Batch, Verdict | Outcome] | None = None
+        self._ids = itertools.count()
+
+    # ---- requests
+
+    def add(self, prompt_ids: Items[int], sampling: SamplingParams, request_id: str | None = None) -> str:
+        """Queue a prompt. Raises RequestError for what can never run, CapacityError for a full queue."""
+        number = next(self._ids)
+        request = Request(
+            id=request_id if request_id is not None else f"request-{number}",
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling,
+            arrival_s=self.clock(),
+        )
+        self._check(request)
+        seed = sampling.seed if sampling.seed is not None else _spread(self.models.plan.seed, number + 1)
+        sequences: list[Sequence] = []
+        for index in range(sampling.n):
+            leader = sequences[0] if sequences else None
+            sequences.append(self._sequence(request, index, _spread(seed, index), leader))
+        self.scheduler.add(sequences)
+        return request.id
+
+    def abort(self, request_id: str) -> list[Delta]:
+        """End a request now. Unknown or finished ids are ignored: the end may have crossed the abort."""
+        return self.scheduler.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._pending is not None
+
+    def _check(self, request: Request) -> None:
+        plan, sampling = self.models.plan, request.sampling
+        vocab_size = self.models.config.vocab_size
+        if not request.prompt_ids:
+            raise RequestError("the prompt is empty: give at least one token.")
+        if len(request.prompt_ids) >= plan.max_context:
+            raise RequestError(
+                f"the prompt has {len(request.prompt_ids)} tokens, but the context holds "
+                f"{plan.max_context} and the answer needs at least one: shorten it, or raise --max-context."
+            )
+        wrong = [t for t in request.prompt_ids if not (isinstance(t, int) and 0 <= t < vocab_size)]
+        wrong += [t for t in (*sampling.logit_bias, *sampling.stop_token_ids) if not 0 <= t < vocab_size]
+        if wrong:
+            raise RequestError(f"token id {wrong[0]!r} is outside the vocabulary of {vocab_size} tokens.")
+        if sampling.width is not None and sampling.width > plan.block:
+            raise RequestError(
+                f"width = {sampling.width}, but this engine verifies at most {plan.block} tokens per step."
+            )
+
+    def _sequence(self, request: Request, index: int, seed: int, leader: Sequence | None) -> Sequence:
+        params, plan, tokenizer = request.sampling, self.models.plan, self.models.tokenizer
+        num_prompt = len(request.prompt_ids)
+        end_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end_ids |= frozenset(tokenizer.eos_ids)
+        max_tokens = plan.max_context if params.max_tokens is None else params.max_tokens
+        return Sequence(
+            request=request,
+            index=index,
+            width=plan.width if params.width is None else params.width,
+            sampling=RowSampling(
+                temperature=params.temperature,
+                top_k=max(params.top_k, 0),
+                top_p=params.top_p,
+                min_p=params.min_p,
+                repetition=params.repetition_penalty,
+                presence=params.presence_penalty,
+                frequency=params.frequency_penalty,
+                seed=seed,
+                output_start=num_prompt,
+                min_end=num_prompt + params.min_tokens,
+                stop_ids=tuple(sorted(end_ids)),
+                bias=tuple(params.logit_bias.items()),
+            ),
+            end_ids=end_ids,
+            max_length=min(num_prompt + max_tokens, plan.max_context),
+            stream=TextStream(
+                tokenizer,
+                request.prompt_ids,
+                stops=params.stops,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            ),
+            leader=leader,
+        )
+
+    # ---- steps
+
+    def step(self) -> list[Delta]:
+        """Run one step and return what it adds to each answer.
+
+        With overlap the next step is launched before the last one's result is read: a stop is then
+        learnt one step late, and the row that runs once more is not looked at.
+        """
+        batch = self.scheduler.schedule()
+        launched = None if batch is None else (batch, self._launch(batch))
+        if self.models.plan.overlap:
+            launched, self._pending = self._pending, launched
+        return [] if launched is None else self._collect(*launched)
+
+    def _launch(self, batch: Batch) -> Verdict | Outcome:
+        self._place(batch)
+        if batch.kind == "prefill":
+            return self._prefill(batch)
+        models = self.models
+        asked = [s.request.sampling.logprobs for s in batch.sequences]
+        return decode_step(
+            target=models.target,
+            drafter=models.drafter,
+            cache=self.cache,
+            rows=self.rows,
+            width=batch.width,
+            num_logprobs=max((k for k in asked if k is not None), default=None),
+        )
+
+    def _place(self, batch: Batch) -> None:
+        """Bring rows up to date: new sequences, new pages, nothing else."""
+        for sequence, start in zip(batch.sequences, batch.starts, strict=True):
+            assert sequence.row is not None
+            if sequence.num_placed_pages is None:
+                self.rows.place(sequence.row, sequence.token_ids, start, sequence.sampling)
+                sequence.num_placed_pages = 0
+            fresh = sequence.pages[sequence.num_placed_pages :]
+            if fresh:
+                self.rows.set_pages(sequence.row, sequence.num_placed_pages, fresh)
+                sequence.num_placed_pages = len(sequence.pages)
+        self.rows.activate([s.row for s in batch.sequences if s.row is not None])
+
+    def _prefill(self, batch: Batch) -> Outcome:
+        tokens = [
+            sequence.token_ids[start : start + count]
+            for sequence, start, count in zip(batch.sequences, batch.starts, batch.counts, strict=True)
+        ]
+        token_ids = torch.tensor(list(itertools.chain.from_iterable(tokens)), device=self.models.device)
+        hidden = prefill_step(
+            target=self.models.target,
+            drafter=self.models.drafter,
+            cache=self.cache,
+            rows=self.rows,
+            token_ids=token_ids,
+            counts=batch.counts,
+        )
+        if not any(sequence.wants_prompt_logprobs for sequence in batch.sequences):
+            return Outcome()
+        pieces = torch.split(hidden, batch.counts)
+        rows = zip(batch.sequences, batch.starts, batch.counts, pieces, strict=True)
+        return Outcome(logprobs=tuple(self._prompt_logprobs(*row) for row in rows))
+
+    def _prompt_logprobs(
+        self, sequence: Sequence, start: int, count: int, hidden: Tensor
+    ) -> tuple[TokenLogprobs, ...]:
+        if not sequence.wants_prompt_logprobs:
+            return ()
+        num_top = sequence.request.sampling.prompt_logprobs or 0
+        token_ids = sequence.token_ids[start + 1 : start + count + 1]
+        next_ids = torch.tensor(token_ids, device=hidden.device)
+        return _to_host(prompt_logprobs(self.models.target, hidden, next_ids, num_top), token_ids, num_top)
+
+    def _collect(self, batch: Batch, result: Verdict | Outcome) -> list[Delta]:
+        """Read a step's result (the only wait for the device) and apply it."""
+        outcome = result if isinstance(result, Outcome) else self._outcome(batch, result)
+        deltas = self.scheduler.commit(batch, outcome)
+        self.stats.count(batch, outcome, deltas)
+        return deltas
+
+    def _outcome(self, batch: Batch, verdict: Verdict) -> Outcome:
+        samples, counts = verdict.token_ids.tolist(), verdict.num_committed.tolist()
+        token_ids = tuple(tuple(row[:count]) for row, count in zip(samples, counts, strict=True))
+        if verdict.logprobs is None:
+            return Outcome(token_ids)
+        logprobs = []
+        for row, sequence in enumerate(batch.sequences):
+            num_top = sequence.request.sampling.logprobs
+            part = verdict.logprobs
+            mine = Logprobs(part.chosen[row], part.top_ids[row], part.top_values[row])
+            logprobs.append(() if num_top is None else _to_host(mine, token_ids[row], num_top))
+        return Outcome(token_ids, tuple(logprobs))
+
+    def check(self) -> None:
+        """Assert that pages are neither leaked nor shared wrongly."""
+        self.scheduler.pages.check(sequence.pages for sequence in self.scheduler.running)
+
+
+def _to_host(logprobs: Logprobs, token_ids: Items[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    chosen = logprobs.chosen.tolist()
+    ids, values = logprobs.top_ids.tolist(), logprobs.top_values.tolist()
+    return tuple(
+        TokenLogprobs(token, chosen[i], tuple(zip(ids[i][:num_top], values[i][:num_top], strict=True)))
+        for i, token in enumerate(token_ids)
+    )
+
+
+def _spread(seed: int, index: int) -> int:
+    """A seed of its own for each index, as a signed 64-bit number; index 0 keeps the seed."""
+    return (seed + index * GOLDEN + 2**63) % 2**64 - 2**63

@@ -1,0 +1,137 @@
+"""PageAllocator: which pages are free, who shares them, and which prefixes they hold.
+
+A page is in exactly one state: free and blank, free but remembered (its content can be claimed again), or
+held by one or more sequences. Remembered prefixes form a tree: a node is found by (its parent, the page's
+tokens), compared exactly, so a hash collision cannot hand one prompt another's cache.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+Key = tuple[int, tuple[int, ...]]  # parent node, the tokens of one full page
+
+ROOT = 0
+
+
+class OutOfPages(Exception):
+    """Not enough pages right now: the scheduler preempts someone and tries again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A remembered page: its prefix's identity is the chain of parents."""
+
+    id: int
+    key: Key
+
+
+class PageAllocator:
+    """Hands out pages `first` … `num_pages - 1`; a page is reused only when nobody holds it."""
+
+    def __init__(self, *, num_pages: int, first: int, page_size: int) -> None:
+        self.page_size = page_size
+        self._all = range(first, num_pages)
+        self._blank = list(reversed(self._all))
+        self._holders = [0] * num_pages
+        self._remembered: OrderedDict[int, None] = OrderedDict()  # free pages, oldest first
+        self._pages: dict[Key, int] = {}
+        self._nodes: dict[int, Node] = {}  # by page
+        self._next_node = ROOT + 1
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._all)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._remembered)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages, blank ones first, then the longest unused remembered ones."""
+        if count > self.num_free:
+            raise OutOfPages
+        pages = []
+        for _ in range(count):
+            if not self._blank:
+                self._forget(next(iter(self._remembered)))
+            page = self._blank.pop()
+            self._holders[page] = 1
+            pages.append(page)
+        return pages
+
+    def release(self, pages: Items[int]) -> None:
+        """Give pages back. The tail is offered for reuse before the head, which more prompts share."""
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            assert self._holders[page] >= 0, f"page {page} released twice"
+            if self._holders[page] == 0:
+                if page in self._nodes:
+                    self._remembered[page] = None
+                else:
+                    self._blank.append(page)
+
+    def match(self, token_ids: Items[int]) -> list[int]:
+        """Hold and return the pages of the longest remembered prefix made of whole pages."""
+        pages: list[int] = []
+        parent = ROOT
+        for tokens in self._chunks(token_ids, 0):
+            page = self._pages.get((parent, tokens))
+            if page is None:
+                break
+            self._holders[page] += 1
+            self._remembered.pop(page, None)
+            parent = self._nodes[page].id
+            pages.append(page)
+        return pages
+
+    def remember(self, token_ids: Items[int], pages: Items[int], num_done: int) -> int:
+        """Register the full pages of token_ids, all committed; the first `num_done` are registered.
+
+        Returns how many are registered now. A page whose prefix another page holds already stays
+        private, and so do the pages after it: their parent would be somebody else's.
+        """
+        parent = self._nodes[pages[num_done - 1]].id if num_done else ROOT
+        for index, tokens in enumerate(self._chunks(token_ids, num_done), num_done):
+            key = (parent, tokens)
+            if key in self._pages:
+                break
+            node = Node(self._next_node, key)
+            self._next_node += 1
+            self._pages[key] = pages[index]
+            self._nodes[pages[index]] = node
+            parent = node.id
+            num_done = index + 1
+        return num_done
+
+    def _forget(self, page: int) -> None:
+        del self._pages[self._nodes.pop(page).key]
+        del self._remembered[page]
+        self._blank.append(page)
+
+    def _chunks(self, token_ids: Items[int], first: int) -> Iterable[tuple[int, ...]]:
+        """The tokens of each full page, from page `first` on."""
+        size = self.page_size
+        for begin in range(first * size, len(token_ids) - size + 1, size):
+            yield tuple(token_ids[begin : begin + size])
+
+    def check(self, held: Iterable[Items[int]]) -> None:
+        """Assert that nothing is leaked or shared wrongly, given the page lists of all live sequences."""
+        expected = [0] * len(self._holders)
+        for pages in held:
+            assert len(set(pages)) == len(pages), f"a sequence holds a page twice: {pages}"
+            for page in pages:
+                expected[page] += 1
+        assert expected == self._holders, "holders differ from the live sequences: leak or double use"
+        free = set(self._blank) | set(self._remembered)
+        assert len(self._blank) + len(self._remembered) == len(free), "a page is free twice"
+        in_use = {page for page in self._all if self._holders[page]}
+        assert free.isdisjoint(in_use), "a page is free and in use"
+        assert free | in_use == set(self._all), "a page is lost"
+        assert all(self._pages[node.key] == page for page, node in self._nodes.items())
+        assert len(self._pages) == len(self._nodes), "two prefixes point at one page"
+        shared = {page for page in self._all if self._holders[page] > 1}
+        assert shared <= self._nodes.keys(), "a page that is not a remembered prefix is shared"

@@ -1,0 +1,153 @@
+"""What a user asks and what comes back, as frozen values. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from blockdraft.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+MAX_LOGPROBS = 20  # as OpenAI and vLLM
+MAX_STOPS = 64  # stop strings, and separately stop token ids
+MAX_BIASES = 1024
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one request. Names and meanings are vLLM's; `width` is ours."""
+
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: drawn from the engine's seed
+    stop: str | tuple[str, ...] | list[str] | None = None
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = None  # None: as far as the context goes
+    logprobs: int | None = None  # 0: of the chosen token only; k: and the k likeliest
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    width: int | None = None  # None: the engine's; 1: no speculation for this request
+
+    def __post_init__(self) -> None:
+        _check_range("n", self.n, 1, MAX_CHOICES)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_k", self.top_k, -1, 2**31)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            raise RequestError("top_p = 0.0 leaves no token: use 0 < top_p <= 1, or temperature 0.")
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31)
+        self._check_optional()
+        self._check_lists()
+
+    def _check_optional(self) -> None:
+        for name, value, low, high in (
+            ("seed", self.seed, -(2**63), 2**63 - 1),
+            ("max_tokens", self.max_tokens, 1, 2**31),
+            ("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            ("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
+            ("width", self.width, 1, 1024),
+        ):
+            if value is not None:
+                _check_range(name, value, low, high)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens = {self.min_tokens} is more than max_tokens = {self.max_tokens}.")
+
+    def _check_lists(self) -> None:
+        if len(self.stops) > MAX_STOPS or len(self.stop_token_ids) > MAX_STOPS:
+            raise RequestError(f"more than {MAX_STOPS} stop strings or stop token ids.")
+        if any(not isinstance(stop, str) or not stop for stop in self.stops):
+            raise RequestError("a stop string is empty: remove it, it would end every answer at once.")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_BIASES}.")
+        for token, value in self.logit_bias.items():
+            _check_range("logit_bias token", token, 0, 2**31)
+            _check_range(f"logit_bias of token {token}", value, -100.0, 100.0)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_whole = isinstance(low, int)
+    if not is_number or not math.isfinite(value) or (is_whole and not isinstance(value, int)):
+        kind = "a whole number" if is_whole else "a number"
+        raise RequestError(f"{name} = {value!r} is not {kind}.")
+    if not low <= value <= high:
+        raise RequestError(f"{name} = {value} is outside {low} to {high}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, ready for the engine."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's log-probability under the model, and the likeliest alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What an answer cost. `accepted[i]` counts the steps in which draft i + 1 was accepted."""
+
+    num_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    steps: int
+    drafted: int
+    accepted: tuple[int, ...]
+    preemptions: int
+    queue_s: float
+    first_token_s: float
+    seconds: float
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens committed per step, the one that is not a draft included."""
+        return self.num_tokens / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step adds to one choice of a request; the last has a finish reason and metrics."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # once, with the first delta
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or token id that ended it
+    metrics: Metrics | None = None

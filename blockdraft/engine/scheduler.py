@@ -1,0 +1,254 @@
+"""Scheduler: who runs next, on which row, in which pages; and what a step's outcome means for each request.
+
+A step is all prefill or all decode; the two alternate while both have work, so a long prompt holds up
+decoding by one chunk at a time. Rows that verify the same width decode together. When pages run out the
+youngest sequence loses its row and later starts again from its tokens: sampling noise is keyed by position,
+so it continues with the same text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from blockdraft.engine.pages import OutOfPages, PageAllocator
+from blockdraft.engine.request import Delta, TokenLogprobs
+from blockdraft.engine.sequence import Sequence
+from blockdraft.errors import CapacityError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The decision for one step; complete and frozen."""
+
+    kind: Literal["prefill", "decode"]
+    sequences: tuple[Sequence, ...]
+    epochs: tuple[int, ...]  # a sequence with another epoch by now has left this step
+    starts: tuple[int, ...]  # prefill: each row's length before the step
+    counts: tuple[int, ...]  # prefill: prompt tokens of each row; decode: `width` each
+    width: int  # decode: block width; 1 is plain decoding
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A step's verdict, on the host. Empty for prefill, but for prompt logprobs."""
+
+    token_ids: tuple[tuple[int, ...], ...] = ()  # per row, committed tokens only
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # per row, one per token
+
+
+class Scheduler:
+    """Queues, rows and pages. `reserve` is how many tokens past its length a row may write in one step."""
+
+    def __init__(
+        self,
+        *,
+        pages: PageAllocator,
+        max_rows: int,
+        max_queue: int,
+        chunk: int,
+        reserve: int,
+        has_prefix_cache: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.pages = pages
+        self.max_queue = max_queue
+        self.chunk = chunk
+        self.reserve = reserve
+        self.has_prefix_cache = has_prefix_cache
+        self.clock = clock
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+        self._free_rows = list(reversed(range(max_rows)))
+        self._last_kind: Literal["prefill", "decode"] = "decode"
+        self._last_width = 0
+
+    # ---- requests in and out
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue all choices of one request, or none."""
+        if len(self.waiting) + len(sequences) > self.max_queue:
+            raise CapacityError(
+                f"the queue is full ({len(self.waiting)} of {self.max_queue} waiting): try again later, "
+                "or raise --max-queue."
+            )
+        self.waiting.extend(sequences)
+
+    def abort(self, request_id: str) -> list[Delta]:
+        """End every choice of a request now; its rows and pages are free at once."""
+        ended = [s for s in (*self.waiting, *self.running) if s.request.id == request_id]
+        for sequence in ended:
+            sequence.finish_reason = "abort"
+            if sequence.row is None:
+                self.waiting.remove(sequence)
+            else:
+                self._retire(sequence)
+        return [sequence.delta((), (), self.clock()) for sequence in ended]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    # ---- deciding
+
+    def schedule(self) -> Batch | None:
+        """The next step, with rows and pages taken; None when nothing is queued."""
+        self._admit()
+        prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
+        if prefilling and (self._last_kind == "decode" or not decoding):
+            self._last_kind = "prefill"
+            return self._prefill(prefilling)
+        if decoding:
+            self._last_kind = "decode"
+            return self._decode(decoding)
+        return None
+
+    def _admit(self) -> None:
+        """First come, first served: a row, and pages for all known tokens and one block."""
+        while self.waiting and self._free_rows:
+            sequence = self.waiting[0]
+            leader = sequence.leader
+            if leader is not None and leader.finish_reason is None and not leader.is_decoding:
+                return
+            if not self._take_pages(sequence):
+                return
+            self.waiting.popleft()
+            sequence.row = self._free_rows.pop()
+            if sequence.tally.start_s is None:
+                sequence.tally.start_s = self.clock()
+            self.running.append(sequence)
+
+    def _take_pages(self, sequence: Sequence) -> bool:
+        known = sequence.token_ids[:-1]
+        is_cached = self.has_prefix_cache and not sequence.wants_prompt_logprobs
+        shared = self.pages.match(known) if is_cached else []
+        missing = self._num_pages(len(known) + self.reserve) - len(shared)
+        try:
+            sequence.pages = shared + self.pages.allocate(missing)
+        except OutOfPages:
+            self.pages.release(shared)
+            return False
+        sequence.num_remembered_pages = len(shared)
+        sequence.length = len(shared) * self.pages.page_size
+        if sequence.tally.preemptions == 0:
+            sequence.tally.num_cached_tokens = sequence.length
+        return True
+
+    def _prefill(self, sequences: list[Sequence]) -> Batch:
+        """The oldest first, until the chunk is full. Its outcome is certain, so lengths move now."""
+        budget, chosen, starts, counts = self.chunk, [], [], []
+        for sequence in sequences:
+            if budget == 0:
+                break
+            count = min(budget, sequence.num_to_prefill)
+            chosen.append(sequence)
+            starts.append(sequence.length)
+            counts.append(count)
+            sequence.length += count
+            budget -= count
+        return self._batch("prefill", chosen, starts, counts, width=0)
+
+    def _decode(self, sequences: list[Sequence]) -> Batch | None:
+        """All rows of one width; widths take turns."""
+        widths = sorted({sequence.width for sequence in sequences})
+        width = next((w for w in widths if w > self._last_width), widths[0])
+        self._last_width = width
+        for sequence in sequences:
+            if sequence.width == width and sequence.row is not None:
+                self._grow(sequence)
+        chosen = [s for s in sequences if s.width == width and s.row is not None]
+        if not chosen:
+            return None
+        starts = [sequence.length for sequence in chosen]
+        return self._batch("decode", chosen, starts, [width] * len(chosen), width=width)
+
+    def _batch(
+        self,
+        kind: Literal["prefill", "decode"],
+        sequences: list[Sequence],
+        starts: list[int],
+        counts: list[int],
+        *,
+        width: int,
+    ) -> Batch:
+        for sequence in sequences:
+            sequence.num_in_flight += width
+        epochs = tuple(sequence.epoch for sequence in sequences)
+        return Batch(kind, tuple(sequences), epochs, tuple(starts), tuple(counts), width)
+
+    def _grow(self, sequence: Sequence) -> None:
+        """Pages for the coming block, taken from the youngest sequences when none are free."""
+        end = sequence.length + sequence.num_in_flight + self.reserve
+        missing = self._num_pages(end) - len(sequence.pages)
+        while sequence.row is not None and missing > 0:
+            try:
+                sequence.pages += self.pages.allocate(missing)
+                return
+            except OutOfPages:
+                self._preempt(self.running[-1])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue; what it computed may still be found in the prefix cache."""
+        self._retire(sequence)
+        sequence.length = 0
+        sequence.forget_partial_prompt_logprobs()
+        sequence.tally.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Take row and pages away. A step in flight may still write there, but runs before the next."""
+        assert sequence.row is not None
+        self.running.remove(sequence)
+        self._free_rows.append(sequence.row)
+        self.pages.release(sequence.pages)
+        sequence.row = None
+        sequence.pages = []
+        sequence.num_placed_pages = None
+        sequence.num_remembered_pages = 0
+        sequence.num_in_flight = 0
+        sequence.epoch += 1
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pages.page_size)
+
+    # ---- learning what happened
+
+    def commit(self, batch: Batch, outcome: Outcome) -> list[Delta]:
+        """Apply a step's outcome to the sequences that are still the ones it ran for."""
+        deltas = []
+        for position, sequence in enumerate(batch.sequences):
+            if sequence.epoch != batch.epochs[position]:
+                continue  # ended or preempted since: unseen
+            sequence.num_in_flight -= batch.width
+            if batch.kind == "decode":
+                deltas.append(self._commit_block(batch, outcome, position))
+            else:
+                self._commit_prompt(batch, outcome, position)
+            self._remember(sequence)
+            if sequence.finish_reason is not None:
+                self._retire(sequence)
+        return deltas
+
+    def _commit_block(self, batch: Batch, outcome: Outcome, position: int) -> Delta:
+        sequence = batch.sequences[position]
+        token_ids = outcome.token_ids[position]
+        logprobs = outcome.logprobs[position] if outcome.logprobs else ()
+        sequence.tally.count_step(batch.width, len(token_ids))
+        return sequence.accept(token_ids, logprobs, self.clock())
+
+    def _commit_prompt(self, batch: Batch, outcome: Outcome, position: int) -> None:
+        sequence = batch.sequences[position]
+        if outcome.logprobs and sequence.wants_prompt_logprobs:
+            sequence.prompt_logprobs.extend(outcome.logprobs[position])
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Offer the committed full pages to later prompts, drafter context and all."""
+        if not self.has_prefix_cache or sequence.row is None:
+            return
+        if sequence.length // self.pages.page_size > sequence.num_remembered_pages:
+            sequence.num_remembered_pages = self.pages.remember(
+                sequence.token_ids[: sequence.length], sequence.pages, sequence.num_remembered_pages
+            )

@@ -1,0 +1,157 @@
+"""Sequence: the host's view of one choice of one request, and the rules by which it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from blockdraft.cache.rows import RowSampling
+from blockdraft.engine.detokenizer import TextStream
+from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens [0, length) are in the cache (or will be when the step in flight has run).
+
+    While decoding, `length == len(token_ids) - 1`: the last token is the anchor.
+    """
+
+    request: Request
+    index: int  # which of the request's n choices
+    width: int
+    sampling: RowSampling
+    end_ids: frozenset[int]  # token ids that end the text
+    max_length: int  # tokens, prompt included
+    stream: TextStream | None  # None: no tokenizer, no text
+    leader: Sequence | None  # the choice whose prompt pages this one will share
+
+    token_ids: list[int] = field(default_factory=list)
+    length: int = 0
+    row: int | None = None
+    pages: list[int] = field(default_factory=list)
+    num_placed_pages: int | None = None  # pages the device row knows; None: row not set up
+    num_remembered_pages: int = 0
+    num_in_flight: int = 0  # tokens that steps not yet committed may add
+    epoch: int = 0  # changes when row and pages are taken away
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    tally: Tally = field(default_factory=lambda: Tally())
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_ids)
+        self.forget_partial_prompt_logprobs()
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_to_prefill(self) -> int:
+        return len(self.token_ids) - 1 - self.length
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.row is not None and self.num_to_prefill <= 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Still incomplete: every prompt position must pass through the model, cached or not."""
+        is_asked = self.request.sampling.prompt_logprobs is not None
+        return is_asked and len(self.prompt_logprobs) < self.num_prompt
+
+    def forget_partial_prompt_logprobs(self) -> None:
+        """Begin (again) with the first token, which nothing predicts; a complete list is kept."""
+        if len(self.prompt_logprobs) < self.num_prompt:
+            self.prompt_logprobs = [None]
+
+    def accept(self, token_ids: Items[int], logprobs: Items[TokenLogprobs], now_s: float) -> Delta:
+        """Append what a step committed, cut at the first stop. The answer's next piece."""
+        kept = 0
+        for token in token_ids:
+            self.token_ids.append(token)
+            kept += 1
+            if self._ends_with(token):
+                break
+        self.length = len(self.token_ids) - 1
+        if self.tally.first_token_s is None:
+            self.tally.first_token_s = now_s
+        return self.delta(tuple(token_ids[:kept]), tuple(logprobs[:kept]), now_s)
+
+    def _ends_with(self, token: int) -> bool:
+        params = self.request.sampling
+        can_stop = self.num_output >= params.min_tokens
+        if can_stop and token in self.end_ids:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in params.stop_token_ids else None
+            if params.include_stop_str_in_output and self.stream is not None:
+                self.stream.push(token, can_stop=False)
+        elif self.stream is not None and self.stream.push(token, can_stop=can_stop):
+            self.finish_reason, self.stop_reason = "stop", self.stream.stop_reason
+        elif len(self.token_ids) >= self.max_length:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def delta(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float) -> Delta:
+        """The piece to stream, with metrics when this is the last."""
+        is_first = self.num_output == len(token_ids)
+        has_prompt_logprobs = is_first and self.request.sampling.prompt_logprobs is not None
+        text = ""
+        if self.stream is not None:
+            if self.finish_reason is not None:
+                self.stream.finish()
+            text = self.stream.take()
+        return Delta(
+            request_id=self.request.id,
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=tuple(self.prompt_logprobs) if has_prompt_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            metrics=self.metrics(now_s) if self.finish_reason is not None else None,
+        )
+
+    def metrics(self, now_s: float) -> Metrics:
+        tally, arrival_s = self.tally, self.request.arrival_s
+        start_s = now_s if tally.start_s is None else tally.start_s
+        first_s = now_s if tally.first_token_s is None else tally.first_token_s
+        return Metrics(
+            num_tokens=self.num_output,
+            num_prompt_tokens=self.num_prompt,
+            num_cached_tokens=tally.num_cached_tokens,
+            steps=tally.steps,
+            drafted=tally.drafted,
+            accepted=tuple(tally.accepted),
+            preemptions=tally.preemptions,
+            queue_s=start_s - arrival_s,
+            first_token_s=first_s - arrival_s,
+            seconds=now_s - arrival_s,
+        )
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counters of one sequence."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    num_cached_tokens: int = 0
+    start_s: float | None = None
+    first_token_s: float | None = None
+
+    def count_step(self, width: int, num_committed: int) -> None:
+        """One verified block: `num_committed - 1` of its `width - 1` drafts were right."""
+        self.steps += 1
+        self.drafted += width - 1
+        self.accepted.extend([0] * (width - 1 - len(self.accepted)))
+        for position in range(num_committed - 1):
+            self.accepted[position] += 1

@@ -1,0 +1,55 @@
+"""Gumbel noise keyed by (seed, position, token id): the same numbers whoever asks, in whatever order.
+
+The generator is Philox-4x32 with 10 rounds (Salmon et al., SC 2011): key = the seed's two halves, counter =
+(token id // 4, position low, position high, 0); the four words of an output belong to four consecutive
+token ids. A word w becomes u = (w // 512 + 0.5) / 2**23, which float32 holds exactly and which is never 0
+or 1. A kernel that follows these two lines draws the same noise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """Noise [R, C, V] for seeds [R] and positions [R, C], both int64."""
+    counter = torch.arange((vocab_size + 3) // 4, device=seeds.device)  # four ids each
+    words = philox(
+        (
+            counter,
+            positions[..., None] & _WORD,
+            positions[..., None] >> 32,
+            torch.zeros_like(counter),
+        ),
+        key=(seeds[:, None, None] & _WORD, (seeds[:, None, None] >> 32) & _WORD),
+    )
+    lanes = torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size]
+    uniform = ((lanes >> 9).to(dtype) + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))
+
+
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32-10 on broadcastable int64 tensors that hold 32-bit words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def _multiply(word: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """High and low half of a 32 x 32 bit product, in int64 without overflow into the sign."""
+    low = word * (constant & 0xFFFF)  # < 2**48
+    high = word * (constant >> 16)  # < 2**48
+    middle = (low >> 16) + (high & 0xFFFF)  # < 2**33
+    return (high >> 16) + (middle >> 16), ((middle << 16) | (low & 0xFFFF)) & _WORD

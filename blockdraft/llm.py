@@ -1,0 +1,189 @@
+"""LLM: the blocking Python API over one Engine."""
+
+from __future__ import annotations
+
+import difflib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loading import load_models
+from blockdraft.engine.request import (
+    Delta,
+    FinishReason,
+    Metrics,
+    SamplingParams,
+    TokenLogprobs,
+)
+from blockdraft.errors import RequestError, SettingsError
+from blockdraft.settings import SETTING_NAMES, Settings
+
+Prompt = str | Items[int]
+Message = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All n answers to one prompt; `text`, `token_ids` and so on are the first one's."""
+
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    outputs: tuple[Completion, ...]
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.outputs[0].metrics
+
+
+class LLM:
+    """A target and its drafter, ready to answer. Keyword arguments are the fields of Settings."""
+
+    def __init__(
+        self,
+        model: str = "default",
+        draft: str | None = None,
+        report: Callable[[str], None] = lambda _: None,
+        **settings: object,
+    ) -> None:
+        for name in settings:
+            if name not in SETTING_NAMES:
+                close = difflib.get_close_matches(name, SETTING_NAMES, 1)
+                hint = f": did you mean '{close[0]}'?" if close else "."
+                raise SettingsError(f"LLM has no setting '{name}'{hint}")
+        self.settings = Settings(model=model, draft=draft, **settings)  # type: ignore[arg-type]
+        self.engine = Engine(load_models(self.settings, report))
+        self.tokenizer = self.engine.models.tokenizer
+        self._inbox: dict[str, deque[Delta]] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Items[Prompt],
+        params: SamplingParams | Items[SamplingParams] | None = None,
+    ) -> list[Result]:
+        """Complete raw prompts, strings or token id lists; results come in the order of the prompts."""
+        listed = [prompts] if _is_one(prompts) else list(prompts)
+        return self._run([self._encode(prompt) for prompt in listed], params)  # type: ignore[arg-type]
+
+    def chat(
+        self,
+        conversations: Items[Message] | Items[Items[Message]],
+        params: SamplingParams | Items[SamplingParams] | None = None,
+        **template_kwargs: object,
+    ) -> list[Result]:
+        """Answer conversations (lists of {"role", "content"}) through the model's chat template."""
+        is_one = bool(conversations) and isinstance(conversations[0], Mapping)
+        listed = [conversations] if is_one else list(conversations)
+        encode = self.tokenizer.encode_chat
+        return self._run([encode(messages, **template_kwargs) for messages in listed], params)  # type: ignore[arg-type]
+
+    def stream(
+        self, prompt: Prompt | Items[Message], params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
+        """Deltas of one prompt or conversation as they are committed; closing the iterator aborts it."""
+        sampling = params if params is not None else SamplingParams()
+        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        ids = self.tokenizer.encode_chat(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
+        request_id = self._add(ids, sampling)
+        return self._deltas(request_id, sampling.n)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _add(self, prompt_ids: Items[int], params: SamplingParams) -> str:
+        request_id = self.engine.add(prompt_ids, params)
+        self._inbox[request_id] = deque()
+        return request_id
+
+    def _deltas(self, request_id: str, num_choices: int) -> Iterator[Delta]:
+        """Step the engine until this request is done; deltas of others wait in their own inbox."""
+        inbox, num_left = self._inbox[request_id], num_choices
+        try:
+            while num_left:
+                while not inbox:
+                    self._step()
+                delta = inbox.popleft()
+                num_left -= delta.finish_reason is not None
+                yield delta
+        finally:
+            self.engine.abort(request_id)
+            del self._inbox[request_id]
+
+    def _step(self) -> None:
+        for delta in self.engine.step():
+            if delta.request_id in self._inbox:
+                self._inbox[delta.request_id].append(delta)
+
+    def _run(
+        self, prompts: list[list[int]], params: SamplingParams | Items[SamplingParams] | None
+    ) -> list[Result]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params if params is not None else SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling parameters.")
+        ids: list[str] = []
+        try:
+            for prompt, sampling in zip(prompts, params, strict=True):
+                ids.append(self._add(prompt, sampling))
+            deltas = [list(self._deltas(i, p.n)) for i, p in zip(ids, params, strict=True)]
+        finally:
+            for request_id in ids:
+                if self._inbox.pop(request_id, None) is not None:
+                    self.engine.abort(request_id)
+        rows = zip(prompts, params, deltas, strict=True)
+        return [_result(prompt, sampling, pieces) for prompt, sampling, pieces in rows]
+
+
+def _is_one(prompts: Prompt | Items[Prompt]) -> bool:
+    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+
+
+def _result(prompt_ids: list[int], params: SamplingParams, deltas: list[Delta]) -> Result:
+    outputs = []
+    for index in range(params.n):
+        mine = [delta for delta in deltas if delta.index == index]
+        last = mine[-1]
+        assert last.finish_reason is not None
+        assert last.metrics is not None
+        logprobs = tuple(item for delta in mine for item in delta.logprobs)
+        outputs.append(
+            Completion(
+                text="".join(delta.text for delta in mine),
+                token_ids=tuple(token for delta in mine for token in delta.token_ids),
+                finish_reason=last.finish_reason,
+                stop_reason=last.stop_reason,
+                logprobs=None if params.logprobs is None else logprobs,
+                metrics=last.metrics,
+            )
+        )
+    prompt_logprobs = next((d.prompt_logprobs for d in deltas if d.prompt_logprobs), None)
+    return Result(tuple(prompt_ids), prompt_logprobs, tuple(outputs))

@@ -1,0 +1,38 @@
+"""One decoding step: draft, verify, commit. Read this first; everything else exists to keep it this short.
+
+Three facts carry it. Length is the commit: cache slots at or past `length` are scratch, so nothing is ever
+rolled back. Noise is keyed by (seed, position): every emitted token is the target's own sample, whatever
+was drafted. And plain decoding is this same function at width 1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from blockdraft.cache.cache import Cache
+from blockdraft.cache.rows import Rows
+from blockdraft.drafters.drafter import Drafter
+from blockdraft.models.decoder import Decoder
+from blockdraft.runtime.verify import Verdict, verify
+
+
+@torch.inference_mode()
+def decode_step(
+    *,
+    target: Decoder,
+    drafter: Drafter,
+    cache: Cache,
+    rows: Rows,
+    width: int,
+    num_logprobs: int | None,
+) -> Verdict:
+    """Draft a block for every active row, verify it in one target forward, commit what matched."""
+    block = drafter.draft(rows, cache, width)  # [R, B] the anchor, then width - 1 proposals
+    view = cache.view(rows, width)  # positions length .. length + width - 1
+    hidden, features = target(block.flatten(), view)  # writes scratch slots
+    logits = target.logits(hidden).view(*block.shape, -1)
+    verdict = verify(logits, block, rows, num_logprobs)
+    drafter.absorb(features, view)  # unmasked: rejected positions are scratch
+    cache.commit(rows, verdict.num_committed)
+    rows.advance(block, verdict.token_ids, verdict.num_committed)
+    return verdict

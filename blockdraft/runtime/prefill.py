@@ -1,0 +1,51 @@
+"""One prefill step: chunks of known tokens enter the cache. It never samples.
+
+A sequence is prefilled up to, but not including, its last known token: that one is the first anchor, so
+every emitted token comes out of decode_step, and a preempted sequence resumes exactly like a new one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.cache import Cache
+from blockdraft.cache.rows import Rows
+from blockdraft.drafters.drafter import Drafter
+from blockdraft.models.decoder import Decoder
+from blockdraft.runtime.verify import Logprobs, measure
+
+LOGIT_SLICE = 64  # prompt positions whose logits exist at one time, when prompt logprobs are asked
+
+
+@torch.inference_mode()
+def prefill_step(
+    *,
+    target: Decoder,
+    drafter: Drafter,
+    cache: Cache,
+    rows: Rows,
+    token_ids: Tensor,
+    counts: tuple[int, ...],
+) -> Tensor:
+    """Run token_ids [N], `counts[r]` of them for each active row. Returns hidden states [N, E]."""
+    view = cache.view(rows, counts)
+    hidden, features = target(token_ids, view)
+    drafter.absorb(features, view)
+    cache.commit(rows, torch.tensor(counts, device=token_ids.device))
+    rows.extend(counts)
+    return hidden
+
+
+@torch.inference_mode()
+def prompt_logprobs(target: Decoder, hidden: Tensor, next_ids: Tensor, num_top: int) -> Logprobs:
+    """How likely each next token was: hidden [N, E] and next_ids [N], in slices of LOGIT_SLICE."""
+    parts = [
+        measure(target.logits(h), ids, num_top)
+        for h, ids in zip(torch.split(hidden, LOGIT_SLICE), torch.split(next_ids, LOGIT_SLICE), strict=True)
+    ]
+    return Logprobs(
+        chosen=torch.cat([part.chosen for part in parts]),
+        top_ids=torch.cat([part.top_ids for part in parts]),
+        top_values=torch.cat([part.top_values for part in parts]),
+    )

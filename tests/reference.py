@@ -1,0 +1,85 @@
+"""An independent DFlash: the dossier's equations, written once more with no cache, no pages and no rows.
+
+Weights are read by their checkpoint names; nothing of the package is used. Also the trainer of the fixture.
+"""
+
+import torch
+from torch.nn import functional as F
+
+
+def rms(x, weight, eps):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rope(x, positions, theta):
+    """x [T, heads, dim] rotated at absolute positions [T], halves paired."""
+    dim = x.shape[-1]
+    inverse = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    angle = (positions.to(torch.float32)[:, None] * inverse)[:, None]
+    cos = torch.cat([angle.cos(), angle.cos()], -1).to(x.dtype)
+    sin = torch.cat([angle.sin(), angle.sin()], -1).to(x.dtype)
+    turned = torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1)
+    return x * cos + turned * sin
+
+
+def visible(num_context, block, *, causal, window, anchored=False):
+    """[block, num_context + block]: which keys each block row sees; the anchor is at num_context."""
+    query = num_context + torch.arange(block)[:, None]
+    key = torch.arange(num_context + block)[None]
+    seen = (key <= query) if causal else (key < num_context + block).expand(block, -1)
+    if window is None:
+        return seen
+    if anchored:
+        return seen & (key >= num_context - window)
+    return seen & ((query - key).abs() < window)
+
+
+def block_logits(weights, config, embedding, head, features, anchor, masks=None):
+    """Logits [block - 1, V] for one sequence.
+
+    features [C, taps * E] belong to positions 0 … C - 1; the anchor sits at position C.
+    """
+    dflash = config["dflash_config"]
+    block, eps = config["block_size"], config["rms_norm_eps"]
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    dim, theta = config["head_dim"], config["rope_theta"]
+    count = features.shape[0]
+    ids = torch.cat(
+        [torch.as_tensor(anchor).view(1), torch.full((block - 1,), dflash["mask_token_id"])]
+    )
+    x = embedding[ids] * dflash.get("input_embedding_scale", 1.0)
+    context = rms(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+    positions = torch.arange(count + block)
+    for layer in range(config["num_hidden_layers"]):
+        w = {k.split(".", 2)[2]: v for k, v in weights.items() if k.startswith(f"layers.{layer}.")}
+        h = rms(x, w["input_layernorm.weight"], eps)
+        both = torch.cat([context, h])
+        q = rms(
+            (h @ w["self_attn.q_proj.weight"].T).view(block, heads, dim),
+            w["self_attn.q_norm.weight"],
+            eps,
+        )
+        k = rms(
+            (both @ w["self_attn.k_proj.weight"].T).view(-1, groups, dim),
+            w["self_attn.k_norm.weight"],
+            eps,
+        )
+        v = (both @ w["self_attn.v_proj.weight"].T).view(-1, groups, dim)
+        q, k = rope(q, positions[count:], theta), rope(k, positions, theta)
+        k = k.repeat_interleave(heads // groups, dim=1)
+        v = v.repeat_interleave(heads // groups, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
+        seen = (
+            visible(count, block, causal=False, window=None)
+            if masks is None
+            else masks[layer](count)
+        )
+        p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        attended = torch.einsum("hqk,khd->qhd", p, v).reshape(block, -1)
+        x = x + attended @ w["self_attn.o_proj.weight"].T
+        h = rms(x, w["post_attention_layernorm.weight"], eps)
+        inner = F.silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
+        x = x + inner @ w["mlp.down_proj.weight"].T
+    logits = rms(x, weights["norm.weight"], eps)[1:] @ head.T * dflash.get("output_multiplier", 1.0)
+    cap = dflash.get("final_logit_softcapping")
+    return logits if cap is None else torch.tanh(logits / cap) * cap
