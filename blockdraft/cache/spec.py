@@ -1,4 +1,4 @@
-"""What each layer needs remembered, as data: the model says it, the cache allocates it, the plan adds it up."""
+"""What each layer needs remembered, as data: the model says it, the cache allocates it, the plan sums it."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class Engine:
         )
         if not any(sequence.wants_prompt_logprobs for sequence in batch.sequences):
             return Outcome()
-        pieces = torch.split(hidden, batch.counts)
+        pieces = torch.split(hidden, list(batch.counts))
         rows = zip(batch.sequences, batch.starts, batch.counts, pieces, strict=True)
         return Outcome(logprobs=tuple(self._prompt_logprobs(*row) for row in rows))
 

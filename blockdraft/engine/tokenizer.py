@@ -186,19 +186,19 @@ def _broken_bytes(values: Sequence[int | None]) -> Iterator[int]:
     while at < len(values):
         lead = values[at]
         size = 1 if lead is None or lead < 0xC0 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
-        is_whole = lead is None or _is_character(values[at : at + size], size)
+        is_whole = lead is None or _is_utf8(values[at : at + size])
         if not is_whole:
             yield at
         at += size if is_whole else 1
 
 
-def _is_character(values: Sequence[int | None], size: int) -> bool:
-    known = bytes(byte for byte in values if byte is not None)
+def _is_utf8(values: Sequence[int | None]) -> bool:
+    """A character with a byte missing is not; that is why None can simply be left out."""
     try:
-        known.decode()
+        bytes(byte for byte in values if byte is not None).decode()
     except UnicodeDecodeError:
         return False
-    return len(known) == size
+    return True
 
 
 def _check_unicode(text: str) -> None:

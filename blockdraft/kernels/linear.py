@@ -30,7 +30,7 @@ LinearOp = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 _LINE_BYTES = 64
 _MAX_TOKENS = 8  # tokens of one tile; more are done in several passes over cached weight rows
-_CHUNK_BYTES = 256 * 1024  # weight handed to a thread at a time; 32 KB costs 20 % more at M = 1
+_CHUNK_BYTES = 256 * 1024  # weight handed to a thread at a time; 32 KB costs 29 % more at M = 1
 _PREFETCH_LEVEL = 3  # llvm.prefetch's locality: into the L1; the L2 costs 15 % more at M = 2
 _SERIAL_OPS = 1 << 16  # below this many multiply-adds, waking a thread costs more than it saves
 

@@ -1,4 +1,4 @@
-"""Typed, asserted reads of config.json. No torch here: the plan reads it before anything heavy is imported."""
+"""Typed, asserted reads of config.json. No torch here: the plan reads it before anything heavy is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers that families share. A token stream is flat, [N, E]; only the View knows about rows and cache."""
+"""The layers that families share. Tokens are a flat stream, [N, E]; only the View knows rows and cache."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ def prefill_step(
 ) -> Tensor:
     """Run token_ids [N], `counts[r]` of them for each active row. Returns hidden states [N, E]."""
     view = cache.view(rows, counts)
+    hidden: Tensor
     hidden, features = target(token_ids, view)
     drafter.absorb(features, view)
     cache.commit(rows, torch.tensor(counts, device=token_ids.device))

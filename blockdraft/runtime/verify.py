@@ -1,4 +1,4 @@
-"""Verify: sample the target at every column of the block, and keep the samples up to the first wrong draft."""
+"""Verify: sample the target at every column of the block, keep the samples up to the first wrong draft."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_streamed_text_is_what_decode_adds_to_the_prompt(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_long_outputs_stay_exact_past_the_window(kind: str, data: st.DataObject):
     tokenizer = tokenizer_of(kind)
@@ -164,7 +164,7 @@ def test_long_outputs_stay_exact_past_the_window(kind: str, data: st.DataObject)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=20))
 def test_valid_text_streams_without_half_characters_and_with_no_delay(
     kind: str, text: str

@@ -73,7 +73,7 @@ def test_unpaired_surrogates_are_the_users_error(text: str):
     with pytest.raises(RequestError, match="unpaired surrogate"):
         make().encode(text)
     with pytest.raises(RequestError, match="unpaired surrogate"):
-        make().encode_chat([{"role": "user", "content": text}])
+        make().render([{"role": "user", "content": text}])
 
 
 @pytest.mark.parametrize("bad", [-1, 2**40])
@@ -278,6 +278,11 @@ def test_the_final_message_can_be_continued(template: str, content: str, end: st
     messages = [*HELLO, {"role": "assistant", "content": content}]
     text = make(template).render(messages, continue_final_message=True)
     assert text.endswith(f"<|im_end|>\n<|im_start|>assistant\n{end}")
+
+
+def test_continuing_takes_the_place_of_the_generation_prompt():
+    template = "{{ add_generation_prompt }} {{ messages[0].content }}"
+    assert make(template).render(HELLO, continue_final_message=True) == "False Hi <b>"
 
 
 def test_a_final_message_the_template_drops_cannot_be_continued():

@@ -1,0 +1,159 @@
+"""blockdraft generate: answer one prompt and say how fast it went."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from blockdraft.cli.flags import (
+    add_sampling,
+    add_settings,
+    add_verbose,
+    prompt_from,
+    reporter,
+    sampling_from,
+    settings_from,
+)
+from blockdraft.engine.request import Delta, SamplingParams
+from blockdraft.errors import RequestError, SettingsError
+from blockdraft.settings import pin_threads
+
+if TYPE_CHECKING:
+    from blockdraft.llm import LLM
+
+SUMMARY = "answer one prompt"
+DESCRIPTION = (
+    "Answer one prompt. The text goes to stdout as it comes. One line on stderr then gives tokens, seconds "
+    "and speed: the clock runs from the request to its last token, reading the prompt included, loading the "
+    "model not; tok/s is all tokens over all of that time, and in brackets the rate after the first step."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", help="what to answer; '-' reads it from stdin")
+    parser.add_argument("--raw", action="store_true", help="continue the text as it is: no chat template")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, not the text")
+    add_verbose(parser)
+    add_sampling(parser)
+    add_settings(parser, leave_out=("seed",))  # of one request, --seed is the sampling seed
+
+
+def run(args: argparse.Namespace) -> int:
+    settings, sampling = settings_from(args), sampling_from(args)
+    if sampling.logprobs is not None and not args.json:
+        raise SettingsError("--logprobs has no place in plain text: add --json.")
+    prompt = prompt_from(args.prompt)
+    if settings.device == "cpu":
+        pin_threads()
+    from blockdraft.llm import LLM
+
+    llm = LLM(report=reporter(args), **asdict(settings))
+    deltas = _stream(llm, prompt, sampling, is_raw=args.raw)
+    if args.json:
+        return _print_json(llm, list(deltas), sampling)
+    seen = _print_text(deltas, sampling.n)
+    print(speed_line(seen, has_drafter=llm.engine.models.draft_config is not None), file=sys.stderr)
+    return 0
+
+
+def _stream(llm: LLM, prompt: str, sampling: SamplingParams, *, is_raw: bool) -> Iterator[Delta]:
+    if is_raw:
+        return llm.stream(prompt, sampling)
+    if not llm.tokenizer.has_chat_template:
+        raise RequestError(f"'{llm.settings.model}' has no chat template: add --raw to continue plain text.")
+    return llm.stream([{"role": "user", "content": prompt}], sampling)
+
+
+def _print_text(deltas: Iterator[Delta], num_choices: int) -> list[Delta]:
+    """Print one answer as it comes; several one after the other, each under its number, when all are done."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
+    seen = []
+    for delta in deltas:
+        seen.append(delta)
+        if num_choices == 1:
+            print(delta.text, end="", flush=True)
+    if num_choices == 1:
+        print(flush=True)
+    else:
+        for index in range(num_choices):
+            print(f"[{index + 1} of {num_choices}]\n{_text(seen, index)}", flush=True)
+    return seen
+
+
+def speed_line(deltas: list[Delta], *, has_drafter: bool) -> str:
+    """One line for all choices together; see DESCRIPTION for its clock."""
+    metrics = [delta.metrics for delta in deltas if delta.metrics is not None]
+    num_tokens, steps = sum(m.num_tokens for m in metrics), sum(m.steps for m in metrics)
+    seconds, first_s = max(m.seconds for m in metrics), min(m.first_token_s for m in metrics)
+    later = ""
+    if len(metrics) == 1 and seconds > first_s:
+        num_later = num_tokens - len(deltas[0].token_ids)
+        later = f" ({num_later / (seconds - first_s):.1f} after the first step)"
+    drafter = "" if has_drafter else " (no drafter)"
+    return (
+        f"{num_tokens} tokens in {seconds:.1f} s: {_rate(num_tokens, seconds):.1f} tok/s{later}, "
+        f"{_rate(num_tokens, steps):.2f} tokens per step{drafter}"
+    )
+
+
+def _rate(count: int, per: float) -> float:
+    return count / per if per else 0.0
+
+
+def _print_json(llm: LLM, deltas: list[Delta], sampling: SamplingParams) -> int:
+    choices = [_choice(deltas, index, sampling) for index in range(sampling.n)]
+    models = llm.engine.models
+    answer = {
+        **choices[0],
+        "model": models.config.name,
+        "draft": None if models.draft_config is None else models.draft_config.name,
+        "width": models.plan.width,
+    }
+    if sampling.n > 1:
+        answer["choices"] = choices
+    print(json.dumps(answer, ensure_ascii=not _writes_unicode(), allow_nan=False))
+    return 0
+
+
+def _choice(deltas: list[Delta], index: int, sampling: SamplingParams) -> dict[str, object]:
+    mine = [delta for delta in deltas if delta.index == index]
+    metrics = mine[-1].metrics
+    assert metrics is not None
+    choice: dict[str, object] = {
+        "text": _text(mine, index),
+        "token_ids": [token_id for delta in mine for token_id in delta.token_ids],
+        "finish_reason": mine[-1].finish_reason,
+        "stop_reason": mine[-1].stop_reason,
+        "metrics": {**asdict(metrics), "tokens_per_step": metrics.tokens_per_step},
+    }
+    if sampling.logprobs is not None:
+        choice["logprobs"] = [
+            {
+                "token_id": item.token_id,
+                "logprob": _finite(item.logprob),
+                "top": [[token_id, _finite(logprob)] for token_id, logprob in item.top],
+            }
+            for delta in mine
+            for item in delta.logprobs
+        ]
+    return choice
+
+
+def _text(deltas: list[Delta], index: int) -> str:
+    return "".join(delta.text for delta in deltas if delta.index == index)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no -inf, the log-probability of a token that cannot come."""
+    return value if math.isfinite(value) else None
+
+
+def _writes_unicode() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"

@@ -1,0 +1,83 @@
+"""blockdraft on the command line. Heavy imports live inside the commands: --help never loads torch."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from blockdraft import __version__
+from blockdraft.cli import generate, serve
+from blockdraft.errors import BlockdraftError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with a suggestion for what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        hint = "" if wrong is None else suggestion(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
+        super().error(message + hint)
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """The error for arguments nobody understood; the first flag among them is the one to fix."""
+        name = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
+        if not name.startswith("-"):
+            self.error(f"unexpected argument '{name}': quote a prompt of several words")
+        self.error(f"unknown flag {name}{suggestion(name, list(self._option_string_actions))}")
+
+
+def suggestion(wrong: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(wrong, names, 1)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. argparse's own errors leave by SystemExit(2)."""
+    args = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except BlockdraftError as error:
+        print("blockdraft: error:", " ".join(str(error).split()), file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPT
+    except BrokenPipeError:
+        # Python flushes stdout once more when it exits; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    return code
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="blockdraft",
+        description="Lossless block-diffusion speculative decoding (DFlash).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"blockdraft {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    parsers = {}
+    for command in (generate, serve):
+        name = command.__name__.rpartition(".")[2]
+        parsers[name] = commands.add_parser(
+            name,
+            help=command.SUMMARY,
+            description=command.DESCRIPTION,
+            allow_abbrev=False,
+        )
+        command.add_arguments(parsers[name])
+        parsers[name].set_defaults(run=command.run)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parsers[args.command].refuse(unknown)
+    return args

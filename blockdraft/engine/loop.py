@@ -1,0 +1,228 @@
+"""EngineLoop: the one thread that touches an engine, and the way to it from asyncio.
+
+Commands go in over one queue; deltas come out over one queue per request, on the event loop that asked. All
+of them are frozen values, so nothing is shared but the queues. Between two steps the thread takes every
+command that waits: an abort takes hold within one step. Without work it sleeps on the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import TypeVar
+
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.request import Delta, SamplingParams
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class EngineStopped(Exception):
+    """The engine was closed or has failed; no request is at fault and none will be served."""
+
+
+class Stream:
+    """The deltas of one request, for one consumer on the event loop that submitted it.
+
+    Close it when done, however that came about: closing an unfinished stream aborts its request.
+    """
+
+    def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self._abort = abort
+        self._event_loop = asyncio.get_running_loop()
+        self._inbox: asyncio.Queue[Delta | EngineStopped] = asyncio.Queue()
+        self._num_unfinished = num_choices
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._num_unfinished == 0:
+            raise StopAsyncIteration
+        item = await self._inbox.get()
+        if isinstance(item, EngineStopped):
+            self._num_unfinished = 0
+            raise item
+        self._num_unfinished -= item.finish_reason is not None
+        return item
+
+    def close(self) -> None:
+        if self._num_unfinished:
+            self._num_unfinished = 0
+            self._abort(self.request_id)
+
+    def push(self, item: Delta | EngineStopped) -> bool:
+        """Called by the engine's thread. False: the consumer's event loop has ended."""
+        try:
+            self._event_loop.call_soon_threadsafe(self._inbox.put_nowait, item)
+        except RuntimeError:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stream: Stream
+    reply: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    pass
+
+
+@dataclass(slots=True)
+class _Live:
+    """The engine thread's side of a stream."""
+
+    stream: Stream
+    num_unfinished: int
+
+
+class EngineLoop:
+    """Owns the engine from here on: nobody else may call it until `close` has returned."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.error: str | None = None  # why the engine failed; it never recovers
+        self._engine = engine
+        self._commands: SimpleQueue[_Add | _Abort | _Close] = SimpleQueue()
+        self._door = Lock()  # nothing enters the queue behind _Close: it would never be answered
+        self._is_open = True
+        self._live: dict[str, _Live] = {}  # touched by the engine's thread only
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
+        """Queue a prompt. Raises what Engine.add raises, or EngineStopped."""
+        stream = Stream(f"request-{uuid.uuid4().hex}", sampling.n, self.abort)
+        reply: Future[None] = Future()
+        if not self._send(_Add(tuple(prompt_ids), sampling, stream, reply)):
+            raise EngineStopped("the engine is closed.")
+        try:
+            await asyncio.wrap_future(reply)
+        except asyncio.CancelledError:
+            stream.close()
+            raise
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request within one step. Its stream ends with finish reason "abort"."""
+        self._send(_Abort(request_id))
+
+    def close(self) -> None:
+        """Stop the thread after the step it is in; live requests end with EngineStopped."""
+        with self._door:
+            if self._is_open:
+                self._is_open = False
+                self._commands.put(_Close())
+        self._thread.join()
+
+    def _send(self, command: _Add | _Abort) -> bool:
+        with self._door:
+            if self._is_open:
+                self._commands.put(command)
+            return self._is_open
+
+    # ---- everything below runs on the engine's thread
+
+    def _run(self) -> None:
+        while self._obey():
+            self._step()
+        self._end_all(EngineStopped("the engine is closed."))
+
+    def _obey(self) -> bool:
+        """Carry out all commands, waiting until there is something to step. False: closed."""
+        while True:
+            is_idle = self.error is not None or not self._engine.has_work
+            try:
+                command = self._commands.get(block=is_idle)
+            except Empty:
+                return True
+            if isinstance(command, _Close):
+                return False
+            if isinstance(command, _Add):
+                self._add(command)
+            else:
+                self._drop(command.request_id)
+
+    def _add(self, command: _Add) -> None:
+        if not command.reply.set_running_or_notify_cancel():
+            return  # the caller has gone
+        stream, sampling = command.stream, command.sampling
+        if self.error is not None:
+            command.reply.set_exception(EngineStopped("the engine has failed: restart the server."))
+            return
+        # add queues all choices or none, so whatever it raises is that one caller's affair.
+        outcome = _attempt(lambda: self._engine.add(command.prompt_ids, sampling, stream.request_id))
+        if isinstance(outcome, Exception):
+            command.reply.set_exception(outcome)
+            return
+        self._live[stream.request_id] = _Live(stream, sampling.n)
+        command.reply.set_result(None)
+
+    def _step(self) -> None:
+        outcome = _attempt(self._engine.step)
+        if isinstance(outcome, Exception):
+            self._fail(outcome)
+        else:
+            self._deliver(outcome)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            live = self._live.get(delta.request_id)
+            if live is None:
+                continue
+            live.num_unfinished -= delta.finish_reason is not None
+            if live.num_unfinished == 0:
+                del self._live[delta.request_id]
+            if not live.stream.push(delta) and live.num_unfinished:
+                self._drop(delta.request_id)
+
+    def _drop(self, request_id: str) -> None:
+        """Abort in the engine; an id that has finished by now is ignored."""
+        if self.error is not None or request_id not in self._live:
+            return
+        outcome = _attempt(lambda: self._engine.abort(request_id))
+        if isinstance(outcome, Exception):
+            self._fail(outcome)
+            return
+        live = self._live.pop(request_id)
+        for delta in outcome:
+            live.stream.push(delta)
+
+    def _fail(self, error: Exception) -> None:
+        """A bug of ours: the engine's state is unknown, so it is never stepped again."""
+        log.error("the engine failed", exc_info=error)
+        self.error = f"{type(error).__name__}: {error}"
+        self._end_all(EngineStopped("the engine failed on an internal error: restart the server."))
+
+    def _end_all(self, reason: EngineStopped) -> None:
+        live, self._live = self._live, {}
+        for request_id, item in live.items():
+            if self.error is None:
+                self._engine.abort(request_id)
+            item.stream.push(reason)
+
+
+def _attempt(action: Callable[[], T]) -> T | Exception:
+    """The one boundary where any exception is caught; the caller decides who has to hear of it."""
+    try:
+        return action()
+    except Exception as error:  # noqa: BLE001
+        return error

@@ -1,0 +1,86 @@
+"""The drafter's context survives everything the scheduler does: its block logits do not change.
+
+Acceptance that falls after a prefix hit is the bug that others ship; nothing in the output shows it.
+"""
+
+import pytest
+import torch
+
+from blockdraft.engine.request import SamplingParams
+from tests import tiny
+
+PROMPT = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+def advance(engine, num_tokens):
+    """Step until the one running sequence has emitted at least `num_tokens`."""
+    while True:
+        engine.step()
+        running = engine.scheduler.running
+        if running and running[0].num_output >= num_tokens:
+            return running[0]
+
+
+@torch.inference_mode()
+def block_logits(engine, sequence):
+    engine.rows.activate([sequence.row])
+    assert engine.rows.length[sequence.row] == len(sequence.token_ids) - 1
+    return engine.models.drafter.block_logits(engine.rows, engine.cache)
+
+
+def after(num_tokens, prepare=lambda engine: None, disturb=lambda engine, sequence: None, **plan):
+    """Tokens and block logits after about `num_tokens` of plain decoding on a prepared engine."""
+    engine = tiny.engine("trained", width=1, **plan)
+    prepare(engine)
+    engine.add(PROMPT, PARAMS)
+    disturb(engine, advance(engine, num_tokens // 2))
+    sequence = advance(engine, num_tokens)
+    return sequence, block_logits(engine, sequence)
+
+
+def serve_before(engine):
+    """The same prompt and answer, by speculation, so that the pages come from verify steps too."""
+    engine.add(PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, width=tiny.BLOCK))
+    tiny.drain(engine)
+
+
+def preempt(engine, sequence):
+    engine.scheduler._preempt(sequence)
+
+
+SCENES = {
+    "chunked": {"chunk": 5},
+    "small pages": {"page_size": 3},
+    "prefix hit": {"prepare": serve_before, "page_size": 4},
+    "preempted, recomputed": {"disturb": preempt, "prefix_cache": False},
+    "preempted, found again": {"disturb": preempt, "page_size": 4},
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_block_logits_are_the_same_after(scene):
+    expected_sequence, expected = after(20, prefix_cache=False)
+    sequence, got = after(20, **SCENES[scene])
+    assert sequence.token_ids == expected_sequence.token_ids
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+    if scene == "prefix hit":
+        assert sequence.tally.num_cached_tokens == 16
+    if "preempted" in scene:
+        assert sequence.tally.preemptions == 1
+
+
+def test_a_row_without_speculation_still_leaves_drafter_context_behind():
+    """Pages written by a width 1 request serve a speculative one with the same acceptance."""
+
+    def accepted(first_width):
+        engine = tiny.engine("trained", width=tiny.BLOCK, page_size=4)
+        if first_width is not None:
+            engine.add(PROMPT, SamplingParams(temperature=0.0, max_tokens=8, width=first_width))
+            tiny.drain(engine)
+        engine.add(PROMPT, PARAMS)
+        last = tiny.drain(engine)[-1]
+        assert last.metrics.num_cached_tokens == (0 if first_width is None else 16)
+        return last.metrics.accepted, last.metrics.steps
+
+    assert accepted(1) == accepted(tiny.BLOCK) == accepted(None)

@@ -1,0 +1,133 @@
+"""The promise: whatever the drafter, width, batch, pages, chunks, hits and preemptions, the tokens are the target's.
+
+In float64 arithmetic noise cannot reach a decision, so equality with plain decoding (no drafter, width 1, alone,
+no prefix cache) is a statement about the algorithm.
+"""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockdraft.engine.request import SamplingParams
+from tests import tiny
+
+BASE = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33]
+
+
+def plain(requests):
+    """Every request alone, one token at a time."""
+    answers = []
+    for prompt, params in requests:
+        engine = tiny.engine("none", width=1, prefix_cache=False, page_size=16)
+        answers += tiny.run(engine, [(prompt, replace(params, width=1))])
+    return answers
+
+
+@st.composite
+def sampling(draw, seed):
+    max_tokens = draw(st.integers(1, 30))
+    is_random = draw(st.booleans())
+    return SamplingParams(
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        n=draw(st.sampled_from([1, 1, 1, 2])),
+        width=draw(st.sampled_from([None, None, 1, 3, 8])),
+        temperature=draw(st.sampled_from([0.6, 1.0, 1.5])) if is_random else 0.0,
+        top_k=draw(st.sampled_from([0, 0, 3])),
+        top_p=draw(st.sampled_from([1.0, 0.8])),
+        min_p=draw(st.sampled_from([0.0, 0.1])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.7])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.4])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3])),
+        logit_bias=draw(st.sampled_from([{}, {}, {7: 2.0, 62: 3.0}])),
+        ignore_eos=draw(st.booleans()),
+        stop=draw(st.sampled_from([None, None, ["t4 t5"], ["t1", "5 t"]])),
+        stop_token_ids=draw(st.sampled_from([(), (), (12,), (20, 40)])),
+    )
+
+
+@st.composite
+def cases(draw):
+    requests = []
+    for index in range(draw(st.integers(1, 4))):
+        shared = BASE[: draw(st.integers(0, len(BASE)))]
+        own = draw(st.lists(st.integers(0, 61), min_size=0 if shared else 1, max_size=12))
+        requests.append((shared + own, draw(sampling(seed=100 + index))))
+    page_size = draw(st.sampled_from([1, 2, 3, 5, 16]))
+    longest = max(len(prompt) + (params.max_tokens or 0) for prompt, params in requests)
+    least = -(-(longest + 2 * tiny.BLOCK) // page_size)
+    plan = {
+        "page_size": page_size,
+        "num_pages": least + draw(st.integers(0, least)),
+        "chunk": draw(st.sampled_from([1, 2, 7, 64])),
+        "max_rows": draw(st.integers(1, 4)),
+        "width": draw(st.integers(1, tiny.BLOCK)),
+        "prefix_cache": draw(st.booleans()),
+        "overlap": draw(st.booleans()),
+    }
+    drafter = draw(st.sampled_from(["trained", "trained", "random", "none", "hinted"]))
+    return requests, plan, drafter, draw(st.floats(0.5, 1.0))
+
+
+def run_case(case):
+    """The case's results, plain decoding's, and how often a sequence was preempted."""
+    requests, plan, drafter, rate = case
+    expected = plain(requests)
+    if drafter == "hinted":
+        answers = {
+            params.seed: list(prompt) + choices[0][0]
+            for (prompt, params), choices in zip(requests, expected, strict=True)
+        }
+        drafter = tiny.HintedDrafter(answers, rate)
+    engine = tiny.engine(drafter, **plan)
+    return tiny.run(engine, requests), expected
+
+
+@settings(max_examples=70, deadline=None, derandomize=True)
+@given(case=cases())
+def test_any_drafter_and_any_schedule_emit_the_tokens_of_plain_decoding(case):
+    got, expected = run_case(case)
+    assert got == expected
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None)
+@given(case=cases())
+def test_many_more_schedules(case):
+    got, expected = run_case(case)
+    assert got == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperature):
+    """A drafter that never gets a full block accepted would hide half the bugs."""
+    requests = [
+        ([i, i + 1, i + 2, i + 3], SamplingParams(temperature=temperature, seed=i, max_tokens=120, ignore_eos=True))
+        for i in range(12)
+    ]
+    engine = tiny.engine("trained", width=tiny.BLOCK)
+    for prompt, params in requests:
+        engine.add(prompt, params)
+    deltas = tiny.drain(engine)
+    counts = {len(delta.token_ids) - 1 for delta in deltas if delta.finish_reason is None}
+    if temperature > 0:
+        assert counts == set(range(tiny.BLOCK))
+    else:
+        assert tiny.BLOCK - 1 in counts
+    assert tiny.run(tiny.engine("trained", width=tiny.BLOCK), requests) == plain(requests)
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_float32_is_bit_equal_at_pinned_rows_and_width(width, temperature):
+    """Same shapes, other drafts: the committed tokens and their log-probabilities are the same bits."""
+    answers = []
+    for drafter in ("none", "trained"):
+        engine = tiny.engine(drafter, dtype="float32", width=width, max_rows=1)
+        engine.add([2, 4, 6, 8], SamplingParams(temperature=temperature, seed=5, max_tokens=90, logprobs=1))
+        deltas = tiny.drain(engine)
+        answers.append([(item.token_id, item.logprob) for delta in deltas for item in delta.logprobs])
+    assert answers[0] == answers[1]

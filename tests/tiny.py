@@ -1,0 +1,98 @@
+"""Engines over the fixture pair: loaded once per dtype, then replanned for each test."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.drafters.drafter import NoDrafter
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loading import load_models
+from blockdraft.settings import Settings
+
+PAIR = Path(__file__).parent / "fixtures" / "pair"
+TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+BLOCK = 8
+
+
+@functools.cache
+def load(dtype):
+    """The pair in `dtype`, with a context of 200 and rope tables past it."""
+    settings = Settings(model=TARGET, draft=DRAFT, dtype=dtype, max_context=200, width=BLOCK)
+    return load_models(settings, lambda _: None)
+
+
+@functools.cache
+def random_drafter(dtype):
+    """The drafter's shape with weights that know nothing."""
+    trained = load(dtype).drafter
+    model = type(trained.model)(trained.model.config, first_layer=4, max_positions=256, has_head=False)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+    model = model.to(getattr(torch, dtype)).requires_grad_(False)
+    return DFlashDrafter(model, trained.target)
+
+
+class HintedDrafter:
+    """Knows the answers and corrupts each draft with probability 1 - `rate`: any accepted count occurs."""
+
+    block = BLOCK
+
+    def __init__(self, answers, rate):
+        self.answers = answers                      # seed -> prompt and answer
+        self.rate = rate
+        self.generator = torch.Generator().manual_seed(0)
+
+    def draft(self, rows, cache, width):
+        block = rows.anchor[rows.active][:, None].repeat(1, width)
+        lengths, seeds = rows.length[rows.active].tolist(), rows.sampling().seed.tolist()
+        for row, (length, seed) in enumerate(zip(lengths, seeds, strict=True)):
+            for column in range(1, width):
+                answer = self.answers.get(seed, ())
+                right = answer[length + column] if length + column < len(answer) else 0
+                is_wrong = torch.rand((), generator=self.generator) > self.rate
+                block[row, column] = (right + 1) % 60 if is_wrong else right
+        return block
+
+    def absorb(self, features, view):
+        pass
+
+
+def engine(drafter="trained", *, dtype="float64", **plan):
+    """An engine on the pair; `plan` overrides fields of the Plan."""
+    models = load(dtype)
+    if drafter == "none":
+        drafter = NoDrafter(BLOCK)
+    elif drafter == "random":
+        drafter = random_drafter(dtype)
+    elif drafter == "trained":
+        drafter = models.drafter
+    plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
+    return Engine(replace(models, drafter=drafter, plan=replace(models.plan, **plan)))
+
+
+def run(engine, requests):
+    """Serve (prompt_ids, params) pairs together; per request, per choice: (token_ids, text, reason)."""
+    ids = [engine.add(prompt, params) for prompt, params in requests]
+    deltas = drain(engine)
+    engine.check()
+    assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
+    results = []
+    for request_id, (_, params) in zip(ids, requests, strict=True):
+        choices = []
+        for index in range(params.n):
+            mine = [d for d in deltas if (d.request_id, d.index) == (request_id, index)]
+            tokens = [token for delta in mine for token in delta.token_ids]
+            choices.append((tokens, "".join(d.text for d in mine), mine[-1].finish_reason))
+        results.append(choices)
+    return results
+
+
+def drain(engine):
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    return deltas

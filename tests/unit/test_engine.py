@@ -1,0 +1,258 @@
+"""What a request may ask of the engine, and what it gets when it asks for too much."""
+
+import math
+
+import pytest
+import torch
+
+from blockdraft.engine.request import SamplingParams
+from blockdraft.errors import CapacityError, RequestError
+from tests import tiny
+
+PROMPT = [2, 4, 6, 8]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+def greedy(**changes):
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, **changes})
+
+
+def answer(params, prompt=PROMPT, **plan):
+    """(token_ids, text, finish_reason, all deltas) of one request."""
+    engine = tiny.engine(**{"width": tiny.BLOCK, **plan})
+    engine.add(prompt, params)
+    deltas = tiny.drain(engine)
+    engine.check()
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    return tokens, "".join(d.text for d in deltas), deltas[-1].finish_reason, deltas
+
+
+def test_max_tokens_cuts_inside_a_block():
+    full, *_ = answer(GREEDY)
+    for count in range(1, 12):
+        tokens, _, reason, _ = answer(greedy(max_tokens=count))
+        assert (tokens, reason) == (full[:count], "length")
+
+
+def test_a_stop_token_ends_the_answer_inside_a_block_and_stays_out_of_the_text():
+    full, text, *_ = answer(GREEDY)
+    for place in range(1, 10):
+        stop = full[place]
+        first = full.index(stop)
+        tokens, short, reason, deltas = answer(greedy(stop_token_ids=(stop,)))
+        assert tokens == full[: first + 1]
+        assert (reason, deltas[-1].stop_reason) == ("stop", stop)
+        assert text.startswith(short)
+        assert len(short.split()) == first
+
+
+def test_a_stop_string_across_tokens_and_blocks_ends_the_answer_where_it_completes():
+    full, text, *_ = answer(GREEDY)
+    words = text.split()
+    for place in range(1, 9):
+        stop = f"{words[place]} {words[place + 1]}"
+        tokens, short, reason, deltas = answer(greedy(stop=[stop, "never"]))
+        end = text.index(stop)
+        assert short == text[:end]
+        assert (reason, deltas[-1].stop_reason) == ("stop", stop)
+        assert tokens == full[: len(tokens)]
+        assert len(tokens) == len(text[: end + len(stop)].split())
+        _, kept, *_ = answer(greedy(stop=[stop], include_stop_str_in_output=True))
+        assert kept == text[: end + len(stop)]
+
+
+def test_eos_ends_the_answer_unless_ignored_or_below_min_tokens():
+    eos = greedy(ignore_eos=False, logit_bias={62: 100.0})
+    assert answer(eos)[:3] == ([62], "", "stop")
+    tokens, _, reason, _ = answer(greedy(logit_bias={62: 100.0}, max_tokens=5))
+    assert (tokens, reason) == ([62] * 5, "length")
+    tokens, _, reason, _ = answer(greedy(ignore_eos=False, logit_bias={62: 100.0}, min_tokens=6))
+    assert len(tokens) == 7
+    assert tokens[-1] == 62
+    assert 62 not in tokens[:-1]
+    assert reason == "stop"
+
+
+def test_the_context_limit_ends_the_answer():
+    tokens, _, reason, _ = answer(greedy(max_tokens=None), max_context=30)
+    assert len(PROMPT) + len(tokens) == 30
+    assert reason == "length"
+
+
+def test_choices_of_one_request_differ_and_the_first_is_the_single_answer():
+    params = {"temperature": 1.0, "seed": 9, "max_tokens": 20, "ignore_eos": True}
+    alone = tiny.run(tiny.engine(), [(PROMPT, SamplingParams(**params))])[0]
+    together = tiny.run(tiny.engine(page_size=2), [(PROMPT, SamplingParams(n=4, **params))])[0]
+    assert together[0] == alone[0]
+    assert len({tuple(tokens) for tokens, _, _ in together}) == 4
+
+
+def test_later_choices_find_the_prompt_of_the_first_in_the_cache():
+    engine = tiny.engine(page_size=4)
+    prompt = list(range(1, 42))
+    engine.add(prompt, SamplingParams(n=3, max_tokens=4, seed=1))
+    ended = {d.index: d.metrics.num_cached_tokens for d in tiny.drain(engine) if d.metrics}
+    assert ended == {0: 0, 1: 40, 2: 40}
+    assert engine.stats.num_prefill_tokens == 40
+
+
+def test_requests_without_a_seed_differ_and_the_engine_seed_repeats_them():
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    first, second = (tiny.run(tiny.engine(seed=4), [(PROMPT, params)] * 2) for _ in range(2))
+    assert first == second
+    assert first[0] != first[1]
+    assert tiny.run(tiny.engine(seed=5), [(PROMPT, params)] * 2) != first
+
+
+def test_logprobs_are_the_models_own_and_come_with_every_token_of_a_block():
+    tokens, _, _, deltas = answer(greedy(logprobs=3, logit_bias={1: 1.5}, max_tokens=12))
+    items = [item for delta in deltas for item in delta.logprobs]
+    assert [item.token_id for item in items] == tokens
+    engine = tiny.engine("none", width=1)
+    for index, item in enumerate(items):
+        expected = target_logprobs(engine.models, PROMPT + tokens[:index])
+        values, ids = expected.topk(3)
+        assert math.isclose(item.logprob, expected[item.token_id], abs_tol=1e-9)
+        assert [token for token, _ in item.top] == ids.tolist()
+        assert [value for _, value in item.top] == pytest.approx(values.tolist(), abs=1e-9)
+
+
+def test_prompt_logprobs_cover_the_prompt_in_chunks_and_despite_a_cached_prefix():
+    prompt = list(range(3, 23))
+    for plan in ({"chunk": 3}, {"chunk": 64}):
+        engine = tiny.engine(page_size=4, **plan)
+        engine.add(prompt, greedy(max_tokens=2))
+        tiny.drain(engine)
+        engine.add(prompt, greedy(max_tokens=12, prompt_logprobs=2))
+        deltas = tiny.drain(engine)
+        listed = deltas[0].prompt_logprobs
+        assert all(delta.prompt_logprobs is None for delta in deltas[1:])
+        assert listed[0] is None
+        assert [item.token_id for item in listed[1:]] == prompt[1:]
+        for index in range(1, len(prompt)):
+            expected = target_logprobs(engine.models, prompt[:index])
+            assert math.isclose(listed[index].logprob, expected[prompt[index]], abs_tol=1e-9)
+            assert [token for token, _ in listed[index].top] == expected.topk(2).indices.tolist()
+
+
+@torch.inference_mode()
+def target_logprobs(models, token_ids):
+    """Log-probabilities after `token_ids`, from one forward over all of them in a fresh engine."""
+    engine = tiny.engine("none", width=1, prefix_cache=False)
+    engine.add([*token_ids, 0], greedy(max_tokens=1))
+    batch = engine.scheduler.schedule()
+    engine._place(batch)
+    view = engine.cache.view(engine.rows, batch.counts)
+    hidden, _ = models.target(torch.tensor(token_ids), view)
+    return models.target.logits(hidden[-1:])[0].log_softmax(-1)
+
+
+def test_abort_frees_rows_and_pages_at_any_moment_and_leaves_the_others_alone():
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True)
+    alone = tiny.run(tiny.engine(), [(PROMPT, params)])[0][0][0]
+    for overlap in (False, True):
+        for moment in range(12):
+            engine = tiny.engine(max_rows=2, chunk=4, overlap=overlap)
+            kept = engine.add(PROMPT, params)
+            gone = engine.add(list(range(30)), GREEDY)
+            queued = engine.add(PROMPT, GREEDY)
+            deltas = [delta for _ in range(moment) for delta in engine.step()]
+            ended = engine.abort(gone) + engine.abort(queued) + engine.abort("never added")
+            assert {d.finish_reason for d in ended} == {"abort"}
+            engine.check()
+            deltas += tiny.drain(engine)
+            assert [t for d in deltas if d.request_id == kept for t in d.token_ids] == alone
+            assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
+
+
+def test_preemption_happens_when_pages_run_out_and_changes_nothing():
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=40, ignore_eos=True, presence_penalty=0.5)
+              for i in range(4)]
+    requests = [([i, i + 1, i + 2], p) for i, p in enumerate(params)]
+    roomy = tiny.run(tiny.engine(), requests)
+    engine = tiny.engine(page_size=2, num_pages=40, prefix_cache=False)
+    assert tiny.run(engine, requests) == roomy
+    tight = tiny.engine(page_size=2, num_pages=40, prefix_cache=False)
+    for prompt, sampling in requests:
+        tight.add(prompt, sampling)
+    assert sum(d.metrics.preemptions for d in tiny.drain(tight) if d.metrics) > 0
+
+
+def test_the_queue_is_bounded_and_a_refused_request_leaves_nothing_behind():
+    engine = tiny.engine(max_queue=3)
+    engine.add(PROMPT, SamplingParams(n=2, max_tokens=2))
+    with pytest.raises(CapacityError, match="queue is full"):
+        engine.add(PROMPT, SamplingParams(n=2, max_tokens=2))
+    assert len({(d.request_id, d.index) for d in tiny.drain(engine)}) == 2
+
+
+def test_a_long_prompt_does_not_hold_up_decoding_for_more_than_a_chunk():
+    engine = tiny.engine(chunk=8, width=1)
+    engine.add(PROMPT, greedy(max_tokens=30))
+    while not engine.stats.num_decode_steps:
+        engine.step()
+    engine.add(list(range(60)) * 2, greedy(max_tokens=2))
+    for _ in range(20):
+        before = engine.stats.num_prefill_tokens
+        decoded = engine.stats.num_decode_steps
+        engine.step()
+        engine.step()
+        assert engine.stats.num_prefill_tokens - before <= 8
+        assert engine.stats.num_decode_steps > decoded
+
+
+def test_widths_of_requests_are_obeyed_and_counted():
+    engine = tiny.engine("trained", width=tiny.BLOCK)
+    ids = {engine.add(PROMPT, greedy(width=width)): width for width in (1, 4, None)}
+    ended = {ids[d.request_id]: d.metrics for d in tiny.drain(engine) if d.metrics}
+    assert (ended[1].steps, ended[1].drafted, ended[1].accepted) == (40, 0, ())
+    assert len(ended[4].accepted) == 3
+    assert len(ended[None].accepted) == 7
+    for metrics in ended.values():
+        assert metrics.drafted == metrics.steps * len(metrics.accepted)
+        assert sorted(metrics.accepted, reverse=True) == list(metrics.accepted)
+        assert metrics.num_tokens == 40
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "empty"),
+        (list(range(60)) * 4, {}, "240 tokens"),
+        ([64], {}, "token id 64"),
+        ([-1], {}, "token id -1"),
+        ([1], {"logit_bias": {99: 1.0}}, "token id 99"),
+        ([1], {"stop_token_ids": (64,)}, "token id 64"),
+        ([1], {"width": 9}, "at most 8"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused(prompt, params, message):
+    with pytest.raises(RequestError, match=message):
+        tiny.engine(width=tiny.BLOCK).add(prompt, SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": "hot"}, {"top_p": 0.0},
+        {"top_p": 1.1}, {"top_k": -2}, {"top_k": 1.5}, {"min_p": 2.0}, {"n": 0}, {"max_tokens": 0},
+        {"min_tokens": 5, "max_tokens": 4}, {"presence_penalty": 3.0}, {"frequency_penalty": -2.1},
+        {"repetition_penalty": 0.0}, {"logprobs": 21}, {"prompt_logprobs": -1}, {"seed": 2**63},
+        {"stop": [""]}, {"stop": ["a"] * 65}, {"logit_bias": {3: 101.0}}, {"width": 0}, {"n": True},
+    ],
+)
+def test_impossible_sampling_values_are_refused_by_name(params):
+    name = next(iter(params))
+    with pytest.raises(RequestError, match=name.split("_")[0]) as caught:
+        SamplingParams(**params)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_freed_page_full_of_nan_reaches_nobody():
+    """What a broken sequence leaves in its slots is never multiplied in, not even by zero."""
+    engine = tiny.engine(page_size=4, prefix_cache=False)
+    expected = tiny.run(engine, [(PROMPT, GREEDY)])
+    for layer in engine.cache._storage:
+        layer.keys[:, 4:] = float("nan")
+        layer.values[:, 4:] = float("nan")
+    assert tiny.run(engine, [(PROMPT, GREEDY)]) == expected
