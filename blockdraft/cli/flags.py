@@ -52,11 +52,13 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--presence-penalty", float, 0.0, "subtracted from tokens the answer has used")
     add("--frequency-penalty", float, 0.0, "subtracted per use in the answer")
     add("--repetition-penalty", float, 1.0, "divides the logits of tokens used in prompt and answer")
-    add("--seed", int, None, "of the sampling noise (default: the same for every run)")
     add("--max-tokens", int, 512, "longest answer (default: 512)")
     add("--min-tokens", int, 0, "do not stop before this many tokens")
     add("--n", int, 1, "answers to give")
     add("--logprobs", int, None, "log-probabilities of each token and the N likeliest; with --json")
+    seed_help = "of the sampling noise (default: the same for every run)"
+    # Not args.seed, which is the engine's setting of that name.
+    group.add_argument("--seed", dest="sampling_seed", type=int, metavar="N", help=seed_help)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
     group.add_argument(
@@ -80,7 +82,7 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
         frequency_penalty=args.frequency_penalty,
         repetition_penalty=args.repetition_penalty,
         logit_bias=dict(args.logit_bias),
-        seed=args.seed,
+        seed=args.sampling_seed,
         stop=args.stop,
         ignore_eos=args.ignore_eos,
         min_tokens=args.min_tokens,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from blockdraft.llm import LLM
 
 SUMMARY = "answer one prompt"
+USAGE = "blockdraft generate PROMPT [flags]"
 DESCRIPTION = (
     "Answer one prompt. The text goes to stdout as it comes. One line on stderr then gives tokens, seconds "
     "and speed: the clock runs from the request to its last token, reading the prompt included, loading the "

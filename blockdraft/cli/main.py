@@ -72,6 +72,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parsers[name] = commands.add_parser(
             name,
             help=command.SUMMARY,
+            usage=command.USAGE,
             description=command.DESCRIPTION,
             allow_abbrev=False,
         )

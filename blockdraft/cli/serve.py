@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from blockdraft.engine.engine import Engine
 
 SUMMARY = "serve chat completions over HTTP"
+USAGE = "blockdraft serve [MODEL] [flags]"
 DESCRIPTION = "Serve one model over HTTP, the way OpenAI's clients expect it. There is no authentication."
 GRACE_S = 5  # for answers under way when the server is told to stop; arbitrary
 

@@ -58,7 +58,8 @@ class Fields:
             return None
         if not isinstance(value, list | tuple):
             raise self.error(f"says {self.prefix}{key} = {value!r}, expected a list")
-        return tuple(Fields({key: item}, owner=self.owner).get(key, kind) for item in value)
+        one = (Fields({key: item}, owner=self.owner, prefix=self.prefix) for item in value)
+        return tuple(fields.get(key, kind) for fields in one)
 
     def section(self, key: str) -> Fields:
         """A nested object; an absent one reads as empty."""
@@ -128,17 +129,11 @@ def read_model_config(raw: Mapping[str, object], *, name: str) -> ModelConfig:
     """The target described by a config.json; everything we would get wrong is refused here."""
     fields = Fields(raw, owner=name)
     family = _family(fields)
-    _refuse_quantised(fields)
+    refuse_quantised(fields)
     fields.refuse("hidden_act", "silu", "swish")
     fields.refuse("pretraining_tp", 1)
     hidden_size = fields.positive("hidden_size")
-    num_heads = fields.positive("num_attention_heads")
-    num_kv_heads = fields.positive("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise fields.error(f"has {num_heads} query heads for {num_kv_heads} key/value heads")
-    head_dim = fields.positive("head_dim", max(hidden_size // num_heads, 1))
-    if head_dim % 2:
-        raise fields.error(f"says head_dim = {head_dim}, but rotary positions need an even one")
+    num_heads, num_kv_heads, head_dim = read_heads(fields, hidden_size)
     num_layers = fields.positive("num_hidden_layers")
     return ModelConfig(
         name=name,
@@ -171,7 +166,7 @@ def _family(fields: Fields) -> Family:
     )
 
 
-def _refuse_quantised(fields: Fields) -> None:
+def refuse_quantised(fields: Fields) -> None:
     section = fields.section("quantization_config")
     if section.raw:
         method = section.raw.get("quant_method", "unnamed")
@@ -181,11 +176,26 @@ def _refuse_quantised(fields: Fields) -> None:
         )
 
 
+def read_heads(fields: Fields, hidden_size: int) -> tuple[int, int, int]:
+    """Query heads, key/value heads and their dimension."""
+    num_heads = fields.positive("num_attention_heads")
+    num_kv_heads = fields.positive("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error(f"has {num_heads} query heads for {num_kv_heads} key/value heads")
+    head_dim = fields.positive("head_dim", max(hidden_size // num_heads, 1))
+    if head_dim % 2:
+        raise fields.error(f"says head_dim = {head_dim}, but rotary positions need an even one")
+    return num_heads, num_kv_heads, head_dim
+
+
 def read_rope(fields: Fields) -> Rope:
     """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     section = fields.section("rope_parameters")
     if not section.raw:
         section = fields.section("rope_scaling")
+    nested = [key for key, value in section.raw.items() if isinstance(value, Mapping)]
+    if nested:
+        raise section.error(f"has a rope of its own for {nested[0]!r}, which is not implemented")
     theta = section.optional("rope_theta", float) or fields.get("rope_theta", float, 10000.0)
     fields.refuse("partial_rotary_factor", 1, 1.0)
     section.refuse("partial_rotary_factor", 1, 1.0)
@@ -215,7 +225,7 @@ def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     if layer_types is None:
         if not fields.get("use_sliding_window", bool, False):
             return (None,) * num_layers
-        first = fields.get("max_window_layers", int, 0)
+        first = fields.get("max_window_layers", int, 28)  # transformers' default for Qwen2 and Qwen3
         layer_types = tuple(
             "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
         )

@@ -16,8 +16,10 @@ from blockdraft.models.config import (
     ModelConfig,
     Rope,
     layer_spec,
+    read_heads,
     read_rope,
     read_windows,
+    refuse_quantised,
 )
 
 
@@ -182,10 +184,11 @@ def _draft(
         raise fields.error(f"says block_size = {block}, but a block is an anchor and at least one draft")
     if not taps or min(taps) < 0:
         raise fields.error(f"reads target layers {list(taps)}")
+    refuse_quantised(fields)
     body.refuse("hidden_act", "silu", "swish")
     body.refuse("attention_bias", False)
     hidden_size = body.positive("hidden_size")
-    num_heads = body.positive("num_attention_heads")
+    num_heads, num_kv_heads, head_dim = read_heads(body, hidden_size)
     vocab_size = body.positive("vocab_size")
     softcap = dflash.optional("final_logit_softcapping", float)
     return DraftConfig(
@@ -198,8 +201,8 @@ def _draft(
         hidden_size=hidden_size,
         intermediate_size=body.positive("intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=body.positive("num_key_value_heads", num_heads),
-        head_dim=body.positive("head_dim", max(hidden_size // num_heads, 1)),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         norm_eps=body.get("rms_norm_eps", float, 1e-6),
         rope=read_rope(body),
         windows=windows,

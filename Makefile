@@ -1,0 +1,44 @@
+# make serve   answer on http://127.0.0.1:8000 with the embedded default model
+# make test    lint, types and the test suite        make test-all   the slow tests too
+# Both set up everything they need: .venv, the dependencies, the default weights.
+
+PYTHON ?= python3
+PORT ?= 8000
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: serve test test-all check bench clean
+
+serve: .venv/installed
+	$(BIN)/blockdraft serve --port $(PORT) $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: check
+	$(BIN)/python -m pytest $(ARGS)
+
+check: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+	$(BIN)/blockdraft fetch
+
+bench: .venv/installed-dev
+	$(BIN)/python -m benchmarks.cpu $(ARGS)
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "blockdraft needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,46 @@
+"""Where a number comes from: machine, versions, commit, date; and what else was running."""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+
+def context() -> dict[str, object]:
+    import torch
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent)
+        return done.stdout.strip()
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else ""),
+        "machine": f"{_cpu_name()}, {os.cpu_count()} cores, {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def _cpu_name() -> str:
+    lines = subprocess.run(["lscpu"], capture_output=True, text=True).stdout.splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("Model name")), "CPU")
+
+
+def save(path: str | None, result: dict[str, object]) -> None:
+    if path:
+        Path(path).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def table(header: list[str], rows: list[list[object]]) -> str:
+    """Aligned columns, the first left, the others right."""
+    text = [[f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in text) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in text
+    )

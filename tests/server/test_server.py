@@ -1,0 +1,378 @@
+"""The server over the fixture pair: through ASGI, and on a real port where the connection matters."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loading import load_models
+from blockdraft.engine.loop import EngineLoop
+from blockdraft.engine.request import TokenLogprobs
+from blockdraft.engine.tokenizer import Tokenizer
+from blockdraft.models.checkpoint import open_checkpoint
+from blockdraft.server.app import MAX_BODY_BYTES, make_app
+from blockdraft.server.openai import MIN_LOGPROB, Answer
+from blockdraft.settings import Settings
+
+PAIR = Path(__file__).parents[1] / "fixtures/pair"
+CHAT = "/v1/chat/completions"
+NAME = "pair"
+HELLO = {"messages": [{"role": "user", "content": "t1 t2 t3"}], "temperature": 0, "max_tokens": 5}
+LONG = {**HELLO, "max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def models():
+    settings = Settings(model=str(PAIR / "target"), draft=str(PAIR / "draft"), dtype="float64", max_queue=8)
+    return load_models(settings, lambda _: None)
+
+
+@pytest.fixture
+def engine(models):
+    return Engine(models)
+
+
+@pytest.fixture
+def loop(engine):
+    loop = EngineLoop(engine)
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def app(loop, models):
+    return make_app(loop=loop, tokenizer=models.tokenizer, name=NAME, max_context=models.plan.max_context)
+
+
+@contextlib.asynccontextmanager
+async def connected(app):
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+        yield client
+
+
+def ask(app, method, path, **kwargs):
+    async def one():
+        async with connected(app) as client:
+            return await client.request(method, path, **kwargs)
+
+    return asyncio.run(one())
+
+
+def chat(app, body):
+    return ask(app, "POST", CHAT, json=body)
+
+
+def events_of(text):
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def streamed_text(events, index=0):
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content", "") for choice in choices)
+
+
+# ---- answers
+
+
+def test_health_and_models(app, models):
+    health = ask(app, "GET", "/health")
+    assert (health.status_code, health.json()) == (200, {"status": "ok"})
+    card = ask(app, "GET", "/v1/models").json()["data"][0]
+    assert (card["id"], card["max_model_len"]) == (NAME, models.plan.max_context)
+
+
+def test_a_chat_completion_has_openais_shape(app):
+    answer = chat(app, {**HELLO, "model": NAME}).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == NAME
+    (choice,) = answer["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"] == " t4 t5 t6 t7 t8"
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"] is None
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 5,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_a_stream_carries_the_same_text_with_role_first_and_usage_last(app):
+    body = {**HELLO, "temperature": 1, "seed": 3, "n": 2, "max_tokens": 30, "ignore_eos": True}
+    whole = chat(app, body).json()
+    response = chat(app, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = events_of(response.text)
+    for choice in whole["choices"]:
+        assert streamed_text(events, choice["index"]) == choice["message"]["content"]
+    for index in range(2):
+        first = next(e for e in events if e["choices"][0]["index"] == index)
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 60
+    assert all(event["usage"] is None for event in events[:-1])
+    assert len({event["id"] for event in events}) == 1
+
+
+def test_a_stream_without_stream_options_has_no_usage(app):
+    events = events_of(chat(app, {**HELLO, "stream": True}).text)
+    assert all("usage" not in event for event in events)
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_two_choices_of_one_seed_differ_and_repeat(app):
+    body = {**HELLO, "temperature": 1.5, "seed": 3, "n": 2, "max_tokens": 30}
+    first, second = ([c["message"]["content"] for c in chat(app, body).json()["choices"]] for _ in "ab")
+    assert first == second
+    assert first[0] != first[1]
+
+
+def test_requests_that_run_together_are_answered_as_if_alone(app):
+    bodies = [
+        {
+            "messages": [{"role": "user", "content": f"t{i} t{i + 2}"}],
+            "seed": i,
+            "max_tokens": 10 + 5 * i,
+            "stream": i % 2 == 1,
+        }
+        for i in range(6)
+    ]
+
+    def text_of(response, body):
+        if body["stream"]:
+            return streamed_text(events_of(response.text))
+        return response.json()["choices"][0]["message"]["content"]
+
+    async def together():
+        async with connected(app) as client:
+            return await asyncio.gather(*(client.post(CHAT, json=body) for body in bodies))
+
+    responses = asyncio.run(together())
+    alone = [text_of(chat(app, body), body) for body in bodies]
+    assert [text_of(response, body) for response, body in zip(responses, bodies, strict=True)] == alone
+    assert len(set(alone)) == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "reason"),
+    [
+        ({"logit_bias": {"7": 100}, "max_tokens": 3}, " t7 t7 t7", "length"),
+        ({"stop": " t6"}, " t4 t5", "stop"),
+        ({"stop": ["nothing", "t5 t6"]}, " t4 ", "stop"),
+        ({"stop_token_ids": [6]}, " t4 t5", "stop"),
+        ({"max_completion_tokens": 2, "max_tokens": 4}, " t4 t5", "length"),
+        ({"max_tokens": None, "max_completion_tokens": 1}, " t4", "length"),
+        ({"temperature": 100, "top_k": 1}, " t4 t5 t6 t7 t8", "length"),
+        ({"temperature": 100, "top_p": 0.0001}, " t4 t5 t6 t7 t8", "length"),
+        ({"temperature": 100, "min_p": 1.0}, " t4 t5 t6 t7 t8", "length"),
+        ({"logit_bias": {"62": 100}}, "", "stop"),  # 62 is the end token
+        ({"tools": None, "user": "me", "metadata": {}, "tool_choice": "none"}, " t4 t5 t6 t7 t8", "length"),
+    ],
+)
+def test_a_field_does_what_it_says(app, fields, content, reason):
+    (choice,) = chat(app, {**HELLO, **fields}).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (content, reason)
+
+
+@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 5}])
+def test_the_end_token_can_be_kept_from_ending(app, fields):
+    body = {**HELLO, "logit_bias": {"62": 100}, **fields}
+    assert chat(app, body).json()["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"presence_penalty": 2}, {"frequency_penalty": 2}, {"repetition_penalty": 100}]
+)
+def test_a_penalty_reaches_the_sampler(app, penalty):
+    body = {**HELLO, "max_tokens": 12, "logit_bias": {"7": 9.0, "8": 8.5}}
+    plain, penalised = chat(app, body), chat(app, {**body, **penalty})
+    assert plain.status_code == penalised.status_code == 200
+    assert plain.json()["choices"] != penalised.json()["choices"]
+
+
+def test_logprobs_are_the_same_streamed_or_not(app):
+    body = {**HELLO, "logprobs": True, "top_logprobs": 2}
+    (choice,) = chat(app, body).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert [item["token"] for item in content] == [" t4", " t5", " t6", " t7", " t8"]
+    assert all(item["top_logprobs"][0]["logprob"] == item["logprob"] <= 0 for item in content)
+    assert all(len(item["top_logprobs"]) == 2 for item in content)
+    assert bytes(content[0]["bytes"]) == b" t4"
+    events = events_of(chat(app, {**body, "stream": True}).text)
+    pieces = [e["choices"][0]["logprobs"] for e in events]
+    assert [item for piece in pieces if piece for item in piece["content"]] == content
+
+
+def test_a_token_that_cannot_come_has_a_logprob_that_json_can_hold(models):
+    answer = Answer("id", 0, NAME, models.tokenizer, has_logprobs=True, has_usage=False)
+    logprobs = answer._logprobs([TokenLogprobs(4, -float("inf"), ((5, -float("inf")),))])
+    assert logprobs["content"][0]["logprob"] == MIN_LOGPROB
+    json.dumps(logprobs, allow_nan=False)
+
+
+# ---- errors
+
+
+def check_error(response, status, part, param=None):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert part in error["message"]
+    assert error["param"] == param
+    assert "Traceback" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "part", "param"),
+    [
+        ({"messages": None}, "messages", "messages"),
+        ({"messages": "hi"}, "messages", "messages"),
+        ({"messages": []}, "empty", None),
+        ({"messages": [{"role": "user"}]}, "content", None),
+        ({"temperature": "hot"}, "temperature", "temperature"),
+        ({"temperature": True}, "temperature", "temperature"),
+        ({"temperature": -1}, "temperature", None),
+        ({"top_p": 0}, "top_p", None),
+        ({"n": 0}, "n = 0", None),
+        ({"max_tokens": 0}, "max_tokens", None),
+        ({"seed": 2**63}, "seed", None),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
+        ({"logit_bias": {"64": 1}}, "vocabulary", None),
+        ({"stop": ""}, "stop", None),
+        ({"top_logprobs": 2}, "logprobs", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs", None),
+        ({"stream_options": {"include_usage": True}}, "stream", "stream_options"),
+        ({"tools": [{"type": "function"}]}, "not supported yet", "tools"),
+        ({"response_format": {"type": "json_object"}}, "not supported yet", "response_format"),
+        ({"messages": [{"role": "user", "content": "t1 " * 600}]}, "context", None),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_told_why(app, fields, part, param):
+    check_error(chat(app, {**HELLO, **fields}), 400, part, param)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": NaN}', b"\xff", b"[" * 5000, b"9" * 5000])
+def test_a_malformed_body_is_a_400(app, body):
+    check_error(ask(app, "POST", CHAT, content=body), 400, "body")
+
+
+def test_paths_methods_and_models_that_do_not_exist(app):
+    check_error(ask(app, "GET", "/v1/nothing"), 404, "no such path")
+    check_error(ask(app, "GET", CHAT), 405, "POST")
+    check_error(chat(app, {**HELLO, "model": "gpt-4"}), 404, "'gpt-4'", "model")
+
+
+def test_a_body_over_the_limit_is_refused_announced_or_not(app):
+    async def pieces():
+        for _ in range(5):
+            yield b" " * (MAX_BODY_BYTES // 4)
+
+    check_error(ask(app, "POST", CHAT, content=b" " * (MAX_BODY_BYTES + 1)), 413, "larger")
+    check_error(ask(app, "POST", CHAT, content=pieces()), 413, "larger")
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(app):
+    response = chat(app, {**HELLO, "n": 9})
+    check_error(response, 429, "queue is full")
+    assert int(response.headers["retry-after"]) >= 1
+
+
+def test_a_model_without_a_chat_template_says_so(loop):
+    parts = replace(open_checkpoint(str(PAIR / "target")).tokenizer_parts(), chat_template=None)
+    app = make_app(loop=loop, tokenizer=Tokenizer(parts), name=NAME, max_context=512)
+    check_error(chat(app, HELLO), 400, "no chat template")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_when_the_engine_dies_clients_and_health_learn_it(app, engine, monkeypatch, is_stream):
+    def broken(*_):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(engine.scheduler, "commit", broken)
+    response = chat(app, {**HELLO, "stream": is_stream})
+    if is_stream:
+        error = events_of(response.text)[-1]["error"]
+        assert error["type"] == "server_error"
+    else:
+        check_error(response, 503, "internal error")
+    assert "secret" not in response.text
+    assert ask(app, "GET", "/health").status_code == 503
+    check_error(chat(app, HELLO), 503, "failed")
+
+
+def test_a_bug_of_ours_is_a_500_without_details(app, models, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "encode_chat", lambda *_: 1 / 0)
+    response = chat(app, HELLO)
+    check_error(response, 500, "internal error")
+    assert "division" not in response.text
+
+
+# ---- connections
+
+
+@contextlib.contextmanager
+def listening(app):
+    """The address of `app` on a real port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield listener.getsockname()
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_on_a_real_port_a_stream_is_the_answer_too(app):
+    with listening(app) as (host, port):
+        url = f"http://{host}:{port}{CHAT}"
+        whole = httpx.post(url, json=HELLO, timeout=60).json()
+        with httpx.stream("POST", url, json={**HELLO, "stream": True}, timeout=60) as response:
+            text = "".join(response.iter_text())
+    assert streamed_text(events_of(text)) == whole["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_goes_away_frees_its_rows_and_pages(app, engine, loop, monkeypatch, is_stream):
+    """The engine stands still in its second step until the server has noticed that the client left."""
+    reached, noticed = threading.Event(), threading.Event()
+    num_steps, step, abort = iter(range(1000)), engine.step, loop.abort
+
+    def held_step():
+        if next(num_steps) == 1:
+            reached.set()
+            assert noticed.wait(30)
+        return step()
+
+    def seen_abort(request_id):
+        abort(request_id)
+        noticed.set()
+
+    monkeypatch.setattr(engine, "step", held_step)
+    monkeypatch.setattr(loop, "abort", seen_abort)
+    body = json.dumps({**LONG, "stream": is_stream}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with listening(app) as address:
+        with socket.create_connection(address) as client:
+            client.sendall(head + body)
+            assert reached.wait(30)
+        assert noticed.wait(30)
+        host, port = address
+        answer = httpx.post(f"http://{host}:{port}{CHAT}", json=HELLO, timeout=60)
+    assert answer.status_code == 200
+    assert not engine.scheduler.has_work
+    engine.check()
+    assert next(num_steps) < 20

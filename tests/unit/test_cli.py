@@ -1,0 +1,322 @@
+"""The command line: what it prints where, its exit codes, and that its flags are the settings."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import httpx
+import pytest
+
+import blockdraft
+from blockdraft.cli.flags import sampling_from, settings_from
+from blockdraft.cli.generate import speed_line
+from blockdraft.cli.main import main, parse
+from blockdraft.engine.request import Delta, Metrics, SamplingParams
+from blockdraft.llm import LLM
+from blockdraft.settings import Settings, pin_threads
+
+ROOT = Path(__file__).parents[2]
+PAIR = ROOT / "tests/fixtures/pair"
+TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+MODEL = ["--model", TARGET, "--dtype", "float64"]
+PINS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """pin_threads writes here; setenv first, so that whatever it does is undone."""
+    for name in PINS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    llm = LLM(model=TARGET, draft=DRAFT, dtype="float64")
+    message = {"role": "user", "content": "t1 t2 t3"}
+    return llm.chat([message], SamplingParams(temperature=0.0, max_tokens=9))[0]
+
+
+def error_of(capsys):
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+# ---- generate
+
+
+def test_text_goes_to_stdout_and_one_line_of_speed_to_stderr(capsys, expected):
+    assert main(["generate", "t1 t2 t3", *MODEL, "--draft", DRAFT, "--max-tokens", "9"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected.text + "\n"
+    pattern = (
+        r"9 tokens in [\d.]+ s: [\d.]+ tok/s \([\d.]+ after the first step\), ([\d.]+) tokens per step\n"
+    )
+    found = re.fullmatch(pattern, captured.err)
+    assert found, captured.err
+    assert float(found[1]) == round(expected.metrics.tokens_per_step, 2)
+
+
+def test_without_a_drafter_the_line_says_so_and_verbose_tells_what_is_loaded(capsys, expected):
+    assert main(["generate", "t1 t2 t3", *MODEL, "--max-tokens", "9", "--verbose"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected.text + "\n"
+    assert captured.err.startswith(f"opening {TARGET}\n")
+    assert captured.err.endswith(", 1.00 tokens per step (no drafter)\n")
+
+
+def test_json_is_one_object_with_everything(capsys, expected):
+    flags = ["--draft", DRAFT, "--width", "4", "--max-tokens", "9", "--json", "--logprobs", "1"]
+    assert main(["generate", "t1 t2 t3", *MODEL, *flags]) == 0
+    captured = capsys.readouterr()
+    answer = json.loads(captured.out)
+    assert captured.err == ""
+    assert answer["text"] == expected.text
+    assert tuple(answer["token_ids"]) == expected.token_ids
+    assert answer["finish_reason"] == "length"
+    assert answer["metrics"]["num_prompt_tokens"] == 3
+    assert (answer["model"], answer["draft"], answer["width"]) == (TARGET, DRAFT, 4)
+    assert [item["token_id"] for item in answer["logprobs"]] == answer["token_ids"]
+
+
+def test_several_answers_are_told_apart(capsys):
+    flags = [*MODEL, "--n", "2", "--temperature", "1.5", "--max-tokens", "9"]
+    assert main(["generate", "t1 t2 t3", *flags, "--json"]) == 0
+    first, second = (choice["text"] for choice in json.loads(capsys.readouterr().out)["choices"])
+    assert first != second
+    assert main(["generate", "t1 t2 t3", *flags]) == 0
+    assert capsys.readouterr().out == f"[1 of 2]\n{first}\n[2 of 2]\n{second}\n"
+
+
+def test_a_dash_reads_the_prompt_from_stdin(capsys, monkeypatch, expected):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("t1 t2 t3\n"))
+    assert main(["generate", "-", *MODEL, "--max-tokens", "9"]) == 0
+    assert capsys.readouterr().out == expected.text + "\n"
+
+
+def test_a_model_without_chat_template_asks_for_raw(capsys, tmp_path, expected):
+    folder = shutil.copytree(TARGET, tmp_path / "plain")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    flags = ["generate", "t1 t2 t3", "--model", str(folder), "--dtype", "float64", "--max-tokens", "9"]
+    assert main(flags) == 2
+    assert "add --raw" in error_of(capsys)
+    assert main([*flags, "--raw"]) == 0
+    assert capsys.readouterr().out == expected.text + "\n"
+
+
+def metrics(num_tokens, steps, first_token_s, seconds):
+    return Metrics(
+        num_tokens=num_tokens,
+        num_prompt_tokens=3,
+        num_cached_tokens=0,
+        steps=steps,
+        drafted=0,
+        accepted=(),
+        preemptions=0,
+        queue_s=0.0,
+        first_token_s=first_token_s,
+        seconds=seconds,
+    )
+
+
+def test_the_speed_is_all_tokens_over_all_time_and_the_rate_after_the_first_step():
+    last = Delta("r", 0, "", (4, 5), finish_reason="stop", metrics=metrics(12, 3, 1.0, 3.0))
+    deltas = [Delta("r", 0, "", (1,) * 4), Delta("r", 0, "", (1,) * 6), last]
+    line = "12 tokens in 3.0 s: 4.0 tok/s (4.0 after the first step), 4.00 tokens per step"
+    assert speed_line(deltas, has_drafter=True) == line
+
+
+def test_an_answer_of_one_step_has_no_rate_after_it():
+    deltas = [Delta("r", 0, "", (1,), finish_reason="stop", metrics=metrics(1, 1, 2.0, 2.0))]
+    line = "1 tokens in 2.0 s: 0.5 tok/s, 1.00 tokens per step (no drafter)"
+    assert speed_line(deltas, has_drafter=False) == line
+
+
+# ---- flags
+
+
+def test_without_flags_the_settings_are_the_defaults():
+    for command in (["generate", "x"], ["serve"]):
+        assert settings_from(parse(command)) == Settings()
+
+
+def test_every_setting_has_a_flag():
+    values = {"model": "m", "draft": "d", "device": "cuda", "dtype": "float16"}
+    flags = ["--no-prefix-cache", "--overlap"]
+    for item in fields(Settings):
+        if item.name not in ("prefix_cache", "overlap"):
+            flags += [f"--{item.name.replace('_', '-')}", values.get(item.name, "7")]
+    settings = settings_from(parse(["serve", *flags]))
+    for item in fields(Settings):
+        assert getattr(settings, item.name) != item.default
+    assert settings.chunk == 7
+
+
+def test_auto_is_accepted_where_the_setting_has_it(capsys):
+    assert settings_from(parse(["serve", "--width", "auto"])).width == "auto"
+    with pytest.raises(SystemExit, match="2"):
+        parse(["serve", "--page-size", "auto"])
+    with pytest.raises(SystemExit, match="2"):
+        parse(["serve", "--width", "wide"])
+    assert "'wide' is not a whole number or 'auto'" in error_of(capsys)
+
+
+def test_sampling_flags_become_sampling_params():
+    assert sampling_from(parse(["generate", "x"])) == SamplingParams(temperature=0.0, max_tokens=512)
+    flags = (
+        "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --presence-penalty 1 --frequency-penalty -1 "
+        "--repetition-penalty 1.1 --seed 4 --stop a --stop b --max-tokens 8 --min-tokens 2 --ignore-eos --n 3 "
+        "--logit-bias 3=-100 --logit-bias 4=1.5 --logprobs 2"
+    )
+    args = parse(["generate", "x", *flags.split()])
+    assert sampling_from(args) == SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.1,
+        seed=4,
+        stop=["a", "b"],
+        max_tokens=8,
+        min_tokens=2,
+        ignore_eos=True,
+        n=3,
+        logit_bias={3: -100.0, 4: 1.5},
+        logprobs=2,
+    )
+    assert settings_from(args).seed == Settings().seed
+
+
+# ---- errors and exits
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["generate", "x", "--max-contxt", "5"], "unknown flag --max-contxt: did you mean --max-context?"),
+        (["generate", "x", "--max-contxt=5"], "unknown flag --max-contxt: did you mean --max-context?"),
+        (["generate", "x", "--max"], "unknown flag --max"),  # no abbreviations
+        (["generate", "x", "y"], "unexpected argument 'y'"),
+        (["generat", "x"], "did you mean generate?"),
+        (["serve", "--dtype", "float31"], "did you mean float"),
+        (["generate", "x", "--logit-bias", "a"], "'a' is not ID=VALUE"),
+        ([], "COMMAND"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(capsys, argv, part):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert part in error_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["generate", "x", "--model", "./missing"], "'./missing' does not exist"),
+        (["generate", "x", "--top-p", "0"], "top_p"),
+        (["generate", "x", "--max-rows", "0"], "max_rows"),
+        (["generate", "x", "--logprobs", "1"], "add --json"),
+        (["generate", "", *MODEL, "--raw"], "empty"),
+        (["serve", "a", "--model", "b"], "two models"),
+        (["serve", "--port", "70000"], "cannot listen"),
+        (["serve", "--host", "256.0.0.1"], "cannot listen"),
+    ],
+)
+def test_a_users_error_is_one_line_and_exit_code_2(capsys, argv, part):
+    assert main(argv) == 2
+    error = error_of(capsys)
+    assert error.startswith("blockdraft: error: ")
+    assert part in error
+    assert error.count("\n") == 1
+
+
+def test_a_taken_port_is_found_before_the_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["serve", "./missing", "--port", str(other.getsockname()[1])]) == 2
+    assert "already in use" in error_of(capsys)
+
+
+def test_an_interrupt_exits_with_130(capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    assert main(["generate", "x", *MODEL]) == 130
+    assert error_of(capsys) == ""
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"blockdraft {blockdraft.__version__}\n"
+
+
+def test_threads_are_pinned_unless_the_user_has_decided(monkeypatch):
+    pin_threads()
+    assert (os.environ["OMP_PROC_BIND"], os.environ["OMP_PLACES"]) == ("true", "cores")
+    for name in PINS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", "0")
+    pin_threads()
+    assert "OMP_PROC_BIND" not in os.environ
+
+
+# ---- as a process
+
+
+def start(argv, **kwargs):
+    command = [sys.executable, "-m", "blockdraft", *argv]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, **kwargs)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["serve", "--help"]])
+def test_help_loads_no_torch(argv):
+    code = (
+        "import sys\nfrom blockdraft.cli.main import main\n"
+        f"try: main({argv})\nexcept SystemExit: pass\n"
+        "print([n for n in ('torch', 'numpy', 'uvicorn', 'pydantic') if n in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "usage: blockdraft" in done.stdout
+    assert done.stderr == "[]\n"
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_is_no_traceback():
+    process = start(["generate", "t1", *MODEL, "--ignore-eos"], stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 141
+
+
+@pytest.mark.slow
+def test_serve_says_where_it_listens_answers_there_and_leaves_on_interrupt():
+    flags = ["--port", "0", "--served-model-name", "tiny", "--dtype", "float64"]
+    process = start(["serve", TARGET, *flags], stderr=subprocess.PIPE)
+    try:
+        line = process.stdout.readline()
+        found = re.fullmatch(r"'tiny' answers at (http://127\.0\.0\.1:\d+/v1/chat/completions)\n", line)
+        assert found, line
+        message = {"role": "user", "content": "t1 t2 t3"}
+        body = {"model": "tiny", "messages": [message], "max_tokens": 2, "temperature": 0}
+        answer = httpx.post(found[1], json=body, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"] == " t4 t5"
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert rest == ("", "")
+    assert process.returncode == 130
