@@ -131,7 +131,8 @@ def _vocab_map(
     ids = torch.arange(len(offsets)) + offsets
     is_valid = bool((ids >= 0).all() and (ids < config.vocab_size).all())
     if is_valid and "t2d" in shapes:
-        is_valid = bool(checkpoint.read("t2d").bool()[ids].all())
+        is_whole = shapes["t2d"] == (config.vocab_size,)
+        is_valid = is_whole and bool(checkpoint.read("t2d").bool()[ids].all())
     if not is_valid or len(set(ids.tolist())) != len(ids):
         raise ModelError(
             f"draft '{config.name}': d2t does not map onto the target's vocabulary. Fetch it again."

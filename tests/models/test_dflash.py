@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from blockdraft.cache.rows import RowSampling
@@ -242,6 +242,15 @@ def test_reduced_vocabulary_that_is_no_map_is_refused(make, ids):
     *folders, _ = make(top={"draft_vocab_size": 3}, own_head=torch.tensor(ids))
     with pytest.raises(ModelError, match="d2t does not map onto the target's vocabulary"):
         Drafting(folders)
+
+
+def test_a_reverse_map_of_another_vocabulary_is_refused(make):
+    *folders, _ = make(top={"draft_vocab_size": 3}, own_head=torch.tensor([0, 5, 63]))
+    weights = load_file(folders[1] / "model.safetensors")
+    for t2d in (weights["t2d"][:40], torch.zeros_like(weights["t2d"])):
+        save_file(weights | {"t2d": t2d.clone()}, folders[1] / "model.safetensors")
+        with pytest.raises(ModelError, match="d2t does not map onto the target's vocabulary"):
+            Drafting(folders)
 
 
 def test_reduced_vocabulary_without_its_map_is_refused(make):

@@ -1,0 +1,183 @@
+"""make_plan: every "auto" gets a number, what cannot work is refused, and a lone sequence always fits."""
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from blockdraft.cache.spec import bytes_per_token
+from blockdraft.errors import CapacityError, SettingsError
+from blockdraft.machine import Machine
+from blockdraft.models.config import read_model_config
+from blockdraft.models.draft_config import read_draft_config
+from blockdraft.plan import CACHE_SHARE, ELEMENT_BYTES, make_plan
+from blockdraft.settings import Settings
+from tests.fixtures.make_pair import draft_config
+
+GIB = 1 << 30
+MACHINE = Machine(num_cores=2, memory_bytes=8 * GIB)
+
+
+def make_model(max_positions=512):
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max_positions,
+    }
+    return read_model_config(raw, name="some/model")
+
+
+def make_draft(block=8):
+    return read_draft_config(draft_config() | {"block_size": block}, name="some/drafter")
+
+
+def plan(draft=None, machine=MACHINE, model=None, **settings):
+    return make_plan(Settings(**settings), machine, model or make_model(), draft)
+
+
+def refusal(kind, *args, **kwargs):
+    with pytest.raises(kind) as caught:
+        plan(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_auto_on_a_cpu_without_a_drafter_is_plain_decoding():
+    made = plan()
+    assert (made.dtype, made.width, made.block, made.max_rows, made.chunk) == ("float32", 1, 1, 16, 256)
+    assert (made.max_context, made.max_positions) == (512, 514)
+
+
+def test_auto_elsewhere_is_bfloat16_and_larger_batches():
+    made = plan(make_draft(16), device="cuda")
+    assert (made.dtype, made.width, made.block, made.max_rows, made.chunk) == ("bfloat16", 16, 16, 64, 2048)
+
+
+@pytest.mark.parametrize(("block", "width"), [(2, 2), (8, 8), (16, 8)])
+def test_auto_width_on_a_cpu_is_the_block_up_to_eight(block, width):
+    made = plan(make_draft(block))
+    assert (made.width, made.block) == (width, block)
+    assert made.max_positions == made.max_context + 2 * block
+
+
+@pytest.mark.parametrize(
+    "name", ["page_size", "max_rows", "chunk", "max_queue", "seed", "max_context", "width"]
+)
+def test_what_was_asked_for_is_what_is_planned(name):
+    assert getattr(plan(make_draft(), **{name: 5}), name) == 5
+
+
+@pytest.mark.parametrize("name", ["prefix_cache", "overlap"])
+@pytest.mark.parametrize("value", [True, False])
+def test_switches_are_passed_on(name, value):
+    assert getattr(plan(**{name: value}), name) is value
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_the_dtype_decides_how_many_tokens_fit(dtype):
+    made = plan(dtype=dtype, cache_bytes=1_000_000, max_rows=1000, page_size=1)
+    assert made.dtype == dtype
+    cost = 4 * 2 * 2 * 8 * ELEMENT_BYTES[dtype]  # layers, keys and values, heads, dim
+    assert made.num_pages == 1_000_000 // cost
+
+
+def test_the_drafters_layers_are_paid_for_too():
+    sizes = {"cache_bytes": 1_000_000, "max_rows": 1000, "page_size": 1}
+    # 4 layers of the target and 2 of the drafter, 128 bytes per token each.
+    assert plan(**sizes).num_pages == 1_000_000 // 512
+    assert plan(make_draft(), **sizes).num_pages == 1_000_000 // 768
+
+
+def test_auto_cache_is_a_share_of_free_memory():
+    machine = Machine(num_cores=2, memory_bytes=4_000_000)
+    pages = plan(machine=machine, max_rows=1000, page_size=1).num_pages
+    assert pages == int(4_000_000 * CACHE_SHARE) // 512
+
+
+def test_no_more_pages_are_planned_than_all_rows_can_use():
+    made = plan(max_rows=2, max_context=100, page_size=10)
+    assert made.num_pages == 2 * (100 + 2 + 10) // 10
+
+
+def test_auto_context_shrinks_to_the_cache():
+    made = plan(cache_bytes=512 * 200, page_size=16)
+    assert made.max_context == 200 - 2 - 16
+
+
+def test_a_width_past_the_drafters_block_is_refused():
+    message = refusal(SettingsError, make_draft(8), width=9)
+    assert "width = 9" in message
+    assert "'some/drafter'" in message
+    assert "use --width 8 or less" in message
+
+
+def test_a_width_without_a_drafter_is_the_block():
+    made = plan(width=5)
+    assert (made.width, made.block) == (5, 5)
+
+
+def test_a_context_past_the_model_is_refused():
+    message = refusal(SettingsError, max_context=513)
+    assert "max_context = 513" in message
+    assert "'some/model' knows 512 positions" in message
+    assert "use --max-context 512 or less" in message
+    assert plan(max_context=512).max_context == 512
+
+
+@pytest.mark.parametrize("settings", [{"cache_bytes": 512 * 117}, {"cache_bytes": 1, "max_context": "auto"}])
+def test_too_little_memory_is_refused_with_both_ways_out(settings):
+    message = refusal(CapacityError, **{"max_context": 100, **settings})
+    assert "raise --cache-bytes or lower --max-context" in message
+
+
+def test_just_enough_memory_is_enough():
+    assert plan(max_context=100, cache_bytes=512 * 118, page_size=16).max_context == 100
+
+
+def test_a_machine_without_memory_is_refused():
+    assert "0 tokens" in refusal(CapacityError, machine=Machine(num_cores=1, memory_bytes=0))
+
+
+@hypothesis_settings(max_examples=300, deadline=None)
+@given(
+    page_size=st.integers(1, 300),
+    block=st.none() | st.integers(2, 16),
+    width=st.just("auto") | st.integers(1, 16),
+    max_context=st.just("auto") | st.integers(2, 600),
+    max_rows=st.just("auto") | st.integers(1, 40),
+    cache_tokens=st.integers(1, 3000),
+    dtype=st.sampled_from(["auto", "float32", "float64", "bfloat16"]),
+    max_positions=st.integers(1, 600),
+)
+def test_a_lone_sequence_always_has_room_for_its_context_and_two_blocks(
+    page_size, block, width, max_context, max_rows, cache_tokens, dtype, max_positions
+):
+    draft = None if block is None else make_draft(block)
+    model = make_model(max_positions)
+    specs = model.layer_specs() + (draft.layer_specs() if draft else ())
+    cache_bytes = cache_tokens * bytes_per_token(
+        specs, ELEMENT_BYTES["float32" if dtype == "auto" else dtype]
+    )
+    settings = {
+        "page_size": page_size,
+        "width": width,
+        "max_context": max_context,
+        "max_rows": max_rows,
+        "cache_bytes": cache_bytes,
+        "dtype": dtype,
+    }
+    try:
+        made = plan(draft, model=model, **settings)
+    except (SettingsError, CapacityError):
+        return
+    assert made.num_pages * page_size >= made.max_context + 2 * made.block
+    assert made.num_pages * page_size <= cache_tokens
+    assert made.max_positions >= made.max_context + 2 * made.block
+    assert 2 <= made.max_context <= max_positions
+    assert made.block == max(made.width, block or 1)
+    assert max_context in ("auto", made.max_context)
