@@ -77,6 +77,8 @@ class Engine:
             arrival_s=self.clock(),
         )
         self._check(request)
+        if any(sequence.request.id == request.id for sequence in self.scheduler.live):
+            raise RequestError(f"request id '{request.id}' is in use: choose another.")
         seed = sampling.seed if sampling.seed is not None else _spread(self.models.plan.seed, number + 1)
         sequences: list[Sequence] = []
         for index in range(sampling.n):

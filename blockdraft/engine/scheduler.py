@@ -78,7 +78,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> list[Delta]:
         """End every choice of a request now; its rows and pages are free at once."""
-        ended = [s for s in (*self.waiting, *self.running) if s.request.id == request_id]
+        ended = [s for s in self.live if s.request.id == request_id]
         for sequence in ended:
             sequence.finish_reason = "abort"
             if sequence.row is None:
@@ -86,6 +86,11 @@ class Scheduler:
             else:
                 self._retire(sequence)
         return [sequence.delta((), (), self.clock()) for sequence in ended]
+
+    @property
+    def live(self) -> list[Sequence]:
+        """Every sequence that has not ended."""
+        return [*self.waiting, *self.running]
 
     @property
     def has_work(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from blockdraft.cache.spec import LayerSpec
 from blockdraft.errors import ModelError
@@ -121,9 +122,7 @@ def _zlab(fields: Fields) -> DraftConfig:
     for key in ("causal", "causal_head"):
         causal = dflash.optional(key, bool) if causal is None else causal
     return _draft(
-        fields,
-        dflash,
-        body=fields,
+        _Source(fields, dflash=dflash, body=fields),
         block=block,
         mask_token_id=mask,
         taps=taps,
@@ -155,9 +154,7 @@ def _speculators(fields: Fields) -> DraftConfig:
         raise fields.error("has no 'aux_hidden_state_layer_ids'")
     is_bidirectional = fields.get("sliding_window_non_causal", bool, False)
     return _draft(
-        fields,
-        fields,
-        body=body,
+        _Source(fields, dflash=fields, body=body),
         block=fields.positive("block_size", 8),
         mask_token_id=fields.get("mask_token_id", int),
         taps=tuple(layer - 1 for layer in ids),
@@ -167,11 +164,17 @@ def _speculators(fields: Fields) -> DraftConfig:
     )
 
 
+class _Source(NamedTuple):
+    """Where a layout keeps its keys."""
+
+    fields: Fields  # the whole file
+    dflash: Fields  # what is particular to DFlash
+    body: Fields  # the Qwen3-style decoder
+
+
 def _draft(
-    fields: Fields,
-    dflash: Fields,
+    source: _Source,
     *,
-    body: Fields,
     block: int,
     mask_token_id: int,
     taps: tuple[int, ...],
@@ -179,7 +182,8 @@ def _draft(
     is_causal: tuple[bool, ...],
     num_target_layers: int | None,
 ) -> DraftConfig:
-    """What both layouts share: `body` is the Qwen3-style part of the file."""
+    """What both layouts share."""
+    fields, dflash, body = source
     if block < 2:
         raise fields.error(f"says block_size = {block}, but a block is an anchor and at least one draft")
     if not taps or min(taps) < 0:

@@ -136,15 +136,36 @@ def test_prompt_logprobs_cover_the_prompt_in_chunks_and_despite_a_cached_prefix(
 
 
 @torch.inference_mode()
+def test_penalties_count_every_token_before_the_one_being_chosen():
+    """Against the rule by hand: the token just emitted counts too, the prompt for repetition only."""
+    params = greedy(repetition_penalty=1.2, frequency_penalty=0.6, presence_penalty=0.9, max_tokens=25)
+    tokens, *_ = answer(params)
+    models = tiny.load("float64")
+    for index, token in enumerate(tokens):
+        scores = target_logits(models, PROMPT + tokens[:index])
+        for seen in set(PROMPT + tokens[:index]):
+            scores[seen] = scores[seen] / 1.2 if scores[seen] > 0 else scores[seen] * 1.2
+        for seen in tokens[:index]:
+            scores[seen] -= 0.6
+        for seen in set(tokens[:index]):
+            scores[seen] -= 0.9
+        assert token == scores.argmax()
+
+
 def target_logprobs(models, token_ids):
-    """Log-probabilities after `token_ids`, from one forward over all of them in a fresh engine."""
+    return target_logits(models, token_ids).log_softmax(-1)
+
+
+@torch.inference_mode()
+def target_logits(models, token_ids):
+    """Logits after `token_ids`, from one forward over all of them in a fresh engine."""
     engine = tiny.engine("none", width=1, prefix_cache=False)
     engine.add([*token_ids, 0], greedy(max_tokens=1))
     batch = engine.scheduler.schedule()
     engine._place(batch)
     view = engine.cache.view(engine.rows, batch.counts)
     hidden, _ = models.target(torch.tensor(token_ids), view)
-    return models.target.logits(hidden[-1:])[0].log_softmax(-1)
+    return models.target.logits(hidden[-1:])[0].clone()
 
 
 def test_abort_frees_rows_and_pages_at_any_moment_and_leaves_the_others_alone():
@@ -184,6 +205,15 @@ def test_the_queue_is_bounded_and_a_refused_request_leaves_nothing_behind():
     with pytest.raises(CapacityError, match="queue is full"):
         engine.add(PROMPT, SamplingParams(n=2, max_tokens=2))
     assert len({(d.request_id, d.index) for d in tiny.drain(engine)}) == 2
+
+
+def test_a_request_id_in_use_is_refused():
+    engine = tiny.engine()
+    engine.add(PROMPT, GREEDY, request_id="a")
+    with pytest.raises(RequestError, match="'a' is in use"):
+        engine.add(PROMPT, GREEDY, request_id="a")
+    tiny.drain(engine)
+    engine.add(PROMPT, GREEDY, request_id="a")
 
 
 def test_a_long_prompt_does_not_hold_up_decoding_for_more_than_a_chunk():
