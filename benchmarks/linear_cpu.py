@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.kernels.linear import TileLinear
+from blockdraft.kernels.llvm.linear import TileLinear
 
 NUM_LAYERS = 30
 LAYER_SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # qkv, o, gate_up, down

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.spec import Paged
-from blockdraft.kernels.attention import Mask, Reads, attend
+from blockdraft.kernels.attention import Blocks, Mask, attend_paged
 
 
 class PagedKV:
@@ -27,5 +27,5 @@ class PagedKV:
         self.keys.index_copy_(1, slots, k.transpose(0, 1))
         self.values.index_copy_(1, slots, v.transpose(0, 1))
 
-    def attend(self, q: Tensor, reads: Reads, mask: Mask) -> Tensor:
-        return attend(q, self.keys, self.values, reads, mask)
+    def attend(self, q: Tensor, blocks: Blocks, mask: Mask) -> Tensor:
+        return attend_paged(q, self.keys, self.values, blocks, mask)

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
 
 def bind(host: str, port: int) -> socket.socket:
     """Take the address before the model is loaded, but answer nobody yet: connections are refused."""
+    if not 0 <= port <= 65535:  # getaddrinfo would wrap it around
+        raise SettingsError(f"--port {port} is outside 0 to 65535.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -59,10 +61,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "a port is 0 to 65535"
+    except OSError as error:
         raise SettingsError(
-            f"cannot listen on {host}:{port} ({reason}): choose another --host or --port."
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port."
         ) from None
     return listener
 

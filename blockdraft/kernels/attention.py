@@ -1,18 +1,28 @@
-"""Attention of a block of queries over paged keys and values: the contract and its PyTorch reference.
+"""Attention of blocks of queries over paged keys and values: the contract, its PyTorch reference, the choice.
 
-A query's result depends on its own visible prefix only, never on its neighbours in the batch. The keys
-are therefore cut into fixed chunks counted from position 0, every chunk is reduced at the same shape,
-and the chunks are merged in order: a longer neighbour only adds chunks that weigh exactly zero. What the
-reference cannot promise: equal bits for another number of queries per row, since the BLAS behind matmul
-may choose another order of summation for another shape.
+A query's result depends on its own visible prefix only, never on its neighbours in the batch. In the
+reference, `attend`, the keys are therefore cut into fixed chunks counted from position 0, every chunk is
+reduced at the same shape, and the chunks are merged in order: a longer neighbour only adds chunks that
+weigh exactly zero. What it cannot promise: equal bits for another number of queries per row, since the
+BLAS behind matmul may choose another order of summation for another shape.
+
+The CPU kernel, `llvm.attention`, promises that too: the bits of an output follow from its query, the keys
+and values it sees and their positions. `attend_paged` takes it where it was chosen and knows the mask.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from blockdraft.kernels.cpu import why_no_llvm
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.llvm.attention import PagedAttention
 
 KEY_CHUNK = 256  # tokens; arbitrary, but a constant: it is part of the result's bits
 QUERY_SLICE = 64  # queries of one row at a time, which bounds the score matrix
@@ -122,3 +132,110 @@ def _merge(chunks: Tensor) -> Tensor:
     for index in range(1, chunks.shape[2]):
         total = total + chunks[:, :, index]
     return total
+
+
+class Blocks:
+    """What one forward reads: page tables [R, P], committed lengths [R], and `counts[r]` tokens of row r.
+
+    Token n of the flat stream is at `positions[n]`. What all layers share is made once here, on first use.
+    """
+
+    def __init__(
+        self, *, pages: Tensor, starts: Tensor, counts: tuple[int, ...], page_size: int
+    ) -> None:
+        self._pages, self._starts, self._page_size = pages, starts, page_size
+        self.counts = counts
+        device = starts.device
+        num = torch.tensor(counts, device=device)
+        self._row = torch.repeat_interleave(torch.arange(len(counts), device=device), num)  # [N]
+        first = num.cumsum(0) - num
+        offset = torch.arange(len(self._row), device=device) - first[self._row]
+        self.positions = starts[self._row] + offset
+        self._ends = starts + num
+        self._ranges: dict[tuple[bool, int | None, bool], Tensor] = {}
+        self._units: dict[int, Tensor] = {}
+
+    @functools.cached_property
+    def write_slots(self) -> Tensor:
+        """[N] the place of every token of the stream."""
+        page = self._pages[self._row, self.positions // self._page_size]
+        return page * self._page_size + self.positions % self._page_size
+
+    @functools.cached_property
+    def read_slots(self) -> Tensor:
+        """The place of every key in reach, position by position, rows after one another."""
+        row = torch.repeat_interleave(torch.arange(len(self.counts)), self._ends)
+        first = self._ends.cumsum(0) - self._ends
+        key = torch.arange(len(row)) - first[row]
+        return self._pages[row, key // self._page_size] * self._page_size + key % self._page_size
+
+    @functools.cached_property
+    def groups(self) -> list[Reads]:
+        """For the reference: rows of equal width attend together, a ragged batch row by row."""
+        if len(set(self.counts)) == 1:
+            return [self._reads(slice(None), self.counts[0])]
+        return [self._reads(slice(row, row + 1), count) for row, count in enumerate(self.counts)]
+
+    def _reads(self, rows: slice, width: int) -> Reads:
+        return Reads(
+            pages=self._pages[rows], starts=self._starts[rows], width=width, page_size=self._page_size
+        )
+
+    def ranges(self, mask: Mask) -> Tensor:
+        """[2, N]: the keys [lo, hi) that each token sees."""
+        kind = (mask.is_causal, mask.window, mask.is_anchored)
+        if kind not in self._ranges:
+            start, end = self._starts[self._row], self._ends[self._row]
+            hi = self.positions + 1 if mask.is_causal else end
+            lo = torch.zeros_like(hi)
+            if mask.window is not None and mask.is_anchored:
+                lo = (start - mask.window).clamp_(min=0)
+            elif mask.window is not None:
+                lo = (self.positions - mask.window + 1).clamp_(min=0)
+                hi = torch.minimum(hi, self.positions + mask.window)
+            self._ranges[kind] = torch.stack([lo, hi])
+        return self._ranges[kind]
+
+    def units(self, shared: int) -> Tensor:
+        """The kernel's work, for `shared` query heads per key head."""
+        if shared not in self._units:
+            from blockdraft.kernels.llvm.attention import divide
+
+            self._units[shared] = divide(self.counts, self._ends.tolist(), shared)
+        return self._units[shared]
+
+
+def attend_paged(q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask) -> Tensor:
+    """Attention of q [N, H, D] over keys and values [G, S, D], which hold the blocks' own already."""
+    kernel = _chosen(q.dtype, q.device, q.shape[-1])
+    is_training = q.requires_grad and torch.is_grad_enabled()
+    if kernel is None or is_training or mask.softcap is not None:
+        return _attend_groups(q, keys, values, blocks, mask)
+    return kernel(
+        q,
+        keys,
+        values,
+        slots=blocks.read_slots,
+        ranges=blocks.ranges(mask),
+        units=blocks.units(q.shape[1] // keys.shape[0]),
+        scale=mask.scale,
+    )
+
+
+@functools.cache
+def _chosen(dtype: torch.dtype, device: torch.device, head_dim: int) -> PagedAttention | None:
+    if why_no_llvm(dtype, device) is not None or head_dim % 4 != 0:
+        return None
+    from blockdraft.kernels.llvm.attention import PagedAttention
+
+    return PagedAttention(dtype, head_dim)
+
+
+def _attend_groups(q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask) -> Tensor:
+    parts, begin = [], 0
+    for reads in blocks.groups:
+        end = begin + reads.starts.shape[0] * reads.width
+        block = q[begin:end].reshape(-1, reads.width, *q.shape[1:])  # [R, B, H, D]
+        parts.append(attend(block, keys, values, reads, mask).flatten(0, 1))
+        begin = end
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -6,14 +6,12 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.linear import linear
+from blockdraft.kernels.rows import Angles, rms_norm, rotate, silu_mul
 from blockdraft.models.config import ModelConfig, Rope
-
-Angles = tuple[Tensor, Tensor]  # cosines and sines, [N, 1, D / 2] each
 
 
 class Linear(nn.Module):
@@ -30,7 +28,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, accumulated in float32 or wider."""
+    """x / rms(x) * weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -38,10 +36,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype in (torch.float32, torch.float64):
-            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        normed = functional.rms_norm(x.float(), self.weight.shape, None, self.eps)
-        return normed.to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Rotary(nn.Module):
@@ -89,13 +84,6 @@ def _llama3(frequency: Tensor, rope: Rope) -> Tensor:
     return torch.where(is_between, blended, stretched)
 
 
-def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotary position on x [N, H, D]."""
-    cos, sin = angles
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
 class Attention(nn.Module):
     """Grouped-query attention over whatever the View holds."""
 
@@ -105,21 +93,23 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.sizes = (
-            config.num_heads * config.head_dim,
-            *(config.num_kv_heads * config.head_dim,) * 2,
-        )
+        self.num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)  # of q, k, v
+        sizes = [heads * config.head_dim for heads in self.num_heads]
         self.mask = Mask(scale=config.head_dim**-0.5, window=config.windows[layer])
-        self.qkv = Linear(config.hidden_size, *self.sizes, bias=bias)
-        self.out = Linear(self.sizes[0], config.hidden_size, bias=out_bias)
+        self.qkv = Linear(config.hidden_size, *sizes, bias=bias)
+        self.out = Linear(sizes[0], config.hidden_size, bias=out_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if has_qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if has_qk_norm else None
 
     def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
-        q, k, v = (part.unflatten(1, (-1, self.head_dim)) for part in self.qkv(x).split(self.sizes, 1))
+        heads = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [N, H + 2 G, D]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        attended = view.attend(self.layer, rotate(q, angles), rotate(k, angles), v, self.mask)
+            q, k, v = heads.split(self.num_heads, dim=1)
+            q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
+        else:
+            qk, v = heads.split((sum(self.num_heads[:2]), self.num_heads[2]), dim=1)
+            q, k = rotate(qk, angles).split(self.num_heads[:2], dim=1)
+        attended = view.attend(self.layer, q, k, v, self.mask)
         return self.out(attended.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -132,8 +122,7 @@ class GatedMLP(nn.Module):
         self.down = Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down(silu_mul(self.gate_up(x)))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):

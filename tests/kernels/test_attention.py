@@ -1,5 +1,6 @@
 """Paged attention against one softmax per query in float64, and its promises on bits and on stray memory."""
 
+import itertools
 import math
 
 import pytest
@@ -167,7 +168,8 @@ def test_masks_of_one_forward_are_kept_apart():
     """Layers share one Reads: a cached mask must not serve a layer with another one."""
     memory = Memory([9], 4)
     reads = Reads(pages=memory.pages, starts=torch.tensor([9]), width=4, page_size=memory.page_size)
-    for mask in MASKS.values():
+    for is_causal, window, is_anchored in itertools.product((True, False), (None, 3, 5), (True, False)):
+        mask = Mask(scale=SCALE, is_causal=is_causal, window=window, is_anchored=is_anchored)
         out = attend(memory.q, memory.keys, memory.values, reads, mask)
         torch.testing.assert_close(out, naive(memory, mask), rtol=0, atol=1e-12)
 

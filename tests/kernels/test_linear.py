@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from blockdraft.kernels import linear as kernel
-from blockdraft.kernels.linear import LinearOp, TileLinear, choose_linear, reference_linear
+from blockdraft.kernels import cpu
+from blockdraft.kernels.linear import LinearOp, choose_linear, reference_linear
 
 CPU = torch.device("cpu")
 # [N, K]: below a cache line, no multiple of anything, whole lines, and big enough for two threads.
@@ -26,6 +26,8 @@ def dtype(request):
 @pytest.fixture(scope="module")
 def tile(dtype) -> LinearOp:
     pytest.importorskip("llvmlite")
+    from blockdraft.kernels.llvm.linear import TileLinear
+
     return TileLinear(dtype)
 
 
@@ -84,5 +86,6 @@ def test_choice_falls_back_to_pytorch_with_the_reason(monkeypatch):
     assert half.op is reference_linear
     assert not half.is_row_stable
     assert "float16" in half.reason
-    monkeypatch.setattr(kernel.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda _: None)
     assert "llvmlite" in choose_linear(dtype=torch.float32, device=CPU).reason

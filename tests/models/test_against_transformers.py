@@ -1,6 +1,7 @@
 """Targets against transformers on the same tiny weights: all logits, greedy text, tapped layers."""
 
 import functools
+import json
 import os
 import random
 import secrets
@@ -112,6 +113,11 @@ class Case:
             overrides = draw(family, random.Random(self.seed))
         self.folder = folder
         self.hf = write_target(folder, FAMILIES[family](**BASE | overrides), self.seed)
+        if "max_window_layers" in overrides:  # as older files say it, without layer_types
+            file = folder / "config.json"
+            raw = json.loads(file.read_text())
+            del raw["layer_types"]
+            file.write_text(json.dumps(raw))
         self.label = f"{name}, TEST_SEED={self.seed}, {overrides}"
         self.generator = torch.Generator().manual_seed(self.seed)
 

@@ -176,8 +176,8 @@ def test_sampling_flags_become_sampling_params():
     assert sampling_from(parse(["generate", "x"])) == SamplingParams(temperature=0.0, max_tokens=512)
     flags = (
         "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --presence-penalty 1 --frequency-penalty -1 "
-        "--repetition-penalty 1.1 --seed 4 --stop a --stop b --max-tokens 8 --min-tokens 2 --ignore-eos --n 3 "
-        "--logit-bias 3=-100 --logit-bias 4=1.5 --logprobs 2"
+        "--repetition-penalty 1.1 --seed 4 --stop a --stop b --max-tokens 8 --min-tokens 2 --ignore-eos "
+        "--n 3 --logit-bias 3=-100 --logit-bias 4=1.5 --logprobs 2"
     )
     args = parse(["generate", "x", *flags.split()])
     assert sampling_from(args) == SamplingParams(
@@ -231,8 +231,8 @@ def test_a_wrong_command_line_is_explained(capsys, argv, part):
         (["generate", "x", "--logprobs", "1"], "add --json"),
         (["generate", "", *MODEL, "--raw"], "empty"),
         (["serve", "a", "--model", "b"], "two models"),
-        (["serve", "--port", "70000"], "cannot listen"),
-        (["serve", "--host", "256.0.0.1"], "cannot listen"),
+        (["serve", "./missing", "--port", "70000"], "--port 70000"),
+        (["serve", "./missing", "--host", "256.0.0.1"], "cannot listen"),
     ],
 )
 def test_a_users_error_is_one_line_and_exit_code_2(capsys, argv, part):

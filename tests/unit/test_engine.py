@@ -138,11 +138,15 @@ def test_prompt_logprobs_cover_the_prompt_in_chunks_and_despite_a_cached_prefix(
 @torch.inference_mode()
 def test_penalties_count_every_token_before_the_one_being_chosen():
     """Against the rule by hand: the token just emitted counts too, the prompt for repetition only."""
-    params = greedy(repetition_penalty=1.2, frequency_penalty=0.6, presence_penalty=0.9, max_tokens=25)
+    params = greedy(
+        repetition_penalty=1.2, frequency_penalty=0.6, presence_penalty=0.9, logit_bias={7: 8.0, 9: 8.0},
+        max_tokens=25,
+    )
     tokens, *_ = answer(params)
     models = tiny.load("float64")
     for index, token in enumerate(tokens):
         scores = target_logits(models, PROMPT + tokens[:index])
+        scores[[7, 9]] += 8.0
         for seen in set(PROMPT + tokens[:index]):
             scores[seen] = scores[seen] / 1.2 if scores[seen] > 0 else scores[seen] * 1.2
         for seen in tokens[:index]:

@@ -149,6 +149,29 @@ def test_a_submission_cancelled_before_the_engine_sees_it_never_runs(engine, loo
     assert loop.error is None
 
 
+def test_a_submission_cancelled_while_the_engine_takes_it_is_aborted(engine, loop, monkeypatch):
+    entered, cancelled, add = threading.Event(), threading.Event(), engine.add
+
+    def slow_add(*args):
+        entered.set()
+        assert cancelled.wait(30)
+        return add(*args)
+
+    async def cancel_inside():
+        task = asyncio.create_task(loop.submit(PROMPT, LONG))
+        assert await asyncio.to_thread(entered.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        cancelled.set()
+        await collect(loop)
+
+    monkeypatch.setattr(engine, "add", slow_add)
+    asyncio.run(cancel_inside())
+    assert not engine.has_work
+    engine.check()
+
+
 def test_an_abort_from_elsewhere_ends_the_stream_with_its_reason(loop):
     async def abort_after_first():
         stream = await loop.submit(PROMPT, LONG)
