@@ -64,7 +64,7 @@ class Rows:
         self.active = torch.empty(0, dtype=torch.int64, device=device)  # [R] rows of this step
         self.length = self._integers(count)
         self.anchor = self._integers(count)
-        self.page_table = self._integers(count, max_pages)  # page 0 until assigned
+        self.page_table = self._integers(count, max_pages)
         self.page_table[max_rows] = scratch_page
         self._real = torch.zeros(count, 6, dtype=torch.float32, device=device)
         self._whole = self._integers(count, 4)
@@ -84,7 +84,6 @@ class Rows:
 
         Penalty counts are rebuilt from the tokens, so a preempted sequence resumes where it was.
         """
-        self.page_table[row].zero_()
         self.length[row] = length
         self.anchor[row] = token_ids[-1]
         self._host[row] = sampling

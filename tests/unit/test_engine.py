@@ -191,8 +191,13 @@ def test_abort_frees_rows_and_pages_at_any_moment_and_leaves_the_others_alone():
 
 
 def test_preemption_happens_when_pages_run_out_and_changes_nothing():
-    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=40, ignore_eos=True, presence_penalty=0.5)
-              for i in range(4)]
+    params = [
+        SamplingParams(
+            temperature=0.3, seed=i, max_tokens=40, ignore_eos=True, frequency_penalty=0.5,
+            logit_bias={7: 8.0, 9: 8.0},
+        )
+        for i in range(4)
+    ]
     requests = [([i, i + 1, i + 2], p) for i, p in enumerate(params)]
     roomy = tiny.run(tiny.engine(), requests)
     engine = tiny.engine(page_size=2, num_pages=40, prefix_cache=False)
