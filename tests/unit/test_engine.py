@@ -208,6 +208,22 @@ def test_preemption_happens_when_pages_run_out_and_changes_nothing():
     assert sum(d.metrics.preemptions for d in tiny.drain(tight) if d.metrics) > 0
 
 
+def test_penalty_counts_are_the_emitted_tokens_before_the_anchor_also_after_preemption():
+    engine = tiny.engine(width=4, prefix_cache=False)
+    engine.add(PROMPT, greedy(frequency_penalty=0.1, logit_bias={7: 20.0}))
+    for moment in range(12):
+        engine.step()
+        for sequence in engine.scheduler.running:
+            if sequence.is_decoding and sequence.num_placed_pages is not None:
+                expected = torch.bincount(torch.tensor(sequence.token_ids[4:-1], dtype=torch.int64), minlength=64)
+                assert torch.equal(engine.rows._output_counts[sequence.row], expected.int())
+        if moment == 5:
+            assert sequence.num_output > 4
+            engine.scheduler._preempt(sequence)
+    assert sequence.tally.preemptions == 1
+    assert sequence.num_output > 8
+
+
 def test_the_queue_is_bounded_and_a_refused_request_leaves_nothing_behind():
     engine = tiny.engine(max_queue=3)
     engine.add(PROMPT, SamplingParams(n=2, max_tokens=2))
