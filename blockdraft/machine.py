@@ -11,18 +11,11 @@ from pathlib import Path
 class Machine:
     """The facts a plan is made from."""
 
-    num_cores: int
     memory_bytes: int  # free for new work, as the kernel estimates it
 
 
 def read_machine() -> Machine:
-    return Machine(num_cores=_num_cores(), memory_bytes=_available_bytes())
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return Machine(memory_bytes=_available_bytes())
 
 
 def _available_bytes() -> int:

@@ -1,6 +1,7 @@
 """Documentation that can be checked is checked."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ PAGES_WITH_LINKS = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 @pytest.mark.parametrize("name", PAGES)
 def test_generated_pages_are_fresh(name):
+    if name == "cli.md" and sys.version_info[:2] != (3, 11):
+        pytest.skip("argparse words its help differently in other Python versions; the page is made by 3.11")
     assert (DOCS / name).read_text() == PAGES[name](), "run python -m scripts.make_docs"
 
 

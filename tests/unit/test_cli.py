@@ -320,3 +320,10 @@ def test_serve_says_where_it_listens_answers_there_and_leaves_on_interrupt():
         process.kill()
     assert rest == ("", "")
     assert process.returncode == 130
+
+
+def test_fetch_checks_a_model_and_says_so(capsys, tmp_path):
+    assert main(["fetch", TARGET]) == 0
+    assert "is ready" in capsys.readouterr().out
+    assert main(["fetch", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err

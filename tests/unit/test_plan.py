@@ -15,7 +15,7 @@ from blockdraft.settings import Settings
 from tests.fixtures.make_pair import draft_config
 
 GIB = 1 << 30
-MACHINE = Machine(num_cores=2, memory_bytes=8 * GIB)
+MACHINE = Machine(memory_bytes=8 * GIB)
 
 
 def make_model(max_positions=512):
@@ -94,7 +94,7 @@ def test_the_drafters_layers_are_paid_for_too():
 
 
 def test_auto_cache_is_a_share_of_free_memory():
-    machine = Machine(num_cores=2, memory_bytes=4_000_000)
+    machine = Machine(memory_bytes=4_000_000)
     pages = plan(machine=machine, max_rows=1000, page_size=1).num_pages
     assert pages == int(4_000_000 * CACHE_SHARE) // 512
 
@@ -140,7 +140,7 @@ def test_just_enough_memory_is_enough():
 
 
 def test_a_machine_without_memory_is_refused():
-    assert "0 tokens" in refusal(CapacityError, machine=Machine(num_cores=1, memory_bytes=0))
+    assert "0 tokens" in refusal(CapacityError, machine=Machine(memory_bytes=0))
 
 
 @hypothesis_settings(max_examples=300, deadline=None)

@@ -1,0 +1,27 @@
+"""blockdraft fetch: download a model ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+
+from blockdraft.cli.flags import add_verbose, reporter
+
+SUMMARY = "download a model ahead of its first use"
+USAGE = "blockdraft fetch [MODEL ...]"
+DESCRIPTION = "Download models, targets or drafters, into the cache, and check that their files are whole."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "models", nargs="*", default=["default"], metavar="MODEL", help="hub ids (default: the default model)"
+    )
+    add_verbose(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from blockdraft.models.checkpoint import open_checkpoint
+
+    for model in args.models:
+        open_checkpoint(model, report=reporter(args)).close()
+        print(f"'{model}' is ready")
+    return 0

@@ -1,0 +1,597 @@
+"""Paged attention on a CPU: every query over its own range of keys, read where they lie.
+
+The operations behind one output, the same wherever the query stands. Keys are counted from the sequence's
+first; a query sees [lo, hi), cut at multiples of CHUNK. Per chunk, in order:
+
+  score(key) = scale * dot(q, k): lane j sums d = j, j + lanes, … by fused multiply-add, then pairs are added
+  max        = the largest score so far; where it grew, sum and out are multiplied by exp(old - new)
+  weight     = exp(score - max), 0 outside [lo, hi)
+  sum        : lane = key mod SUM_LANES
+  out[d]     : one fused multiply-add per key, in order
+
+and last out / sum, the lanes of `sum` halved. So page size, other rows, other queries of the row, threads and
+tiles do not enter. A key outside [lo, hi) of every query of a tile is never read; one that only a neighbour
+sees reaches neither max, sum nor out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.llvm.jit import TARGETS, Jit, Target, exp, fields, halve
+
+CHUNK = 256  # keys; a multiple of SUM_LANES, and part of a result's bits
+SUM_LANES = 16  # likewise
+MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread takes at a time
+MAX_TILE = 4  # query vectors that share one pass over a chunk of keys
+_TILES = range(1, MAX_TILE + 1)
+_KEYS = {1: 8, 2: 8, 3: 4, 4: 4}  # keys scored together, by tile: what registers hold
+_COLUMNS = {1: 16, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile
+_SERIAL_OPS = 1 << 16  # multiply-adds below which waking a thread costs more than it saves
+
+
+class PagedAttention:
+    """The kernel for one dtype and head size, a multiple of 4."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
+        assert head_dim % 4 == 0
+        self._dim = head_dim
+        self._jit = Jit(_module(TARGETS[dtype], head_dim))
+
+    def __call__(  # noqa: PLR0913 - what the contract in kernels/attention.py holds together
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        slots: Tensor,
+        ranges: Tensor,
+        units: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """q [N, H, D] over keys and values [G, S, D]; returns [N, H, D].
+
+        `slots`: where each key of each row lies, rows after one another. `ranges` [2, N]: lo and hi.
+        `units` [U, 4] from `divide`: the row's place in `slots`, its first token, first and last vector.
+        """
+        num_groups, num_slots, dim = keys.shape
+        assert dim == self._dim
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        if q.stride()[1:] != (dim, 1):
+            q = q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype)
+        num_heads = q.shape[1]
+        job = _JOB(
+            0, units.shape[0] * num_groups, num_groups, num_heads // num_groups, num_heads * dim,
+            q.stride(0), num_slots * dim, q.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            slots.data_ptr(), ranges.data_ptr(), ranges[1].data_ptr(), units.data_ptr(), _bits(scale),
+        )  # fmt: skip
+        is_small = slots.shape[0] * num_heads * dim < _SERIAL_OPS
+        self._jit(job, is_small=is_small)
+        return out
+
+
+_FIELDS = (
+    "next", "num_items", "num_groups", "shared", "out_stride", "q_stride", "head_stride", "q", "out", "keys",
+    "values", "slots", "lo", "hi", "units", "scale_bits",
+)  # fmt: skip
+_POINTERS = "q out keys values slots lo hi units"
+_JOB = ctypes.c_int64 * len(_FIELDS)
+
+
+@functools.cache
+def _bits(value: float) -> int:
+    return int(struct.unpack("q", struct.pack("d", value))[0])
+
+
+def divide(counts: tuple[int, ...], ends: list[int], shared: int) -> Tensor:
+    """The work [U, 4] of rows with `counts[r]` tokens and `ends[r]` keys, `shared` vectors per token."""
+    units, place, token = [], 0, 0
+    for count, end in zip(counts, ends, strict=True):
+        total = count * shared
+        pieces = max(1, -(-total // MAX_VECTORS))
+        size = max(1, -(-total // pieces))
+        size += -size % MAX_TILE if pieces > 1 else 0
+        units += [(place, token, i, min(i + size, total)) for i in range(0, total, size)]
+        place, token = place + end, token + count
+    return torch.tensor(units, dtype=torch.int64).view(-1, 4)
+
+
+def _module(target: Target, dim: int) -> str:
+    s, f = target.scalar, target.suffix
+    declared = [
+        "declare i64 @llvm.smax.i64(i64, i64)",
+        "declare i64 @llvm.smin.i64(i64, i64)",
+        f"declare {s} @llvm.maxnum.{f}({s}, {s})",
+        f"declare {s} @llvm.vector.reduce.fmax.v{SUM_LANES}{f}({target.wide(SUM_LANES)})",
+        f"declare {target.wide(SUM_LANES)} @llvm.maxnum.v{SUM_LANES}{f}({target.wide(SUM_LANES)}, {target.wide(SUM_LANES)})",
+        *(f"declare <{n} x {s}> @llvm.fma.v{n}{f}(<{n} x {s}>, <{n} x {s}>, <{n} x {s}>)" for n in {target.lanes, SUM_LANES}),
+    ]  # fmt: skip
+    parts = ["\n".join(declared), _softmax(target, dim)]
+    columns = {(tile, size) for tile in _TILES for _, size in _split(target, dim, tile)}
+    parts += [_weigh(target, dim, tile, size) for tile, size in sorted(columns)]
+    for tile in _TILES:
+        parts += [_scores(target, dim, tile), _tile(target, dim, tile)]
+    return "\n".join([*parts, _worker(target, dim)])
+
+
+def _split(target: Target, dim: int, tile: int) -> list[tuple[int, int]]:
+    """`out`'s vectors in (first, size) pieces that fit the registers."""
+    pieces, first, total = [], 0, dim // target.lanes
+    while first < total:
+        size = _COLUMNS[tile]
+        while size > total - first:
+            size //= 2
+        pieces.append((first, size))
+        first += size
+    return pieces
+
+
+def _scores(target: Target, dim: int, tile: int) -> str:
+    """s[t][key] = scale * dot(q[t], k[key]) for keys [from, to) of a chunk, rounded out to whole groups."""
+    s, v, n, keys = target.scalar, target.vector, target.lanes, _KEYS[tile]
+    steps = next(u for u in (4, 2, 1) if dim // n % u == 0)
+    cells = [(j, t) for t in range(tile) for j in range(keys)]
+    lines = [
+        f"define internal void @scores_{tile}(ptr %qs, ptr %s, ptr %slots, ptr %keys, {s} %scale, i64 %from, i64 %to) {{",
+        "entry:",
+        *(f"  %q{t}.p = getelementptr ptr, ptr %qs, i64 {t}\n  %q{t} = load ptr, ptr %q{t}.p" for t in range(tile)),
+        f"  %scale.0 = insertelement {v} poison, {s} %scale, i32 0",
+        f"  %scale.v = shufflevector {v} %scale.0, {v} poison, <{n} x i32> zeroinitializer",
+        f"  %first = and i64 %from, -{keys}",
+        "  %last = sub i64 %to, 1",
+        "  %any = icmp slt i64 %from, %to",
+        "  br i1 %any, label %group, label %done",
+        "group:",
+        "  %g = phi i64 [ %first, %entry ], [ %g.next, %store ]",
+    ]  # fmt: skip
+    for j in range(keys):
+        lines += [
+            f"  %i{j} = add i64 %g, {j}",
+            f"  %a{j} = call i64 @llvm.smax.i64(i64 %i{j}, i64 %from)",
+            f"  %b{j} = call i64 @llvm.smin.i64(i64 %a{j}, i64 %last)",
+            f"  %slot{j}.p = getelementptr i64, ptr %slots, i64 %b{j}",
+            f"  %slot{j} = load i64, ptr %slot{j}.p",
+            f"  %at{j} = mul i64 %slot{j}, {dim}",
+            f"  %k{j} = getelementptr {s}, ptr %keys, i64 %at{j}",
+        ]
+    lines += [
+        "  br label %dot",
+        "dot:",
+        "  %d = phi i64 [ 0, %group ], [ %d.next, %dot ]",
+        *(f"  %x{j}.{t}.0 = phi {v} [ zeroinitializer, %group ], [ %x{j}.{t}.{steps}, %dot ]" for j, t in cells),
+    ]  # fmt: skip
+    for u in range(steps):
+        lines.append(f"  %d{u} = add i64 %d, {u * n}")
+        for name in (*(f"k{j}" for j in range(keys)), *(f"q{t}" for t in range(tile))):
+            lines += [
+                f"  %{name}.p{u} = getelementptr {s}, ptr %{name}, i64 %d{u}",
+                f"  %{name}.v{u} = load {v}, ptr %{name}.p{u}, align {target.element_bytes}",
+            ]
+        lines += [
+            f"  %x{j}.{t}.{u + 1} = call {v} @llvm.fma.v{n}{target.suffix}"
+            f"({v} %k{j}.v{u}, {v} %q{t}.v{u}, {v} %x{j}.{t}.{u})"
+            for j, t in cells
+        ]
+    lines += [
+        f"  %d.next = add i64 %d, {steps * n}",
+        f"  %more = icmp slt i64 %d.next, {dim}",
+        "  br i1 %more, label %dot, label %store",
+        "store:",
+    ]
+    for t in range(tile):
+        lines += _add_pairs(target, [f"%x{j}.{t}.{steps}" for j in range(keys)], t)
+    lines += [
+        f"  %g.next = add i64 %g, {keys}",
+        "  %again = icmp slt i64 %g.next, %to",
+        "  br i1 %again, label %group, label %done",
+        "done:",
+        "  ret void",
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+def _add_pairs(target: Target, names: list[str], t: int) -> list[str]:
+    """Neighbouring lanes are added until each dot product is one lane; then they are scaled and stored."""
+    v, n = target.vector, target.lanes
+    even = ", ".join(f"i32 {i}" for i in range(0, 2 * n, 2))
+    odd = ", ".join(f"i32 {i}" for i in range(1, 2 * n, 2))
+    lines = []
+    for level in range(n.bit_length() - 1):
+        pairs = list(zip(names[::2], names[1::2], strict=True))
+        names = []
+        for index, (one, two) in enumerate(pairs):
+            base = f"%p{t}.{level}.{index}"
+            lines += [
+                f"  {base}.e = shufflevector {v} {one}, {v} {two}, <{n} x i32> <{even}>",
+                f"  {base}.o = shufflevector {v} {one}, {v} {two}, <{n} x i32> <{odd}>",
+                f"  {base} = fadd {v} {base}.e, {base}.o",
+            ]
+            names.append(base)
+    for index, name in enumerate(names):
+        lines += [
+            f"  %r{t}.{index} = fmul {v} {name}, %scale.v",
+            f"  %r{t}.{index}.i = add i64 %g, {t * CHUNK + index * n}",
+            f"  %r{t}.{index}.p = getelementptr {target.scalar}, ptr %s, i64 %r{t}.{index}.i",
+            f"  store {v} %r{t}.{index}, ptr %r{t}.{index}.p, align {target.element_bytes}",
+        ]
+    return lines
+
+
+def _softmax(target: Target, dim: int) -> str:
+    """Scores [from, to) of one query become weights; its max, sum and out so far follow."""
+    s, f, w, n = target.scalar, target.suffix, SUM_LANES, target.lanes
+    v, wide, index = target.vector, target.wide(SUM_LANES), f"<{SUM_LANES} x i64>"
+    mask = _mask(target, "", "%g", f"<{w} x i1>")
+    lines = [
+        "define internal void @softmax(ptr %out, ptr %max.p, ptr %sum.p, ptr %s, i64 %from, i64 %to) {",
+        "entry:",
+        "  %any = icmp slt i64 %from, %to",
+        "  br i1 %any, label %begin, label %done",
+        "begin:",
+        f"  %from.0 = insertelement {index} poison, i64 %from, i32 0",
+        f"  %from.v = shufflevector {index} %from.0, {index} poison, <{w} x i32> zeroinitializer",
+        f"  %to.0 = insertelement {index} poison, i64 %to, i32 0",
+        f"  %to.v = shufflevector {index} %to.0, {index} poison, <{w} x i32> zeroinitializer",
+        f"  %first = and i64 %from, -{w}",
+        f"  %old = load {s}, ptr %max.p",
+        "  br label %find",
+        "find:",
+        "  %g = phi i64 [ %first, %begin ], [ %g.next, %find ]",
+        f"  %best = phi {wide} [ {target.splat(torch.finfo(target.dtype).min, w)}, %begin ], [ %best.next, %find ]",
+        *mask,
+        f"  %x.in = select <{w} x i1> %in, {wide} %x, {wide} {target.splat(torch.finfo(target.dtype).min, w)}",
+        f"  %best.next = call {wide} @llvm.maxnum.v{w}{f}({wide} %best, {wide} %x.in)",
+        f"  %g.next = add i64 %g, {w}",
+        "  %more = icmp slt i64 %g.next, %to",
+        "  br i1 %more, label %find, label %found",
+        "found:",
+        f"  %chunk.max = call {s} @llvm.vector.reduce.fmax.v{w}{f}({wide} %best.next)",
+        f"  %new = call {s} @llvm.maxnum.{f}({s} %old, {s} %chunk.max)",
+        f"  store {s} %new, ptr %max.p",
+        f"  %new.0 = insertelement {wide} poison, {s} %new, i32 0",
+        f"  %new.v = shufflevector {wide} %new.0, {wide} poison, <{w} x i32> zeroinitializer",
+        f"  %grew = fcmp ogt {s} %new, %old",
+        "  br i1 %grew, label %rescale, label %weigh",
+        "rescale:",
+        f"  %fall = fsub {s} %old, %new",
+        f"  %fall.0 = insertelement {v} poison, {s} %fall, i32 0",
+        f"  %fall.v = shufflevector {v} %fall.0, {v} poison, <{n} x i32> zeroinitializer",
+        *exp(target, "%fall.v", "%factor", n),
+        f"  %factor.w = shufflevector {v} %factor, {v} poison, <{w} x i32> zeroinitializer",
+        f"  %sum.old = load {wide}, ptr %sum.p, align {target.element_bytes}",
+        f"  %sum.less = fmul {wide} %sum.old, %factor.w",
+        f"  store {wide} %sum.less, ptr %sum.p, align {target.element_bytes}",
+        "  br label %column",
+        "column:",
+        "  %d = phi i64 [ 0, %rescale ], [ %d.next, %column ]",
+        f"  %o.p = getelementptr {s}, ptr %out, i64 %d",
+        f"  %o = load {v}, ptr %o.p, align {target.element_bytes}",
+        f"  %o.less = fmul {v} %o, %factor",
+        f"  store {v} %o.less, ptr %o.p, align {target.element_bytes}",
+        f"  %d.next = add i64 %d, {n}",
+        f"  %d.more = icmp slt i64 %d.next, {dim}",
+        "  br i1 %d.more, label %column, label %weigh",
+        "weigh:",
+        f"  %sum.0 = load {wide}, ptr %sum.p, align {target.element_bytes}",
+        "  br label %each",
+        "each:",
+        "  %h = phi i64 [ %first, %weigh ], [ %h.next, %each ]",
+        f"  %sum = phi {wide} [ %sum.0, %weigh ], [ %sum.next, %each ]",
+        *_mask(target, "y.", "%h", f"<{w} x i1>"),
+        f"  %below = fsub {wide} %y.x, %new.v",
+        *exp(target, "%below", "%e", w),
+        f"  %e.in = select <{w} x i1> %y.in, {wide} %e, {wide} zeroinitializer",
+        f"  store {wide} %e.in, ptr %y.x.p, align {target.element_bytes}",
+        f"  %sum.next = fadd {wide} %sum, %e.in",
+        f"  %h.next = add i64 %h, {w}",
+        "  %h.more = icmp slt i64 %h.next, %to",
+        "  br i1 %h.more, label %each, label %end",
+        "end:",
+        f"  store {wide} %sum.next, ptr %sum.p, align {target.element_bytes}",
+        "  br label %done",
+        "done:",
+        "  ret void",
+        "}",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _mask(target: Target, prefix: str, group: str, bools: str) -> list[str]:
+    """`x` = the scores at `group`, `in` = which of them belong to [from, to)."""
+    wide, index = target.wide(SUM_LANES), f"<{SUM_LANES} x i64>"
+    steps = ", ".join(f"i64 {i}" for i in range(SUM_LANES))
+    p = f"%{prefix}"
+    return [
+        f"  {p}x.p = getelementptr {target.scalar}, ptr %s, i64 {group}",
+        f"  {p}x = load {wide}, ptr {p}x.p, align {target.element_bytes}",
+        f"  {p}g.0 = insertelement {index} poison, i64 {group}, i32 0",
+        f"  {p}g.v = shufflevector {index} {p}g.0, {index} poison, <{SUM_LANES} x i32> zeroinitializer",
+        f"  {p}i = add {index} {p}g.v, <{steps}>",
+        f"  {p}is_after = icmp sge {index} {p}i, %from.v",
+        f"  {p}is_before = icmp slt {index} {p}i, %to.v",
+        f"  {p}in = and {bools} {p}is_after, {p}is_before",
+    ]
+
+
+def _weigh(target: Target, dim: int, tile: int, columns: int) -> str:
+    """out[t][d] += s[t][key] * v[key][d] for keys [from, to) in order, `columns` vectors of d."""
+    s, v, n = target.scalar, target.vector, target.lanes
+    cells = [(t, c) for t in range(tile) for c in range(columns)]
+    lines = [
+        f"define internal void @weigh_{tile}x{columns}(ptr %outs, ptr %s, ptr %slots, ptr %values, i64 %first, i64 %from, i64 %to) {{",
+        "entry:",
+        "  %any = icmp slt i64 %from, %to",
+        "  br i1 %any, label %begin, label %done",
+        "begin:",
+        f"  %values.d = getelementptr {s}, ptr %values, i64 %first",
+    ]  # fmt: skip
+    for t in range(tile):
+        lines += [
+            f"  %o{t}.pp = getelementptr ptr, ptr %outs, i64 {t}",
+            f"  %o{t}.base = load ptr, ptr %o{t}.pp",
+            f"  %o{t} = getelementptr {s}, ptr %o{t}.base, i64 %first",
+        ]
+    for t, c in cells:
+        lines += [
+            f"  %o{t}.{c}.p = getelementptr {s}, ptr %o{t}, i64 {c * n}",
+            f"  %o{t}.{c}.0 = load {v}, ptr %o{t}.{c}.p, align {target.element_bytes}",
+        ]
+    lines += [
+        "  br label %key",
+        "key:",
+        "  %i = phi i64 [ %from, %begin ], [ %i.next, %key ]",
+        *(f"  %x{t}.{c} = phi {v} [ %o{t}.{c}.0, %begin ], [ %y{t}.{c}, %key ]" for t, c in cells),
+        "  %slot.p = getelementptr i64, ptr %slots, i64 %i",
+        "  %slot = load i64, ptr %slot.p",
+        f"  %at = mul i64 %slot, {dim}",
+        f"  %v = getelementptr {s}, ptr %values.d, i64 %at",
+    ]
+    for c in range(columns):
+        lines += [
+            f"  %v{c}.p = getelementptr {s}, ptr %v, i64 {c * n}",
+            f"  %v{c} = load {v}, ptr %v{c}.p, align {target.element_bytes}",
+        ]
+    for t in range(tile):
+        lines += [
+            f"  %w{t}.i = add i64 %i, {t * CHUNK}",
+            f"  %w{t}.p = getelementptr {s}, ptr %s, i64 %w{t}.i",
+            f"  %w{t}.s = load {s}, ptr %w{t}.p",
+            f"  %w{t}.0 = insertelement {v} poison, {s} %w{t}.s, i32 0",
+            f"  %w{t} = shufflevector {v} %w{t}.0, {v} poison, <{n} x i32> zeroinitializer",
+        ]
+    lines += [
+        f"  %y{t}.{c} = call {v} @llvm.fma.v{n}{target.suffix}({v} %v{c}, {v} %w{t}, {v} %x{t}.{c})"
+        for t, c in cells
+    ]
+    lines += [
+        "  %i.next = add i64 %i, 1",
+        "  %more = icmp slt i64 %i.next, %to",
+        "  br i1 %more, label %key, label %store",
+        "store:",
+        *(f"  store {v} %y{t}.{c}, ptr %o{t}.{c}.p, align {target.element_bytes}" for t, c in cells),
+        "  br label %done",
+        "done:",
+        "  ret void",
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+def _tile(target: Target, dim: int, tile: int) -> str:
+    """One chunk for `tile` queries: keys that all of them see together, the others one query at a time."""
+    s = target.scalar
+    arguments = f"ptr %qs, ptr %outs, ptr %lo, ptr %hi, ptr %max, ptr %sum, ptr %s, ptr %slots, ptr %keys, ptr %values, {s} %scale, i64 %chunk"
+    lines = [
+        f"define internal void @tile_{tile}({arguments}) {{",
+        "entry:",
+        f"  %end = add i64 %chunk, {CHUNK}",
+    ]
+    for t in range(tile):
+        lines += [
+            f"  %lo{t}.p = getelementptr i64, ptr %lo, i64 {t}",
+            f"  %lo{t} = load i64, ptr %lo{t}.p",
+            f"  %hi{t}.p = getelementptr i64, ptr %hi, i64 {t}",
+            f"  %hi{t} = load i64, ptr %hi{t}.p",
+            f"  %a{t}.at = call i64 @llvm.smax.i64(i64 %lo{t}, i64 %chunk)",
+            f"  %a{t} = sub i64 %a{t}.at, %chunk",
+            f"  %b{t}.at = call i64 @llvm.smin.i64(i64 %hi{t}, i64 %end)",
+            f"  %b{t} = sub i64 %b{t}.at, %chunk",
+            f"  %s{t} = getelementptr {s}, ptr %s, i64 {t * CHUNK}",
+            f"  %max{t} = getelementptr {s}, ptr %max, i64 {t}",
+            f"  %sum{t} = getelementptr {target.wide(SUM_LANES)}, ptr %sum, i64 {t}",
+            f"  %outs{t} = getelementptr ptr, ptr %outs, i64 {t}",
+            f"  %out{t} = load ptr, ptr %outs{t}",
+        ]
+    for name, pick, of in (("low", "smin", "a"), ("high", "smax", "b"), ("in", "smax", "a"), ("out", "smin", "b")):
+        lines.append(f"  %{name}.0 = add i64 %{of}0, 0")
+        lines += [
+            f"  %{name}.{t} = call i64 @llvm.{pick}.i64(i64 %{name}.{t - 1}, i64 %{of}{t})" for t in range(1, tile)
+        ]  # fmt: skip
+    last = tile - 1
+    lines += [
+        f"  call void @scores_{tile}(ptr %qs, ptr %s, ptr %slots, ptr %keys, {s} %scale, i64 %low.{last}, i64 %high.{last})",
+        *(f"  call void @softmax(ptr %out{t}, ptr %max{t}, ptr %sum{t}, ptr %s{t}, i64 %a{t}, i64 %b{t})" for t in range(tile)),
+        f"  %is_shared = icmp slt i64 %in.{last}, %out.{last}",
+    ]  # fmt: skip
+    for t in range(tile):
+        lines.append(f"  %lead{t} = select i1 %is_shared, i64 %in.{last}, i64 %b{t}")
+        lines += _weigh_calls(target, dim, 1, f"%outs{t}", f"%s{t}", f"%a{t}", f"%lead{t}")
+    lines += _weigh_calls(target, dim, tile, "%outs", "%s", f"%in.{last}", f"%out.{last}")
+    for t in range(tile):
+        lines.append(f"  %tail{t} = select i1 %is_shared, i64 %out.{last}, i64 %b{t}")
+        lines += _weigh_calls(target, dim, 1, f"%outs{t}", f"%s{t}", f"%tail{t}", f"%b{t}")
+    return "\n".join([*lines, "  ret void", "}"])
+
+
+def _weigh_calls(target: Target, dim: int, tile: int, outs: str, s: str, begin: str, end: str) -> list[str]:  # noqa: PLR0913
+    return [
+        f"  call void @weigh_{tile}x{size}(ptr {outs}, ptr {s}, ptr %slots, ptr %values, i64 {first * target.lanes}, i64 {begin}, i64 {end})"
+        for first, size in _split(target, dim, tile)
+    ]  # fmt: skip
+
+
+def _worker(target: Target, dim: int) -> str:
+    wide = target.wide(SUM_LANES)
+    names = ("qs", "outs", "lo", "hi", "max", "sum")
+    kinds = ("ptr", "ptr", "i64", "i64", target.scalar, wide)
+    offsets = "\n".join(
+        f"  %{name}.t = getelementptr {kind}, ptr %u.{name}, i64 %t" for name, kind in zip(names, kinds, strict=True)
+    )  # fmt: skip
+    call = (
+        ", ".join(f"ptr %{name}.t" for name in names)
+        + f", ptr %u.s, ptr %slots.c, ptr %keys.g, ptr %values.g, {target.scalar} %scale, i64 %chunk"
+    )
+    return _WORKER.format(
+        s=target.scalar, v=target.vector, wide=wide, lanes=target.lanes, dim=dim, chunk=CHUNK,
+        max_vectors=MAX_VECTORS, scores=MAX_TILE * CHUNK, max_tile=MAX_TILE, align=target.element_bytes,
+        least=target.number(torch.finfo(target.dtype).min), fields=fields(_FIELDS, pointers=_POINTERS),
+        scale="fptrunc double %scale.d to float" if target.suffix == "f32" else "fadd double %scale.d, 0.0",
+        offsets=offsets, cases=" ".join(f"i64 {n}, label %case{n}" for n in _TILES),
+        calls="\n".join(f"case{n}:\n  call void @tile_{n}({call})\n  br label %tile.end" for n in _TILES),
+        total="\n".join(halve(target, "%sum.v", "%total", SUM_LANES)),
+    )  # fmt: skip
+
+
+# Every thread takes items (unit, key head) until none is left: set up the unit's vectors, chunk by chunk
+# all its tiles, then divide. The unit's state lives on the stack, `out` in its place.
+_WORKER = """
+define void @worker(ptr %job) {{
+entry:
+{fields}
+  %scale.d = bitcast i64 %scale_bits to double
+  %scale = {scale}
+  %u.qs = alloca ptr, i64 {max_vectors}
+  %u.outs = alloca ptr, i64 {max_vectors}
+  %u.lo = alloca i64, i64 {max_vectors}
+  %u.hi = alloca i64, i64 {max_vectors}
+  %u.max = alloca {s}, i64 {max_vectors}
+  %u.sum = alloca {wide}, i64 {max_vectors}
+  %u.s = alloca {s}, i64 {scores}
+  br label %take
+take:
+  %item = atomicrmw add ptr %next.p, i64 1 monotonic
+  %is_left = icmp slt i64 %item, %num_items
+  br i1 %is_left, label %begin, label %done
+begin:
+  %unit = udiv i64 %item, %num_groups
+  %group = urem i64 %item, %num_groups
+  %unit.p = getelementptr [4 x i64], ptr %units, i64 %unit
+  %place = load i64, ptr %unit.p
+  %token.p = getelementptr i64, ptr %unit.p, i64 1
+  %token = load i64, ptr %token.p
+  %first.p = getelementptr i64, ptr %unit.p, i64 2
+  %first = load i64, ptr %first.p
+  %last.p = getelementptr i64, ptr %unit.p, i64 3
+  %last = load i64, ptr %last.p
+  %count = sub i64 %last, %first
+  %head.at = mul i64 %group, %head_stride
+  %keys.g = getelementptr {s}, ptr %keys, i64 %head.at
+  %values.g = getelementptr {s}, ptr %values, i64 %head.at
+  %slots.r = getelementptr i64, ptr %slots, i64 %place
+  %head.0 = mul i64 %group, %shared
+  br label %vector
+vector:
+  %i = phi i64 [ 0, %begin ], [ %i.next, %vector.end ]
+  %low = phi i64 [ 9223372036854775807, %begin ], [ %low.next, %vector.end ]
+  %high = phi i64 [ 0, %begin ], [ %high.next, %vector.end ]
+  %at = add i64 %first, %i
+  %row.token = udiv i64 %at, %shared
+  %n = add i64 %token, %row.token
+  %head.in = urem i64 %at, %shared
+  %head = add i64 %head.0, %head.in
+  %head.d = mul i64 %head, {dim}
+  %q.n = mul i64 %n, %q_stride
+  %q.at = add i64 %q.n, %head.d
+  %q.i = getelementptr {s}, ptr %q, i64 %q.at
+  %out.n = mul i64 %n, %out_stride
+  %out.at = add i64 %out.n, %head.d
+  %out.i = getelementptr {s}, ptr %out, i64 %out.at
+  %lo.n = getelementptr i64, ptr %lo, i64 %n
+  %lo.i = load i64, ptr %lo.n
+  %hi.n = getelementptr i64, ptr %hi, i64 %n
+  %hi.i = load i64, ptr %hi.n
+  %qs.i = getelementptr ptr, ptr %u.qs, i64 %i
+  store ptr %q.i, ptr %qs.i
+  %outs.i = getelementptr ptr, ptr %u.outs, i64 %i
+  store ptr %out.i, ptr %outs.i
+  %u.lo.i = getelementptr i64, ptr %u.lo, i64 %i
+  store i64 %lo.i, ptr %u.lo.i
+  %u.hi.i = getelementptr i64, ptr %u.hi, i64 %i
+  store i64 %hi.i, ptr %u.hi.i
+  %max.i = getelementptr {s}, ptr %u.max, i64 %i
+  store {s} {least}, ptr %max.i
+  %sum.i = getelementptr {wide}, ptr %u.sum, i64 %i
+  store {wide} zeroinitializer, ptr %sum.i
+  %low.next = call i64 @llvm.smin.i64(i64 %low, i64 %lo.i)
+  %high.next = call i64 @llvm.smax.i64(i64 %high, i64 %hi.i)
+  br label %clear
+clear:
+  %z = phi i64 [ 0, %vector ], [ %z.next, %clear ]
+  %z.p = getelementptr {s}, ptr %out.i, i64 %z
+  store {v} zeroinitializer, ptr %z.p, align {align}
+  %z.next = add i64 %z, {lanes}
+  %z.more = icmp slt i64 %z.next, {dim}
+  br i1 %z.more, label %clear, label %vector.end
+vector.end:
+  %i.next = add i64 %i, 1
+  %i.more = icmp slt i64 %i.next, %count
+  br i1 %i.more, label %vector, label %chunks
+chunks:
+  %chunk.0 = and i64 %low.next, -{chunk}
+  br label %chunk.head
+chunk.head:
+  %chunk = phi i64 [ %chunk.0, %chunks ], [ %chunk.next, %chunk.end ]
+  %is_chunk = icmp slt i64 %chunk, %high.next
+  br i1 %is_chunk, label %chunk.begin, label %divide
+chunk.begin:
+  %slots.c = getelementptr i64, ptr %slots.r, i64 %chunk
+  br label %tile
+tile:
+  %t = phi i64 [ 0, %chunk.begin ], [ %t.next, %tile.end ]
+  %t.left = sub i64 %count, %t
+  %t.count = call i64 @llvm.smin.i64(i64 %t.left, i64 {max_tile})
+{offsets}
+  switch i64 %t.count, label %tile.end [ {cases} ]
+{calls}
+tile.end:
+  %t.next = add i64 %t, {max_tile}
+  %t.more = icmp slt i64 %t.next, %count
+  br i1 %t.more, label %tile, label %chunk.end
+chunk.end:
+  %chunk.next = add i64 %chunk, {chunk}
+  br label %chunk.head
+divide:
+  %j = phi i64 [ 0, %chunk.head ], [ %j.next, %divide.end ]
+  %sum.j = getelementptr {wide}, ptr %u.sum, i64 %j
+  %sum.v = load {wide}, ptr %sum.j
+{total}
+  %total.0 = insertelement {v} poison, {s} %total, i32 0
+  %total.v = shufflevector {v} %total.0, {v} poison, <{lanes} x i32> zeroinitializer
+  %outs.j = getelementptr ptr, ptr %u.outs, i64 %j
+  %out.j = load ptr, ptr %outs.j
+  br label %quotient
+quotient:
+  %d = phi i64 [ 0, %divide ], [ %d.next, %quotient ]
+  %o.p = getelementptr {s}, ptr %out.j, i64 %d
+  %o = load {v}, ptr %o.p, align {align}
+  %o.end = fdiv {v} %o, %total.v
+  store {v} %o.end, ptr %o.p, align {align}
+  %d.next = add i64 %d, {lanes}
+  %d.more = icmp slt i64 %d.next, {dim}
+  br i1 %d.more, label %quotient, label %divide.end
+divide.end:
+  %j.next = add i64 %j, 1
+  %j.more = icmp slt i64 %j.next, %count
+  br i1 %j.more, label %divide, label %take
+done:
+  ret void
+}}
+"""

@@ -1,0 +1,267 @@
+"""The small steps between matrix products: RMS norm, silu(gate) * up, rotary positions, each in one pass.
+
+A row is taken by one thread and done by one order of operations, so its bits depend on the row alone.
+Elements past the last whole vector are done by the same text at one lane.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.llvm.jit import TARGETS, Jit, Target, exp, fields, halve
+
+_WIDE = 16  # elements at a time; part of a sum's bits
+_SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it saves
+_FIELDS = ("next", "num_rows", "size", "stride", "heads", "x", "y", "a", "b")
+_JOB = ctypes.c_int64 * len(_FIELDS)
+_Body = Callable[[str, str, int], list[str]]  # (prefix of its registers, index, lanes)
+
+
+class RowKernels:
+    """The three for one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        target = TARGETS[dtype]
+        self._norm = Jit(_norm(target))
+        self._silu = Jit(_silu_mul(target))
+        self._rotate = Jit(_rotate(target))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        size = x.shape[-1]
+        epsilon = ctypes.c_double(eps)
+        job = _JOB(
+            0, x.numel() // size, size, size, 0, x.data_ptr(), y.data_ptr(), weight.data_ptr(),
+            ctypes.addressof(epsilon),
+        )  # fmt: skip
+        self._norm(job, is_small=x.numel() < _SERIAL_ELEMENTS)
+        return y
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        size = gate_up.shape[-1] // 2
+        y = gate_up.new_empty(*gate_up.shape[:-1], size)
+        job = _JOB(
+            0, gate_up.numel() // (2 * size), size, 2 * size, 0, gate_up.data_ptr(), y.data_ptr(), 0, 0
+        )  # fmt: skip
+        self._silu(job, is_small=y.numel() < _SERIAL_ELEMENTS)
+        return y
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        num_rows, heads, dim = x.shape
+        if x.stride()[1:] != (dim, 1):
+            x = x.contiguous()
+        y = torch.empty(x.shape, dtype=x.dtype)
+        job = _JOB(
+            0, num_rows, dim // 2, x.stride(0), heads, x.data_ptr(), y.data_ptr(), cos.data_ptr(),
+            sin.data_ptr(),
+        )  # fmt: skip
+        self._rotate(job, is_small=x.numel() < _SERIAL_ELEMENTS)
+        return y
+
+
+def _module(target: Target, *, row: str) -> str:
+    """`row` is the text from block `row` on; it ends with a branch to `take`."""
+    kinds = {1, _WIDE}
+    intrinsics = [
+        f"declare {target.wide(n)} @llvm.fma.v{n}{target.suffix}({', '.join([target.wide(n)] * 3)})\n"
+        f"declare {target.wide(n)} @llvm.fabs.v{n}{target.suffix}({target.wide(n)})"
+        for n in sorted(kinds)
+    ]
+    s, f = target.scalar, target.suffix
+    return f"""
+{chr(10).join(intrinsics)}
+declare {s} @llvm.fma.{f}({s}, {s}, {s})
+declare {s} @llvm.sqrt.{f}({s})
+define void @worker(ptr %job) {{
+entry:
+{fields(_FIELDS, pointers="x y a b")}
+  br label %take
+take:
+  %n = atomicrmw add ptr %next.p, i64 1 monotonic
+  %is_left = icmp slt i64 %n, %num_rows
+  br i1 %is_left, label %row, label %done
+row:
+  %x.at = mul i64 %n, %stride
+  %x.n = getelementptr {s}, ptr %x, i64 %x.at
+{row}
+done:
+  ret void
+}}
+"""
+
+
+def _each(target: Target, body: _Body, *, before: str, after: str) -> str:
+    """`body` over [0, size): _WIDE elements at a time, then one at a time by the same operations."""
+    lines = [
+        "each:",
+        f"  %i = phi i64 [ 0, %{before} ], [ %i.next, %each.wide ]",
+        f"  %i.next = add i64 %i, {_WIDE}",
+        "  %i.fits = icmp sle i64 %i.next, %size",
+        "  br i1 %i.fits, label %each.wide, label %rest",
+        "each.wide:",
+        *body("%w", "%i", _WIDE),
+        "  br label %each",
+        "rest:",
+        "  %j = phi i64 [ %i, %each ], [ %j.next, %rest.one ]",
+        "  %j.next = add i64 %j, 1",
+        "  %j.fits = icmp slt i64 %j, %size",
+        f"  br i1 %j.fits, label %rest.one, label %{after}",
+        "rest.one:",
+        *body("%o", "%j", 1),
+        "  br label %rest",
+    ]
+    return "\n".join(lines)
+
+
+def _load(target: Target, name: str, pointer: str, index: str, lanes: int) -> list[str]:
+    return [
+        f"  {name}.p = getelementptr {target.scalar}, ptr {pointer}, i64 {index}",
+        f"  {name} = load {target.wide(lanes)}, ptr {name}.p, align {target.element_bytes}",
+    ]
+
+
+def _store(target: Target, name: str, pointer: str, index: str, lanes: int) -> list[str]:
+    return [
+        f"  {name}.to = getelementptr {target.scalar}, ptr {pointer}, i64 {index}",
+        f"  store {target.wide(lanes)} {name}, ptr {name}.to, align {target.element_bytes}",
+    ]
+
+
+def _norm(target: Target) -> str:
+    """y = x * (1 / sqrt(mean(x**2) + eps)) * weight; a = weight, b = eps."""
+    s, f, wide = target.scalar, target.suffix, target.wide(_WIDE)
+
+    def body(p: str, index: str, lanes: int) -> list[str]:
+        v = target.wide(lanes)
+        return [
+            *_load(target, f"{p}.x", "%x.n", index, lanes),
+            *_load(target, f"{p}.w", "%a", index, lanes),
+            f"  {p}.s = shufflevector {target.wide(1)} %scale.0, {target.wide(1)} poison, <{lanes} x i32> zeroinitializer",
+            f"  {p}.n = fmul {v} {p}.x, {p}.s",
+            f"  {p}.y = fmul {v} {p}.n, {p}.w",
+            *_store(target, f"{p}.y", "%y.n", index, lanes),
+        ]  # fmt: skip
+
+    convert = "fptrunc double %eps.d to float" if f == "f32" else "fadd double %eps.d, 0.0"
+    total = "\n".join(halve(target, "%acc", "%total", _WIDE))
+    row = f"""
+  %y.n = getelementptr {s}, ptr %y, i64 %x.at
+  br label %sum
+sum:
+  %k = phi i64 [ 0, %row ], [ %k.next, %sum.wide ]
+  %acc = phi {wide} [ zeroinitializer, %row ], [ %acc.next, %sum.wide ]
+  %k.next = add i64 %k, {_WIDE}
+  %k.fits = icmp sle i64 %k.next, %size
+  br i1 %k.fits, label %sum.wide, label %sum.rest
+sum.wide:
+  %k.p = getelementptr {s}, ptr %x.n, i64 %k
+  %k.x = load {wide}, ptr %k.p, align {target.element_bytes}
+  %acc.next = call {wide} @llvm.fma.v{_WIDE}{f}({wide} %k.x, {wide} %k.x, {wide} %acc)
+  br label %sum
+sum.rest:
+{total}
+  br label %sum.each
+sum.each:
+  %l = phi i64 [ %k, %sum.rest ], [ %l.next, %sum.one ]
+  %squares = phi {s} [ %total, %sum.rest ], [ %squares.next, %sum.one ]
+  %l.fits = icmp slt i64 %l, %size
+  br i1 %l.fits, label %sum.one, label %scale
+sum.one:
+  %l.p = getelementptr {s}, ptr %x.n, i64 %l
+  %l.x = load {s}, ptr %l.p
+  %squares.next = call {s} @llvm.fma.{f}({s} %l.x, {s} %l.x, {s} %squares)
+  %l.next = add i64 %l, 1
+  br label %sum.each
+scale:
+  %eps.d = load double, ptr %b
+  %eps = {convert}
+  %size.f = sitofp i64 %size to {s}
+  %mean = fdiv {s} %squares, %size.f
+  %mean.eps = fadd {s} %mean, %eps
+  %root = call {s} @llvm.sqrt.{f}({s} %mean.eps)
+  %inverse = fdiv {s} 1.0, %root
+  %scale.0 = insertelement {target.wide(1)} poison, {s} %inverse, i32 0
+  br label %each
+{_each(target, body, before="scale", after="take")}"""
+    return _module(target, row=row)
+
+
+def _silu_mul(target: Target) -> str:
+    """y = gate * sigmoid(gate) * up, where e = exp(-|gate|) keeps the sigmoid from overflow."""
+
+    def body(p: str, index: str, lanes: int) -> list[str]:
+        v, one = target.wide(lanes), target.splat(1.0, lanes)
+        return [
+            *_load(target, f"{p}.g", "%x.n", index, lanes),
+            *_load(target, f"{p}.u", "%up", index, lanes),
+            f"  {p}.abs = call {v} @llvm.fabs.v{lanes}{target.suffix}({v} {p}.g)",
+            f"  {p}.neg = fneg {v} {p}.abs",
+            *exp(target, f"{p}.neg", f"{p}.e", lanes),
+            f"  {p}.below = fadd {v} {p}.e, {one}",
+            f"  {p}.is_up = fcmp oge {v} {p}.g, zeroinitializer",
+            f"  {p}.above = select <{lanes} x i1> {p}.is_up, {v} {one}, {v} {p}.e",
+            f"  {p}.sigmoid = fdiv {v} {p}.above, {p}.below",
+            f"  {p}.silu = fmul {v} {p}.g, {p}.sigmoid",
+            f"  {p}.y = fmul {v} {p}.silu, {p}.u",
+            *_store(target, f"{p}.y", "%y.n", index, lanes),
+        ]
+
+    row = f"""
+  %up = getelementptr {target.scalar}, ptr %x.n, i64 %size
+  %y.at = mul i64 %n, %size
+  %y.n = getelementptr {target.scalar}, ptr %y, i64 %y.at
+  br label %each
+{_each(target, body, before="row", after="take")}"""
+    return _module(target, row=row)
+
+
+def _rotate(target: Target) -> str:
+    """Halves (u, v) of every head become (u cos - v sin, v cos + u sin); a = cos, b = sin, size = D / 2."""
+    s = target.scalar
+
+    def body(p: str, index: str, lanes: int) -> list[str]:
+        v = target.wide(lanes)
+        return [
+            *_load(target, f"{p}.u", "%u", index, lanes),
+            *_load(target, f"{p}.v", "%v", index, lanes),
+            *_load(target, f"{p}.c", "%cos", index, lanes),
+            *_load(target, f"{p}.s", "%sin", index, lanes),
+            f"  {p}.uc = fmul {v} {p}.u, {p}.c",
+            f"  {p}.vs = fmul {v} {p}.v, {p}.s",
+            f"  {p}.vc = fmul {v} {p}.v, {p}.c",
+            f"  {p}.us = fmul {v} {p}.u, {p}.s",
+            f"  {p}.one = fsub {v} {p}.uc, {p}.vs",
+            f"  {p}.two = fadd {v} {p}.vc, {p}.us",
+            *_store(target, f"{p}.one", "%u.y", index, lanes),
+            *_store(target, f"{p}.two", "%v.y", index, lanes),
+        ]
+
+    row = f"""
+  %angle.at = mul i64 %n, %size
+  %cos = getelementptr {s}, ptr %a, i64 %angle.at
+  %sin = getelementptr {s}, ptr %b, i64 %angle.at
+  %dim = mul i64 %size, 2
+  %y.first = mul i64 %n, %heads
+  br label %head
+head:
+  %h = phi i64 [ 0, %row ], [ %h.next, %head.end ]
+  %h.at = mul i64 %h, %dim
+  %u = getelementptr {s}, ptr %x.n, i64 %h.at
+  %v = getelementptr {s}, ptr %u, i64 %size
+  %y.head = add i64 %y.first, %h
+  %y.at = mul i64 %y.head, %dim
+  %u.y = getelementptr {s}, ptr %y, i64 %y.at
+  %v.y = getelementptr {s}, ptr %u.y, i64 %size
+  br label %each
+{_each(target, body, before="head", after="head.end")}
+head.end:
+  %h.next = add i64 %h, 1
+  %h.more = icmp slt i64 %h.next, %heads
+  br i1 %h.more, label %head, label %take"""
+    return _module(target, row=row)
