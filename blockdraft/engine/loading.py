@@ -60,6 +60,8 @@ def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
     drafter: Drafter = NoDrafter(plan.width)
     if draft_checkpoint is not None and draft_config is not None:
         drafter = load_dflash(draft_checkpoint, draft_config, target, plan, device)
+        draft_checkpoint.close()
+    checkpoint.close()
     return Models(config, draft_config, target, drafter, tokenizer, plan, device)
 
 
