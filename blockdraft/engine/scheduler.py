@@ -25,7 +25,6 @@ class Batch:
 
     kind: Literal["prefill", "decode"]
     sequences: tuple[Sequence, ...]
-    epochs: tuple[int, ...]  # a sequence with another epoch by now has left this step
     starts: tuple[int, ...]  # prefill: each row's length before the step
     counts: tuple[int, ...]  # prefill: prompt tokens of each row; decode: `width` each
     width: int  # decode: block width; 1 is plain decoding
@@ -181,8 +180,7 @@ class Scheduler:
     ) -> Batch:
         for sequence in sequences:
             sequence.num_in_flight += width
-        epochs = tuple(sequence.epoch for sequence in sequences)
-        return Batch(kind, tuple(sequences), epochs, tuple(starts), tuple(counts), width)
+        return Batch(kind, tuple(sequences), tuple(starts), tuple(counts), width)
 
     def _grow(self, sequence: Sequence) -> None:
         """Pages for the coming block, taken from the youngest sequences when none are free."""
@@ -214,7 +212,6 @@ class Scheduler:
         sequence.num_placed_pages = None
         sequence.num_remembered_pages = 0
         sequence.num_in_flight = 0
-        sequence.epoch += 1
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pages.page_size)
@@ -225,8 +222,8 @@ class Scheduler:
         """Apply a step's outcome to the sequences that are still the ones it ran for."""
         deltas = []
         for position, sequence in enumerate(batch.sequences):
-            if sequence.epoch != batch.epochs[position]:
-                continue  # ended or preempted since: unseen
+            if sequence.row is None:
+                continue  # ended or preempted while the step was in flight: unseen
             sequence.num_in_flight -= batch.width
             if batch.kind == "decode":
                 deltas.append(self._commit_block(batch, outcome, position))

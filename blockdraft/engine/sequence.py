@@ -33,7 +33,6 @@ class Sequence:
     num_placed_pages: int | None = None  # pages the device row knows; None: row not set up
     num_remembered_pages: int = 0
     num_in_flight: int = 0  # tokens that steps not yet committed may add
-    epoch: int = 0  # changes when row and pages are taken away
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

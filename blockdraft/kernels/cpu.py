@@ -1,4 +1,4 @@
-"""Whether the kernels in `kernels/llvm` can serve, decided once per dtype and device, with the reason if not."""
+"""Whether the kernels in `kernels/llvm` can serve, and the reason where they cannot."""
 
 from __future__ import annotations
 

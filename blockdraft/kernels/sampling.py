@@ -14,6 +14,7 @@ from torch import Tensor
 from blockdraft.kernels.noise import gumbel
 
 NEVER = float("-inf")
+MIN_TEMPERATURE = 1e-5  # colder is greedy, as in vLLM; dividing by 1e-38 would overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def choose(logits: Tensor, positions: Tensor, batch: SamplingBatch, recent: Rece
     greedy = scores.argmax(dim=-1)
     if not batch.has_random:
         return greedy
-    warm = batch.temperature > 0
+    warm = batch.temperature >= MIN_TEMPERATURE
     scaled = scores / torch.where(warm, batch.temperature, 1.0)[:, None, None].to(scores.dtype)
     if batch.has_filter:
         scaled = keep_likely(scaled, batch)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
+from blockdraft.kernels.rows import Angles, rotate
 from blockdraft.models.draft_config import DraftConfig
-from blockdraft.models.layers import Angles, GatedMLP, Linear, RMSNorm, Rotary, rotate
+from blockdraft.models.layers import GatedMLP, Linear, RMSNorm, Rotary
 
 
 class DFlashLayer(nn.Module):

@@ -93,22 +93,24 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)  # of q, k, v
-        sizes = [heads * config.head_dim for heads in self.num_heads]
+        self.num_heads = config.num_heads
+        self.num_rotated = config.num_heads + config.num_kv_heads  # queries and keys
+        size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.mask = Mask(scale=config.head_dim**-0.5, window=config.windows[layer])
-        self.qkv = Linear(config.hidden_size, *sizes, bias=bias)
-        self.out = Linear(sizes[0], config.hidden_size, bias=out_bias)
+        self.qkv = Linear(config.hidden_size, size, kv_size, kv_size, bias=bias)
+        self.out = Linear(size, config.hidden_size, bias=out_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if has_qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if has_qk_norm else None
 
     def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
-        heads = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [N, H + 2 G, D]
+        heads = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [N, H + G + G, D]
+        qk, v = heads[:, : self.num_rotated], heads[:, self.num_rotated :]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = heads.split(self.num_heads, dim=1)
-            q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
+            q, k = self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])
+            q, k = rotate(q, angles), rotate(k, angles)
         else:
-            qk, v = heads.split((sum(self.num_heads[:2]), self.num_heads[2]), dim=1)
-            q, k = rotate(qk, angles).split(self.num_heads[:2], dim=1)
+            qk = rotate(qk, angles)
+            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         attended = view.attend(self.layer, q, k, v, self.mask)
         return self.out(attended.flatten(1))  # type: ignore[no-any-return]
 

@@ -280,6 +280,14 @@ def test_the_likeliest_token_survives_every_filter():
     assert kept([-math.inf, 2.0, -math.inf], top_p=0.5) == [1]
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-6, 1e-30, 1e-38, 1e-44])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_coldest_temperatures_are_greedy(temperature, top_p):
+    logits = torch.tensor([[1.0, 5.0, 9.0] + [0.0] * 9])
+    for seed in range(5):
+        assert choose_next([{"temperature": temperature, "top_p": top_p, "seed": seed}], [[0]], logits) == [2]
+
+
 def test_half_precision_logits_are_widened_first():
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0] * 3], dtype=torch.bfloat16)
     rule = {"seed": 7, "temperature": 0.7}

@@ -70,6 +70,20 @@ def test_block_logits_are_the_same_after(scene):
         assert sequence.tally.preemptions == 1
 
 
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+def test_the_next_turn_of_a_conversation_continues_as_if_nothing_were_cached(page_size):
+    """Only what is really in the cache is found: not the last token, whose page may be full without it."""
+    for num_tokens in range(1, 10):
+        first = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        engine = tiny.engine("trained", width=tiny.BLOCK, page_size=page_size)
+        turn = PROMPT[:7] + tiny.run(engine, [(PROMPT[:7], first)])[0][0][0]
+        for added in ([], [40, 41], list(range(30, 30 + page_size))):
+            cold = tiny.engine("none", width=1, prefix_cache=False)
+            expected = tiny.run(cold, [(turn + added, PARAMS)])
+            assert tiny.run(engine, [(turn + added, PARAMS)]) == expected
+            assert tiny.run(engine, [(turn + added, PARAMS)]) == expected       # all of it cached now
+
+
 def test_a_row_without_speculation_still_leaves_drafter_context_behind():
     """Pages written by a width 1 request serve a speculative one with the same acceptance."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -122,9 +123,9 @@ def halve(target: Target, name: str, out: str, lanes: int) -> list[str]:
 _LN2 = {"f32": (0.693359375, -2.12194440e-4), "f64": (6.93145751953125e-1, 1.42860682030941723212e-6)}
 # Largest degree first, down to that of x**2. float32: Cephes' expf; float64: Taylor's to x**13.
 _EXP = {
-    "f32": (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1),
-    "f64": tuple(1 / float(n) for n in (6227020800, 479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2)),
-}  # fmt: skip
+    "f32": (1.98756915e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 0.16666665459, 0.50000001201),
+    "f64": tuple(1.0 / math.factorial(n) for n in range(13, 1, -1)),
+}
 
 
 def exp(target: Target, x: str, out: str, lanes: int) -> list[str]:

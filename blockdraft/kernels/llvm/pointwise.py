@@ -31,6 +31,7 @@ class RowKernels:
         self._rotate = Jit(_rotate(target))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert x.dtype == weight.dtype
         x = x.contiguous()
         y = torch.empty_like(x)
         size = x.shape[-1]
@@ -43,6 +44,7 @@ class RowKernels:
         return y
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        assert gate_up.shape[-1] % 2 == 0
         gate_up = gate_up.contiguous()
         size = gate_up.shape[-1] // 2
         y = gate_up.new_empty(*gate_up.shape[:-1], size)
@@ -54,9 +56,13 @@ class RowKernels:
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         num_rows, heads, dim = x.shape
+        assert dim % 2 == 0
+        assert cos.shape == sin.shape == (num_rows, 1, dim // 2)
+        assert cos.is_contiguous()
+        assert sin.is_contiguous()
         if x.stride()[1:] != (dim, 1):
             x = x.contiguous()
-        y = torch.empty(x.shape, dtype=x.dtype)
+        y = x.new_empty(x.shape)
         job = _JOB(
             0, num_rows, dim // 2, x.stride(0), heads, x.data_ptr(), y.data_ptr(), cos.data_ptr(),
             sin.data_ptr(),
@@ -138,15 +144,15 @@ def _norm(target: Target) -> str:
     s, f, wide = target.scalar, target.suffix, target.wide(_WIDE)
 
     def body(p: str, index: str, lanes: int) -> list[str]:
-        v = target.wide(lanes)
+        v, one = target.wide(lanes), target.wide(1)
         return [
             *_load(target, f"{p}.x", "%x.n", index, lanes),
             *_load(target, f"{p}.w", "%a", index, lanes),
-            f"  {p}.s = shufflevector {target.wide(1)} %scale.0, {target.wide(1)} poison, <{lanes} x i32> zeroinitializer",
+            f"  {p}.s = shufflevector {one} %scale.0, {one} poison, <{lanes} x i32> zeroinitializer",
             f"  {p}.n = fmul {v} {p}.x, {p}.s",
             f"  {p}.y = fmul {v} {p}.n, {p}.w",
             *_store(target, f"{p}.y", "%y.n", index, lanes),
-        ]  # fmt: skip
+        ]
 
     convert = "fptrunc double %eps.d to float" if f == "f32" else "fadd double %eps.d, 0.0"
     total = "\n".join(halve(target, "%acc", "%total", _WIDE))

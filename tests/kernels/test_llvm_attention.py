@@ -1,0 +1,222 @@
+"""The CPU attention kernel against one softmax per query in float64, and its promise on bits."""
+
+import math
+
+import pytest
+import torch
+
+from blockdraft.kernels.attention import Blocks, Mask, _attend_groups, attend_paged
+from blockdraft.kernels.cpu import why_no_llvm
+
+pytest.importorskip("llvmlite")
+CPU = torch.device("cpu")
+if why_no_llvm(torch.float32, CPU) is not None:
+    pytest.skip(f"the kernel is not chosen: {why_no_llvm(torch.float32, CPU)}", allow_module_level=True)
+
+SCALE = 0.3
+MASKS = {
+    "causal": Mask(scale=SCALE),
+    "bidirectional": Mask(scale=SCALE, is_causal=False),
+    "window 1": Mask(scale=SCALE, window=1),
+    "window": Mask(scale=SCALE, window=7),
+    "wide window": Mask(scale=SCALE, window=300),
+    "bidirectional window": Mask(scale=SCALE, is_causal=False, window=4),
+    "anchored": Mask(scale=SCALE, window=5, is_anchored=True),
+    "anchored bidirectional": Mask(scale=SCALE, is_causal=False, window=300, is_anchored=True),
+}
+DTYPES = [torch.float32, torch.float64]
+
+
+class Rows:
+    """Keys, values and queries by position; laid into shuffled pages anew for every forward."""
+
+    def __init__(self, lengths, *, heads=6, groups=2, dim=8, dtype=torch.float32):
+        generator = torch.Generator().manual_seed(sum(lengths) + dim + heads)
+        self.dtype, self.groups, self.dim = dtype, groups, dim
+        self.k = [torch.randn(groups, n, dim, dtype=dtype, generator=generator) for n in lengths]
+        self.v = [torch.randn(groups, n, dim, dtype=dtype, generator=generator) for n in lengths]
+        self.q = [torch.randn(n, heads, dim, dtype=dtype, generator=generator) for n in lengths]
+
+    def attend(self, mask, parts, *, page_size=16, seed=0, attend=attend_paged):
+        """parts: (row, start, count) each; the outputs of their queries. All other memory is NaN."""
+        num_pages = max(-(-(start + count) // page_size) for _, start, count in parts)
+        order = torch.randperm(len(parts) * num_pages, generator=torch.Generator().manual_seed(seed)) + 1
+        pages = order.view(len(parts), num_pages)
+        shape = (self.groups, (len(order) + 1) * page_size, self.dim)
+        keys = torch.full(shape, math.nan, dtype=self.dtype)
+        values = torch.full(shape, math.nan, dtype=self.dtype)
+        keys[:, 0] = values[:, 0] = 0
+        for table, (row, start, count) in zip(pages, parts, strict=True):
+            position = torch.arange(start + count)
+            slots = table[position // page_size] * page_size + position % page_size
+            keys[:, slots] = self.k[row][:, : start + count]
+            values[:, slots] = self.v[row][:, : start + count]
+        blocks = Blocks(
+            pages=pages,
+            starts=torch.tensor([start for _, start, _ in parts]),
+            counts=tuple(count for _, _, count in parts),
+            page_size=page_size,
+        )
+        q = torch.cat([self.q[row][start : start + count] for row, start, count in parts])
+        out = attend(q, keys, values, blocks, mask)
+        return list(out.split([count for _, _, count in parts]))
+
+    def naive(self, mask, row, start, count):
+        """In float64, only over the keys that a query sees."""
+        out = torch.empty(self.q[row][start : start + count].shape, dtype=torch.float64)
+        shared = out.shape[1] // self.groups
+        for column in range(count):
+            p = start + column
+            lo, hi = 0, p + 1 if mask.is_causal else start + count
+            if mask.window is not None and mask.is_anchored:
+                lo = max(0, start - mask.window)
+            elif mask.window is not None:
+                lo, hi = max(0, p - mask.window + 1), min(hi, p + mask.window)
+            for head in range(out.shape[1]):
+                k, v = (t[row][head // shared, lo:hi].double() for t in (self.k, self.v))
+                scores = k @ self.q[row][p, head].double() * mask.scale
+                out[column, head] = scores.softmax(0) @ v
+        return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_ragged_rows_agree_with_one_softmax_per_query(name, dtype):
+    rows = Rows([40, 700, 9, 1], dtype=dtype)
+    parts = [(0, 23, 17), (1, 690, 8), (2, 0, 9), (3, 0, 1)]
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-14
+    for part, out in zip(parts, rows.attend(MASKS[name], parts), strict=True):
+        torch.testing.assert_close(out.double(), rows.naive(MASKS[name], *part), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_kernel_and_reference_agree(name):
+    rows = Rows([300, 20], dtype=torch.float64)
+    parts = [(0, 290, 6), (1, 11, 6)]
+    ours = rows.attend(MASKS[name], parts)
+    theirs = rows.attend(MASKS[name], parts, attend=_attend_groups)
+    torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (3, 3), (4, 2), (9, 3), (7, 1), (40, 2)])
+@pytest.mark.parametrize("dim", [4, 20, 64, 80])
+def test_every_ratio_of_heads_and_head_size(heads, groups, dim, dtype):
+    rows = Rows([300], heads=heads, groups=groups, dim=dim, dtype=dtype)
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-13
+    out = rows.attend(MASKS["causal"], [(0, 295, 3)])[0]
+    torch.testing.assert_close(out.double(), rows.naive(MASKS["causal"], 0, 295, 3), rtol=0, atol=tolerance)
+
+
+def test_softcap_takes_the_reference():
+    mask = Mask(scale=SCALE, softcap=0.7)
+    rows = Rows([30], dtype=torch.float64)
+    ours, theirs = (rows.attend(mask, [(0, 20, 5)], attend=op)[0] for op in (attend_paged, _attend_groups))
+    assert torch.equal(ours, theirs)
+
+
+# ------------------------------------------------------------------------------------------------ bits
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["causal", "window", "wide window"])
+def test_bits_do_not_depend_on_how_a_sequence_is_cut_into_forwards(name, dtype):
+    rows = Rows([530], dtype=dtype, heads=9, groups=3, dim=16)
+    whole = rows.attend(MASKS[name], [(0, 0, 530)])[0]
+    for size in (1, 3, 8, 16, 100):
+        starts = range(0, 530, size) if size >= 16 else range(240, 280, size)
+        for start in starts:
+            count = min(size, 530 - start)
+            assert torch.equal(rows.attend(MASKS[name], [(0, start, count)])[0], whole[start : start + count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_bits_do_not_depend_on_the_other_rows(name, dtype):
+    rows = Rows([1100, 30, 300, 256, 5], dtype=dtype, heads=9, groups=3)
+    parts = [(0, 1080, 9), (1, 0, 30), (2, 255, 1), (3, 248, 8), (4, 0, 2), (0, 500, 16)]
+    together = rows.attend(MASKS[name], parts)
+    for part, out in zip(parts, together, strict=True):
+        assert torch.equal(rows.attend(MASKS[name], [part])[0], out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_pages(dtype):
+    rows = Rows([1200], dtype=dtype)
+    for name in ("causal", "wide window", "anchored bidirectional"):
+        expected = rows.attend(MASKS[name], [(0, 1190, 8)])[0]
+        for page_size in (1, 3, 64):
+            out = rows.attend(MASKS[name], [(0, 1190, 8)], page_size=page_size, seed=page_size)[0]
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_the_number_of_threads(dtype):
+    rows = Rows([1200, 700], dtype=dtype, heads=9, groups=3, dim=64)
+    parts = [(0, 1100, 100), (1, 650, 50)]
+    threads = torch.get_num_threads()
+    try:
+        results = [
+            torch.set_num_threads(n) or torch.cat(rows.attend(MASKS["causal"], parts)) for n in (1, 2, 3)
+        ]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_keys_that_only_a_neighbour_sees_reach_nobody_else(name):
+    """NaN at one position of the block: exactly the queries that see it turn NaN."""
+    rows = Rows([40], dtype=torch.float32)
+    clean = rows.attend(MASKS[name], [(0, 20, 12)])[0]
+    for part in (rows.k, rows.v):
+        kept = part[0][:, 26].clone()
+        part[0][:, 26] = math.nan
+        out, sees = rows.attend(MASKS[name], [(0, 20, 12)])[0], rows.naive(MASKS[name], 0, 20, 12).isnan()
+        assert torch.equal(out.isnan(), sees)
+        assert torch.equal(out[~sees], clean[~sees])
+        part[0][:, 26] = kept
+
+
+def test_a_query_that_is_a_strided_slice_gives_the_same_bits():
+    rows = Rows([20])
+    expected = rows.attend(MASKS["causal"], [(0, 10, 4)])[0]
+    rows.q[0] = torch.cat([rows.q[0], rows.q[0]], dim=1)[:, :6]
+    assert torch.equal(rows.attend(MASKS["causal"], [(0, 10, 4)])[0], expected)
+
+
+# ------------------------------------------------------------------------------------------------ range
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_are_accurate_over_the_whole_range_of_exp(dtype):
+    """Two keys, scores 0 and -x: the second value's weight is exp(-x) / (1 + exp(-x))."""
+    x = torch.linspace(0, 80, 4001, dtype=dtype)
+    n = len(x)
+    keys = torch.zeros(1, 2 * n, 4, dtype=dtype)
+    keys[0, 1::2, 0] = -x
+    values = torch.zeros(1, 2 * n, 4, dtype=dtype)
+    values[0, 1::2, 0] = 1
+    q = torch.zeros(n, 1, 4, dtype=dtype)
+    q[:, 0, 0] = 1
+    blocks = Blocks(
+        pages=torch.arange(n)[:, None], starts=torch.ones(n, dtype=torch.int64), counts=(1,) * n, page_size=2
+    )
+    out = attend_paged(q, keys, values, blocks, Mask(scale=1.0))[:, 0, 0].double()
+    expected = torch.sigmoid(-x.double())
+    eps = torch.finfo(dtype).eps
+    assert ((out - expected).abs() / expected).max() < 4 * eps  # exp, sum and quotient
+
+
+def test_large_scores_do_not_overflow_and_far_ones_weigh_nothing():
+    rows = Rows([600])
+    rows.q[0] *= 1e4
+    out = rows.attend(MASKS["causal"], [(0, 590, 8)])[0]
+    torch.testing.assert_close(out.double(), rows.naive(MASKS["causal"], 0, 590, 8), rtol=0, atol=1e-3)
+
+
+def test_a_hundred_thousand_keys():
+    rows = Rows([100_003], heads=1, groups=1, dim=4)
+    out = rows.attend(MASKS["causal"], [(0, 100_001, 2)])[0]
+    torch.testing.assert_close(out.double(), rows.naive(MASKS["causal"], 0, 100_001, 2), rtol=0, atol=1e-6)
