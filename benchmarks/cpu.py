@@ -61,8 +61,11 @@ class Lean:
             self.keys[i, 0, :, start : start + n] = self.rotate(k, cos, sin)
             self.values[i, 0, :, start : start + n] = v
             out = F.scaled_dot_product_attention(
-                self.rotate(q, cos, sin)[None], self.keys[i, :, :, : start + n],
-                self.values[i, :, :, : start + n], attn_mask=mask, enable_gqa=True,
+                self.rotate(q, cos, sin)[None],
+                self.keys[i, :, :, : start + n],
+                self.values[i, :, :, : start + n],
+                attn_mask=mask,
+                enable_gqa=True,
             )[0]
             x = x + F.linear(out.transpose(0, 1).reshape(n, -1), layer.attention.out.weight)
             gate, up = F.linear(self.norm(x, layer.mlp_norm.weight), layer.mlp.gate_up.weight).chunk(2, 1)
@@ -119,23 +122,36 @@ def hf_model(target: Decoder) -> object:
 
     c = target.config
     config = LlamaConfig(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads,
-        num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, rms_norm_eps=c.norm_eps,
-        rope_theta=c.rope.theta, max_position_embeddings=c.max_positions, tie_word_embeddings=True,
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        rms_norm_eps=c.norm_eps,
+        rope_theta=c.rope.theta,
+        max_position_embeddings=c.max_positions,
+        tie_word_embeddings=True,
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    state = {"model.embed_tokens.weight": target.embedding, "lm_head.weight": target.embedding,
-             "model.norm.weight": target.norm.weight}
+    state = {
+        "model.embed_tokens.weight": target.embedding,
+        "lm_head.weight": target.embedding,
+        "model.norm.weight": target.norm.weight,
+    }
     for i, layer in enumerate(target.layers):
         sizes = layer.attention.qkv.parts
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         parts = dict(zip(names, layer.attention.qkv.weight.split(sizes), strict=True))
         parts["mlp.gate_proj"], parts["mlp.up_proj"] = layer.mlp.gate_up.weight.chunk(2)
-        parts |= {"self_attn.o_proj": layer.attention.out.weight, "mlp.down_proj": layer.mlp.down.weight,
-                  "input_layernorm": layer.attention_norm.weight,
-                  "post_attention_layernorm": layer.mlp_norm.weight}
+        parts |= {
+            "self_attn.o_proj": layer.attention.out.weight,
+            "mlp.down_proj": layer.mlp.down.weight,
+            "input_layernorm": layer.attention_norm.weight,
+            "post_attention_layernorm": layer.mlp_norm.weight,
+        }
         state |= {f"model.layers.{i}.{name}.weight": value for name, value in parts.items()}
     model.load_state_dict(state, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
@@ -149,8 +165,12 @@ def transformers_generate(model: object, vocab_size: int, num_tokens: int) -> tu
     def run(count: int) -> tuple[float, list[int]]:
         start = time.perf_counter()
         out = model.generate(  # type: ignore[attr-defined]
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-            min_new_tokens=count, pad_token_id=0,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            pad_token_id=0,
         )
         return time.perf_counter() - start, out[0, CONTEXT:].tolist()
 
@@ -174,8 +194,14 @@ def forward_costs(engine: Engine, rounds: int) -> list[dict[str, float]]:
             rows.set_pages(0, 0, pages)
             rows.activate([0])
             start = time.perf_counter()
-            decode_step(target=models.target, drafter=NoDrafter(width), cache=engine.cache, rows=rows,
-                        width=width, num_logprobs=None)
+            decode_step(
+                target=models.target,
+                drafter=NoDrafter(width),
+                cache=engine.cache,
+                rows=rows,
+                width=width,
+                num_logprobs=None,
+            )
             best = min(best, time.perf_counter() - start)
             plain.length = CONTEXT
             tokens = torch.zeros(width, dtype=torch.int64)
@@ -249,8 +275,8 @@ def main() -> None:
     print(f"eight streams: {best['blockdraft x8'] / best['blockdraft']:.2f} x one stream")
     print(f"same tokens: {result['same_tokens_as']}")
     base = costs[0]["ours_ms"]
-    print(table(["forward of", "ms", "x one", "lean ms"],
-                [[f"{int(c['tokens'])} tokens", c["ours_ms"], c["ours_ms"] / base, c["lean_ms"]] for c in costs]))
+    rows = [[f"{c['tokens']:.0f} tokens", c["ours_ms"], c["ours_ms"] / base, c["lean_ms"]] for c in costs]
+    print(table(["forward of", "ms", "x one", "lean ms"], rows))
     print("memory MB:", {name: round(value) for name, value in result["memory_mb"].items()})
     print(f"start to first token: {result['first_token_s']:.2f} s")
     save(options.json, result)

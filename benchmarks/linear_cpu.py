@@ -86,9 +86,7 @@ def call_times_ms(op: Op, stored: list[tuple[Tensor, int]], num_tokens: int) -> 
 def measure(*, names: list[str], tokens: list[int], num_rounds: int) -> dict[str, dict[int, float]]:
     table = variants()
     weights = make_weights()
-    stored = {
-        name: [(table[name][1](weight), weight.shape[1]) for weight in weights] for name in names
-    }
+    stored = {name: [(table[name][1](weight), weight.shape[1]) for weight in weights] for name in names}
     best = {(name, m): [math.inf] * len(weights) for name in names for m in tokens}
     for _ in range(num_rounds):
         for m in tokens:
@@ -125,9 +123,7 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
         best = measure(names=names, tokens=tokens, num_rounds=args.rounds)
-    num_bytes = 4 * (
-        NUM_LAYERS * sum(n * k for n, k in LAYER_SHAPES) + HEAD_SHAPE[0] * HEAD_SHAPE[1]
-    )
+    num_bytes = 4 * (NUM_LAYERS * sum(n * k for n, k in LAYER_SHAPES) + HEAD_SHAPE[0] * HEAD_SHAPE[1])
     print(f"{machine()}\n{num_bytes / 1e6:.0f} MB of weights; ms per pass (GB/s of weights)")
     print(f"{'M =':32s}" + "".join(f"{m:>15d}" for m in tokens))
     for name in names:

@@ -38,9 +38,12 @@ def save(path: str | None, result: dict[str, object]) -> None:
 
 def table(header: list[str], rows: list[list[object]]) -> str:
     """Aligned columns, the first left, the others right."""
-    text = [[f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in [header, *rows]]
+    text = [[f"{c:.2f}" if isinstance(c, float) else str(c) for c in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in text) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in text
-    )
+
+    def line(row: list[str]) -> str:
+        return "  ".join(
+            [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+        )
+
+    return "\n".join(map(line, text))

@@ -44,9 +44,7 @@ def block_logits(weights, config, embedding, head, features, anchor, masks=None)
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     dim, theta = config["head_dim"], config["rope_theta"]
     count = features.shape[0]
-    ids = torch.cat(
-        [torch.as_tensor(anchor).view(1), torch.full((block - 1,), dflash["mask_token_id"])]
-    )
+    ids = torch.cat([torch.as_tensor(anchor).view(1), torch.full((block - 1,), dflash["mask_token_id"])])
     x = embedding[ids] * dflash.get("input_embedding_scale", 1.0)
     context = rms(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     positions = torch.arange(count + block)
@@ -69,11 +67,7 @@ def block_logits(weights, config, embedding, head, features, anchor, masks=None)
         k = k.repeat_interleave(heads // groups, dim=1)
         v = v.repeat_interleave(heads // groups, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
-        seen = (
-            visible(count, block, causal=False, window=None)
-            if masks is None
-            else masks[layer](count)
-        )
+        seen = visible(count, block, causal=False, window=None) if masks is None else masks[layer](count)
         p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         attended = torch.einsum("hqk,khd->qhd", p, v).reshape(block, -1)
         x = x + attended @ w["self_attn.o_proj.weight"].T

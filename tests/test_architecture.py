@@ -1,4 +1,4 @@
-"""The shape of the package: imports point down, `--help` is light, nothing prints outside the command line."""
+"""The shape of the package: imports point down, `--help` is light, only the command line prints."""
 
 import ast
 import subprocess
@@ -9,7 +9,7 @@ import blockdraft
 
 ROOT = Path(blockdraft.__file__).parent
 LAYERS = ["kernels", "cache", "models", "drafters", "runtime", "engine"]
-ALONE = {"settings", "errors", "machine"}             # standard library (and each other) only
+ALONE = {"settings", "errors", "machine"}  # standard library (and each other) only
 TORCH_FREE = {"plan", "models.config", "models.draft_config", "cache.spec", "engine.request"}
 
 

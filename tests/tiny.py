@@ -42,7 +42,7 @@ class HintedDrafter:
     block = BLOCK
 
     def __init__(self, answers, rate):
-        self.answers = answers                      # seed -> prompt and answer
+        self.answers = answers  # seed -> prompt and answer
         self.rate = rate
         self.generator = torch.Generator().manual_seed(0)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
+
 import torch
 from torch import Tensor
 
@@ -13,13 +17,13 @@ class PagedKV:
     """Keys and values [G, S, D] in the model's dtype; slot = page * page_size + offset.
 
     Only slot 0, where masked reads point, is initialised: every other slot is written before it is in
-    reach, and untouched memory costs nothing.
+    reach, and memory that nobody touched costs nothing.
     """
 
     def __init__(self, spec: Paged, *, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (spec.num_kv_heads, num_slots, spec.head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.keys = _untouched(shape, dtype, device)
+        self.values = _untouched(shape, dtype, device)
         self.keys[:, 0] = 0
         self.values[:, 0] = 0
 
@@ -29,3 +33,17 @@ class PagedKV:
 
     def attend(self, q: Tensor, blocks: Blocks, mask: Mask) -> Tensor:
         return attend_paged(q, self.keys, self.values, blocks, mask)
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that becomes resident as it is written.
+
+    Without huge pages: a cache is sized for the worst case, and a huge page makes 2 MB resident around the
+    first token of every head (360 MB for SmolLM2-135M; the speed is the same, 2 x Neoverse-N1, 2026-11).
+    """
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if sys.platform == "linux":
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

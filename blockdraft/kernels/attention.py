@@ -140,9 +140,7 @@ class Blocks:
     Token n of the flat stream is at `positions[n]`. What all layers share is made once here, on first use.
     """
 
-    def __init__(
-        self, *, pages: Tensor, starts: Tensor, counts: tuple[int, ...], page_size: int
-    ) -> None:
+    def __init__(self, *, pages: Tensor, starts: Tensor, counts: tuple[int, ...], page_size: int) -> None:
         self._pages, self._starts, self._page_size = pages, starts, page_size
         self.counts = counts
         device = starts.device

@@ -135,6 +135,9 @@ def read_model_config(raw: Mapping[str, object], *, name: str) -> ModelConfig:
     hidden_size = fields.positive("hidden_size")
     num_heads, num_kv_heads, head_dim = read_heads(fields, hidden_size)
     num_layers = fields.positive("num_hidden_layers")
+    rope = read_rope(fields)
+    if rope.kind == "factors" and len(rope.factors) != head_dim // 2:
+        raise fields.error(f"has {len(rope.factors)} rope factors for {head_dim // 2} rotated pairs")
     return ModelConfig(
         name=name,
         family=family,
@@ -146,7 +149,7 @@ def read_model_config(raw: Mapping[str, object], *, name: str) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_eps=fields.get("rms_norm_eps", float, 1e-6),
-        rope=read_rope(fields),
+        rope=rope,
         max_positions=fields.positive("max_position_embeddings", 2048),
         ties_embeddings=fields.get("tie_word_embeddings", bool, False),
         has_attention_bias=fields.get("attention_bias", bool, family == "qwen2"),
@@ -203,14 +206,14 @@ def read_rope(fields: Fields) -> Rope:
     if kind == "default":
         return Rope(theta=theta)
     if kind == "linear":
-        return Rope(theta=theta, kind="linear", factor=section.get("factor", float))
+        return Rope(theta=theta, kind="linear", factor=_above_zero(section, "factor"))
     if kind == "llama3":
         return Rope(
             theta=theta,
             kind="llama3",
-            factor=section.get("factor", float),
-            low_freq_factor=section.get("low_freq_factor", float),
-            high_freq_factor=section.get("high_freq_factor", float),
+            factor=_above_zero(section, "factor"),
+            low_freq_factor=_above_zero(section, "low_freq_factor"),
+            high_freq_factor=_above_zero(section, "high_freq_factor"),
             original_max_positions=section.positive("original_max_position_embeddings"),
         )
     if kind == "factors":
@@ -218,13 +221,21 @@ def read_rope(fields: Fields) -> Rope:
     raise section.error(f"asks for rope_type '{kind}', which models/layers.py does not implement")
 
 
+def _above_zero(section: Fields, key: str) -> float:
+    value = section.get(key, float)
+    if value <= 0:
+        raise section.error(f"says {section.prefix}{key} = {value}, expected a positive number")
+    return value
+
+
 def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer: `layer_types` where given, else the older Qwen2 keys."""
     layer_types = fields.items("layer_types", str)
     window = fields.optional("sliding_window", int)
+    is_used = fields.optional("use_sliding_window", bool)
+    if is_used is False or (layer_types is None and is_used is None):
+        return (None,) * num_layers  # as in transformers, where the switch overrules layer_types
     if layer_types is None:
-        if not fields.get("use_sliding_window", bool, False):
-            return (None,) * num_layers
         first = fields.get("max_window_layers", int, 28)  # transformers' default for Qwen2 and Qwen3
         layer_types = tuple(
             "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)

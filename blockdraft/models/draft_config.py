@@ -115,7 +115,8 @@ def _zlab(fields: Fields) -> DraftConfig:
         if num_target_layers is None:
             raise fields.error("has neither dflash_config.target_layer_ids nor num_target_layers")
         taps = default_taps(num_target_layers, len(windows))
-    block = dflash.optional("block_size", int) or fields.optional("block_size", int) or 16
+    block = dflash.optional("block_size", int)
+    block = fields.get("block_size", int, 16) if block is None else block
     mask = dflash.optional("mask_token_id", int)
     mask = fields.get("mask_token_id", int) if mask is None else mask
     causal = fields.optional("is_causal", bool)

@@ -73,6 +73,4 @@ def test_training_takes_the_references_and_has_gradients():
     weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda a, w: rows.rms_norm(a, w, 1e-5), (x, weight))
     assert torch.autograd.gradcheck(rows.silu_mul, (x,))
-    assert torch.autograd.gradcheck(
-        lambda a: rows.rotate(a[:, None], angles(3, 8, torch.float64)), (x,)
-    )
+    assert torch.autograd.gradcheck(lambda a: rows.rotate(a[:, None], angles(3, 8, torch.float64)), (x,))

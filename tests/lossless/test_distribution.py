@@ -15,6 +15,7 @@ NUM_SAMPLES = 1500
 @torch.inference_mode()
 def exact_pairs():
     """The joint distribution [V, V] of the next two tokens, from the model's own logits."""
+
     def probabilities(prompt):
         engine = tiny.engine("none", width=1)
         engine.add(prompt, SamplingParams(temperature=1.0, max_tokens=1, logprobs=0))

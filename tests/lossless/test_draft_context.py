@@ -81,7 +81,7 @@ def test_the_next_turn_of_a_conversation_continues_as_if_nothing_were_cached(pag
             cold = tiny.engine("none", width=1, prefix_cache=False)
             expected = tiny.run(cold, [(turn + added, PARAMS)])
             assert tiny.run(engine, [(turn + added, PARAMS)]) == expected
-            assert tiny.run(engine, [(turn + added, PARAMS)]) == expected       # all of it cached now
+            assert tiny.run(engine, [(turn + added, PARAMS)]) == expected  # all of it cached now
 
 
 def test_a_row_without_speculation_still_leaves_drafter_context_behind():

@@ -1,7 +1,7 @@
-"""The promise: whatever the drafter, width, batch, pages, chunks, hits and preemptions, the tokens are the target's.
+"""The promise: whatever drafter, width, batch, pages, chunks, hits, preemptions: the tokens are the target's.
 
-In float64 arithmetic noise cannot reach a decision, so equality with plain decoding (no drafter, width 1, alone,
-no prefix cache) is a statement about the algorithm.
+In float64 arithmetic noise cannot reach a decision, so equality with plain decoding (no drafter, width 1,
+alone, no prefix cache) is a statement about the algorithm.
 """
 
 from dataclasses import replace
@@ -104,10 +104,8 @@ def test_many_more_schedules(case):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperature):
     """A drafter that never gets a full block accepted would hide half the bugs."""
-    requests = [
-        ([i, i + 1, i + 2, i + 3], SamplingParams(temperature=temperature, seed=i, max_tokens=120, ignore_eos=True))
-        for i in range(12)
-    ]
+    params = SamplingParams(temperature=temperature, max_tokens=120, ignore_eos=True)
+    requests = [([i, i + 1, i + 2, i + 3], replace(params, seed=i)) for i in range(12)]
     engine = tiny.engine("trained", width=tiny.BLOCK)
     for prompt, params in requests:
         engine.add(prompt, params)

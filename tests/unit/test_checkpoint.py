@@ -227,9 +227,7 @@ def test_existing_folder_is_opened_under_the_name_the_user_wrote(folder: Path):
         "a\0b",
     ],
 )
-def test_what_cannot_be_a_hub_id_is_not_asked_of_the_hub(
-    source: str | Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_cannot_be_a_hub_id_is_not_asked_of_the_hub(source: str | Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
     with pytest.raises(ModelError, match="does not exist"):
         open_checkpoint(source)

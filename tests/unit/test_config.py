@@ -245,3 +245,28 @@ def test_an_odd_head_cannot_be_rotated():
 
 def test_tensor_parallel_leftovers_are_refused():
     assert "pretraining_tp = 2" in refusal(LLAMA, pretraining_tp=2)
+
+
+def test_the_switch_for_sliding_windows_overrules_the_layer_types():
+    raw = {**LLAMA, "layer_types": ["sliding_attention"] * LLAMA["num_hidden_layers"], "sliding_window": 4}
+    assert set(read_model_config({**raw, "use_sliding_window": False}, name="m").windows) == {None}
+    assert set(read_model_config({**raw, "use_sliding_window": True}, name="m").windows) == {4}
+    assert set(read_model_config(raw, name="m").windows) == {4}
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_a_rope_factor_of_zero_is_refused(kind):
+    scaling = {
+        "rope_type": kind,
+        "factor": 0.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    with pytest.raises(ModelError, match=r"factor = 0\.0"):
+        read_model_config({**LLAMA, "rope_scaling": scaling}, name="m")
+
+
+def test_rope_factors_must_be_one_per_pair():
+    with pytest.raises(ModelError, match="3 rope factors"):
+        read_model_config({**LLAMA, "rope_scaling": {"rope_type": "factors", "factors": [1.0] * 3}}, name="m")

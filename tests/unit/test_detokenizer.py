@@ -49,9 +49,7 @@ def bpe_with_bytes() -> RustTokenizer:
         unk_token="<unk>", byte_fallback=True, fuse_unk=True,
     )  # fmt: skip
     tokenizer = RustTokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
          decoders.Strip(" ", 1, 0)]
@@ -138,9 +136,7 @@ def streams(draw: st.DrawFn, kind: str) -> tuple[list[int], list[list[int]]]:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), skip=st.booleans())
-def test_streamed_text_is_what_decode_adds_to_the_prompt(
-    kind: str, data: st.DataObject, skip: bool
-):
+def test_streamed_text_is_what_decode_adds_to_the_prompt(kind: str, data: st.DataObject, skip: bool):
     tokenizer = tokenizer_of(kind)
     prompt, blocks = data.draw(streams(kind))
     detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
@@ -166,9 +162,7 @@ def test_long_outputs_stay_exact_past_the_window(kind: str, data: st.DataObject)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=20))
-def test_valid_text_streams_without_half_characters_and_with_no_delay(
-    kind: str, text: str
-):
+def test_valid_text_streams_without_half_characters_and_with_no_delay(kind: str, text: str):
     text = text.replace("\ufffd", "").replace("▁", "")
     detokenizer = Detokenizer(tokenizer_of(kind), byte_ids(kind, b"x"))
     seen = b""

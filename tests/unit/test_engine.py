@@ -139,7 +139,10 @@ def test_prompt_logprobs_cover_the_prompt_in_chunks_and_despite_a_cached_prefix(
 def test_penalties_count_every_token_before_the_one_being_chosen():
     """Against the rule by hand: the token just emitted counts too, the prompt for repetition only."""
     params = greedy(
-        repetition_penalty=1.2, frequency_penalty=0.6, presence_penalty=0.9, logit_bias={7: 8.0, 9: 8.0},
+        repetition_penalty=1.2,
+        frequency_penalty=0.6,
+        presence_penalty=0.9,
+        logit_bias={7: 8.0, 9: 8.0},
         max_tokens=25,
     )
     tokens, *_ = answer(params)
@@ -193,7 +196,11 @@ def test_abort_frees_rows_and_pages_at_any_moment_and_leaves_the_others_alone():
 def test_preemption_happens_when_pages_run_out_and_changes_nothing():
     params = [
         SamplingParams(
-            temperature=0.3, seed=i, max_tokens=40, ignore_eos=True, frequency_penalty=0.5,
+            temperature=0.3,
+            seed=i,
+            max_tokens=40,
+            ignore_eos=True,
+            frequency_penalty=0.5,
             logit_bias={7: 8.0, 9: 8.0},
         )
         for i in range(4)
@@ -215,7 +222,8 @@ def test_penalty_counts_are_the_emitted_tokens_before_the_anchor_also_after_pree
         engine.step()
         for sequence in engine.scheduler.running:
             if sequence.is_decoding and sequence.num_placed_pages is not None:
-                expected = torch.bincount(torch.tensor(sequence.token_ids[4:-1], dtype=torch.int64), minlength=64)
+                emitted = torch.tensor(sequence.token_ids[4:-1], dtype=torch.int64)
+                expected = torch.bincount(emitted, minlength=64)
                 assert torch.equal(engine.rows._output_counts[sequence.row], expected.int())
         if moment == 5:
             assert sequence.num_output > 4
@@ -289,11 +297,28 @@ def test_a_request_that_can_never_run_is_refused(prompt, params, message):
 @pytest.mark.parametrize(
     "params",
     [
-        {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": "hot"}, {"top_p": 0.0},
-        {"top_p": 1.1}, {"top_k": -2}, {"top_k": 1.5}, {"min_p": 2.0}, {"n": 0}, {"max_tokens": 0},
-        {"min_tokens": 5, "max_tokens": 4}, {"presence_penalty": 3.0}, {"frequency_penalty": -2.1},
-        {"repetition_penalty": 0.0}, {"logprobs": 21}, {"prompt_logprobs": -1}, {"seed": 2**63},
-        {"stop": [""]}, {"stop": ["a"] * 65}, {"logit_bias": {3: 101.0}}, {"width": 0}, {"n": True},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": "hot"},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -2},
+        {"top_k": 1.5},
+        {"min_p": 2.0},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"min_tokens": 5, "max_tokens": 4},
+        {"presence_penalty": 3.0},
+        {"frequency_penalty": -2.1},
+        {"repetition_penalty": 0.0},
+        {"logprobs": 21},
+        {"prompt_logprobs": -1},
+        {"seed": 2**63},
+        {"stop": [""]},
+        {"stop": ["a"] * 65},
+        {"logit_bias": {3: 101.0}},
+        {"width": 0},
+        {"n": True},
     ],
 )
 def test_impossible_sampling_values_are_refused_by_name(params):

