@@ -78,8 +78,6 @@ def run(engine, requests):
     """Serve (prompt_ids, params) pairs together; per request, per choice: (token_ids, text, reason)."""
     ids = [engine.add(prompt, params) for prompt, params in requests]
     deltas = drain(engine)
-    engine.check()
-    assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
     results = []
     for request_id, (_, params) in zip(ids, requests, strict=True):
         choices = []
@@ -92,7 +90,10 @@ def run(engine, requests):
 
 
 def drain(engine):
+    """Step until nothing is left to do, and check that no page was leaked or shared wrongly."""
     deltas = []
     while engine.has_work:
         deltas += engine.step()
+        engine.check()
+    assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
     return deltas
