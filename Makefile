@@ -6,6 +6,8 @@ PYTHON ?= python3
 PORT ?= 8000
 ARGS ?=
 BIN := .venv/bin
+# A plain path entry: the default import hook loses to a folder named blockdraft beside a script.
+EDITABLE := --config-settings editable_mode=compat
 
 .PHONY: serve test test-all check bench clean
 
@@ -33,11 +35,11 @@ bench: .venv/installed-dev
 	$(PYTHON) -m venv .venv
 
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(EDITABLE) -e .
 	touch $@
 
 .venv/installed-dev: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(EDITABLE) -e '.[dev]'
 	touch $@
 
 clean:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loading import load_models
@@ -106,15 +107,12 @@ class LLM:
         encode = self.tokenizer.encode_chat
         return self._run([encode(messages, **template_kwargs) for messages in listed], params)  # type: ignore[arg-type]
 
-    def stream(
-        self, prompt: Prompt | Items[Message], params: SamplingParams | None = None
-    ) -> Iterator[Delta]:
-        """Deltas of one prompt or conversation as they are committed; closing the iterator aborts it."""
+    def stream(self, prompt: Prompt | Items[Message], params: SamplingParams | None = None) -> DeltaStream:
+        """Deltas of one prompt or conversation as they are committed; closing it aborts the request."""
         sampling = params if params is not None else SamplingParams()
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         ids = self.tokenizer.encode_chat(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
-        request_id = self._add(ids, sampling)
-        return self._deltas(request_id, sampling.n)
+        return DeltaStream(self, self._add(ids, sampling), sampling.n)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -124,19 +122,18 @@ class LLM:
         self._inbox[request_id] = deque()
         return request_id
 
-    def _deltas(self, request_id: str, num_choices: int) -> Iterator[Delta]:
-        """Step the engine until this request is done; deltas of others wait in their own inbox."""
-        inbox, num_left = self._inbox[request_id], num_choices
-        try:
-            while num_left:
-                while not inbox:
-                    self._step()
-                delta = inbox.popleft()
-                num_left -= delta.finish_reason is not None
-                yield delta
-        finally:
+    def _next(self, request_id: str) -> Delta:
+        """Step the engine until this request has a delta; those of others wait in their own inbox."""
+        inbox = self._inbox[request_id]
+        while not inbox:
+            if not self.engine.has_work:
+                raise RequestError("the request ended early: a step was interrupted. Ask again.")
+            self._step()
+        return inbox.popleft()
+
+    def _forget(self, request_id: str) -> None:
+        if self._inbox.pop(request_id, None) is not None:
             self.engine.abort(request_id)
-            del self._inbox[request_id]
 
     def _step(self) -> None:
         for delta in self.engine.step():
@@ -150,21 +147,54 @@ class LLM:
             params = [params if params is not None else SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling parameters.")
-        ids: list[str] = []
+        streams: list[DeltaStream] = []
         try:
             for prompt, sampling in zip(prompts, params, strict=True):
-                ids.append(self._add(prompt, sampling))
-            deltas = [list(self._deltas(i, p.n)) for i, p in zip(ids, params, strict=True)]
+                while self.engine.has_work and not self.engine.scheduler.has_room(sampling.n):
+                    self._step()
+                streams.append(DeltaStream(self, self._add(prompt, sampling), sampling.n))
+            deltas = [list(stream) for stream in streams]
         finally:
-            for request_id in ids:
-                if self._inbox.pop(request_id, None) is not None:
-                    self.engine.abort(request_id)
+            for stream in streams:
+                stream.close()
         rows = zip(prompts, params, deltas, strict=True)
         return [_result(prompt, sampling, pieces) for prompt, sampling, pieces in rows]
 
 
+class DeltaStream:
+    """The deltas of one request. Closing it, or dropping it, aborts what is left."""
+
+    def __init__(self, llm: LLM, request_id: str, num_choices: int) -> None:
+        self._llm = llm
+        self._request_id = request_id
+        self._num_left = num_choices
+
+    def __iter__(self) -> DeltaStream:
+        return self
+
+    def __next__(self) -> Delta:
+        if self._num_left == 0:
+            raise StopIteration
+        try:
+            delta = self._llm._next(self._request_id)
+        except BaseException:
+            self.close()
+            raise
+        self._num_left -= delta.finish_reason is not None
+        if self._num_left == 0:
+            self.close()
+        return delta
+
+    def close(self) -> None:
+        self._num_left = 0
+        self._llm._forget(self._request_id)
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def _is_one(prompts: Prompt | Items[Prompt]) -> bool:
-    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], SupportsIndex))
 
 
 def _result(prompt_ids: list[int], params: SamplingParams, deltas: list[Delta]) -> Result:

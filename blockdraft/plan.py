@@ -37,7 +37,7 @@ class Plan:
 
 def make_plan(settings: Settings, machine: Machine, model: ModelConfig, draft: DraftConfig | None) -> Plan:
     """Resolve `settings` for this machine and this pair of models."""
-    is_cpu = settings.device == "cpu"
+    is_cpu = settings.device.split(":")[0] == "cpu"
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "float32" if is_cpu else "bfloat16"

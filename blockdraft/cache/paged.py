@@ -43,7 +43,8 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a forked process writes into its own copy
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
     if sys.platform == "linux":
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

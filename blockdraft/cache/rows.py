@@ -1,4 +1,4 @@
-"""Rows: the device's view of the running sequences, one permanent row each, at fixed addresses.
+"""Rows: the device's view of the running sequences, one permanent row each.
 
 `length` is the commit: cache slots [0, length) of a row are real, everything at or past it is scratch and
 will be overwritten. `anchor` is the token at position `length`: known, but not in the cache yet.

@@ -8,7 +8,7 @@ from blockdraft.cli.flags import add_verbose, reporter
 
 SUMMARY = "download a model ahead of its first use"
 USAGE = "blockdraft fetch [MODEL ...]"
-DESCRIPTION = "Download models, targets or drafters, into the cache, and check that their files are whole."
+DESCRIPTION = "Download models, targets or drafters, into the cache, ahead of their first use."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggestion(wrong: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(wrong, names, 1)
+    close = difflib.get_close_matches(wrong, names, 1, cutoff=0.7)
     return f": did you mean {close[0]}?" if close else ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 from blockdraft.cli.flags import add_settings, add_verbose, reporter, settings_from
@@ -80,13 +81,20 @@ def _serve(engine: Engine, listener: socket.socket, name: str, *, has_access_log
             if self.started:
                 _announce(name, listener)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # Answers still under way after the grace end with an error their clients understand.
+            grace = threading.Timer(GRACE_S, loop.close)
+            grace.start()
+            await super().shutdown(sockets=sockets)
+            grace.cancel()
+
     models = engine.models
     loop = EngineLoop(engine)
     try:
         app = make_app(loop=loop, tokenizer=models.tokenizer, name=name, max_context=models.plan.max_context)
         level = "info" if has_access_log else "warning"
         config = uvicorn.Config(
-            app, log_level=level, access_log=has_access_log, timeout_graceful_shutdown=GRACE_S
+            app, log_level=level, access_log=has_access_log, timeout_graceful_shutdown=2 * GRACE_S
         )
         Server(config).run(sockets=[listener])
     finally:

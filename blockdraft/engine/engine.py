@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -23,8 +24,6 @@ from blockdraft.errors import RequestError
 from blockdraft.runtime.decode import decode_step
 from blockdraft.runtime.prefill import prefill_step, prompt_logprobs
 from blockdraft.runtime.verify import Logprobs, Verdict
-
-GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring seeds (Weyl sequence)
 
 
 class Engine:
@@ -72,18 +71,18 @@ class Engine:
         number = next(self._ids)
         request = Request(
             id=request_id if request_id is not None else f"request-{number}",
-            prompt_ids=tuple(prompt_ids),
+            prompt_ids=_whole_numbers(prompt_ids),
             sampling=sampling,
             arrival_s=self.clock(),
         )
         self._check(request)
         if any(sequence.request.id == request.id for sequence in self.scheduler.live):
             raise RequestError(f"request id '{request.id}' is in use: choose another.")
-        seed = sampling.seed if sampling.seed is not None else _spread(self.models.plan.seed, number + 1)
+        seed = sampling.seed if sampling.seed is not None else mix(self.models.plan.seed, number)
         sequences: list[Sequence] = []
         for index in range(sampling.n):
             leader = sequences[0] if sequences else None
-            sequences.append(self._sequence(request, index, _spread(seed, index), leader))
+            sequences.append(self._sequence(request, index, seed if index == 0 else mix(seed, index), leader))
         self.scheduler.add(sequences)
         return request.id
 
@@ -105,7 +104,7 @@ class Engine:
                 f"the prompt has {len(request.prompt_ids)} tokens, but the context holds "
                 f"{plan.max_context} and the answer needs at least one: shorten it, or raise --max-context."
             )
-        wrong = [t for t in request.prompt_ids if not (isinstance(t, int) and 0 <= t < vocab_size)]
+        wrong = [t for t in request.prompt_ids if not 0 <= t < vocab_size]
         wrong += [t for t in (*sampling.logit_bias, *sampling.stop_token_ids) if not 0 <= t < vocab_size]
         if wrong:
             raise RequestError(f"token id {wrong[0]!r} is outside the vocabulary of {vocab_size} tokens.")
@@ -119,7 +118,7 @@ class Engine:
         num_prompt = len(request.prompt_ids)
         end_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            end_ids |= frozenset(tokenizer.eos_ids)
+            end_ids |= frozenset(i for i in tokenizer.eos_ids if i < self.models.config.vocab_size)
         max_tokens = plan.max_context if params.max_tokens is None else params.max_tokens
         return Sequence(
             request=request,
@@ -158,7 +157,18 @@ class Engine:
 
         With overlap the next step is launched before the last one's result is read: a stop is then
         learnt one step late, and the row that runs once more is not looked at.
+
+        A step that is interrupted (Ctrl-C, no memory) leaves host and device apart, so every request
+        ends with it: they could only continue wrongly. The engine itself goes on.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._pending = None
+            self.scheduler.end_all()
+            raise
+
+    def _step(self) -> list[Delta]:
         batch = self.scheduler.schedule()
         launched = None if batch is None else (batch, self._launch(batch))
         if self.models.plan.overlap:
@@ -198,7 +208,8 @@ class Engine:
             sequence.token_ids[start : start + count]
             for sequence, start, count in zip(batch.sequences, batch.starts, batch.counts, strict=True)
         ]
-        token_ids = torch.tensor(list(itertools.chain.from_iterable(tokens)), device=self.models.device)
+        stream = list(itertools.chain.from_iterable(tokens))
+        token_ids = torch.tensor(stream, dtype=torch.int64, device=self.models.device)
         hidden = prefill_step(
             target=self.models.target,
             drafter=self.models.drafter,
@@ -226,8 +237,9 @@ class Engine:
     def _collect(self, batch: Batch, result: Verdict | Outcome) -> list[Delta]:
         """Read a step's result (the only wait for the device) and apply it."""
         outcome = result if isinstance(result, Outcome) else self._outcome(batch, result)
+        seen = [sequence.row is not None for sequence in batch.sequences]
         deltas = self.scheduler.commit(batch, outcome)
-        self.stats.count(batch, outcome, deltas)
+        self.stats.count(batch, list(itertools.compress(outcome.token_ids, seen)), deltas)
         return deltas
 
     def _outcome(self, batch: Batch, verdict: Verdict) -> Outcome:
@@ -257,6 +269,24 @@ def _to_host(logprobs: Logprobs, token_ids: Items[int], num_top: int) -> tuple[T
     )
 
 
-def _spread(seed: int, index: int) -> int:
-    """A seed of its own for each index, as a signed 64-bit number; index 0 keeps the seed."""
-    return (seed + index * GOLDEN + 2**63) % 2**64 - 2**63
+def _whole_numbers(token_ids: Items[int]) -> tuple[int, ...]:
+    """Token ids as Python's own ints, whatever kind of integers they came as."""
+    try:
+        if any(isinstance(token, bool) for token in token_ids):
+            raise TypeError("a truth value")
+        return tuple(operator.index(token) for token in token_ids)
+    except TypeError as error:
+        raise RequestError(f"a prompt is a list of token ids, all whole numbers ({error}).") from None
+
+
+def mix(seed: int, index: int) -> int:
+    """A seed of its own for each (seed, index), as a signed 64-bit number (SplitMix64's finaliser).
+
+    Not additive: the choices of one request must not share noise with its neighbours'.
+    """
+    mask = 2**64 - 1
+    z = ((seed & mask) * 0xD1342543DE82EF95 + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    z ^= z >> 31
+    return z - 2**64 if z >= 2**63 else z

@@ -71,6 +71,14 @@ class SamplingParams:
             raise RequestError(f"min_tokens = {self.min_tokens} is more than max_tokens = {self.max_tokens}.")
 
     def _check_lists(self) -> None:
+        if not isinstance(self.stop, str | tuple | list | None):
+            raise RequestError(f"stop = {self.stop!r} is neither a string nor a list of strings.")
+        if not isinstance(self.stop_token_ids, tuple | list):
+            raise RequestError(f"stop_token_ids = {self.stop_token_ids!r} is not a list of token ids.")
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias = {self.logit_bias!r} does not map token ids to numbers.")
+        for token in self.stop_token_ids:
+            _check_range("stop_token_ids entry", token, 0, 2**31)
         if len(self.stops) > MAX_STOPS or len(self.stop_token_ids) > MAX_STOPS:
             raise RequestError(f"more than {MAX_STOPS} stop strings or stop token ids.")
         if any(not isinstance(stop, str) or not stop for stop in self.stops):

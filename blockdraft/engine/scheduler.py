@@ -16,7 +16,7 @@ from typing import Literal
 from blockdraft.engine.pages import OutOfPages, PageAllocator
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.sequence import Sequence
-from blockdraft.errors import CapacityError
+from blockdraft.errors import CapacityError, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Batch:
 
     kind: Literal["prefill", "decode"]
     sequences: tuple[Sequence, ...]
-    starts: tuple[int, ...]  # prefill: each row's length before the step
+    starts: tuple[int, ...]  # each row's length before the step, as the host knows it
     counts: tuple[int, ...]  # prefill: prompt tokens of each row; decode: `width` each
     width: int  # decode: block width; 1 is plain decoding
 
@@ -68,7 +68,11 @@ class Scheduler:
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue all choices of one request, or none."""
-        if len(self.waiting) + len(sequences) > self.max_queue:
+        if len(sequences) > self.max_queue:
+            raise RequestError(
+                f"n = {len(sequences)} choices, but the queue holds {self.max_queue}: raise --max-queue."
+            )
+        if not self.has_room(len(sequences)):
             raise CapacityError(
                 f"the queue is full ({len(self.waiting)} of {self.max_queue} waiting): try again later, "
                 "or raise --max-queue."
@@ -85,6 +89,17 @@ class Scheduler:
             else:
                 self._retire(sequence)
         return [sequence.delta((), (), self.clock()) for sequence in ended]
+
+    def has_room(self, num_sequences: int) -> bool:
+        return len(self.waiting) + num_sequences <= self.max_queue
+
+    def end_all(self) -> None:
+        """Abort everything at once. What ran last is not remembered: it may not have run to its end."""
+        for sequence in self.live:
+            sequence.finish_reason = "abort"
+            if sequence.row is not None:
+                self._retire(sequence)
+        self.waiting.clear()
 
     @property
     def live(self) -> list[Sequence]:
@@ -114,10 +129,7 @@ class Scheduler:
         """First come, first served: a row, and pages for all known tokens and one block."""
         while self.waiting and self._free_rows:
             sequence = self.waiting[0]
-            leader = sequence.leader
-            if leader is not None and leader.finish_reason is None and not leader.is_decoding:
-                return
-            if not self._take_pages(sequence):
+            if self._waits_for_its_prompt(sequence) or not self._take_pages(sequence):
                 return
             self.waiting.popleft()
             sequence.row = self._free_rows.pop()
@@ -125,10 +137,19 @@ class Scheduler:
                 sequence.tally.start_s = self.clock()
             self.running.append(sequence)
 
+    def _waits_for_its_prompt(self, sequence: Sequence) -> bool:
+        """Whether another choice of the same request is about to put the prompt into the cache."""
+        leader = sequence.leader
+        if leader is None or not self._may_share(sequence):
+            return False
+        return leader.finish_reason is None and not leader.is_decoding
+
+    def _may_share(self, sequence: Sequence) -> bool:
+        return self.has_prefix_cache and not sequence.wants_prompt_logprobs
+
     def _take_pages(self, sequence: Sequence) -> bool:
         known = sequence.token_ids[:-1]
-        is_cached = self.has_prefix_cache and not sequence.wants_prompt_logprobs
-        shared = self.pages.match(known) if is_cached else []
+        shared = self.pages.match(known) if self._may_share(sequence) else []
         missing = self._num_pages(len(known) + self.reserve) - len(shared)
         try:
             sequence.pages = shared + self.pages.allocate(missing)
@@ -248,7 +269,7 @@ class Scheduler:
 
     def _remember(self, sequence: Sequence) -> None:
         """Offer the committed full pages to later prompts, drafter context and all."""
-        if not self.has_prefix_cache or sequence.row is None:
+        if not self.has_prefix_cache:
             return
         if sequence.length // self.pages.page_size > sequence.num_remembered_pages:
             sequence.num_remembered_pages = self.pages.remember(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.cpu import is_training, why_no_llvm
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.attention import PagedAttention
@@ -108,6 +108,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, reads: Reads, mask: Mask) ->
 
 
 def _attend_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Mask) -> Tensor:
+    if q.dtype in (torch.bfloat16, torch.float16):  # sums over a long context need more digits
+        return _attend_chunks(q.float(), k.float(), v.float(), bias.float(), mask).to(q.dtype)
     num_groups, num_rows, num_chunks, chunk, dim = k.shape
     width, num_heads = q.shape[1], q.shape[2]
     shared = num_heads // num_groups  # query heads per K/V head
@@ -206,8 +208,7 @@ class Blocks:
 def attend_paged(q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask) -> Tensor:
     """Attention of q [N, H, D] over keys and values [G, S, D], which hold the blocks' own already."""
     kernel = _chosen(q.dtype, q.device, q.shape[-1])
-    is_training = q.requires_grad and torch.is_grad_enabled()
-    if kernel is None or is_training or mask.softcap is not None:
+    if kernel is None or is_training(q, keys) or mask.softcap is not None:
         return _attend_groups(q, keys, values, blocks, mask)
     return kernel(
         q,

@@ -15,49 +15,34 @@ operations on x[token] and weight[n].
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
-from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.cpu import is_training, why_no_llvm
 
-LinearOp = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The specification."""
-    return F.linear(x, weight, bias)
-
-
-@dataclass(frozen=True)
-class LinearChoice:
-    """The linear to use for a whole run; `is_row_stable` is the promise on bits above."""
-
-    op: LinearOp
-    is_row_stable: bool
-    reason: str
-
-
-def choose_linear(*, dtype: torch.dtype, device: torch.device) -> LinearChoice:
-    """The fast path where it is known to win, else the reference, with the reason either way."""
-    problem = why_no_llvm(dtype, device)
-    if problem is not None:
-        return LinearChoice(op=reference_linear, is_row_stable=False, reason=problem)
+if TYPE_CHECKING:
     from blockdraft.kernels.llvm.linear import TileLinear
-
-    return LinearChoice(op=TileLinear(dtype), is_row_stable=True, reason="tiled CPU kernel")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The contract, on the path chosen for this dtype and device. Training takes the reference."""
-    if weight.requires_grad and torch.is_grad_enabled():
+    kernel = _chosen(x.dtype, x.device)
+    if kernel is None or is_training(x, weight):
         return reference_linear(x, weight, bias)
-    return _chosen(x.dtype, x.device).op(x, weight, bias)
+    return kernel(x, weight, bias)
+
+
+def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return functional.linear(x, weight, bias)
 
 
 @functools.cache
-def _chosen(dtype: torch.dtype, device: torch.device) -> LinearChoice:
-    return choose_linear(dtype=dtype, device=device)
+def _chosen(dtype: torch.dtype, device: torch.device) -> TileLinear | None:
+    if why_no_llvm(dtype, device) is not None:
+        return None
+    from blockdraft.kernels.llvm.linear import TileLinear
+
+    return TileLinear(dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.cpu import is_training, why_no_llvm
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.pointwise import RowKernels
@@ -25,7 +25,7 @@ Angles = tuple[Tensor, Tensor]  # cosines and sines, [N, 1, D / 2] each, contigu
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, accumulated in float32 or wider."""
     kernels = _chosen(x.dtype, x.device)
-    if kernels is None or _is_training(x, weight):
+    if kernels is None or is_training(x, weight):
         return reference_rms_norm(x, weight, eps)
     return kernels.rms_norm(x, weight, eps)
 
@@ -39,7 +39,7 @@ def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where gate_up [..., 2 K] holds one after the other; returns [..., K]."""
     kernels = _chosen(gate_up.dtype, gate_up.device)
-    if kernels is None or _is_training(gate_up):
+    if kernels is None or is_training(gate_up):
         return reference_silu_mul(gate_up)
     return kernels.silu_mul(gate_up)
 
@@ -52,7 +52,7 @@ def reference_silu_mul(gate_up: Tensor) -> Tensor:
 def rotate(x: Tensor, angles: Angles) -> Tensor:
     """Rotary position on x [N, H, D]: its halves are the coordinates (neox style)."""
     kernels = _chosen(x.dtype, x.device)
-    if kernels is None or _is_training(x):
+    if kernels is None or is_training(x):
         return reference_rotate(x, angles)
     return kernels.rotate(x, *angles)
 
@@ -61,10 +61,6 @@ def reference_rotate(x: Tensor, angles: Angles) -> Tensor:
     cos, sin = angles
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def _is_training(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 @functools.cache

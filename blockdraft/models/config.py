@@ -132,6 +132,8 @@ def read_model_config(raw: Mapping[str, object], *, name: str) -> ModelConfig:
     refuse_quantised(fields)
     fields.refuse("hidden_act", "silu", "swish")
     fields.refuse("pretraining_tp", 1)
+    if family == "qwen2":
+        fields.refuse("attention_bias", True)
     hidden_size = fields.positive("hidden_size")
     num_heads, num_kv_heads, head_dim = read_heads(fields, hidden_size)
     num_layers = fields.positive("num_hidden_layers")

@@ -50,5 +50,5 @@ def measure(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     logprobs = wide.log_softmax(dim=-1)
     chosen = logprobs.gather(-1, token_ids[..., None]).squeeze(-1)
-    values, ids = logprobs.topk(num_top, dim=-1)
+    values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
     return Logprobs(chosen=chosen, top_ids=ids, top_values=values)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blockdraft.kernels import cpu
-from blockdraft.kernels.linear import LinearOp, choose_linear, reference_linear
+from blockdraft.kernels.linear import linear, reference_linear
 
 CPU = torch.device("cpu")
 # [N, K]: below a cache line, no multiple of anything, whole lines, and big enough for two threads.
@@ -24,7 +24,7 @@ def dtype(request):
 
 
 @pytest.fixture(scope="module")
-def tile(dtype) -> LinearOp:
+def tile(dtype):
     pytest.importorskip("llvmlite")
     from blockdraft.kernels.llvm.linear import TileLinear
 
@@ -81,11 +81,14 @@ def test_tile_takes_leading_dimensions_bias_and_strided_input(tile, dtype):
     assert tile(x[:0], weight).shape == (0, 7)
 
 
-def test_choice_falls_back_to_pytorch_with_the_reason(monkeypatch):
-    half = choose_linear(dtype=torch.float16, device=CPU)
-    assert half.op is reference_linear
-    assert not half.is_row_stable
-    assert "float16" in half.reason
+def test_pytorch_is_the_fallback_and_the_reason_is_known(monkeypatch):
+    assert "float16" in cpu.why_no_llvm(torch.float16, CPU)
     monkeypatch.setattr(cpu.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda _: None)
-    assert "llvmlite" in choose_linear(dtype=torch.float32, device=CPU).reason
+    assert "llvmlite" in cpu.why_no_llvm(torch.float32, CPU)
+
+
+def test_gradients_reach_the_input_of_a_frozen_layer():
+    x, weight = make(7, 16, torch.float32)
+    linear(x.requires_grad_(), weight).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x))

@@ -118,6 +118,17 @@ def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperat
     assert tiny.run(tiny.engine("trained", width=tiny.BLOCK), requests) == plain(requests)
 
 
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_full_blocks_in_every_step_with_a_step_in_flight(page_size):
+    """Two whole blocks may be written past what the host knows: their pages must be there."""
+    requests = [([4, 6, 8], SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True))]
+    expected = plain(requests)
+    drafter = tiny.HintedDrafter({5: [4, 6, 8, *expected[0][0][0]]}, rate=1.0)
+    engine = tiny.engine(drafter, width=tiny.BLOCK, page_size=page_size, overlap=True)
+    assert tiny.run(engine, requests) == expected
+    assert engine.stats.num_emitted / engine.stats.num_blocks > 7
+
+
 @pytest.mark.parametrize("width", [2, 4, 8])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_float32_is_bit_equal_at_pinned_rows_and_width(width, temperature):

@@ -284,9 +284,18 @@ def test_a_body_over_the_limit_is_refused_announced_or_not(app):
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(app):
-    response = chat(app, {**HELLO, "n": 9})
-    check_error(response, 429, "queue is full")
-    assert int(response.headers["retry-after"]) >= 1
+    check_error(chat(app, {**HELLO, "n": 9}), 400, "queue holds 8")
+
+    async def rush():
+        async with connected(app) as http:
+            body = {**HELLO, "n": 8, "max_tokens": 100, "ignore_eos": True}
+            return await asyncio.gather(*(http.post(CHAT, json=body) for _ in range(6)))
+
+    refused = [response for response in asyncio.run(rush()) if response.status_code != 200]
+    assert refused
+    for response in refused:
+        check_error(response, 429, "queue is full")
+        assert int(response.headers["retry-after"]) >= 1
 
 
 def test_a_model_without_a_chat_template_says_so(loop):

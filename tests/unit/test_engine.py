@@ -72,6 +72,19 @@ def test_eos_ends_the_answer_unless_ignored_or_below_min_tokens():
     assert reason == "stop"
 
 
+def test_stop_strings_and_stop_tokens_wait_for_min_tokens():
+    full, text, *_ = answer(GREEDY)
+    stop = text.split()[2]
+    first = full.index(full[2])
+    tokens, *_ = answer(greedy(stop=[stop], min_tokens=1))
+    assert len(tokens) == first + 1
+    tokens, _, _, _ = answer(greedy(stop=[stop], min_tokens=20))
+    assert len(tokens) >= 20
+    tokens, _, _, _ = answer(greedy(stop_token_ids=(full[2],), min_tokens=20))
+    assert len(tokens) >= 20
+    assert full[2] not in tokens[:20]
+
+
 def test_the_context_limit_ends_the_answer():
     tokens, _, reason, _ = answer(greedy(max_tokens=None), max_context=30)
     assert len(PROMPT) + len(tokens) == 30
@@ -313,6 +326,10 @@ def test_a_request_that_can_never_run_is_refused(prompt, params, message):
         {"prompt_logprobs": -1},
         {"seed": 2**63},
         {"stop": [""]},
+        {"stop": 5},
+        {"stop_token_ids": None},
+        {"stop_token_ids": [1.5]},
+        {"logit_bias": [1]},
         {"stop": ["a"] * 65},
         {"logit_bias": {3: 101.0}},
         {"width": 0},

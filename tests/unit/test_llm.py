@@ -1,0 +1,118 @@
+"""The Python API: order, interleaving, leaks, and what an interrupted step leaves behind."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from blockdraft import LLM, RequestError, SamplingParams, SettingsError
+from blockdraft.engine.engine import mix
+from tests import tiny
+
+PROMPT = [2, 4, 6, 8]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture
+def llm():
+    return LLM(tiny.TARGET, tiny.DRAFT, dtype="float64", max_context=200, max_queue=4, width=8)
+
+
+def test_results_come_in_the_order_of_the_prompts(llm):
+    prompts = [[i, i + 1, i + 2] for i in range(3)]
+    together = llm.generate(prompts, GREEDY)
+    assert [r.prompt_token_ids for r in together] == [tuple(p) for p in prompts]
+    assert [r.token_ids for r in together] == [llm.generate([p], GREEDY)[0].token_ids for p in prompts]
+
+
+def test_strings_ids_and_conversations_are_the_same_prompt(llm):
+    text = llm.generate("t2 t4 t6 t8", GREEDY)[0]
+    assert text.token_ids == llm.generate(PROMPT, GREEDY)[0].token_ids
+    assert text.token_ids == llm.chat([{"role": "user", "content": "t2 t4 t6 t8"}], GREEDY)[0].token_ids
+    assert text.token_ids == llm.generate(np.array(PROMPT), GREEDY)[0].token_ids
+
+
+def test_more_prompts_than_the_queue_holds_are_fed_as_it_empties(llm):
+    assert len(llm.generate([PROMPT] * 11, GREEDY)) == 11
+
+
+def test_streams_interleave_with_each_other_and_with_generate(llm):
+    expected = llm.generate([PROMPT, [1, 2, 3]], GREEDY)
+    first, second = llm.stream(PROMPT, GREEDY), llm.stream([1, 2, 3], GREEDY)
+    tokens = [next(first).token_ids, next(second).token_ids]
+    assert llm.generate([PROMPT], GREEDY)[0].token_ids == expected[0].token_ids
+    for stream, start, result in zip((first, second), tokens, expected, strict=True):
+        assert start + tuple(t for d in stream for t in d.token_ids) == result.token_ids
+
+
+def test_a_stream_that_is_closed_or_dropped_frees_its_request_at_once(llm):
+    stream = llm.stream(PROMPT, GREEDY)
+    stream.close()
+    assert not llm.engine.has_work
+    assert list(stream) == []
+    stream = llm.stream(PROMPT, GREEDY)
+    next(stream)
+    del stream
+    gc.collect()
+    assert not llm.engine.has_work
+    assert not llm._inbox
+    llm.engine.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("place", ["absorb", "attend"])
+def test_an_interrupted_step_ends_its_requests_and_poisons_nothing(place, overlap, monkeypatch):
+    llm = LLM(
+        tiny.TARGET, tiny.DRAFT, dtype="float64", max_context=200, overlap=overlap, page_size=4, chunk=6
+    )
+    prompt = list(range(3, 33))
+    expected = LLM(tiny.TARGET, dtype="float64", max_context=200).generate([prompt], GREEDY)[0].token_ids
+    other = llm.stream(PROMPT, GREEDY)
+    next(other)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if place == "absorb":
+            patch.setattr(type(llm.engine.models.drafter), "absorb", interrupt)
+        else:
+            patch.setattr(type(llm.engine.cache), "commit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([prompt], GREEDY)
+    llm.engine.check()
+    with pytest.raises(RequestError, match="interrupted"):
+        list(other)
+    assert llm.generate([prompt], GREEDY)[0].token_ids == expected
+
+
+def test_no_two_choices_of_different_requests_share_a_seed():
+    seeds = [mix(mix(7, number), index) for number in range(50) for index in range(20)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+
+
+def test_unseeded_choices_of_neighbouring_requests_differ(llm):
+    params = SamplingParams(n=3, max_tokens=30, ignore_eos=True, temperature=1.0)
+    outputs = [o.token_ids for r in llm.generate([PROMPT] * 3, params) for o in r.outputs]
+    assert len(set(outputs)) == 9
+
+
+@pytest.mark.parametrize("prompt", [[True, 3], [1.5], ["t1"], [None]])
+def test_prompts_that_are_not_token_ids_are_refused(llm, prompt):
+    with pytest.raises(RequestError, match="whole numbers"):
+        llm.generate([prompt], GREEDY)
+
+
+def test_an_unknown_setting_is_an_error_with_a_suggestion():
+    with pytest.raises(SettingsError, match="did you mean 'width'"):
+        LLM(tiny.TARGET, widht=3)
+
+
+def test_half_precision_runs_with_a_drafter():
+    for dtype in ("bfloat16", "float16"):
+        llm = LLM(tiny.TARGET, tiny.DRAFT, dtype=dtype, max_context=200, width=8)
+        result = llm.generate([PROMPT], GREEDY)[0]
+        assert len(result.token_ids) == 12
+        assert torch.isfinite(llm.engine.models.target.embedding).all()
