@@ -11,7 +11,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loading import load_models
 from blockdraft.engine.loop import EngineLoop, EngineStopped
 from blockdraft.engine.request import SamplingParams
-from blockdraft.errors import CapacityError, RequestError
+from blockdraft.errors import RequestError
 from blockdraft.settings import Settings
 
 PAIR = Path(__file__).parents[1] / "fixtures/pair"
@@ -100,7 +100,7 @@ def test_all_choices_arrive_and_then_the_stream_ends(models, loop):
 
 @pytest.mark.parametrize(
     ("prompt", "sampling", "error"),
-    [([], SHORT, RequestError), (PROMPT, SamplingParams(n=5), CapacityError)],
+    [([], SHORT, RequestError), (PROMPT, SamplingParams(n=5), RequestError)],
 )
 def test_what_the_engine_refuses_is_raised_at_the_caller(loop, prompt, sampling, error):
     with pytest.raises(error):
