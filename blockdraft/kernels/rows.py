@@ -1,8 +1,8 @@
 """The small steps of a layer that work on one token at a time: RMS norm, gated activation, rotary positions.
 
 Each has its contract and plain PyTorch reference here. The CPU kernels, `llvm.pointwise`, do each in one
-pass and promise that a token's bits do not depend on the tokens next to it; PyTorch's vectorised exp does
-not, since elements at the end of a thread's share take another path. Training takes the references.
+pass and promise that a token's bits do not depend on the tokens next to it. PyTorch promises nothing of the
+kind (whether its results vary was not measured). Training takes the references.
 """
 
 from __future__ import annotations

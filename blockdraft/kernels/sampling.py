@@ -14,7 +14,7 @@ from torch import Tensor
 from blockdraft.kernels.noise import gumbel
 
 NEVER = float("-inf")
-MIN_TEMPERATURE = 1e-5  # colder is greedy, as in vLLM; dividing by 1e-38 would overflow
+MIN_TEMPERATURE = 1e-5  # colder is greedy; dividing by 1e-38 would overflow
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,23 +254,11 @@ def _add_pairs(target: Target, names: list[str], t: int) -> list[str]:
     return lines
 
 
-def _softmax(target: Target, dim: int) -> str:
-    """Scores [from, to) of one query become weights; its max, sum and out so far follow."""
-    s, f, w, n = target.scalar, target.suffix, SUM_LANES, target.lanes
-    v, wide, minus_infinity = target.vector, target.wide(SUM_LANES), target.number(-math.inf)
-    least = target.splat(torch.finfo(target.dtype).min, w)
-    lines = [
-        "define internal void @softmax(ptr %out, ptr %max.p, ptr %sum.p, ptr %s, i64 %from, i64 %to) {",
-        "entry:",
-        "  %any = icmp slt i64 %from, %to",
-        "  br i1 %any, label %begin, label %done",
-        "begin:",
-        f"  %first = and i64 %from, -{w}",
-        f"  %to.up = add i64 %to, {w - 1}",
-        f"  %last = and i64 %to.up, -{w}",
-        f"  %old = load {s}, ptr %max.p",
-        "  br label %lead",
-        "lead:",  # what lies in the first and last group, but outside [from, to), weighs exp(-inf) = 0
+def _hide_ends(target: Target) -> list[str]:
+    """What lies in the first and last group, but outside [from, to), weighs exp(-inf) = 0."""
+    s, minus_infinity = target.scalar, target.number(-math.inf)
+    return [
+        "lead:",
         "  %a = phi i64 [ %first, %begin ], [ %a.next, %lead.set ]",
         "  %is_lead = icmp slt i64 %a, %from",
         "  br i1 %is_lead, label %lead.set, label %tail",
@@ -288,23 +276,13 @@ def _softmax(target: Target, dim: int) -> str:
         f"  store {s} {minus_infinity}, ptr %b.p",
         "  %b.next = add i64 %b, 1",
         "  br label %tail",
-        "find:",
-        "  %g = phi i64 [ %first, %tail ], [ %g.next, %find ]",
-        f"  %best = phi {wide} [ {least}, %tail ], [ %best.next, %find ]",
-        f"  %x.p = getelementptr {s}, ptr %s, i64 %g",
-        f"  %x = load {wide}, ptr %x.p, align {target.element_bytes}",
-        f"  %best.next = call {wide} @llvm.maxnum.v{w}{f}({wide} %best, {wide} %x)",
-        f"  %g.next = add i64 %g, {w}",
-        "  %more = icmp slt i64 %g.next, %to",
-        "  br i1 %more, label %find, label %found",
-        "found:",
-        f"  %chunk.max = call {s} @llvm.vector.reduce.fmax.v{w}{f}({wide} %best.next)",
-        f"  %new = call {s} @llvm.maxnum.{f}({s} %old, {s} %chunk.max)",
-        f"  store {s} %new, ptr %max.p",
-        f"  %new.0 = insertelement {wide} poison, {s} %new, i32 0",
-        f"  %new.v = shufflevector {wide} %new.0, {wide} poison, <{w} x i32> zeroinitializer",
-        f"  %grew = fcmp ogt {s} %new, %old",
-        "  br i1 %grew, label %rescale, label %weigh",
+    ]
+
+
+def _rescale(target: Target, dim: int) -> list[str]:
+    """Where the max grew from %old to %new: sum and out so far are multiplied by exp(old - new)."""
+    s, v, n, w, wide = target.scalar, target.vector, target.lanes, SUM_LANES, target.wide(SUM_LANES)
+    return [
         "rescale:",
         f"  %fall = fsub {s} %old, %new",
         f"  %fall.0 = insertelement {v} poison, {s} %fall, i32 0",
@@ -324,6 +302,43 @@ def _softmax(target: Target, dim: int) -> str:
         f"  %d.next = add i64 %d, {n}",
         f"  %d.more = icmp slt i64 %d.next, {dim}",
         "  br i1 %d.more, label %column, label %weigh",
+    ]
+
+
+def _softmax(target: Target, dim: int) -> str:
+    """Scores [from, to) of one query become weights; its max, sum and out so far follow."""
+    s, f, w, wide = target.scalar, target.suffix, SUM_LANES, target.wide(SUM_LANES)
+    least = target.splat(torch.finfo(target.dtype).min, w)
+    lines = [
+        "define internal void @softmax(ptr %out, ptr %max.p, ptr %sum.p, ptr %s, i64 %from, i64 %to) {",
+        "entry:",
+        "  %any = icmp slt i64 %from, %to",
+        "  br i1 %any, label %begin, label %done",
+        "begin:",
+        f"  %first = and i64 %from, -{w}",
+        f"  %to.up = add i64 %to, {w - 1}",
+        f"  %last = and i64 %to.up, -{w}",
+        f"  %old = load {s}, ptr %max.p",
+        "  br label %lead",
+        *_hide_ends(target),
+        "find:",
+        "  %g = phi i64 [ %first, %tail ], [ %g.next, %find ]",
+        f"  %best = phi {wide} [ {least}, %tail ], [ %best.next, %find ]",
+        f"  %x.p = getelementptr {s}, ptr %s, i64 %g",
+        f"  %x = load {wide}, ptr %x.p, align {target.element_bytes}",
+        f"  %best.next = call {wide} @llvm.maxnum.v{w}{f}({wide} %best, {wide} %x)",
+        f"  %g.next = add i64 %g, {w}",
+        "  %more = icmp slt i64 %g.next, %to",
+        "  br i1 %more, label %find, label %found",
+        "found:",
+        f"  %chunk.max = call {s} @llvm.vector.reduce.fmax.v{w}{f}({wide} %best.next)",
+        f"  %new = call {s} @llvm.maxnum.{f}({s} %old, {s} %chunk.max)",
+        f"  store {s} %new, ptr %max.p",
+        f"  %new.0 = insertelement {wide} poison, {s} %new, i32 0",
+        f"  %new.v = shufflevector {wide} %new.0, {wide} poison, <{w} x i32> zeroinitializer",
+        f"  %grew = fcmp ogt {s} %new, %old",
+        "  br i1 %grew, label %rescale, label %weigh",
+        *_rescale(target, dim),
         "weigh:",
         f"  %sum.0 = load {wide}, ptr %sum.p, align {target.element_bytes}",
         "  br label %each",

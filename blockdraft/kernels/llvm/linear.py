@@ -122,7 +122,8 @@ def _prefetch(target: Target, *, rows: int) -> list[str]:
     """Ask for the next tile's weights, which follow this one's, front to back.
 
     Row by row, as the sums read them, they are too many streams for the hardware's own prefetcher:
-    56 -> 40 ms for a SmolLM2-135M forward of 8 tokens (2 Neoverse-N1 cores, 2026-11).
+    56 -> 40 ms for the linears of a SmolLM2-135M forward of 8 tokens, in a prototype of this kernel
+    (2 Neoverse-N1 cores, 2026-11; not repeated with the kernel as it is).
     """
     lines = [f"  %f = mul i64 %i, {rows}"]
     for r in range(rows):
