@@ -7,7 +7,11 @@ weigh exactly zero. What it cannot promise: equal bits for another number of que
 BLAS behind matmul may choose another order of summation for another shape.
 
 The CPU kernel, `llvm.attention`, promises that too: the bits of an output follow from its query, the keys
-and values it sees and their positions. `attend_paged` takes it where it was chosen and knows the mask.
+and values it sees, their positions and its head's sink. `attend_paged` takes it where it was chosen and knows
+the mask.
+
+A sink is one more score per query head, neither scaled nor capped: it takes part in the softmax's maximum and
+sum, and has no value.
 """
 
 from __future__ import annotations
@@ -87,10 +91,12 @@ class Reads:
         return visible & (self._key > query - mask.window) & (self._key < query + mask.window)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, reads: Reads, mask: Mask) -> Tensor:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, reads: Reads, mask: Mask, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of q [R, B, H, D] over keys and values [G, S, D] (G key/value heads, S slots).
 
-    The block's own keys and values are in their slots already. Returns [R, B, H, D].
+    The block's own keys and values are in their slots already; sinks [H]. Returns [R, B, H, D].
     """
     bias = reads.bias(mask, q.dtype)
     num_heads, num_rows, length = keys.shape[0], q.shape[0], reads.slots.shape[1]
@@ -99,17 +105,18 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, reads: Reads, mask: Mask) ->
     k = keys.index_select(1, index).view(shape)  # [G, R, C, T, D]
     v = values.index_select(1, index).view(shape)
     if q.shape[1] <= QUERY_SLICE:
-        return _attend_chunks(q, k, v, bias, mask)
+        return _attend_chunks(q, k, v, bias, mask, sinks)
     slices = range(0, q.shape[1], QUERY_SLICE)
     parts = [
-        _attend_chunks(q[:, i : i + QUERY_SLICE], k, v, bias[:, i : i + QUERY_SLICE], mask) for i in slices
+        _attend_chunks(q[:, i : i + QUERY_SLICE], k, v, bias[:, i : i + QUERY_SLICE], mask, sinks)
+        for i in slices
     ]
     return torch.cat(parts, dim=1)
 
 
-def _attend_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Mask) -> Tensor:
+def _attend_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Mask, sinks: Tensor | None) -> Tensor:
     if q.dtype in (torch.bfloat16, torch.float16):  # sums over a long context need more digits
-        return _attend_chunks(q.float(), k.float(), v.float(), bias.float(), mask).to(q.dtype)
+        return _attend_chunks(q.float(), k.float(), v.float(), bias.float(), mask, sinks).to(q.dtype)
     num_groups, num_rows, num_chunks, chunk, dim = k.shape
     width, num_heads = q.shape[1], q.shape[2]
     shared = num_heads // num_groups  # query heads per K/V head
@@ -120,9 +127,15 @@ def _attend_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Mask) ->
         scores = torch.tanh(scores / mask.softcap) * mask.softcap
     scores = scores.view(num_groups, num_rows, num_chunks, shared, width, chunk)
     scores += bias.view(num_rows, width, num_chunks, chunk).transpose(1, 2)[None, :, :, None]
-    scores -= scores.amax(dim=(2, 5), keepdim=True)
+    top = scores.amax(dim=(2, 5), keepdim=True)  # [G, R, 1, shared, B, 1]
+    if sinks is not None:
+        sinks = sinks.to(scores.dtype).view(num_groups, 1, 1, shared, 1, 1)
+        top = torch.maximum(top, sinks)
+    scores -= top
     weights = scores.exp_().view(num_groups, num_rows, num_chunks, shared * width, chunk)
     total = _merge(weights.sum(dim=-1, keepdim=True))
+    if sinks is not None:
+        total = total + (sinks - top).exp().view(num_groups, num_rows, shared * width, 1)
     out = _merge(torch.matmul(weights, v)) / total  # [G, R, shared * B, D]
     out = out.view(num_groups, num_rows, shared, width, dim).permute(1, 3, 0, 2, 4)
     return out.reshape(num_rows, width, num_heads, dim)
@@ -205,11 +218,14 @@ class Blocks:
         return self._units[shared]
 
 
-def attend_paged(q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask) -> Tensor:
-    """Attention of q [N, H, D] over keys and values [G, S, D], which hold the blocks' own already."""
+def attend_paged(
+    q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention of q [N, H, D] over keys and values [G, S, D], which hold the blocks' own; sinks [H]."""
     kernel = _chosen(q.dtype, q.device, q.shape[-1])
-    if kernel is None or is_training(q, keys) or mask.softcap is not None:
-        return _attend_groups(q, keys, values, blocks, mask)
+    learned = (q, keys) if sinks is None else (q, keys, sinks)
+    if kernel is None or is_training(*learned) or mask.softcap is not None:
+        return _attend_groups(q, keys, values, blocks, mask, sinks)
     return kernel(
         q,
         keys,
@@ -218,6 +234,7 @@ def attend_paged(q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: 
         ranges=blocks.ranges(mask),
         units=blocks.units(q.shape[1] // keys.shape[0]),
         scale=mask.scale,
+        sinks=sinks,
     )
 
 
@@ -230,11 +247,13 @@ def _chosen(dtype: torch.dtype, device: torch.device, head_dim: int) -> PagedAtt
     return PagedAttention(dtype, head_dim)
 
 
-def _attend_groups(q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask) -> Tensor:
+def _attend_groups(
+    q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+) -> Tensor:
     parts, begin = [], 0
     for reads in blocks.groups:
         end = begin + reads.starts.shape[0] * reads.width
         block = q[begin:end].reshape(-1, reads.width, *q.shape[1:])  # [R, B, H, D]
-        parts.append(attend(block, keys, values, reads, mask).flatten(0, 1))
+        parts.append(attend(block, keys, values, reads, mask, sinks).flatten(0, 1))
         begin = end
     return parts[0] if len(parts) == 1 else torch.cat(parts)

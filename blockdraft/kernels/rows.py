@@ -1,8 +1,10 @@
-"""The small steps of a layer that work on one token at a time: RMS norm, gated activation, rotary positions.
+"""The small steps of a layer that work on one token at a time: RMS norm, gated activations, rotary positions.
 
 Each has its contract and plain PyTorch reference here. The CPU kernels, `llvm.pointwise`, do each in one
 pass and promise that a token's bits do not depend on the tokens next to it. PyTorch promises nothing of the
-kind (whether its results vary was not measured). Training takes the references.
+kind, and its sigmoid, silu, softplus and gelu do vary: elements past the last whole vector are done by other
+code than those before (measured on aarch64, PyTorch 2.13). `sigmoid` and `softplus` here have one chain of
+operations for every element, of which `exp` and `log1p` do not vary. Training takes the references.
 """
 
 from __future__ import annotations
@@ -19,21 +21,30 @@ from blockdraft.kernels.cpu import is_training, why_no_llvm
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.pointwise import RowKernels
 
-Angles = tuple[Tensor, Tensor]  # cosines and sines, [N, 1, D / 2] each, contiguous
+Angles = tuple[Tensor, Tensor]  # cosines and sines, [N, 1, R / 2] each, contiguous, R <= D values rotated
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, accumulated in float32 or wider."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, accumulated in float32 or wider.
+
+    Half precision is rounded before it meets a weight of its own dtype; a float32 weight is multiplied in
+    float32 and the product is rounded, once. No weight: x / rms(x).
+    """
     kernels = _chosen(x.dtype, x.device)
-    if kernels is None or is_training(x, weight):
+    if kernels is None or is_training(x, *([] if weight is None else [weight])):
         return reference_rms_norm(x, weight, eps)
     return kernels.rms_norm(x, weight, eps)
 
 
-def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if x.dtype in (torch.float32, torch.float64):
-        return functional.rms_norm(x, weight.shape, weight, eps)
-    return functional.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
+        return functional.rms_norm(x, x.shape[-1:], weight, eps)
+    normed = functional.rms_norm(x.float(), x.shape[-1:], None, eps)
+    if weight is None:
+        return normed.to(x.dtype)
+    if weight.dtype == torch.float32:
+        return (normed * weight).to(x.dtype)
+    return normed.to(x.dtype) * weight
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -49,8 +60,24 @@ def reference_silu_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, gelu by its tanh approximation; laid out as in `silu_mul`."""
+    kernels = _chosen(gate_up.dtype, gate_up.device)
+    if kernels is None or is_training(gate_up):
+        return reference_gelu_mul(gate_up)
+    return kernels.gelu_mul(gate_up)
+
+
+def reference_gelu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotary position on x [N, H, D]: its halves are the coordinates (neox style)."""
+    """Rotary position on x [N, H, D]: the halves of its first R values are the coordinates (neox style).
+
+    R is twice the number of angles; the values past it stay as they are.
+    """
     kernels = _chosen(x.dtype, x.device)
     if kernels is None or is_training(x):
         return reference_rotate(x, angles)
@@ -59,8 +86,20 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
 def reference_rotate(x: Tensor, angles: Angles) -> Tensor:
     cos, sin = angles
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    size = cos.shape[-1]
+    first, second, rest = x[..., :size], x[..., size : 2 * size], x[..., 2 * size :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), the same bits wherever an element stands."""
+    small = torch.exp(-x.abs())
+    return torch.where(x >= 0, 1, small) / (1 + small)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), the same bits wherever an element stands."""
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
 @functools.cache

@@ -51,14 +51,14 @@ class Memory:
         assert stray.any()
         self.keys[:, stray] = self.values[:, stray] = float("nan")
 
-    def attend(self, mask, rows=slice(None)):
+    def attend(self, mask, rows=slice(None), sinks=None):
         reads = Reads(
             pages=self.pages[rows],
             starts=torch.tensor(self.starts)[rows],
             width=self.width,
             page_size=self.page_size,
         )
-        return attend(self.q[rows], self.keys, self.values, reads, mask)
+        return attend(self.q[rows], self.keys, self.values, reads, mask, sinks)
 
 
 def sees(mask, start, width, query, key):
@@ -72,8 +72,8 @@ def sees(mask, start, width, query, key):
     return abs(query - key) < mask.window
 
 
-def naive(memory, mask):
-    """One query and one head at a time, only over the keys it sees."""
+def naive(memory, mask, sinks=None):
+    """One query and one head at a time, only over the keys it sees; the sink's weight is dropped."""
     out = torch.empty_like(memory.q, dtype=torch.float64)
     shared = memory.q.shape[2] // memory.keys.shape[0]
     for row, start in enumerate(memory.starts):
@@ -85,7 +85,8 @@ def naive(memory, mask):
                 scores = k[head // shared] @ memory.q[row, column, head].double() * mask.scale
                 if mask.softcap is not None:
                     scores = mask.softcap * torch.tanh(scores / mask.softcap)
-                out[row, column, head] = scores.softmax(0) @ v[head // shared]
+                logits = scores if sinks is None else torch.cat([scores, sinks[head : head + 1].double()])
+                out[row, column, head] = logits.softmax(0)[: len(seen)] @ v[head // shared]
     return out
 
 
@@ -162,6 +163,58 @@ def test_bits_of_a_causal_query_do_not_depend_on_what_follows_it():
     after = memory.attend(MASKS["causal"])
     assert torch.equal(after[:, :5], before[:, :5])
     assert not torch.equal(after[:, 5:], before[:, 5:])
+
+
+SINKS = {
+    "small": [-3.0, 0.4, -0.1, 1.5],
+    "large": [9.0, 2.0, 40.0, 5.0],
+    "one is none": [float("-inf"), 0.5, float("-inf"), 1.0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sinks", SINKS)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_sink_takes_its_share_and_has_no_value(name, sinks, dtype):
+    memory = Memory([0, 270, 11], 6, dtype=dtype)
+    given = torch.tensor(SINKS[sinks], dtype=dtype)
+    expected = naive(memory, MASKS[name], given)
+    tolerance = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
+    out = memory.attend(MASKS[name], sinks=given)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_half_precision_rounds_once():
+    """Sums are made in float32, so an output is the nearest bfloat16 but for ties."""
+    memory = Memory([270], 6, dtype=torch.bfloat16)
+    sinks = torch.tensor(SINKS["small"], dtype=torch.bfloat16)
+    exact = naive(memory, MASKS["causal"], sinks)
+    error = (memory.attend(MASKS["causal"], sinks=sinks).double() - exact).abs()
+    assert (error <= exact.abs() * 2**-8 * 1.01 + 1e-6).all()
+
+
+@pytest.mark.parametrize("width", [QUERY_SLICE + 1])
+def test_slices_of_a_long_prefill_keep_their_sinks(width):
+    memory = Memory([6, 0], width, dim=4)
+    sinks = torch.tensor(SINKS["small"], dtype=torch.float64)
+    expected = naive(memory, MASKS["causal"], sinks)
+    torch.testing.assert_close(memory.attend(MASKS["causal"], sinks=sinks), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_bits_with_sinks_do_not_depend_on_the_other_rows(name):
+    memory = Memory([13, 700, 0, 256], 3, dtype=torch.float32)
+    sinks = torch.tensor(SINKS["small"])
+    together = memory.attend(MASKS[name], sinks=sinks)
+    for row in range(len(memory.starts)):
+        assert torch.equal(memory.attend(MASKS[name], slice(row, row + 1), sinks=sinks)[0], together[row])
+
+
+def test_sinks_have_gradients():
+    memory = Memory([5], 2)
+    sinks = torch.tensor(SINKS["small"], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda s: memory.attend(MASKS["window"], sinks=s), (sinks,))
 
 
 def test_masks_of_one_forward_are_kept_apart():

@@ -37,7 +37,7 @@ class Rows:
         self.v = [torch.randn(groups, n, dim, dtype=dtype, generator=generator) for n in lengths]
         self.q = [torch.randn(n, heads, dim, dtype=dtype, generator=generator) for n in lengths]
 
-    def attend(self, mask, parts, *, page_size=16, seed=0, attend=attend_paged):
+    def attend(self, mask, parts, *, page_size=16, seed=0, sinks=None, attend=attend_paged):
         """parts: (row, start, count) each; the outputs of their queries. All other memory is NaN."""
         num_pages = max(-(-(start + count) // page_size) for _, start, count in parts)
         order = torch.randperm(len(parts) * num_pages, generator=torch.Generator().manual_seed(seed)) + 1
@@ -58,10 +58,10 @@ class Rows:
             page_size=page_size,
         )
         q = torch.cat([self.q[row][start : start + count] for row, start, count in parts])
-        out = attend(q, keys, values, blocks, mask)
+        out = attend(q, keys, values, blocks, mask, sinks)
         return list(out.split([count for _, _, count in parts]))
 
-    def naive(self, mask, row, start, count):
+    def naive(self, mask, row, start, count, sinks=None):
         """In float64, only over the keys that a query sees."""
         out = torch.empty(self.q[row][start : start + count].shape, dtype=torch.float64)
         shared = out.shape[1] // self.groups
@@ -75,7 +75,8 @@ class Rows:
             for head in range(out.shape[1]):
                 k, v = (t[row][head // shared, lo:hi].double() for t in (self.k, self.v))
                 scores = k @ self.q[row][p, head].double() * mask.scale
-                out[column, head] = scores.softmax(0) @ v
+                logits = scores if sinks is None else torch.cat([scores, sinks[head : head + 1].double()])
+                out[column, head] = logits.softmax(0)[: hi - lo] @ v
         return out
 
 
@@ -113,6 +114,61 @@ def test_softcap_takes_the_reference():
     rows = Rows([30], dtype=torch.float64)
     ours, theirs = (rows.attend(mask, [(0, 20, 5)], attend=op)[0] for op in (attend_paged, _attend_groups))
     assert torch.equal(ours, theirs)
+
+
+# ------------------------------------------------------------------------------------------------ sinks
+
+SINKS = {
+    "small": [-3.0, 0.4, -0.1, 1.5, 0.0, 2.0],
+    "large": [9.0, 2.0, 40.0, 5.0, 300.0, 3.0],
+    "some are none": [-math.inf, 0.5, -math.inf, 1.0, -500.0, -1e30],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sinks", SINKS)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_sink_takes_its_share_and_has_no_value(name, sinks, dtype):
+    rows = Rows([40, 700, 9, 1], dtype=dtype)
+    parts = [(0, 23, 17), (1, 690, 8), (2, 0, 9), (3, 0, 1)]
+    given = torch.tensor(SINKS[sinks], dtype=dtype)
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-14
+    for part, out in zip(parts, rows.attend(MASKS[name], parts, sinks=given), strict=True):
+        expected = rows.naive(MASKS[name], *part, sinks=given)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["causal", "window", "wide window"])
+def test_bits_with_sinks_do_not_depend_on_cuts_pages_rows_or_threads(name, dtype):
+    rows = Rows([530, 300], dtype=dtype, dim=32)  # enough work for several threads
+    sinks = torch.tensor(SINKS["small"], dtype=dtype)
+    whole = rows.attend(MASKS[name], [(0, 0, 530)], sinks=sinks)[0]
+    threads = torch.get_num_threads()
+    try:
+        for size in (1, 3, 16, 100):
+            torch.set_num_threads(1 + size % 3)
+            for start in range(200, 300, size):
+                parts = [(1, 290, size % 10), (0, start, size)]
+                out = rows.attend(MASKS[name], parts, page_size=size, sinks=sinks)[1]
+                assert torch.equal(out, whole[start : start + size])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_sink_that_weighs_nothing_changes_no_bit():
+    rows = Rows([600])
+    none = torch.full((6,), -math.inf)
+    plain, sunk = (rows.attend(MASKS["causal"], [(0, 590, 8)], sinks=sinks)[0] for sinks in (None, none))
+    assert torch.equal(plain, sunk)
+
+
+def test_a_sink_that_is_not_a_number_is_not_hidden():
+    rows = Rows([30])
+    sinks = torch.tensor([0.0, math.nan, 0.0, 0.0, 0.0, 0.0])
+    out = rows.attend(MASKS["causal"], [(0, 20, 3)], sinks=sinks)[0]
+    assert out[:, 1].isnan().all()
+    assert not out[:, [0, 2, 3, 4, 5]].isnan().any()
 
 
 # ------------------------------------------------------------------------------------------------ bits

@@ -1,4 +1,4 @@
-"""RMS norm, gated activation, rotary positions: the CPU kernels against float64, and their bits."""
+"""RMS norm, gated activations, rotary positions: the CPU kernels against float64, and their bits."""
 
 import pytest
 import torch
@@ -28,9 +28,16 @@ def test_kernels_agree_with_float64(dtype, size):
     near = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 1e-37}
     expected = rows.reference_rms_norm(x.double(), weight.double(), 1e-5)
     torch.testing.assert_close(rows.rms_norm(x, weight, 1e-5).double(), expected, **near)
+    expected = rows.reference_rms_norm(x.double(), None, 1e-5)
+    torch.testing.assert_close(rows.rms_norm(x, None, 1e-5).double(), expected, **near)
     gate_up = torch.randn(7, 2 * size, dtype=dtype) * 20
     expected = rows.reference_silu_mul(gate_up.double())
     torch.testing.assert_close(rows.silu_mul(gate_up).double(), expected, **(near | {"atol": 1e-34}))
+    # looser: the error of exp's argument grows with the gate, and torch's own 1 + tanh cancels
+    gate_up = gate_up / 4
+    expected = rows.reference_gelu_mul(gate_up.double())
+    loose = {"rtol": 64 * torch.finfo(dtype).eps, "atol": 1e-6 if dtype == torch.float32 else 1e-14}
+    torch.testing.assert_close(rows.gelu_mul(gate_up).double(), expected, **loose)
 
 
 def test_silu_has_no_bad_ends(dtype):
@@ -38,6 +45,55 @@ def test_silu_has_no_bad_ends(dtype):
     out = rows.silu_mul(torch.cat([gate, torch.ones_like(gate)])[None])
     torch.testing.assert_close(out[0], torch.nn.functional.silu(gate), atol=1e-36, rtol=1e-6)
     assert rows.silu_mul(torch.full((1, 2), torch.nan, dtype=dtype)).isnan().all()
+
+
+def test_gelu_has_no_bad_ends(dtype):
+    gate = torch.tensor([-1e30, -1000, -90, -0.0, 0.0, 90, 1000, 1e30], dtype=dtype)
+    out = rows.gelu_mul(torch.cat([gate, torch.ones_like(gate)])[None])
+    torch.testing.assert_close(out[0], torch.nn.functional.gelu(gate, approximate="tanh"), atol=0, rtol=1e-6)
+    assert rows.gelu_mul(torch.full((1, 2), torch.nan, dtype=dtype)).isnan().all()
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_meets_a_float32_weight_before_it_is_rounded(half):
+    x, weight = torch.randn(50, 64).to(half), torch.randn(64)
+    scale = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    for given in (None, weight, weight.to(half)):
+        exact = x.double() * scale * (1.0 if given is None else given.double())
+        rounded_twice = given is not None and given.dtype == half
+        out = rows.rms_norm(x, given, 1e-5)
+        assert out.dtype == half
+        # A float32 result within a hair of a tie may round the other way, hence not the nearest always.
+        is_nearest = out == exact.to(half)
+        assert is_nearest.float().mean() < 0.9 if rounded_twice else is_nearest.float().mean() > 0.99
+        torch.testing.assert_close(out.double(), exact, rtol=4 * torch.finfo(half).eps, atol=1e-6)
+
+
+def test_half_precision_and_its_own_weight_are_rounded_before_they_meet():
+    x, weight = torch.randn(5, 64).bfloat16(), torch.randn(64).bfloat16()
+    assert torch.equal(rows.rms_norm(x, weight, 1e-5), rows.rms_norm(x, None, 1e-5) * weight)
+
+
+@pytest.mark.parametrize(("dim", "rotated"), [(8, 2), (20, 8), (64, 16), (64, 62), (7, 4), (256, 64)])
+def test_partial_rotation_leaves_the_rest_of_each_head(dtype, dim, rotated):
+    heads = torch.randn(5, 6, dim, dtype=dtype)
+    turned = angles(5, rotated, dtype)
+    for x in (heads, heads[:, 1:4], heads.transpose(0, 1).contiguous().transpose(0, 1)):
+        before = x.clone()
+        out = rows.rotate(x, turned)
+        assert torch.equal(out[..., rotated:], x[..., rotated:])
+        assert torch.equal(out[..., :rotated], rows.rotate(x[..., :rotated].contiguous(), turned))
+        assert torch.equal(out, rows.reference_rotate(x, turned))
+        assert torch.equal(x, before)
+
+
+def test_rotation_turns_each_pair_by_its_angle(dtype):
+    """As complex numbers: value i of the first half is the real part, value i of the second the imaginary."""
+    x, (cos, sin) = torch.randn(5, 3, 10, dtype=dtype), angles(5, 6, dtype)
+    for op in (rows.rotate, rows.reference_rotate):
+        out = op(x, (cos, sin))
+        expected = torch.complex(x[..., :3], x[..., 3:6]) * torch.complex(cos, sin)
+        torch.testing.assert_close(torch.complex(out[..., :3], out[..., 3:6]), expected)
 
 
 @pytest.mark.parametrize("dim", [2, 8, 20, 64, 128])
@@ -54,7 +110,9 @@ def test_bits_of_a_token_depend_neither_on_the_batch_nor_on_threads(dtype, size)
     x, weight = torch.randn(300, size, dtype=dtype), torch.randn(size, dtype=dtype)
     ops = [
         lambda part: rows.rms_norm(part, weight, 1e-6),
+        lambda part: rows.rms_norm(part, None, 1e-6),
         lambda part: rows.silu_mul(torch.cat([part, part], dim=-1)),
+        lambda part: rows.gelu_mul(torch.cat([part, part], dim=-1)),
     ]
     threads = torch.get_num_threads()
     try:
@@ -68,9 +126,27 @@ def test_bits_of_a_token_depend_neither_on_the_batch_nor_on_threads(dtype, size)
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("op", [rows.sigmoid, rows.softplus], ids=["sigmoid", "softplus"])
+@pytest.mark.parametrize("precision", DTYPES, ids=str)
+def test_sigmoid_and_softplus_have_the_same_bits_wherever_an_element_stands(op, precision):
+    x = torch.randn(1003, generator=torch.Generator().manual_seed(1)).to(precision) * 10
+    x[:6] = torch.tensor([-1e30, -800, -0.0, 0.0, 800, 1e30])
+    whole = op(x)
+    expected = {rows.sigmoid: torch.sigmoid, rows.softplus: torch.nn.functional.softplus}[op](x.double())
+    near = {"rtol": 8 * torch.finfo(precision).eps, "atol": 1e-8 if op is rows.softplus else 1e-300}
+    torch.testing.assert_close(whole[6:].double(), expected[6:], **near)
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-6, atol=1e-8)
+    assert torch.equal(torch.cat([op(one) for one in x.split(1)]), whole)
+    assert torch.equal(op(x[::3]), whole[::3])
+    for count in range(1, 40):
+        assert torch.equal(op(x[1 : 1 + count]), whole[1 : 1 + count])
+
+
 def test_training_takes_the_references_and_has_gradients():
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda a, w: rows.rms_norm(a, w, 1e-5), (x, weight))
+    assert torch.autograd.gradcheck(lambda a: rows.rms_norm(a, None, 1e-5), (x,))
     assert torch.autograd.gradcheck(rows.silu_mul, (x,))
+    assert torch.autograd.gradcheck(rows.gelu_mul, (x,))
     assert torch.autograd.gradcheck(lambda a: rows.rotate(a[:, None], angles(3, 8, torch.float64)), (x,))

@@ -9,7 +9,8 @@ first; a query sees [lo, hi), cut at multiples of CHUNK. Per chunk, in order:
   sum        : lane = key mod SUM_LANES
   out[d]     : one fused multiply-add per key, in order
 
-and last out / sum, the lanes of `sum` halved. So page size, other rows, other queries of the row, threads and
+and last out / sum, the lanes of `sum` halved. A sink is where max and sum begin: its score, and exp(0) = 1 in
+the first lane. So page size, other rows, other queries of the row, threads and
 tiles do not enter. A key outside [lo, hi) of every query of a tile is never read; one that only a neighbour
 sees reaches neither max, sum nor out.
 """
@@ -45,7 +46,7 @@ class PagedAttention:
         self._dim = head_dim
         self._jit = Jit(_module(TARGETS[dtype], head_dim))
 
-    def __call__(
+    def __call__(  # noqa: PLR0913
         self,
         q: Tensor,
         keys: Tensor,
@@ -55,11 +56,13 @@ class PagedAttention:
         ranges: Tensor,
         units: Tensor,
         scale: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [N, H, D] over keys and values [G, S, D]; returns [N, H, D].
 
         `slots`: where each key of each row lies, rows after one another. `ranges` [2, N]: lo and hi.
         `units` [U, 4] from `divide`: the row's place in `slots`, its first token, first and last vector.
+        `sinks` [H]: one more score per head, which has no value.
         """
         num_groups, num_slots, dim = keys.shape
         assert dim == self._dim
@@ -70,11 +73,14 @@ class PagedAttention:
             q = q.contiguous()
         out = q.new_empty(q.shape)
         num_heads = q.shape[1]
+        if sinks is not None:
+            assert sinks.shape == (num_heads,)
+            sinks = sinks.to(q.dtype).contiguous()
         job = _JOB(
             0, units.shape[0] * num_groups, num_groups, num_heads // num_groups, num_heads * dim,
             q.stride(0), num_slots * dim, q.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
             slots.data_ptr(), ranges.data_ptr(), ranges.data_ptr() + 8 * q.shape[0], units.data_ptr(),
-            _bits(scale),
+            0 if sinks is None else sinks.data_ptr(), _bits(scale),
         )  # fmt: skip
         is_small = slots.shape[0] * num_heads * dim < _SERIAL_OPS
         self._jit(job, is_small=is_small)
@@ -83,9 +89,9 @@ class PagedAttention:
 
 _FIELDS = (
     "next", "num_items", "num_groups", "shared", "out_stride", "q_stride", "head_stride", "q", "out", "keys",
-    "values", "slots", "lo", "hi", "units", "scale_bits",
+    "values", "slots", "lo", "hi", "units", "sinks", "scale_bits",
 )  # fmt: skip
-_POINTERS = "q out keys values slots lo hi units"
+_POINTERS = "q out keys values slots lo hi units sinks"
 _JOB = ctypes.c_int64 * len(_FIELDS)
 
 
@@ -508,7 +514,7 @@ def _worker(target: Target, dim: int) -> str:
         max_vectors=MAX_VECTORS, scores=MAX_TILE * CHUNK, max_tile=MAX_TILE, align=target.element_bytes,
         least=target.number(torch.finfo(target.dtype).min), fields=fields(_FIELDS, pointers=_POINTERS),
         scale="fptrunc double %scale.d to float" if target.suffix == "f32" else "fadd double %scale.d, 0.0",
-        offsets=offsets, cases=" ".join(f"i64 {n}, label %case{n}" for n in _TILES),
+        one=target.number(1.0), offsets=offsets, cases=" ".join(f"i64 {n}, label %case{n}" for n in _TILES),
         calls="\n".join(f"case{n}:\n  call void @tile_{n}({call})\n  br label %tile.end" for n in _TILES),
         total="\n".join(halve(target, "%sum.v", "%total", SUM_LANES)),
     )  # fmt: skip
@@ -522,6 +528,7 @@ entry:
 {fields}
   %scale.d = bitcast i64 %scale_bits to double
   %scale = {scale}
+  %has_sinks = icmp ne ptr %sinks, null
   %u.qs = alloca ptr, i64 {max_vectors}
   %u.outs = alloca ptr, i64 {max_vectors}
   %u.lo = alloca i64, i64 {max_vectors}
@@ -586,9 +593,17 @@ vector:
   store {wide} zeroinitializer, ptr %sum.i
   %low.next = call i64 @llvm.smin.i64(i64 %low, i64 %lo.i)
   %high.next = call i64 @llvm.smax.i64(i64 %high, i64 %hi.i)
+  br i1 %has_sinks, label %sink, label %clear
+sink:
+  %sink.p = getelementptr {s}, ptr %sinks, i64 %head
+  %sink.h = load {s}, ptr %sink.p
+  store {s} %sink.h, ptr %max.i
+  %is_nan = fcmp uno {s} %sink.h, %sink.h
+  %sink.sum = select i1 %is_nan, {s} %sink.h, {s} {one}
+  store {s} %sink.sum, ptr %sum.i
   br label %clear
 clear:
-  %z = phi i64 [ 0, %vector ], [ %z.next, %clear ]
+  %z = phi i64 [ 0, %vector ], [ 0, %sink ], [ %z.next, %clear ]
   %z.p = getelementptr {s}, ptr %out.i, i64 %z
   store {v} zeroinitializer, ptr %z.p, align {align}
   %z.next = add i64 %z, {lanes}

@@ -1,4 +1,4 @@
-"""The small steps between matrix products: RMS norm, silu(gate) * up, rotary positions, each in one pass.
+"""The small steps between matrix products: RMS norm, gated activations, rotary positions, each in one pass.
 
 A row is taken by one thread and done by one order of operations, so its bits depend on the row alone.
 Elements past the last whole vector are done by the same text at one lane.
@@ -7,6 +7,7 @@ Elements past the last whole vector are done by the same text at one lane.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,74 +15,89 @@ from torch import Tensor
 
 from blockdraft.kernels.llvm.jit import TARGETS, Jit, Target, exp, fields, halve
 
-_WIDE = 16  # elements at a time; part of a sum's bits
+WIDE = 16  # elements at a time; part of a sum's bits
 _SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it saves
-_FIELDS = ("next", "num_rows", "size", "stride", "heads", "x", "y", "a", "b")
+_FIELDS = ("next", "num_rows", "size", "stride", "heads", "dim", "x", "y", "a", "b")
 _JOB = ctypes.c_int64 * len(_FIELDS)
 _Body = Callable[[str, str, int], list[str]]  # (prefix of its registers, index, lanes)
+_Argument = Callable[[Target, str, int], tuple[list[str], str]]  # (target, prefix, lanes): lines, register
 
 
 class RowKernels:
-    """The three for one dtype."""
+    """All of them for one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         target = TARGETS[dtype]
         self._norm = Jit(_norm(target))
-        self._silu = Jit(_silu_mul(target))
+        self._silu = Jit(_gate_mul(target, _silu_argument))
+        self._gelu = Jit(_gate_mul(target, _gelu_argument))
         self._rotate = Jit(_rotate(target))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        size = x.shape[-1]
+        if weight is None:
+            weight = x.new_ones(size)
         assert x.dtype == weight.dtype
         x = x.contiguous()
         y = torch.empty_like(x)
-        size = x.shape[-1]
         epsilon = ctypes.c_double(eps)
         job = _JOB(
-            0, x.numel() // size, size, size, 0, x.data_ptr(), y.data_ptr(), weight.data_ptr(),
+            0, x.numel() // size, size, size, 0, 0, x.data_ptr(), y.data_ptr(), weight.data_ptr(),
             ctypes.addressof(epsilon),
         )  # fmt: skip
         self._norm(job, is_small=x.numel() < _SERIAL_ELEMENTS)
         return y
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(self._silu, gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(self._gelu, gate_up)
+
+    def _gate_mul(self, jit: Jit, gate_up: Tensor) -> Tensor:
         assert gate_up.shape[-1] % 2 == 0
         gate_up = gate_up.contiguous()
         size = gate_up.shape[-1] // 2
         y = gate_up.new_empty(*gate_up.shape[:-1], size)
         job = _JOB(
-            0, gate_up.numel() // (2 * size), size, 2 * size, 0, gate_up.data_ptr(), y.data_ptr(), 0, 0
+            0, gate_up.numel() // (2 * size), size, 2 * size, 0, 0, gate_up.data_ptr(), y.data_ptr(), 0, 0
         )  # fmt: skip
-        self._silu(job, is_small=y.numel() < _SERIAL_ELEMENTS)
+        jit(job, is_small=y.numel() < _SERIAL_ELEMENTS)
         return y
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         num_rows, heads, dim = x.shape
-        assert dim % 2 == 0
-        assert cos.shape == sin.shape == (num_rows, 1, dim // 2)
+        size = cos.shape[-1]
+        assert 2 * size <= dim
+        assert cos.shape == sin.shape == (num_rows, 1, size)
         assert cos.is_contiguous()
         assert sin.is_contiguous()
         if x.stride()[1:] != (dim, 1):
             x = x.contiguous()
-        y = x.new_empty(x.shape)
+        # The kernel writes what it rotates, so the rest must be there already.
+        y = x.new_empty(x.shape) if 2 * size == dim else x.clone(memory_format=torch.contiguous_format)
         job = _JOB(
-            0, num_rows, dim // 2, x.stride(0), heads, x.data_ptr(), y.data_ptr(), cos.data_ptr(),
+            0, num_rows, size, x.stride(0), heads, dim, x.data_ptr(), y.data_ptr(), cos.data_ptr(),
             sin.data_ptr(),
         )  # fmt: skip
         self._rotate(job, is_small=x.numel() < _SERIAL_ELEMENTS)
         return y
 
 
+def intrinsics(target: Target) -> str:
+    """What the text below calls on vectors, declared."""
+    lines = []
+    for lanes in (1, WIDE):
+        v, suffix = target.wide(lanes), f"v{lanes}{target.suffix}"
+        lines += [f"declare {v} @llvm.fma.{suffix}({v}, {v}, {v})", f"declare {v} @llvm.fabs.{suffix}({v})"]
+    return "\n".join(lines)
+
+
 def _module(target: Target, *, row: str) -> str:
     """`row` is the text from block `row` on; it ends with a branch to `take`."""
-    kinds = {1, _WIDE}
-    intrinsics = [
-        f"declare {target.wide(n)} @llvm.fma.v{n}{target.suffix}({', '.join([target.wide(n)] * 3)})\n"
-        f"declare {target.wide(n)} @llvm.fabs.v{n}{target.suffix}({target.wide(n)})"
-        for n in sorted(kinds)
-    ]
     s, f = target.scalar, target.suffix
     return f"""
-{chr(10).join(intrinsics)}
+{intrinsics(target)}
 declare {s} @llvm.fma.{f}({s}, {s}, {s})
 declare {s} @llvm.sqrt.{f}({s})
 define void @worker(ptr %job) {{
@@ -102,16 +118,16 @@ done:
 """
 
 
-def _each(target: Target, body: _Body, *, before: str, after: str) -> str:
-    """`body` over [0, size): _WIDE elements at a time, then one at a time by the same operations."""
+def each(target: Target, body: _Body, *, before: str, after: str) -> str:
+    """`body` over [0, size): WIDE elements at a time, then one at a time by the same operations."""
     lines = [
         "each:",
         f"  %i = phi i64 [ 0, %{before} ], [ %i.next, %each.wide ]",
-        f"  %i.next = add i64 %i, {_WIDE}",
+        f"  %i.next = add i64 %i, {WIDE}",
         "  %i.fits = icmp sle i64 %i.next, %size",
         "  br i1 %i.fits, label %each.wide, label %rest",
         "each.wide:",
-        *body("%w", "%i", _WIDE),
+        *body("%w", "%i", WIDE),
         "  br label %each",
         "rest:",
         "  %j = phi i64 [ %i, %each ], [ %j.next, %rest.one ]",
@@ -125,14 +141,14 @@ def _each(target: Target, body: _Body, *, before: str, after: str) -> str:
     return "\n".join(lines)
 
 
-def _load(target: Target, name: str, pointer: str, index: str, lanes: int) -> list[str]:
+def load(target: Target, name: str, pointer: str, index: str, lanes: int) -> list[str]:
     return [
         f"  {name}.p = getelementptr {target.scalar}, ptr {pointer}, i64 {index}",
         f"  {name} = load {target.wide(lanes)}, ptr {name}.p, align {target.element_bytes}",
     ]
 
 
-def _store(target: Target, name: str, pointer: str, index: str, lanes: int) -> list[str]:
+def store(target: Target, name: str, pointer: str, index: str, lanes: int) -> list[str]:
     return [
         f"  {name}.to = getelementptr {target.scalar}, ptr {pointer}, i64 {index}",
         f"  store {target.wide(lanes)} {name}, ptr {name}.to, align {target.element_bytes}",
@@ -141,34 +157,34 @@ def _store(target: Target, name: str, pointer: str, index: str, lanes: int) -> l
 
 def _norm(target: Target) -> str:
     """y = x * (1 / sqrt(mean(x**2) + eps)) * weight; a = weight, b = eps."""
-    s, f, wide = target.scalar, target.suffix, target.wide(_WIDE)
+    s, f, wide = target.scalar, target.suffix, target.wide(WIDE)
 
     def body(p: str, index: str, lanes: int) -> list[str]:
         v, one = target.wide(lanes), target.wide(1)
         return [
-            *_load(target, f"{p}.x", "%x.n", index, lanes),
-            *_load(target, f"{p}.w", "%a", index, lanes),
+            *load(target, f"{p}.x", "%x.n", index, lanes),
+            *load(target, f"{p}.w", "%a", index, lanes),
             f"  {p}.s = shufflevector {one} %scale.0, {one} poison, <{lanes} x i32> zeroinitializer",
             f"  {p}.n = fmul {v} {p}.x, {p}.s",
             f"  {p}.y = fmul {v} {p}.n, {p}.w",
-            *_store(target, f"{p}.y", "%y.n", index, lanes),
+            *store(target, f"{p}.y", "%y.n", index, lanes),
         ]
 
     convert = "fptrunc double %eps.d to float" if f == "f32" else "fadd double %eps.d, 0.0"
-    total = "\n".join(halve(target, "%acc", "%total", _WIDE))
+    total = "\n".join(halve(target, "%acc", "%total", WIDE))
     row = f"""
   %y.n = getelementptr {s}, ptr %y, i64 %x.at
   br label %sum
 sum:
   %k = phi i64 [ 0, %row ], [ %k.next, %sum.wide ]
   %acc = phi {wide} [ zeroinitializer, %row ], [ %acc.next, %sum.wide ]
-  %k.next = add i64 %k, {_WIDE}
+  %k.next = add i64 %k, {WIDE}
   %k.fits = icmp sle i64 %k.next, %size
   br i1 %k.fits, label %sum.wide, label %sum.rest
 sum.wide:
   %k.p = getelementptr {s}, ptr %x.n, i64 %k
   %k.x = load {wide}, ptr %k.p, align {target.element_bytes}
-  %acc.next = call {wide} @llvm.fma.v{_WIDE}{f}({wide} %k.x, {wide} %k.x, {wide} %acc)
+  %acc.next = call {wide} @llvm.fma.v{WIDE}{f}({wide} %k.x, {wide} %k.x, {wide} %acc)
   br label %sum
 sum.rest:
 {total}
@@ -194,28 +210,56 @@ scale:
   %inverse = fdiv {s} 1.0, %root
   %scale.0 = insertelement {target.wide(1)} poison, {s} %inverse, i32 0
   br label %each
-{_each(target, body, before="scale", after="take")}"""
+{each(target, body, before="scale", after="take")}"""
     return _module(target, row=row)
 
 
-def _silu_mul(target: Target) -> str:
-    """y = gate * sigmoid(gate) * up, where e = exp(-|gate|) keeps the sigmoid from overflow."""
+def sigmoid(target: Target, x: str, out: str, lanes: int) -> list[str]:
+    """`out` = 1 / (1 + exp(-x)) for each lane of `x`, by exp(-|x|), which cannot overflow."""
+    v, one = target.wide(lanes), target.splat(1.0, lanes)
+    return [
+        f"  {out}.abs = call {v} @llvm.fabs.v{lanes}{target.suffix}({v} {x})",
+        f"  {out}.neg = fneg {v} {out}.abs",
+        *exp(target, f"{out}.neg", f"{out}.e", lanes),
+        f"  {out}.below = fadd {v} {out}.e, {one}",
+        f"  {out}.is_up = fcmp oge {v} {x}, zeroinitializer",
+        f"  {out}.above = select <{lanes} x i1> {out}.is_up, {v} {one}, {v} {out}.e",
+        f"  {out} = fdiv {v} {out}.above, {out}.below",
+    ]
+
+
+def _silu_argument(_target: Target, p: str, _lanes: int) -> tuple[list[str], str]:
+    """z = gate."""
+    return [], f"{p}.g"
+
+
+def _gelu_argument(target: Target, p: str, lanes: int) -> tuple[list[str], str]:
+    """z = 2 sqrt(2 / pi) (gate + 0.044715 gate**3): gelu's (1 + tanh(z / 2)) / 2 is sigmoid(z)."""
+    v, one = target.wide(lanes), target.splat(1.0, lanes)
+    cubic, factor = target.splat(0.044715, lanes), target.splat(2 * math.sqrt(2 / math.pi), lanes)
+    lines = [
+        f"  {p}.g2 = fmul {v} {p}.g, {p}.g",
+        f"  {p}.g3 = call {v} @llvm.fma.v{lanes}{target.suffix}({v} {p}.g2, {v} {cubic}, {v} {one})",
+        f"  {p}.g4 = fmul {v} {p}.g, {p}.g3",
+        f"  {p}.z = fmul {v} {p}.g4, {factor}",
+    ]
+    return lines, f"{p}.z"
+
+
+def _gate_mul(target: Target, argument: _Argument) -> str:
+    """y = gate * sigmoid(z) * up, z made from the gate."""
 
     def body(p: str, index: str, lanes: int) -> list[str]:
-        v, one = target.wide(lanes), target.splat(1.0, lanes)
+        v = target.wide(lanes)
+        lines, z = argument(target, p, lanes)
         return [
-            *_load(target, f"{p}.g", "%x.n", index, lanes),
-            *_load(target, f"{p}.u", "%up", index, lanes),
-            f"  {p}.abs = call {v} @llvm.fabs.v{lanes}{target.suffix}({v} {p}.g)",
-            f"  {p}.neg = fneg {v} {p}.abs",
-            *exp(target, f"{p}.neg", f"{p}.e", lanes),
-            f"  {p}.below = fadd {v} {p}.e, {one}",
-            f"  {p}.is_up = fcmp oge {v} {p}.g, zeroinitializer",
-            f"  {p}.above = select <{lanes} x i1> {p}.is_up, {v} {one}, {v} {p}.e",
-            f"  {p}.sigmoid = fdiv {v} {p}.above, {p}.below",
-            f"  {p}.silu = fmul {v} {p}.g, {p}.sigmoid",
-            f"  {p}.y = fmul {v} {p}.silu, {p}.u",
-            *_store(target, f"{p}.y", "%y.n", index, lanes),
+            *load(target, f"{p}.g", "%x.n", index, lanes),
+            *load(target, f"{p}.u", "%up", index, lanes),
+            *lines,
+            *sigmoid(target, z, f"{p}.sigmoid", lanes),
+            f"  {p}.gated = fmul {v} {p}.g, {p}.sigmoid",
+            f"  {p}.y = fmul {v} {p}.gated, {p}.u",
+            *store(target, f"{p}.y", "%y.n", index, lanes),
         ]
 
     row = f"""
@@ -223,36 +267,38 @@ def _silu_mul(target: Target) -> str:
   %y.at = mul i64 %n, %size
   %y.n = getelementptr {target.scalar}, ptr %y, i64 %y.at
   br label %each
-{_each(target, body, before="row", after="take")}"""
+{each(target, body, before="row", after="take")}"""
     return _module(target, row=row)
 
 
 def _rotate(target: Target) -> str:
-    """Halves (u, v) of every head become (u cos - v sin, v cos + u sin); a = cos, b = sin, size = D / 2."""
+    """Halves (u, v) of the first 2 * size of every head become (u cos - v sin, v cos + u sin).
+
+    a = cos, b = sin. The values past them are not written.
+    """
     s = target.scalar
 
     def body(p: str, index: str, lanes: int) -> list[str]:
         v = target.wide(lanes)
         return [
-            *_load(target, f"{p}.u", "%u", index, lanes),
-            *_load(target, f"{p}.v", "%v", index, lanes),
-            *_load(target, f"{p}.c", "%cos", index, lanes),
-            *_load(target, f"{p}.s", "%sin", index, lanes),
+            *load(target, f"{p}.u", "%u", index, lanes),
+            *load(target, f"{p}.v", "%v", index, lanes),
+            *load(target, f"{p}.c", "%cos", index, lanes),
+            *load(target, f"{p}.s", "%sin", index, lanes),
             f"  {p}.uc = fmul {v} {p}.u, {p}.c",
             f"  {p}.vs = fmul {v} {p}.v, {p}.s",
             f"  {p}.vc = fmul {v} {p}.v, {p}.c",
             f"  {p}.us = fmul {v} {p}.u, {p}.s",
             f"  {p}.one = fsub {v} {p}.uc, {p}.vs",
             f"  {p}.two = fadd {v} {p}.vc, {p}.us",
-            *_store(target, f"{p}.one", "%u.y", index, lanes),
-            *_store(target, f"{p}.two", "%v.y", index, lanes),
+            *store(target, f"{p}.one", "%u.y", index, lanes),
+            *store(target, f"{p}.two", "%v.y", index, lanes),
         ]
 
     row = f"""
   %angle.at = mul i64 %n, %size
   %cos = getelementptr {s}, ptr %a, i64 %angle.at
   %sin = getelementptr {s}, ptr %b, i64 %angle.at
-  %dim = mul i64 %size, 2
   %y.first = mul i64 %n, %heads
   br label %head
 head:
@@ -265,7 +311,7 @@ head:
   %u.y = getelementptr {s}, ptr %y, i64 %y.at
   %v.y = getelementptr {s}, ptr %u.y, i64 %size
   br label %each
-{_each(target, body, before="head", after="head.end")}
+{each(target, body, before="head", after="head.end")}
 head.end:
   %h.next = add i64 %h, 1
   %h.more = icmp slt i64 %h.next, %heads

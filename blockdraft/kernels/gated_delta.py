@@ -1,0 +1,144 @@
+"""The gated delta rule, a recurrence in place of attention: the contract, its PyTorch reference, the choice.
+
+Every value head keeps a state S [K, V] that maps keys to values. A token makes it forget a share, then
+corrects what S holds for the token's key towards the token's value, and reads S with its query.
+
+A drafted block is scanned without touching the state; once it is known how many of its tokens are kept,
+`fold` redoes those steps from the tape that the scan left. The promise that makes this lossless: the bits of
+outputs and states do not depend on how a sequence is cut into scans and folds, on the rows beside it or on
+the number of threads. Reference and kernel each keep it; their bits differ from one another, so one sequence
+must stay with one of them. The reference keeps it by elementwise operations only: PyTorch's sums and matrix
+products choose their order by shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from blockdraft.kernels.cpu import is_training, why_no_llvm
+from blockdraft.kernels.rows import sigmoid
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.llvm.gated_delta import GatedDelta
+
+EPS = 1e-6  # of the keys' and queries' length; the published models' code has it as a constant
+
+
+class Tape(NamedTuple):
+    """What `fold` needs to redo the steps of a scan, in the state's dtype."""
+
+    decay: Tensor  # [R, T, H] exp(gate)
+    key: Tensor  # [R, T, G, K] of length 1
+    delta: Tensor  # [R, T, H, V] beta * (v - key^T S)
+
+
+def scan(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tape]:
+    """T tokens of R rows, T > 0: the outputs [R, T, H, V] in v's dtype, and the tape.
+
+    q, k [R, T, G, K], v [R, T, H, V], gate, beta [R, T, H]. Value head h has key head h // (H / G).
+    state [R, H, K, V], float32 or float64, is read only; all arithmetic is done in its dtype. Per token:
+
+      S = S * exp(gate);  delta = beta * (v - k^T S);  S = S + k delta^T;  out = q^T S
+
+    with q and k divided by sqrt(sum of squares + EPS), and q by sqrt(K) too.
+    """
+    kernel = _chosen(state.dtype, state.device)
+    if kernel is None or is_training(q, k, v, gate, beta, state):
+        return reference_scan(q, k, v, gate, beta, state)
+    return kernel.scan(q, k, v, gate, beta, state)
+
+
+def reference_scan(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tape]:
+    dtype = state.dtype
+    query = _unit(q.to(dtype)) * q.shape[-1] ** -0.5
+    key, decay = _unit(k.to(dtype)), torch.exp(gate.to(dtype))
+    value, rate = v.to(dtype), beta.to(dtype)
+    outs, deltas = [], []
+    for t in range(q.shape[1]):
+        key_t, query_t = (_by_value_head(x[:, t], v.shape[2]) for x in (key, query))  # [R, H, K, 1]
+        state = state * decay[:, t, :, None, None]
+        delta = rate[:, t, :, None] * (value[:, t] - _sum(state * key_t))
+        state = state + key_t * delta.unsqueeze(2)
+        outs.append(_sum(state * query_t))
+        deltas.append(delta)
+    out = torch.stack(outs, dim=1).to(v.dtype)
+    return out, Tape(decay=decay, key=key, delta=torch.stack(deltas, dim=1))
+
+
+def fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
+    """In place: state [R, H, K, V] becomes the state after the first counts[r] tokens of row r, 0..T.
+
+    The same operations in the same order as in the scan that wrote the tape, hence the same bits.
+    """
+    kernel = _chosen(state.dtype, state.device)
+    if kernel is None:
+        reference_fold(state, tape, counts)
+    else:
+        kernel.fold(state, tape, counts)
+
+
+def reference_fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
+    kept = state
+    for t in range(tape.decay.shape[1]):
+        key = _by_value_head(tape.key[:, t], state.shape[1])
+        after = kept * tape.decay[:, t, :, None, None] + key * tape.delta[:, t].unsqueeze(2)
+        kept = torch.where((counts > t)[:, None, None, None], after, kept)
+    state.copy_(kept)
+
+
+def convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
+    """silu of the causal convolution of each channel: x [R, T, C], weight [C, W], returns [R, T, C].
+
+    tail [R, W - 1, C]: the inputs before x. The last weight is the token's own. Half precision is computed in
+    float32. Products are added oldest first, so a token's bits follow from its W inputs alone.
+    """
+    kernel = _chosen(x.dtype, x.device)
+    if kernel is None or is_training(x, tail, weight):
+        return reference_convolve(x, tail, weight)
+    return kernel.convolve(x, tail, weight)
+
+
+def reference_convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return reference_convolve(x.float(), tail.float(), weight.float()).to(x.dtype)
+    inputs, length = torch.cat([tail, x], dim=1), x.shape[1]
+    total = inputs[:, :length] * weight[:, 0]
+    for tap in range(1, weight.shape[1]):
+        total = total + inputs[:, tap : tap + length] * weight[:, tap]
+    return total * sigmoid(total)
+
+
+@functools.cache
+def _chosen(dtype: torch.dtype, device: torch.device) -> GatedDelta | None:
+    if why_no_llvm(dtype, device) is not None:
+        return None
+    from blockdraft.kernels.llvm.gated_delta import GatedDelta
+
+    return GatedDelta(dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x / sqrt(sum of squares + EPS) over the last dimension."""
+    return x * torch.rsqrt(_sum((x * x).unsqueeze(-1)) + EPS)
+
+
+def _by_value_head(x: Tensor, num_heads: int) -> Tensor:
+    """[R, G, K] of the key heads, for every value head: [R, H, K, 1]."""
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1).unsqueeze(-1)
+
+
+def _sum(x: Tensor) -> Tensor:
+    """x [..., K, V] over K: the upper half is added to the lower until one is left."""
+    while (size := x.shape[-2]) > 1:
+        if size % 2 == 1:
+            x = functional.pad(x, (0, 0, 0, 1))
+        low, high = x.chunk(2, dim=-2)
+        x = low + high
+    return x.squeeze(-2)
