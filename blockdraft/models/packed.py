@@ -1,0 +1,331 @@
+"""Weight matrices that stay in their stored format and are dequantised when they are used.
+
+Every format answers the same questions: its logical shape, its values in a dtype, a product with
+activations, one expert or some rows of it. The arithmetic is float32 with one rounding to the asked
+dtype, so float64, float32 and bfloat16 all see the same weight. Activations are never quantised.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.errors import ModelError
+from blockdraft.kernels.linear import linear
+
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = 448.0
+_INT8_MAX = 127.0  # -128 is left out: symmetric
+
+
+class Packed(nn.Module):
+    """A weight [..., rows, columns] kept in its stored format, in buffers."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+
+    @abstractmethod
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """[..., rows, columns], contiguous; computed in float32, rounded once."""
+
+    @abstractmethod
+    def __getitem__(self, index: int | Tensor) -> Packed:
+        """Along the leading dimension: an expert, some experts, or rows of a single matrix.
+
+        An int asks for one matrix of [E, rows, columns]; a tensor of any shape gathers experts, or
+        rows of [rows, columns] (an embedding). A format that cannot be cut there raises TypeError.
+        """
+
+    @abstractmethod
+    def stack_with(self, others: Sequence[Packed]) -> Packed:
+        """This matrix and others of the same format as one [E, rows, columns]; see `stack`."""
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., columns] -> [..., rows], with the bias in the same rounding as a plain weight's."""
+        assert len(self.shape) == 2, "a product needs one matrix; take an expert first"
+        return linear(x, self.dequantise(x.dtype), bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move to a device only: `model.to(dtype)` must not touch packed values or their scales."""
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def extra_repr(self) -> str:
+        return f"shape={list(self.shape)}, num_bytes={self.num_bytes}"
+
+
+def stack(items: Sequence[Packed]) -> Packed:
+    """Equal-format matrices as one [E, rows, columns], every buffer stacked on a new leading axis."""
+    if not items:
+        raise ModelError("no matrices to stack: a layer of experts needs at least one expert.")
+    return items[0].stack_with(items[1:])
+
+
+def stack_each(
+    items: Iterator[Packed], count: int, empty: Callable[[Sequence[int], torch.dtype], Tensor]
+) -> Packed:
+    """`stack` of `count` items that are made one after another, so that they are never held twice.
+
+    `empty` gives memory for a shape and a dtype.
+    """
+    first = next(items)
+    if not isinstance(first, Buffered):
+        return stack([first, *items])
+    whole = {
+        name: None if buffer is None else empty((count, *buffer.shape), buffer.dtype)
+        for name, buffer in first.tensors().items()
+    }
+
+    def taken(index: int) -> Packed:
+        cut = {name: None if buffer is None else buffer[index] for name, buffer in whole.items()}
+        return first.rebuild(first.shape, cut)
+
+    for index, item in enumerate(itertools.chain([first], items)):
+        if not isinstance(item, Buffered) or _signature(item) != _signature(first):
+            return stack([*map(taken, range(index)), item, *items])  # may have a way to fit them together
+        for name, buffer in item.tensors().items():
+            place = whole[name]
+            if place is not None and buffer is not None:
+                place[index].copy_(buffer)
+    return first.rebuild((count, *first.shape), whole)
+
+
+class Buffered(Packed):
+    """A format made of named buffers, each [..., rows, anything] or [..., 1, anything].
+
+    The second kind belongs to the whole matrix: an expert index cuts it, a row index leaves it alone.
+    """
+
+    per_matrix: tuple[str, ...] = ()
+
+    def __init__(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> None:
+        super().__init__(shape)
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    @abstractmethod
+    def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> Packed:
+        """The same format over other buffers."""
+
+    def format(self) -> tuple[object, ...]:
+        """What two matrices must share, besides shapes and dtypes, to be stacked."""
+        return (type(self),)
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        return dict(self._buffers)
+
+    def stack_with(self, others: Sequence[Packed]) -> Packed:
+        items: list[Buffered] = [self]
+        for other in others:
+            if not isinstance(other, Buffered) or _signature(other) != _signature(self):
+                raise _different(self, other)
+            items.append(other)
+        tables = [item.tensors() for item in items]
+        stacked = {name: _stack_buffers([table[name] for table in tables]) for name in tables[0]}
+        return self.rebuild((len(items), *self.shape), stacked)
+
+    def __getitem__(self, index: int | Tensor) -> Packed:
+        tensors = self.tensors()
+        if len(self.shape) == 2:
+            rows = _row_index(index)
+            cut = {
+                name: buffer if buffer is None or name in self.per_matrix else buffer[rows]
+                for name, buffer in tensors.items()
+            }
+            return self.rebuild((*rows.shape, self.shape[-1]), cut)
+        cut = {name: None if buffer is None else buffer[index] for name, buffer in tensors.items()}
+        leading = tuple(index.shape) if isinstance(index, Tensor) else ()
+        return self.rebuild((*leading, *self.shape[1:]), cut)
+
+
+class Dense(Buffered):
+    """An unquantised tensor behind the same interface."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight.shape, {"weight": weight})
+
+    def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> Dense:
+        weight = buffers["weight"]
+        assert weight is not None
+        return Dense(weight)
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype)
+
+
+class Stacked(Packed):
+    """Several weights of one input on top of each other (q, k, v; gate, up), each in its own format."""
+
+    def __init__(self, parts: Sequence[Packed]) -> None:
+        if not parts:
+            raise ModelError("no matrices to stack: a fused projection needs at least one part.")
+        leading, columns = parts[0].shape[:-2], parts[0].shape[-1]
+        for part in parts:
+            if part.shape[:-2] != leading or part.shape[-1] != columns:
+                raise ModelError(
+                    f"parts of one projection have shapes {list(parts[0].shape)} and {list(part.shape)}; "
+                    "they must differ in rows only."
+                )
+        super().__init__((*leading, sum(part.shape[-2] for part in parts), columns))
+        self.parts = nn.ModuleList(parts)
+
+    def members(self) -> list[Packed]:
+        return [part for part in self.parts if isinstance(part, Packed)]
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        return torch.cat([part.dequantise(dtype) for part in self.members()], dim=-2)
+
+    def stack_with(self, others: Sequence[Packed]) -> Stacked:
+        rows = [self.members()]
+        for other in others:
+            if not isinstance(other, Stacked) or len(other.parts) != len(self.parts):
+                raise _different(self, other)
+            rows.append(other.members())
+        return Stacked([stack(list(column)) for column in zip(*rows, strict=True)])
+
+    def __getitem__(self, index: int | Tensor) -> Stacked:
+        if len(self.shape) == 2:
+            raise TypeError("rows of a fused projection cannot be gathered; ask its parts")
+        return Stacked([part[index] for part in self.members()])
+
+
+class Scaled(Buffered):
+    """fp8 or int8 values times one scale per block of `block` = (rows, columns).
+
+    scale [..., row blocks, column blocks]; the last block of a side may be smaller. One scale per
+    tensor is a block of the whole matrix, one per output row a block of (1, columns). `zero`, of the
+    scale's shape, is subtracted from the values first.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(
+        self, values: Tensor, scale: Tensor, *, block: tuple[int, int], zero: Tensor | None = None
+    ) -> None:
+        rows, columns = values.shape[-2:]
+        grid = (*values.shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
+        assert tuple(scale.shape) == grid, f"scale is {tuple(scale.shape)}, blocks are {grid}"
+        assert zero is None or zero.shape == scale.shape, "one zero point per scale"
+        super().__init__(values.shape, {"values": values, "scale": scale, "zero": zero})
+        self.block = block
+
+    def format(self) -> tuple[object, ...]:
+        return (type(self), self.block)
+
+    def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> Scaled:
+        values, scale = buffers["values"], buffers["scale"]
+        assert values is not None
+        assert scale is not None
+        return Scaled(values, scale, block=self.block, zero=buffers["zero"])
+
+    def __getitem__(self, index: int | Tensor) -> Packed:
+        if len(self.shape) != 2:
+            return super().__getitem__(index)
+        rows = _row_index(index)
+        blocks = rows // self.block[0]
+        return Scaled(
+            self.values[rows],
+            self.scale[blocks],
+            block=(1, self.block[1]),
+            zero=None if self.zero is None else self.zero[blocks],
+        )
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        zero = None if self.zero is None else self._per_row(self.zero)
+        values = self.values.float().contiguous()
+        return affine_(values, zero, self._per_row(self.scale), group_size=self.block[1]).to(dtype)
+
+    def _per_row(self, grid: Tensor) -> Tensor:
+        """[..., row blocks, column blocks] -> [..., rows or 1, column blocks]."""
+        if grid.shape[-2] == 1:
+            return grid
+        return grid.float().repeat_interleave(self.block[0], dim=-2)[..., : self.shape[-2], :]
+
+
+def affine_(values: Tensor, zero: Tensor | None, scale: Tensor, *, group_size: int) -> Tensor:
+    """(values - zero) * scale in place, with one zero and one scale per group of columns.
+
+    values float32 [..., rows, columns]; zero and scale [..., rows or 1, groups], the last may be shorter.
+    """
+    columns = values.shape[-1]
+    is_even = columns % group_size == 0
+    groups = values.view(*values.shape[:-1], -1, group_size) if is_even else values
+
+    def spread(factor: Tensor) -> Tensor:
+        if is_even:
+            return factor.float().unsqueeze(-1)
+        return factor.float().repeat_interleave(group_size, dim=-1)[..., :columns]
+
+    if zero is not None:
+        groups -= spread(zero)
+    groups *= spread(scale)
+    return values
+
+
+def quantise_fp8(weight: Tensor) -> Packed:
+    """[..., rows, columns] as e4m3fn with one float32 scale per output row."""
+    scaled, scale = _scale_rows(weight, _FP8_MAX)
+    return Scaled(scaled.clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8), scale, block=(1, weight.shape[-1]))
+
+
+def quantise_int8(weight: Tensor) -> Packed:
+    """[..., rows, columns] as symmetric int8 with one float32 scale per output row."""
+    scaled, scale = _scale_rows(weight, _INT8_MAX)
+    values = scaled.round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8)
+    return Scaled(values, scale, block=(1, weight.shape[-1]))
+
+
+def _scale_rows(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """The rows stretched to [-largest, largest], and the scale that undoes it; a zero row keeps 1."""
+    values = weight.float()
+    peak = values.abs().amax(dim=-1, keepdim=True)
+    if not bool(torch.isfinite(peak).all()):
+        raise ModelError("a weight holds infinite or undefined values and cannot be quantised.")
+    smallest = torch.finfo(torch.float32).tiny
+    scale = torch.where(peak > 0, (peak / largest).clamp(min=smallest), torch.ones_like(peak))
+    return values / scale, scale
+
+
+def _row_index(index: int | Tensor) -> Tensor:
+    if not isinstance(index, Tensor) or index.dim() == 0:
+        raise TypeError("one matrix is indexed by a tensor of rows, not by a single number")
+    return index
+
+
+def _stack_buffers(buffers: Sequence[Tensor | None]) -> Tensor | None:
+    present = [buffer for buffer in buffers if buffer is not None]
+    return torch.stack(present) if present else None
+
+
+def _signature(item: Buffered) -> tuple[object, ...]:
+    layout = tuple(
+        (name, None if buffer is None else (tuple(buffer.shape), buffer.dtype))
+        for name, buffer in item.tensors().items()
+    )
+    return (item.format(), item.shape, layout)
+
+
+def _different(one: Packed, other: Packed) -> ModelError:
+    kinds = [f"{type(item).__name__} {list(item.shape)}" for item in (one, other)]
+    return ModelError(
+        f"experts of different formats cannot be stacked: {kinds[0]} and {kinds[1]}. "
+        "Quantise every expert of a layer in the same way."
+    )

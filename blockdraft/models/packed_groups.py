@@ -1,0 +1,150 @@
+"""Weights of 4 (or 8) bit codes in groups along a row: integers with zero points, and E2M1 floats.
+
+Whatever order a checkpoint packs its integers in, here a row is one run of bytes, column 0 first and
+the low half of a byte before the high half. So a kernel sees one layout, and a row can be cut out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from blockdraft.errors import ModelError
+from blockdraft.models.packed import Buffered, Packed, affine_
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class IntGroups(Buffered):
+    """(code - zero) * scale, with one zero and one scale per group of columns of a row.
+
+    codes uint8 [..., rows, columns * bits / 8], unsigned; scale [..., rows, groups]; zero uint8 of the
+    scale's shape, or None for the middle code (symmetric). `group_index` int32 [..., 1, columns] names
+    the group of each column where activation ordering has shuffled them; None: runs of `group_size`.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    group_index: Tensor | None
+    per_matrix = ("group_index",)
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        buffers: Mapping[str, Tensor | None],
+        *,
+        bits: int,
+        group_size: int,
+    ) -> None:
+        assert bits in (4, 8), "other widths are refused where the configuration is read"
+        super().__init__(shape, buffers)
+        self.bits = bits
+        self.group_size = group_size
+
+    def format(self) -> tuple[object, ...]:
+        return (type(self), self.bits, self.group_size)
+
+    def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> IntGroups:
+        return IntGroups(shape, buffers, bits=self.bits, group_size=self.group_size)
+
+    def stack_with(self, others: Sequence[Packed]) -> Packed:
+        items = [self, *(other for other in others if isinstance(other, IntGroups))]
+        if len(items) == len(others) + 1 and len({item.group_index is None for item in items}) == 2:
+            ordered, *rest = [item.with_group_index() for item in items]
+            return super(IntGroups, ordered).stack_with(rest)
+        return super().stack_with(others)
+
+    def with_group_index(self) -> IntGroups:
+        """The same weight with its columns' groups written out."""
+        if self.group_index is not None:
+            return self
+        index = torch.arange(self.shape[-1], dtype=torch.int32, device=self.codes.device) // self.group_size
+        spread = index.expand(*self.shape[:-2], 1, -1).contiguous()
+        return self.rebuild(self.shape, {**self.tensors(), "group_index": spread})
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        codes = unpack_nibbles(self.codes) if self.bits == 4 else self.codes
+        values = codes[..., : self.shape[-1]].float().contiguous()
+        if self.zero is None:
+            values -= 1 << (self.bits - 1)
+        if self.group_index is None:
+            return affine_(values, self.zero, self.scale, group_size=self.group_size).to(dtype)
+        zero = None if self.zero is None else self._per_column(self.zero)
+        return affine_(values, zero, self._per_column(self.scale), group_size=1).to(dtype)
+
+    def _per_column(self, groups: Tensor) -> Tensor:
+        """[..., rows, groups] -> [..., rows, columns] by `group_index`."""
+        assert self.group_index is not None
+        index = self.group_index.long().expand(*groups.shape[:-1], self.shape[-1])
+        return groups.gather(-1, index)
+
+
+class Fp4Groups(Buffered):
+    """E2M1 values times one scale per group of columns: NVFP4 (16) and MXFP4 (32).
+
+    codes uint8 [..., rows, columns / 2]; scale float8 (e4m3fn or e8m0fnu) [..., rows, columns / group].
+    NVFP4 has a second scale, float32 [..., 1, 1], that multiplies (ModelOpt) or divides
+    (compressed-tensors) the first.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    multiplier: Tensor | None
+    divisor: Tensor | None
+    per_matrix = ("multiplier", "divisor")
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        *,
+        multiplier: Tensor | None = None,
+        divisor: Tensor | None = None,
+    ) -> None:
+        columns = codes.shape[-1] * 2
+        assert columns % scale.shape[-1] == 0, "groups of one size"
+        buffers = {"codes": codes, "scale": scale, "multiplier": multiplier, "divisor": divisor}
+        super().__init__((*codes.shape[:-1], columns), buffers)
+        self.group_size = columns // scale.shape[-1]
+
+    def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> Fp4Groups:
+        codes, scale = buffers["codes"], buffers["scale"]
+        assert codes is not None
+        assert scale is not None
+        return Fp4Groups(codes, scale, multiplier=buffers["multiplier"], divisor=buffers["divisor"])
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        scale = self.scale.float()
+        if self.multiplier is not None:
+            scale = scale * self.multiplier
+        if self.divisor is not None:
+            scale = scale / self.divisor
+        table = torch.tensor(_E2M1, device=self.codes.device)
+        values = table[unpack_nibbles(self.codes).int()].view(*scale.shape, self.group_size)
+        return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def e8m0(raw: Tensor) -> Tensor:
+    """Power-of-two scales (bias 127), plain bytes or not, as float8_e8m0fnu; 255 is its NaN and refused."""
+    if bool((raw.view(torch.uint8) == 255).any()):
+        raise ModelError("a block scale is 255, which is not a number in E8M0: the checkpoint is damaged.")
+    return raw.view(torch.float8_e8m0fnu)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """uint8 [..., n] -> uint8 [..., 2 n], the low half of a byte first."""
+    return torch.stack((packed & 0x0F, packed >> 4), dim=-1).flatten(-2)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 codes [..., 2 n] below 16 -> uint8 [..., n], the inverse of `unpack_nibbles`."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def word_codes(words: Tensor, bits: int) -> Tensor:
+    """int32 [..., n] -> uint8 codes [..., n * 32 / bits], the lowest bits of a word first."""
+    packed = words.contiguous().view(torch.uint8)  # a little-endian word is its bytes in order
+    return unpack_nibbles(packed) if bits == 4 else packed

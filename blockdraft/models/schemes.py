@@ -1,0 +1,401 @@
+"""How each quantisation scheme stores a projection in a checkpoint, and how that becomes a `Packed`.
+
+A scheme names the tensors it expects by suffix, with shapes and dtypes, so that a loader can check a
+checkpoint before it reads a byte; `pack` checks them again and looks at the values where a layout is
+only right for some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockdraft.errors import ModelError
+from blockdraft.models.packed import Packed, Scaled
+from blockdraft.models.packed_groups import Fp4Groups, IntGroups, e8m0, pack_nibbles, word_codes
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Scales of activations and of a quantised cache: this engine quantises neither.
+ACTIVATION_SCALES = (
+    ".input_scale",
+    ".input_zero_point",
+    ".input_global_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".output_zero_point",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+)
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of eight codes AWQ keeps row 0, 1, 2 ...
+_NVFP4_GROUP = 16
+_MXFP4_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a projection: its shape, the dtypes it may have, whether it may be missing."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    is_optional: bool = False
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Sides of 1 do not count: checkpoints store one scale as [] or [1], rows as [n] or [n, 1]."""
+        return [side for side in shape if side != 1] == [side for side in self.shape if side != 1]
+
+
+class Scheme(Protocol):
+    """How one projection is stored."""
+
+    @property
+    def name(self) -> str:
+        """For messages, such as "fp8, 128x128 blocks"."""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Suffixes that may be present and are knowingly not used."""
+
+    def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
+        """Suffix -> what the checkpoint must hold for a projection of this logical shape."""
+
+    def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
+        """The projection of this logical shape; ModelError where the tensors do not fit the scheme."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledScheme:
+    """fp8 or int8 `.weight` and one scale per block; None in `block` is the whole side of the matrix."""
+
+    name: str
+    dtype: torch.dtype
+    block: tuple[int | None, int | None]
+    scale_suffix: str = ".weight_scale"
+    scale_dtypes: tuple[torch.dtype, ...] = FLOATS
+    has_zero: bool = False
+    ignored: tuple[str, ...] = ACTIVATION_SCALES
+
+    def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
+        grid = self._grid(shape)
+        specs = {
+            ".weight": TensorSpec(shape, (self.dtype,)),
+            self.scale_suffix: TensorSpec(grid, self.scale_dtypes),
+        }
+        if self.has_zero:
+            specs[".weight_zero_point"] = TensorSpec(grid, (torch.int8,))
+        return specs
+
+    def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
+        found = _checked(self, tensors, shape)
+        scale = found[self.scale_suffix]
+        return Scaled(
+            found[".weight"],
+            e8m0(scale) if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale,
+            block=self._block(shape),
+            zero=found.get(".weight_zero_point"),
+        )
+
+    def _block(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        rows, columns = self.block
+        return rows or shape[-2], columns or shape[-1]
+
+    def _grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        rows, columns = self._block(shape)
+        return (*shape[:-2], _ceil(shape[-2], rows), _ceil(shape[-1], columns))
+
+
+@dataclass(frozen=True, slots=True)
+class ModeloptNvfp4Scheme:
+    """NVFP4 as ModelOpt writes it: the second scale multiplies."""
+
+    name: str = "NVFP4, ModelOpt layout"
+    ignored: tuple[str, ...] = ACTIVATION_SCALES
+
+    def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
+        rows, columns = _one_matrix(self, shape)
+        _divides(self, "columns", columns, _NVFP4_GROUP)
+        return {
+            ".weight": TensorSpec((rows, columns // 2), (torch.uint8,)),
+            ".weight_scale": TensorSpec((rows, columns // _NVFP4_GROUP), (torch.float8_e4m3fn,)),
+            ".weight_scale_2": TensorSpec((1, 1), (torch.float32,)),
+        }
+
+    def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
+        found = _checked(self, tensors, shape)
+        return Fp4Groups(found[".weight"], found[".weight_scale"], multiplier=found[".weight_scale_2"])
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedNvfp4Scheme:
+    """NVFP4 as compressed-tensors writes it: the second scale divides."""
+
+    name: str = "NVFP4, compressed-tensors layout"
+    ignored: tuple[str, ...] = ACTIVATION_SCALES
+
+    def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
+        rows, columns = _one_matrix(self, shape)
+        _divides(self, "columns", columns, _NVFP4_GROUP)
+        return {
+            ".weight_packed": TensorSpec((rows, columns // 2), (torch.uint8,)),
+            ".weight_scale": TensorSpec((rows, columns // _NVFP4_GROUP), (torch.float8_e4m3fn,)),
+            ".weight_global_scale": TensorSpec((1, 1), (torch.float32,)),
+        }
+
+    def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
+        found = _checked(self, tensors, shape)
+        divisor = found[".weight_global_scale"]
+        if not bool((divisor > 0).all()):
+            raise ModelError(f"{self.name}: weight_global_scale is {divisor.item()}, expected above zero.")
+        return Fp4Groups(found[".weight_packed"], found[".weight_scale"], divisor=divisor)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedMxfp4Scheme:
+    """MXFP4 as compressed-tensors writes it."""
+
+    name: str = "MXFP4, compressed-tensors layout"
+    ignored: tuple[str, ...] = ACTIVATION_SCALES
+
+    def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
+        rows, columns = _one_matrix(self, shape)
+        _divides(self, "columns", columns, _MXFP4_GROUP)
+        return {
+            ".weight_packed": TensorSpec((rows, columns // 2), (torch.uint8,)),
+            ".weight_scale": TensorSpec((rows, columns // _MXFP4_GROUP), (torch.uint8,)),
+        }
+
+    def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
+        found = _checked(self, tensors, shape)
+        return Fp4Groups(found[".weight_packed"], e8m0(found[".weight_scale"]))
+
+
+@dataclass(frozen=True, slots=True)
+class FusedMxfp4Scheme:
+    """The experts of gpt-oss: [E, rows, columns / 32, 16] blocks, rows being outputs."""
+
+    name: str = "MXFP4, fused experts"
+    ignored: tuple[str, ...] = ()
+
+    def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
+        *leading, columns = shape
+        _divides(self, "columns", columns, _MXFP4_GROUP)
+        groups = (*leading, columns // _MXFP4_GROUP)
+        return {
+            "_blocks": TensorSpec((*groups, _MXFP4_GROUP // 2), (torch.uint8,)),
+            "_scales": TensorSpec(groups, (torch.uint8,)),
+        }
+
+    def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
+        found = _checked(self, tensors, shape)
+        return Fp4Groups(found["_blocks"].flatten(-2), e8m0(found["_scales"]))
+
+
+@dataclass(frozen=True, slots=True)
+class GptqScheme:
+    """GPTQ: codes packed along the columns, zero points along the rows.
+
+    `zero_offset` is what a reader adds to a stored zero point: 1 in the original format, 0 in
+    gptq_v2. None (symmetric only) reads it off the values, whose sum must be the middle code.
+    """
+
+    name: str
+    bits: int
+    group_size: int | None  # None: one group per row
+    is_symmetric: bool
+    zero_offset: int | None
+    is_reordered: bool = False  # groups are not runs of columns: g_idx must be there
+    ignored: tuple[str, ...] = ()
+
+    def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
+        rows, columns = _one_matrix(self, shape)
+        per_word = 32 // self.bits
+        _divides(self, "rows", rows, per_word)
+        _divides(self, "columns", columns, per_word)
+        groups = _ceil(columns, self.group_size or columns)
+        return {
+            ".qweight": TensorSpec((columns // per_word, rows), (torch.int32,)),
+            ".qzeros": TensorSpec((groups, rows // per_word), (torch.int32,)),
+            ".scales": TensorSpec((groups, rows), FLOATS),
+            ".g_idx": TensorSpec((columns,), (torch.int32, torch.int64), is_optional=not self.is_reordered),
+        }
+
+    def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
+        found = _checked(self, tensors, shape)
+        group_size = self.group_size or shape[-1]
+        stored = word_codes(found[".qzeros"], self.bits)
+        zero = stored + self._offset(stored)
+        is_middle = self.is_symmetric and bool((zero == self._middle).all())
+        return IntGroups(
+            shape,
+            {
+                "codes": found[".qweight"].T.contiguous().view(torch.uint8),
+                "scale": found[".scales"].T.contiguous(),
+                "zero": None if is_middle else zero.T.contiguous(),
+                "group_index": _group_index(self, found.get(".g_idx"), shape[-1], group_size),
+            },
+            bits=self.bits,
+            group_size=group_size,
+        )
+
+    @property
+    def _middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def _offset(self, stored: Tensor) -> int:
+        if self.zero_offset is None:
+            offset = self._middle - int(stored.flatten()[0])
+            if offset not in (0, 1) or not bool((stored == self._middle - offset).all()):
+                raise ModelError(
+                    f"{self.name}: the zero points of a weight are neither all {self._middle - 1} nor all "
+                    f"{self._middle}, but its configuration says sym = true. Quantise it anew."
+                )
+            return offset
+        if self.zero_offset and bool((stored == (1 << self.bits) - 1).any()):
+            # The format stores zero - 1, and writers let 0 - 1 spill over its neighbours.
+            raise ModelError(
+                f"{self.name}: a stored zero point is {(1 << self.bits) - 1}, which the original GPTQ format "
+                "cannot express. Use a checkpoint in the gptq_v2 format."
+            )
+        return self.zero_offset
+
+
+@dataclass(frozen=True, slots=True)
+class AwqScheme:
+    """AWQ, gemm version: codes and zero points packed along the rows, eight to a word, interleaved."""
+
+    name: str
+    group_size: int | None
+    ignored: tuple[str, ...] = ()
+
+    def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
+        rows, columns = _one_matrix(self, shape)
+        _divides(self, "rows", rows, 8)
+        _divides(self, "columns", columns, 2)
+        groups = _ceil(columns, self.group_size or columns)
+        return {
+            ".qweight": TensorSpec((columns, rows // 8), (torch.int32,)),
+            ".qzeros": TensorSpec((groups, rows // 8), (torch.int32,)),
+            ".scales": TensorSpec((groups, rows), FLOATS),
+        }
+
+    def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
+        found = _checked(self, tensors, shape)
+        return IntGroups(
+            shape,
+            {
+                "codes": pack_nibbles(_awq_rows(found[".qweight"]).T.contiguous()),
+                "scale": found[".scales"].T.contiguous(),
+                "zero": _awq_rows(found[".qzeros"]).T.contiguous(),
+                "group_index": None,
+            },
+            bits=4,
+            group_size=self.group_size or shape[-1],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedIntScheme:
+    """compressed-tensors pack-quantized: codes packed along the columns, zero points along the rows."""
+
+    name: str
+    bits: int
+    group_size: int | None  # None: one group per row
+    is_symmetric: bool
+    is_per_tensor: bool = False
+    has_group_index: bool = False
+    ignored: tuple[str, ...] = ACTIVATION_SCALES
+
+    def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
+        rows, columns = _one_matrix(self, shape)
+        groups = _ceil(columns, self.group_size or columns)
+        specs = {
+            ".weight_packed": TensorSpec((rows, _ceil(columns * self.bits, 32)), (torch.int32,)),
+            ".weight_scale": TensorSpec((1, 1) if self.is_per_tensor else (rows, groups), FLOATS),
+            ".weight_shape": TensorSpec((2,), (torch.int64, torch.int32)),
+        }
+        if not self.is_symmetric:
+            packed_rows = _ceil(rows * self.bits, 32)
+            specs[".weight_zero_point"] = TensorSpec((packed_rows, groups), (torch.int32,))
+        if self.has_group_index:
+            specs[".weight_g_idx"] = TensorSpec((columns,), (torch.int32, torch.int64))
+        return specs
+
+    def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
+        found = _checked(self, tensors, shape)
+        rows, columns = shape
+        stored = tuple(found[".weight_shape"].tolist())
+        if stored != shape:
+            raise ModelError(f"{self.name}: weight_shape is {list(stored)}, expected {list(shape)}.")
+        group_size = self.group_size or columns
+        num_bytes = _ceil(columns * self.bits, 8)
+        zero = found.get(".weight_zero_point")
+        return IntGroups(
+            shape,
+            {
+                "codes": found[".weight_packed"].contiguous().view(torch.uint8)[:, :num_bytes].contiguous(),
+                "scale": found[".weight_scale"].expand(rows, -1).contiguous(),
+                "zero": None if zero is None else word_codes(zero.T, self.bits)[:, :rows].T.contiguous(),
+                "group_index": _group_index(self, found.get(".weight_g_idx"), columns, group_size),
+            },
+            bits=self.bits,
+            group_size=group_size,
+        )
+
+
+def _awq_rows(words: Tensor) -> Tensor:
+    """int32 [n, rows / 8] -> uint8 codes [n, rows] with the interleaving undone."""
+    return word_codes(words, 4).view(*words.shape, 8)[..., list(_AWQ_ORDER)].flatten(-2)
+
+
+def _group_index(scheme: Scheme, stored: Tensor | None, columns: int, group_size: int) -> Tensor | None:
+    """The group of each column as [1, columns]; None where the groups are runs of columns."""
+    if stored is None:
+        return None
+    runs = torch.arange(columns, dtype=stored.dtype, device=stored.device) // group_size
+    if torch.equal(stored, runs):
+        return None
+    if int(stored.min()) < 0 or int(stored.max()) >= _ceil(columns, group_size):
+        raise ModelError(
+            f"{scheme.name}: g_idx names group {int(stored.max())} (lowest {int(stored.min())}) of "
+            f"{_ceil(columns, group_size)}. The checkpoint is damaged or its group_size is wrong."
+        )
+    return stored.to(torch.int32).unsqueeze(0)
+
+
+def _checked(scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """The scheme's tensors, each in the shape its spec spells out."""
+    found: dict[str, Tensor] = {}
+    for suffix, spec in scheme.tensors(shape).items():
+        tensor = tensors.get(suffix)
+        if tensor is None:
+            if spec.is_optional:
+                continue
+            raise ModelError(
+                f"{scheme.name}: the tensor '{suffix}' is missing for a weight of {list(shape)}."
+            )
+        if tensor.dtype not in spec.dtypes or not spec.accepts(tuple(tensor.shape)):
+            raise ModelError(
+                f"{scheme.name}: '{suffix}' is {tensor.dtype} {list(tensor.shape)}, expected "
+                f"{spec.dtypes[0]} {list(spec.shape)} for a weight of {list(shape)}."
+            )
+        found[suffix] = tensor.reshape(spec.shape)
+    return found
+
+
+def _one_matrix(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, int]:
+    if len(shape) != 2:
+        raise ModelError(f"{scheme.name}: fused experts {list(shape)} are not stored in this format.")
+    return shape[0], shape[1]
+
+
+def _divides(scheme: Scheme, side: str, size: int, group: int) -> None:
+    if size % group:
+        raise ModelError(f"{scheme.name}: {size} {side} are not a multiple of {group}.")
+
+
+def _ceil(size: int, group: int) -> int:
+    return -(-size // group)
