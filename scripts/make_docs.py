@@ -1,4 +1,4 @@
-"""Writes the generated pages, docs/settings.md and docs/cli.md: python -m scripts.make_docs."""
+"""Writes the generated pages of docs/ (settings.md, cli.md, models.md): python -m scripts.make_docs."""
 
 import contextlib
 import dataclasses
@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 
 from blockdraft.cli.main import main as blockdraft
+from blockdraft.models import known
 from blockdraft.settings import Settings
 
 DOCS = Path(__file__).parent.parent / "docs"
-COMMANDS = ("generate", "serve", "fetch")
+MODELS_TEMPLATE = Path(__file__).parent / "models.in.md"
+COMMANDS = ("generate", "serve", "fetch", "models")
 
 
 def settings_page() -> str:
@@ -50,7 +52,59 @@ def help_of(words: list[str]) -> str:
     return out.getvalue().strip()
 
 
-PAGES = {"settings.md": settings_page, "cli.md": cli_page}
+def models_page() -> str:
+    page = MODELS_TEMPLATE.read_text()
+    parts = {
+        "families": family_table(),
+        "date": known.DATE,
+        "sources": f"{', '.join(known.SOURCES[:-1])} and {known.SOURCES[-1]}",
+        "pairs": pair_table(),
+        "refused": refused_table(),
+    }
+    for name, text in parts.items():
+        page = page.replace(f"{{{{{name}}}}}", text)
+    return page
+
+
+def family_table() -> str:
+    lines = ["| family | architectures | kind | models | rope | notes |", "|---|---|---|---|---|---|"]
+    for family in known.FAMILIES:
+        architectures = ", ".join(f"`{name}`" for name in family.architectures)
+        models = ", ".join(family.models)
+        lines.append(row(f"`{family.name}`", architectures, family.kind, models, family.rope, family.notes))
+    return "\n".join(lines)
+
+
+def pair_table() -> str:
+    lines = [
+        "| target | target GB | drafter | layout | block | layers | drafter GB | notes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for pair in known.PAIRS:
+        if pair.runs:
+            target = (f"`{pair.target}`", shown(pair.target_gb))
+            drafter = (f"`{pair.drafter}`", pair.layout, shown(pair.block), shown(pair.draft_layers))
+            lines.append(row(*target, *drafter, shown(pair.draft_gb), pair.notes))
+    return "\n".join(lines)
+
+
+def refused_table() -> str:
+    lines = ["| target | drafter | why not | notes |", "|---|---|---|---|"]
+    for pair in known.PAIRS:
+        if not pair.runs:
+            lines.append(row(f"`{pair.target}`", f"`{pair.drafter}`", pair.refused, pair.notes))
+    return "\n".join(lines)
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def shown(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
+
+
+PAGES = {"settings.md": settings_page, "cli.md": cli_page, "models.md": models_page}
 
 
 def main() -> int:
