@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
-from blockdraft.cache.spec import LayerSpec, bytes_per_token
+from blockdraft.cache.spec import LayerSpec, bytes_per_row, bytes_per_token
 from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.machine import Machine
-from blockdraft.models.config import ModelConfig
+from blockdraft.models.config import ModelConfig, Storage
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.settings import Settings
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CPU_WIDTH = 8  # widest verify that costs little more than a narrow one (docs/benchmarks.md)
 CACHE_SHARE = 0.25  # of the free memory, on a machine that has other work too
+UNPACK_SHARE = 0.5  # of the free memory: what unpacked weights may take before they stay packed
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The size of a checkpoint."""
+
+    num_values: int
+    method: str | None = None  # how the file is quantised; None: not at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +31,8 @@ class Plan:
     """What the engine will do."""
 
     dtype: str
+    quantization: Storage  # of the target's weights
+    draft_quantization: Storage
     width: int
     block: int  # tokens a row may write in one step: drafter or verify
     max_context: int
@@ -35,7 +47,15 @@ class Plan:
     seed: int
 
 
-def make_plan(settings: Settings, machine: Machine, model: ModelConfig, draft: DraftConfig | None) -> Plan:
+def make_plan(
+    settings: Settings,
+    machine: Machine,
+    model: ModelConfig,
+    draft: DraftConfig | None,
+    *,
+    weights: Weights,
+    draft_weights: Weights | None = None,
+) -> Plan:
     """Resolve `settings` for this machine and this pair of models."""
     is_cpu = settings.device.split(":")[0] == "cpu"
     dtype = settings.dtype
@@ -47,11 +67,18 @@ def make_plan(settings: Settings, machine: Machine, model: ModelConfig, draft: D
     chunk = settings.chunk if settings.chunk != "auto" else (256 if is_cpu else 2048)
     specs = model.layer_specs() + (draft.layer_specs() if draft else ())
     scratch = 2 * block  # a step, and one more that ran before a stop was known
-    room = _cache_tokens(settings, machine, specs, ELEMENT_BYTES[dtype])
+    element_bytes = ELEMENT_BYTES[dtype]
+    states = (max_rows + 1) * bytes_per_row(specs, element_bytes, block)
+    room = _cache_tokens(settings, machine, specs, element_bytes, states)
+    unpackable = int(machine.memory_bytes * UNPACK_SHARE) // element_bytes if is_cpu else 0
     max_context = _max_context(settings, model, room - scratch - settings.page_size)
     wanted = max_rows * (max_context + scratch + settings.page_size)
     return Plan(
         dtype=dtype,
+        quantization=_quantization("quantization", settings.quantization, weights, unpackable),
+        draft_quantization=_quantization(
+            "draft_quantization", settings.draft_quantization, draft_weights or Weights(0), unpackable
+        ),
         width=width,
         block=block,
         max_context=max_context,
@@ -61,7 +88,8 @@ def make_plan(settings: Settings, machine: Machine, model: ModelConfig, draft: D
         page_size=settings.page_size,
         num_pages=min(room, wanted) // settings.page_size,
         chunk=chunk,
-        prefix_cache=settings.prefix_cache,
+        # A state holds everything before it: a page found again does not bring it back.
+        prefix_cache=settings.prefix_cache and not model.is_hybrid,
         overlap=settings.overlap,
         seed=settings.seed,
     )
@@ -80,13 +108,39 @@ def _width(settings: Settings, draft: DraftConfig | None, *, is_cpu: bool) -> in
     return settings.width
 
 
+def _quantization(name: str, asked: str, weights: Weights, unpackable: int) -> Storage:
+    """How to hold a checkpoint's weights; `unpackable` values fit easily once unpacked.
+
+    No packed format has a kernel of its own yet: each forward unpacks it again. So weights stay packed only
+    where memory needs it, and on a GPU, whose memory is not known here.
+    """
+    if asked == "auto":
+        return "keep" if weights.method is not None and weights.num_values > unpackable else "none"
+    if asked in ("fp8", "int8") and weights.method is not None:
+        raise SettingsError(
+            f"{name} = {asked}, but the checkpoint is quantised already ({weights.method}): "
+            "use keep or none, or give the unquantised checkpoint."
+        )
+    return cast(Storage, asked)  # Settings admit no other
+
+
 def _cache_tokens(
-    settings: Settings, machine: Machine, specs: tuple[LayerSpec, ...], element_bytes: int
+    settings: Settings,
+    machine: Machine,
+    specs: tuple[LayerSpec, ...],
+    element_bytes: int,
+    state_bytes: int,
 ) -> int:
-    cost = bytes_per_token(specs, element_bytes)
-    if settings.cache_bytes != "auto":
-        return settings.cache_bytes // cost
-    return int(machine.memory_bytes * CACHE_SHARE) // cost
+    """How many tokens the cache holds beside the recurrent states, which every row has from the start."""
+    total = (
+        int(machine.memory_bytes * CACHE_SHARE) if settings.cache_bytes == "auto" else settings.cache_bytes
+    )
+    if state_bytes and state_bytes >= total:
+        raise CapacityError(
+            f"the recurrent states of all rows take {state_bytes:,} bytes, but the cache has {total:,}: "
+            "raise --cache-bytes or lower --max-rows."
+        )
+    return (total - state_bytes) // max(bytes_per_token(specs, element_bytes), 1)
 
 
 def _max_context(settings: Settings, model: ModelConfig, room: int) -> int:

@@ -12,6 +12,7 @@ from blockdraft.errors import SettingsError
 Auto = Literal["auto"]
 T = TypeVar("T")
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
 
 
 def _setting(default: T, help_text: str) -> T:
@@ -28,6 +29,12 @@ class Settings:
     width: int | Auto = _setting("auto", "tokens verified per step, anchor included; 1 is plain decoding")
     device: str = _setting("cpu", "torch device")
     dtype: str = _setting("auto", f"one of {', '.join(DTYPES)}")
+    quantization: str = _setting(
+        "auto",
+        "the target's weights: keep as stored, none (unpacked), or fp8 or int8 made while loading; "
+        "auto unpacks what fits easily",
+    )
+    draft_quantization: str = _setting("auto", "the same for the drafter's weights")
     max_context: int | Auto = _setting("auto", "longest prompt and answer together, in tokens")
     max_rows: int | Auto = _setting("auto", "sequences that run at once")
     max_queue: int = _setting(1024, "sequences that may wait; more are refused")
@@ -45,9 +52,12 @@ class Settings:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise SettingsError(f"{name} = {value!r} is not a whole number of at least {low}.")
-        if self.dtype not in DTYPES:
-            raise SettingsError(f"dtype '{self.dtype}' is unknown: use one of {', '.join(DTYPES)}.")
+        for name, known in CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                raise SettingsError(f"{name} '{value}' is unknown: use one of {', '.join(known)}.")
 
+
+CHOICES = {"dtype": DTYPES, "quantization": QUANTIZATIONS, "draft_quantization": QUANTIZATIONS}
 
 _MINIMUM = {
     "width": 1,

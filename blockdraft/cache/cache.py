@@ -1,4 +1,4 @@
-"""Cache: all layers of target and drafter over one page table.
+"""Cache: all layers of target and drafter over one page table, and one state per row.
 
 The drafter's context for a token sits in that token's slot of the same page, so prefix reuse, preemption
 and freeing keep it without code of their own. Page 0 is never written: what is masked out reads its zero
@@ -11,60 +11,68 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.recurrent import RecurrentState, Scan
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.spec import LayerSpec, Recurrent, SharedWith
-from blockdraft.cache.view import PagedView
-from blockdraft.errors import ModelError
+from blockdraft.cache.view import CacheView, LayerStorage
+from blockdraft.kernels.attention import Blocks
 
 SCRATCH_PAGE = 1
 NUM_RESERVED_PAGES = 2
 
 
 class Cache:
-    """Storage for every layer in `specs`; `num_pages` includes the two reserved ones."""
+    """LayerStorage for every layer in `specs`; `num_pages` and `num_rows` include the reserved ones."""
 
     def __init__(
         self,
         specs: tuple[LayerSpec, ...],
         *,
         num_pages: int,
+        num_rows: int,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
-        storage: list[PagedKV] = []
+        storage: list[LayerStorage] = []
         for spec in specs:
-            if isinstance(spec, Recurrent):
-                raise ModelError("recurrent layers are not supported yet. See docs/models.md.")
             if isinstance(spec, SharedWith):
                 storage.append(storage[spec.layer])
-                continue
-            slots = num_pages * page_size
-            storage.append(PagedKV(spec, num_slots=slots, dtype=dtype, device=device))
-        self._storage = tuple(storage)
+            elif isinstance(spec, Recurrent):
+                storage.append(RecurrentState(spec, num_rows=num_rows, dtype=dtype, device=device))
+            else:
+                slots = num_pages * page_size
+                storage.append(PagedKV(spec, num_slots=slots, dtype=dtype, device=device))
+        self.storage = tuple(storage)
 
-    def view(self, rows: Rows, counts: int | tuple[int, ...]) -> PagedView:
-        """The view of one forward over the active rows: `counts` tokens each, from `length` on."""
+    def view(self, rows: Rows, counts: int | tuple[int, ...], *, is_known: bool = False) -> CacheView:
+        """The view of one forward over the active rows: `counts` tokens each, from `length` on.
+
+        `is_known` tokens need no verdict: recurrent layers fold them as they come.
+        """
         active = rows.active
         if isinstance(counts, int):
             counts = (counts,) * len(active)
-        return PagedView(
-            self._storage,
-            pages=rows.page_table[active],
-            starts=rows.length[active],
-            counts=counts,
-            page_size=self.page_size,
+        starts = rows.length[active]
+        return CacheView(
+            self.storage,
+            blocks=Blocks(
+                pages=rows.page_table[active], starts=starts, counts=counts, page_size=self.page_size
+            ),
+            rows=Scan(active, starts, counts, is_known),
         )
 
     def commit(self, rows: Rows, num_committed: Tensor) -> None:
-        """Make the first `num_committed` [R] tokens of the block permanent.
+        """Make the first `num_committed` [R] tokens of the verified block permanent.
 
-        Paged layers have nothing to do: `length` is the commit. Recurrent layers fold their tape here.
+        Paged layers have nothing to do: `length` is the commit. Recurrent layers fold their tape.
         """
+        for storage in self.storage:
+            if isinstance(storage, RecurrentState):
+                storage.commit(rows.active, rows.length[rows.active], num_committed)
 
     @property
     def num_bytes(self) -> int:
-        layers = {id(layer): layer for layer in self._storage}.values()
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        return sum(layer.num_bytes for layer in {id(layer): layer for layer in self.storage}.values())

@@ -31,8 +31,12 @@ class PagedKV:
         self.keys.index_copy_(1, slots, k.transpose(0, 1))
         self.values.index_copy_(1, slots, v.transpose(0, 1))
 
-    def attend(self, q: Tensor, blocks: Blocks, mask: Mask) -> Tensor:
-        return attend_paged(q, self.keys, self.values, blocks, mask)
+    def attend(self, q: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None) -> Tensor:
+        return attend_paged(q, self.keys, self.values, blocks, mask, sinks)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

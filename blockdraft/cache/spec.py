@@ -28,24 +28,31 @@ class Windowed(Paged):
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A state of fixed size per row, plus a tape of the block that commit folds into it."""
+    """A state of fixed size per row, plus a tape of the block that commit folds into it.
 
-    num_heads: int
+    The convolution's channels are queries, keys and values side by side.
+    """
+
+    num_key_heads: int
+    num_heads: int  # of values, and of the state
     key_dim: int
     value_dim: int
-    conv_channels: int
     conv_width: int
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     def bytes_per_token(self, element_bytes: int) -> int:
         return 0
 
     def bytes_per_row(self, element_bytes: int, width: int) -> int:
         """State and tape; both accumulate in float32 or wider, the convolution's inputs do not."""
-        state_bytes = max(element_bytes, 4)
-        state = self.num_heads * self.key_dim * self.value_dim * state_bytes
+        wide_bytes = max(element_bytes, 4)
+        state = self.num_heads * self.key_dim * self.value_dim * wide_bytes
         tail = (self.conv_width - 1) * self.conv_channels * element_bytes
-        entry = self.num_heads * (self.key_dim + self.value_dim + 1) * state_bytes
-        return state + tail + width * (entry + self.conv_channels * element_bytes)
+        entry = self.num_key_heads * self.key_dim + self.num_heads * (self.value_dim + 1)
+        return state + tail + width * (entry * wide_bytes + self.conv_channels * element_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +71,8 @@ LayerSpec = Paged | Windowed | Recurrent | SharedWith
 def bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
     """What one token costs in pages, over all layers of target and drafter."""
     return sum(spec.bytes_per_token(element_bytes) for spec in specs)
+
+
+def bytes_per_row(specs: tuple[LayerSpec, ...], element_bytes: int, width: int) -> int:
+    """What one running sequence costs beside its pages: states and the tape of a block."""
+    return sum(spec.bytes_per_row(element_bytes, width) for spec in specs if isinstance(spec, Recurrent))

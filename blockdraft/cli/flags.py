@@ -10,7 +10,7 @@ from typing import get_type_hints
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import SettingsError
-from blockdraft.settings import DTYPES, SETTING_NAMES, Auto, Settings
+from blockdraft.settings import CHOICES, SETTING_NAMES, Auto, Settings
 
 
 def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) -> None:
@@ -25,8 +25,8 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = (
         if hints[item.name] is bool:
             action = argparse.BooleanOptionalAction
             group.add_argument(flag, action=action, default=item.default, help=text)
-        elif item.name == "dtype":
-            group.add_argument(flag, choices=DTYPES, default=item.default, help=text)
+        elif item.name in CHOICES:
+            group.add_argument(flag, choices=CHOICES[item.name], default=item.default, help=text)
         else:
             kind = _READERS.get(hints[item.name], str)
             metavar = "N" if kind is not str else "NAME"

@@ -9,7 +9,7 @@ from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import View
 from blockdraft.kernels.sampling import NEVER, Recent, choose
-from blockdraft.models.decoder import Decoder
+from blockdraft.models.decoder import Decoder, softcap
 from blockdraft.models.dflash import DFlash
 
 
@@ -44,19 +44,23 @@ class DFlashDrafter:
         masks = torch.full_like(anchor, config.mask_token_id).expand(-1, self.block - 1)
         block = torch.cat((anchor, masks), dim=1)  # [R, block]
         view = cache.view(rows, self.block)
-        hidden = self.model(self.target.embed(block.flatten()) * config.embedding_scale, view)
+        hidden = self.model(self._embed(block.flatten()), view)
         hidden = hidden.unflatten(0, block.shape)[:, 1:]
         return self._logits(hidden)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """The target's embeddings, scaled as in the drafter's training: as the target does, or as it says."""
+        scale = self.model.config.embedding_scale
+        return self.target.embed(token_ids) if scale is None else self.target.embedding(token_ids) * scale
 
     def absorb(self, features: Tensor, view: View) -> None:
         self.model.absorb(features, view)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         config = self.model.config
-        head = self.target.logits if self.model.head is None else self.model.head
-        logits = head(hidden) * config.logit_scale
-        if config.logit_softcap is not None:
-            logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
+        head = self.target.head_logits if self.model.head is None else self.model.head
+        cap = config.logit_softcap if config.logit_softcap is not None else self.target.config.logit_softcap
+        logits = softcap(head(hidden) * config.logit_scale, cap)
         if self.vocab_map is None:
             return logits
         full = logits.new_full((*logits.shape[:-1], config.vocab_size), NEVER)

@@ -40,6 +40,7 @@ class Engine:
         self.cache = Cache(
             specs,
             num_pages=num_pages,
+            num_rows=plan.max_rows + 1,  # and the scratch row
             page_size=plan.page_size,
             dtype=getattr(torch, plan.dtype),
             device=models.device,

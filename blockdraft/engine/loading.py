@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,13 +16,15 @@ from blockdraft.engine.tokenizer import Tokenizer
 from blockdraft.errors import ModelError
 from blockdraft.machine import read_machine
 from blockdraft.models.checkpoint import Checkpoint, open_checkpoint
-from blockdraft.models.config import ModelConfig, read_model_config
+from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair, read_draft_config
+from blockdraft.models.families import read_model_config
+from blockdraft.models.quantization import read_quantization
 from blockdraft.models.registry import build_decoder
 from blockdraft.models.weights import load_decoder, load_drafter
-from blockdraft.plan import Plan, make_plan
+from blockdraft.plan import Plan, Weights, make_plan
 from blockdraft.settings import Settings
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -46,6 +49,13 @@ def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
     report(f"opening {settings.model}")
     checkpoint = open_checkpoint(settings.model, report=report)
     config = read_model_config(checkpoint.config, name=checkpoint.name)
+    if config.num_layers > len(checkpoint.tensors()):
+        raise ModelError(
+            f"'{checkpoint.name}': config.json says {config.num_layers} layers, but the files hold "
+            f"{len(checkpoint.tensors())} tensors. Fetch the checkpoint again."
+        )
+    if config.left_out:
+        report(f"text only: the {' and '.join(config.left_out)} part of {settings.model} is not loaded")
     tokenizer = Tokenizer(checkpoint.tokenizer_parts())
     draft_checkpoint = None
     draft_config = None
@@ -54,8 +64,17 @@ def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
         draft_checkpoint = open_checkpoint(settings.draft, report=report)
         draft_config = read_draft_config(draft_checkpoint.config, name=draft_checkpoint.name)
         check_pair(draft_config, config, tokenizer.eos_ids)
-    plan = make_plan(settings, read_machine(), config, draft_config)
-    report(f"loading weights as {plan.dtype}")
+    weights = _weights(checkpoint, functools.partial(_decoder, config, (), 1, device))
+    draft_weights = None
+    if draft_checkpoint is not None and draft_config is not None:
+        build = functools.partial(
+            DFlash, draft_config, first_layer=0, max_positions=1, has_head=False, device=device
+        )
+        draft_weights = _weights(draft_checkpoint, build)
+    plan = make_plan(
+        settings, read_machine(), config, draft_config, weights=weights, draft_weights=draft_weights
+    )
+    report(f"loading weights as {plan.dtype}{_how(plan.quantization)}")
     target = load_target(checkpoint, config, draft_config, plan, device)
     drafter: Drafter = NoDrafter(plan.width)
     if draft_checkpoint is not None and draft_config is not None:
@@ -63,6 +82,26 @@ def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
         draft_checkpoint.close()
     checkpoint.close()
     return Models(config, draft_config, target, drafter, tokenizer, plan, device)
+
+
+def _weights(checkpoint: Checkpoint, build: Callable[[], nn.Module]) -> Weights:
+    """How large a checkpoint is and how it is quantised; `build` makes its model."""
+    try:
+        num_values = sum(parameter.numel() for parameter in _empty(build, "float32").parameters())
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ModelError(
+            f"'{checkpoint.name}': config.json describes a model that no machine holds ({error}). "
+            "Fetch it again."
+        ) from None
+    quantization = read_quantization(checkpoint.config, checkpoint.quant_file, name=checkpoint.name)
+    if quantization is not None:
+        return Weights(num_values, quantization.name)
+    is_packed = any(checkpoint.ggml_type(name) is not None for name in checkpoint.tensors())
+    return Weights(num_values, "GGUF" if is_packed else None)
+
+
+def _how(quantization: str) -> str:
+    return {"none": "", "keep": ", packed as stored"}.get(quantization, f", quantised to {quantization}")
 
 
 def load_target(
@@ -73,13 +112,13 @@ def load_target(
     device: torch.device,
 ) -> Decoder:
     taps = draft.taps if draft is not None else ()
-    target = _empty(
-        lambda: build_decoder(config, taps=taps, max_positions=plan.max_positions),
-        plan.dtype,
-        device,
-    )
-    load_decoder(target, checkpoint, is_tied=config.ties_embeddings)
-    return target
+    target = _empty(lambda: _decoder(config, taps, plan.max_positions, device), plan.dtype)
+    load_decoder(target, checkpoint, storage=plan.quantization, device=device)
+    return target.requires_grad_(False).eval()
+
+
+def _decoder(config: ModelConfig, taps: tuple[int, ...], max_positions: int, device: torch.device) -> Decoder:
+    return build_decoder(config, taps=taps, max_positions=max_positions, device=device)
 
 
 def load_dflash(
@@ -89,32 +128,30 @@ def load_dflash(
     plan: Plan,
     device: torch.device,
 ) -> DFlashDrafter:
-    shapes = checkpoint.shapes()
-    has_head = "lm_head.weight" in shapes
-    model = _empty(
-        lambda: DFlash(
-            config,
-            first_layer=target.config.num_layers,
-            max_positions=plan.max_positions,
-            has_head=has_head,
-        ),
-        plan.dtype,
-        device,
+    has_head = "lm_head.weight" in checkpoint.tensors()
+    build = functools.partial(
+        DFlash,
+        config,
+        first_layer=target.config.num_layers,
+        max_positions=plan.max_positions,
+        has_head=has_head,
+        device=device,
     )
-    load_drafter(model, checkpoint)
+    model = _empty(build, plan.dtype)
+    load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
+    model.requires_grad_(False).eval()
     return DFlashDrafter(model, target, _vocab_map(checkpoint, config, has_head, device))
 
 
-def _empty(build: Callable[[], Module], dtype: str, device: torch.device) -> Module:
-    """A module with uninitialised parameters of `dtype`, frozen, for inference."""
+def _empty(build: Callable[[], Module], dtype: str) -> Module:
+    """A module of `dtype` without memory for its parameters."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        with device:
-            module = build()
+        with torch.device("meta"):
+            return build()
     finally:
         torch.set_default_dtype(before)
-    return module.requires_grad_(False).eval()
 
 
 def _vocab_map(
@@ -123,7 +160,7 @@ def _vocab_map(
     """Target token id of each row of a reduced head: `d2t` stores the difference to the row number."""
     if config.draft_vocab_size == config.vocab_size:
         return None
-    shapes = checkpoint.shapes()
+    shapes = {name: info.shape for name, info in checkpoint.tensors().items()}
     if not has_head or shapes.get("d2t") != (config.draft_vocab_size,):
         raise ModelError(
             f"draft '{config.name}' has a vocabulary of {config.draft_vocab_size} of the target's "

@@ -215,7 +215,10 @@ def _text_of(content: object, may_be_empty: bool) -> str:
 def _text_of_part(part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text":
-        raise RequestError(f"a message has a part of type {kind!r}: this engine is text only.")
+        raise RequestError(
+            f"a message has a part of type {kind!r}, but only text is supported, whatever the model itself "
+            'can do: this engine is text only. Send {"type": "text", "text": "..."} parts.'
+        )
     text = part.get("text") if isinstance(part, dict) else None
     if not isinstance(text, str):
         raise RequestError(f"a text part holds {type(text).__name__}: its 'text' must be a string.")

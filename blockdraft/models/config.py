@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from blockdraft.cache.spec import LayerSpec, Paged, Windowed
+from blockdraft.cache.spec import LayerSpec, Paged, Recurrent, SharedWith, Windowed
 from blockdraft.errors import ModelError
 
 T = TypeVar("T", int, float, bool, str)
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal[
+    "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4", "gpt_oss"
+]
 
-FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
+# Of weights. keep: as the file has them; none: unpacked into the model's dtype; else: quantised at load.
+Storage = Literal["keep", "none", "fp8", "int8"]
+
+
+_HUGE = 2**31  # numbers beyond are mistakes; NaN is not below it either
+
+
+def _shown(value: object) -> str:
+    text = str(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of over 30 digits"
+    return text[:40]
 
 
 class Fields:
     """A mapping that answers with the asked type, or with an error that names the key and the value."""
 
-    def __init__(self, raw: Mapping[str, object], *, owner: str, prefix: str = "") -> None:
+    def __init__(
+        self, raw: Mapping[str, object], *, owner: str, prefix: str = "", file: str = "layers.py"
+    ) -> None:
         self.raw = raw
         self.owner = owner
         self.prefix = prefix
+        self.file = file  # the one that would have to implement what is refused
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of `key`; None in the file counts as absent."""
@@ -40,8 +51,11 @@ class Fields:
         value = self.raw.get(key)
         if value is None:
             return None
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not abs(value) < _HUGE:  # type: ignore[arg-type]
+            raise self.error(f"says {self.prefix}{key} = {_shown(value)}, which no model has")
+        if kind is float and is_number:
+            value = float(value)  # type: ignore[arg-type]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.error(f"says {self.prefix}{key} = {value!r}, expected {kind.__name__}")
         return value
@@ -52,13 +66,19 @@ class Fields:
             raise self.error(f"says {self.prefix}{key} = {value}, expected a positive number")
         return value
 
+    def above_zero(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, float, default)
+        if not value > 0:
+            raise self.error(f"says {self.prefix}{key} = {value}, expected a positive number")
+        return value
+
     def items(self, key: str, kind: type[T]) -> tuple[T, ...] | None:
         value = self.raw.get(key)
         if value is None:
             return None
         if not isinstance(value, list | tuple):
             raise self.error(f"says {self.prefix}{key} = {value!r}, expected a list")
-        one = (Fields({key: item}, owner=self.owner, prefix=self.prefix) for item in value)
+        one = (Fields({key: item}, owner=self.owner, prefix=self.prefix, file=self.file) for item in value)
         return tuple(fields.get(key, kind) for fields in one)
 
     def section(self, key: str) -> Fields:
@@ -68,13 +88,14 @@ class Fields:
             value = {}
         if not isinstance(value, Mapping):
             raise self.error(f"says {self.prefix}{key} = {value!r}, expected an object")
-        return Fields(value, owner=self.owner, prefix=f"{self.prefix}{key}.")
+        return Fields(value, owner=self.owner, prefix=f"{self.prefix}{key}.", file=self.file)
 
     def refuse(self, key: str, *allowed: object) -> None:
         """A key that we implement for `allowed` (and absence) only."""
         value = self.raw.get(key)
         if value is not None and value not in allowed:
-            raise self.error(f"asks for {self.prefix}{key} = {value!r}, which is not implemented")
+            what = f"asks for {self.prefix}{key} = {value!r}"
+            raise self.error(f"{what}, which blockdraft/models/{self.file} does not implement")
 
     def error(self, what: str) -> ModelError:
         return ModelError(f"'{self.owner}': config.json {what}. See docs/models.md.")
@@ -85,12 +106,85 @@ class Rope:
     """How positions become angles; `kind` names the frequency rule."""
 
     theta: float
-    kind: Literal["default", "linear", "llama3", "factors"] = "default"
+    kind: Literal["default", "linear", "llama3", "factors", "yarn", "proportional"] = "default"
+    part: float = 1.0  # share of a head that is rotated; the rest passes unchanged
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
     factors: tuple[float, ...] = ()  # GGUF stores llama3's rule as one divisor per frequency
+    beta_fast: float = 32.0  # yarn: rotations above which a frequency is kept,
+    beta_slow: float = 1.0  # and below which it is divided by `factor`
+    is_truncated: bool = True  # yarn: the ramp between them starts and ends at whole pairs
+    attention_scale: float = 1.0  # yarn: multiplies cosines and sines
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """A layer that attends. What only one family does with it is in that family's file."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    window: int | None = None  # None sees everything
+    has_bias: bool = False  # on queries, keys and values
+    has_out_bias: bool = False
+    has_values: bool = True  # False: the values are the unrotated keys
+    shared_with: int | None = None  # the layer whose keys and values this one reads
+
+    def spec(self) -> LayerSpec:
+        if self.shared_with is not None:
+            return SharedWith(self.shared_with)
+        return layer_spec(self.num_kv_heads, self.head_dim, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """A gated delta rule behind a short convolution: a layer with a state instead of keys and values."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    def spec(self) -> Recurrent:
+        return Recurrent(
+            num_key_heads=self.num_key_heads,
+            num_heads=self.num_value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            conv_width=self.conv_width,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MLPConfig:
+    """A dense feed-forward part."""
+
+    inner_size: int
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """A mixture of experts: `num_chosen` of `num_experts` run for each token."""
+
+    num_experts: int
+    num_chosen: int
+    inner_size: int
+    is_normalised: bool = True  # the chosen experts' weights sum to one
+    shared_size: int | None = None  # an expert that always runs, behind a gate of its own
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One decoder layer. Most have one feed-forward part; Gemma 4's mixtures have both."""
+
+    mixer: AttentionConfig | DeltaConfig
+    mlp: MLPConfig | None = None
+    moe: MoEConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +195,26 @@ class ModelConfig:
     family: Family
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     norm_eps: float
-    rope: Rope
     max_positions: int
     ties_embeddings: bool
-    has_attention_bias: bool
-    has_mlp_bias: bool
-    windows: tuple[int | None, ...]  # per layer; None sees everything
+    layers: tuple[LayerConfig, ...]
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+    swiglu_limit: float | None = None  # gpt-oss clamps what enters its activation
+    left_out: tuple[str, ...] = ()  # parts of the checkpoint that are not text: "vision", "audio"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers keep a state, which prefix reuse cannot restore."""
+        return any(isinstance(layer.mixer, DeltaConfig) for layer in self.layers)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        return tuple(layer_spec(self.num_kv_heads, self.head_dim, window) for window in self.windows)
+        return tuple(layer.mixer.spec() for layer in self.layers)
 
 
 def layer_spec(num_kv_heads: int, head_dim: int, window: int | None) -> LayerSpec:
@@ -123,62 +222,6 @@ def layer_spec(num_kv_heads: int, head_dim: int, window: int | None) -> LayerSpe
     if window is None:
         return Paged(num_kv_heads=num_kv_heads, head_dim=head_dim)
     return Windowed(num_kv_heads=num_kv_heads, head_dim=head_dim, window=window)
-
-
-def read_model_config(raw: Mapping[str, object], *, name: str) -> ModelConfig:
-    """The target described by a config.json; everything we would get wrong is refused here."""
-    fields = Fields(raw, owner=name)
-    family = _family(fields)
-    refuse_quantised(fields)
-    fields.refuse("hidden_act", "silu", "swish")
-    fields.refuse("pretraining_tp", 1)
-    if family == "qwen2":
-        fields.refuse("attention_bias", True)
-    hidden_size = fields.positive("hidden_size")
-    num_heads, num_kv_heads, head_dim = read_heads(fields, hidden_size)
-    num_layers = fields.positive("num_hidden_layers")
-    rope = read_rope(fields)
-    if rope.kind == "factors" and len(rope.factors) != head_dim // 2:
-        raise fields.error(f"has {len(rope.factors)} rope factors for {head_dim // 2} rotated pairs")
-    return ModelConfig(
-        name=name,
-        family=family,
-        vocab_size=fields.positive("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.positive("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        norm_eps=fields.get("rms_norm_eps", float, 1e-6),
-        rope=rope,
-        max_positions=fields.positive("max_position_embeddings", 2048),
-        ties_embeddings=fields.get("tie_word_embeddings", bool, False),
-        has_attention_bias=fields.get("attention_bias", bool, family == "qwen2"),
-        has_mlp_bias=fields.get("mlp_bias", bool, False),
-        windows=read_windows(fields, num_layers),
-    )
-
-
-def _family(fields: Fields) -> Family:
-    architectures = fields.items("architectures", str) or ()
-    for architecture in architectures:
-        if architecture in FAMILIES:
-            return FAMILIES[architecture]
-    raise ModelError(
-        f"'{fields.owner}': architecture {', '.join(architectures) or 'missing'} is not supported; "
-        f"supported: {', '.join(FAMILIES)}. See docs/models.md."
-    )
-
-
-def refuse_quantised(fields: Fields) -> None:
-    section = fields.section("quantization_config")
-    if section.raw:
-        method = section.raw.get("quant_method", "unnamed")
-        raise ModelError(
-            f"'{fields.owner}': quantised checkpoint ({method}); this version reads unquantised "
-            "safetensors and GGUF files. Use the bf16 checkpoint. See docs/models.md."
-        )
 
 
 def read_heads(fields: Fields, hidden_size: int) -> tuple[int, int, int]:
@@ -193,47 +236,107 @@ def read_heads(fields: Fields, hidden_size: int) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def read_rope(fields: Fields) -> Rope:
-    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    section = fields.section("rope_parameters")
-    if not section.raw:
-        section = fields.section("rope_scaling")
+def read_rope(fields: Fields, *, head_dim: int, theta: float = 10000.0, part: float | None = None) -> Rope:
+    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before); defaults as given.
+
+    Without a default `part`, heads are always rotated as a whole.
+    """
+    section, older = fields.section("rope_parameters"), fields.section("rope_scaling")
+    if section.raw and older.raw and section.raw != older.raw:
+        raise fields.error("has both 'rope_parameters' and 'rope_scaling', and they differ: keep one")
+    section = section if section.raw else older
     nested = [key for key, value in section.raw.items() if isinstance(value, Mapping)]
     if nested:
         raise section.error(f"has a rope of its own for {nested[0]!r}, which is not implemented")
-    theta = section.optional("rope_theta", float) or fields.get("rope_theta", float, 10000.0)
-    fields.refuse("partial_rotary_factor", 1, 1.0)
-    section.refuse("partial_rotary_factor", 1, 1.0)
+    has_own = section.raw.get("rope_theta") is not None
+    theta = section.above_zero("rope_theta") if has_own else fields.above_zero("rope_theta", theta)
+    if part is None:
+        # transformers passes over the key in these families, other engines heed it.
+        section.refuse("partial_rotary_factor", 1)
+        fields.refuse("partial_rotary_factor", 1)
+        part = 1.0
+    part = section.optional("partial_rotary_factor", float) or fields.get(
+        "partial_rotary_factor", float, part
+    )
+    return rope_of(section, fields, head_dim=head_dim, theta=theta, part=part)
+
+
+def rope_of(section: Fields, fields: Fields, *, head_dim: int, theta: float, part: float) -> Rope:
+    """The rope that `section` describes, for heads of `head_dim`."""
+    if not 0 < part <= 1 or int(head_dim * part) % 2 or int(head_dim * part) == 0:
+        raise section.error(f"rotates a share of {part} of heads of {head_dim}, not an even number of values")
     kind = section.optional("rope_type", str) or section.get("type", str, "default")
-    if kind == "default":
-        return Rope(theta=theta)
+    if kind in ("default", "mrope"):  # mrope: three positions, which are one and the same for text
+        return Rope(theta=theta, part=part)
     if kind == "linear":
-        return Rope(theta=theta, kind="linear", factor=_above_zero(section, "factor"))
+        return Rope(theta=theta, kind="linear", part=part, factor=section.above_zero("factor"))
+    if kind in ("llama3", "yarn"):
+        # Phi-3 keeps it outside; where both places say something else, engines disagree on which counts.
+        fields.refuse("original_max_position_embeddings", section.raw.get("original_max_position_embeddings"))
     if kind == "llama3":
         return Rope(
             theta=theta,
             kind="llama3",
-            factor=_above_zero(section, "factor"),
-            low_freq_factor=_above_zero(section, "low_freq_factor"),
-            high_freq_factor=_above_zero(section, "high_freq_factor"),
+            part=part,
+            factor=section.above_zero("factor"),
+            low_freq_factor=section.above_zero("low_freq_factor"),
+            high_freq_factor=section.above_zero("high_freq_factor"),
             original_max_positions=section.positive("original_max_position_embeddings"),
         )
+    if kind == "proportional":
+        factor = section.above_zero("factor") if "factor" in section.raw else 1.0
+        return Rope(theta=theta, kind="proportional", part=part, factor=factor)
+    if kind == "yarn":
+        return _yarn(section, fields, theta=theta, part=part)
     if kind == "factors":
-        return Rope(theta=theta, kind="factors", factors=section.items("factors", float) or ())
-    raise section.error(f"asks for rope_type '{kind}', which models/layers.py does not implement")
+        factors = section.items("factors", float) or ()
+        if len(factors) != head_dim // 2:
+            raise fields.error(f"has {len(factors)} rope factors for {head_dim // 2} rotated pairs")
+        return Rope(theta=theta, kind="factors", factors=factors)
+    raise section.error(
+        f"asks for {section.prefix}rope_type = '{kind}', which blockdraft/models/rotary.py does not implement"
+    )
 
 
-def _above_zero(section: Fields, key: str) -> float:
-    value = section.get(key, float)
-    if value <= 0:
-        raise section.error(f"says {section.prefix}{key} = {value}, expected a positive number")
-    return value
+def _yarn(section: Fields, fields: Fields, *, theta: float, part: float) -> Rope:
+    original = section.optional("original_max_position_embeddings", int)
+    original = original or fields.positive("max_position_embeddings")
+    factor = section.above_zero("factor")
+    if theta <= 1:
+        raise section.error(f"scales a rope of theta = {theta} by yarn, which needs more than 1")
+    scale = None if section.raw.get("attention_factor") is None else section.above_zero("attention_factor")
+    if scale is None:
+        mscale, all_dim = section.optional("mscale", float), section.optional("mscale_all_dim", float)
+        scale = _yarn_scale(factor, 1.0)
+        if mscale and all_dim:
+            scale = _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        part=part,
+        factor=factor,
+        original_max_positions=original,
+        # As in transformers, a border of zero is none.
+        beta_fast=section.above_zero("beta_fast", 32.0) if section.raw.get("beta_fast") else 32.0,
+        beta_slow=section.above_zero("beta_slow", 1.0) if section.raw.get("beta_slow") else 1.0,
+        is_truncated=section.get("truncate", bool, True),
+        attention_scale=scale,
+    )
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def read_softcap(fields: Fields) -> float | None:
+    """What squeezes the logits; None: nothing."""
+    key = "final_logit_softcapping"
+    return None if fields.raw.get(key) is None else fields.above_zero(key)
 
 
 def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer: `layer_types` where given, else the older Qwen2 keys."""
     layer_types = fields.items("layer_types", str)
-    window = fields.optional("sliding_window", int)
     is_used = fields.optional("use_sliding_window", bool)
     if is_used is False or (layer_types is None and is_used is None):
         return (None,) * num_layers  # as in transformers, where the switch overrules layer_types
@@ -242,11 +345,22 @@ def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
         layer_types = tuple(
             "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
         )
-    if len(layer_types) != num_layers:
-        raise fields.error(f"lists {len(layer_types)} layer_types for {num_layers} layers")
-    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise fields.error(f"has layer type {sorted(unknown)[0]!r}, which is not implemented")
+    return windows_of(fields, layer_types, num_layers)
+
+
+def windows_of(fields: Fields, layer_types: tuple[str, ...], num_layers: int) -> tuple[int | None, ...]:
+    check_layer_types(fields, layer_types, num_layers, {"full_attention", "sliding_attention"})
+    window = fields.optional("sliding_window", int)
     if "sliding_attention" in layer_types and (window is None or window <= 0):
         raise fields.error(f"has sliding layers and sliding_window = {window}")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def check_layer_types(fields: Fields, layer_types: tuple[str, ...], num_layers: int, known: set[str]) -> None:
+    if len(layer_types) != num_layers:
+        raise fields.error(f"lists {len(layer_types)} layer_types for {num_layers} layers")
+    unknown = set(layer_types) - known
+    if unknown:
+        raise fields.error(
+            f"has layer type {sorted(unknown)[0]!r}, which blockdraft/models/{fields.file} does not implement"
+        )

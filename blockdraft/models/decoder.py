@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.cache.view import View
-from blockdraft.kernels.linear import linear
-from blockdraft.models.config import ModelConfig
-from blockdraft.models.layers import DecoderLayer, Linear, RMSNorm, Rotary
+from blockdraft.kernels.rows import Angles
+from blockdraft.models.config import AttentionConfig, ModelConfig, Rope
+from blockdraft.models.layers import Embedding, Linear, RMSNorm
+from blockdraft.models.rotary import Rotary
 
 
 class Decoder(nn.Module):
@@ -17,30 +18,38 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layers: list[DecoderLayer],
+        layers: list[nn.Module],
+        norm: RMSNorm,
         *,
         taps: tuple[int, ...],
         max_positions: int,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.config = config
         self.taps = taps
-        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.rotary = Rotary(config.rope, config.head_dim, max_positions)
+        self.norm = norm
         self.head = None if config.ties_embeddings else Linear(config.hidden_size, config.vocab_size)
+        kinds = [_rope(config, index) for index in range(config.num_layers)]
+        ropes = list(dict.fromkeys(kind for kind in kinds if kind is not None))
+        self.rotaries = nn.ModuleList(Rotary(*rope, max_positions, device) for rope in ropes)
+        self._rotary_of = tuple(None if kind is None else ropes.index(kind) for kind in kinds)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return self.embedding[token_ids]
+        x: Tensor = self.embedding(token_ids)
+        if self.config.embedding_scale == 1:
+            return x
+        return x * x.new_tensor(self.config.embedding_scale)  # rounded to the stream's dtype, as trained
 
     def forward(self, token_ids: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """Hidden states [N, E] before the head, and features [N, taps * E], for token_ids [N]."""
         x = self.embed(token_ids)
-        angles = self.rotary(view.positions)
+        angles: list[Angles] = [rotary(view.positions) for rotary in self.rotaries]
         tapped: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            x = layer(x, angles, view)
+        for index, (layer, rotary) in enumerate(zip(self.layers, self._rotary_of, strict=True)):
+            x = layer(x, None if rotary is None else angles[rotary], view)
             if index in self.taps:
                 tapped[index] = x
         features = [tapped[index] for index in self.taps]
@@ -48,6 +57,18 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] for hidden states [..., E]."""
-        if self.head is None:
-            return linear(hidden, self.embedding)
-        return self.head(hidden)  # type: ignore[no-any-return]
+        return softcap(self.head_logits(hidden), self.config.logit_softcap)
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """The logits before they are capped."""
+        return self.embedding.project(hidden) if self.head is None else self.head(hidden)
+
+
+def softcap(logits: Tensor, cap: float | None) -> Tensor:
+    """Values squeezed into (-cap, cap)."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _rope(config: ModelConfig, index: int) -> tuple[Rope, int] | None:
+    mixer = config.layers[index].mixer
+    return (mixer.rope, mixer.head_dim) if isinstance(mixer, AttentionConfig) else None

@@ -8,13 +8,15 @@ embeddings of [anchor, mask, mask, …], and the output at column k is a guess o
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.rows import Angles, rotate
 from blockdraft.models.draft_config import DraftConfig
-from blockdraft.models.layers import GatedMLP, Linear, RMSNorm, Rotary
+from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
+from blockdraft.models.rotary import Rotary
 
 
 class DFlashLayer(nn.Module):
@@ -56,7 +58,15 @@ class DFlashLayer(nn.Module):
 class DFlash(nn.Module):
     """The drafter's body; `first_layer` is where its layers begin in the shared cache."""
 
-    def __init__(self, config: DraftConfig, *, first_layer: int, max_positions: int, has_head: bool) -> None:
+    def __init__(
+        self,
+        config: DraftConfig,
+        *,
+        first_layer: int,
+        max_positions: int,
+        has_head: bool,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.config = config
         hidden = config.hidden_size
@@ -66,7 +76,7 @@ class DFlash(nn.Module):
             DFlashLayer(config, index, first_layer + index) for index in range(config.num_layers)
         )
         self.norm = RMSNorm(hidden, config.norm_eps)
-        self.rotary = Rotary(config.rope, config.head_dim, max_positions)
+        self.rotary = Rotary(config.rope, config.head_dim, max_positions, device)
         self.head = Linear(hidden, config.draft_vocab_size) if has_head else None
 
     def absorb(self, features: Tensor, view: View) -> None:

@@ -19,8 +19,8 @@ from blockdraft.models.config import (
     layer_spec,
     read_heads,
     read_rope,
+    read_softcap,
     read_windows,
-    refuse_quantised,
 )
 
 
@@ -44,7 +44,7 @@ class DraftConfig:
     windows: tuple[int | None, ...]  # per layer
     is_causal: tuple[bool, ...]  # per layer, inside the block
     has_anchored_window: bool  # the window is measured from the anchor, not the query
-    embedding_scale: float
+    embedding_scale: float | None  # None: the target's own
     logit_scale: float
     logit_softcap: float | None
     target_hidden_size: int
@@ -189,13 +189,12 @@ def _draft(
         raise fields.error(f"says block_size = {block}, but a block is an anchor and at least one draft")
     if not taps or min(taps) < 0:
         raise fields.error(f"reads target layers {list(taps)}")
-    refuse_quantised(fields)
     body.refuse("hidden_act", "silu", "swish")
     body.refuse("attention_bias", False)
     hidden_size = body.positive("hidden_size")
     num_heads, num_kv_heads, head_dim = read_heads(body, hidden_size)
     vocab_size = body.positive("vocab_size")
-    softcap = dflash.optional("final_logit_softcapping", float)
+    softcap = read_softcap(dflash)
     return DraftConfig(
         name=fields.owner,
         block=block,
@@ -208,14 +207,14 @@ def _draft(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=body.get("rms_norm_eps", float, 1e-6),
-        rope=read_rope(body),
+        norm_eps=body.above_zero("rms_norm_eps", 1e-6),
+        rope=read_rope(body, head_dim=head_dim),
         windows=windows,
         is_causal=is_causal,
         has_anchored_window="speculators_model_type" in fields.raw,
-        embedding_scale=dflash.get("input_embedding_scale", float, 1.0),
+        embedding_scale=dflash.optional("input_embedding_scale", float),
         logit_scale=dflash.get("output_multiplier", float, 1.0),
-        logit_softcap=softcap or fields.optional("final_logit_softcapping", float),
+        logit_softcap=softcap or read_softcap(fields),
         target_hidden_size=fields.positive("target_hidden_size", hidden_size),
         num_target_layers=num_target_layers,
     )

@@ -1,72 +1,121 @@
 """A Hugging Face model folder: config.json, safetensors shards, and tokenizer files if it has any.
 
-Opening a folder opens every shard, which checks the shard's header against its size, so that a
-download cut short is found before anything runs. Only safetensors are read: a pickled file (.bin,
-.pt, .pth) can run code when it is opened, and never is.
+Opening a folder reads the header of every shard and checks it against the shard's size, so that a
+download cut short is found before anything runs. A header is a u64 length and that much JSON, which
+gives each tensor's dtype, shape and place in the bytes that follow. Only safetensors are read: a pickled
+file (.bin, .pt, .pth) can run code when it is opened, and never is.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import struct
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from blockdraft.errors import ModelError
-from blockdraft.models.checkpoint import TokenizerParts
+from blockdraft.models.checkpoint import TensorInfo, TokenizerParts, read_bytes, row_range
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_QUANT_FILE = "hf_quant_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_HEADER_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
-class _Shard(Protocol):
-    """What safetensors' safe_open offers; its own signatures are untyped."""
 
-    def keys(self) -> list[str]: ...
-    def get_slice(self, name: str) -> _Slice: ...
-    def get_tensor(self, name: str) -> torch.Tensor: ...
+class _Damaged(Exception):
+    """What is wrong with a shard; FolderCheckpoint adds its name."""
 
 
-class _Slice(Protocol):
-    def get_shape(self) -> list[int]: ...
+class _Entry(NamedTuple):
+    """One tensor as a shard's header describes it."""
+
+    info: TensorInfo
+    begin: int  # bytes from the end of the header
+    end: int
+
+
+class _Place(NamedTuple):
+    """Where one tensor is."""
+
+    info: TensorInfo
+    shard: str
+    file: FileIO
+    offset: int  # bytes from the start of the file
 
 
 class FolderCheckpoint:
-    """One model folder with its shards mapped."""
+    """One model folder with its shards open."""
 
     def __init__(self, folder: Path, *, name: str) -> None:
         self.name = name
         self._folder = folder
+        self._files: list[FileIO] = []
+        self._places: dict[str, _Place] = {}
         self.config: Mapping[str, object] = self._json("config.json", is_required=True)
-        self._shards: dict[str, _Shard] = {}  # tensor name -> the shard that holds it
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        weight_map = self._weight_map()
-        for shard in self._shard_names(weight_map):
-            self._open_shard(shard)
-        for tensor, shard in weight_map.items():
-            if tensor not in self._shards:
-                raise ModelError(
-                    f"'{self.name}': {shard} lacks '{tensor}', which {_INDEX} promises. Download it again."
-                )
+        has_quant_file = (folder / _QUANT_FILE).exists()
+        self.quant_file: Mapping[str, object] | None = self._json(_QUANT_FILE) if has_quant_file else None
+        try:
+            self._open_shards()
+        except ModelError:
+            self.close()
+            raise
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: place.info for name, place in self._places.items()}
 
-    def read(self, name: str) -> torch.Tensor:
-        shard = self._shards.get(name)
-        if shard is None:
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        place = self._places.get(name)
+        if place is None:
             raise ModelError(
                 f"'{self.name}' has no tensor '{name}': the folder does not match its config.json."
             )
-        try:
-            return shard.get_tensor(name)
-        except SafetensorError as error:
-            raise ModelError(f"'{self.name}': tensor '{name}' cannot be read ({error}).") from None
+        shape, dtype = place.info
+        begin, end = row_range(shape, begin, end)
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        raw = read_bytes(
+            place.file,
+            offset=place.offset + begin * row_bytes,
+            num_bytes=(end - begin) * row_bytes,
+            owner=f"'{self.name}': {place.shard}",
+        )
+        return raw.view(dtype).view((end - begin, *shape[1:]) if shape else ())
+
+    def ggml_type(self, name: str) -> int | None:
+        return None
+
+    def read_packed(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        raise ModelError(f"'{self.name}' is a folder: its tensor '{name}' has no GGUF blocks to read.")
 
     def tokenizer_parts(self) -> TokenizerParts:
         tokenizer = self._tokenizer()
@@ -85,7 +134,19 @@ class FolderCheckpoint:
         )
 
     def close(self) -> None:
-        self._shards.clear()
+        for file in self._files:
+            file.close()
+        self._places.clear()
+
+    def _open_shards(self) -> None:
+        weight_map = self._weight_map()
+        for shard in self._shard_names(weight_map):
+            self._open_shard(shard)
+        for tensor, shard in weight_map.items():
+            if tensor not in self._places:
+                raise ModelError(
+                    f"'{self.name}': {shard} lacks '{tensor}', which {_INDEX} promises. Download it again."
+                )
 
     def _weight_map(self) -> dict[str, str]:
         """Tensor name -> shard, from the index; empty for a model in one file."""
@@ -123,20 +184,21 @@ class FolderCheckpoint:
         raise ModelError(f"'{self.name}' has no .safetensors file in {self._folder}. Download the weights.")
 
     def _open_shard(self, shard: str) -> None:
-        path = self._folder / shard
+        owner = f"'{self.name}': {shard}"
         try:
-            handle: _Shard = safe_open(str(path), framework="pt")
+            file = FileIO(self._folder / shard)
+            self._files.append(file)
+            header, data_start = _read_header(file, owner=owner)
+            entries = _tensor_entries(header, owner=owner)
+            _check_layout(entries, num_bytes=os.fstat(file.fileno()).st_size - data_start)
         except FileNotFoundError:
             raise ModelError(f"'{self.name}' lacks its shard {shard}. Download it again.") from None
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"'{self.name}': {shard} is damaged or truncated ({error}). Download it again."
-            ) from None
-        for tensor in handle.keys():  # noqa: SIM118 - not a dict: it cannot be iterated
-            if tensor in self._shards:
+        except (_Damaged, OSError) as error:
+            raise ModelError(f"{owner} is damaged or truncated ({error}). Download it again.") from None
+        for tensor, entry in entries.items():
+            if tensor in self._places:
                 raise ModelError(f"'{self.name}': tensor '{tensor}' is in {shard} and in another shard too.")
-            self._shards[tensor] = handle
-            self._shapes[tensor] = tuple(handle.get_slice(tensor).get_shape())
+            self._places[tensor] = _Place(entry.info, shard, file, data_start + entry.begin)
 
     def _tokenizer(self) -> Tokenizer:
         path = self._folder / "tokenizer.json"
@@ -197,6 +259,74 @@ class FolderCheckpoint:
             raise ModelError(f"'{self.name}': {file} cannot be read ({error.strerror}).") from None
         except UnicodeDecodeError:
             raise ModelError(f"'{self.name}': {file} is not UTF-8 text. Download it again.") from None
+
+
+def _read_header(file: FileIO, *, owner: str) -> tuple[dict[str, object], int]:
+    """The header's JSON object, and the byte where the tensors begin."""
+    file_bytes = os.fstat(file.fileno()).st_size
+    if file_bytes < _HEADER_LENGTH.size:
+        raise _Damaged(f"it has {file_bytes} bytes")
+    length_field = read_bytes(file, offset=0, num_bytes=_HEADER_LENGTH.size, owner=owner)
+    (num_bytes,) = _HEADER_LENGTH.unpack(length_field.numpy().data)
+    if num_bytes > min(_MAX_HEADER_BYTES, file_bytes - _HEADER_LENGTH.size):
+        raise _Damaged(f"it has {file_bytes} bytes and claims a header of {num_bytes}")
+    text = read_bytes(file, offset=_HEADER_LENGTH.size, num_bytes=num_bytes, owner=owner)
+    try:
+        header = json.loads(text.numpy().tobytes(), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise _Damaged(f"its header is not valid JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise _Damaged("its header is not a JSON object")
+    return header, _HEADER_LENGTH.size + num_bytes
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        raise ValueError("a key appears twice")
+    return keys
+
+
+def _tensor_entries(header: Mapping[str, object], *, owner: str) -> dict[str, _Entry]:
+    entries: dict[str, _Entry] = {}
+    for tensor, fields in header.items():
+        if tensor == "__metadata__":
+            continue
+        if not isinstance(fields, dict):
+            raise _Damaged(f"{tensor!r} is described by {str(fields)[:40]!r}")
+        dtype_name = fields.get("dtype")
+        dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+        if dtype is None:
+            raise ModelError(
+                f"{owner}: tensor {tensor!r} is of type {str(dtype_name)[:40]!r}, which is not supported. "
+                "See docs/models.md."
+            )
+        shape = _sizes(tensor, fields.get("shape"))
+        offsets = _sizes(tensor, fields.get("data_offsets"))
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
+            raise _Damaged(f"{tensor!r} has {num_bytes} bytes and the place {list(offsets)}")
+        entries[tensor] = _Entry(TensorInfo(shape, dtype), *offsets)
+    return entries
+
+
+def _sizes(tensor: str, value: object) -> tuple[int, ...]:
+    """A list of sizes from the header."""
+    values = value if isinstance(value, list) else [None]
+    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in values):
+        raise _Damaged(f"{tensor!r} has the shape or place {str(value)[:40]}")
+    return tuple(values)
+
+
+def _check_layout(entries: Mapping[str, _Entry], *, num_bytes: int) -> None:
+    """The tensors fill the shard's `num_bytes`: no holes, no overlaps, nothing behind."""
+    position = 0
+    for tensor, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            raise _Damaged(f"{tensor!r} begins at byte {entry.begin} instead of {position}")
+        position = entry.end
+    if position != num_bytes:
+        raise _Damaged(f"its tensors end at byte {position} of {num_bytes}")
 
 
 def _ids(value: object) -> list[int]:

@@ -1,8 +1,10 @@
 """GGUF files seen as Hugging Face checkpoints: their keys, their tensor names, their weight layout.
 
 llama.cpp rotates neighbouring values of a head where Hugging Face rotates its two halves, so the
-converter reorders the rows of q_proj and k_proj of `llama` models; reading one puts them back. Qwen
-models are stored as they are.
+converter reorders the rows of q_proj and k_proj of `llama` models; reading one puts them back. The
+others are stored as they are. The experts of a layer are one tensor per projection, which keeps the
+file's shape [experts, rows, columns] and is called `model.layers.N.mlp.experts.gate_proj`, `up_proj` or
+`down_proj`.
 """
 
 from __future__ import annotations
@@ -10,25 +12,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from blockdraft.errors import ModelError
-from blockdraft.models.checkpoint import TokenizerParts
-from blockdraft.models.gguf_file import GgufFile
+from blockdraft.models.checkpoint import TensorInfo, TokenizerParts, own_memory, row_range
+from blockdraft.models.gguf_file import GgufFile, StoredTensor
 from blockdraft.models.gguf_tokenizer import tokenizer_parts
 
-_MODEL_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 _TOP_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_LAYER_NAMES = {
+_ATTENTION_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -36,10 +34,53 @@ _LAYER_NAMES = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+}
+_DENSE_NAMES = {
+    **_ATTENTION_NAMES,
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_QWEN3_MOE_NAMES = {
+    **_ATTENTION_NAMES,
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+}
+_GPT_OSS_NAMES = {
+    **_ATTENTION_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
+_EXPERTS = {  # with their kind, which Hugging Face's names leave out
+    "ffn_gate_exps.weight": "mlp.experts.gate_proj",
+    "ffn_up_exps.weight": "mlp.experts.up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+}
+_GPT_OSS_EXTRAS = {
+    **_EXPERTS,
+    "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
+    "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+    "attn_sinks.weight": "self_attn.sinks",
+}
+
+
+class _Architecture(NamedTuple):
+    """How Hugging Face names a model and the tensors of its layers."""
+
+    model_class: str
+    model_type: str
+    names: Mapping[str, str]  # of what has a .weight or a .bias
+    full_names: Mapping[str, str] = {}
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture("LlamaForCausalLM", "llama", _DENSE_NAMES),
+    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", _DENSE_NAMES),
+    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3", _DENSE_NAMES),
+    "qwen3moe": _Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _QWEN3_MOE_NAMES, _EXPERTS),
+    "gpt-oss": _Architecture("GptOssForCausalLM", "gpt_oss", _GPT_OSS_NAMES, _GPT_OSS_EXTRAS),
 }
 _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)", re.ASCII)
 _EMBEDDING = "token_embd.weight"
@@ -48,6 +89,8 @@ _ROPE_FACTORS = "rope_freqs.weight"  # llama3's scaling, one divisor per rotated
 
 class GgufCheckpoint:
     """One GGUF file of a supported architecture."""
+
+    quant_file: Mapping[str, object] | None = None  # a file of folders
 
     def __init__(self, path: Path, *, name: str) -> None:
         self.name = name
@@ -60,16 +103,25 @@ class GgufCheckpoint:
             self.close()
             raise
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._file.tensors[stored].shape for name, stored in self._stored_names.items()}
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        stored = {name: self._file.tensors[stored] for name, stored in self._stored_names.items()}
+        return {name: TensorInfo(info.shape, info.dtype) for name, info in stored.items()}
 
-    def read(self, name: str) -> torch.Tensor:
-        stored = self._stored_names.get(name)
-        if stored is None:
-            raise ModelError(f"'{self.name}' has no tensor for '{name}': the file is not a complete model.")
-        tensor = self._file.read(stored)
-        num_heads = self._permuted_heads.get(name.split(".")[-2])
-        return tensor if num_heads is None else self._unpermute(tensor, name, num_heads=num_heads)
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        rows = self._read_rows(name, begin, end)
+        return self._file.decode(self._stored_names[name], rows)
+
+    def ggml_type(self, name: str) -> int | None:
+        info = self._stored(name)
+        return info.quantization if info.is_quantised else None
+
+    def read_packed(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        info = self._stored(name)
+        if not info.is_quantised:
+            raise ModelError(f"'{self.name}': tensor '{name}' is not quantised, so it has no blocks to read.")
+        rows = self._read_rows(name, begin, end)
+        row_bytes = info.num_bytes // info.num_rows
+        return rows.view(len(rows), *info.shape[1:-1], row_bytes)
 
     def tokenizer_parts(self) -> TokenizerParts:
         return tokenizer_parts(self._file)
@@ -77,40 +129,75 @@ class GgufCheckpoint:
     def close(self) -> None:
         self._file.close()
 
-    def _unpermute(self, tensor: torch.Tensor, name: str, *, num_heads: int) -> torch.Tensor:
-        """Rows of each head from (pair, half) order back to (half, pair)."""
-        num_rows = tensor.shape[0]
-        if num_rows % (2 * num_heads):
+    def _stored(self, name: str) -> StoredTensor:
+        stored = self._stored_names.get(name)
+        if stored is None:
+            raise ModelError(f"'{self.name}' has no tensor for '{name}': the file is not a complete model.")
+        return self._file.tensors[stored]
+
+    def _read_rows(self, name: str, begin: int, end: int | None) -> torch.Tensor:
+        """The bytes of rows [begin, end), in Hugging Face's order: uint8 [rows, bytes]."""
+        shape = self._stored(name).shape
+        stored = self._stored_names[name]
+        num_heads = self._permuted_heads.get(name.split(".")[-2])
+        if num_heads is None:
+            return self._file.read_rows(stored, begin, end)
+        if shape[0] % (2 * num_heads):
             raise ModelError(
-                f"'{self.name}': '{name}' has {num_rows} rows, which {num_heads} heads cannot share."
+                f"'{self.name}': '{name}' has {shape[0]} rows, which {num_heads} heads cannot share."
             )
-        pairs = tensor.view(num_heads, num_rows // num_heads // 2, 2, -1)
-        return pairs.transpose(1, 2).reshape(tensor.shape)
+        begin, end = row_range(shape, begin, end)
+        head_rows = shape[0] // num_heads
+        first = begin // head_rows * head_rows  # whole heads are read: a head's rows lie among each other
+        last = -(-end // head_rows) * head_rows
+        heads = self._file.read_rows(stored, first, last)
+        order = _stored_rows(begin, end, head_rows=head_rows) - first
+        rows = own_memory((end - begin, heads.shape[1]), heads.dtype)
+        return torch.index_select(heads, 0, order, out=rows)
+
+
+def _stored_rows(begin: int, end: int, *, head_rows: int) -> torch.Tensor:
+    """Where llama.cpp stores rows [begin, end): (pair, half) order in a head, not (half, pair)."""
+    rows = torch.arange(begin, end)
+    row_in_head = rows % head_rows
+    half, pair = row_in_head // (head_rows // 2), row_in_head % (head_rows // 2)
+    return rows - row_in_head + 2 * pair + half
 
 
 def _hugging_face_names(file: GgufFile) -> dict[str, str]:
     """Hugging Face's name -> the stored one. An unknown tensor means an unknown model."""
+    architecture = _ARCHITECTURES[_architecture(file)]
     names: dict[str, str] = {}
     for stored in file.tensors:
         if stored == _ROPE_FACTORS:
             continue
-        match = _TENSOR_NAME.fullmatch(stored)
-        layer = match and match["layer"]
-        part = match and (_TOP_NAMES if layer is None else _LAYER_NAMES).get(match["part"])
-        if match is None or part is None:
+        name = _hugging_face_name(stored, architecture)
+        if name is None:
             raise ModelError(
-                f"'{file.name}' holds the tensor {stored!r}, which no supported model has. See "
-                "docs/models.md."
+                f"'{file.name}' holds the tensor {stored!r}, which no supported model of its architecture "
+                "has. See docs/models.md."
             )
-        prefix = "" if layer is None else f"model.layers.{layer}."
-        names[f"{prefix}{part}.{match['kind']}"] = stored
+        names[name] = stored
     return names
+
+
+def _hugging_face_name(stored: str, architecture: _Architecture) -> str | None:
+    match = _TENSOR_NAME.fullmatch(stored)
+    if match is None:
+        return None
+    layer, part, kind = match["layer"], match["part"], match["kind"]
+    if layer is None:
+        return f"{_TOP_NAMES[part]}.{kind}" if part in _TOP_NAMES else None
+    name = architecture.full_names.get(f"{part}.{kind}")
+    if name is None and part in architecture.names:
+        name = f"{architecture.names[part]}.{kind}"
+    return name and f"model.layers.{layer}.{name}"
 
 
 def _architecture(file: GgufFile) -> str:
     architecture = file.text("general.architecture")
-    if architecture not in _MODEL_CLASSES:
-        known = ", ".join(_MODEL_CLASSES)
+    if architecture not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
         raise ModelError(
             f"'{file.name}' is a {architecture!r} model, and GGUF files of {known} are "
             "supported. See docs/models.md."
@@ -133,8 +220,8 @@ def _config(file: GgufFile) -> dict[str, object]:
         raise ModelError(f"'{file.name}' has no '{_EMBEDDING}': it is not a whole model. Download it again.")
     num_heads = file.size(f"{architecture}.attention.head_count")
     return {
-        "architectures": [_MODEL_CLASSES[architecture]],
-        "model_type": architecture,
+        "architectures": [_ARCHITECTURES[architecture].model_class],
+        "model_type": _ARCHITECTURES[architecture].model_type,
         "hidden_act": "silu",
         "hidden_size": file.size(f"{architecture}.embedding_length"),
         "intermediate_size": file.size(f"{architecture}.feed_forward_length"),
@@ -151,7 +238,33 @@ def _config(file: GgufFile) -> dict[str, object]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        **_expert_config(file, architecture),
     }
+
+
+def _expert_config(file: GgufFile, architecture: str) -> dict[str, object]:
+    """The keys that only mixtures of experts have."""
+    if architecture == "qwen3moe":
+        return {
+            "num_experts": file.size("qwen3moe.expert_count"),
+            "num_experts_per_tok": file.size("qwen3moe.expert_used_count"),
+            "moe_intermediate_size": file.size("qwen3moe.expert_feed_forward_length"),
+            # llama.cpp always does so for this architecture; few files have the key.
+            "norm_topk_prob": file.flag("qwen3moe.expert_weights_norm", default=True),
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    if architecture == "gpt-oss":
+        layers = range(file.size("gpt-oss.block_count"))
+        return {
+            "num_local_experts": file.size("gpt-oss.expert_count"),
+            "num_experts_per_tok": file.size("gpt-oss.expert_used_count"),
+            "intermediate_size": file.size("gpt-oss.expert_feed_forward_length"),
+            "sliding_window": file.size("gpt-oss.attention.sliding_window"),
+            "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in layers],
+            "swiglu_limit": 7.0,  # a constant of the architecture: files have no key for it
+        }
+    return {}
 
 
 def _refuse_variants(file: GgufFile, architecture: str) -> None:
@@ -159,9 +272,30 @@ def _refuse_variants(file: GgufFile, architecture: str) -> None:
         raise ModelError(
             f"'{file.name}' is one part of a split file: join the parts with llama-gguf-split --merge."
         )
-    if num_experts := file.integer(f"{architecture}.expert_count", 0):
+    num_layers = file.size(f"{architecture}.block_count")
+    if num_layers > len(file.tensors):
         raise ModelError(
-            f"'{file.name}' is a mixture of {num_experts} experts, which is not supported. See "
+            f"'{file.name}' claims {num_layers} layers (block_count) and holds {len(file.tensors)} tensors. "
+            "Download it again."
+        )
+    num_experts = file.integer(f"{architecture}.expert_count", 0)
+    if num_experts and not _ARCHITECTURES[architecture].full_names:
+        raise ModelError(
+            f"'{file.name}' is a mixture of {num_experts} experts, which is not supported for "
+            f"{architecture!r} models. See docs/models.md."
+        )
+    _refuse_unless(file, f"{architecture}.expert_weights_scale", 0.0, 1.0)  # 0 is llama.cpp's "no scale"
+    if architecture == "gpt-oss":
+        _refuse_unless(file, "gpt-oss.attention.sliding_window_pattern", 2)
+        _refuse_unless(file, "gpt-oss.rope.freq_base_swa", file.number("gpt-oss.rope.freq_base"))
+
+
+def _refuse_unless(file: GgufFile, key: str, *allowed: float) -> None:
+    """A key that we implement for `allowed` (and absence) only."""
+    value = file.metadata.get(key)
+    if value is not None and value not in allowed:
+        raise ModelError(
+            f"'{file.name}': metadata key '{key}' is {str(value)[:40]}, which is not supported. See "
             "docs/models.md."
         )
 
@@ -187,7 +321,23 @@ def _rope_scaling(file: GgufFile, architecture: str) -> dict[str, object] | None
         return {"rope_type": "factors", "factors": file.read(_ROPE_FACTORS).tolist()} if has_factors else None
     if kind == "linear" and not has_factors:
         return {"rope_type": "linear", "factor": file.number(f"{architecture}.rope.scaling.factor")}
+    if kind == "yarn" and not has_factors and architecture == "gpt-oss":
+        return _gpt_oss_yarn(file)
     raise ModelError(
         f"'{file.name}' scales its rope by {kind!r}{' and by factors' if has_factors else ''}, "
         "which is not supported."
     )
+
+
+def _gpt_oss_yarn(file: GgufFile) -> dict[str, object]:
+    prefix = "gpt-oss.rope.scaling."
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        _refuse_unless(file, prefix + key, 1.0)
+    return {
+        "rope_type": "yarn",
+        "factor": file.number(prefix + "factor"),
+        "original_max_position_embeddings": file.size(prefix + "original_context_length"),
+        "beta_fast": file.number(prefix + "yarn_beta_fast", 32.0),
+        "beta_slow": file.number(prefix + "yarn_beta_slow", 1.0),
+        "truncate": False,  # as the published models say; files have no key for it
+    }

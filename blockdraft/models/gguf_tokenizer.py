@@ -31,6 +31,19 @@ _WORDS = (  # llama3's and qwen2's; they differ in the digits
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K = "|".join(  # the split of tiktoken's o200k encodings, which gpt-oss uses
+    [
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 
 
 def tokenizer_parts(file: GgufFile) -> TokenizerParts:
@@ -108,7 +121,9 @@ def _byte_level(file: GgufFile, vocabulary: Mapping[str, int]) -> Tokenizer:
     for merge in file.texts("tokenizer.ggml.merges"):
         left, _, right = merge.partition(" ")
         merges.append((left, right))
-    tokenizer = Tokenizer(BPE(vocab=dict(vocabulary), merges=merges, ignore_merges=_is_llama3(pre)))
+    tokenizer = Tokenizer(
+        BPE(vocab=dict(vocabulary), merges=merges, ignore_merges=_PRE_TOKENIZERS[pre] in _WHOLE_WORDS)
+    )
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
@@ -163,17 +178,21 @@ def _smollm_split() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
 
 
-def _words_split(digits: str) -> pre_tokenizers.PreTokenizer:
-    words = pre_tokenizers.Split(Regex(_WORDS.format(digits=digits)), "isolated")
+def _words_split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    words = pre_tokenizers.Split(Regex(pattern), "isolated")
     return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _llama3_split() -> pre_tokenizers.PreTokenizer:
-    return _words_split(r"\p{N}{1,3}")
+    return _words_split(_WORDS.format(digits=r"\p{N}{1,3}"))
 
 
 def _qwen2_split() -> pre_tokenizers.PreTokenizer:
-    return _words_split(r"\p{N}")
+    return _words_split(_WORDS.format(digits=r"\p{N}"))
+
+
+def _o200k_split() -> pre_tokenizers.PreTokenizer:
+    return _words_split(_O200K)
 
 
 _PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
@@ -183,7 +202,9 @@ _PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "llama-bpe": _llama3_split,
     "llama3": _llama3_split,
     "qwen2": _qwen2_split,
+    "gpt-4o": _o200k_split,
 }
+_WHOLE_WORDS = (_llama3_split, _o200k_split)  # tiktoken's: a word of the vocabulary is never taken apart
 
 
 def _is_llama3(pre: str) -> bool:

@@ -1,13 +1,15 @@
-"""Llama, and what is built like it: SmolLM2, TinyLlama, Llama 3.x."""
+"""Llama, and what is built like it: SmolLM2, TinyLlama, Llama 3.x; Qwen2 and Qwen2.5, which add biases."""
 
 from __future__ import annotations
 
 from blockdraft.models.config import ModelConfig
-from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP
+from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, RMSNorm
+
+norm = RMSNorm
 
 
 def layer(config: ModelConfig, index: int) -> DecoderLayer:
-    bias = config.has_attention_bias
-    attention = Attention(config, index, bias=bias, out_bias=bias, has_qk_norm=False)
-    mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.has_mlp_bias)
-    return DecoderLayer(config, attention, mlp)
+    mlp = config.layers[index].mlp
+    assert mlp is not None
+    gated = GatedMLP(config.hidden_size, mlp.inner_size, bias=mlp.has_bias)
+    return DecoderLayer(config, Attention(config, index), gated)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from blockdraft.models.config import ModelConfig
-from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP
+from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, RMSNorm
+
+norm = RMSNorm
 
 
 def layer(config: ModelConfig, index: int) -> DecoderLayer:
-    bias = config.has_attention_bias
-    attention = Attention(config, index, bias=bias, out_bias=bias, has_qk_norm=True)
-    return DecoderLayer(config, attention, GatedMLP(config.hidden_size, config.intermediate_size))
+    mlp = config.layers[index].mlp
+    assert mlp is not None
+    attention = Attention(config, index, has_qk_norm=True)
+    return DecoderLayer(config, attention, GatedMLP(config.hidden_size, mlp.inner_size))

@@ -29,10 +29,10 @@ def decode_step(
     """Draft a block for every active row, verify it in one target forward, commit what matched."""
     block = drafter.draft(rows, cache, width)  # [R, B] the anchor, then width - 1 proposals
     view = cache.view(rows, width)  # positions length .. length + width - 1
-    hidden, features = target(block.flatten(), view)  # writes scratch slots
+    hidden, features = target(block.flatten(), view)  # writes scratch slots and tapes
     logits = target.logits(hidden).view(*block.shape, -1)
     verdict = verify(logits, block, rows, num_logprobs)
     drafter.absorb(features, view)  # unmasked: rejected positions are scratch
-    cache.commit(rows, verdict.num_committed)
+    cache.commit(rows, verdict.num_committed)  # folds the tapes; nothing to do for keys and values
     rows.advance(block, verdict.token_ids, verdict.num_committed)
     return verdict

@@ -1,0 +1,105 @@
+"""RecurrentState: what a gated delta layer remembers of each row, and the tape of the block in flight.
+
+A verify forward reads the committed state and never writes it: it leaves a tape of what each token of the
+block would do to the state. Commit folds the first `num_committed` entries, in the order and by the
+operations of the scan itself, so the state is bit for bit that of decoding token by token. The memory of a
+sequence is one state and one tape, however wide the block: no state per drafted token is ever kept.
+
+Length is the commit here too: at length 0 the state is zero, whatever the row held before.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.spec import Recurrent
+from blockdraft.kernels.gated_delta import Tape, convolve, fold, scan
+
+
+class Scan(NamedTuple):
+    """The rows of one forward: `counts[r]` tokens of row `rows[r]`, from position `starts[r]` on."""
+
+    rows: Tensor  # [R]
+    starts: Tensor  # [R]
+    counts: tuple[int, ...]
+    is_known: bool  # prompt tokens: committed as they come, without a tape
+
+
+class _Block(NamedTuple):
+    """What a verify forward leaves behind for commit."""
+
+    inputs: Tensor  # [R, T, C] of the convolution
+    tape: Tape
+
+
+class RecurrentState:
+    """States [rows, H, K, V] in float32 or wider, and the last inputs of the convolution."""
+
+    def __init__(self, spec: Recurrent, *, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        wide = torch.promote_types(dtype, torch.float32)
+        shape = (num_rows, spec.num_heads, spec.key_dim, spec.value_dim)
+        self.state = torch.zeros(shape, dtype=wide, device=device)
+        tail = (num_rows, spec.conv_width - 1, spec.conv_channels)
+        self.tail = torch.zeros(tail, dtype=dtype, device=device)
+        self._block: _Block | None = None
+
+    def scan(self, x: Tensor, conv: Tensor, gate: Tensor, beta: Tensor, where: Scan) -> Tensor:
+        """x [N, C], gate and beta [N, H] of the rows' tokens, in row order; returns their reads [N, H, V]."""
+        if len(set(where.counts)) == 1:
+            return self._scan_even(x, conv, gate, beta, where)
+        assert where.is_known, "a block to verify is equally wide in every row"
+        parts = []
+        pieces = zip(*(torch.split(tensor, list(where.counts)) for tensor in (x, gate, beta)), strict=True)
+        for row, (x_row, gate_row, beta_row) in enumerate(pieces):
+            one = slice(row, row + 1)
+            alone = Scan(where.rows[one], where.starts[one], where.counts[one], is_known=True)
+            parts.append(self._scan_even(x_row, conv, gate_row, beta_row, alone))
+        return torch.cat(parts)
+
+    def _scan_even(self, x: Tensor, conv: Tensor, gate: Tensor, beta: Tensor, where: Scan) -> Tensor:
+        spec, num_rows = self.spec, len(where.rows)
+        x, gate, beta = (tensor.reshape(num_rows, -1, tensor.shape[1]) for tensor in (x, gate, beta))
+        state, tail = self._committed(where.rows, where.starts)
+        mixed = convolve(x, tail, conv)  # [R, T, C]
+        keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
+        q, k, v = torch.split(mixed, [keys, keys, values], dim=2)
+        q, k = (part.reshape(*part.shape[:2], spec.num_key_heads, spec.key_dim) for part in (q, k))
+        v = v.reshape(*v.shape[:2], spec.num_heads, spec.value_dim)
+        read, tape = scan(q, k, v, gate, beta, state)
+        block = _Block(x, tape)
+        if where.is_known:
+            counts = torch.full_like(where.starts, x.shape[1])
+            self._fold(block, where.rows, state, tail, counts)
+        else:
+            # As a part of a wider projection, x would keep all of that alive until commit.
+            self._block = block._replace(inputs=x.contiguous())
+        return read.flatten(0, 1)
+
+    def commit(self, rows: Tensor, starts: Tensor, num_committed: Tensor) -> None:
+        """Fold the first `num_committed` [R] tokens of the last block into the states of `rows` [R]."""
+        assert self._block is not None
+        state, tail = self._committed(rows, starts)
+        self._fold(self._block, rows, state, tail, num_committed)
+        self._block = None
+
+    def _committed(self, rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the rows' states and tails; zero where nothing is committed yet."""
+        is_new = starts == 0
+        state = self.state[rows].masked_fill_(is_new[:, None, None, None], 0)
+        return state, self.tail[rows].masked_fill_(is_new[:, None, None], 0)
+
+    def _fold(self, block: _Block, rows: Tensor, state: Tensor, tail: Tensor, counts: Tensor) -> None:
+        fold(state, block.tape, counts)
+        self.state[rows] = state
+        seen = torch.cat((tail, block.inputs), dim=1)  # [R, W - 1 + T, C]
+        last = counts[:, None] + torch.arange(tail.shape[1], device=counts.device)  # [R, W - 1]
+        self.tail[rows] = seen.gather(1, last[..., None].expand(-1, -1, seen.shape[2]))
+
+    @property
+    def num_bytes(self) -> int:
+        """States and tails; the tape lives from verify to commit."""
+        return self.state.nbytes + self.tail.nbytes

@@ -1,0 +1,101 @@
+"""What the hybrids share: gated attention, and the gated delta rule behind a short convolution.
+
+A delta layer keeps, per head, a matrix of what it has seen: each token fades it a little, corrects what it
+answers for the token's key, and reads it with the token's query (kernels/gated_delta.py). The View holds
+that state; here are the projections around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.cache.view import View
+from blockdraft.kernels.attention import Mask
+from blockdraft.kernels.rows import Angles, rotate, sigmoid, softplus
+from blockdraft.models.config import DeltaConfig, ModelConfig
+from blockdraft.models.layers import (
+    DecoderLayer,
+    Linear,
+    RMSNorm,
+    ZeroCentredNorm,
+    attention_config,
+    wide_dtype,
+)
+from blockdraft.models.qwen3_moe import feed_forward
+
+Inputs = tuple[
+    Tensor, Tensor, Tensor, Tensor
+]  # qkv [N, C], z [N, H * V], beta's and the gate's logits [N, H]
+
+
+class GatedDelta(nn.Module):
+    """A delta layer around `inputs`, the projections that Qwen3-Next and Qwen3.5 lay out differently."""
+
+    def __init__(self, model: ModelConfig, layer: int, inputs: nn.Module) -> None:
+        super().__init__()
+        config = delta_config(model, layer)
+        self.layer = layer
+        self.value_dim = config.value_dim
+        self.inputs = inputs
+        self.conv = nn.Parameter(torch.empty(config.spec().conv_channels, 1, config.conv_width))
+        self.decay_log = nn.Parameter(torch.empty(config.num_value_heads, dtype=wide_dtype()))
+        self.gate_bias = nn.Parameter(torch.empty(config.num_value_heads, dtype=wide_dtype()))
+        self.norm = RMSNorm(config.value_dim, model.norm_eps)
+        self.out = Linear(config.num_value_heads * config.value_dim, model.hidden_size)
+
+    def forward(self, x: Tensor, angles: Angles | None, view: View) -> Tensor:
+        qkv, z, beta, gate = self.inputs(x)
+        gate = -self.decay_log.exp() * softplus(gate.to(self.gate_bias.dtype) + self.gate_bias)
+        read = view.scan(self.layer, qkv, self.conv[:, 0], gate, sigmoid(beta))  # [N, H, V]
+        z = z.unflatten(1, (-1, self.value_dim)).to(gate.dtype)
+        gated = self.norm(read) * (z * sigmoid(z))
+        return self.out(gated.to(x.dtype).flatten(1))  # type: ignore[no-any-return]
+
+
+def hybrid_layer(
+    config: ModelConfig, index: int, inputs: Callable[[int, DeltaConfig], nn.Module]
+) -> DecoderLayer:
+    """A delta layer with the family's `inputs`, or gated attention; experts or a dense part behind it."""
+    mixer: nn.Module
+    if isinstance(config.layers[index].mixer, DeltaConfig):
+        mixer = GatedDelta(config, index, inputs(config.hidden_size, delta_config(config, index)))
+    else:
+        mixer = GatedAttention(config, index)
+    return DecoderLayer(config, mixer, feed_forward(config, index), norm=ZeroCentredNorm)
+
+
+def delta_config(model: ModelConfig, layer: int) -> DeltaConfig:
+    mixer = model.layers[layer].mixer
+    assert isinstance(mixer, DeltaConfig)
+    return mixer
+
+
+class GatedAttention(nn.Module):
+    """Attention whose output each head lets through by a gate; it comes with the queries."""
+
+    def __init__(self, model: ModelConfig, layer: int) -> None:
+        super().__init__()
+        config = attention_config(model, layer)
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.mask = Mask(scale=config.head_dim**-0.5, window=config.window)
+        self.qkv = Linear(model.hidden_size, 2 * size, kv_size, kv_size, bias=config.has_bias)
+        self.out = Linear(size, model.hidden_size, bias=config.has_out_bias)
+        self.q_norm = ZeroCentredNorm(config.head_dim, model.norm_eps)
+        self.k_norm = ZeroCentredNorm(config.head_dim, model.norm_eps)
+
+    def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
+        heads = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [N, 2 H + G + G, D]
+        queries, k, v = heads.split((2 * self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        q, gate = queries[:, 0::2], queries[:, 1::2]  # a head's query, then its gate
+        q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
+        attended = view.attend(self.layer, q, k, v, self.mask) * sigmoid(gate)
+        return self.out(attended.flatten(1))  # type: ignore[no-any-return]

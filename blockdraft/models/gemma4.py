@@ -1,0 +1,117 @@
+"""Gemma 4, dense and mixtures: sliding and global layers with heads of two sizes, norms around every part.
+
+Global layers have wider heads, a rope that turns only a quarter of them, and may use their keys as values.
+Scores are not scaled: queries and keys are normalised instead, and values too. Only the text part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.cache.view import View
+from blockdraft.kernels.attention import Mask
+from blockdraft.kernels.linear import linear
+from blockdraft.kernels.rows import Angles, gelu_mul, rms_norm, rotate
+from blockdraft.models.config import AttentionConfig, ModelConfig, MoEConfig
+from blockdraft.models.layers import GatedMLP, Linear, WideNorm, attention_config
+from blockdraft.models.moe import Choice, Experts, choose
+
+norm = WideNorm
+
+
+class GemmaAttention(nn.Module):
+    """Attention over its own keys and values, or over those of the layer it shares them with."""
+
+    def __init__(self, model: ModelConfig, layer: int) -> None:
+        super().__init__()
+        config = attention_config(model, layer)
+        self.layer = layer
+        self.eps = model.norm_eps
+        self.head_dim = config.head_dim
+        self.mask = Mask(scale=1.0, window=config.window)
+        self.sizes = _head_counts(config)
+        self.qkv = Linear(model.hidden_size, *(count * config.head_dim for count in self.sizes))
+        self.out = Linear(config.num_heads * config.head_dim, model.hidden_size)
+        self.q_norm = norm(config.head_dim, model.norm_eps)
+        self.k_norm = norm(config.head_dim, model.norm_eps) if config.shared_with is None else None
+
+    def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
+        q, *keys_values = self.qkv(x).unflatten(1, (-1, self.head_dim)).split(self.sizes, dim=1)
+        q = rotate(self.q_norm(q), angles)
+        k: Tensor | None = None
+        v: Tensor | None = None
+        if self.k_norm is not None:
+            k = rotate(self.k_norm(keys_values[0]), angles)
+            v = rms_norm(keys_values[-1], None, self.eps)
+        return self.out(view.attend(self.layer, q, k, v, self.mask).flatten(1))  # type: ignore[no-any-return]
+
+
+def _head_counts(config: AttentionConfig) -> tuple[int, ...]:
+    """Heads of each projection that the layer has: queries, then keys and values of its own."""
+    if config.shared_with is not None:
+        return (config.num_heads,)
+    return (config.num_heads, *(config.num_kv_heads,) * (2 if config.has_values else 1))
+
+
+class GemmaRouter(nn.Module):
+    """Scores of the normalised stream; each expert's weight is scaled by a number of its own."""
+
+    def __init__(self, hidden: int, config: MoEConfig, eps: float) -> None:
+        super().__init__()
+        self.num_chosen = config.num_chosen
+        self.eps = eps
+        self.scale = nn.Parameter(torch.empty(hidden))
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden))
+        self.expert_scale = nn.Parameter(torch.empty(config.num_experts))
+
+    def forward(self, x: Tensor) -> Choice:
+        x = rms_norm(x, None, self.eps) * self.scale * x.shape[-1] ** -0.5
+        weights, ids = choose(linear(x, self.weight), self.num_chosen, is_normalised=True)
+        return weights * self.expert_scale[ids], ids
+
+
+class GemmaFeedForward(nn.Module):
+    """A dense part; in mixtures, routed experts read the stream beside it, each with norms of its own."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        part, size, eps = config.layers[index], config.hidden_size, config.norm_eps
+        assert part.mlp is not None
+        self.before = norm(size, eps)
+        self.dense = GatedMLP(size, part.mlp.inner_size, activate=gelu_mul)
+        self.after = norm(size, eps)
+        self.has_experts = part.moe is not None
+        if part.moe is not None:
+            self.dense_after = norm(size, eps)
+            self.router = GemmaRouter(size, part.moe, eps)
+            self.experts_before = norm(size, eps)
+            self.experts = Experts(size, part.moe, activate=gelu_mul)
+            self.experts_after = norm(size, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dense(self.before(x))
+        if self.has_experts:
+            routed = self.experts(self.experts_before(x), self.router(x))
+            y = self.dense_after(y) + self.experts_after(routed)
+        return self.after(y)  # type: ignore[no-any-return]
+
+
+class GemmaLayer(nn.Module):
+    """Norms before and after each part; a learned number scales the whole stream at the end."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.mixer_norm = norm(config.hidden_size, config.norm_eps)
+        self.mixer = GemmaAttention(config, index)
+        self.mixer_after = norm(config.hidden_size, config.norm_eps)
+        self.mlp = GemmaFeedForward(config, index)
+        self.scale = nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
+        x = x + self.mixer_after(self.mixer(self.mixer_norm(x), angles, view))
+        return (x + self.mlp(x)) * self.scale  # type: ignore[no-any-return]
+
+
+def layer(config: ModelConfig, index: int) -> nn.Module:
+    return GemmaLayer(config, index)

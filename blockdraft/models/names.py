@@ -1,0 +1,137 @@
+"""Where each of our parameters is in a published checkpoint: one table per kind of layer.
+
+Keys are paths inside a layer, values the Hugging Face modules that are stacked there along the rows; a
+parameter that belongs to no module of weights (a sink, a scale) maps to a tensor by its whole name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from blockdraft.models.config import AttentionConfig, DeltaConfig, ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Experts are stored one by one (`base.7.part.weight`), or fused into a three-dimensional tensor."""
+
+    base: str
+    parts: tuple[str, ...]
+    fused: str
+    is_transposed: bool = False  # the fused tensor, when it is not quantised
+    is_interleaved: bool = False  # its rows alternate between the two parts
+
+
+Names = Mapping[str, tuple[str, ...] | ExpertNames]
+
+_NORMS: Names = {"mixer_norm": ("input_layernorm",), "mlp_norm": ("post_attention_layernorm",)}
+_ATTENTION: Names = {
+    "mixer.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mixer.out": ("self_attn.o_proj",),
+    "mixer.q_norm": ("self_attn.q_norm",),
+    "mixer.k_norm": ("self_attn.k_norm",),
+    "mixer.sinks": ("self_attn.sinks",),
+}
+_DELTA: Names = {
+    "mixer.inputs.qkvz": ("linear_attn.in_proj_qkvz",),
+    "mixer.inputs.ba": ("linear_attn.in_proj_ba",),
+    "mixer.inputs.all": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+    "mixer.conv": ("linear_attn.conv1d.weight",),
+    "mixer.decay_log": ("linear_attn.A_log",),
+    "mixer.gate_bias": ("linear_attn.dt_bias",),
+    "mixer.norm": ("linear_attn.norm",),
+    "mixer.out": ("linear_attn.out_proj",),
+}
+_MLP: Names = {"mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",)}
+_MOE: Names = {
+    "mlp.router.weight": ("mlp.gate.weight",),
+    "mlp.experts.gate_up": ExpertNames("mlp.experts", ("gate_proj", "up_proj"), "gate_up_proj"),
+    "mlp.experts.down": ExpertNames("mlp.experts", ("down_proj",), "down_proj"),
+    "mlp.shared.gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "mlp.shared.down": ("mlp.shared_expert.down_proj",),
+    "mlp.shared_gate": ("mlp.shared_expert_gate",),
+}
+_GPT_OSS: Names = {
+    **_NORMS,
+    **_ATTENTION,
+    "mlp.router": ("mlp.router.weight",),
+    "mlp.router_bias": ("mlp.router.bias",),
+    "mlp.experts.gate_up": ExpertNames(
+        "mlp.experts", ("gate_proj", "up_proj"), "gate_up_proj", is_transposed=True, is_interleaved=True
+    ),
+    "mlp.experts.down": ExpertNames("mlp.experts", ("down_proj",), "down_proj", is_transposed=True),
+}
+_GEMMA: Names = {
+    **_ATTENTION,
+    "mixer_norm": ("input_layernorm",),
+    "mixer_after": ("post_attention_layernorm",),
+    "mlp.before": ("pre_feedforward_layernorm",),
+    "mlp.dense.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.dense.down": ("mlp.down_proj",),
+    "mlp.after": ("post_feedforward_layernorm",),
+    "mlp.dense_after": ("post_feedforward_layernorm_1",),
+    "mlp.router.scale": ("router.scale",),
+    "mlp.router.weight": ("router.proj.weight",),
+    "mlp.router.expert_scale": ("router.per_expert_scale",),
+    "mlp.experts_before": ("pre_feedforward_layernorm_2",),
+    "mlp.experts.gate_up": ExpertNames("experts", ("gate_proj", "up_proj"), "gate_up_proj"),
+    "mlp.experts.down": ExpertNames("experts", ("down_proj",), "down_proj"),
+    "mlp.experts_after": ("post_feedforward_layernorm_2",),
+    "scale": ("layer_scalar",),
+}
+DRAFT_LAYER: Names = {
+    **_MLP,
+    "attention_norm": ("input_layernorm",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "q": ("self_attn.q_proj",),
+    "kv": ("self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+}
+
+# Where a decoder's own tensors begin: alone, or as the text part of a model that also sees.
+PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+
+
+def layer_names(config: ModelConfig, index: int) -> Names:
+    """The table of one layer of a target."""
+    layer = config.layers[index]
+    if config.family == "gpt_oss":
+        return _GPT_OSS
+    if config.family == "gemma4":
+        assert isinstance(layer.mixer, AttentionConfig)
+        num_projections = 1 if layer.mixer.shared_with is not None else 3 if layer.mixer.has_values else 2
+        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")[:num_projections]
+        return {**_GEMMA, "mixer.qkv": qkv}
+    mixer = _DELTA if isinstance(layer.mixer, DeltaConfig) else _ATTENTION
+    return {**_NORMS, **mixer, **(_MLP if layer.moe is None else _MOE)}
+
+
+def skipped(config: ModelConfig) -> dict[str, str]:
+    """Tensors that a checkpoint of this family may hold and we knowingly leave: pattern -> reason."""
+    patterns = {
+        r".*rotary_emb\.inv_freq": "derived from config.json",
+        r".*\.(k_scale|v_scale|q_scale)": "our cache is not quantised",
+        r"(model\.)?mtp\..*": "multi-token prediction, which DFlash replaces",
+    }
+    if config.ties_embeddings:
+        patterns[r"(language_model\.)?lm_head\.weight"] = "tied to the embedding"
+    if "vision" in config.left_out:
+        patterns[r"(model\.)?(visual|vision_tower|embed_vision|multi_modal_projector)\..*"] = "vision"
+    if "audio" in config.left_out:
+        patterns[r"(model\.)?(audio_tower|embed_audio)\..*"] = "audio"
+    for index, layer in enumerate(config.layers):
+        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.shared_with is not None:
+            own = rf".*\.layers\.{index}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*"
+            patterns[own] = f"layer {index} reads the keys and values of layer {layer.mixer.shared_with}"
+    return patterns
+
+
+DRAFT_SKIPPED = {
+    r".*rotary_emb\.inv_freq": "derived from config.json",
+    r"embed_tokens\.weight": "the target's is used",
+    r"d2t|t2d": "read with the drafter's vocabulary",
+    r"verifier_.*": "the target's is used",
+}
