@@ -6,6 +6,8 @@ PYTHON ?= python3
 PORT ?= 8000
 ARGS ?=
 BIN := .venv/bin
+# A process per core, one thread each; a file stays in one process, with what its tests share.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 # A plain path entry: the default import hook loses to a folder named blockdraft beside a script.
 EDITABLE := --config-settings editable_mode=compat
 
@@ -15,10 +17,10 @@ serve: .venv/installed
 	$(BIN)/blockdraft serve --port $(PORT) $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: check
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 check: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -28,6 +28,7 @@ from blockdraft.engine.engine import Engine  # noqa: E402
 from blockdraft.engine.loading import load_models  # noqa: E402
 from blockdraft.engine.request import SamplingParams  # noqa: E402
 from blockdraft.models.decoder import Decoder  # noqa: E402
+from blockdraft.models.layers import attention_config  # noqa: E402
 from blockdraft.runtime.decode import decode_step  # noqa: E402
 from blockdraft.settings import Settings  # noqa: E402
 
@@ -39,24 +40,24 @@ class Lean:
     """The least PyTorch that runs the target: fused projections, SDPA, one contiguous cache, no features."""
 
     def __init__(self, target: Decoder, size: int) -> None:
-        config = target.config
-        self.target, self.config = target, config
-        shape = (config.num_layers, 1, config.num_kv_heads, size, config.head_dim)
+        self.target, self.config = target, target.config
+        self.heads = attention_config(target.config, 0)  # alike in every layer
+        shape = (target.config.num_layers, 1, self.heads.num_kv_heads, size, self.heads.head_dim)
         self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
         self.length = 0
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        c, n, start = self.config, len(token_ids), self.length
-        x = self.target.embedding[token_ids]
-        cos, sin = self.target.rotary(torch.arange(start, start + n))
+        c, n, start = self.heads, len(token_ids), self.length
+        x = self.target.embedding.weight[token_ids]
+        cos, sin = self.target.rotaries[0](torch.arange(start, start + n))
         cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
         mask = torch.ones(n, start + n, dtype=torch.bool).tril(start) if n > 1 else None
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         for i, layer in enumerate(self.target.layers):
-            h = self.norm(x, layer.attention_norm.weight)
+            h = self.norm(x, layer.mixer_norm.weight)
             q, k, v = (
                 part.view(n, -1, c.head_dim).transpose(0, 1)
-                for part in F.linear(h, layer.attention.qkv.weight).split((q_size, kv_size, kv_size), 1)
+                for part in F.linear(h, layer.mixer.qkv.weight).split((q_size, kv_size, kv_size), 1)
             )
             self.keys[i, 0, :, start : start + n] = self.rotate(k, cos, sin)
             self.values[i, 0, :, start : start + n] = v
@@ -67,11 +68,11 @@ class Lean:
                 attn_mask=mask,
                 enable_gqa=True,
             )[0]
-            x = x + F.linear(out.transpose(0, 1).reshape(n, -1), layer.attention.out.weight)
+            x = x + F.linear(out.transpose(0, 1).reshape(n, -1), layer.mixer.out.weight)
             gate, up = F.linear(self.norm(x, layer.mlp_norm.weight), layer.mlp.gate_up.weight).chunk(2, 1)
             x = x + F.linear(F.silu(gate) * up, layer.mlp.down.weight)
         self.length += n
-        return F.linear(self.norm(x, self.target.norm.weight), self.target.embedding)
+        return F.linear(self.norm(x, self.target.norm.weight), self.target.embedding.weight)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps) * weight
@@ -120,36 +121,37 @@ def hf_model(target: Decoder) -> object:
     """transformers' own Llama on views of our weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    c = target.config
+    c, heads, mlp = target.config, attention_config(target.config, 0), target.config.layers[0].mlp
+    assert mlp is not None
     config = LlamaConfig(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
+        intermediate_size=mlp.inner_size,
         num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads,
-        num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
+        num_attention_heads=heads.num_heads,
+        num_key_value_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         rms_norm_eps=c.norm_eps,
-        rope_theta=c.rope.theta,
+        rope_theta=heads.rope.theta,
         max_position_embeddings=c.max_positions,
         tie_word_embeddings=True,
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     state = {
-        "model.embed_tokens.weight": target.embedding,
-        "lm_head.weight": target.embedding,
+        "model.embed_tokens.weight": target.embedding.weight,
+        "lm_head.weight": target.embedding.weight,
         "model.norm.weight": target.norm.weight,
     }
     for i, layer in enumerate(target.layers):
-        sizes = layer.attention.qkv.parts
+        sizes = layer.mixer.qkv.parts
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        parts = dict(zip(names, layer.attention.qkv.weight.split(sizes), strict=True))
+        parts = dict(zip(names, layer.mixer.qkv.weight.split(sizes), strict=True))
         parts["mlp.gate_proj"], parts["mlp.up_proj"] = layer.mlp.gate_up.weight.chunk(2)
         parts |= {
-            "self_attn.o_proj": layer.attention.out.weight,
+            "self_attn.o_proj": layer.mixer.out.weight,
             "mlp.down_proj": layer.mlp.down.weight,
-            "input_layernorm": layer.attention_norm.weight,
+            "input_layernorm": layer.mixer_norm.weight,
             "post_attention_layernorm": layer.mlp_norm.weight,
         }
         state |= {f"model.layers.{i}.{name}.weight": value for name, value in parts.items()}

@@ -10,7 +10,15 @@ import blockdraft
 ROOT = Path(blockdraft.__file__).parent
 LAYERS = ["kernels", "cache", "models", "drafters", "runtime", "engine"]
 ALONE = {"settings", "errors", "machine"}  # standard library (and each other) only
-TORCH_FREE = {"plan", "models.config", "models.draft_config", "cache.spec", "engine.request"}
+TORCH_FREE = {
+    "plan",
+    "models.config",
+    "models.draft_config",
+    "models.families",
+    "models.known",
+    "cache.spec",
+    "engine.request",
+}
 
 
 def modules():

@@ -31,7 +31,7 @@ def test_it_writes_what_transformers_writes_with_the_same_weights(llm):
     checkpoint = open_checkpoint("default")
     config = LlamaConfig(**{k: v for k, v in checkpoint.config.items() if k != "architectures"})
     model = LlamaForCausalLM(config).eval()
-    model.load_state_dict({name: checkpoint.read(name) for name in checkpoint.shapes()}, strict=False)
+    model.load_state_dict({name: checkpoint.read(name) for name in checkpoint.tensors()}, strict=False)
     model.tie_weights()
     prompt = llm.tokenizer.encode("def binary_search(items, target):\n    low, high = 0,")
     with torch.inference_mode():

@@ -28,7 +28,9 @@ def load(dtype):
 def random_drafter(dtype):
     """The drafter's shape with weights that know nothing."""
     trained = load(dtype).drafter
-    model = type(trained.model)(trained.model.config, first_layer=4, max_positions=256, has_head=False)
+    model = type(trained.model)(
+        trained.model.config, first_layer=4, max_positions=256, has_head=False, device=torch.device("cpu")
+    )
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from blockdraft.cache.cache import NUM_RESERVED_PAGES, SCRATCH_PAGE, Cache
+from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import Rows
 from blockdraft.engine.loading import load_models
 from blockdraft.settings import Settings
@@ -18,20 +19,30 @@ CPU = torch.device("cpu")
 
 def write_target(folder, config, seed):
     """Save a model of `config` with random weights, norms and biases included; returns it, in float32."""
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    randomise(model, seed)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, config.vocab_size)
+    return model
+
+
+def randomise(model, seed):
+    """Random weights that say something: norms around their neutral value, the rest scaled to its inputs."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.3 * noise)
+            if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight")):
+                parameter.copy_(parameter.mean() + 0.3 * noise)  # around 1, or 0 where that is neutral
             elif parameter.ndim == 1 or "embed" in name:
                 parameter.copy_(0.5 * noise)
             else:
-                parameter.copy_(noise * parameter.shape[1] ** -0.5)
-    model.save_pretrained(folder)
-    write_tokenizer(folder, config.vocab_size)
-    return model
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.3 * torch.randn(1, generator=generator))
 
 
 def write_tokenizer(folder, vocab_size):
@@ -61,10 +72,14 @@ class Bench:
     def __init__(self, specs, *, num_rows, max_length, vocab_size, page_size, dtype, seed=0):
         max_pages = -(-max_length // page_size)
         num_pages = num_rows * max_pages + NUM_RESERVED_PAGES
-        self.cache = Cache(specs, num_pages=num_pages, page_size=page_size, dtype=dtype, device=CPU)
-        for storage in self.cache._storage:
-            storage.keys[:, 1:] = float("nan")
-            storage.values[:, 1:] = float("nan")
+        self.cache = Cache(
+            specs, num_pages=num_pages, num_rows=num_rows + 1, page_size=page_size, dtype=dtype, device=CPU
+        )
+        for storage in self.cache.storage:
+            if isinstance(storage, RecurrentState):
+                storage.state[:] = storage.tail[:] = float("nan")
+            else:
+                storage.keys[:, 1:] = storage.values[:, 1:] = float("nan")
         self.rows = Rows(
             max_rows=num_rows,
             max_pages=max_pages,
@@ -85,7 +100,7 @@ class Bench:
         self.rows.activate(range(len(sequences)))
         for counts in zip(*chunks, strict=True):
             pieces = [ids[d : d + n] for ids, d, n in zip(sequences, done, counts, strict=True)]
-            hidden, tapped = target(torch.cat(pieces), self.cache.view(self.rows, counts))
+            hidden, tapped = target(torch.cat(pieces), self.cache.view(self.rows, counts, is_known=True))
             self.rows.extend(counts)
             for row, (h, f) in enumerate(zip(hidden.split(counts), tapped.split(counts), strict=True)):
                 logits[row].append(target.logits(h))

@@ -267,7 +267,7 @@ def context_kv(drafting, bench):
     for row in range(drafting.num_rows):
         position = torch.arange(int(bench.rows.length[row]))
         slots = bench.rows.page_table[row][position // size] * size + position % size
-        storage = bench.cache._storage[first:]
+        storage = bench.cache.storage[first:]
         out.append(torch.stack([torch.stack((s.keys[:, slots], s.values[:, slots])) for s in storage]))
     return out
 

@@ -263,6 +263,22 @@ def test_a_request_that_cannot_be_served_is_told_why(app, fields, part, param):
     check_error(chat(app, {**HELLO, **fields}), 400, part, param)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "input_image", "image_url": "https://example.org/cat.png"},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "video_url", "video_url": {"url": "https://example.org/cat.mp4"}},
+    ],
+    ids=lambda part: part["type"],
+)
+def test_pictures_and_sounds_are_refused_by_their_type(app, part):
+    for content in ([part], [{"type": "text", "text": "t1 t2"}, part]):
+        answer = chat(app, {**HELLO, "messages": [{"role": "user", "content": content}]})
+        check_error(answer, 400, f"part of type '{part['type']}', but only text is supported")
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": NaN}', b"\xff", b"[" * 5000, b"9" * 5000])
 def test_a_malformed_body_is_a_400(app, body):
     check_error(ask(app, "POST", CHAT, content=body), 400, "body")

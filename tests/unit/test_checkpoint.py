@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import pickle
+import struct
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import errors
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from blockdraft.errors import BlockdraftError, FetchError, ModelError
 from blockdraft.models import fetch
-from blockdraft.models.checkpoint import open_checkpoint
+from blockdraft.models.checkpoint import TensorInfo, open_checkpoint
 from blockdraft.models.folder import FolderCheckpoint
+from tests.memory import peak_growth_mb
 
 A = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
 B = torch.arange(4, dtype=torch.float32)
 INDEX = "model.safetensors.index.json"
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    *(torch.float8_e8m0fnu, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+]
 
 
 @pytest.fixture
@@ -69,10 +80,170 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize("layout", ["folder", "sharded"])
 def test_tensors_are_read_in_their_stored_dtype(layout: str, request: pytest.FixtureRequest):
     checkpoint = open_folder(request.getfixturevalue(layout))
-    assert checkpoint.shapes() == {"a": (2, 3), "b": (4,)}
+    assert checkpoint.tensors() == {
+        "a": TensorInfo((2, 3), torch.bfloat16),
+        "b": TensorInfo((4,), torch.float32),
+    }
     assert checkpoint.read("a").dtype == torch.bfloat16
     assert torch.equal(checkpoint.read("a"), A)
     assert torch.equal(checkpoint.read("b"), B)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_read_bit_for_bit(folder: Path, dtype: torch.dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes % 2 if dtype == torch.bool else codes
+    save_file({"x": codes.view(dtype).view(4, -1), "y": B}, folder / "model.safetensors")
+    checkpoint = open_folder(folder)
+    assert checkpoint.tensors()["x"] == TensorInfo((4, 64 // dtype.itemsize), dtype)
+    assert checkpoint.read("x").dtype == dtype
+    assert torch.equal(checkpoint.read("x").view(torch.uint8).flatten(), codes)
+    assert torch.equal(checkpoint.read("x", 1, 3).view(torch.uint8).flatten(), codes[64:192])
+
+
+@pytest.mark.parametrize("shape", [(7,), (6, 3), (4, 2, 5), (5, 0), (0, 5)])
+def test_any_slice_of_rows_is_that_slice_of_the_tensor(folder: Path, shape: tuple[int, ...]):
+    stored = torch.randn(shape, dtype=torch.float64)
+    save_file({"x": stored, "y": B}, folder / "model.safetensors")
+    checkpoint = open_folder(folder)
+    num_rows = shape[0]
+    for begin in range(num_rows + 1):
+        assert torch.equal(checkpoint.read("x", begin), stored[begin:])
+        for end in range(begin, num_rows + 1):
+            assert torch.equal(checkpoint.read("x", begin, end), stored[begin:end])
+            assert checkpoint.read("x", begin, end).shape == (end - begin, *shape[1:])
+
+
+def test_tensor_without_axes_is_read_whole(folder: Path):
+    save_file({"b": B, "scale": torch.tensor(0.5, dtype=torch.bfloat16)}, folder / "model.safetensors")
+    scale = open_folder(folder).read("scale")
+    assert scale.shape == ()
+    assert scale.item() == 0.5
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 5), (-1, 2), (3, 2), (5, None)])
+def test_rows_that_do_not_exist_are_not_read(folder: Path, begin: int, end: int | None):
+    with pytest.raises(IndexError):
+        open_folder(folder).read("b", begin, end)
+
+
+def test_short_reads_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: whole(fd, [views[0][:3]], offset))
+    assert torch.equal(open_folder(folder).read("b"), B)
+
+
+def test_shard_cut_after_opening_is_named(folder: Path):
+    checkpoint = open_folder(folder)
+    shard = folder / "model.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
+    with pytest.raises(ModelError, match=r"'mine': model\.safetensors is truncated"):
+        [checkpoint.read(name) for name in ("a", "b")]
+
+
+def test_folders_have_no_packed_tensors(folder: Path):
+    checkpoint = open_folder(folder)
+    assert checkpoint.ggml_type("a") is None
+    with pytest.raises(ModelError, match="'a'"):
+        checkpoint.read_packed("a")
+
+
+def test_loading_in_slices_keeps_the_file_out_of_memory(tmp_path: Path):
+    num_rows, num_columns = 50_000, 1024
+    write_json(tmp_path / "config.json", {})
+    entry = {
+        "dtype": "F32",
+        "shape": [num_rows, num_columns],
+        "data_offsets": [0, 4 * num_rows * num_columns],
+    }
+    shard = tmp_path / "model.safetensors"
+    write_shard(shard, {"x": entry})
+    os.truncate(shard, shard.stat().st_size + 4 * num_rows * num_columns)  # 205 MB of zeros
+    growth_mb = peak_growth_mb(FolderCheckpoint, tmp_path, tensor="x")
+    assert growth_mb < 40
+
+
+def test_quantisation_file_is_parsed(folder: Path):
+    assert open_folder(folder).quant_file is None
+    write_json(folder / "hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}})
+    assert open_folder(folder).quant_file == {"quantization": {"quant_algo": "FP8"}}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]"])
+def test_damaged_quantisation_file_is_named(folder: Path, text: str):
+    (folder / "hf_quant_config.json").write_text(text)
+    assert "hf_quant_config.json" in refusal(folder)
+
+
+def write_shard(path: Path, header: object, *, num_bytes: int = 0) -> None:
+    """A shard whose header says anything, with that many bytes behind it."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(num_bytes))
+
+
+def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff\xff", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"a": {}, "a": {}}', "appears twice"),
+        ([], "not a JSON object"),
+        ({"a": 7}, "'a' is described by '7'"),
+        ({"a": {}}, "type 'None'"),
+        ({"a": entry(dtype="F4")}, "'a' is of type 'F4'"),
+        ({"a": entry(dtype=["F32"])}, "['F32']"),
+        ({"a": entry(shape=None)}, "'a'"),
+        ({"a": entry(shape=[-2])}, "'a'"),
+        ({"a": entry(shape=[True, 2])}, "'a'"),
+        ({"a": entry(shape=[2.0])}, "'a'"),
+        ({"a": entry(shape=[3])}, "'a' has 12 bytes"),
+        ({"a": entry(shape=[1 << 70])}, "'a' has"),
+        ({"a": entry(offsets=[0])}, "'a' has 8 bytes"),
+        ({"a": entry(offsets=[8, 16])}, "'a' begins at byte 8 instead of 0"),
+        ({"a": entry(), "b": entry()}, "begins at byte 0 instead of 8"),
+        ({}, "end at byte 0 of 8"),
+        ({"a": entry(shape=[3], offsets=[0, 12])}, "end at byte 12 of 8"),
+        ({"a": entry(shape=[1], offsets=[0, 4])}, "end at byte 4 of 8"),
+    ],
+)
+def test_damaged_header_is_refused(folder: Path, header: object, words: str):
+    write_shard(folder / "model.safetensors", header, num_bytes=8)
+    message = refusal(folder)
+    assert "model.safetensors" in message
+    assert words in message
+
+
+def test_header_longer_than_the_file_is_refused(folder: Path):
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + bytes(100))
+    assert "claims a header of" in refusal(folder)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_flipped_header_byte_never_escapes_as_another_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+):
+    flipped = tmp_path_factory.getbasetemp() / "flipped"
+    flipped.mkdir(exist_ok=True)
+    write_json(flipped / "config.json", {})
+    shard = flipped / "model.safetensors"
+    save_file({"a": A, "b": B}, shard)
+    content = bytearray(shard.read_bytes())
+    data_start = 8 + struct.unpack_from("<Q", content)[0]
+    content[data.draw(st.integers(0, data_start - 1))] ^= data.draw(st.integers(1, 255))
+    shard.write_bytes(content)
+    try:
+        checkpoint = open_folder(flipped)
+        for name, info in checkpoint.tensors().items():
+            read = checkpoint.read(name)
+            assert (tuple(read.shape), read.dtype) == info
+    except ModelError as error:
+        assert "\n" not in str(error)  # noqa: PT017 - some flips are harmless, and that is fine
 
 
 def test_tensors_outlive_a_closed_checkpoint(folder: Path):
@@ -84,7 +255,7 @@ def test_tensors_outlive_a_closed_checkpoint(folder: Path):
 
 def test_a_single_file_of_any_name_is_enough(folder: Path):
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    assert set(open_folder(folder).shapes()) == {"a", "b"}
+    assert set(open_folder(folder).tensors()) == {"a", "b"}
 
 
 def test_several_files_without_an_index_are_refused(sharded: Path):
@@ -204,7 +375,7 @@ def test_chat_template_sources_in_order_of_preference(texts: Path):
 def test_existing_folder_is_opened_under_the_name_the_user_wrote(folder: Path):
     checkpoint = open_checkpoint(str(folder))
     assert checkpoint.name == str(folder)
-    assert set(checkpoint.shapes()) == {"a", "b"}
+    assert set(checkpoint.tensors()) == {"a", "b"}
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ def test_without_flags_the_settings_are_the_defaults():
 
 def test_every_setting_has_a_flag():
     values = {"model": "m", "draft": "d", "device": "cuda", "dtype": "float16"}
+    values |= {"quantization": "fp8", "draft_quantization": "keep"}
     flags = ["--no-prefix-cache", "--overlap"]
     for item in fields(Settings):
         if item.name not in ("prefix_cache", "overlap"):
@@ -161,6 +162,16 @@ def test_every_setting_has_a_flag():
     for item in fields(Settings):
         assert getattr(settings, item.name) != item.default
     assert settings.chunk == 7
+    assert (settings.quantization, settings.draft_quantization) == ("fp8", "keep")
+
+
+@pytest.mark.parametrize("flag", ["--dtype", "--quantization", "--draft-quantization"])
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(["serve", flag, "int4"])
+    error = error_of(capsys)
+    assert f"argument {flag}: invalid choice: 'int4'" in error
+    assert ("'bfloat16'" if flag == "--dtype" else "'keep', 'none', 'fp8', 'int8'") in error
 
 
 def test_auto_is_accepted_where_the_setting_has_it(capsys):

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from blockdraft.errors import ModelError
-from blockdraft.models.config import read_model_config
+from blockdraft.models.config import Rope
 from blockdraft.models.draft_config import check_pair, default_taps, read_draft_config
+from blockdraft.models.families import read_model_config
+from blockdraft.models.quantization import read_quantization
 
 NAME = "some/drafter"
 BODY = {
@@ -161,7 +163,8 @@ def test_scales_and_softcap_are_read_from_either_place():
     assert (config.embedding_scale, config.logit_scale, config.logit_softcap) == (73.0, 0.196, 20.0)
     assert read(zlab(final_logit_softcapping=30.0)).logit_softcap == 30.0
     plain = read(zlab())
-    assert (plain.embedding_scale, plain.logit_scale, plain.logit_softcap) == (1.0, 1.0, None)
+    # None: the target's own scale.
+    assert (plain.embedding_scale, plain.logit_scale, plain.logit_softcap) == (None, 1.0, None)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +185,8 @@ def test_scales_and_softcap_are_read_from_either_place():
         (zlab(rope_is_neox_style=False), "rope_is_neox_style = False"),
         (zlab(attention_bias=True), "attention_bias = True"),
         (zlab(hidden_act="gelu"), "hidden_act = 'gelu'"),
-        (zlab(rope_scaling={"rope_type": "yarn"}), "rope_type 'yarn'"),
-        (zlab(quantization_config={"quant_method": "fp8"}), "(fp8)"),
+        (zlab(rope_scaling={"rope_type": "dynamic"}), "rope_scaling.rope_type = 'dynamic'"),
+        (zlab(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
         (zlab(num_key_value_heads=3), "4 query heads for 3 key/value heads"),
         (zlab(head_dim=7), "head_dim = 7"),
         (speculators(speculators_model_type="dflash2"), "'dflash2'"),
@@ -192,11 +195,26 @@ def test_scales_and_softcap_are_read_from_either_place():
         (speculators(sample_from_anchor=True), "sample_from_anchor = True"),
         (speculators(selector_top_k=16), "selector_top_k = 16"),
         (speculators(body={"hidden_act": "gelu"}), "transformer_layer_config.hidden_act = 'gelu'"),
-        (speculators(quantization_config={"quant_method": "gptq"}), "(gptq)"),
+        (speculators(body={"partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5"),
     ],
 )
 def test_relatives_and_variants_are_refused_by_name(raw, named):
     assert named in refusal(raw)
+
+
+@pytest.mark.parametrize("layout", [zlab, speculators])
+def test_quantisation_is_read_on_its_own_and_refused_by_scheme(layout):
+    raw = layout(quantization_config={"quant_method": "hqq"})
+    assert read(raw) == read(layout())
+    with pytest.raises(ModelError, match="quant_method = 'hqq'"):
+        read_quantization(raw, None, name=NAME)
+
+
+def test_a_stretched_rope_is_read_in_both_layouts():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1}
+    expected = Rope(theta=1e6, kind="yarn", factor=4.0, original_max_positions=64)
+    assert read(zlab(rope_scaling=rope)).rope == expected
+    assert read(speculators(body={"rope_scaling": rope})).rope == expected
 
 
 def test_variants_switched_off_are_plain_dflash():

@@ -347,7 +347,7 @@ def test_a_freed_page_full_of_nan_reaches_nobody():
     """What a broken sequence leaves in its slots is never multiplied in, not even by zero."""
     engine = tiny.engine(page_size=4, prefix_cache=False)
     expected = tiny.run(engine, [(PROMPT, GREEDY)])
-    for layer in engine.cache._storage:
+    for layer in engine.cache.storage:
         layer.keys[:, 4:] = float("nan")
         layer.values[:, 4:] = float("nan")
     assert tiny.run(engine, [(PROMPT, GREEDY)]) == expected

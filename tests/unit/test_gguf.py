@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from itertools import pairwise
 from pathlib import Path
@@ -12,127 +13,41 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from blockdraft.errors import ModelError
 from blockdraft.models import fetch
+from blockdraft.models.checkpoint import TensorInfo
 from blockdraft.models.gguf import GgufCheckpoint
 from blockdraft.models.gguf_file import GgufFile
+from blockdraft.models.packed_gguf import unpack
+from tests.gguf_files import (
+    BPE_MERGES,
+    BPE_TOKENS,
+    EXPERT_FFN,
+    EXPERTS,
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    QUANTISED,
+    SPM_PIECES,
+    SPM_SCORES,
+    SPM_TOKENS,
+    Type,
+    expert_metadata,
+    expert_weights,
+    weights,
+    write,
+)
+from tests.memory import peak_growth_mb
 
-Type = gguf.GGMLQuantizationType
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN = 4, 2, 16, 64, 96
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-
-BPE_TOKENS = ["<eos>", "<bos>", "<think>", "<eot>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-BPE_MERGES = ["a b", "Ġ Ġ", "1 2", "ab 1", "Ġ ab"]
-BPE_TOKENS += [merge.replace(" ", "") for merge in BPE_MERGES]
-BPE_TOKENS += ["cd"]  # which no merge makes
-BPE_TYPES = [CONTROL, CONTROL, USER_DEFINED, CONTROL] + [NORMAL] * (len(BPE_TOKENS) - 4)
-
-SPM_PIECES = ["▁", "a", "b", "c", "ab", "bc", "▁a", "abc", "▁ab"]
-SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *SPM_PIECES]
-SPM_TYPES = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * len(SPM_PIECES)
-# "bc" is worth more than "ab", so "abc" is built as a + bc.
-SPM_SCORES = [0.0] * 259 + [-9.0, -9.0, -9.0, -9.0, -3.0, -1.0, -4.0, -5.0, -2.0]
-
-
-def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp's convert_hf_to_gguf.py does to q_proj and k_proj."""
-    halves = weights.reshape(num_heads, 2, weights.shape[0] // num_heads // 2, *weights.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weights.shape)
-
-
-def weights(architecture: str = "llama") -> dict[str, np.ndarray]:
-    """Hugging Face-ordered weights under GGUF names, one layer."""
-    rng = np.random.default_rng(0)
-    shapes = {
-        "token_embd.weight": (48, HIDDEN),
-        "output_norm.weight": (HIDDEN,),
-        "blk.0.attn_norm.weight": (HIDDEN,),
-        "blk.0.attn_q.weight": (HEADS * HEAD_DIM, HIDDEN),
-        "blk.0.attn_k.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "blk.0.attn_v.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "blk.0.attn_output.weight": (HIDDEN, HEADS * HEAD_DIM),
-        "blk.0.ffn_norm.weight": (HIDDEN,),
-        "blk.0.ffn_gate.weight": (FFN, HIDDEN),
-        "blk.0.ffn_up.weight": (FFN, HIDDEN),
-        "blk.0.ffn_down.weight": (HIDDEN, FFN),
-    }
-    if architecture == "qwen2":
-        shapes["blk.0.attn_q.bias"] = (HEADS * HEAD_DIM,)
-    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-
-
-QUANTISED = {
-    "token_embd.weight": Type.Q8_0,
-    "blk.0.ffn_gate.weight": Type.Q4_1,
-    "blk.0.ffn_down.weight": Type.Q4_0,
-    "blk.0.ffn_up.weight": Type.F16,
-}
-
-
-def write(
-    path: Path,
-    *,
-    architecture: str = "llama",
-    tokenizer: str | None = "gpt2",
-    metadata: dict[str, str | float | bool] | None = None,
-    tensors: dict[str, np.ndarray] | None = None,
-) -> Path:
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(1)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(5000.0)
-    if tokenizer == "gpt2":
-        add_bpe(writer)
-    elif tokenizer == "llama":
-        add_sentencepiece(writer)
-    for key, value in (metadata or {}).items():
-        writer.kv_data[0].pop(key, None)
-        add = {
-            str: writer.add_string,
-            int: writer.add_uint32,
-            float: writer.add_float32,
-            bool: writer.add_bool,
-        }
-        add[type(value)](key, value)
-    for name, values in (weights(architecture) if tensors is None else tensors).items():
-        if architecture == "llama" and ("attn_q." in name or "attn_k." in name):
-            values = permute(values, HEADS if "attn_q." in name else KV_HEADS)
-        kind = QUANTISED.get(name, Type.F32)
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def add_bpe(writer: gguf.GGUFWriter) -> None:
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(BPE_TOKENS)
-    writer.add_token_types(BPE_TYPES)
-    writer.add_token_merges(BPE_MERGES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(0)
-    writer.add_eot_token_id(3)
-    writer.add_chat_template("{{ messages }}")
-
-
-def add_sentencepiece(writer: gguf.GGUFWriter) -> None:
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(SPM_TOKENS)
-    writer.add_token_types(SPM_TYPES)
-    writer.add_token_scores(SPM_SCORES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
+READABLE = [
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "TQ1_0", "TQ2_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
+    *("IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+]
 
 
 @pytest.fixture
@@ -146,7 +61,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
 
 def read_everything(path: Path) -> None:
     checkpoint = open_gguf(path)
-    for name in checkpoint.shapes():
+    for name in checkpoint.tensors():
         checkpoint.read(name)
     checkpoint.tokenizer_parts()
 
@@ -175,8 +90,238 @@ def test_every_quantisation_dequantises_as_gguf_py_does(tiny: Path):
     for tensor in theirs.tensors:
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         read = ours.read(tensor.name)
-        assert read.dtype == torch.float32
-        assert np.array_equal(read.numpy(), expected), tensor.name
+        assert read.dtype == (torch.float16 if tensor.tensor_type == Type.F16 else torch.float32)
+        assert np.array_equal(read.float().numpy(), expected), tensor.name
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy: any bytes include infinite scales
+@pytest.mark.parametrize("type_name", READABLE)
+def test_dequantise_agrees_with_gguf_py_on_any_bytes(type_name: str):
+    kind = Type[type_name]
+    num_bytes = 40 * gguf.GGML_QUANT_SIZES[kind][1]
+    raw = np.random.default_rng(2).integers(0, 256, num_bytes, np.uint8)
+    expected = np.asarray(gguf.quants.dequantize(raw, kind), np.float32).flatten()
+    values = unpack(torch.from_numpy(raw).view(8, -1), kind)
+    assert values.dtype == torch.float32
+    assert np.array_equal(values.numpy(), expected, equal_nan=True)
+
+
+def test_tensor_table_gives_the_types_that_read_returns(tmp_path: Path):
+    path = write(tmp_path / "a.gguf", kinds={**QUANTISED, "blk.0.attn_v.weight": Type.BF16})
+    checkpoint = open_gguf(path)
+    table = checkpoint.tensors()
+    assert table["model.embed_tokens.weight"] == TensorInfo((48, HIDDEN), torch.float32)
+    assert table["model.layers.0.mlp.up_proj.weight"] == TensorInfo((FFN, HIDDEN), torch.float16)
+    assert table["model.layers.0.self_attn.v_proj.weight"].dtype == torch.bfloat16
+    for name, info in table.items():
+        read = checkpoint.read(name)
+        assert (tuple(read.shape), read.dtype) == info
+    types = {name: kind for name in table if (kind := checkpoint.ggml_type(name)) is not None}
+    assert types == {
+        "model.embed_tokens.weight": Type.Q8_0,
+        "model.layers.0.mlp.gate_proj.weight": Type.Q4_1,
+        "model.layers.0.mlp.down_proj.weight": Type.Q4_0,
+    }
+
+
+# Every storage that rows can have, with and without the permutation of q and k.
+MIXED = {
+    "token_embd.weight": Type.F16,
+    "blk.0.attn_q.weight": Type.Q8_0,
+    "blk.0.attn_k.weight": Type.F16,
+    "blk.0.attn_v.weight": Type.Q4_1,
+    "blk.0.ffn_gate.weight": Type.BF16,
+    "blk.0.ffn_down.weight": Type.Q5_0,
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GgufCheckpoint:
+    tensors = weights("qwen2")  # with a bias, which is permuted too
+    path = tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf"
+    return open_gguf(write(path, architecture=request.param, tensors=tensors, kinds=MIXED))
+
+
+def test_any_slice_of_rows_is_that_slice_of_the_tensor(mixed: GgufCheckpoint):
+    for name, info in mixed.tensors().items():
+        whole, num_rows = mixed.read(name), info.shape[0]
+        for begin in range(0, num_rows + 1, 5):
+            assert torch.equal(mixed.read(name, begin), whole[begin:])
+            for end in {begin, *range(begin, num_rows + 1, 7), num_rows}:
+                assert torch.equal(mixed.read(name, begin, end), whole[begin:end]), (name, begin, end)
+
+
+def test_packed_rows_dequantise_to_what_read_returns(mixed: GgufCheckpoint):
+    packed = [name for name in mixed.tensors() if mixed.ggml_type(name) is not None]
+    assert len(packed) == 3
+    for name in packed:
+        num_rows, num_columns = mixed.tensors()[name].shape
+        block_length, block_bytes = gguf.GGML_QUANT_SIZES[Type(mixed.ggml_type(name))]
+        for begin, end in [(0, None), (0, 0), (3, 3), (1, num_rows - 1), (17, 30), (num_rows - 1, num_rows)]:
+            rows = mixed.read_packed(name, begin, end)
+            expected = mixed.read(name, begin, end)
+            assert rows.dtype == torch.uint8
+            assert rows.shape == (len(expected), num_columns // block_length * block_bytes)
+            assert torch.equal(unpack(rows, mixed.ggml_type(name)).view_as(expected), expected)
+
+
+def test_packed_rows_are_in_hugging_face_order(mixed: GgufCheckpoint):
+    expected = gguf.quants.quantize(weights("qwen2")["blk.0.attn_q.weight"], Type.Q8_0)
+    rows = mixed.read_packed("model.layers.0.self_attn.q_proj.weight")
+    assert np.array_equal(rows.numpy(), expected)
+
+
+def test_plain_tensors_have_no_packed_rows(tiny: Path):
+    with pytest.raises(ModelError, match=r"up_proj\.weight' is not quantised"):
+        open_gguf(tiny).read_packed("model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(ModelError, match=r"lm_head\.weight"):
+        open_gguf(tiny).ggml_type("lm_head.weight")
+
+
+def test_what_is_read_is_memory_of_its_own(tiny: Path):
+    checkpoint = open_gguf(tiny)
+    for name, info in checkpoint.tensors().items():
+        read = checkpoint.read(name, 0, 2)
+        assert read.untyped_storage().nbytes() == read.nbytes, (name, info)
+        read.zero_()
+        assert checkpoint.read(name, 0, 2).any()
+
+
+def test_file_cut_after_opening_is_named(tiny: Path):
+    checkpoint = open_gguf(tiny)
+    os.truncate(tiny, 5000)
+    with pytest.raises(ModelError, match=r"'tiny\.gguf' is truncated"):
+        [checkpoint.read(name) for name in checkpoint.tensors()]
+
+
+def test_loading_in_slices_keeps_the_file_out_of_memory(tmp_path: Path):
+    tensors = weights() | {"blk.0.ffn_up.weight": np.zeros((50_000, 1024), np.float16)}  # 102 MB
+    path = write(tmp_path / "a.gguf", tensors=tensors)
+    assert peak_growth_mb(GgufCheckpoint, path, tensor="model.layers.0.mlp.up_proj.weight") < 30
+
+
+# Mixtures of experts.
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "gpt-oss"])
+def test_experts_are_sliced_as_rows(tmp_path: Path, architecture: str):
+    tensors = expert_weights(architecture)
+    path = write(
+        tmp_path / "a.gguf",
+        architecture=architecture,
+        tensors=tensors,
+        metadata=expert_metadata(architecture),
+        kinds={"blk.0.ffn_gate_exps.weight": Type.MXFP4},
+    )
+    checkpoint = open_gguf(path)
+    down = checkpoint.read("model.layers.0.mlp.experts.down_proj", 1, 3)
+    assert np.array_equal(down.numpy(), tensors["blk.0.ffn_down_exps.weight"][1:3])
+    name = "model.layers.0.mlp.experts.gate_proj"
+    assert checkpoint.ggml_type(name) == Type.MXFP4
+    assert checkpoint.tensors()[name].shape == (EXPERTS, EXPERT_FFN, HIDDEN)
+    stored = gguf.quants.quantize(tensors["blk.0.ffn_gate_exps.weight"], Type.MXFP4)
+    packed = checkpoint.read_packed(name, 1, 3)
+    assert packed.shape == (2, EXPERT_FFN, HIDDEN // 32 * 17)
+    assert np.array_equal(packed.numpy(), stored[1:3])
+    values = checkpoint.read(name, 1, 3)
+    assert np.array_equal(values.numpy(), gguf.quants.dequantize(stored, Type.MXFP4)[1:3])
+    assert torch.equal(unpack(packed, Type.MXFP4).view_as(values), values)
+
+
+def test_qwen3_moe_speaks_hugging_face(tmp_path: Path):
+    path = write(
+        tmp_path / "a.gguf",
+        architecture="qwen3moe",
+        tensors=expert_weights("qwen3moe"),
+        metadata=expert_metadata("qwen3moe"),
+    )
+    checkpoint = open_gguf(path)
+    assert set(checkpoint.tensors()) == {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+        *(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"),
+        "model.layers.0.mlp.gate.weight",
+        *(f"model.layers.0.mlp.experts.{part}_proj" for part in ("gate", "up", "down")),
+    }
+    expected = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "intermediate_size": FFN,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": EXPERT_FFN,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    assert checkpoint.config.items() >= expected.items()
+
+
+def test_gpt_oss_speaks_hugging_face(tmp_path: Path):
+    tensors = expert_weights("gpt-oss")
+    path = write(
+        tmp_path / "a.gguf",
+        architecture="gpt-oss",
+        tensors=tensors,
+        metadata=expert_metadata("gpt-oss") | {"gpt-oss.block_count": 4},
+    )
+    checkpoint = open_gguf(path)
+    stored = {
+        "self_attn.sinks": "attn_sinks.weight",
+        "post_attention_layernorm.weight": "post_attention_norm.weight",
+        "mlp.router.weight": "ffn_gate_inp.weight",
+        "mlp.router.bias": "ffn_gate_inp.bias",
+        "mlp.experts.up_proj": "ffn_up_exps.weight",
+        "mlp.experts.gate_proj_bias": "ffn_gate_exps.bias",
+        "mlp.experts.up_proj_bias": "ffn_up_exps.bias",
+        "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+        "self_attn.q_proj.weight": "attn_q.weight",  # not permuted
+    }
+    for name, gguf_name in stored.items():
+        read = checkpoint.read(f"model.layers.0.{name}")
+        assert np.array_equal(read.numpy(), tensors[f"blk.0.{gguf_name}"]), name
+    expected = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "intermediate_size": EXPERT_FFN,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "swiglu_limit": 7.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    }
+    assert checkpoint.config.items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("qwen3moe", "expert_weights_scale", 2.5),
+        ("qwen3moe", "expert_used_count", 0),
+        ("gpt-oss", "attention.sliding_window_pattern", 3),
+        ("gpt-oss", "rope.freq_base_swa", 1.0),
+        ("gpt-oss", "rope.scaling.yarn_attn_factor", 2.0),
+        ("gpt-oss", "rope.scaling.yarn_ext_factor", 0.5),
+    ],
+)
+def test_unknown_mixtures_are_refused_by_key(tmp_path: Path, architecture: str, key: str, value: float):
+    path = write(
+        tmp_path / "a.gguf",
+        architecture=architecture,
+        tensors=expert_weights(architecture),
+        metadata=expert_metadata(architecture) | {f"{architecture}.{key}": value},
+    )
+    assert f"{architecture}.{key}" in refusal(path)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
@@ -221,7 +366,7 @@ def test_config_speaks_hugging_face(tiny: Path):
 
 
 def test_names_and_shapes_speak_hugging_face(tiny: Path):
-    shapes = open_gguf(tiny).shapes()
+    shapes = {name: info.shape for name, info in open_gguf(tiny).tensors().items()}
     assert shapes["model.embed_tokens.weight"] == (48, HIDDEN)
     assert shapes["model.norm.weight"] == (HIDDEN,)
     assert shapes["model.layers.0.mlp.down_proj.weight"] == (HIDDEN, FFN)
@@ -235,7 +380,7 @@ def test_output_weight_unties_and_biases_show_in_the_config(tmp_path: Path):
     assert checkpoint.config["architectures"] == ["Qwen2ForCausalLM"]
     assert checkpoint.config["tie_word_embeddings"] is False
     assert checkpoint.config["attention_bias"] is True
-    assert checkpoint.shapes()["lm_head.weight"] == (48, HIDDEN)
+    assert checkpoint.tensors()["lm_head.weight"].shape == (48, HIDDEN)
 
 
 def test_rope_factors_become_rope_scaling(tmp_path: Path):
@@ -245,7 +390,7 @@ def test_rope_factors_become_rope_scaling(tmp_path: Path):
         "rope_type": "factors",
         "factors": factors.tolist(),
     }
-    assert not any("rope" in name for name in checkpoint.shapes())
+    assert not any("rope" in name for name in checkpoint.tensors())
 
 
 def test_linear_rope_scaling_is_read(tmp_path: Path):
@@ -265,6 +410,9 @@ def test_tensors_outlive_a_closed_file(tiny: Path):
     ("changes", "words"),
     [
         ({"architecture": "gptneox"}, "gptneox"),
+        ({"architecture": "qwen2moe"}, "qwen2moe"),
+        ({"architecture": "qwen3next"}, "qwen3next"),
+        ({"architecture": "gemma4"}, "gemma4"),
         ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "yarn"),
         ({"metadata": {"llama.expert_count": 8}}, "8 experts"),
         ({"metadata": {"split.count": 3}}, "split"),
@@ -272,10 +420,16 @@ def test_tensors_outlive_a_closed_file(tiny: Path):
         ({"metadata": {"llama.attention.head_count": 0}}, "head_count"),
         ({"metadata": {"llama.attention.head_count_kv": 3}}, "k_proj"),
         ({"metadata": {"llama.block_count": "one"}}, "block_count"),
+        ({"metadata": {"llama.block_count": 1 << 31}}, "block_count"),
         ({"metadata": {"tokenizer.ggml.pre": "falcon"}}, "falcon"),
         ({"metadata": {"tokenizer.ggml.model": "t5"}}, "t5"),
         ({"metadata": {"tokenizer.ggml.eos_token_id": 9999}}, "9999"),
         ({"tokenizer": None}, "tokenizer.ggml.tokens"),
+        (
+            {"tensors": weights() | {"blk.0.ffn_up_exps.weight": np.ones((2, 2, 32), np.float32)}},
+            "ffn_up_exps",
+        ),
+        ({"kinds": {"output_norm.weight": Type.Q8_0}}, "vector in blocks of 32"),
         ({"tensors": weights() | {"blk.0.ssm_a.weight": np.ones(32, np.float32)}}, "ssm_a"),
         ({"tensors": {"output_norm.weight": np.ones(32, np.float32)}}, "token_embd"),
     ],
@@ -437,6 +591,49 @@ def test_llama3_words_take_a_leading_symbol_and_qwen2_composes_accents(tmp_path:
     assert qwen2.encode("e\u0301").ids == qwen2.encode("\u00e9").ids
 
 
+# As tiktoken publishes it for o200k_base and o200k_harmony.
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+O200K_SPLITS = {
+    "HelloWorld it's DON'T": ["Hello", "World", " it's", " DON'T"],
+    "XMLHttp 12345": ["XMLHttp", " ", "123", "45"],
+    "a://b\n\n  c\t": ["a", "://", "b", "\n\n", " ", " c", "\t"],
+    "e\u0301te\u0301 日本 ": ["e\u0301te\u0301", " 日本", " "],
+}
+
+
+@pytest.fixture(scope="module")
+def o200k(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("gguf") / "o200k.gguf"
+    write(path, metadata={"tokenizer.ggml.pre": "gpt-4o"})
+    return open_gguf(path).tokenizer_parts().tokenizer
+
+
+@pytest.mark.parametrize("text", O200K_SPLITS)
+def test_gpt_4o_words_end_where_the_case_changes(o200k: Tokenizer, text: str):
+    spans = [span for _, span in o200k.pre_tokenizer.pre_tokenize_str(text)]
+    assert [text[start:end] for start, end in spans] == O200K_SPLITS[text]
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text("aAbB1' \n/é日'sTǅ\u0301ʰ<", max_size=20))
+def test_gpt_4o_tokens_are_those_of_the_published_pipeline(o200k: Tokenizer, text: str):
+    vocabulary = {token: id_ for id_, token in enumerate(BPE_TOKENS)}
+    merges = [tuple(merge.split(" ")) for merge in BPE_MERGES]
+    published = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    published.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(O200K), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    assert o200k.encode(text).ids == published.encode(text).ids
+    assert o200k.decode(o200k.encode(text).ids) == text
+
+
 @pytest.mark.parametrize(
     ("metadata", "starts_with_bos"),
     [
@@ -515,7 +712,7 @@ def test_default_model_tokenises_like_the_original(default_model: GgufCheckpoint
 
 
 def test_default_model_has_the_published_shape(default_model: GgufCheckpoint):
-    shapes = default_model.shapes()
-    assert sum(int(np.prod(shape)) for shape in shapes.values()) == 134_515_008
+    tensors = default_model.tensors()
+    assert sum(int(np.prod(info.shape)) for info in tensors.values()) == 134_515_008
     assert default_model.config["num_hidden_layers"] == 30
     assert torch.isfinite(default_model.read("model.layers.29.self_attn.q_proj.weight")).all()

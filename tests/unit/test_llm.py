@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from blockdraft import LLM, RequestError, SamplingParams, SettingsError
+from blockdraft.cache.view import CacheView
 from blockdraft.engine.engine import mix
 from tests import tiny
 
@@ -78,7 +79,7 @@ def test_an_interrupted_step_ends_its_requests_and_poisons_nothing(place, overla
         if place == "absorb":
             patch.setattr(type(llm.engine.models.drafter), "absorb", interrupt)
         else:
-            patch.setattr(type(llm.engine.cache), "commit", interrupt)
+            patch.setattr(CacheView, "attend", interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([prompt], GREEDY)
     llm.engine.check()
@@ -115,4 +116,4 @@ def test_half_precision_runs_with_a_drafter():
         llm = LLM(tiny.TARGET, tiny.DRAFT, dtype=dtype, max_context=200, width=8)
         result = llm.generate([PROMPT], GREEDY)[0]
         assert len(result.token_ids) == 12
-        assert torch.isfinite(llm.engine.models.target.embedding).all()
+        assert torch.isfinite(llm.engine.models.target.embedding.weight).all()

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from blockdraft.cache.spec import bytes_per_token
+from blockdraft.cache.spec import bytes_per_row, bytes_per_token
 from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.machine import Machine
-from blockdraft.models.config import read_model_config
 from blockdraft.models.draft_config import read_draft_config
-from blockdraft.plan import CACHE_SHARE, ELEMENT_BYTES, make_plan
+from blockdraft.models.families import read_model_config
+from blockdraft.plan import CACHE_SHARE, ELEMENT_BYTES, UNPACK_SHARE, Weights, make_plan
 from blockdraft.settings import Settings
 from tests.fixtures.make_pair import draft_config
 
@@ -36,8 +36,35 @@ def make_draft(block=8):
     return read_draft_config(draft_config() | {"block_size": block}, name="some/drafter")
 
 
-def plan(draft=None, machine=MACHINE, model=None, **settings):
-    return make_plan(Settings(**settings), machine, model or make_model(), draft)
+def make_hybrid(max_positions=512):
+    """Three delta layers and one that attends, with the caches of make_model's layers."""
+    raw = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": max_positions,
+    }
+    return read_model_config(raw, name="some/hybrid")
+
+
+def plan(draft=None, machine=MACHINE, model=None, weights=None, draft_weights=None, **settings):
+    return make_plan(
+        Settings(**settings),
+        machine,
+        model or make_model(),
+        draft,
+        weights=weights or Weights(1000),
+        draft_weights=draft_weights,
+    )
 
 
 def refusal(kind, *args, **kwargs):
@@ -143,6 +170,128 @@ def test_a_machine_without_memory_is_refused():
     assert "0 tokens" in refusal(CapacityError, machine=Machine(memory_bytes=0))
 
 
+# ---- states
+
+
+def state_bytes(width, element_bytes=4):
+    """Of one row of make_hybrid, by hand."""
+    wide = max(element_bytes, 4)
+    channels = 2 * 2 * 8 + 4 * 12  # queries, keys, values
+    state = 4 * 8 * 12 * wide + 3 * channels * element_bytes
+    tape = (2 * 8 + 4 * (12 + 1)) * wide + channels * element_bytes
+    return 3 * (state + width * tape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("block", [None, 8, 16])
+def test_states_are_paid_for_before_pages(dtype, block):
+    draft = None if block is None else make_draft(block)
+    size = ELEMENT_BYTES[dtype]
+    states = (7 + 1) * state_bytes(block or 1, size)  # one more row, for what runs beside the sequences
+    per_token = 2 * 2 * 8 * size * (3 if draft else 1)  # one layer that attends, and the drafter's two
+    made = plan(
+        draft,
+        model=make_hybrid(9000),
+        dtype=dtype,
+        max_rows=7,
+        page_size=1,
+        cache_bytes=states + 1000 * per_token + per_token - 1,
+    )
+    assert made.num_pages == 1000
+    assert made.max_context == 1000 - 2 * (block or 1) - 1
+
+
+def test_the_sum_of_the_states_is_that_of_the_layers():
+    specs = make_hybrid().layer_specs()
+    for size, width in [(4, 1), (2, 8), (8, 16)]:
+        assert bytes_per_row(specs, size, width) == state_bytes(width, size)
+    assert bytes_per_row(make_model().layer_specs(), 4, 8) == 0
+
+
+def test_states_that_fill_the_cache_are_refused_with_both_ways_out():
+    states = 17 * state_bytes(1)
+    for cache_bytes in (states - 1, states):
+        message = refusal(CapacityError, model=make_hybrid(), max_rows=16, cache_bytes=cache_bytes)
+        assert f"the recurrent states of all rows take {states:,} bytes" in message
+        assert f"the cache has {cache_bytes:,}" in message
+        assert "raise --cache-bytes or lower --max-rows" in message
+    assert plan(model=make_hybrid(), max_rows=16, cache_bytes=states + 128 * 100).max_context == 100 - 2 - 16
+    # Fewer rows leave room for pages.
+    assert plan(model=make_hybrid(), max_rows=1, cache_bytes=states).max_context > 100
+
+
+def test_prefixes_are_not_reused_where_states_cannot_be_restored():
+    assert not plan(model=make_hybrid()).prefix_cache
+    assert not plan(model=make_hybrid(), prefix_cache=True).prefix_cache
+    assert plan(prefix_cache=True).prefix_cache
+
+
+# ---- quantization
+
+PACKED = Weights(1000, method="gptq")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_auto_leaves_plain_weights_plain(device):
+    for num_values in (1000, 10**15):
+        made = plan(
+            make_draft(), device=device, weights=Weights(num_values), draft_weights=Weights(num_values)
+        )
+        assert (made.quantization, made.draft_quantization) == ("none", "none")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_auto_unpacks_on_a_cpu_what_fits_easily(dtype):
+    most = int(MACHINE.memory_bytes * UNPACK_SHARE) // ELEMENT_BYTES[dtype]
+    assert plan(weights=Weights(most, "gptq"), dtype=dtype).quantization == "none"
+    assert plan(weights=Weights(most + 1, "gptq"), dtype=dtype).quantization == "keep"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_auto_keeps_packed_weights_packed_elsewhere(device):
+    assert plan(weights=Weights(1, "fp8"), device=device).quantization == "keep"
+
+
+def test_target_and_drafter_are_decided_one_by_one():
+    huge = Weights(10**15, "awq")
+    made = plan(make_draft(), weights=huge, draft_weights=PACKED)
+    assert (made.quantization, made.draft_quantization) == ("keep", "none")
+    made = plan(make_draft(), weights=PACKED, draft_weights=huge)
+    assert (made.quantization, made.draft_quantization) == ("none", "keep")
+    assert plan(weights=huge).draft_quantization == "none"  # no drafter
+    made = plan(make_draft(), weights=Weights(1), quantization="fp8", draft_quantization="int8")
+    assert (made.quantization, made.draft_quantization) == ("fp8", "int8")
+
+
+@pytest.mark.parametrize("asked", ["keep", "none"])
+@pytest.mark.parametrize("weights", [Weights(1), Weights(10**15), PACKED, Weights(10**15, "GGUF")])
+def test_keep_and_none_are_done_as_asked(asked, weights):
+    made = plan(weights=weights, draft_weights=weights, quantization=asked, draft_quantization=asked)
+    assert (made.quantization, made.draft_quantization) == (asked, asked)
+
+
+@pytest.mark.parametrize("asked", ["fp8", "int8"])
+def test_packed_weights_are_not_quantised_again(asked):
+    message = refusal(SettingsError, weights=PACKED, quantization=asked)
+    assert f"quantization = {asked}, but the checkpoint is quantised already (gptq)" in message
+    assert "use keep or none" in message
+    message = refusal(SettingsError, draft_weights=PACKED, draft_quantization=asked)
+    assert message.startswith(f"draft_quantization = {asked}")
+    made = plan(weights=Weights(1), draft_weights=PACKED, quantization=asked)  # one setting each
+    assert (made.quantization, made.draft_quantization) == (asked, "none")
+
+
+@pytest.mark.parametrize("name", ["quantization", "draft_quantization"])
+def test_other_quantizations_are_not_settings(name):
+    with pytest.raises(
+        SettingsError, match=f"{name} 'int4' is unknown: use one of auto, keep, none, fp8, int8"
+    ):
+        Settings(**{name: "int4"})
+
+
+# ---- any settings
+
+
 @hypothesis_settings(max_examples=300, deadline=None)
 @given(
     page_size=st.integers(1, 300),
@@ -153,16 +302,16 @@ def test_a_machine_without_memory_is_refused():
     cache_tokens=st.integers(1, 3000),
     dtype=st.sampled_from(["auto", "float32", "float64", "bfloat16"]),
     max_positions=st.integers(1, 600),
+    make=st.sampled_from([make_model, make_hybrid]),
 )
 def test_a_lone_sequence_always_has_room_for_its_context_and_two_blocks(
-    page_size, block, width, max_context, max_rows, cache_tokens, dtype, max_positions
+    page_size, block, width, max_context, max_rows, cache_tokens, dtype, max_positions, make
 ):
     draft = None if block is None else make_draft(block)
-    model = make_model(max_positions)
+    model = make(max_positions)
     specs = model.layer_specs() + (draft.layer_specs() if draft else ())
-    cache_bytes = cache_tokens * bytes_per_token(
-        specs, ELEMENT_BYTES["float32" if dtype == "auto" else dtype]
-    )
+    size = ELEMENT_BYTES["float32" if dtype == "auto" else dtype]
+    cache_bytes = cache_tokens * bytes_per_token(specs, size)
     settings = {
         "page_size": page_size,
         "width": width,
@@ -176,7 +325,9 @@ def test_a_lone_sequence_always_has_room_for_its_context_and_two_blocks(
     except (SettingsError, CapacityError):
         return
     assert made.num_pages * page_size >= made.max_context + 2 * made.block
-    assert made.num_pages * page_size <= cache_tokens
+    states = (made.max_rows + 1) * bytes_per_row(specs, size, made.block)
+    pages = made.num_pages * page_size * bytes_per_token(specs, size)
+    assert pages + states <= cache_bytes
     assert made.max_positions >= made.max_context + 2 * made.block
     assert 2 <= made.max_context <= max_positions
     assert made.block == max(made.width, block or 1)

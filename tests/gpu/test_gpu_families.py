@@ -1,0 +1,55 @@
+"""Every family on the GPU: the logits and the tokens that the CPU gives."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.request import SamplingParams
+from tests.models.checkpoints import load, write_target
+from tests.models.families import BASE, CASES, CONFIGS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NAMES = [name for name, (_, overrides) in CASES.items() if overrides is not None]
+
+
+def answers(folder, device, dtype, prompts, width):
+    models = load(folder, device=device, dtype=dtype, max_context=300, page_size=4, chunk=11, max_rows=3)
+    engine = Engine(replace(models, plan=replace(models.plan, num_pages=400, block=width, width=width)))
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True, logprobs=0)
+    ids = [engine.add(prompt, params) for prompt in prompts]
+    found = {request_id: [] for request_id in ids}
+    while engine.has_work:
+        for delta in engine.step():
+            found[delta.request_id] += [(item.token_id, item.logprob) for item in delta.logprobs]
+    return [found[request_id] for request_id in ids]
+
+
+@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_float64_tokens_and_logprobs_are_those_of_the_cpu(name, width, tmp_path):
+    family, overrides = CASES[name]
+    write_target(tmp_path, CONFIGS[family](**BASE | overrides), seed=5)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(BASE["vocab_size"]) for _ in range(length)] for length in (30, 3, 17)]
+    cpu = answers(tmp_path, "cpu", "float64", prompts, 1)
+    gpu = answers(tmp_path, "cuda", "float64", prompts, width)
+    for mine, theirs in zip(gpu, cpu, strict=True):
+        assert [token for token, _ in mine] == [token for token, _ in theirs]
+        logprobs = [[logprob for _, logprob in answer] for answer in (mine, theirs)]
+        # The rope tables are float32, and the GPU rounds their cosines differently.
+        torch.testing.assert_close(*map(torch.tensor, logprobs), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_runs(name, tmp_path):
+    family, overrides = CASES[name]
+    write_target(tmp_path, CONFIGS[family](**BASE | overrides), seed=5)
+    found = answers(tmp_path, "cuda", "bfloat16", [[1, 2, 3, 4, 5]], 8)
+    assert len(found[0]) == 24
+    assert all(logprob <= 0 for _, logprob in found[0])

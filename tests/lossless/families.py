@@ -1,0 +1,190 @@
+"""Engines over tiny targets of every family, each with a random drafter of its own, in float64."""
+
+import functools
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import transformers
+
+from blockdraft.cache.recurrent import RecurrentState
+from blockdraft.drafters.drafter import NoDrafter
+from blockdraft.engine.engine import Engine, mix
+from blockdraft.engine.request import SamplingParams
+from tests import tiny
+from tests.fixtures import make_pair
+from tests.models import families
+from tests.models.checkpoints import load, write_draft, write_target
+
+BLOCK = 16
+MAX_CONTEXT = 120
+# Of every family one configuration at least: windows, shared layers, dense layers between mixtures,
+# and delta layers first, last and side by side.
+NAMES = (
+    "llama-llama3",
+    "qwen2-layer-types",
+    "qwen3-slides",
+    "qwen3_moe-some-dense",
+    "qwen3_next-whole",
+    "qwen3_next-all-delta-but-one",
+    "qwen3_5-whole",
+    "qwen3_5-mrope",
+    "qwen3_5_moe-whole",
+    "gemma4-keys-are-values",
+    "gemma4-shared",
+    "gemma4-mixture",
+    "gpt_oss-whole",
+)
+transformers.utils.logging.disable_progress_bar()  # of every checkpoint that is written
+
+HYBRID_NAMES = tuple(name for name in NAMES if families.CASES[name][0] in families.HYBRIDS)
+
+
+@functools.cache
+def models(name):
+    """The pair of a configuration in tests/models/families.py, through the real loader."""
+    return make_models(*families.CASES[name], seed=1)
+
+
+@functools.lru_cache(maxsize=4)
+def drawn_models(family, seed):
+    """A pair of a configuration drawn from `seed`."""
+    overrides = families.draw(family, random.Random(seed))
+    if overrides.get("moe_intermediate_size") == 1:
+        overrides["moe_intermediate_size"] = 2  # transformers saves experts of size 1 as vectors
+    return make_models(family, overrides, seed=seed)
+
+
+def make_models(family, overrides, *, seed):
+    config = families.CONFIGS[family](**families.BASE | overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        target, draft = Path(folder, "target"), Path(folder, "draft")
+        write_target(target, config, seed)
+        raw = draft_config(config)
+        weights = make_pair.draft_weights(raw, torch.Generator().manual_seed(seed))
+        write_draft(draft, raw, weights)
+        loaded = load(
+            target,
+            draft,
+            dtype="float64",
+            max_context=MAX_CONTEXT,
+            width=BLOCK,
+            max_rows=4,
+            prefix_cache=True,
+        )
+    if config.tie_word_embeddings:
+        # Random weights behind a tied head repeat the last token for ever, whatever came before it.
+        loaded.target.embedding.weight *= 0.1
+        loaded.target.norm.weight *= 10
+    return loaded
+
+
+def draft_config(target):
+    """A drafter of two layers that reads the first and the last layer of `target`."""
+    depth = target.num_hidden_layers
+    return make_pair.draft_config() | {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "block_size": BLOCK,
+        "num_target_layers": depth,
+        "dflash_config": {"mask_token_id": 1, "target_layer_ids": sorted({0, depth - 1})},
+    }
+
+
+class HintedDrafter:
+    """Knows the answers and draws for each block how many drafts are right, 0 to `most`, equally often."""
+
+    block = BLOCK
+
+    def __init__(self, answers, vocab_size, most):
+        self.answers = answers  # seed of a sequence -> prompt and answer
+        self.vocab_size = vocab_size
+        self.most = most
+        self.generator = torch.Generator().manual_seed(0)
+
+    def draft(self, rows, cache, width):
+        block = rows.anchor[rows.active][:, None].repeat(1, width)
+        lengths, seeds = rows.length[rows.active].tolist(), rows.sampling().seed.tolist()
+        for row, (length, seed) in enumerate(zip(lengths, seeds, strict=True)):
+            answer = self.answers[seed]
+            right = torch.tensor((answer[length + 1 : length + width] + [0] * width)[: width - 1])
+            block[row, 1:] = right
+            most = min(self.most, width - 1)
+            first_wrong = 1 + int(torch.randint(0, most + 1, (), generator=self.generator))
+            # Nothing is wrong past the block. After a wrong draft the rest is right: it must not be taken.
+            block[row, first_wrong : first_wrong + 1] += 1
+        block[:, 1:] %= self.vocab_size
+        return block
+
+    def absorb(self, features, view):
+        pass
+
+
+def engine(models, drafter="own", **plan):
+    """An engine on the pair; `plan` overrides fields of the Plan. `drafter`: none, own, or a drafter."""
+    if drafter == "none":
+        drafter = NoDrafter(BLOCK)
+    elif drafter == "own":
+        drafter = models.drafter
+    plan = {"num_pages": 1024, "chunk": 64, **plan}
+    return Engine(replace(models, drafter=drafter, plan=replace(models.plan, **plan)))
+
+
+def plain_engine(models, **plan):
+    """Plain decoding: no drafter, no prefix cache, prefill in chunks that nobody else uses."""
+    return engine(models, "none", **{"width": 1, "prefix_cache": False, "page_size": 16, "chunk": 7, **plan})
+
+
+def plain(models, requests):
+    """The results of every request alone, one token at a time."""
+    answers = []
+    for prompt, params in requests:
+        answers += tiny.run(plain_engine(models), [(prompt, replace(params, width=1))])
+    return answers
+
+
+def hinted(models, requests, expected, *, most=BLOCK - 1):
+    """A drafter that knows the `expected` results of `requests`, all choices of them."""
+    answers = {}
+    for (prompt, params), choices in zip(requests, expected, strict=True):
+        for index, (token_ids, _, _) in enumerate(choices):
+            own = params.seed if index == 0 else mix(params.seed, index)
+            answers[own] = list(prompt) + token_ids
+    return HintedDrafter(answers, models.config.vocab_size, most)
+
+
+def make_requests(lengths=(1, 9, 4, 14), max_tokens=16, **params):
+    """Ragged prompts, greedy and sampled by turns, with seeds of their own."""
+    generator = torch.Generator().manual_seed(4)
+    return [
+        (
+            torch.randint(0, 50, (length,), generator=generator).tolist(),
+            SamplingParams(
+                temperature=float(index % 2),
+                seed=70 + index,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                **params,
+            ),
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def recurrent_layers(cache):
+    return [storage for storage in cache.storage if isinstance(storage, RecurrentState)]
+
+
+def committed(engine):
+    """(state, tail) of every delta layer, copied, for each running sequence: (seed, length) -> copies."""
+    lengths = engine.rows.length.tolist()
+    return {
+        (sequence.sampling.seed, lengths[sequence.row]): [
+            (layer.state[sequence.row].clone(), layer.tail[sequence.row].clone())
+            for layer in recurrent_layers(engine.cache)
+        ]
+        for sequence in engine.scheduler.running
+        if sequence.num_placed_pages is not None
+    }

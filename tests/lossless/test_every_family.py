@@ -1,0 +1,342 @@
+"""The promise of test_lossless.py for every family: tokens are those of plain decoding, compared with `==`.
+
+Plain decoding is no drafter, width 1, every request alone, no prefix cache, other prefill chunks. For the
+hybrids also the committed states of the delta layers: in float64 on the CPU kernels, bit for bit.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockdraft.engine.request import SamplingParams
+from blockdraft.kernels.cpu import why_no_llvm
+from tests import tiny
+from tests.lossless import families
+from tests.lossless.families import BLOCK, HYBRID_NAMES, NAMES
+from tests.models.checkpoints import CPU
+from tests.models.families import CASES, CONFIGS
+
+WHY_NO_BITS = why_no_llvm(torch.float64, CPU)
+
+# Every width, chunk and page size with and without a step in flight.
+SCHEDULES = [
+    {"width": 1, "chunk": 3, "page_size": 16, "overlap": True},
+    {"width": 4, "chunk": 1, "page_size": 3, "overlap": False},
+    {"width": 4, "chunk": 64, "page_size": 1, "overlap": True},
+    {"width": 16, "chunk": 64, "page_size": 16, "overlap": False},
+    {"width": 16, "chunk": 3, "page_size": 3, "overlap": True, "max_rows": 3},
+]
+# A lone sequence needs 30 tokens and two blocks: 21 pages of 3. All four together need twice as many.
+TIGHT = {"page_size": 3, "num_pages": 22, "chunk": 64, "prefix_cache": False}
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """Requests, their results under plain decoding, and the states on the way."""
+
+    models: object
+    requests: list
+    results: list
+    states: dict
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """What an engine did."""
+
+    results: list  # as tiny.run returns them
+    deltas: list
+    states: dict  # after every step, as families.committed returns them
+    counts: set  # accepted drafts of the blocks that ended no answer
+    num_preemptions: int
+
+
+@functools.cache
+def plain(name):
+    models, requests = families.models(name), families.make_requests()
+    results, states = [], {}
+    for request in requests:
+        ran = run_watched(families.plain_engine(models), [request])
+        results += ran.results
+        states |= ran.states
+    return Case(models, requests, results, states)
+
+
+def run_watched(engine, requests):
+    ids = [engine.add(prompt, params) for prompt, params in requests]
+    deltas, states = [], {}
+    while engine.has_work:
+        deltas += engine.step()
+        engine.check()
+        states |= families.committed(engine)
+    results = []
+    for request_id, (_, params) in zip(ids, requests, strict=True):
+        parts = [[d for d in deltas if (d.request_id, d.index) == (request_id, i)] for i in range(params.n)]
+        results.append([choice(part) for part in parts])
+    return Run(
+        results=results,
+        states=states,
+        deltas=deltas,
+        counts={len(d.token_ids) - 1 for d in deltas if d.finish_reason is None},
+        num_preemptions=sum(d.metrics.preemptions for d in deltas if d.metrics is not None),
+    )
+
+
+def choice(deltas):
+    """One choice, as tiny.run returns it."""
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    return tokens, "".join(delta.text for delta in deltas), deltas[-1].finish_reason
+
+
+def hinted_engine(case, *, most=BLOCK - 1, **plan):
+    drafter = families.hinted(case.models, case.requests, case.results, most=most)
+    return families.engine(case.models, drafter, **plan)
+
+
+def assert_same_states(got, expected, *, at_least):
+    """Every state that both runs saw has the same bits."""
+    common = got.keys() & expected.keys()
+    assert len(common) >= at_least
+    for key in common:
+        for mine, theirs in zip(got[key], expected[key], strict=True):
+            assert torch.equal(mine[0], theirs[0]), f"state of seed {key[0]} at length {key[1]}"
+            assert torch.equal(mine[1], theirs[1]), f"tail of seed {key[0]} at length {key[1]}"
+
+
+needs_bits = pytest.mark.skipif(
+    WHY_NO_BITS is not None, reason=f"a token's bits depend on its neighbours: {WHY_NO_BITS}"
+)
+
+
+def test_every_family_is_here():
+    assert {CASES[name][0] for name in NAMES} == set(CONFIGS)
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_answers_depend_on_what_came_before(name):
+    """Else equality with them would say little."""
+    answers = [tokens for [(tokens, _, _)] in plain(name).results]
+    assert [len(tokens) for tokens in answers] == [16] * 4
+    assert min(len(set(tokens)) for tokens in answers) > 1
+    assert sum(len(set(tokens)) for tokens in answers) > 24
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_drafter_that_is_often_right_changes_nothing(name, schedule):
+    case = plain(name)
+    ran = run_watched(hinted_engine(case, **schedule), case.requests)
+    assert ran.results == case.results
+    assert len(ran.counts) >= min(schedule["width"], 4)
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULES[2], SCHEDULES[3]], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_its_own_drafter_with_random_weights_changes_nothing(name, schedule):
+    case = plain(name)
+    assert tiny.run(families.engine(case.models, **schedule), case.requests) == case.results
+
+
+@pytest.mark.parametrize("plan", [{"width": 16}, {"width": 4, "overlap": True}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_preemption_changes_nothing(name, plan):
+    case = plain(name)
+    # Slowly enough that rows grow side by side.
+    ran = run_watched(hinted_engine(case, most=4, **plan, **TIGHT), case.requests)
+    assert ran.results == case.results
+    assert ran.num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["gemma4-shared", "qwen3_5-whole"])
+def test_every_accepted_count_occurs_and_changes_nothing(name):
+    models = families.models(name)
+    requests = families.make_requests((2, 7, 4), max_tokens=80)
+    expected = families.plain(models, requests)
+    counts = set()
+    for chunk in (3, 64):
+        engine = families.engine(models, families.hinted(models, requests, expected), width=16, chunk=chunk)
+        ran = run_watched(engine, requests)
+        assert ran.results == expected
+        counts |= ran.counts
+    assert counts == set(range(BLOCK))
+
+
+@pytest.mark.parametrize("name", HYBRID_NAMES)
+def test_requests_of_different_widths_share_a_hybrid(name):
+    case = plain(name)
+    widths = (None, 1, 4, 2)
+    requests = [
+        (prompt, replace(params, width=width))
+        for (prompt, params), width in zip(case.requests, widths, strict=True)
+    ]
+    assert tiny.run(hinted_engine(case, page_size=3), requests) == case.results
+
+
+# ---- states
+
+
+@needs_bits
+@pytest.mark.parametrize("plan", [{"width": 4}, {"width": 16}, {"width": 16, "chunk": 1, "overlap": True}])
+@pytest.mark.parametrize("name", HYBRID_NAMES)
+def test_committed_states_are_bit_for_bit_those_of_plain_decoding(name, plan):
+    case = plain(name)
+    ran = run_watched(hinted_engine(case, page_size=3, **plan), case.requests)
+    assert_same_states(ran.states, case.states, at_least=8)
+
+
+@needs_bits
+@pytest.mark.parametrize("name", HYBRID_NAMES)
+def test_states_after_preemption_are_bit_for_bit_those_of_plain_decoding(name):
+    """A resumed sequence is prefilled again, answer and all, in other pieces than it was decoded in."""
+    case = plain(name)
+    engine = hinted_engine(case, width=4, **TIGHT)
+    ran = run_watched(engine, case.requests)
+    assert ran.num_preemptions > 0
+    assert_same_states(ran.states, case.states, at_least=8)
+
+
+@pytest.mark.parametrize("name", HYBRID_NAMES)
+def test_what_rows_and_pages_held_before_does_not_leak(name):
+    """Not even numbers: an earlier sequence may have left anything."""
+    case = plain(name)
+    engine = hinted_engine(case, width=16, overlap=True)
+    for _ in range(2):
+        for layer in families.recurrent_layers(engine.cache):
+            layer.state.fill_(float("nan"))
+            layer.tail.fill_(float("nan"))
+        assert run_watched(engine, case.requests).results == case.results
+
+
+# ---- what a request may ask, on a hybrid
+
+
+@pytest.mark.parametrize("name", ["qwen3_next-whole", "qwen3_5-mrope"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"n": 3},
+        {"frequency_penalty": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.3},
+    ],
+    ids=["choices", "penalties"],
+)
+def test_choices_and_penalties_on_a_hybrid(name, asked):
+    models = families.models(name)
+    requests = families.make_requests((9, 4), max_tokens=16, **asked)
+    expected = families.plain(models, requests)
+    if "n" in asked:
+        sampled = expected[1]
+        assert len({tuple(tokens) for tokens, _, _ in sampled}) == 3
+    else:
+        assert expected != families.plain(models, families.make_requests((9, 4), max_tokens=16))
+    drafter = families.hinted(models, requests, expected)
+    ran = run_watched(families.engine(models, drafter, width=16, page_size=3, max_rows=3), requests)
+    assert ran.results == expected
+    assert max(ran.counts) > 3
+
+
+@pytest.mark.parametrize("name", ["qwen3_next-whole", "qwen3_5-mrope"])
+def test_prompt_logprobs_on_a_hybrid(name):
+    models = families.models(name)
+    requests = families.make_requests((30, 11), max_tokens=4, prompt_logprobs=2)
+    answers = [prompt_logprobs(families.plain_engine(models), [request])[0] for request in requests]
+    both = prompt_logprobs(families.engine(models, width=16, chunk=8, page_size=3), requests)
+    for (prompt, _), alone, together in zip(requests, answers, both, strict=True):
+        assert len(alone) == len(prompt)
+        assert [one.token_id for one in alone[1:]] == prompt[1:]
+        assert [one.token_id for one in together[1:]] == prompt[1:]
+        assert values(together) == pytest.approx(values(alone), rel=1e-9)
+
+
+def prompt_logprobs(engine, requests):
+    ids = [engine.add(prompt, params) for prompt, params in requests]
+    deltas = tiny.drain(engine)
+    found = [d for d in deltas if d.prompt_logprobs is not None]
+    assert len(found) == len(requests)
+    return [next(d.prompt_logprobs for d in found if d.request_id == request_id) for request_id in ids]
+
+
+def values(logprobs):
+    return [value for one in logprobs[1:] for value in (one.logprob, *(top for _, top in one.top))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plan_has_no_prefix_cache_for_hybrids(name):
+    """Pages come back from it, states do not. The settings ask for one."""
+    assert families.models(name).plan.prefix_cache is (name not in HYBRID_NAMES)
+
+
+@pytest.mark.parametrize("name", ["qwen3-slides", "qwen3_next-whole", "qwen3_5-mrope"])
+def test_a_long_common_prompt_gives_plain_tokens_and_only_hybrids_compute_it_again(name):
+    models = families.models(name)
+    [(prompt, params)] = families.make_requests((50,), max_tokens=8)
+    requests = [([*prompt, index], replace(params, seed=index, temperature=1.0)) for index in range(3)]
+    expected = families.plain(models, requests)
+    engine = families.engine(models, page_size=4)
+    assert tiny.run(engine, requests[:1]) == expected[:1]
+    ran = run_watched(engine, requests)
+    assert ran.results == expected
+    reused = [d.metrics.num_cached_tokens for d in ran.deltas if d.metrics is not None]
+    assert (max(reused) == 0) is (name in HYBRID_NAMES)
+
+
+# ---- any configuration, any schedule
+
+
+@st.composite
+def cases(draw):
+    requests = []
+    for index in range(draw(st.integers(1, 4))):
+        prompt = draw(st.lists(st.integers(0, 49), min_size=1, max_size=30))
+        max_tokens = draw(st.integers(1, 25))
+        params = SamplingParams(
+            seed=100 + index,
+            temperature=draw(st.sampled_from([0.0, 1.0, 0.6])),
+            max_tokens=max_tokens,
+            min_tokens=draw(st.integers(0, max_tokens)),
+            n=draw(st.sampled_from([1, 1, 1, 2])),
+            width=draw(st.sampled_from([None, None, 1, 4, 16])),
+            top_p=draw(st.sampled_from([1.0, 0.8])),
+            frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.4])),
+            stop_token_ids=draw(st.sampled_from([(), (), (20, 40)])),
+        )
+        requests.append((prompt, params))
+    page_size = draw(st.sampled_from([1, 3, 16]))
+    longest = max(len(prompt) + params.max_tokens for prompt, params in requests)
+    least = -(-(longest + 2 * BLOCK) // page_size)
+    plan = {
+        "page_size": page_size,
+        "num_pages": least + draw(st.integers(0, least)),
+        "chunk": draw(st.sampled_from([1, 3, 64])),
+        "max_rows": draw(st.integers(1, 4)),
+        "width": draw(st.sampled_from([1, 4, 16])),
+        "overlap": draw(st.booleans()),
+    }
+    return requests, plan, draw(st.sampled_from(["own", "hinted"]))
+
+
+def check_case(models, case):
+    requests, plan, drafter = case
+    expected = families.plain(models, requests)
+    if drafter == "hinted":
+        drafter = families.hinted(models, requests, expected)
+    assert tiny.run(families.engine(models, drafter, **plan), requests) == expected
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(name=st.sampled_from(NAMES), case=cases())
+def test_any_schedule_emits_the_tokens_of_plain_decoding(name, case):
+    check_case(families.models(name), case)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(family=st.sampled_from(sorted(CONFIGS)), seed=st.integers(0, 10**6), case=cases())
+def test_many_more_configurations_and_schedules(family, seed, case):
+    check_case(families.drawn_models(family, seed), case)

@@ -1,0 +1,286 @@
+"""The promise of cache/recurrent.py: a committed state follows from the committed tokens, bit for bit.
+
+Here the inputs of the layer are given, so the promise holds on every machine, for the PyTorch reference and
+for the CPU kernels. tests/lossless/test_every_family.py has the same for whole models.
+"""
+
+import pytest
+import torch
+
+from blockdraft.cache.recurrent import RecurrentState, Scan
+from blockdraft.cache.spec import Recurrent, bytes_per_row
+from blockdraft.kernels import gated_delta
+from blockdraft.models.families import read_model_config
+from tests.lossless import families
+from tests.lossless.families import HYBRID_NAMES
+from tests.models.checkpoints import CPU, Bench
+from tests.models.published import CONFIGS as PUBLISHED
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+SPECS = [
+    Recurrent(num_key_heads=2, num_heads=4, key_dim=8, value_dim=12, conv_width=4),
+    Recurrent(num_key_heads=1, num_heads=3, key_dim=5, value_dim=7, conv_width=2),
+]
+NAN = float("nan")
+ROWS = (2, 0)  # of four, in this order; nobody owns 1 and 3
+
+
+@pytest.fixture(params=["reference", "chosen"])
+def kernel(request, monkeypatch):
+    if request.param == "reference":
+        monkeypatch.setattr(gated_delta, "_chosen", lambda dtype, device: None)
+    elif gated_delta._chosen(torch.float32, CPU) is None:
+        pytest.skip("the kernel is not chosen: the reference is tested already")
+
+
+both_kernels = pytest.mark.usefixtures("kernel")
+
+
+class Layer:
+    """A RecurrentState of four rows that all hold NaN, and the inputs that rows get at each position."""
+
+    def __init__(self, spec, num_tokens, dtype, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        self.x = normal(4, num_tokens, spec.conv_channels).to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.gate = -normal(4, num_tokens, spec.num_heads).exp().to(wide)
+        self.beta = normal(4, num_tokens, spec.num_heads).sigmoid().to(dtype)
+        self.conv = normal(spec.conv_channels, spec.conv_width).to(dtype)
+        self.storage = RecurrentState(spec, num_rows=4, dtype=dtype, device=CPU)
+        self.poison()
+
+    def poison(self):
+        self.storage.state.fill_(NAN)
+        self.storage.tail.fill_(NAN)
+
+    def scan(self, rows, starts, counts, *, is_known, num_true=None):
+        """Reads of each row's tokens [start, start + count). From num_true[r] on they are not numbers."""
+        parts = {"x": [], "gate": [], "beta": []}
+        for place, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+            for name, part in parts.items():
+                piece = getattr(self, name)[row, start : start + count]
+                missing = count - len(piece)
+                piece = torch.cat((piece, piece.new_full((missing, piece.shape[1]), NAN)))
+                if num_true is not None:
+                    piece = piece.clone()
+                    piece[num_true[place] :] = NAN
+                part.append(piece)
+        x, gate, beta = (torch.cat(part) for part in parts.values())
+        where = Scan(torch.tensor(rows), torch.tensor(starts), tuple(counts), is_known)
+        return self.storage.scan(x, self.conv, gate, beta, where).split(list(counts))
+
+    def commit(self, rows, starts, counts):
+        self.storage.commit(torch.tensor(rows), torch.tensor(starts), torch.tensor(counts))
+
+    def decode(self, row, length):
+        """Token by token: the reads, and (state, tail) at every length."""
+        reads, states = [], {}
+        for start in range(length):
+            reads += self.scan((row,), (start,), (1,), is_known=False)
+            self.commit((row,), (start,), (1,))
+            states[start + 1] = self.copy(row)
+        return torch.cat(reads), states
+
+    def copy(self, row):
+        return self.storage.state[row].clone(), self.storage.tail[row].clone()
+
+
+def is_same(mine, theirs):
+    """The same bits, NaN included."""
+    return all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+@both_kernels
+@pytest.mark.parametrize("width", [4, 16])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_accepted_count_commits_the_state_of_decoding_token_by_token(dtype, spec, width):
+    """Rejected drafts are not numbers: one that is folded shows."""
+    generator = torch.Generator().manual_seed(width)
+    repeats = 16 // width
+    decks = [(torch.randperm(width * repeats, generator=generator) % width + 1).tolist() for _ in ROWS]
+    length = sum(decks[0])
+    layer = Layer(spec, length, dtype)
+    expected = [layer.decode(row, length) for row in ROWS]
+    layer.poison()
+    lengths = [0, 0]
+    for counts in zip(*decks, strict=True):
+        reads = layer.scan(ROWS, lengths, (width, width), is_known=False, num_true=counts)
+        layer.commit(ROWS, lengths, counts)
+        for place, (all_reads, states) in enumerate(expected):
+            start, end = lengths[place], lengths[place] + counts[place]
+            assert torch.equal(reads[place][: counts[place]], all_reads[start:end])
+            assert is_same(layer.copy(ROWS[place]), states[end])
+            lengths[place] = end
+    assert lengths == [length, length]
+
+
+@both_kernels
+@pytest.mark.parametrize("chunks", [[(1, 1)] * 3, [(3, 3)], [(1, 2), (4, 1), (5, 20)], [(16, 9), (9, 16)]])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_known_tokens_in_any_pieces_leave_the_state_of_decoding_token_by_token(dtype, spec, chunks):
+    layer = Layer(spec, 25, dtype)
+    expected = [layer.decode(row, 25) for row in ROWS]
+    layer.poison()
+    lengths = [0, 0]
+    for counts in chunks:
+        reads = layer.scan(ROWS, lengths, counts, is_known=True)
+        for place, (all_reads, states) in enumerate(expected):
+            start, end = lengths[place], lengths[place] + counts[place]
+            assert torch.equal(reads[place], all_reads[start:end])
+            assert is_same(layer.copy(ROWS[place]), states[end])
+            lengths[place] = end
+
+
+@both_kernels
+@pytest.mark.parametrize("start", [0, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_block_to_verify_writes_neither_state_nor_tail(dtype, start):
+    layer = Layer(SPECS[0], 30, dtype)
+    if start:
+        layer.scan(ROWS, (0, 0), (start, start), is_known=True)
+    before = [layer.copy(row) for row in range(4)]
+    for _ in range(2):  # and a block that is never committed leaves nothing for the next
+        layer.scan(ROWS, (start, start), (16, 16), is_known=False)
+        assert all(is_same(layer.copy(row), before[row]) for row in range(4))
+
+
+@both_kernels
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_new_sequence_sees_nothing_of_the_row_s_last_one(is_known):
+    layer, fresh = Layer(SPECS[0], 40, torch.float64), Layer(SPECS[0], 40, torch.float64)
+    fresh.storage.state.zero_()
+    fresh.storage.tail.zero_()
+    layer.decode(2, 40)
+    results = []
+    for one in (layer, fresh):
+        reads = one.scan((2,), (0,), (6,), is_known=is_known)[0]
+        if not is_known:
+            one.commit((2,), (0,), (6,))
+        results.append((reads, *one.copy(2)))
+    assert is_same(*results)
+    assert not results[0][0].isnan().any()
+
+
+@both_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_commit_together_do_not_meet(dtype):
+    """Also when the other row holds no numbers; and rows of nobody stay as they are."""
+    layer = Layer(SPECS[0], 30, dtype)
+    alone = []
+    for row, count in zip(ROWS, (2, 9), strict=True):
+        layer.poison()
+        layer.scan((row,), (0,), (7,), is_known=True)
+        reads = layer.scan((row,), (7,), (10,), is_known=False)[0]
+        layer.commit((row,), (7,), (count,))
+        alone.append((reads, *layer.copy(row)))
+    for broken in (None, 0, 1):
+        layer.poison()
+        idle = [layer.copy(row) for row in (1, 3)]
+        layer.scan(ROWS, (0, 0), (7, 7), is_known=True)
+        if broken is not None:
+            layer.storage.state[ROWS[broken]] = NAN
+        reads = layer.scan(ROWS, (7, 7), (10, 10), is_known=False)
+        layer.commit(ROWS, (7, 7), (2, 9))
+        for place, row in enumerate(ROWS):
+            if place != broken:
+                assert is_same((reads[place], *layer.copy(row)), alone[place])
+        assert all(is_same(layer.copy(row), before) for row, before in zip((1, 3), idle, strict=True))
+
+
+# ---- whole models
+
+
+def bench_at(models, lengths):
+    """Rows of a hybrid after a prompt of so many tokens each."""
+    bench = Bench(
+        models.config.layer_specs(),
+        num_rows=len(lengths),
+        max_length=64,
+        vocab_size=models.config.vocab_size,
+        page_size=5,
+        dtype=torch.float64,
+    )
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 90, (length,), generator=generator) for length in lengths]
+    bench.prefill(models.target, prompts, [[length] for length in lengths])
+    return bench
+
+
+@pytest.mark.parametrize("name", HYBRID_NAMES)
+def test_a_verify_forward_leaves_every_state_as_it_was(name):
+    models = families.models(name)
+    bench = bench_at(models, (9, 4))
+    layers = families.recurrent_layers(bench.cache)
+    before = [(layer.state.clone(), layer.tail.clone()) for layer in layers]
+    models.target(torch.arange(32), bench.cache.view(bench.rows, 16))
+    assert len(layers) >= 2
+    assert all(is_same((layer.state, layer.tail), old) for layer, old in zip(layers, before, strict=True))
+    bench.cache.commit(bench.rows, torch.tensor([1, 1]))
+    for layer, (state, tail) in zip(layers, before, strict=True):
+        assert not torch.equal(layer.state[:2], state[:2])
+        assert not torch.equal(layer.tail[:2], tail[:2])
+
+
+# ---- memory
+
+
+def held_bytes(tensors):
+    """All memory that these tensors keep alive: a part of another keeps the whole."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def tape_bytes(layer):
+    block = layer._block
+    return held_bytes([block.inputs, *block.tape])
+
+
+@pytest.mark.parametrize("name", HYBRID_NAMES)
+def test_a_verified_block_holds_the_memory_that_is_planned_for_it(name):
+    models, num_rows = families.models(name), 3
+    bench = bench_at(models, (9, 4, 6))
+    models.target(torch.arange(48), bench.cache.view(bench.rows, 16))
+    layers = families.recurrent_layers(bench.cache)
+    states = sum(layer.num_bytes for layer in layers) // (num_rows + 1)  # and the scratch row
+    tapes = sum(tape_bytes(layer) for layer in layers) // num_rows
+    assert states + tapes == bytes_per_row(models.config.layer_specs(), 8, 16)
+    bench.cache.commit(bench.rows, torch.tensor([1, 16, 5]))
+    assert all(layer._block is None for layer in layers)
+
+
+def test_qwen3_next_80b_needs_one_state_and_a_small_tape_per_sequence(capsys, record_property):
+    """Published shape, real tensors of one layer in bfloat16, against the planned number for all."""
+    config = read_model_config(PUBLISHED["Qwen/Qwen3-Next-80B-A3B-Instruct"], name="Qwen3-Next")
+    specs = [spec for spec in config.layer_specs() if isinstance(spec, Recurrent)]
+    expected = Recurrent(num_key_heads=16, num_heads=32, key_dim=128, value_dim=128, conv_width=4)
+    assert specs == [expected] * 36
+    planned = bytes_per_row(config.layer_specs(), 2, 16)
+
+    layer = RecurrentState(expected, num_rows=1, dtype=torch.bfloat16, device=CPU)
+    x = torch.ones(16, expected.conv_channels, dtype=torch.bfloat16)
+    gate = torch.zeros(16, 32, dtype=torch.bfloat16)
+    conv = torch.ones(expected.conv_channels, 4, dtype=torch.bfloat16)
+    where = Scan(torch.tensor([0]), torch.tensor([0]), (16,), is_known=False)
+    layer.scan(x, conv, gate, gate, where)
+    state, tape = 36 * layer.num_bytes, 36 * tape_bytes(layer)
+    assert state + tape == planned
+
+    snapshots = 16 * 36 * layer.state.nbytes
+    text = (
+        f"Qwen3-Next-80B-A3B, per sequence at width 16 in bfloat16: state {state:,} bytes, tape {tape:,}, "
+        f"together {planned:,}; 16 snapshots of the state would be {snapshots:,}"
+    )
+    record_property("bytes_per_sequence", text)
+    with capsys.disabled():
+        print(f"\n{text}")  # noqa: T201
+    assert planned < 1.5 * 36 * layer.state.nbytes
+    assert planned * 10 < snapshots

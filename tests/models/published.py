@@ -1,0 +1,612 @@
+"""What published checkpoints hold: config.json, and the name, shape and dtype of every tensor.
+
+A model is built by transformers from the config, on the meta device: nothing gets memory. transformers' names
+in memory are not always those in the files; where they differ, the rule and where it is known from stand
+beside it. Values for which no published file, or quotation of one, was seen are marked "not verified".
+"""
+
+import copy
+import functools
+
+import torch
+import transformers
+from transformers.core_model_loading import revert_weight_conversion
+
+Stored = tuple[tuple[int, ...], torch.dtype]
+
+_HYBRID_32 = (["linear_attention"] * 3 + ["full_attention"]) * 8
+_QWEN3_5_ROPE = {
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "rope_type": "default",
+}
+_QWEN3_5_VISION = {
+    "deepstack_visual_indexes": [],
+    "depth": 27,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "in_channels": 3,
+    "intermediate_size": 4304,
+    "model_type": "qwen3_5",
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "out_hidden_size": 5120,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN3_5_TOKENS = {
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
+}
+_GEMMA4_ROPE = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+_GEMMA4_VISION = {
+    "default_output_length": 280,
+    "head_dim": 72,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "model_type": "gemma4_vision",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 10240,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+    "standardize": True,
+    "use_clipped_linears": False,
+}
+_GEMMA4_TEXT = {
+    "attention_bias": False,
+    "attention_k_eq_v": True,
+    "dtype": "bfloat16",
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 21504,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+    "max_position_embeddings": 262144,
+    "model_type": "gemma4_text",
+    "moe_intermediate_size": None,
+    "num_attention_heads": 32,
+    "num_experts": None,
+    "num_global_key_value_heads": 4,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 16,
+    "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": _GEMMA4_ROPE,
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "top_k_experts": None,
+    "use_bidirectional_attention": "vision",  # image tokens only
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}
+# gemma-4-E2B and E4B: per-layer embeddings, and last layers that share their keys and values.
+_GEMMA4_SMALL_TEXT = {
+    **_GEMMA4_TEXT,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 256,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_global_key_value_heads": None,
+    "sliding_window": 512,
+    "use_bidirectional_attention": None,
+}
+_GEMMA4_SMALL = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "audio_config": {
+        "conv_kernel_size": 5,
+        "hidden_size": 1024,
+        "model_type": "gemma4_audio",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 12,
+        "output_proj_dims": 1536,
+    },
+    "dtype": "bfloat16",
+    "model_type": "gemma4",
+    "tie_word_embeddings": True,
+    "vision_config": {
+        **_GEMMA4_VISION,
+        "head_dim": 64,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 12,
+        "standardize": False,
+        "use_clipped_linears": True,
+    },
+}
+_QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,  # and no layer_types: not verified
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# text_config and vision_config as in Qwen3.6-27B's config.json; Qwen3.5-27B has the same shape.
+_QWEN3_5_27B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    **_QWEN3_5_TOKENS,
+    "model_type": "qwen3_5",
+    "text_config": {
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "layer_types": _HYBRID_32 * 2,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": _QWEN3_5_ROPE,
+        "tie_word_embeddings": False,
+        "vocab_size": 248320,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": _QWEN3_5_VISION,
+}
+# Keys and values as in the published config.json files of both sizes.
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+CONFIGS = {
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+    "Qwen/Qwen2.5-7B-Instruct": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "Qwen/Qwen3-8B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "model_type": "qwen3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen/Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": _QWEN3_NEXT,
+    "Qwen/Qwen3-Coder-Next": {**_QWEN3_NEXT, "rope_theta": 5000000},  # theta: not verified
+    "Qwen/Qwen3.5-27B": _QWEN3_5_27B,
+    "Qwen/Qwen3.6-27B": {
+        **_QWEN3_5_27B,
+        "language_model_only": False,
+        "text_config": {**_QWEN3_5_27B["text_config"], "output_gate_type": "swish"},
+    },
+    "Qwen/Qwen3.5-35B-A3B": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        **_QWEN3_5_TOKENS,
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "attention_bias": False,
+            "attn_output_gate": True,
+            "dtype": "bfloat16",
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "layer_types": _HYBRID_32 + _HYBRID_32[:8],
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_5_moe_text",
+            "moe_intermediate_size": 512,
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "num_attention_heads": 16,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": _QWEN3_5_ROPE,
+            "shared_expert_intermediate_size": 512,
+            "tie_word_embeddings": False,
+            "vocab_size": 248320,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {**_QWEN3_5_VISION, "model_type": "qwen3_5_moe", "out_hidden_size": 2048},
+    },
+    "google/gemma-4-31B-it": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "audio_config": None,
+        "dtype": "bfloat16",
+        "model_type": "gemma4",
+        "text_config": _GEMMA4_TEXT,
+        "tie_word_embeddings": True,
+        "vision_config": _GEMMA4_VISION,
+    },
+    "google/gemma-4-26B-A4B-it": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "audio_config": None,
+        "dtype": "bfloat16",
+        "model_type": "gemma4",
+        "text_config": {
+            **_GEMMA4_TEXT,
+            "enable_moe_block": True,
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+            "moe_intermediate_size": 704,
+            "num_attention_heads": 16,
+            "num_experts": 128,
+            "num_global_key_value_heads": 2,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 8,
+            "top_k_experts": 8,
+        },
+        "tie_word_embeddings": True,
+        "vision_config": _GEMMA4_VISION,
+    },
+    "google/gemma-4-E2B-it": {
+        **_GEMMA4_SMALL,
+        "text_config": {
+            **_GEMMA4_SMALL_TEXT,
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+        },
+    },
+    "google/gemma-4-E4B-it": {
+        **_GEMMA4_SMALL,
+        "text_config": {
+            **_GEMMA4_SMALL_TEXT,
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+            "num_hidden_layers": 42,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18,
+        },
+    },
+    "openai/gpt-oss-20b": _GPT_OSS,
+    "openai/gpt-oss-120b": {
+        **_GPT_OSS,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "num_hidden_layers": 36,
+        "num_local_experts": 128,
+    },
+}
+
+# Their experts are fused in the files as in memory, though transformers 5 splits Qwen3.5's when it saves:
+# the index of gemma-4-26B-A4B-it lists model.language_model.layers.0.experts.gate_up_proj, that of
+# Qwen3.5-35B-A3B model.language_model.layers.0.mlp.experts.gate_up_proj, of [256, 1024, 2048].
+_FUSED_IN_FILES = {"qwen3_5", "qwen3_5_moe", "gemma4"}
+# The index of Qwen3-Next-80B-A3B-Instruct has mtp.*, Qwen3-Coder-Next's has not.
+_WITHOUT_MTP = {"Qwen/Qwen3-Coder-Next"}
+# Qwen3.5's files keep these in float32 (seen in the 2B and, for A_log, in the 27B quantised by Qwen; not
+# verified for the 35B); in Qwen3.6's 27B they are bfloat16.
+_FLOAT32 = {
+    "Qwen/Qwen3.5-27B": ("linear_attn.A_log", "linear_attn.norm.weight"),
+    "Qwen/Qwen3.5-35B-A3B": ("linear_attn.A_log", "linear_attn.norm.weight"),
+}
+_MXFP4_BLOCK = 32  # weights per scale, two to a byte
+
+
+def published_config(name: str) -> dict:
+    """config.json, as far as it says something about the computation."""
+    return copy.deepcopy(CONFIGS[name])
+
+
+def published_tensors(name: str) -> dict[str, Stored]:
+    """Shape and dtype of each tensor in the safetensors files, by name."""
+    return dict(_published_tensors(name))
+
+
+def resaved_tensors(name: str) -> dict[str, Stored]:
+    """What transformers would write after loading `name` unquantised: no mtp.*, one tensor per expert."""
+    model = _on_meta(name)
+    return _stored(revert_weight_conversion(model, _state(model)))
+
+
+def resaved_config(name: str) -> dict:
+    config = published_config(name)
+    config.pop("quantization_config", None)
+    return config
+
+
+@functools.cache
+def _published_tensors(name: str) -> dict[str, Stored]:
+    config = CONFIGS[name]
+    model = _on_meta(name)
+    state = _state(model)
+    if config["model_type"] not in _FUSED_IN_FILES:
+        state = revert_weight_conversion(model, state)
+    tensors = _stored(state)
+    if "quantization_config" in config:
+        tensors = _packed_mxfp4(tensors)
+    text = config.get("text_config", config)
+    if text.get("num_kv_shared_layers"):
+        tensors |= _shared_keys_and_values(text)
+    if config["model_type"].startswith(("qwen3_5", "qwen3_next")) and name not in _WITHOUT_MTP:
+        tensors |= _mtp(text)
+    for tensor, (shape, _) in tensors.items():
+        if tensor.endswith(_FLOAT32.get(name, ())):
+            tensors[tensor] = (shape, torch.float32)
+    return tensors
+
+
+def _on_meta(name: str) -> transformers.PreTrainedModel:
+    values = published_config(name)
+    values.pop("quantization_config", None)  # the classes would ask for the quantiser's kernels
+    (architecture,) = values.pop("architectures")
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        return getattr(transformers, architecture)._from_config(config, dtype=torch.bfloat16)
+
+
+def _state(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]  # written once, as the embedding
+    return state
+
+
+def _stored(state: dict[str, torch.Tensor]) -> dict[str, Stored]:
+    assert all(tensor.is_meta for tensor in state.values())
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+
+
+def _packed_mxfp4(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """gpt-oss: experts [E, in, out] in memory, `_blocks` [E, out, in / 32, 16] and `_scales` in the files.
+
+    So read by vLLM's and TensorRT-LLM's loaders and by transformers' integrations/mxfp4.py; biases stay
+    bfloat16.
+    """
+    packed = {}
+    for name, (shape, dtype) in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            packed[name] = (shape, dtype)
+            continue
+        experts, rows_in, rows_out = shape
+        scales = (experts, rows_out, rows_in // _MXFP4_BLOCK)
+        packed[f"{name}_blocks"] = ((*scales, _MXFP4_BLOCK // 2), torch.uint8)
+        packed[f"{name}_scales"] = (scales, torch.uint8)
+    return packed
+
+
+def _shared_keys_and_values(text: dict) -> dict[str, Stored]:
+    """gemma-4-E2B and E4B: layers that borrow keys and values have unused projections in the files.
+
+    transformers lists them as "unexpected" and ignores them (modeling_gemma4.py).
+    """
+    num_layers, hidden = text["num_hidden_layers"], text["hidden_size"]
+    tensors = {}
+    for layer in range(num_layers - text["num_kv_shared_layers"], num_layers):
+        is_full = text["layer_types"][layer] == "full_attention"
+        head_dim = text["global_head_dim"] if is_full else text["head_dim"]
+        prefix = f"model.language_model.layers.{layer}.self_attn"
+        for projection in ("k_proj", "v_proj"):
+            shape = (text["num_key_value_heads"] * head_dim, hidden)
+            tensors[f"{prefix}.{projection}.weight"] = (shape, torch.bfloat16)
+        tensors[f"{prefix}.k_norm.weight"] = ((head_dim,), torch.bfloat16)
+    return tensors
+
+
+def _mtp(text: dict) -> dict[str, Stored]:
+    """The checkpoint's own draft head: one more full-attention layer, under names that no class here has.
+
+    Names and shapes as vLLM's qwen3_5_mtp.py and qwen3_next_mtp.py read them. Experts are one tensor each in
+    Qwen3-Next-80B-A3B's and in Qwen3.5-35B-A3B's index, where the main layers of the latter are fused.
+    """
+    hidden, head_dim = text["hidden_size"], text["head_dim"]
+    query, key = text["num_attention_heads"] * head_dim, text["num_key_value_heads"] * head_dim
+    shapes = {
+        "fc": (hidden, 2 * hidden),
+        "norm": (hidden,),
+        "pre_fc_norm_embedding": (hidden,),
+        "pre_fc_norm_hidden": (hidden,),
+        "layers.0.input_layernorm": (hidden,),
+        "layers.0.post_attention_layernorm": (hidden,),
+        "layers.0.self_attn.q_proj": (2 * query, hidden),  # queries and their gates
+        "layers.0.self_attn.k_proj": (key, hidden),
+        "layers.0.self_attn.v_proj": (key, hidden),
+        "layers.0.self_attn.o_proj": (hidden, query),
+        "layers.0.self_attn.q_norm": (head_dim,),
+        "layers.0.self_attn.k_norm": (head_dim,),
+    }
+    if "num_experts" not in text:
+        shapes |= _mlp("layers.0.mlp", hidden, text["intermediate_size"])
+    else:
+        shapes["layers.0.mlp.gate"] = (text["num_experts"], hidden)
+        shapes["layers.0.mlp.shared_expert_gate"] = (1, hidden)
+        shapes |= _mlp("layers.0.mlp.shared_expert", hidden, text["shared_expert_intermediate_size"])
+        for expert in range(text["num_experts"]):
+            shapes |= _mlp(f"layers.0.mlp.experts.{expert}", hidden, text["moe_intermediate_size"])
+    return {f"mtp.{name}.weight": (shape, torch.bfloat16) for name, shape in shapes.items()}
+
+
+def _mlp(name: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.gate_proj": (intermediate, hidden),
+        f"{name}.up_proj": (intermediate, hidden),
+        f"{name}.down_proj": (hidden, intermediate),
+    }
