@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.cpu import is_training, why_no_llvm
+from blockdraft.kernels.choice import takes_reference
+from blockdraft.kernels.cpu import why_no_llvm
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.attention import PagedAttention
@@ -222,9 +223,10 @@ def attend_paged(
     q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention of q [N, H, D] over keys and values [G, S, D], which hold the blocks' own; sinks [H]."""
-    kernel = _chosen(q.dtype, q.device, q.shape[-1])
     learned = (q, keys) if sinks is None else (q, keys, sinks)
-    if kernel is None or is_training(*learned) or mask.softcap is not None:
+    if takes_reference(*learned) or mask.softcap is not None:
+        return _attend_groups(q, keys, values, blocks, mask, sinks)
+    if (kernel := _chosen(q.dtype, q.device, q.shape[-1])) is None:
         return _attend_groups(q, keys, values, blocks, mask, sinks)
     return kernel(
         q,

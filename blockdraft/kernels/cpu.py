@@ -9,11 +9,6 @@ import platform
 import torch
 
 
-def is_training(*tensors: torch.Tensor) -> bool:
-    """Whether a gradient may be asked of this call: the CPU kernels have none."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
 def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
     """None where the CPU kernels are known to win, else why the PyTorch reference is taken."""
     if device.type != "cpu":

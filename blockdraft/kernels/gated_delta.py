@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.cpu import is_training, why_no_llvm
+from blockdraft.kernels.choice import takes_reference
+from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.rows import sigmoid
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ def scan(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Ten
 
     with q and k divided by sqrt(sum of squares + EPS), and q by sqrt(K) too.
     """
-    kernel = _chosen(state.dtype, state.device)
-    if kernel is None or is_training(q, k, v, gate, beta, state):
+    if takes_reference(q, k, v, gate, beta, state) or (kernel := _chosen(state.dtype, state.device)) is None:
         return reference_scan(q, k, v, gate, beta, state)
     return kernel.scan(q, k, v, gate, beta, state)
 
@@ -77,8 +77,7 @@ def fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
 
     The same operations in the same order as in the scan that wrote the tape, hence the same bits.
     """
-    kernel = _chosen(state.dtype, state.device)
-    if kernel is None:
+    if takes_reference() or (kernel := _chosen(state.dtype, state.device)) is None:
         reference_fold(state, tape, counts)
     else:
         kernel.fold(state, tape, counts)
@@ -99,8 +98,7 @@ def convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
     tail [R, W - 1, C]: the inputs before x. The last weight is the token's own. Half precision is computed in
     float32. Products are added oldest first, so a token's bits follow from its W inputs alone.
     """
-    kernel = _chosen(x.dtype, x.device)
-    if kernel is None or is_training(x, tail, weight):
+    if takes_reference(x, tail, weight) or (kernel := _chosen(x.dtype, x.device)) is None:
         return reference_convolve(x, tail, weight)
     return kernel.convolve(x, tail, weight)
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.cpu import is_training, why_no_llvm
+from blockdraft.kernels.choice import takes_reference
+from blockdraft.kernels.cpu import why_no_llvm
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.linear import TileLinear
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The contract, on the path chosen for this dtype and device. Training takes the reference."""
-    kernel = _chosen(x.dtype, x.device)
-    if kernel is None or is_training(x, weight):
+    if takes_reference(x, weight) or (kernel := _chosen(x.dtype, x.device)) is None:
         return reference_linear(x, weight, bias)
     return kernel(x, weight, bias)
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.cpu import is_training, why_no_llvm
+from blockdraft.kernels.choice import takes_reference
+from blockdraft.kernels.cpu import why_no_llvm
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.pointwise import RowKernels
@@ -30,8 +31,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     Half precision is rounded before it meets a weight of its own dtype; a float32 weight is multiplied in
     float32 and the product is rounded, once. No weight: x / rms(x).
     """
-    kernels = _chosen(x.dtype, x.device)
-    if kernels is None or is_training(x, *([] if weight is None else [weight])):
+    weights = () if weight is None else (weight,)
+    if takes_reference(x, *weights) or (kernels := _chosen(x.dtype, x.device)) is None:
         return reference_rms_norm(x, weight, eps)
     return kernels.rms_norm(x, weight, eps)
 
@@ -49,8 +50,7 @@ def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where gate_up [..., 2 K] holds one after the other; returns [..., K]."""
-    kernels = _chosen(gate_up.dtype, gate_up.device)
-    if kernels is None or is_training(gate_up):
+    if takes_reference(gate_up) or (kernels := _chosen(gate_up.dtype, gate_up.device)) is None:
         return reference_silu_mul(gate_up)
     return kernels.silu_mul(gate_up)
 
@@ -62,8 +62,7 @@ def reference_silu_mul(gate_up: Tensor) -> Tensor:
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, gelu by its tanh approximation; laid out as in `silu_mul`."""
-    kernels = _chosen(gate_up.dtype, gate_up.device)
-    if kernels is None or is_training(gate_up):
+    if takes_reference(gate_up) or (kernels := _chosen(gate_up.dtype, gate_up.device)) is None:
         return reference_gelu_mul(gate_up)
     return kernels.gelu_mul(gate_up)
 
@@ -78,8 +77,7 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
     R is twice the number of angles; the values past it stay as they are.
     """
-    kernels = _chosen(x.dtype, x.device)
-    if kernels is None or is_training(x):
+    if takes_reference(x) or (kernels := _chosen(x.dtype, x.device)) is None:
         return reference_rotate(x, angles)
     return kernels.rotate(x, *angles)
 
