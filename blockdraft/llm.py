@@ -126,7 +126,7 @@ class LLM:
         """Step the engine until this request has a delta; those of others wait in their own inbox."""
         inbox = self._inbox[request_id]
         while not inbox:
-            if not self.engine.has_work:
+            if request_id not in self.engine.live_ids:
                 raise RequestError("the request ended early: a step was interrupted. Ask again.")
             self._step()
         return inbox.popleft()

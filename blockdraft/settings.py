@@ -43,6 +43,7 @@ class Settings:
     chunk: int | Auto = _setting("auto", "prompt tokens per prefill step")
     prefix_cache: bool = _setting(True, "reuse the cache of common prompt beginnings")
     overlap: bool = _setting(False, "launch the next step before reading the last one's result")
+    verify: bool = _setting(True, "check kernels, model and drafter before serving")
     seed: int = _setting(0, "where requests without a seed draw theirs from")
 
     def __post_init__(self) -> None:
@@ -80,6 +81,11 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "blockdraft"
+
+
+def environment_api_key() -> str | None:
+    """$BLOCKDRAFT_API_KEY: what clients of the server must send; None when unset or empty."""
+    return os.environ.get("BLOCKDRAFT_API_KEY") or None
 
 
 def pin_threads() -> None:

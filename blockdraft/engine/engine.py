@@ -19,7 +19,7 @@ from blockdraft.engine.pages import PageAllocator
 from blockdraft.engine.request import Delta, Request, SamplingParams, TokenLogprobs
 from blockdraft.engine.scheduler import Batch, Outcome, Scheduler
 from blockdraft.engine.sequence import Sequence
-from blockdraft.engine.stats import Stats
+from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.errors import RequestError
 from blockdraft.runtime.decode import decode_step
 from blockdraft.runtime.prefill import prefill_step, prompt_logprobs
@@ -61,7 +61,7 @@ class Engine:
             has_prefix_cache=plan.prefix_cache,
             clock=clock,
         )
-        self.stats = Stats()
+        self.stats = Stats(clock, plan.max_context)
         self._pending: tuple[Batch, Verdict | Outcome] | None = None
         self._ids = itertools.count()
 
@@ -89,11 +89,18 @@ class Engine:
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request now. Unknown or finished ids are ignored: the end may have crossed the abort."""
-        return self.scheduler.abort(request_id)
+        deltas = self.scheduler.abort(request_id)
+        self.stats.count_aborted(deltas, self._load())
+        return deltas
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._pending is not None
+
+    @property
+    def live_ids(self) -> set[str]:
+        """The requests that have not ended."""
+        return {sequence.request.id for sequence in self.scheduler.live}
 
     def _check(self, request: Request) -> None:
         plan, sampling = self.models.plan, request.sampling
@@ -159,14 +166,15 @@ class Engine:
         With overlap the next step is launched before the last one's result is read: a stop is then
         learnt one step late, and the row that runs once more is not looked at.
 
-        A step that is interrupted (Ctrl-C, no memory) leaves host and device apart, so every request
-        ends with it: they could only continue wrongly. The engine itself goes on.
+        A step that is interrupted (Ctrl-C, no memory) leaves host and device apart, so every request that
+        has a row ends with it: it could only continue wrongly. Those that wait are served afterwards.
         """
         try:
             return self._step()
         except BaseException:
             self._pending = None
-            self.scheduler.end_all()
+            lost = self.scheduler.end_running()
+            self.stats.count_lost(lost, self._load())
             raise
 
     def _step(self) -> list[Delta]:
@@ -240,7 +248,9 @@ class Engine:
         outcome = result if isinstance(result, Outcome) else self._outcome(batch, result)
         seen = [sequence.row is not None for sequence in batch.sequences]
         deltas = self.scheduler.commit(batch, outcome)
-        self.stats.count(batch, list(itertools.compress(outcome.token_ids, seen)), deltas)
+        sequences = list(itertools.compress(batch.sequences, seen))
+        committed = list(itertools.compress(outcome.token_ids, seen))
+        self.stats.count(batch, sequences, committed, deltas, self._load())
         return deltas
 
     def _outcome(self, batch: Batch, verdict: Verdict) -> Outcome:
@@ -255,6 +265,21 @@ class Engine:
             mine = Logprobs(part.chosen[row], part.top_ids[row], part.top_values[row])
             logprobs.append(() if num_top is None else _to_host(mine, token_ids[row], num_top))
         return Outcome(token_ids, tuple(logprobs))
+
+    def snapshot(self) -> Snapshot:
+        """All counters now. The one method that any thread may call, also during a step."""
+        return self.stats.snapshot(self._load())
+
+    def _load(self) -> Load:
+        # During a step of another thread: each number is right, but they may be of two moments.
+        scheduler = self.scheduler
+        return Load(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_pages=scheduler.pages.num_pages,
+            num_pages_used=scheduler.pages.num_pages - scheduler.pages.num_free,
+            num_preemptions=scheduler.num_preemptions,
+        )
 
     def check(self) -> None:
         """Assert that pages are neither leaked nor shared wrongly."""

@@ -43,8 +43,26 @@ class Models:
     device: torch.device
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A pair that was found, checked and planned for; its weights are not read yet."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    draft_checkpoint: Checkpoint | None
+    draft_config: DraftConfig | None
+    tokenizer: Tokenizer
+    plan: Plan
+    device: torch.device
+
+
 def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
     """Open, check, plan, then read the weights: every cheap check comes before the expensive part."""
+    return read_weights(open_models(settings, report), report)
+
+
+def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
+    """Find (or download) both checkpoints, check that they belong together, and plan."""
     device = _device(settings.device)
     report(f"opening {settings.model}")
     checkpoint = open_checkpoint(settings.model, report=report)
@@ -74,14 +92,24 @@ def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
     plan = make_plan(
         settings, read_machine(), config, draft_config, weights=weights, draft_weights=draft_weights
     )
+    return Opened(checkpoint, config, draft_checkpoint, draft_config, tokenizer, plan, device)
+
+
+def read_weights(
+    opened: Opened,
+    report: Callable[[str], None],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Models:
+    """Read the weights of both; `progress` hears of every parameter of the target."""
+    plan, config, device = opened.plan, opened.config, opened.device
     report(f"loading weights as {plan.dtype}{_how(plan.quantization)}")
-    target = load_target(checkpoint, config, draft_config, plan, device)
+    target = load_target(opened.checkpoint, config, opened.draft_config, plan, device, progress)
     drafter: Drafter = NoDrafter(plan.width)
-    if draft_checkpoint is not None and draft_config is not None:
-        drafter = load_dflash(draft_checkpoint, draft_config, target, plan, device)
-        draft_checkpoint.close()
-    checkpoint.close()
-    return Models(config, draft_config, target, drafter, tokenizer, plan, device)
+    if opened.draft_checkpoint is not None and opened.draft_config is not None:
+        drafter = load_dflash(opened.draft_checkpoint, opened.draft_config, target, plan, device)
+        opened.draft_checkpoint.close()
+    opened.checkpoint.close()
+    return Models(config, opened.draft_config, target, drafter, opened.tokenizer, plan, device)
 
 
 def _weights(checkpoint: Checkpoint, build: Callable[[], nn.Module]) -> Weights:
@@ -110,10 +138,11 @@ def load_target(
     draft: DraftConfig | None,
     plan: Plan,
     device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Decoder:
     taps = draft.taps if draft is not None else ()
     target = _empty(lambda: _decoder(config, taps, plan.max_positions, device), plan.dtype)
-    load_decoder(target, checkpoint, storage=plan.quantization, device=device)
+    load_decoder(target, checkpoint, storage=plan.quantization, device=device, progress=progress)
     return target.requires_grad_(False).eval()
 
 

@@ -1,5 +1,6 @@
-"""EngineLoop: the one thread that touches an engine, and the way to it from asyncio.
+"""EngineLoop: the one thread that builds and touches an engine, and the way to it from asyncio.
 
+The thread makes the engine first, so that its memory, its kernels and its OpenMP pool belong to one thread.
 Commands go in over one queue; deltas come out over one queue per request, on the event loop that asked. All
 of them are frozen values, so nothing is shared but the queues. Between two steps the thread takes every
 command that waits: an abort takes hold within one step. Without work it sleeps on the queue.
@@ -9,24 +10,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import TypeVar
 
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.info import EngineInfo, engine_info
 from blockdraft.engine.request import Delta, SamplingParams
+from blockdraft.engine.startup import Startup
+from blockdraft.engine.stats import Snapshot
+from blockdraft.engine.tokenizer import Tokenizer
+from blockdraft.errors import BlockdraftError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+MAX_FAILURES = 3  # steps in a row that may fail before the engine is given up; arbitrary
+
 
 class EngineStopped(Exception):
-    """The engine was closed or has failed; no request is at fault and none will be served."""
+    """The engine is not ready, was closed or has failed; no request is at fault and none will be served."""
+
+
+class StepFailed(EngineStopped):
+    """The step that a request was part of failed; the engine goes on without it."""
 
 
 class Stream:
@@ -98,18 +111,40 @@ class _Live:
 class EngineLoop:
     """Owns the engine from here on: nobody else may call it until `close` has returned."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, make_engine: Callable[[Startup], Engine], startup: Startup | None = None) -> None:
+        self.startup = Startup() if startup is None else startup
         self.error: str | None = None  # why the engine failed; it never recovers
-        self._engine = engine
+        self.engine_info: EngineInfo | None = None  # None until the engine is ready
+        self.tokenizer: Tokenizer | None = None
+        self.step_began_s: float | None = None  # while a step runs; a watchdog reads it
+        self._make_engine = make_engine
+        self._num_failures = 0
         self._commands: SimpleQueue[_Add | _Abort | _Close] = SimpleQueue()
         self._door = Lock()  # nothing enters the queue behind _Close: it would never be answered
         self._is_open = True
         self._live: dict[str, _Live] = {}  # touched by the engine's thread only
+        self._has_started = Event()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
+    def wait(self) -> EngineLoop:
+        """Return when the start has ended, well or not."""
+        self._has_started.wait()
+        return self
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def snapshot(self) -> Snapshot | None:
+        """All counters of the engine now; None before it is ready."""
+        return None if self.engine_info is None else self._engine.snapshot()
+
     async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
         """Queue a prompt. Raises what Engine.add raises, or EngineStopped."""
+        if self.startup.state != "ready" and self.error is None:
+            raise EngineStopped(f"the engine is {self.startup.state}.")
         stream = Stream(f"request-{uuid.uuid4().hex}", sampling.n, self.abort)
         reply: Future[None] = Future()
         if not self._send(_Add(tuple(prompt_ids), sampling, stream, reply)):
@@ -126,12 +161,25 @@ class EngineLoop:
         self._send(_Abort(request_id))
 
     def close(self) -> None:
-        """Stop the thread after the step it is in; live requests end with EngineStopped."""
+        """Stop the thread after the step it is in; live requests end with EngineStopped.
+
+        A start is not waited for: it cannot be interrupted, and ends with the process.
+        """
         with self._door:
             if self._is_open:
                 self._is_open = False
                 self._commands.put(_Close())
-        self._thread.join()
+        if self._has_started.is_set():
+            self._thread.join()
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._is_open
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread is still there, as it is after `close` has come during the start."""
+        return self._thread.is_alive()
 
     def _send(self, command: _Add | _Abort) -> bool:
         with self._door:
@@ -142,6 +190,14 @@ class EngineLoop:
     # ---- everything below runs on the engine's thread
 
     def _run(self) -> None:
+        engine = _attempt(lambda: self._make_engine(self.startup))
+        if isinstance(engine, Exception):
+            self._give_up(engine)  # and answer whoever asks with the reason
+        else:
+            self._engine = engine
+            self.tokenizer, self.engine_info = engine.models.tokenizer, engine_info(engine)
+            self.startup.ready()
+        self._has_started.set()
         while self._obey():
             self._step()
         self._end_all(EngineStopped("the engine is closed."))
@@ -177,10 +233,13 @@ class EngineLoop:
         command.reply.set_result(None)
 
     def _step(self) -> None:
+        self.step_began_s = time.monotonic()
         outcome = _attempt(self._engine.step)
+        self.step_began_s = None
         if isinstance(outcome, Exception):
             self._fail(outcome)
         else:
+            self._num_failures = 0
             self._deliver(outcome)
 
     def _deliver(self, deltas: list[Delta]) -> None:
@@ -207,10 +266,27 @@ class EngineLoop:
             live.stream.push(delta)
 
     def _fail(self, error: Exception) -> None:
-        """A bug of ours: the engine's state is unknown, so it is never stepped again."""
-        log.error("the engine failed", exc_info=error)
-        self.error = f"{type(error).__name__}: {error}"
+        """A step failed (no memory, or a bug of ours): its requests end, those behind it may fare better."""
+        log.error("a step of the engine failed", exc_info=error)
+        self._num_failures += 1
+        broken = _attempt(self._engine.check)
+        if self._num_failures >= MAX_FAILURES or isinstance(broken, Exception):
+            self._give_up(error)
+        else:
+            self._end_lost(StepFailed("the engine failed on an internal error: ask again."))
+
+    def _give_up(self, error: Exception) -> None:
+        """The engine's state is unknown, or it never came to be: it is not stepped again."""
+        if not isinstance(error, BlockdraftError):
+            log.error("the engine failed", exc_info=error)
+        self.error = str(error) if isinstance(error, BlockdraftError) else f"{type(error).__name__}: {error}"
+        self.startup.fail(self.error)
         self._end_all(EngineStopped("the engine failed on an internal error: restart the server."))
+
+    def _end_lost(self, reason: EngineStopped) -> None:
+        """End the streams of requests that the engine has given up; the others are still queued there."""
+        for request_id in self._live.keys() - self._engine.live_ids:
+            self._live.pop(request_id).stream.push(reason)
 
     def _end_all(self, reason: EngineStopped) -> None:
         live, self._live = self._live, {}

@@ -60,6 +60,7 @@ class Scheduler:
         self.clock = clock
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
+        self.num_preemptions = 0
         self._free_rows = list(reversed(range(max_rows)))
         self._last_kind: Literal["prefill", "decode"] = "decode"
         self._last_width = 0
@@ -93,13 +94,24 @@ class Scheduler:
     def has_room(self, num_sequences: int) -> bool:
         return len(self.waiting) + num_sequences <= self.max_queue
 
-    def end_all(self) -> None:
-        """Abort everything at once. What ran last is not remembered: it may not have run to its end."""
-        for sequence in self.live:
+    def end_running(self) -> list[Sequence]:
+        """End every request that has a row, and return its choices, those without a row included.
+
+        What ran last is not remembered: it may not have run to its end. Requests that only wait, preempted
+        ones among them, have nothing on the device and lose nothing.
+        """
+        touched = {sequence.request.id for sequence in self.running}
+        touched |= {sequence.request.id for sequence in self.waiting if sequence.pages}  # half admitted
+        ended = [sequence for sequence in self.live if sequence.request.id in touched]
+        for sequence in ended:
             sequence.finish_reason = "abort"
             if sequence.row is not None:
                 self._retire(sequence)
-        self.waiting.clear()
+                continue
+            self.waiting.remove(sequence)
+            self.pages.release(sequence.pages)
+            sequence.pages = []
+        return ended
 
     @property
     def live(self) -> list[Sequence]:
@@ -220,6 +232,7 @@ class Scheduler:
         sequence.length = 0
         sequence.forget_partial_prompt_logprobs()
         sequence.tally.preemptions += 1
+        self.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
     def _retire(self, sequence: Sequence) -> None:

@@ -1,39 +1,291 @@
-"""Counters of an engine since it started: what /metrics, the live page and the benchmark read."""
+"""Counters of an engine since it started: what /metrics, the live page and the benchmark read.
+
+The engine's thread counts, any thread may take a snapshot. Histograms have vLLM's names and buckets, so that
+dashboards made for it can be kept.
+"""
 
 from __future__ import annotations
 
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from threading import Lock
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from blockdraft.engine.request import Delta
-from blockdraft.engine.scheduler import Batch
+from blockdraft.engine.histogram import Histogram, Recorder, one_two_five
+from blockdraft.engine.request import Delta, Metrics
+
+if TYPE_CHECKING:  # what they import needs torch, which a reader of snapshots does not
+    from blockdraft.engine.scheduler import Batch
+    from blockdraft.engine.sequence import Sequence
+
+RECENT_S = 300
+
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is in the engine at one moment."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_pages_used: int = 0
+    num_preemptions: int = 0  # since the start
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One second: what was done in it, and what was in the engine after its last step."""
+
+    time_s: int  # its begin, on the engine's clock
+    tokens: int
+    steps: int
+    drafted: int
+    accepted: int
+    running: int
+    waiting: int
+    pages_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that is counted, at one moment. Durations and times are on the engine's clock."""
+
+    time_s: float
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_pages_used: int
+    num_prefill_tokens: int  # that went through the model
+    num_cached_tokens: int  # prompt tokens found in the prefix cache instead
+    prompt_tokens: int  # of all choices that have begun their answer
+    generation_tokens: int
+    num_decode_steps: int
+    num_prefill_steps: int
+    num_blocks: int  # rows verified, over all decode steps
+    num_drafts: int  # those of them that held drafts: verified at a width above 1
+    num_drafted: int
+    accepted: tuple[int, ...]  # [i]: drafts at position i + 1 that were accepted
+    num_accepted: int
+    num_preemptions: int
+    finished: Mapping[str, int]  # choices, by reason; "error": lost with a failed step
+    histograms: Mapping[str, Histogram]
+    recent: tuple[Point, ...]  # whole seconds without a gap, newest last, at most RECENT_S
+
+
 class Stats:
-    """Totals. `accepted[i]` counts the drafts at position i + 1 that were accepted."""
+    """Totals since the start. `accepted[i]` counts the drafts at position i + 1 that were accepted."""
 
-    num_prefill_steps: int = 0
-    num_prefill_tokens: int = 0
-    num_decode_steps: int = 0
-    num_blocks: int = 0  # rows verified, over all decode steps
-    num_drafted: int = 0
-    num_emitted: int = 0
-    num_finished: int = 0
-    accepted: list[int] = field(default_factory=list)
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_context: int = 1_000_000) -> None:
+        self.num_prefill_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_decode_steps = 0
+        self.num_blocks = 0  # rows verified, over all decode steps
+        self.num_drafts = 0  # those of them that held drafts
+        self.num_drafted = 0
+        self.num_emitted = 0
+        self.accepted: list[int] = []
+        self.finished: Counter[str] = Counter()
+        self._clock = clock
+        self._last_token_s: dict[tuple[str, int], float] = {}  # of each choice that has begun its answer
+        self._recorders = _recorders(max_context)
+        self._recent = _Recent(clock())
+        self._lock = Lock()
 
-    def count(self, batch: Batch, committed: Items[tuple[int, ...]], deltas: Items[Delta]) -> None:
-        """One step: `committed` are the tokens of each block that was looked at."""
-        if batch.kind == "prefill":
-            self.num_prefill_steps += 1
-            self.num_prefill_tokens += sum(batch.counts)
-            return
+    @property
+    def num_finished(self) -> int:
+        return self.finished.total()
+
+    def count(
+        self,
+        batch: Batch,
+        sequences: Items[Sequence],
+        committed: Items[tuple[int, ...]],
+        deltas: Items[Delta],
+        load: Load,
+    ) -> None:
+        """One step. `sequences` are those of the batch that were looked at, each with its committed tokens
+        and its delta; a prefill has neither. `load` is what the step left behind.
+        """
+        with self._lock:
+            if batch.kind == "prefill":
+                self.num_prefill_steps += 1
+                self.num_prefill_tokens += sum(batch.counts)
+                self._observe("iteration_tokens_total", sum(batch.counts))
+            else:
+                self._count_blocks(batch.width, committed)
+                for sequence, delta in zip(sequences, deltas, strict=True):
+                    self._count_delta(sequence, delta)
+                num_tokens = sum(len(delta.token_ids) for delta in deltas)
+                self.num_emitted += num_tokens
+                self._observe("iteration_tokens_total", num_tokens)
+            self._recent.count(self._clock(), self._totals(), load)
+
+    def count_aborted(self, deltas: Items[Delta], load: Load) -> None:
+        """Choices that their client has ended."""
+        with self._lock:
+            for delta in deltas:
+                self._last_token_s.pop((delta.request_id, delta.index), None)
+            self.finished["abort"] += len(deltas)
+            self._recent.count(self._clock(), self._totals(), load)
+
+    def count_lost(self, sequences: Items[Sequence], load: Load) -> None:
+        """A step failed, and every choice that had a row ended with it."""
+        with self._lock:
+            for sequence in sequences:
+                self._last_token_s.pop((sequence.request.id, sequence.index), None)
+            self.finished["error"] += len(sequences)
+            self._recent.count(self._clock(), self._totals(), load)
+
+    def snapshot(self, load: Load) -> Snapshot:
+        """May be called from any thread."""
+        with self._lock:
+            now_s = self._clock()
+            return Snapshot(
+                time_s=now_s,
+                num_running=load.num_running,
+                num_waiting=load.num_waiting,
+                num_pages=load.num_pages,
+                num_pages_used=load.num_pages_used,
+                num_prefill_tokens=self.num_prefill_tokens,
+                num_cached_tokens=self.num_cached_tokens,
+                prompt_tokens=self.num_prompt_tokens,
+                generation_tokens=self.num_emitted,
+                num_decode_steps=self.num_decode_steps,
+                num_prefill_steps=self.num_prefill_steps,
+                num_blocks=self.num_blocks,
+                num_drafts=self.num_drafts,
+                num_drafted=self.num_drafted,
+                accepted=tuple(self.accepted),
+                num_accepted=sum(self.accepted),
+                num_preemptions=load.num_preemptions,
+                finished=MappingProxyType(dict(self.finished)),
+                histograms=MappingProxyType({n: r.histogram() for n, r in self._recorders.items()}),
+                recent=self._recent.points(now_s),
+            )
+
+    # ---- with the lock held
+
+    def _count_blocks(self, width: int, committed: Items[tuple[int, ...]]) -> None:
         self.num_decode_steps += 1
         self.num_blocks += len(committed)
-        self.num_drafted += len(committed) * (batch.width - 1)
-        self.num_emitted += sum(len(delta.token_ids) for delta in deltas)
-        self.num_finished += sum(delta.finish_reason is not None for delta in deltas)
-        self.accepted.extend([0] * (batch.width - 1 - len(self.accepted)))
+        self.num_drafts += len(committed) if width > 1 else 0
+        self.num_drafted += len(committed) * (width - 1)
+        self.accepted.extend([0] * (width - 1 - len(self.accepted)))
         for token_ids in committed:
             for position in range(len(token_ids) - 1):
                 self.accepted[position] += 1
+
+    def _count_delta(self, sequence: Sequence, delta: Delta) -> None:
+        now_s, name = self._clock(), (delta.request_id, delta.index)
+        before_s = self._last_token_s.get(name)
+        if before_s is None:
+            self.num_prompt_tokens += sequence.num_prompt
+            self.num_cached_tokens += sequence.tally.num_cached_tokens
+            self._observe("time_to_first_token_seconds", now_s - sequence.request.arrival_s)
+        else:
+            # vLLM's meaning: between two steps of an answer, however many tokens a step brings.
+            self._observe("inter_token_latency_seconds", now_s - before_s)
+        self._last_token_s[name] = now_s
+        if delta.finish_reason is not None:
+            assert delta.metrics is not None
+            del self._last_token_s[name]
+            self.finished[delta.finish_reason] += 1
+            self._count_answer(delta.metrics)
+
+    def _count_answer(self, metrics: Metrics) -> None:
+        self._observe("e2e_request_latency_seconds", metrics.seconds)
+        self._observe("request_queue_time_seconds", metrics.queue_s)
+        self._observe("request_prompt_tokens", metrics.num_prompt_tokens)
+        self._observe("request_generation_tokens", metrics.num_tokens)
+        if metrics.num_tokens > 1:
+            decode_s = metrics.seconds - metrics.first_token_s
+            self._observe("request_time_per_output_token_seconds", decode_s / (metrics.num_tokens - 1))
+
+    def _observe(self, name: str, value: float) -> None:
+        self._recorders[name].observe(value)
+
+    def _totals(self) -> _Totals:
+        num_steps = self.num_prefill_steps + self.num_decode_steps
+        return _Totals(self.num_emitted, num_steps, self.num_drafted, sum(self.accepted))
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class _Recent:
+    """A ring of the last seconds. A point is the difference of the totals at a second's end and begin."""
+
+    def __init__(self, now_s: float) -> None:
+        self._points: deque[Point] = deque(maxlen=RECENT_S)
+        self._second = int(now_s)  # the one that runs
+        self._before = self._now = _Totals()
+        self._load = Load()
+
+    def count(self, now_s: float, totals: _Totals, load: Load) -> None:
+        """A step ended: its work belongs to the second of its end."""
+        self._roll(int(now_s))
+        self._now, self._load = totals, load
+
+    def points(self, now_s: float) -> tuple[Point, ...]:
+        self._roll(int(now_s))
+        return tuple(self._points)
+
+    def _roll(self, second: int) -> None:
+        """Close every second before `second`; those long past would only push each other out."""
+        first = max(self._second, second - RECENT_S)
+        if first > self._second:
+            self._before = self._now
+        for closing in range(first, second):
+            now, before, load = self._now, self._before, self._load
+            self._points.append(
+                Point(
+                    time_s=closing,
+                    tokens=now.tokens - before.tokens,
+                    steps=now.steps - before.steps,
+                    drafted=now.drafted - before.drafted,
+                    accepted=now.accepted - before.accepted,
+                    running=load.num_running,
+                    waiting=load.num_waiting,
+                    pages_used=load.num_pages_used,
+                )
+            )
+            self._before = now
+        self._second = max(self._second, second)
+
+
+def _recorders(max_context: int) -> dict[str, Recorder]:
+    return {
+        "time_to_first_token_seconds": Recorder(_FIRST_TOKEN_S),
+        "inter_token_latency_seconds": Recorder(_TOKEN_S),
+        "request_time_per_output_token_seconds": Recorder(_TOKEN_S),
+        "e2e_request_latency_seconds": Recorder(_REQUEST_S),
+        "request_queue_time_seconds": Recorder(_REQUEST_S),
+        "request_prompt_tokens": Recorder(one_two_five(max_context)),
+        "request_generation_tokens": Recorder(one_two_five(max_context)),
+        "iteration_tokens_total": Recorder(_STEP_TOKENS),
+    }

@@ -104,21 +104,28 @@ class Account:
     skipped: Mapping[str, str]  # name -> reason
 
 
-def load_decoder(model: Decoder, checkpoint: Checkpoint, *, storage: Storage, device: torch.device) -> None:
-    """Fill a target that was built on the meta device."""
-    tensors = checkpoint.tensors()
-    slots = _decoder_slots(model, tensors)
-    _load(slots, checkpoint, skipped(model.config), storage=storage, device=device, head=model.head)
+def load_decoder(
+    model: Decoder,
+    checkpoint: Checkpoint,
+    *,
+    storage: Storage,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Fill a target that was built on the meta device; `progress` hears of parameters done, and of all."""
+    reader = _Reader(checkpoint, storage, device, progress)
+    slots = _decoder_slots(model, reader.tensors)
+    _load(slots, reader, skipped(model.config), head=model.head)
     if model.head is None:
         (embedding,) = next(slot.pieces for slot in slots if slot.module is model.embedding)
-        _check_tied(checkpoint, embedding.tensor, f"{_head_name(tensors)}.weight")
+        _check_tied(checkpoint, embedding.tensor, f"{_head_name(reader.tensors)}.weight")
 
 
 def load_drafter(model: DFlash, checkpoint: Checkpoint, *, storage: Storage, device: torch.device) -> None:
     """Fill a drafter that was built on the meta device; both layouts use the same names."""
     tables = [DRAFT_LAYER] * len(model.layers)
     slots = _slots(model, checkpoint.tensors(), prefix="", tables=tables)
-    _load(slots, checkpoint, DRAFT_SKIPPED, storage=storage, device=device, head=model.head)
+    _load(slots, _Reader(checkpoint, storage, device), DRAFT_SKIPPED, head=model.head)
 
 
 def account(
@@ -358,33 +365,33 @@ def _check_tensor(
 # ---- reading
 
 
-def _load(
-    slots: list[Slot],
-    checkpoint: Checkpoint,
-    skips: Mapping[str, str],
-    *,
-    storage: Storage,
-    device: torch.device,
-    head: nn.Module | None,
-) -> None:
+def _load(slots: list[Slot], reader: _Reader, skips: Mapping[str, str], *, head: nn.Module | None) -> None:
+    checkpoint = reader.checkpoint
     quantization = read_quantization(checkpoint.config, checkpoint.quant_file, name=checkpoint.name)
-    tensors = checkpoint.tensors()
+    tensors = reader.tensors
     slots = _with_schemes(slots, quantization, tensors, name=checkpoint.name)
     _check(checkpoint.name, tensors, slots, skips, lambda name: not bool(checkpoint.read(name).any()))
-    reader = _Reader(checkpoint, storage, device)
-    for slot in slots:
+    for index, slot in enumerate(slots):
         # The head decides between tokens: it is never quantised by us.
         reader.fill(slot, may_quantise=slot.may_be_quantised and slot.module is not head)
+        reader.progress(index + 1, len(slots))
 
 
 class _Reader:
     """Reads slots of one checkpoint into memory on `device`."""
 
-    def __init__(self, checkpoint: Checkpoint, storage: Storage, device: torch.device) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        storage: Storage,
+        device: torch.device,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
         self.checkpoint = checkpoint
         self.tensors = checkpoint.tensors()  # once: a mixture has tens of thousands
         self.storage = storage
         self.device = device
+        self.progress = progress
 
     def fill(self, slot: Slot, *, may_quantise: bool) -> None:
         is_packed = self.storage == "keep" and any(self._is_packed(piece) for piece in slot.pieces)

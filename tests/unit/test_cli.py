@@ -154,9 +154,9 @@ def test_without_flags_the_settings_are_the_defaults():
 def test_every_setting_has_a_flag():
     values = {"model": "m", "draft": "d", "device": "cuda", "dtype": "float16"}
     values |= {"quantization": "fp8", "draft_quantization": "keep"}
-    flags = ["--no-prefix-cache", "--overlap"]
+    flags = ["--no-prefix-cache", "--overlap", "--no-verify"]
     for item in fields(Settings):
-        if item.name not in ("prefix_cache", "overlap"):
+        if item.name not in ("prefix_cache", "overlap", "verify"):
             flags += [f"--{item.name.replace('_', '-')}", values.get(item.name, "7")]
     settings = settings_from(parse(["serve", *flags]))
     for item in fields(Settings):

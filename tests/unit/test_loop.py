@@ -3,15 +3,16 @@
 import asyncio
 import contextlib
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loading import load_models
-from blockdraft.engine.loop import EngineLoop, EngineStopped
+from blockdraft.engine.loop import EngineLoop, EngineStopped, StepFailed
 from blockdraft.engine.request import SamplingParams
-from blockdraft.errors import RequestError
+from blockdraft.errors import ModelError, RequestError
 from blockdraft.settings import Settings
 
 PAIR = Path(__file__).parents[1] / "fixtures/pair"
@@ -35,7 +36,7 @@ def engine(models):
 
 @pytest.fixture
 def loop(engine):
-    loop = EngineLoop(engine)
+    loop = EngineLoop(lambda startup: engine).wait()
     yield loop
     loop.close()
 
@@ -194,26 +195,129 @@ def test_a_consumer_whose_event_loop_ended_does_not_hold_its_row(engine, loop):
     engine.check()
 
 
-def test_a_failing_step_ends_every_request_and_is_remembered(engine, loop, monkeypatch, caplog):
-    gate = Gate(engine, monkeypatch)
-    monkeypatch.setattr(engine.scheduler, "commit", lambda *_: 1 / 0)
+class Failing:
+    """Lets the commits of an engine fail while `is_broken`."""
 
-    async def fail_two():
-        streams = [await loop.submit(PROMPT, LONG)]
-        submitting = asyncio.create_task(loop.submit(PROMPT, LONG))
-        await asyncio.sleep(0)
-        gate.permits.release(1)
-        with contextlib.suppress(EngineStopped):  # it may come after the failure
-            streams.append(await submitting)
-        for stream in streams:
-            with pytest.raises(EngineStopped, match="internal error"):
-                await anext(stream)
-        with pytest.raises(EngineStopped, match="failed"):
-            await loop.submit(PROMPT, SHORT)
+    def __init__(self, engine, monkeypatch):
+        self.is_broken = True
+        commit = engine.scheduler.commit
+        monkeypatch.setattr(
+            engine.scheduler, "commit", lambda *args: 1 / 0 if self.is_broken else commit(*args)
+        )
 
-    asyncio.run(fail_two())
+
+def test_the_third_failing_step_in_a_row_is_the_last(engine, loop, monkeypatch, caplog):
+    failing = Failing(engine, monkeypatch)
+
+    async def fail(advice):
+        with pytest.raises(EngineStopped, match=advice):
+            await collect(loop)
+
+    for _ in range(3):  # what succeeds in between starts the count again
+        failing.is_broken = True
+        asyncio.run(fail("ask again"))
+        asyncio.run(fail("ask again"))
+        assert loop.error is None
+        failing.is_broken = False
+        assert len(ids_of(asyncio.run(collect(loop)))) == 4
+    failing.is_broken = True
+    asyncio.run(fail("ask again"))
+    asyncio.run(fail("ask again"))
+    asyncio.run(fail("restart the server"))
     assert loop.error == "ZeroDivisionError: division by zero"
+    assert loop.startup.snapshot()["state"] == "failed"
+    asyncio.run(fail("has failed"))
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_failing_step_ends_those_on_a_row_and_serves_those_that_wait(models, engine, loop, monkeypatch):
+    gate, failing = Gate(engine, monkeypatch), Failing(engine, monkeypatch)
+    expected = ids_of(alone(models, SHORT))
+
+    async def fail_the_first():
+        touched = [await loop.submit(PROMPT, LONG)]
+        await gate.until_in_step()  # it has been queued; the engine waits for its permit
+        adding = [asyncio.create_task(loop.submit(PROMPT, s)) for s in (LONG, LONG, LONG, SHORT)]
+        await asyncio.sleep(0)
+        failing.is_broken = False
+        gate.permits.release(1)
+        touched += [await task for task in adding[:3]]
+        waiting = await adding[3]  # four rows are taken
+        await gate.until_in_step()
+        failing.is_broken = True
+        gate.permits.release(1)
+        for stream in touched:
+            with pytest.raises(StepFailed):
+                [delta async for delta in stream]
+        failing.is_broken = False
+        gate.permits.release(1000)
+        return [delta async for delta in waiting]
+
+    try:
+        assert ids_of(asyncio.run(fail_the_first())) == expected
+    finally:
+        gate.permits.release(1000)  # or the engine's thread would not end
+    assert loop.error is None
+    assert engine.snapshot().finished == {"error": 4, "length": 1}
+    assert loop.num_live == 0
+    engine.check()
+
+
+def test_a_request_of_which_one_choice_has_a_row_ends_whole(models, monkeypatch):
+    engine = Engine(replace(models, plan=replace(models.plan, max_rows=1)))
+    engine.add(PROMPT, SamplingParams(n=3, seed=1, max_tokens=4), "touched")
+    engine.add(PROMPT, SHORT, "waiting")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "commit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert engine.live_ids == {"waiting"}
+    engine.check()
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert ids_of(deltas) == ids_of(alone(models, SHORT))
+    assert engine.snapshot().finished == {"error": 3, "length": 1}
+
+
+def test_a_failed_page_check_ends_the_engine_at_once(engine, loop, monkeypatch):
+    Failing(engine, monkeypatch)
+    monkeypatch.setattr(engine, "check", lambda: 1 / 0)
+    with pytest.raises(EngineStopped, match="restart"):
+        asyncio.run(collect(loop))
+    assert loop.error is not None
+
+
+def test_a_start_that_fails_is_answered_with_its_reason_and_one_under_way_with_its_state():
+    release = threading.Event()
+
+    def make(startup):
+        with startup.phase("load"):
+            assert release.wait(30)
+            raise ModelError("no such weights.")
+
+    loop = EngineLoop(make)
+    with pytest.raises(EngineStopped, match="starting"):
+        asyncio.run(collect(loop))
+    assert (loop.tokenizer, loop.engine_info, loop.snapshot()) == (None, None, None)
+    release.set()
+    loop.wait()
+    assert loop.error == "no such weights."
+    with pytest.raises(EngineStopped, match="failed"):
+        asyncio.run(collect(loop))
+    loop.close()
+
+
+def test_while_it_drains_no_request_is_taken_and_those_under_way_end(loop):
+    async def drain():
+        stream = await loop.submit(PROMPT, LONG)
+        await anext(stream)
+        loop.startup.drain()
+        with pytest.raises(EngineStopped, match="draining"):
+            await loop.submit(PROMPT, SHORT)
+        return [delta async for delta in stream]
+
+    assert asyncio.run(drain())[-1].finish_reason == "length"
 
 
 def test_an_unexpected_error_in_add_is_its_callers_alone(engine, loop, monkeypatch):
@@ -226,7 +330,7 @@ def test_an_unexpected_error_in_add_is_its_callers_alone(engine, loop, monkeypat
 
 
 def test_close_ends_live_requests_and_leaves_the_engine_clean(engine):
-    loop = EngineLoop(engine)
+    loop = EngineLoop(lambda startup: engine).wait()
 
     async def close_while_running():
         stream = await loop.submit(PROMPT, LONG)
@@ -252,7 +356,7 @@ def test_without_work_the_thread_sleeps(models):
             return super().has_work
 
     engine = Counting(models)
-    loop = EngineLoop(engine)
+    loop = EngineLoop(lambda startup: engine).wait()
     asyncio.run(collect(loop))
     loop._thread.join(timeout=0.05)  # let it reach its queue
     before = engine.num_looks

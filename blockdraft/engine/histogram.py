@@ -1,0 +1,40 @@
+"""Histogram: how often a value fell into which bucket, as Prometheus counts it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """`counts[i]` values were at most `buckets[i]` and above the one before; the last count is the rest."""
+
+    buckets: tuple[float, ...]
+    counts: tuple[int, ...]  # one more than buckets; not cumulative
+    sum: float
+    count: int
+
+
+class Recorder:
+    """A histogram that is still being counted."""
+
+    def __init__(self, buckets: Items[float]) -> None:
+        assert list(buckets) == sorted(set(buckets)), f"buckets must rise: {buckets}"
+        self._buckets = tuple(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def histogram(self) -> Histogram:
+        return Histogram(self._buckets, tuple(self._counts), self._sum, sum(self._counts))
+
+
+def one_two_five(largest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, … up to `largest`."""
+    steps = (digit * 10**power for power in range(len(str(largest))) for digit in (1, 2, 5))
+    return tuple(float(step) for step in steps if step <= largest)

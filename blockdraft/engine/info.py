@@ -1,0 +1,49 @@
+"""EngineInfo: what runs, in plain values, for the page, /metrics and the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blockdraft.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """One engine: its pair, its plan, its memory."""
+
+    target: str
+    draft: str | None
+    family: str
+    vocab_size: int
+    width: int
+    block: int
+    dtype: str
+    device: str
+    quantization: str
+    max_context: int
+    max_rows: int
+    num_pages: int
+    page_size: int
+    num_cache_bytes: int
+    has_prefix_cache: bool
+
+
+def engine_info(engine: Engine) -> EngineInfo:
+    models, plan = engine.models, engine.models.plan
+    return EngineInfo(
+        target=models.config.name,
+        draft=None if models.draft_config is None else models.draft_config.name,
+        family=models.config.family,
+        vocab_size=models.config.vocab_size,
+        width=plan.width,
+        block=plan.block,
+        dtype=plan.dtype,
+        device=str(models.device),
+        quantization=plan.quantization,
+        max_context=plan.max_context,
+        max_rows=plan.max_rows,
+        num_pages=plan.num_pages,
+        page_size=plan.page_size,
+        num_cache_bytes=engine.cache.num_bytes,
+        has_prefix_cache=plan.prefix_cache,
+    )

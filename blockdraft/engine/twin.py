@@ -1,0 +1,53 @@
+"""A second engine over the first one's rows, cache and pages: what it serves leaves no trace in the first."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+
+from blockdraft.drafters.drafter import Drafter
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.request import Delta
+from blockdraft.engine.scheduler import Scheduler
+from blockdraft.engine.stats import Stats
+
+_MAX_QUEUE = 4096  # room for any batch: the engine's own limit is the user's
+
+
+def twin(engine: Engine, drafter: Drafter | None = None) -> Engine:
+    """An engine with counters, request numbers and queues of its own, and with `drafter` if one is given.
+
+    Prefixes are neither looked up nor remembered: another drafter would leave pages without its context.
+    Pages come from the engine's own allocator and are all back when the twin has nothing left to do.
+    """
+    assert not engine.has_work, "a busy engine cannot lend its rows"
+    plan = engine.models.plan
+    other = copy.copy(engine)
+    other.models = engine.models if drafter is None else replace(engine.models, drafter=drafter)
+    other.scheduler = Scheduler(
+        pages=engine.scheduler.pages,
+        max_rows=plan.max_rows,
+        max_queue=_MAX_QUEUE,
+        chunk=plan.chunk,
+        reserve=plan.block,
+        has_prefix_cache=False,
+        clock=engine.clock,
+    )
+    other.stats = Stats()
+    other._ids = itertools.count()
+    return other
+
+
+def serve(engine: Engine) -> list[Delta]:
+    """Step until nothing is left to do."""
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    return deltas
+
+
+def max_tokens(engine: Engine) -> int:
+    """The longest sequence, prompt and answer, that surely fits beside a block in flight."""
+    plan = engine.models.plan
+    return min(plan.max_context, plan.num_pages * plan.page_size - 2 * plan.block)

@@ -1,0 +1,51 @@
+"""Watchdog: a step that does not come back is seen by a thread that needs nothing from it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from threading import Event, Thread
+
+from blockdraft.engine.loop import EngineLoop
+
+log = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Calls `on_hang` once when one step of `loop` has run for `limit_s` seconds, with all stacks logged."""
+
+    def __init__(self, loop: EngineLoop, limit_s: float, on_hang: Callable[[], None]) -> None:
+        self.is_hanging = False
+        self._loop = loop
+        self._limit_s = limit_s
+        self._on_hang = on_hang
+        self._stop = Event()
+        self._thread = Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(1.0, self._limit_s / 4)):
+            began_s = self._loop.step_began_s
+            if began_s is not None and time.monotonic() - began_s > self._limit_s:
+                self.is_hanging = True
+                log.error("a step has run for over %.0f s: giving up", self._limit_s)
+                _log_stacks()
+                self._on_hang()
+                return
+
+
+def _log_stacks() -> None:
+    """A line per frame, innermost last: the log may be one of single lines."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        for entry in traceback.extract_stack(frame):
+            place = f"{entry.filename}:{entry.lineno} {entry.name}"
+            log.error("thread %s: %s", names.get(ident, ident), place)
