@@ -1,35 +1,95 @@
-"""blockdraft serve: an OpenAI-compatible server."""
+"""blockdraft serve: an OpenAI-compatible server, from its first connection to its last."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import functools
+import os
+import signal
 import socket
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import add_settings, add_verbose, reporter, settings_from
+from blockdraft.cli.flags import add_settings, settings_from
 from blockdraft.errors import SettingsError
 from blockdraft.settings import Settings, pin_threads
 
 if TYPE_CHECKING:
-    from blockdraft.engine.engine import Engine
+    from blockdraft.engine.loop import EngineLoop
+    from blockdraft.server.options import ServerOptions
 
-SUMMARY = "serve chat completions over HTTP"
+SUMMARY = "serve a model over HTTP, with a live page"
 USAGE = "blockdraft serve [MODEL] [flags]"
-DESCRIPTION = "Serve one model over HTTP, the way OpenAI's clients expect it. There is no authentication."
-GRACE_S = 5  # for answers under way when the server is told to stop; arbitrary
+DESCRIPTION = "Serve one model over HTTP, the way OpenAI's clients expect it, with a live page at /."
+
+EXIT_ERROR = 2  # the start failed on something a user can mend
+EXIT_FAILED = 1  # the engine failed while serving
+EXIT_HUNG = 75  # a step did not come back; sysexits' "temporary failure"
+RED_S = 3.0  # how long /health says that the engine is lost before the process ends; arbitrary
+LAST_WORDS_S = 5  # for answers that are complete and on their way to their clients; arbitrary
+DRAIN_INTERVAL_S = 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_first", nargs="?", metavar="MODEL", help="the same as --model MODEL")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    parser.add_argument(
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    group.add_argument(
         "--served-model-name", metavar="NAME", help="what clients call the model (default: as in --model)"
     )
-    parser.add_argument("--access-log", action="store_true", help="a line on stdout per request")
-    add_verbose(parser)
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="clients must send it; may be repeated. Other users of the machine can read flags: prefer "
+        "--api-key-file or $BLOCKDRAFT_API_KEY",
+    )
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="one key per line")
+    group.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="web pages that may call; repeatable",
+    )
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="names to be called by (default: any; loopback's on a loopback address without a key)",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="until an answer begins (default: 600)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="for answers under way at the end (default: 30)",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="a longer step counts as hung (default: 120)",
+    )
+    group.add_argument("--access-log", action="store_true", help="a line per request, without its text")
+    group.add_argument(
+        "--json", dest="json_logs", action="store_true", help="logs as one JSON object per line"
+    )
     add_settings(parser)
 
 
@@ -39,20 +99,30 @@ def run(args: argparse.Namespace) -> int:
             raise SettingsError(f"two models, '{args.model_first}' and '{args.model}': give one.")
         args.model = args.model_first
     settings = settings_from(args)
+    options = _options(args)
     with bind(args.host, args.port) as listener:
         if settings.device == "cpu":
             pin_threads()
-        from blockdraft.engine.engine import Engine
-        from blockdraft.engine.loading import load_models
+        return _serve(args, settings, options, listener)
 
-        engine = Engine(load_models(settings, reporter(args)))
-        name = args.served_model_name or settings.model
-        _serve(engine, listener, name, has_access_log=args.access_log)
-    return 0
+
+def _options(args: argparse.Namespace) -> ServerOptions:
+    from blockdraft.server.options import ServerOptions, default_hosts, read_api_keys
+    from blockdraft.server.process_title import hide
+
+    hide(args.api_key)
+    keys = read_api_keys(args.api_key, args.api_key_file)
+    hosts = tuple(args.allowed_host) or default_hosts(args.host, has_keys=bool(keys))
+    return ServerOptions(
+        api_keys=keys,
+        cors_origins=tuple(args.cors_origin),
+        allowed_hosts=hosts,
+        request_timeout_s=args.request_timeout,
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address before the model is loaded, but answer nobody yet: connections are refused."""
+    """Take the address before anything else: a port in use is the commonest mistake."""
     if not 0 <= port <= 65535:  # getaddrinfo would wrap it around
         raise SettingsError(f"--port {port} is outside 0 to 65535.")
     try:
@@ -69,41 +139,110 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _serve(engine: Engine, listener: socket.socket, name: str, *, has_access_log: bool) -> None:
+def _serve(
+    args: argparse.Namespace, settings: Settings, options: ServerOptions, listener: socket.socket
+) -> int:
+    """Answer at once, /ready saying how far the start is; load and serve on the engine's own thread."""
+    import logging
+
     import uvicorn
 
     from blockdraft.engine.loop import EngineLoop
+    from blockdraft.engine.start import start_engine
+    from blockdraft.engine.startup import Startup
+    from blockdraft.engine.watchdog import Watchdog
+    from blockdraft.server import logs
     from blockdraft.server.app import make_app
+    from blockdraft.server.protocol import uvicorn_options
+
+    logs.set_up(is_json=args.json_logs, level=logging.INFO, secrets=options.api_keys)
+    logging.getLogger("blockdraft.access").setLevel(logging.INFO if args.access_log else logging.WARNING)
+    log = logging.getLogger("blockdraft")
+    name = args.served_model_name or settings.model
 
     class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets=sockets)
-            if self.started:
-                _announce(name, listener)
-
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            # Answers still under way after the grace end with an error their clients understand.
-            grace = threading.Timer(GRACE_S, loop.close)
-            grace.start()
+            """Let answers under way end, for a while; whoever comes meanwhile is told that it is over."""
+            log.info("ending: %d requests under way", loop.num_live)
+            loop.startup.drain()
+            end_s = time.monotonic() + args.drain_timeout
+            while loop.num_live and not self.force_exit and time.monotonic() < end_s:
+                await asyncio.sleep(DRAIN_INTERVAL_S)
+            # What is left ends with an error that its client understands.
+            await asyncio.to_thread(loop.close)
             await super().shutdown(sockets=sockets)
-            grace.cancel()
 
-    models = engine.models
-    loop = EngineLoop(engine)
-    try:
-        app = make_app(loop=loop, tokenizer=models.tokenizer, name=name, max_context=models.plan.max_context)
-        level = "info" if has_access_log else "warning"
-        config = uvicorn.Config(
-            app, log_level=level, access_log=has_access_log, timeout_graceful_shutdown=2 * GRACE_S
+    is_drawn = sys.stderr.isatty() and not args.json_logs  # else the log has a line per phase
+    startup = Startup(log.debug if is_drawn else log.info)
+    loop = EngineLoop(lambda startup: start_engine(settings, startup), startup)
+    watchdog = Watchdog(loop, args.step_timeout, _end_hung)
+    app = make_app(loop, name=name, options=options, is_hanging=lambda: watchdog.is_hanging)
+    server = Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=LAST_WORDS_S,
+            **uvicorn_options(options),
         )
-        Server(config).run(sockets=[listener])
-    finally:
-        loop.close()
+    )
+    # uvicorn handles the signal while it runs, and afterwards raises it again for whoever came first.
+    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
+    log.info("listening on %s: /ready says when it is", _address(listener))
+    follow = functools.partial(_follow, loop, server, name, listener, is_drawn=is_drawn)
+    threading.Thread(target=follow, daemon=True).start()
+    server.run(sockets=[listener])
+    watchdog.close()
+    loop.close()
+    code = 0
+    if loop.error is not None:
+        code = EXIT_FAILED if loop.engine_info is not None else EXIT_ERROR
+        _complain(" ".join(loop.error.split()), is_json=args.json_logs)
+    if loop.is_running:  # in the middle of its start: Python cannot take itself apart around it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _complain(error: str, *, is_json: bool) -> None:
+    import logging
+
+    if is_json:
+        logging.getLogger("blockdraft").error("%s", error)
+    else:
+        print("blockdraft: error:", error, file=sys.stderr)
+
+
+def _follow(loop: EngineLoop, server: object, name: str, listener: socket.socket, *, is_drawn: bool) -> None:
+    """Announce the server when it is ready, and end it when its engine has failed."""
+    if is_drawn:
+        from blockdraft.cli.progress import draw
+
+        draw(loop.startup)
+        for warning in loop.startup.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+    has_announced = False
+    while loop.error is None:
+        if not has_announced and loop.startup.state == "ready":
+            _announce(name, listener)
+            has_announced = True
+        time.sleep(0.05)
+    if has_announced:
+        time.sleep(RED_S)
+    server.should_exit = True  # type: ignore[attr-defined]
+
+
+def _end_hung() -> None:
+    """The engine's thread cannot be stopped, so the process ends; first /health shows why for a moment."""
+    time.sleep(RED_S)
+    os._exit(EXIT_HUNG)
 
 
 def _announce(name: str, listener: socket.socket) -> None:
+    address = _address(listener)
+    print(f"'{name}' is ready: {address}/ to look, {address}/v1 for clients", flush=True)
+
+
+def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(f"'{name}' answers at http://{shown}:{port}/v1/chat/completions", flush=True)
-    if host not in ("127.0.0.1", "::1"):
-        print("whoever reaches this address can use it: there is no authentication", file=sys.stderr)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

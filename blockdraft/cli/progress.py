@@ -1,0 +1,38 @@
+"""A start, drawn on a terminal: one line per phase, with a bar where the share that is done is known."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from blockdraft.engine.startup import Startup
+
+REDRAW_S = 0.1
+
+
+def draw(startup: Startup) -> None:
+    """Returns when the start has ended, well or not."""
+    columns = (
+        TextColumn("{task.description:<9}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[detail]}", style="dim"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+        while True:
+            is_over = startup.state != "starting"
+            for phase in startup.phases():
+                if phase.state == "waiting" or phase.state == "skipped":
+                    continue
+                if phase.name not in tasks:
+                    tasks[phase.name] = bars.add_task(phase.name, total=None, detail="")
+                is_done = phase.state != "running"
+                total = 1.0 if is_done or phase.progress is not None else None
+                done = 1.0 if is_done else phase.progress or 0.0
+                bars.update(tasks[phase.name], total=total, completed=done, detail=phase.detail or "")
+            if is_over:
+                return
+            time.sleep(REDRAW_S)

@@ -1,0 +1,117 @@
+"""Request bodies as plain JSON values: every one is complete, bounded, and means one thing only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+
+from blockdraft.errors import RequestError
+
+MAX_DEPTH = 64  # of nested lists and objects; arbitrary, far past any conversation
+MAX_INTEGER_CHARS = 20  # 64 bits, sign included
+
+
+class FieldError(RequestError):
+    """A request field that cannot be used; `param` is its name, as in OpenAI's errors."""
+
+    def __init__(self, message: str, param: str | None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+def parse_object(body: bytes) -> dict[str, object]:
+    """The JSON object in `body`, or RequestError.
+
+    Refused beside what is no JSON: names that occur twice (two parsers would read two requests), NaN and
+    infinities, integers past 64 bits, text that is not Unicode, deep nesting.
+    """
+    try:
+        fields = json.loads(
+            body.decode(),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_int=_integer,
+            parse_float=_number,
+        )
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not UTF-8 ({error.reason}, byte {error.start}).") from None
+    except RecursionError:
+        raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels: flatten it.") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(f"the body is not valid JSON ({error}): send a JSON object.") from None
+    if not isinstance(fields, dict):
+        raise RequestError(f"the body is a JSON {type(fields).__name__}: send an object.")
+    for name, value in fields.items():
+        _check_unicode(name, None)
+        _check(value, name)
+    return fields
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise RequestError(f"the body holds {shown(twice)} twice in one object: send it once.")
+    return fields
+
+
+def _refuse_constant(text: str) -> float:
+    raise RequestError(f"the body holds {text}, which is no JSON number: send finite numbers.")
+
+
+def _integer(text: str) -> int:
+    value = int(text) if len(text) <= MAX_INTEGER_CHARS else None
+    if value is None or not -(2**63) <= value < 2**64:
+        raise RequestError(f"the body holds the integer {text[:24]}…: integers are of 64 bits at most.")
+    return value
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise RequestError(f"the body holds the number {text[:24]}, which is too large for a 64-bit float.")
+    return value
+
+
+def _check(value: object, field: str) -> None:
+    """Walk one field's value without recursion."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, str):
+                _check_unicode(item, field)
+            elif isinstance(item, list):
+                below.extend(item)
+            elif isinstance(item, dict):
+                below.extend(item)
+                below.extend(item.values())
+        if not below:
+            return
+        level = below
+    raise FieldError(f"{shown(field)} nests deeper than {MAX_DEPTH} levels: flatten it.", shown_name(field))
+
+
+def _check_unicode(text: str, field: str | None) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        where = "a field's name" if field is None else shown(field)
+        raise FieldError(
+            f"{where} is not valid Unicode (unpaired surrogate U+{ord(text[error.start]):04X}): "
+            "send whole characters; in JSON an emoji is two \\u escapes.",
+            None if field is None else shown_name(field),
+        ) from None
+
+
+def shown_name(text: str) -> str:
+    """What a client sent, short enough for an error and always valid Unicode."""
+    return text[:64].encode(errors="replace").decode()
+
+
+def shown(text: str) -> str:
+    return f"'{shown_name(text)}'"

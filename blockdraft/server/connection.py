@@ -1,0 +1,104 @@
+"""One connection: its events, and what happens when it ends early."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Sequence as Items
+from contextlib import ExitStack, closing
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from blockdraft.engine.loop import EngineStopped, Stream
+from blockdraft.engine.request import Delta
+from blockdraft.server.answers import ChatAnswer, TextAnswer
+from blockdraft.server.openai import DONE, error_body, event
+
+CLIENT_GONE = 499  # nginx's number; nobody is left to read it
+
+
+async def while_connected(request: Request, work: Coroutine[None, None, Response]) -> Response:
+    """The result of `work`, which is cancelled when the client goes away. The body must have been read."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else Response(status_code=CLIENT_GONE)
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# ---- answers
+
+
+async def respond(answer: ChatAnswer | TextAnswer, streams: Items[Stream], *, is_stream: bool) -> Response:
+    if is_stream:
+        return _Events(_events(answer, streams), streams)
+    with ExitStack() as opened:
+        for stream in streams:
+            opened.enter_context(closing(stream))
+        # One after the other: the engine answers all of them meanwhile.
+        for prompt, stream in enumerate(streams):
+            async for delta in stream:
+                answer.take(prompt, delta)
+        return JSONResponse(answer.whole())
+
+
+class _Events(StreamingResponse):
+    """Server-sent events of streams that are closed with the connection."""
+
+    def __init__(self, content: AsyncIterator[str], streams: Items[Stream]) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as opened:
+            for stream in self._streams:
+                opened.enter_context(closing(stream))
+            await super().__call__(scope, receive, send)
+
+
+async def _events(answer: ChatAnswer | TextAnswer, streams: Items[Stream]) -> AsyncIterator[str]:
+    for first in answer.first_chunks():
+        yield event(first)
+    try:
+        async for prompt, delta in _deltas(streams):
+            chunk = answer.push(prompt, delta)
+            if chunk is not None:
+                yield event(chunk)
+    except EngineStopped as error:
+        yield event(error_body(str(error), kind="server_error"))
+    else:
+        last = answer.last_chunk()
+        if last is not None:
+            yield event(last)
+    yield DONE
+
+
+async def _deltas(streams: Items[Stream]) -> AsyncIterator[tuple[int, Delta]]:
+    """The deltas of all streams as they come, each with the number of its stream."""
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield 0, delta
+        return
+    waiting = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = waiting.pop(task)
+                item = task.result()
+                if item is not None:
+                    waiting[asyncio.ensure_future(anext(streams[number], None))] = number
+                    yield number, item
+    finally:
+        for task in waiting:
+            task.cancel()

@@ -1,0 +1,147 @@
+"""The types of request fields that are more than a number or a truth value, each with its limit."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from blockdraft.engine.request import MAX_BIASES, MAX_STOPS
+from blockdraft.server.body import shown
+
+# Arbitrary limits; the body's size bounds everything once more.
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 128
+MAX_PROMPT_TOKENS = 1 << 20
+MAX_STOP_CHARS = 1024
+MAX_TEMPLATE_KWARGS = 64
+MAX_TEMPLATE_KWARGS_CHARS = 1 << 14
+MAX_INT = 2**31 - 1
+
+_RESERVED_KWARGS = frozenset(
+    {"self", "messages", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "tools"}
+)
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+TextList = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+TokenLists = Annotated[list[TokenList], Field(min_length=1, max_length=MAX_PROMPTS)]
+Message = Annotated[
+    dict[str, object],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "role": {"type": "string", "minLength": 1, "examples": ["system", "user", "assistant"]},
+                "content": {
+                    "anyOf": [
+                        {"type": "string"},
+                        {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "required": ["type", "text"],
+                                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                            },
+                        },
+                    ]
+                },
+            },
+        }
+    ),
+]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _token_biases(value: object) -> object:
+    """Keys become token ids; values are checked behind this."""
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not (key.isascii() and key.isdigit() and len(key) < 11 and int(key) <= MAX_INT):
+            raise PydanticCustomError("token", "the key {key} is no token id", {"key": shown(key)})
+    biases = {int(key): bias for key, bias in value.items()}
+    if len(biases) < len(value):
+        raise PydanticCustomError("token", "a token id is given twice")
+    return biases
+
+
+def _template_kwargs(value: dict[str, object]) -> dict[str, object]:
+    if len(json.dumps(value)) > MAX_TEMPLATE_KWARGS_CHARS:
+        raise PydanticCustomError(
+            "size", "more than {limit} characters", {"limit": MAX_TEMPLATE_KWARGS_CHARS}
+        )
+    if wrong := _RESERVED_KWARGS & value.keys():
+        raise PydanticCustomError("name", "{names} cannot be set here", {"names": sorted(wrong)})
+    return value
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[
+    dict[int, Bias],
+    Field(max_length=MAX_BIASES),
+    BeforeValidator(
+        _token_biases,
+        json_schema_input_type=Annotated[
+            dict[str, float],
+            WithJsonSchema(
+                {
+                    "type": "object",
+                    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                    "maxProperties": MAX_BIASES,
+                }
+            ),
+        ],
+    ),
+]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+Stops = Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=StopString | StopStrings)]
+TemplateKwargs = Annotated[
+    dict[str, object], Field(max_length=MAX_TEMPLATE_KWARGS), AfterValidator(_template_kwargs)
+]
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    """One prompt or many, as text or as token ids: always a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("prompt", "send a string, token ids, or a list of one or the other")
+    if all(isinstance(item, str) for item in value):
+        _at_most(value, MAX_PROMPTS, "prompts")
+        return list(value)
+    if all(isinstance(item, list) and item for item in value):
+        _at_most(value, MAX_PROMPTS, "prompts")
+        return [_token_ids(item) for item in value]
+    return [_token_ids(value)]
+
+
+def _token_ids(value: list[object]) -> list[int]:
+    _at_most(value, MAX_PROMPT_TOKENS, "tokens")
+    for token in value:
+        # A truth value is an int to Python.
+        if type(token) is not int or not 0 <= token <= MAX_INT:
+            raise PydanticCustomError("prompt", "a prompt is text, or a list of token ids of 0 or more")
+    return value  # type: ignore[return-value]
+
+
+def _at_most(value: list[object], limit: int, what: str) -> None:
+    if len(value) > limit:
+        raise PydanticCustomError(
+            "size", "{count} {what}, at most {limit}", {"count": len(value), "what": what, "limit": limit}
+        )
+
+
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts, json_schema_input_type=str | TextList | TokenList | TokenLists),
+]

@@ -1,0 +1,295 @@
+"""What requests may hold: one pydantic model per body, with a limit on everything that has a size.
+
+The models are also the schemas of the OpenAPI document. Defaults are OpenAI's; SamplingParams has the last
+word on ranges. A null field is one that was left out; fields nobody knows are ignored, as clients expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from blockdraft.engine.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from blockdraft.server.body import FieldError, parse_object, shown_name
+from blockdraft.server.field_types import (
+    MAX_INT,
+    MAX_PROMPT_TOKENS,
+    Biases,
+    Messages,
+    Prompts,
+    Stops,
+    TemplateKwargs,
+    TokenId,
+)
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
+
+# Fields that would change the answer, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "chat_template": (),
+    "documents": ([],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"),  # without tools, auto is none
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_CHAT_ONLY = {"echo": (False,)}
+Fields = TypeVar("Fields", bound="_Body")
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class _Body(_Model):
+    """A whole body; any may name the model it is meant for."""
+
+    model: str | None = None
+
+    def check(self) -> None:
+        """FieldError for what no single field can tell."""
+
+
+class StreamOptions(_Model):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Speculative(_Model):
+    """Speculation for this request: `width` is the block's width (1: none, null: the server's)."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    width: Annotated[int, Field(ge=1, le=1024)] | None = None
+    detail: bool = False
+
+
+def _as_speculative(value: object) -> object:
+    """False is no speculation, true the server's."""
+    if isinstance(value, bool):
+        return {} if value else {"width": 1}
+    return value
+
+
+class _Generation(_Body):
+    """The fields of chat and plain completions alike."""
+
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1, le=MAX_INT)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
+    logit_bias: Biases = {}
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    stop: Stops = []
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0, le=MAX_INT)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
+    speculative: Annotated[
+        Speculative, BeforeValidator(_as_speculative, json_schema_input_type=bool | Speculative)
+    ] = Speculative()
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_running_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("'stream_options' needs 'stream': true.", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise FieldError(
+                "'prompt_logprobs' cannot be streamed: set 'stream' to false.", "prompt_logprobs"
+            )
+
+    def _sampling(
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
+        if max_tokens is not None and self.min_tokens > max_tokens:
+            raise FieldError(
+                f"'min_tokens' is {self.min_tokens}, more than the {max_tokens} tokens the answer may have.",
+                "min_tokens",
+            )
+        return SamplingParams(
+            n=self.n,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=tuple(self.stop_token_ids),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+            width=self.speculative.width,
+        )
+
+
+class ChatRequest(_Generation):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Messages
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateKwargs = {}
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)  # the old name of the next, which wins
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    include_reasoning: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+
+    @property
+    def template_kwargs(self) -> Mapping[str, object]:
+        """`reasoning_effort` is a wish that only a template can grant; "none" is Qwen's switch."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        if self.reasoning_effort == "none":
+            return {"enable_thinking": False, **self.chat_template_kwargs}
+        return {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
+
+    def check(self) -> None:
+        super().check()
+        is_explicit = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
+        if self.continue_final_message and is_explicit:
+            raise FieldError(
+                "'continue_final_message' takes the place of the generation prompt: "
+                "set 'add_generation_prompt' to false.",
+                "continue_final_message",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+
+    def sampling(self) -> SamplingParams:
+        is_new = self.max_completion_tokens is not None
+        return self._sampling(
+            max_tokens=self.max_completion_tokens if is_new else self.max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+class CompletionRequest(_Generation):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompts
+    max_tokens: int = Field(default=DEFAULT_COMPLETION_TOKENS, ge=0, le=MAX_INT)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    add_special_tokens: bool = True
+
+    @property
+    def is_scoring(self) -> bool:
+        """Only the prompt is asked for."""
+        return self.max_tokens == 0
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of not in (None, self.n):
+            raise FieldError("'best_of' must equal 'n': every choice is returned.", "best_of")
+        if self.is_scoring and not self.echo:
+            raise FieldError("'max_tokens' is 0, which needs 'echo': true.", "max_tokens")
+
+    def sampling(self) -> SamplingParams:
+        asked = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            asked = max(self.logprobs, asked or 0)
+        return self._sampling(
+            max_tokens=max(1, self.max_tokens), logprobs=self.logprobs, prompt_logprobs=asked
+        )
+
+
+class TokenizeRequest(_Body):
+    """The body of POST /tokenize: a prompt, or a conversation."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateKwargs = {}
+    return_token_strs: bool = False
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise FieldError("send 'prompt' or 'messages', and not both.", "prompt")
+
+
+class DetokenizeRequest(_Body):
+    """The body of POST /detokenize."""
+
+    tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS)
+
+
+def parse(kind: type[Fields], body: bytes) -> Fields:
+    """Read a request, or say with RequestError what is wrong with it."""
+    given = {name: _whole(value) for name, value in parse_object(body).items() if value is not None}
+    unsupported = {**_UNSUPPORTED, **_CHAT_ONLY} if kind is ChatRequest else _UNSUPPORTED
+    for name, neutral in unsupported.items():
+        if name in given and given[name] not in neutral:
+            raise FieldError(f"'{name}' is not supported yet: leave it out.", name)
+    try:
+        asked = kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(shown_name(str(part)) for part in first["loc"])
+        raise FieldError(f"'{where}': {first['msg']}.", shown_name(str(first["loc"][0]))) from None
+    asked.check()
+    return asked
+
+
+def _whole(value: object) -> object:
+    """5.0 is an integer in JSON, and some clients have no other way to say 5."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

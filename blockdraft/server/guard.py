@@ -1,0 +1,350 @@
+"""Guard: what every request passes before the application sees it, and every answer on its way out.
+
+In this order: a request id, CORS, the name the server was called by, the API key, the number of requests at
+once, the kind and size of the body, the time it takes to arrive, and the time until an answer begins. The
+time a client may take for its head and for reading belongs to the connection: see protocol.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from blockdraft.server.openai import error_body
+from blockdraft.server.options import ServerOptions
+
+# Everything else needs a key where there is one. As with vLLM, probes and metrics do not; nor does the page
+# itself, which asks for the key and sends it with its calls.
+PROBES = frozenset({"/health", "/ready", "/ping"})
+OPEN_PATHS = PROBES | {"/", "/metrics", "/version", "/openapi.json", "/favicon.ico"}
+OPEN_PREFIX = "/page/"
+
+RETRY_AFTER_S = 1  # arbitrary
+DRAIN_FACTOR = 8  # a body this many times too long is read to its end, or the client would miss the answer
+PREFLIGHT_AGE_S = 600
+
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+_DATA_POLICY = "default-src 'none'; frame-ancestors 'none'"
+# The page carries its own style and script, and loads nothing from elsewhere.
+_PAGE_POLICY = (
+    "default-src 'self' 'unsafe-inline'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'"
+)
+
+log = logging.getLogger(__name__)
+access_log = logging.getLogger("blockdraft.access")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An answer that the application has no part in, in OpenAI's shape."""
+
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What is known of a request before its body."""
+
+    id: str
+    method: str
+    path: str
+    headers: Headers
+
+    @property
+    def has_body(self) -> bool:
+        return self.headers.get("content-length", "0") != "0" or "transfer-encoding" in self.headers
+
+    @property
+    def is_preflight(self) -> bool:
+        asked = ("origin", "access-control-request-method")
+        return self.method == "OPTIONS" and all(name in self.headers for name in asked)
+
+
+class Guard:
+    """An ASGI application around another."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app = app
+        self._options = options
+        self._keys = tuple(_digest(key.encode()) for key in options.api_keys)
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:  # a websocket: this server has none
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = _head(scope)
+        state = {**scope.get("state", {}), "request_id": head.id}
+        reply = _Reply(head, state, send, self._options)
+        refusal = None
+        try:
+            if head.is_preflight and self._options.cors_origins:
+                await reply.preflight()
+                return
+            refusal = self._refusal(head)
+            if refusal is None:
+                refusal = await self._admit({**scope, "state": state}, head, receive, reply)
+            if refusal is not None:
+                await reply.refuse(refusal)
+        finally:
+            reply.log()
+
+    def _refusal(self, head: _Head) -> Refusal | None:
+        """What is wrong with a request that can be said without its body."""
+        if self._options.allowed_hosts and _host(head.headers) not in self._options.allowed_hosts:
+            return Refusal(
+                421,
+                "this server does not go by that name: use the address it announced, or start it with the "
+                "name among its allowed hosts.",
+            )
+        if not self._is_allowed(head):
+            return Refusal(
+                401,
+                "no valid API key: send it as 'Authorization: Bearer KEY'.",
+                code="invalid_api_key",
+                headers={"www-authenticate": 'Bearer realm="blockdraft"'},
+            )
+        return _wrong_body(head)
+
+    def _is_allowed(self, head: _Head) -> bool:
+        if not self._keys or _is_open(head.path):
+            return True
+        given = head.headers.getlist("authorization")
+        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        # Digests of equal length, and all of them: the time tells neither which key nor how much was right.
+        digest = _digest(key.strip().encode("latin-1"))
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+    async def _admit(self, scope: Scope, head: _Head, receive: Receive, reply: _Reply) -> Refusal | None:
+        """Hand the request to the application, unless there are too many or its body is not acceptable."""
+        if head.path not in PROBES and self._num_open >= self._options.max_connections:
+            return Refusal(
+                503,
+                f"the server answers {self._options.max_connections} requests already: try again later.",
+                kind="server_error",
+                code="too_many_connections",
+                headers={"retry-after": str(RETRY_AFTER_S)},
+            )
+        self._num_open += 1
+        try:
+            body = await self._read_body(head, receive)
+            if body is None or isinstance(body, Refusal):
+                return body
+            return await self._run(scope, _replay(body, receive), reply)
+        finally:
+            self._num_open -= 1
+
+    async def _read_body(self, head: _Head, receive: Receive) -> bytes | Refusal | None:
+        """All of it, within limits; None: the client has gone."""
+        limit = self._options.max_body_bytes
+        too_large = Refusal(413, f"the body is larger than {limit} bytes: shorten the request.")
+        if _announced(head) > limit and ("expect" in head.headers or _announced(head) > DRAIN_FACTOR * limit):
+            return too_large
+        body, num_bytes, has_more = bytearray(), 0, True
+        try:
+            async with asyncio.timeout(self._options.idle_timeout_s):
+                while has_more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    num_bytes += len(message.get("body", b""))
+                    if num_bytes <= limit:
+                        body += message.get("body", b"")
+                    elif num_bytes > DRAIN_FACTOR * limit:
+                        return too_large
+                    has_more = message.get("more_body", False)
+        except TimeoutError:
+            return Refusal(
+                408, f"the body did not arrive within {self._options.idle_timeout_s:g} s: send it faster."
+            )
+        return bytes(body) if num_bytes <= limit else too_large
+
+    async def _run(self, scope: Scope, receive: Receive, reply: _Reply) -> Refusal | None:
+        timeout_s = self._options.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+
+                async def send(message: Message) -> None:
+                    if deadline.expired():
+                        return  # too late: a task of the application that does not know it yet
+                    if not reply.has_started:
+                        deadline.reschedule(None)  # what has begun may end
+                    await reply.send(message)
+
+                await self._app(scope, receive, send)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return Refusal(
+                504,
+                f"no answer within {timeout_s:g} s: ask for fewer tokens, or stream them.",
+                kind="server_error",
+                code="timeout",
+            )
+        return None
+
+
+class _Reply:
+    """The way out: adds headers to the first message, and knows what to log."""
+
+    def __init__(self, head: _Head, state: dict[str, str], send: Send, options: ServerOptions) -> None:
+        self._head = head
+        self._state = state  # the application may have taken another id from the body
+        self._send = send
+        self._origin = _allowed_origin(head.headers, options)
+        self._has_cors = bool(options.cors_origins)
+        self._start_s = time.monotonic()
+        self.status: int | None = None
+
+    @property
+    def has_started(self) -> bool:
+        return self.status is not None
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(raw=list(message.get("headers", [])))
+            self._add_headers(headers)
+            message = {**message, "headers": headers.raw}
+        await self._send(message)
+
+    async def refuse(self, refusal: Refusal) -> None:
+        body = json.dumps(error_body(refusal.message, kind=refusal.kind, code=refusal.code)).encode()
+        # What is left of the body will not be read, so the connection has no next request.
+        await self._whole(
+            refusal.status,
+            {"content-type": "application/json", "connection": "close", **refusal.headers},
+            body,
+        )
+
+    async def preflight(self) -> None:
+        """A browser asks whether a page of another origin may call."""
+        if self._origin is None:
+            await self.refuse(Refusal(403, "this origin is not among the server's CORS origins."))
+            return
+        asked = self._head.headers.get("access-control-request-headers", "")
+        headers = {
+            "access-control-allow-methods": "GET, POST",
+            "access-control-allow-headers": asked,  # the page's origin is trusted with what it sends
+            "access-control-max-age": str(PREFLIGHT_AGE_S),
+        }
+        if "access-control-request-private-network" in self._head.headers:
+            headers["access-control-allow-private-network"] = "true"
+        await self._whole(204, {name: value for name, value in headers.items() if value}, b"")
+
+    def log(self) -> None:
+        """The path without its query, which may hold anything; quoted, so that it is one line."""
+        seconds, path = time.monotonic() - self._start_s, quote(self._head.path[:200])
+        status = "gone" if self.status is None else self.status
+        access_log.info(
+            "%s %s %s in %.3f s",
+            self._head.method,
+            path,
+            status,
+            seconds,
+            extra={"request_id": self._state["request_id"]},
+        )
+
+    async def _whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        length = {} if status == 204 else {"content-length": str(len(body))}
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in {**headers, **length}.items()]
+        await self.send({"type": "http.response.start", "status": status, "headers": raw})
+        await self.send({"type": "http.response.body", "body": body})
+
+    def _add_headers(self, headers: MutableHeaders) -> None:
+        headers["x-request-id"] = self._state["request_id"]
+        for name, value in _HEADERS.items():
+            headers.setdefault(name, value)
+        is_page = headers.get("content-type", "").startswith("text/html")
+        headers.setdefault("content-security-policy", _PAGE_POLICY if is_page else _DATA_POLICY)
+        if self._has_cors:
+            headers.add_vary_header("origin")
+        if self._origin is not None:
+            headers["access-control-allow-origin"] = self._origin
+            headers["access-control-expose-headers"] = "x-request-id, retry-after"
+            headers["cross-origin-resource-policy"] = "cross-origin"
+
+
+def _head(scope: Scope) -> _Head:
+    headers = Headers(raw=scope["headers"])
+    given = headers.get("x-request-id", "")
+    is_usable = re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given) is not None
+    return _Head(given if is_usable else uuid.uuid4().hex, scope["method"], scope["path"], headers)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or (path.startswith(OPEN_PREFIX) and ".." not in path.split("/"))
+
+
+def _wrong_body(head: _Head) -> Refusal | None:
+    """Only JSON: a web page of another origin can send the other kinds without asking first."""
+    if not head.has_body:
+        return None
+    kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        return Refusal(415, f"the body is sent as '{kind[:100]}': use 'Content-Type: application/json'.")
+    encoding = head.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        return Refusal(415, "the body is compressed: send it as it is, without Content-Encoding.")
+    return None
+
+
+def _announced(head: _Head) -> int:
+    """The body's length as the client gives it; the server has checked that it is one."""
+    text = head.headers.get("content-length", "0")
+    return int(text) if text.isdecimal() and len(text) <= 20 else 0
+
+
+def _host(headers: Headers) -> str:
+    """The name in the Host header, without port and brackets."""
+    host = headers.get("host", "").lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _allowed_origin(headers: Headers, options: ServerOptions) -> str | None:
+    origin = headers.get("origin")
+    return origin if origin in options.cors_origins else None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A receive that gives the body first, then what comes after it: the client going away."""
+    rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return rest.pop() if rest else await receive()
+
+    return replay

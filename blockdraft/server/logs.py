@@ -1,0 +1,95 @@
+"""Log lines, as text or as one JSON object each. They never hold a key, a prompt or an answer.
+
+Whoever logs keeps prompts and answers out; here, API keys are blacked out wherever they turn up, and of an
+error in a request only the type and the place are written: its message may quote what the client sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from typing import TextIO
+
+HIDDEN = "***"
+_REQUEST_ERRORS = "uvicorn.error"  # logs what a request raised
+
+
+def set_up(*, is_json: bool, level: int, secrets: Iterable[str] = (), stream: TextIO | None = None) -> None:
+    """Send all logging of this process to `stream` (stderr by default). Give uvicorn log_config=None."""
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter((JsonLines if is_json else TextLines)(secrets))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level)
+
+
+class JsonLines(logging.Formatter):
+    """time, level, logger, message; request_id and error where there is one."""
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        super().__init__()
+        self._secrets = tuple(secrets)
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": _hide(record.getMessage(), self._secrets),
+        }
+        request_id = record.__dict__.get("request_id")
+        if request_id is not None:
+            line["request_id"] = str(request_id)
+        error = _error(record)
+        if error:
+            line["error"] = _hide(error, self._secrets)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class TextLines(logging.Formatter):
+    """The same for people. Control characters are escaped: a client must not write lines of its own."""
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        super().__init__()
+        self._secrets = tuple(secrets)
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in record.getMessage().strip())
+        request_id = record.__dict__.get("request_id")
+        name = "" if request_id is None else f" [{request_id}]"
+        line = f"{_time(record)} {record.levelname.lower()}{name} {message}"
+        return _hide("\n".join(filter(None, (line, _error(record)))), self._secrets)
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _hide(text: str, secrets: Iterable[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
+def _error(record: logging.LogRecord) -> str:
+    if not record.exc_info or record.exc_info[1] is None:
+        return ""
+    error = record.exc_info[1]
+    if record.name == _REQUEST_ERRORS:
+        return "\n".join(_types_and_places(error))
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _types_and_places(error: BaseException | None) -> Iterator[str]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,169 @@
+"""The OpenAPI document, made of the models that read requests and the shapes that answer them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import JsonSchemaMode
+
+from blockdraft import __version__
+from blockdraft.server import fields, shapes
+
+Json = dict[str, object]
+
+_REFERENCE = "#/components/schemas/{model}"
+_FAILURES = {
+    400: "The request cannot be served as it was asked; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    421: "The server does not go by the name in the Host header.",
+    429: "The queue is full; Retry-After says when to come back.",
+    503: "The engine is starting, ending or has failed, or there are too many requests at once.",
+    504: "No answer began in time.",
+}
+_JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    summary: str
+    answer: type | None  # None: text
+    takes: type | None = None
+    events: type | None = None  # of the stream, where there is one
+    failures: tuple[int, ...] = ()
+    failed: type = shapes.Error  # of status 503; all others are errors
+
+
+_TOKENS = (400, 401, 404, 408, 413, 415, 421, 503, 504)
+_GENERATION = (*_TOKENS, 429)
+_PROBE = (421, 503)
+_OPERATIONS = (
+    _Operation(
+        method="post",
+        path="/v1/chat/completions",
+        summary="Answer a conversation.",
+        takes=fields.ChatRequest,
+        answer=shapes.ChatCompletion,
+        events=shapes.ChatChunk,
+        failures=_GENERATION,
+    ),
+    _Operation(
+        method="post",
+        path="/v1/completions",
+        summary="Go on with a prompt.",
+        takes=fields.CompletionRequest,
+        answer=shapes.TextCompletion,
+        events=shapes.TextChunk,
+        failures=_GENERATION,
+    ),
+    _Operation("get", "/v1/models", "The model that is served.", shapes.ModelList, failures=(401, 421, 503)),
+    _Operation("get", "/v1/models/{model}", "One model.", shapes.ModelCard, failures=(401, 404, 421, 503)),
+    _Operation(
+        method="post",
+        path="/tokenize",
+        summary="The tokens of a prompt or of a conversation.",
+        takes=fields.TokenizeRequest,
+        answer=shapes.Tokens,
+        failures=_TOKENS,
+    ),
+    _Operation(
+        method="post",
+        path="/detokenize",
+        summary="The text of tokens.",
+        takes=fields.DetokenizeRequest,
+        answer=shapes.Text,
+        failures=_TOKENS,
+    ),
+    _Operation("get", "/health", "Alive?", shapes.Status, failures=_PROBE, failed=shapes.Status),
+    _Operation("get", "/ready", "Warm and verified?", shapes.Start, failures=_PROBE, failed=shapes.Start),
+    _Operation("get", "/ping", "The same as /health.", shapes.Status, failures=_PROBE, failed=shapes.Status),
+    _Operation("post", "/ping", "The same as /health.", shapes.Status, failures=_PROBE, failed=shapes.Status),
+    _Operation("get", "/version", "The server's version.", shapes.Version, failures=_PROBE),
+    _Operation("get", "/metrics", "Counters in Prometheus' text format.", None, failures=_PROBE),
+    _Operation("get", "/openapi.json", "This document.", dict[str, object], failures=_PROBE),
+)
+
+
+@functools.cache
+def openapi() -> Json:
+    """The document; it is the same for every model."""
+    adapters: list[tuple[type, JsonSchemaMode, TypeAdapter[object]]] = []
+    for item in _OPERATIONS:
+        if item.takes is not None:
+            adapters.append((item.takes, "validation", TypeAdapter(item.takes)))
+        for answer in (item.answer, item.events, item.failed):
+            if answer is not None:
+                adapters.append((answer, "serialization", TypeAdapter(answer)))
+    found, definitions = TypeAdapter.json_schemas(adapters, ref_template=_REFERENCE)
+    schemas = {kind: schema for (kind, _), schema in found.items()}
+    components = definitions["$defs"]
+    for name, schema in components.items():
+        if name in vars(shapes):
+            schema["additionalProperties"] = False  # an answer holds nothing that is not described
+        elif name.endswith("Request"):
+            _allow_null(schema)
+    paths: dict[str, Json] = {}
+    for item in _OPERATIONS:
+        paths.setdefault(item.path, {})[item.method] = _operation(item, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "blockdraft", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": dict(sorted(components.items()))},
+    }
+
+
+def _allow_null(schema: Json) -> None:
+    """A null field is one that was left out."""
+    required = schema.get("required", [])
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    assert isinstance(required, list)
+    for name, value in properties.items():
+        if name not in required and {"type": "null"} not in value.get("anyOf", []):
+            properties[name] = {"anyOf": [value, {"type": "null"}]}
+
+
+def _event(data: Json, error: Json) -> Json:
+    """One event of a stream: a chunk, an error that ends it early, and always [DONE] behind."""
+    chunk = {"type": "string", "contentMediaType": _JSON, "contentSchema": {"anyOf": [data, error]}}
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}},
+    }
+
+
+def _operation(item: _Operation, schemas: Mapping[type, Json]) -> Json:
+    content: Json = {"text/plain": {"schema": {"type": "string"}}}
+    if item.answer is not None:
+        content = {_JSON: {"schema": schemas[item.answer]}}
+    if item.events is not None:
+        content["text/event-stream"] = {"schema": _event(schemas[item.events], schemas[shapes.Error])}
+    responses: Json = {"200": {"description": "OK", "content": content}}
+    for status in sorted(item.failures):
+        failed = {"schema": schemas[item.failed if status == 503 else shapes.Error]}
+        responses[str(status)] = {"description": _FAILURES[status], "content": {_JSON: failed}}
+    operation: Json = {
+        "operationId": f"{item.method}{item.path.replace('/', '_').replace('.', '_')}",
+        "summary": item.summary,
+        "responses": responses,
+    }
+    if item.takes is not None:
+        body = {"schema": schemas[item.takes]}
+        operation["requestBody"] = {"required": True, "content": {_JSON: body}}
+    if "{model}" in item.path:
+        operation["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        ]
+    return operation

@@ -1,0 +1,140 @@
+"""ServerOptions: who may use the server and how much of it one client can take. No web library here."""
+
+from __future__ import annotations
+
+import logging
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from blockdraft.errors import SettingsError
+from blockdraft.settings import environment_api_key
+
+MAX_KEY_FILE_BYTES = 1 << 20
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """The server, as asked. Without API keys everybody who reaches it may use it."""
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # a secret: never printed
+    cors_origins: tuple[str, ...] = ()  # web pages of other origins that may call; none by default
+    allowed_hosts: tuple[str, ...] = ()  # names a request may call the server by; empty: any
+    max_body_bytes: int = 4 << 20
+    max_connections: int = 512  # requests being answered at once
+    request_timeout_s: float = 600.0  # until an answer begins; a stream may go on for longer
+    idle_timeout_s: float = 30.0  # for a client to send a request's head, and again its body
+    send_timeout_s: float = 30.0  # for a client to take what waits to be sent to it
+    keep_alive_s: int = 5  # between two requests on one connection
+
+    def __post_init__(self) -> None:
+        for number, key in enumerate(self.api_keys, 1):
+            _check_key(key, f"API key {number} of {len(self.api_keys)}")
+        for origin in self.cors_origins:
+            _check_origin(origin)
+        for host in self.allowed_hosts:
+            if not host or host != host.lower() or any(c in host for c in "/ []*"):
+                raise SettingsError(
+                    f"allowed host '{host}' is not a plain name: give it in lower case and without a port."
+                )
+        for name in ("max_body_bytes", "max_connections", "keep_alive_s"):
+            _check_number(name, getattr(self, name), int, 1)
+        for name in ("request_timeout_s", "idle_timeout_s", "send_timeout_s"):
+            _check_number(name, getattr(self, name), (int, float), 0.001)
+
+
+def read_api_keys(given: Iterable[str] = (), file: Path | None = None) -> tuple[str, ...]:
+    """All keys: given as flags, in $BLOCKDRAFT_API_KEY, and in `file`, without repetition.
+
+    A flag can be read by every user of the machine while the process starts: prefer the others.
+    """
+    keys = [key.strip() for key in given]
+    if any(not key for key in keys):
+        raise SettingsError("--api-key is empty: give a key, or leave the flag out.")
+    from_environment = environment_api_key()
+    if from_environment is not None:
+        key = from_environment.strip()
+        _check_key(key, "the key in BLOCKDRAFT_API_KEY")
+        keys.append(key)
+    if file is not None:
+        keys += _read_key_file(file)
+    return tuple(dict.fromkeys(keys))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine reach the address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def default_hosts(host: str, *, has_keys: bool) -> tuple[str, ...]:
+    """What `allowed_hosts` should be for a server that listens on `host`.
+
+    A web page can let its own name point to 127.0.0.1 and so reach a server that only this machine should
+    (DNS rebinding). Where no key stops it, the name it calls by does.
+    """
+    if has_keys or not is_loopback(host):
+        return ()
+    return tuple(dict.fromkeys((*LOOPBACK_NAMES, host.lower())))
+
+
+def _read_key_file(path: Path) -> list[str]:
+    """One key per line; empty lines and lines that begin with # are skipped."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_KEY_FILE_BYTES + 1)
+            mode = path.stat().st_mode
+    except OSError as error:
+        raise SettingsError(f"cannot read the API key file {path} ({error.strerror}).") from None
+    if len(content) > MAX_KEY_FILE_BYTES:
+        raise SettingsError(f"{path} is larger than {MAX_KEY_FILE_BYTES} bytes: it is no API key file.")
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        log.warning("other users of this machine can read the API keys in %s: chmod 600 it", path)
+    keys = []
+    for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
+        key = line.strip()
+        if key and not key.startswith("#"):
+            _check_key(key, f"line {number} of {path}")
+            keys.append(key)
+    if not keys:
+        raise SettingsError(f"the API key file {path} holds no key: write one per line.")
+    return keys
+
+
+def _check_key(key: str, where: str) -> None:
+    """The message never repeats the key."""
+    if not re.fullmatch(r"[\x21-\x7e]{1,512}", key):
+        raise SettingsError(
+            f"{where} cannot be sent in a header: use 1 to 512 printable ASCII characters, no spaces."
+        )
+
+
+def _check_origin(origin: str) -> None:
+    advice = "give scheme, host and port as a browser does, like https://chat.example.com."
+    if origin == "*":
+        raise SettingsError(f"CORS for '*' would let every web page use the server: {advice}")
+    parts = urlsplit(origin)
+    is_plain = parts.scheme in ("http", "https") and parts.hostname is not None
+    if (
+        not is_plain
+        or origin != f"{parts.scheme}://{parts.netloc}"
+        or "@" in origin
+        or origin.lower() != origin
+    ):
+        raise SettingsError(f"CORS origin '{origin}' is none: {advice}")
+
+
+def _check_number(name: str, value: float, kind: type | tuple[type, ...], low: float) -> None:
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_number or not low <= value < float("inf"):
+        whole = "whole number" if kind is int else "number"
+        raise SettingsError(f"{name} = {value!r} is not a {whole} of at least {low}.")

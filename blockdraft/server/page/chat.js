@@ -1,0 +1,227 @@
+// Answers: one streaming answer, and the same prompt answered twice, with and without speculation.
+
+import { countTokens, decodeBlocks, drawStrip, renderBlocks, tokensPerStep } from "./draft.js";
+import { rate, seconds } from "./live.js";
+import { streamChat } from "./net.js";
+import { copyButton, make, renderMarkdown } from "./text.js";
+
+const now = () => performance.now() / 1000;
+
+// One streamed answer: what has arrived, when, and the nodes that show it.
+export class Answer {
+  constructor(view) {
+    this.view = view; // { isDraftView(), width() }
+    this.text = "";
+    this.reasoning = "";
+    this.blocks = [];
+    this.usage = null;
+    this.finishReason = null;
+    this.startS = this.firstS = this.lastS = this.endS = null;
+    this.node = make("div", "answer-body");
+    this.thinking = make("details", "thinking");
+    this.thinking.append(make("summary", "", "Thinking"), make("div"));
+    this.prose = make("div", "prose");
+    this.tokens = make("div", "tokens");
+    this.strip = make("canvas", "strip");
+    this.strip.setAttribute("role", "img");
+    this.strip.title = "one bar for each step, as high as the tokens it committed";
+    this.node.append(this.thinking, this.prose, this.tokens, this.strip);
+    this.render();
+  }
+
+  async stream(body, signal, onChange) {
+    this.startS = now();
+    this.node.classList.add("streaming");
+    try {
+      for await (const chunk of streamChat(body, signal)) {
+        this.take(chunk);
+        onChange();
+      }
+    } finally {
+      this.endS = now();
+      this.node.classList.remove("streaming");
+      onChange();
+    }
+  }
+
+  take(chunk) {
+    if (chunk.usage) this.usage = chunk.usage;
+    const choice = chunk.choices?.[0];
+    if (!choice) return;
+    const { delta = {}, draft } = choice;
+    this.text += delta.content ?? "";
+    this.reasoning += delta.reasoning_content ?? "";
+    if (draft?.tokens.length > 0) this.blocks.push(draft);
+    if (choice.finish_reason) this.finishReason = choice.finish_reason;
+    if (delta.content || delta.reasoning_content || draft?.tokens.length > 0) {
+      this.lastS = now();
+      this.firstS ??= this.lastS;
+    }
+  }
+
+  get numTokens() {
+    return this.usage?.completion_tokens ?? countTokens(this.blocks);
+  }
+
+  get totalS() {
+    return this.startS === null ? null : (this.endS ?? now()) - this.startS;
+  }
+
+  // Tokens per second after the first one, which is the prompt's: null before there are two.
+  get rate() {
+    const time = this.lastS - this.firstS;
+    return this.numTokens < 2 || !(time > 0) ? null : (this.numTokens - 1) / time;
+  }
+
+  render() {
+    const hasDrafts = this.view.isDraftView() && this.blocks.length > 0;
+    this.thinking.hidden = hasDrafts || this.reasoning === "";
+    if (this.reasoning !== "") renderMarkdown(this.thinking.lastChild, this.reasoning);
+    this.prose.hidden = hasDrafts;
+    this.tokens.hidden = this.strip.hidden = !hasDrafts;
+    if (!hasDrafts) {
+      renderMarkdown(this.prose, this.text);
+      return;
+    }
+    renderBlocks(this.tokens, this.blocks);
+    const steps = decodeBlocks(this.blocks);
+    drawStrip(this.strip, steps, this.view.width());
+    this.strip.setAttribute("aria-label", `Tokens of each step: ${steps.map((b) => b.tokens.length).join(", ")}`);
+  }
+
+  figures() {
+    const steps = decodeBlocks(this.blocks);
+    const perStep = tokensPerStep(this.blocks);
+    return [
+      `${this.numTokens} tokens`,
+      seconds(this.totalS),
+      this.rate === null ? null : `${rate(this.rate)} tok/s`,
+      perStep === null ? null : `${perStep.toFixed(2)} per step`,
+      perStep === null || !this.view.isDraftView() ? null : `${steps.length} steps instead of ${countTokens(steps)}`,
+      this.finishReason === "length" ? "cut off at the limit" : null,
+    ].filter((item) => item !== null);
+  }
+}
+
+// A message with one answer.
+export class Single {
+  constructor(view) {
+    this.node = make("article", "message assistant");
+    this.node.setAttribute("aria-label", "Answer");
+    this.answer = new Answer(view);
+    this.foot = make("footer", "foot muted");
+    this.figures = make("span", "figure", "\u00a0");
+    this.foot.append(this.figures);
+    this.node.append(this.answer.node, this.foot);
+  }
+
+  async run(bodies, signal, onChange) {
+    await this.answer.stream(bodies.speculative, signal, onChange);
+  }
+
+  get text() {
+    return this.answer.text;
+  }
+
+  render() {
+    this.answer.render();
+    if (this.answer.numTokens === 0) return;
+    this.figures.textContent = this.answer.figures().join(" · ");
+    const isComplete = this.answer.endS !== null;
+    if (isComplete && !this.foot.querySelector("button")) this.foot.append(copyButton(() => this.answer.text));
+  }
+}
+
+// A message with two answers to one prompt, one after the other.
+export class Comparison {
+  constructor(view) {
+    this.node = make("article", "message assistant comparison");
+    this.node.setAttribute("aria-label", "Comparison with and without speculation");
+    const top = this.node.appendChild(make("div", "top"));
+    this.race = top.appendChild(make("div", "race"));
+    this.verdict = top.appendChild(make("p", "verdict", "\u00a0"));
+    const columns = this.node.appendChild(make("div", "columns"));
+    this.lanes = [
+      this.lane(view, columns, "With speculation", "speculative"),
+      this.lane(view, columns, "Without", "plain"),
+    ];
+    this.node.append(make("p", "muted small",
+      "One after the other, so that each has the machine to itself; same seed, same settings. " +
+      "The second finds the prompt already in the cache, which favours it: plain decoding. " +
+      "tok/s counts from the first token on."));
+  }
+
+  lane(view, columns, title, kind) {
+    const answer = new Answer(view);
+    const row = this.race.appendChild(make("div", `lane ${kind}`));
+    const [time, figures, bar] = [make("span", "time figure", "–"), make("span", "figures figure muted"), make("i")];
+    const track = make("div", "meter");
+    track.append(bar);
+    row.append(make("span", "title", title), track, time, figures);
+    const column = columns.appendChild(make("section", "column-text"));
+    column.setAttribute("aria-label", title);
+    column.append(make("h3", "", title), answer.node);
+    return { kind, answer, time, figures, bar };
+  }
+
+  async run(bodies, signal, onChange) {
+    const clock = setInterval(() => this.renderRace(), 100);
+    try {
+      for (const { kind, answer } of this.lanes) await answer.stream(bodies[kind], signal, onChange);
+    } finally {
+      clearInterval(clock);
+      onChange();
+    }
+  }
+
+  get text() {
+    return this.lanes[0].answer.text || this.lanes[1].answer.text;
+  }
+
+  render() {
+    for (const lane of this.lanes) lane.answer.render();
+    this.renderRace();
+    this.renderVerdict();
+  }
+
+  renderRace() {
+    const longest = Math.max(...this.lanes.map(({ answer }) => answer.totalS ?? 0));
+    for (const { kind, answer, time, figures, bar } of this.lanes) {
+      if (answer.startS === null) {
+        figures.textContent = "next";
+        continue;
+      }
+      time.textContent = seconds(answer.totalS);
+      bar.style.width = `${(100 * answer.totalS) / Math.max(longest, 0.001)}%`;
+      const perStep = kind === "plain" ? 1 : tokensPerStep(answer.blocks);
+      const parts = [answer.rate === null ? null : `${rate(answer.rate)} tok/s`];
+      parts.push(perStep === null ? null : `${perStep === 1 ? 1 : perStep.toFixed(2)} per step`);
+      figures.textContent = parts.filter(Boolean).join(" · ") || "\u00a0";
+    }
+  }
+
+  renderVerdict() {
+    const [fast, plain] = this.lanes.map((lane) => lane.answer);
+    if (fast.finishReason === null || plain.finishReason === null || plain.endS === null) return;
+    const parts = [];
+    if (fast.rate !== null && plain.rate !== null) {
+      const speedup = fast.rate / plain.rate;
+      const times = speedup >= 1 ? speedup : 1 / speedup;
+      const how = speedup >= 1 ? "faster" : "slower";
+      parts.push(make("strong", "", `${times.toFixed(2)}× ${how}`), " with speculation. ");
+    }
+    const [one, two] = [fast.reasoning + fast.text, plain.reasoning + plain.text];
+    const isSame = one === two;
+    parts.push(make("span", isSame ? "same" : "differ", isSame
+      ? "✓ The texts are identical."
+      : `The texts differ from character ${firstDifference(one, two) + 1} on. ` +
+        "Rounding may decide a near-tie; anything else is a bug."));
+    this.verdict.replaceChildren(...parts);
+  }
+}
+
+function firstDifference(one, two) {
+  let index = 0;
+  while (index < one.length && one[index] === two[index]) index++;
+  return index;
+}

@@ -1,0 +1,235 @@
+"""From the engine's deltas to the pieces of an answer: thoughts apart, draft marks, counts.
+
+One `Choice` per choice of a request. It keeps what a whole answer needs, so streamed or not the same code
+has made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from blockdraft.engine.detokenizer import Detokenizer
+from blockdraft.engine.request import Delta, FinishReason, Metrics, TokenLogprobs
+from blockdraft.engine.tokenizer import REPLACEMENT, Tokenizer
+from blockdraft.server.reasoning import Splitter, ThoughtCounter
+from blockdraft.server.shapes import (
+    ChatLogprobs,
+    DraftStep,
+    PromptLogprobs,
+    RankedLogprob,
+    RequestMetrics,
+    SpeculativeMetrics,
+    TextLogprobs,
+    TokenChance,
+)
+
+MIN_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step adds to one choice."""
+
+    text: str
+    reasoning: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    draft: DraftStep | None
+    is_first: bool
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice as it comes in. `splitter`, `counter` and `drafts` are None where nobody asked."""
+
+    index: int
+    prompt: int  # which of the request's prompts
+    splitter: Splitter | None = None
+    counter: ThoughtCounter | None = None
+    drafts: DraftView | None = None
+    is_dropped: bool = False  # only the prompt was asked for: the answer is not shown
+
+    pieces: list[Piece] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    metrics: Metrics | None = None
+    num_tokens: int = 0
+
+    def push(self, delta: Delta) -> Piece:
+        """Remember and return what `delta` adds."""
+        is_last = delta.finish_reason is not None
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.metrics is not None:
+            self.metrics = delta.metrics
+        token_ids = () if self.is_dropped else delta.token_ids
+        self.num_tokens += len(token_ids)
+        if self.counter is not None:
+            self.counter.push(token_ids)
+        text, reasoning = "" if self.is_dropped else delta.text, ""
+        if self.splitter is not None:
+            reasoning, text = self.splitter.push(text, is_last)
+        piece = Piece(
+            text=text,
+            reasoning=reasoning,
+            token_ids=token_ids,
+            logprobs=() if self.is_dropped else delta.logprobs,
+            draft=self.drafts.push(delta) if self.drafts is not None and token_ids else None,
+            is_first=not self.pieces,
+            finish_reason="length" if is_last and self.is_dropped else delta.finish_reason,
+            stop_reason=None if self.is_dropped else delta.stop_reason,
+        )
+        self.pieces.append(piece)
+        return piece
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(piece.reasoning for piece in self.pieces)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        return [item for piece in self.pieces for item in piece.logprobs]
+
+    @property
+    def draft_steps(self) -> list[DraftStep]:
+        return [piece.draft for piece in self.pieces if piece.draft is not None]
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self.counter is None else self.counter.num_tokens
+
+
+class DraftView:
+    """Marks, step by step, which tokens were accepted drafts. The texts together are the answer's."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Items[int], *, skip_special_tokens: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
+        self._num_accepted = 0
+
+    def push(self, delta: Delta) -> DraftStep:
+        tokens = [self._detokenizer.push((token_id,)) for token_id in delta.token_ids]
+        num_accepted = len(tokens) - 1
+        if delta.finish_reason is not None:
+            tokens[-1] += self._detokenizer.flush()
+        if delta.metrics is not None:
+            # A stop cuts the last block: all that is left of it may be drafts.
+            num_accepted = min(len(tokens), sum(delta.metrics.accepted) - self._num_accepted)
+        self._num_accepted += num_accepted
+        return {"tokens": tokens, "accepted": num_accepted}
+
+
+# ---- log-probabilities
+
+
+def chat_logprobs(items: Items[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogprobs:
+    return {
+        "content": [
+            {
+                **_chance(item.token_id, item.logprob, tokenizer),
+                "top_logprobs": [_chance(token_id, logprob, tokenizer) for token_id, logprob in item.top],
+            }
+            for item in items
+        ],
+        "refusal": None,
+    }
+
+
+def _chance(token_id: int, logprob: float, tokenizer: Tokenizer) -> TokenChance:
+    text = _text(token_id, tokenizer)
+    # A token may be a part of a character: then its bytes are not those of its text.
+    spelled = None if REPLACEMENT in text else list(text.encode())
+    return {"token": text, "logprob": max(MIN_LOGPROB, logprob), "bytes": spelled}
+
+
+def text_logprobs(
+    items: Items[tuple[int, TokenLogprobs | None]], *, num_top: int, offset: int, tokenizer: Tokenizer
+) -> TextLogprobs:
+    """`items` are token ids with their log-probabilities; `offset` is where the first begins."""
+    tokens = [_text(token_id, tokenizer) for token_id, _ in items]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if item is None else max(MIN_LOGPROB, item.logprob) for _, item in items],
+        "top_logprobs": [None if item is None else _top(item, num_top, tokenizer) for _, item in items],
+        "text_offset": offsets,
+    }
+
+
+def _top(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, float]:
+    """The likeliest tokens and the one that was taken."""
+    pairs = (*item.top[:num_top], (item.token_id, item.logprob))
+    return {_text(token_id, tokenizer): max(MIN_LOGPROB, logprob) for token_id, logprob in pairs}
+
+
+def prompt_logprobs(items: Items[TokenLogprobs | None], num_top: int, tokenizer: Tokenizer) -> PromptLogprobs:
+    return [None if item is None else _ranked(item, num_top, tokenizer) for item in items]
+
+
+def _ranked(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, RankedLogprob]:
+    ranks = {token_id: rank for rank, (token_id, _) in enumerate(item.top, start=1)}
+    pairs = {item.token_id: item.logprob, **dict(item.top[:num_top])}
+    return {
+        str(token_id): {
+            "logprob": max(MIN_LOGPROB, logprob),
+            "rank": ranks.get(token_id),
+            "decoded_token": _text(token_id, tokenizer),
+        }
+        for token_id, logprob in pairs.items()
+    }
+
+
+def _text(token_id: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+# ---- metrics
+
+
+def request_metrics(metrics: Metrics, steps: Items[DraftStep]) -> RequestMetrics:
+    """vLLM's definitions: https://docs.vllm.ai, "Per-Request Metrics"."""
+    generation_s = metrics.seconds - metrics.first_token_s
+    inference_s = metrics.seconds - metrics.queue_s
+    num_gaps = metrics.num_tokens - 1
+    return {
+        "time_to_first_token_ms": _ms(metrics.first_token_s - metrics.queue_s),
+        "generation_time_ms": _ms(generation_s),
+        "queue_time_ms": _ms(metrics.queue_s),
+        "mean_itl_ms": _ms(generation_s / num_gaps) if num_gaps > 0 else None,
+        "tokens_per_second": round(metrics.num_tokens / inference_s, 3) if inference_s > 0 else None,
+        "speculative_decoding": _speculative(metrics, steps) if metrics.drafted else None,
+    }
+
+
+def _speculative(metrics: Metrics, steps: Items[DraftStep]) -> SpeculativeMetrics:
+    num_accepted = sum(metrics.accepted)
+    # at_least[i]: steps that accepted i drafts or more
+    at_least = (metrics.steps, *metrics.accepted, 0)
+    summary: SpeculativeMetrics = {
+        "mean_acceptance_length": round(1 + num_accepted / metrics.steps, 4),
+        "draft_acceptance_rate": round(num_accepted / metrics.drafted, 4),
+        "acceptance_histogram": [at_least[i] - at_least[i + 1] for i in range(len(at_least) - 1)],
+        "num_spec_steps": metrics.steps,
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": metrics.drafted,
+        "num_spec_tokens": len(metrics.accepted),
+    }
+    if steps:
+        summary["per_step_accepted"] = [step["accepted"] for step in steps]
+    return summary
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)

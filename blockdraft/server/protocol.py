@@ -1,0 +1,106 @@
+"""uvicorn's HTTP protocol with two time limits that it lacks, and the settings it runs with.
+
+uvicorn waits for ever for a client that opens a connection and never finishes a request's head, and for one
+that never reads its answer. Both cost a client nothing and hold a connection of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypedDict
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from blockdraft.server.options import ServerOptions
+
+MAX_HEAD_BYTES = 16 << 10
+# Connections beyond max_connections: idle ones, probes, and those that are told to come back later.
+NUM_SPARE_CONNECTIONS = 128
+
+
+class UvicornOptions(TypedDict):
+    """Arguments of uvicorn.Config."""
+
+    http: type[asyncio.Protocol]
+    ws: str
+    h11_max_incomplete_event_size: int
+    limit_concurrency: int
+    timeout_keep_alive: int
+    proxy_headers: bool
+    server_header: bool
+    access_log: bool
+    log_config: None
+
+
+def uvicorn_options(options: ServerOptions) -> UvicornOptions:
+    """What uvicorn must be given so that the limits hold. Its access log would hold query strings: Guard's
+    own does not.
+    """
+    return {
+        "http": http_protocol(options),
+        "ws": "none",
+        "h11_max_incomplete_event_size": MAX_HEAD_BYTES,
+        "limit_concurrency": options.max_connections + NUM_SPARE_CONNECTIONS,
+        "timeout_keep_alive": options.keep_alive_s,
+        "proxy_headers": False,  # nothing here decides by the client's address
+        "server_header": False,
+        "access_log": False,
+        "log_config": None,
+    }
+
+
+def http_protocol(options: ServerOptions) -> type[H11Protocol]:
+    """A protocol class that drops clients too slow to ask or to listen."""
+
+    class TimedProtocol(_TimedProtocol):
+        head_timeout_s = options.idle_timeout_s
+        send_timeout_s = options.send_timeout_s
+
+    return TimedProtocol
+
+
+class _TimedProtocol(H11Protocol):
+    head_timeout_s: float
+    send_timeout_s: float
+    _head_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        self._stop_send_timer()
+        super().connection_lost(exc)
+
+    def _watch_head(self) -> None:
+        """The time runs from the first byte of a head, or from the connection; more bytes do not renew it."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_head_timer()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._send_timer is None:
+            self._send_timer = self.loop.call_later(self.send_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_send_timer()
+        super().resume_writing()
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None

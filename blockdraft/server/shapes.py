@@ -1,0 +1,309 @@
+"""The objects that answer requests, in OpenAI's and vLLM's shapes.
+
+Plain dictionaries at run time, checked by mypy where they are made, and the schemas of the OpenAPI document.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+
+from blockdraft.engine.request import FinishReason
+
+
+class ErrorDetail(TypedDict):
+    """What went wrong; `param` is the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """Every error, whatever its status."""
+
+    error: ErrorDetail
+
+
+class TokenChance(TypedDict):
+    """One token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TokenChance):
+    """A token of the answer, with the likeliest ones in its place."""
+
+    top_logprobs: list[TokenChance]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry per token of the answer, thoughts included."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class TextLogprobs(TypedDict):
+    """The shape of /v1/completions: four lists of the same length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class RankedLogprob(TypedDict):
+    """A prompt token's log-probability; `rank` 1 is the likeliest, null: not among those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedLogprob] | None]
+
+
+class DraftStep(TypedDict):
+    """The texts of the tokens one step committed; the first `accepted` of them were drafts."""
+
+    tokens: list[str]
+    accepted: int
+
+
+class PromptDetails(TypedDict):
+    """Prompt tokens found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class CompletionDetails(TypedDict):
+    """Tokens of the answer that are thoughts."""
+
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    """The cost of all choices together; a prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails | None
+    completion_tokens_details: CompletionDetails
+
+
+class SpeculativeMetrics(TypedDict):
+    """How the drafts of one answer fared, as vLLM names it; `acceptance_histogram[i]` counts steps."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: NotRequired[list[int]]
+
+
+class RequestMetrics(TypedDict):
+    """Times of one answer, as vLLM names them; the first token's is counted from the start, not arrival."""
+
+    time_to_first_token_ms: float
+    generation_time_ms: float
+    queue_time_ms: float
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+    speculative_decoding: SpeculativeMetrics | None
+
+
+class ChatMessage(TypedDict):
+    """What the model said, and under two names what it thought."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    draft: NotRequired[list[DraftStep]]
+
+
+class ChatChoice(TypedDict):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatCompletion(TypedDict):
+    """The answer of /v1/chat/completions; `metrics` is null unless there is one choice."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: RequestMetrics | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ChatDelta(TypedDict):
+    """What one event adds."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+
+
+class ChatChunkChoice(TypedDict):
+    """A piece of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
+    draft: NotRequired[DraftStep]
+
+
+class ChatChunk(TypedDict):
+    """One event of a streamed chat completion; the last may have no choices and only `usage`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[RequestMetrics]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class TextChoice(TypedDict):
+    """One continuation; `index` counts the choices of the first prompt, then of the second, and so on."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    draft: NotRequired[list[DraftStep]]
+
+
+class TextCompletion(TypedDict):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+    metrics: RequestMetrics | None
+
+
+class TextChunkChoice(TypedDict):
+    """A piece of one continuation."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    draft: NotRequired[DraftStep]
+
+
+class TextChunk(TypedDict):
+    """One event of a streamed completion."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChunkChoice]
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[RequestMetrics]
+
+
+class ModelCard(TypedDict):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+    permission: list[str]
+
+
+class ModelList(TypedDict):
+    """The models that are served: one."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(TypedDict):
+    """The answer of /tokenize; `token_strs` are the texts of the tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(TypedDict):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class Version(TypedDict):
+    """The server's version."""
+
+    version: str
+
+
+class Status(TypedDict):
+    """Whether the engine is alive."""
+
+    status: Literal["ok", "failed"]
+
+
+class StartPhase(TypedDict):
+    """One phase of the start."""
+
+    name: str
+    state: Literal["waiting", "running", "done", "skipped", "failed"]
+    seconds: float | None
+    detail: str | None
+    progress: float | None
+
+
+class Start(TypedDict):
+    """How far the start has come."""
+
+    state: Literal["starting", "ready", "failed", "draining"]
+    seconds: float
+    phases: list[StartPhase]
+    warnings: list[str]
+    error: str | None
