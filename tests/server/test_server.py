@@ -10,21 +10,25 @@ from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loading import load_models
-from blockdraft.engine.loop import EngineLoop
+from blockdraft.engine.loop import MAX_FAILURES, EngineLoop
 from blockdraft.engine.request import TokenLogprobs
 from blockdraft.engine.tokenizer import Tokenizer
 from blockdraft.models.checkpoint import open_checkpoint
-from blockdraft.server.app import MAX_BODY_BYTES, make_app
-from blockdraft.server.openai import MIN_LOGPROB, Answer
+from blockdraft.server.app import make_api, make_app
+from blockdraft.server.guard import Guard
+from blockdraft.server.options import ServerOptions
+from blockdraft.server.pieces import MIN_LOGPROB, chat_logprobs
 from blockdraft.settings import Settings
+from tests.server.pair import listening
 
 PAIR = Path(__file__).parents[1] / "fixtures/pair"
+JSON = {"content-type": "application/json"}
 CHAT = "/v1/chat/completions"
 NAME = "pair"
+OPTIONS = ServerOptions()
 HELLO = {"messages": [{"role": "user", "content": "t1 t2 t3"}], "temperature": 0, "max_tokens": 5}
 LONG = {**HELLO, "max_tokens": 400, "ignore_eos": True}
 
@@ -42,14 +46,14 @@ def engine(models):
 
 @pytest.fixture
 def loop(engine):
-    loop = EngineLoop(engine)
+    loop = EngineLoop(lambda startup: engine).wait()
     yield loop
     loop.close()
 
 
 @pytest.fixture
 def app(loop, models):
-    return make_app(loop=loop, tokenizer=models.tokenizer, name=NAME, max_context=models.plan.max_context)
+    return make_app(loop, name=NAME, options=OPTIONS)
 
 
 @contextlib.asynccontextmanager
@@ -106,6 +110,7 @@ def test_a_chat_completion_has_openais_shape(app):
         "completion_tokens": 5,
         "total_tokens": 8,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
@@ -216,8 +221,7 @@ def test_logprobs_are_the_same_streamed_or_not(app):
 
 
 def test_a_token_that_cannot_come_has_a_logprob_that_json_can_hold(models):
-    answer = Answer("id", 0, NAME, models.tokenizer, has_logprobs=True, has_usage=False)
-    logprobs = answer._logprobs([TokenLogprobs(4, -float("inf"), ((5, -float("inf")),))])
+    logprobs = chat_logprobs([TokenLogprobs(4, -float("inf"), ((5, -float("inf")),))], models.tokenizer)
     assert logprobs["content"][0]["logprob"] == MIN_LOGPROB
     json.dumps(logprobs, allow_nan=False)
 
@@ -239,24 +243,24 @@ def check_error(response, status, part, param=None):
     [
         ({"messages": None}, "messages", "messages"),
         ({"messages": "hi"}, "messages", "messages"),
-        ({"messages": []}, "empty", None),
-        ({"messages": [{"role": "user"}]}, "content", None),
+        ({"messages": []}, "at least 1 item", "messages"),
+        ({"messages": [{"role": "user"}]}, "content", "messages"),
         ({"temperature": "hot"}, "temperature", "temperature"),
         ({"temperature": True}, "temperature", "temperature"),
-        ({"temperature": -1}, "temperature", None),
-        ({"top_p": 0}, "top_p", None),
-        ({"n": 0}, "n = 0", None),
-        ({"max_tokens": 0}, "max_tokens", None),
-        ({"seed": 2**63}, "seed", None),
+        ({"temperature": -1}, "temperature", "temperature"),
+        ({"top_p": 0}, "top_p", "top_p"),
+        ({"n": 0}, "'n': Input should be greater", "n"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens"),
+        ({"seed": 2**63}, "seed", "seed"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
-        ({"logit_bias": {"64": 1}}, "vocabulary", None),
-        ({"stop": ""}, "stop", None),
+        ({"logit_bias": {"64": 1}}, "vocabulary", "logit_bias"),
+        ({"stop": ""}, "stop", "stop"),
         ({"top_logprobs": 2}, "logprobs", "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs", None),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream", "stream_options"),
         ({"tools": [{"type": "function"}]}, "not supported yet", "tools"),
         ({"response_format": {"type": "json_object"}}, "not supported yet", "response_format"),
-        ({"messages": [{"role": "user", "content": "t1 " * 600}]}, "context", None),
+        ({"messages": [{"role": "user", "content": "t1 " * 600}]}, "context", "messages"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_told_why(app, fields, part, param):
@@ -276,12 +280,12 @@ def test_a_request_that_cannot_be_served_is_told_why(app, fields, part, param):
 def test_pictures_and_sounds_are_refused_by_their_type(app, part):
     for content in ([part], [{"type": "text", "text": "t1 t2"}, part]):
         answer = chat(app, {**HELLO, "messages": [{"role": "user", "content": content}]})
-        check_error(answer, 400, f"part of type '{part['type']}', but only text is supported")
+        check_error(answer, 400, f"part of type '{part['type']}', but only text is supported", "messages")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": NaN}', b"\xff", b"[" * 5000, b"9" * 5000])
 def test_a_malformed_body_is_a_400(app, body):
-    check_error(ask(app, "POST", CHAT, content=body), 400, "body")
+    check_error(ask(app, "POST", CHAT, content=body, headers=JSON), 400, "body")
 
 
 def test_paths_methods_and_models_that_do_not_exist(app):
@@ -293,10 +297,12 @@ def test_paths_methods_and_models_that_do_not_exist(app):
 def test_a_body_over_the_limit_is_refused_announced_or_not(app):
     async def pieces():
         for _ in range(5):
-            yield b" " * (MAX_BODY_BYTES // 4)
+            yield b" " * (OPTIONS.max_body_bytes // 4)
 
-    check_error(ask(app, "POST", CHAT, content=b" " * (MAX_BODY_BYTES + 1)), 413, "larger")
-    check_error(ask(app, "POST", CHAT, content=pieces()), 413, "larger")
+    check_error(
+        ask(app, "POST", CHAT, content=b" " * (OPTIONS.max_body_bytes + 1), headers=JSON), 413, "larger"
+    )
+    check_error(ask(app, "POST", CHAT, content=pieces(), headers=JSON), 413, "larger")
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(app):
@@ -314,51 +320,123 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(app):
         assert int(response.headers["retry-after"]) >= 1
 
 
-def test_a_model_without_a_chat_template_says_so(loop):
+def test_a_model_without_a_chat_template_says_so(models):
     parts = replace(open_checkpoint(str(PAIR / "target")).tokenizer_parts(), chat_template=None)
-    app = make_app(loop=loop, tokenizer=Tokenizer(parts), name=NAME, max_context=512)
-    check_error(chat(app, HELLO), 400, "no chat template")
+    loop = EngineLoop(lambda startup: Engine(replace(models, tokenizer=Tokenizer(parts)))).wait()
+    app = make_app(loop, name=NAME, options=OPTIONS)
+    check_error(chat(app, HELLO), 400, "no chat template", "messages")
+    loop.close()
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_when_the_engine_dies_clients_and_health_learn_it(app, engine, monkeypatch, is_stream):
+def test_a_failed_step_fails_its_requests_and_the_third_in_a_row_the_server(
+    app, engine, monkeypatch, is_stream
+):
     def broken(*_):
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr(engine.scheduler, "commit", broken)
-    response = chat(app, {**HELLO, "stream": is_stream})
-    if is_stream:
-        error = events_of(response.text)[-1]["error"]
-        assert error["type"] == "server_error"
-    else:
-        check_error(response, 503, "internal error")
-    assert "secret" not in response.text
-    assert ask(app, "GET", "/health").status_code == 503
+    for advice, health in (("ask again", 200), ("ask again", 200), ("restart the server", 503)):
+        response = chat(app, {**HELLO, "stream": is_stream})
+        if is_stream:
+            error = events_of(response.text)[-1]["error"]
+            assert error["type"] == "server_error"
+            assert advice in error["message"]
+        else:
+            check_error(response, 503, advice)
+        assert "secret" not in response.text
+        assert ask(app, "GET", "/health").status_code == health
     check_error(chat(app, HELLO), 503, "failed")
+    assert "secret" not in ask(app, "GET", "/health").text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_after_one_failed_step_the_next_request_is_served(app, engine, monkeypatch, is_stream):
+    expected = chat(app, HELLO).json()["choices"][0]["message"]["content"]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "commit", lambda *_: 1 / 0)
+        assert "internal error" in chat(app, {**HELLO, "stream": is_stream}).text
+    assert chat(app, HELLO).json()["choices"][0]["message"]["content"] == expected
+    assert not engine.has_work
+    engine.check()
+
+
+def test_a_failed_page_check_ends_the_server_at_the_first_failure(app, engine, monkeypatch):
+    monkeypatch.setattr(engine.scheduler, "commit", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine, "check", lambda: 1 / 0)
+    check_error(chat(app, HELLO), 503, "restart the server")
+    assert ask(app, "GET", "/health").status_code == 503
 
 
 def test_a_bug_of_ours_is_a_500_without_details(app, models, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "encode_chat", lambda *_: 1 / 0)
+    monkeypatch.setattr(Tokenizer, "encode_chat", lambda *_, **__: 1 / 0)
     response = chat(app, HELLO)
     check_error(response, 500, "internal error")
     assert "division" not in response.text
 
 
+# ---- before it is ready
+
+
+class Starting:
+    """A backend whose engine is not there yet."""
+
+    error = tokenizer = engine_info = None
+
+    def __init__(self, state):
+        self.state = state
+
+    def start(self):
+        phase = {"name": "load", "state": "running", "seconds": 1.5, "detail": None, "progress": 0.5}
+        return {"state": self.state, "seconds": 2.0, "phases": [phase], "warnings": [], "error": None}
+
+
+POSTS = {
+    CHAT: HELLO,
+    "/v1/completions": {"prompt": "t1"},
+    "/tokenize": {"prompt": "t1"},
+    "/detokenize": {"tokens": [1]},
+}
+
+
+@pytest.mark.parametrize("state", ["starting", "failed", "draining"])
+def test_until_it_is_ready_everything_that_needs_the_engine_is_a_503(state):
+    app = Guard(make_api(Starting(state), name=NAME), OPTIONS)
+    answers = [ask(app, "POST", path, json=body) for path, body in POSTS.items()]
+    answers += [ask(app, "GET", path) for path in ("/v1/models", f"/v1/models/{NAME}")]
+    for answer in answers:
+        check_error(answer, 503, "/ready")
+        assert ("retry-after" in answer.headers) == (state == "starting")
+    ready = ask(app, "GET", "/ready")
+    assert (ready.status_code, ready.json()["state"]) == (503, state)
+    assert ready.json()["phases"][0]["progress"] == 0.5
+    for path in ("/health", "/ping", "/version", "/openapi.json"):
+        assert ask(app, "GET", path).status_code == 200
+
+
+def test_ready_tells_apart_from_alive(app, engine, monkeypatch):
+    assert ask(app, "GET", "/ready").json()["state"] == "ready"
+    monkeypatch.setattr(engine.scheduler, "commit", lambda *_: 1 / 0)
+    for _ in range(MAX_FAILURES):
+        chat(app, HELLO)
+    assert ask(app, "GET", "/ready").status_code == 503
+    assert ask(app, "POST", "/ping").status_code == 503
+
+
+def test_prompts_that_do_not_fit_the_queue_together_leave_nothing_behind(app, engine, loop, monkeypatch):
+    abort, aborted = loop.abort, []
+    monkeypatch.setattr(loop, "abort", lambda request_id: (aborted.append(request_id), abort(request_id)))
+    body = {"prompt": [[1]] * 20, "n": 8, "max_tokens": 400, "ignore_eos": True}
+    for is_stream in (False, True):
+        response = ask(app, "POST", "/v1/completions", json={**body, "stream": is_stream})
+        check_error(response, 429, "queue is full")
+    assert len(aborted) >= 2  # those that did fit, both times
+    assert chat(app, HELLO).status_code == 200
+    assert not engine.scheduler.has_work
+    engine.check()
+
+
 # ---- connections
-
-
-@contextlib.contextmanager
-def listening(app):
-    """The address of `app` on a real port."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield listener.getsockname()
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def test_on_a_real_port_a_stream_is_the_answer_too(app):
@@ -389,7 +467,8 @@ def test_a_client_that_goes_away_frees_its_rows_and_pages(app, engine, loop, mon
     monkeypatch.setattr(engine, "step", held_step)
     monkeypatch.setattr(loop, "abort", seen_abort)
     body = json.dumps({**LONG, "stream": is_stream}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    lines = [f"POST {CHAT} HTTP/1.1", "host: test", "content-type: application/json"]
+    head = "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode()
     with listening(app) as address:
         with socket.create_connection(address) as client:
             client.sendall(head + body)

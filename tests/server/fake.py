@@ -1,0 +1,239 @@
+"""A server with the engine's wire formats and canned text, for the page's tests. No model, no torch.
+
+`Fake` says what it answers and lets a test change its mind; `serve` runs it on a real port.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import re
+import socket
+import threading
+import time
+from itertools import cycle
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from blockdraft.server import page
+
+WIDTH = 8
+ACCEPTED = (4, 7, 2, 5, 0, 6, 3, 7, 1)  # drafts accepted in one step after the other
+STEP_S = 0.01  # what a forward of the target costs, wide or not
+PHASES = ("fetch", "load", "allocate", "capture", "warm", "verify")
+TEXT = """Speculative decoding lets a small model guess ahead and a large model check the guess.
+
+1. The **drafter** proposes a whole block of tokens in one forward.
+2. The target verifies the block in one forward, and keeps what it would have written itself.
+3. It adds `one` token of its own, so every step makes progress.
+
+```python
+def step(target, drafter, rows):
+    block = drafter.draft(rows)
+    verdict = verify(target(block), block)
+    return verdict.num_committed
+```
+
+<b>Markup</b> stays text: the answer is the same, the number of steps is not."""
+TOKENS = re.findall(r"\s?\w+|\s?[^\w\s]+|\s", TEXT)
+ENGINE = {
+    "target": "example/target-4B",
+    "draft": "example/drafter-b16",
+    "width": WIDTH,
+    "block": 16,
+    "max_context": 8192,
+    "max_rows": 64,
+    "num_pages": 4096,
+    "page_size": 16,
+    "dtype": "bfloat16",
+    "device": "cuda:0",
+    "quantization": None,
+    "num_cache_bytes": 9 << 30,
+}
+
+
+def steps(width):
+    """The answer as steps: (texts, number of accepted drafts). The first is the prompt's."""
+    yield TOKENS[:1], 0
+    position = 1
+    for wanted in cycle(ACCEPTED):
+        if position >= len(TOKENS):
+            return
+        accepted = min(wanted, width - 1, len(TOKENS) - position)
+        texts = TOKENS[position : position + accepted + 1]
+        yield texts, accepted
+        position += len(texts)
+
+
+def rate(time_s):
+    """Tokens per second of some earlier answers."""
+    is_idle = time_s % 110 < 30
+    return 0.0 if is_idle else 160 + 18 * math.sin(time_s / 7) + 9 * math.sin(time_s / 2.3)
+
+
+class Fake:
+    def __init__(self):
+        self.state = "ready"
+        self.num_done = len(PHASES)  # phases behind us, while starting
+        self.warnings = ["no CUDA graphs for more than 32 rows: larger batches run a little slower."]
+        self.engine = dict(ENGINE)
+        self.key = None
+        self.refusal = None  # (status, headers) of every question
+        self.breaks_after = None  # steps, then the connection ends without [DONE]
+        self.differs = False  # plain decoding says something else
+        self.step_s = STEP_S
+        self.bodies = []
+        self.num_stopped = 0
+        self.num_feeds = 0
+        self.event_s = 0.2
+        self.history = [[t, rate(t)] for t in range(300)]
+        self.time_s = 300
+        self.tokens_per_second = 0.0
+
+    def app(self):
+        chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
+        return Starlette(
+            routes=[*page.routes(), Route("/events", self.events), Route("/v1/models", self.models), chat]
+        )
+
+    def startup(self):
+        phases = []
+        for index, name in enumerate(PHASES):
+            is_done, is_running = index < self.num_done, index == self.num_done
+            state = "done" if is_done else "running" if is_running else "waiting"
+            if self.state == "failed" and is_running:
+                state = "failed"
+            phases.append(
+                {
+                    "name": name,
+                    "state": state,
+                    "seconds": 0.4 + 1.7 * index if is_done or is_running else None,
+                    "detail": "weights, 3 of 5 files" if is_running else None,
+                    "progress": 0.6 if is_running else None,
+                }
+            )
+        error = "the drafter does not fit the target." if self.state == "failed" else None
+        return {
+            "state": self.state,
+            "seconds": 21.7,
+            "phases": phases,
+            "warnings": self.warnings,
+            "error": error,
+        }
+
+    def now(self):
+        is_busy = self.tokens_per_second > 0
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "running": int(is_busy),
+            "waiting": 0,
+            "pages_used": 611 if is_busy else 530,
+            "num_pages": 4096,
+            "tokens_per_step": 4.89 if is_busy else 0.0,
+            "acceptance": [0.93, 0.86, 0.77, 0.66, 0.55, 0.45, 0.36] if is_busy else [0.0] * 7,
+            "steps_per_second": self.tokens_per_second / 4.89,
+        }
+
+    def is_allowed(self, request):
+        return self.key is None or request.headers.get("authorization") == f"Bearer {self.key}"
+
+    async def events(self, request: Request) -> Response:
+        if not self.is_allowed(request):
+            return error(401, "an API key is needed.")
+        self.num_feeds += 1
+        return StreamingResponse(self.feed(), media_type="text/event-stream")
+
+    async def feed(self):
+        history = self.history
+        while True:
+            is_starting = self.state in ("starting", "failed")
+            yield line(
+                {
+                    "startup": self.startup(),
+                    "engine": None if is_starting else self.engine,
+                    "now": self.now(),
+                    "history": history,
+                }
+            )
+            await asyncio.sleep(self.event_s)
+            self.time_s += 1
+            history = [[self.time_s, self.tokens_per_second]]
+
+    async def models(self, request: Request) -> Response:
+        if not self.is_allowed(request):
+            return error(401, "an API key is needed.")
+        return JSONResponse({"object": "list", "data": [{"id": "default", "object": "model"}]})
+
+    async def chat(self, request: Request) -> Response:
+        if not self.is_allowed(request):
+            return error(401, "an API key is needed.")
+        if self.refusal is not None:
+            status, headers = self.refusal
+            return error(status, "refused.", headers)
+        body = await request.json()
+        self.bodies.append(body)
+        return StreamingResponse(self.answer(body), media_type="text/event-stream")
+
+    async def answer(self, body):
+        asked = body.get("speculative", True)
+        width = {False: 1, True: WIDTH}[asked] if isinstance(asked, bool) else asked.get("width", WIDTH)
+        has_detail = isinstance(asked, dict) and asked.get("detail", False)
+        num_tokens, start_s = 0, time.monotonic()
+        try:
+            yield line(chunk({"role": "assistant", "content": ""}))
+            for index, (texts, accepted) in enumerate(steps(width)):
+                if index == self.breaks_after:
+                    return
+                await asyncio.sleep(self.step_s)
+                num_tokens += len(texts)
+                self.tokens_per_second = num_tokens / (time.monotonic() - start_s)
+                if self.differs and width == 1 and index == 3:
+                    texts = [" otherwise"]
+                draft = {"tokens": texts, "accepted": accepted} if has_detail else None
+                yield line(chunk({"content": "".join(texts)}, draft=draft))
+            yield line(chunk({}, finish_reason="stop"))
+            usage = {"prompt_tokens": 12, "completion_tokens": num_tokens, "total_tokens": 12 + num_tokens}
+            yield line({"choices": [], "usage": usage})
+            yield "data: [DONE]\n\n"
+        except asyncio.CancelledError:
+            self.num_stopped += 1
+            raise
+        finally:
+            self.tokens_per_second = 0.0
+
+
+def chunk(delta, *, draft=None, finish_reason=None):
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    if draft is not None:
+        choice["draft"] = draft
+    return {"object": "chat.completion.chunk", "choices": [choice]}
+
+
+def line(data):
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def error(status, message, headers=None):
+    body = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+@contextlib.contextmanager
+def serve(app, port=0):
+    """The address of `app`, served until the block ends."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()

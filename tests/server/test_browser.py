@@ -1,0 +1,450 @@
+"""The page in a real browser, over the fake server: Debian's Chromium, driven by Playwright."""
+
+import os
+import re
+import shutil
+import time
+
+import pytest
+
+from tests.server.fake import ACCEPTED, STEP_S, TEXT, TOKENS, WIDTH, Fake, serve, steps
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+expect = sync_api.expect
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium"),
+]
+STEPS = list(steps(WIDTH))
+DESKTOP = {"width": 1280, "height": 800}
+PHONE = {"width": 360, "height": 720}
+DOES_NOT_SCROLL = (
+    "document.documentElement.scrollWidth <= innerWidth && document.body.scrollWidth <= innerWidth"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox refuses root
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def fake():
+    return Fake()
+
+
+@pytest.fixture
+def url(fake):
+    with serve(fake.app()) as url:
+        yield url
+
+
+@pytest.fixture
+def open_page(browser, url):
+    """Opens the page; afterwards, nothing may have gone wrong in it, the security policy included."""
+    problems, contexts = [], []
+
+    def on_console(message):
+        # The browser itself reports every answer that is not 2xx; those are what some tests ask for.
+        if message.type == "error" and not message.text.startswith("Failed to load resource"):
+            problems.append(message.text)
+
+    def open_page(viewport=DESKTOP, **options):
+        context = browser.new_context(viewport=viewport, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("console", on_console)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+@pytest.fixture
+def page(open_page):
+    page = open_page()
+    expect(page.locator("#status")).to_have_text("ready")
+    return page
+
+
+def ask(page, text="Explain it."):
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def finish(page):
+    expect(page.locator("#send")).to_be_visible()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# ---- chat
+
+
+def test_an_answer_streams_and_is_formatted(page, fake):
+    ask(page)
+    expect(page.locator("#stop")).to_be_visible()
+    expect(page.locator(".prose")).to_contain_text("Speculative")
+    finish(page)
+    prose = page.locator(".prose")
+    expect(prose.locator("ol > li")).to_have_count(3)
+    expect(prose.locator("li").first).to_have_text(
+        "The drafter proposes a whole block of tokens in one forward."
+    )
+    expect(prose.locator("strong")).to_have_text("drafter")
+    expect(prose.locator("li > code")).to_have_text("one")
+    code = re.search(r"```python\n(.*?)\n```", TEXT, re.S)[1]
+    assert prose.locator("pre").text_content() == code
+    expect(prose.locator("p").last).to_contain_text("<b>Markup</b> stays text")
+    assert prose.locator("b").count() == 0
+    expect(page.locator(".foot")).to_contain_text(f"{len(TOKENS)} tokens")
+    (body,) = fake.bodies
+    assert body["model"] == "default"
+    assert body["messages"] == [{"role": "user", "content": "Explain it."}]
+    assert body["speculative"] == {"detail": True}
+    assert (body["temperature"], body["max_completion_tokens"]) == (0.7, 512)
+
+
+def test_a_conversation_goes_on_until_a_new_chat(page, fake):
+    ask(page, "<img src=x onerror=alert(1)>")
+    finish(page)
+    ask(page, "And then?")
+    finish(page)
+    assert page.locator("#log img").count() == 0
+    assert [turn["role"] for turn in fake.bodies[1]["messages"]] == ["user", "assistant", "user"]
+    assert fake.bodies[1]["messages"][1]["content"] == TEXT
+    page.click("#new-chat")
+    expect(page.locator(".message")).to_have_count(0)
+    expect(page.locator("#hello")).to_be_visible()
+    ask(page, "Again.")
+    finish(page)
+    assert len(fake.bodies[2]["messages"]) == 1
+
+
+def test_the_settings_reach_the_request(page, fake):
+    page.click("#settings-button")
+    page.fill("#temperature", "0.2")
+    page.fill("#max-tokens", "64")
+    page.fill("#seed", "7")
+    page.fill("#system", "Be brief.")
+    page.select_option("#width", "4")
+    ask(page)
+    finish(page)
+    (body,) = fake.bodies
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (body["temperature"], body["max_completion_tokens"], body["seed"]) == (0.2, 64, 7)
+    assert body["speculative"] == {"width": 4, "detail": True}
+
+
+def test_keyboard_only(page, fake):
+    fake.step_s = 0.2
+    page.focus("#prompt")
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    assert page.input_value("#prompt") == "one\ntwo"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "drafts"
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.keyboard.press("Space")
+    expect(page.locator("#drafts")).to_have_attribute("aria-pressed", "true")
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")
+    expect(page.locator(".tokens .block").nth(2)).to_be_visible()
+    page.keyboard.press("Escape")
+    finish(page)
+    wait_for(lambda: fake.num_stopped == 1)
+    expect(page.locator(".message.assistant")).to_contain_text("Stopped.")
+    assert fake.bodies[0]["messages"][0]["content"] == "one\ntwo"
+
+
+# ---- live figures
+
+
+def test_the_figures_and_the_chart_move(page):
+    canvas = page.locator("#rate-chart canvas")
+    expect(canvas).to_be_visible()
+    box = canvas.bounding_box()
+    assert box["width"] > 200
+    assert box["height"] > 80
+    picture = "canvas => canvas.toDataURL()"
+    before = canvas.evaluate(picture)
+    expect(page.locator("#rate")).to_have_text("0")
+    ask(page)
+    expect(page.locator("#rate")).not_to_have_text("0")
+    expect(page.locator("#per-step")).to_have_text("4.89")
+    expect(page.locator("#running")).to_have_text("1")
+    expect(page.locator("#pages")).to_have_text("611 of 4,096 pages")
+    expect(page.locator("#acceptance .column")).to_have_count(WIDTH - 1)
+    expect(page.locator("#acceptance")).to_have_attribute("aria-label", re.compile("1: 93 %, 2: 86 %"))
+    heights = page.locator("#acceptance i").evaluate_all(
+        "bars => bars.map(bar => parseFloat(bar.style.height))"
+    )
+    assert heights == pytest.approx([93, 86, 77, 66, 55, 45, 36])
+    assert canvas.evaluate(picture) != before
+    finish(page)
+    expect(page.locator("#rate")).to_have_text("0")
+    expect(page.locator("#acceptance-caption")).to_have_text("last active")
+
+
+def test_a_starting_server_shows_its_phases_and_takes_no_question(open_page, fake):
+    fake.state, fake.num_done = "starting", 1
+    page = open_page()
+    expect(page.locator("#starting")).to_contain_text("load: weights, 3 of 5 files")
+    expect(page.locator("#phases li")).to_have_count(6)
+    expect(page.locator("#phases li.running")).to_contain_text("60 %")
+    expect(page.locator("#warnings")).to_contain_text("no CUDA graphs")
+    ask(page)
+    expect(page.locator("#send")).to_be_disabled()
+    assert fake.bodies == []
+    fake.state, fake.num_done = "ready", 6
+    expect(page.locator("#send")).to_be_enabled()
+    expect(page.locator("#phases")).to_be_hidden()
+    expect(page.locator("#startup-title")).to_have_text("Started · 1 warning")
+    page.press("#prompt", "Enter")
+    finish(page)
+
+
+def test_a_failed_start_says_why(open_page, fake):
+    fake.state, fake.num_done = "failed", 5
+    page = open_page()
+    expect(page.locator("#startup-error")).to_have_text("the drafter does not fit the target.")
+    expect(page.locator("#status")).to_have_text("failed")
+    expect(page.locator("#send")).to_be_disabled()
+
+
+def test_the_feed_comes_back_after_the_server_does(browser, fake):
+    with serve(fake.app()) as url:
+        page = browser.new_page()
+        page.goto(url)
+        expect(page.locator("#status")).to_have_text("ready")
+    expect(page.locator("#status")).to_have_text("offline")
+    expect(page.locator("#note")).to_contain_text("lost")
+    with serve(fake.app(), port=int(url.rsplit(":", 1)[1])):
+        expect(page.locator("#status")).to_have_text("ready", timeout=15_000)
+        assert fake.num_feeds == 2
+        page.close()
+
+
+# ---- drafts
+
+
+def test_the_draft_view_marks_every_token_and_every_block(page):
+    expect(page.locator("#legend")).to_be_hidden()
+    ask(page)
+    finish(page)
+    page.click("#drafts")
+    expect(page.locator("#legend")).to_be_visible()
+    expect(page.locator(".prose")).to_be_hidden()
+    count = "block => ['.accepted', '.own'].map(kind => block.querySelectorAll(kind).length)"
+    blocks = page.locator(".tokens .block").evaluate_all(f"blocks => blocks.map({count})")
+    assert blocks == [[accepted, len(texts) - accepted] for texts, accepted in STEPS]
+    assert page.locator(".tokens").text_content().replace("↵", "") == TEXT
+    expect(page.locator(".tokens .block-end")).to_have_count(len(STEPS))
+    num_steps, num_tokens = len(STEPS) - 1, len(TOKENS) - 1  # but for the prompt's step
+    foot = page.locator(".foot")
+    expect(foot).to_contain_text(f"{num_tokens / num_steps:.2f} per step")
+    expect(foot).to_contain_text(f"{num_steps} steps instead of {num_tokens}")
+    colours = [
+        page.locator(f".tokens .{kind}").first.evaluate("token => getComputedStyle(token).backgroundColor")
+        for kind in ("accepted", "own")
+    ]
+    assert len({*colours, "rgba(0, 0, 0, 0)"}) == 3
+    assert page.locator(".strip").evaluate(
+        "strip => strip.getContext('2d').getImageData(0, 0, strip.width, strip.height).data.some(v => v > 0)"
+    )
+    page.click("#drafts")
+    expect(page.locator(".prose")).to_be_visible()
+    expect(page.locator(".tokens")).to_be_hidden()
+
+
+def test_without_a_drafter_there_is_nothing_to_show(open_page, fake):
+    fake.engine["draft"] = None
+    page = open_page()
+    expect(page.locator("#drafter")).to_have_text("no drafter")
+    expect(page.locator("#drafts")).to_be_disabled()
+    expect(page.locator("#compare")).to_be_disabled()
+    ask(page)
+    finish(page)
+    assert "speculative" not in fake.bodies[0]
+
+
+# ---- comparison
+
+
+def seconds(text):
+    value, unit = text.split()
+    return float(value) / (1000 if unit == "ms" else 1)
+
+
+def test_a_comparison_runs_one_after_the_other_with_equal_settings(page, fake):
+    page.click("#compare")
+    ask(page)
+    expect(page.locator(".lane.plain .figures")).to_have_text("next")
+    finish(page)
+    expect(page.locator(".column-text")).to_have_count(2)
+    expect(page.locator(".verdict")).to_be_in_viewport()
+    boxes = [page.locator(".column-text").nth(index).bounding_box() for index in (0, 1)]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
+    fast, plain = (seconds(text) for text in page.locator(".lane .time").all_text_contents())
+    assert fast >= len(STEPS) * STEP_S
+    assert plain >= len(TOKENS) * STEP_S
+    verdict = page.locator(".verdict")
+    expect(verdict).to_contain_text("The texts are identical.")
+    speedup = float(re.match(r"([\d.]+). faster", verdict.text_content())[1])
+    assert speedup == pytest.approx(plain / fast, rel=0.5)
+    first, second = fake.bodies
+    assert first.pop("speculative") == {"detail": True}
+    assert second.pop("speculative") is False
+    assert first == second
+    assert isinstance(first["seed"], int)
+    ask(page, "And now?")
+    finish(page)
+    assert [turn["role"] for turn in fake.bodies[2]["messages"]] == ["user", "assistant", "user"]
+
+
+def test_a_comparison_says_when_the_texts_differ(page, fake):
+    fake.differs = True
+    page.click("#compare")
+    ask(page)
+    finish(page)
+    position = len("".join(TOKENS[:3])) + 1
+    expected = next(i for i, (a, b) in enumerate(zip(TEXT[position:], "otherwise", strict=False)) if a != b)
+    expect(page.locator(".verdict")).to_contain_text(f"differ from character {position + expected + 1} on")
+
+
+def test_a_stopped_comparison_has_no_verdict(page, fake):
+    page.click("#compare")
+    ask(page)
+    expect(page.locator(".lane.plain .time")).to_contain_text("s")
+    page.keyboard.press("Escape")
+    finish(page)
+    assert page.locator(".verdict").text_content().strip() == ""
+
+
+# ---- trouble
+
+
+def test_the_key_is_asked_for_once_and_stays_in_the_tab(open_page, fake):
+    fake.key = "correct horse"
+    page = open_page()
+    expect(page.locator("#key-dialog")).to_be_visible()
+    page.fill("#key", "wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator("#key-text")).to_contain_text("did not accept")
+    expect(page.locator("#key")).to_have_value("")
+    page.fill("#key", fake.key)
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_have_text("ready")
+    expect(page.locator("#key-dialog")).to_be_hidden()
+    ask(page)
+    finish(page)
+    assert len(fake.bodies) == 1
+    page.reload()
+    expect(page.locator("#status")).to_have_text("ready")
+    expect(page.locator("#key-dialog")).to_be_hidden()
+    assert fake.key not in page.evaluate("JSON.stringify(localStorage) + document.cookie + location.href")
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "words"),
+    [
+        (429, {"retry-after": "3"}, "busy and its queue is full. Try again in 3.00 s"),
+        (503, {}, "cannot answer now: refused. Try again in a moment"),
+        (400, {}, "refused."),
+    ],
+)
+def test_a_refused_question_can_be_tried_again(page, fake, status, headers, words):
+    fake.refusal = (status, headers)
+    ask(page)
+    expect(page.locator(".message .error")).to_contain_text(words)
+    fake.refusal = None
+    page.click(".message .error button")
+    expect(page.locator(".prose")).to_contain_text("Speculative")
+    finish(page)
+    expect(page.locator(".message")).to_have_count(2)
+    assert len(fake.bodies[0]["messages"]) == 1
+
+
+def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(page, fake):
+    fake.breaks_after = 4
+    ask(page)
+    expect(page.locator(".message .error")).to_contain_text("broke before the answer was complete")
+    expect(page.locator(".prose")).to_contain_text("Speculative decoding")
+    finish(page)
+
+
+# ---- looks
+
+
+def test_dark_and_light_follow_the_machine(open_page, fake):
+    fake.event_s = 60  # the chart must not wait for the next event
+    page = open_page(color_scheme="light")
+    expect(page.locator("#status")).to_have_text("ready")
+    background = "getComputedStyle(document.body).backgroundColor"
+    brightness = f"() => {background}.match(/\\d+/g).map(Number).reduce((a, b) => a + b)"
+    picture = "() => document.querySelector('#rate-chart canvas').toDataURL()"
+    assert page.evaluate(brightness) > 600
+    light = page.evaluate(picture)
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(brightness) < 150
+    page.wait_for_function(
+        "before => document.querySelector('#rate-chart canvas').toDataURL() !== before", arg=light
+    )
+
+
+def test_a_phone_never_scrolls_sideways(open_page):
+    page = open_page(viewport=PHONE, has_touch=True, is_mobile=True)
+    expect(page.locator("#status")).to_have_attribute("data-state", "ready")
+    assert page.evaluate(DOES_NOT_SCROLL)
+    page.tap("#drafts")
+    ask(page)
+    finish(page)
+    assert page.evaluate(DOES_NOT_SCROLL)
+    page.tap("#compare")
+    page.tap("#settings-button")
+    assert page.evaluate(DOES_NOT_SCROLL)
+    ask(page)
+    finish(page)
+    expect(page.locator(".verdict")).to_be_in_viewport()
+    assert page.evaluate(DOES_NOT_SCROLL)
+    for control in ("#drafts", "#compare", "#settings-button", "#send", "#new-chat", "#live-button"):
+        box = page.locator(control).bounding_box()
+        assert box["x"] >= 0, control
+        assert box["x"] + box["width"] <= PHONE["width"], control
+    expect(page.locator("#live")).to_be_hidden()
+    page.tap("#live-button")
+    expect(page.locator("#chat")).to_be_hidden()
+    expect(page.locator("#rate-chart canvas")).to_be_visible()
+    assert page.locator("#rate-chart canvas").bounding_box()["width"] > 200
+    assert page.evaluate(DOES_NOT_SCROLL)
+
+
+def test_the_composer_does_not_move_while_an_answer_streams(page):
+    where = page.locator(".box").bounding_box()
+    ask(page)
+    expect(page.locator(".prose")).to_contain_text("Speculative")
+    assert page.locator(".box").bounding_box() == where
+    finish(page)
+    assert page.locator(".box").bounding_box() == where
+
+
+def test_the_fake_has_every_kind_of_step():
+    assert {0, WIDTH - 1} <= set(ACCEPTED)
+    assert "".join(text for texts, _ in STEPS for text in texts) == TEXT

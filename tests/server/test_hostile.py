@@ -1,0 +1,244 @@
+"""Bodies made to hurt: each is a 400 that names its field, quickly, with nothing of the server's inside."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from blockdraft.errors import RequestError
+from blockdraft.server.body import MAX_DEPTH, parse_object
+from blockdraft.server.fields import ChatRequest, CompletionRequest, parse
+from tests.server.pair import app_over, models
+
+ROUTES = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+JSON = {"content-type": "application/json"}
+MESSAGES = [{"role": "user", "content": "t1"}]
+
+
+@pytest.fixture(scope="module")
+def app():
+    with app_over(models()) as app:
+        yield app
+
+
+def post(app, path, body, headers=JSON):
+    async def one():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            return await client.post(path, content=body, headers=headers)
+
+    return asyncio.run(one())
+
+
+def check_refused(response, status=400):
+    assert response.status_code == status, response.text[:300]
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert len(error["message"]) < 500
+    for secret in ("Traceback", "/blockdraft/", "site-packages", ".py"):
+        assert secret not in response.text
+    return error
+
+
+def deep(depth, inside="1"):
+    return "[" * depth + inside + "]" * depth
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"{}x",
+        b'{"model": "\xff"}',
+        b'{"n": NaN}',
+        b'{"n": Infinity}',
+        b'{"n": -Infinity}',
+        b'{"temperature": 1e999}',
+        b'{"n": ' + b"9" * 5000 + b"}",
+        b'{"n": 18446744073709551616}',
+        b'{"n": 1, "n": 2}',
+        b'{"a": {"b": 1, "b": 1}}',
+        b'{"model": "\\ud800"}',
+        b'{"\\udfff": 1}',
+        b'{"a": {"\\ud800": 1}}',
+        f'{{"a": {deep(MAX_DEPTH + 1)}}}'.encode(),
+        f'{{"a": {deep(100_000)}}}'.encode(),
+        b'{"a":' * 100_000,
+    ],
+    ids=lambda body: body[:24].decode(errors="replace"),
+)
+def test_json_that_is_none_or_means_two_things(app, path, body):
+    check_refused(post(app, path, body))
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        (b'{"a": 1, "a": 1}', "'a' twice"),
+        (b'{"a": [{"b": 1, "b": 1}]}', "'b' twice"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": -Infinity}', "-Infinity"),
+        (b'{"a": [1e999]}', "1e999"),
+        (b'{"a": 18446744073709551616}', "64 bits"),
+        (b'{"a": ["\\ud800"]}', "U+D800"),
+        (b'{"a": {"\\udfff": 1}}', "U+DFFF"),
+        (f'{{"a": {deep(MAX_DEPTH + 1)}}}'.encode(), "nests deeper"),
+        (b'{"a":' * 100_000, "nests deeper"),
+        (b'{"a": "\xff"}', "UTF-8"),
+        (b"[1]", "send an object"),
+    ],
+)
+def test_the_refusal_of_a_body_says_why(body, part):
+    with pytest.raises(RequestError) as caught:
+        parse_object(body)
+    assert part in str(caught.value)
+
+
+def test_every_kind_of_json_that_is_in_bounds_is_read():
+    body = (
+        '{"a": [1, -2.5e3, true, null, "é\\ud83d\\ude00", {"b": 18446744073709551615}], "c": '
+        + deep(62)
+        + "}"
+    )
+    assert parse_object(body.encode()) == json.loads(body)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", [{}]),
+        ("messages", [{"role": "user", "content": 1}]),
+        ("messages", [{"role": 1, "content": "t1"}]),
+        ("messages", [{"role": "user", "content": {"type": "text"}}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        ("messages", [{"role": "user", "content": [{"type": "input_audio"}]}]),
+        ("messages", [{"role": "user", "content": [1]}]),
+        ("messages", [{"role": "user", "content": "t1"}] * 4097),
+        ("messages", [1]),
+        ("n", 129),
+        ("n", 2**63),
+        ("n", 1.5),
+        ("n", "1"),
+        ("max_tokens", 2**31),
+        ("max_completion_tokens", -1),
+        ("temperature", True),
+        ("temperature", "1"),
+        ("temperature", 101),
+        ("top_k", -2),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("seed", 2**63),
+        ("stop", ["x"] * 65),
+        ("stop", ["x" * 1025]),
+        ("stop", 1),
+        ("stop", [""]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", list(range(65))),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1": 1, "01": 1}),
+        ("logit_bias", {"99999999999": 1}),
+        ("logit_bias", {"x" * 10_000: 1}),
+        ("logit_bias", {str(i): 1 for i in range(1025)}),
+        ("logit_bias", [1]),
+        ("logprobs", 1),
+        ("top_logprobs", 21),
+        ("prompt_logprobs", 21),
+        ("stream", 1),
+        ("stream_options", {"include_usage": 1}),
+        ("stream_options", []),
+        ("speculative", "yes"),
+        ("speculative", {"width": 0}),
+        ("speculative", {"width": True}),
+        ("chat_template_kwargs", {str(i): 1 for i in range(65)}),
+        ("chat_template_kwargs", {"a": "x" * 20_000}),
+        ("chat_template_kwargs", {"self": 1}),
+        ("chat_template_kwargs", {"continue_final_message": 1}),
+        ("chat_template_kwargs", []),
+        ("reasoning_effort", "extreme"),
+        ("request_id", "x" * 129),
+        ("request_id", "a\nb"),
+        ("model", 1),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_a_chat_field_out_of_bounds_is_named(app, field, value):
+    body = {"messages": MESSAGES, "max_tokens": 1, field: value}
+    error = check_refused(post(app, ROUTES[0], json.dumps(body).encode()))
+    assert error["param"] == field
+
+
+@pytest.mark.parametrize("part", ["image_url", "input_audio", "video_url", "x" * 50])
+def test_a_part_that_is_no_text_is_refused_by_its_type(app, part):
+    content = [{"type": "text", "text": "t1"}, {"type": part}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    error = check_refused(post(app, ROUTES[0], json.dumps(body).encode()))
+    assert repr(part) in error["message"]
+    assert "text only" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "t1", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"prompt": 1}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user"}]}, "messages"),
+        ("/tokenize", {"prompt": "t1", "model": "other"}, "model"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [2**32]}, "tokens"),
+        ("/detokenize", {"tokens": ["1"]}, "tokens"),
+    ],
+)
+def test_token_routes_name_the_field(app, path, body, param):
+    status = 404 if param == "model" else 400
+    assert check_refused(post(app, path, json.dumps(body).encode()), status)["param"] == param
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded", "json"])
+def test_a_body_that_is_not_called_json_is_a_415(app, path, content_type):
+    headers = {} if content_type is None else {"content-type": content_type}
+    check_refused(post(app, path, b"{}", headers), 415)
+
+
+def test_a_charset_behind_the_type_is_fine(app):
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    assert post(app, "/tokenize", b'{"prompt": "t1"}', headers).status_code == 200
+
+
+RANGES = {
+    "n": [1, 128],
+    "temperature": [0, 100],
+    "top_p": [1e-9, 1],
+    "top_k": [-1, 2**31 - 1],
+    "min_p": [0, 1],
+    "presence_penalty": [-2, 2],
+    "frequency_penalty": [-2, 2],
+    "repetition_penalty": [0.01, 100],
+    "seed": [-(2**63), 2**63 - 1],
+    "prompt_logprobs": [0, 20],
+    "max_tokens": [1, 2**31 - 1],
+}
+
+
+@pytest.mark.parametrize("field", RANGES)
+def test_the_ends_of_every_range_are_good_for_the_engine_too(field):
+    """The ranges are written twice: for the document, and in SamplingParams."""
+    for value in RANGES[field]:
+        for kind, more in ((ChatRequest, {"messages": MESSAGES}), (CompletionRequest, {"prompt": "t1"})):
+            sampling = parse(kind, json.dumps({**more, field: value}).encode()).sampling()
+            assert getattr(sampling, field) == value
+    low, high = RANGES[field]
+    step = 1 if isinstance(high, int) and isinstance(low, int) else 0.1
+    for value in (low - step, high + step):
+        with pytest.raises(RequestError):
+            parse(ChatRequest, json.dumps({"messages": MESSAGES, field: value}).encode())

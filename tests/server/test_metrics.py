@@ -1,0 +1,149 @@
+"""/metrics as a scraper reads it, after real requests."""
+
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+
+from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.stats import Load, Stats
+from blockdraft.server.metrics import FINISH_REASONS, render
+from tests import tiny
+
+NAME = 'pair "with quotes"\n'  # a name may be any text
+
+
+@dataclass(frozen=True)
+class Info:
+    page_size: int = 16
+    num_pages: int = 512
+    dtype: str = "float64"
+    num_cache_bytes: int = 1 << 20
+
+
+def scrape(snapshot, **kwargs):
+    """{(sample name, labels without model and engine): value}, and the families by name."""
+    text, kind = render(snapshot, kwargs.pop("info", Info()), NAME, **kwargs)
+    assert kind.startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(text.decode())}
+    samples = {}
+    for family in families.values():
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("engine") == "0"
+            assert labels.pop("model_name", NAME) == NAME
+            samples[sample.name, tuple(sorted(labels.items()))] = sample.value
+    return samples, families
+
+
+@pytest.fixture(scope="module")
+def served():
+    """The engine after six answers, one abort, and with one request half done; and all deltas."""
+    engine = tiny.engine(width=tiny.BLOCK, num_pages=64)
+    prompt = [1 + i % 50 for i in range(40)]
+    deltas = []
+    for seed in range(6):
+        width = 1 if seed == 5 else None
+        params = SamplingParams(seed=seed, max_tokens=10 + seed, ignore_eos=True, width=width)
+        engine.add(prompt, params)
+        if seed == 0:
+            while engine.has_work:
+                deltas += engine.step()
+    while engine.has_work:
+        deltas += engine.step()
+    engine.add(prompt, SamplingParams(max_tokens=50, ignore_eos=True), "aborted")
+    engine.step()
+    engine.abort("aborted")
+    engine.add(prompt, SamplingParams(max_tokens=50, ignore_eos=True), "half")
+    engine.step()
+    return engine, deltas
+
+
+def test_counters_add_up_to_what_the_answers_say(served):
+    engine, deltas = served
+    samples, _ = scrape(engine.snapshot())
+    metrics = [delta.metrics for delta in deltas if delta.metrics]
+    accepted = sum(sum(m.accepted) for m in metrics)
+    drafted = sum(m.drafted for m in metrics)
+    drafts = sum(m.steps for m in metrics if m.drafted)
+    assert samples["vllm:generation_tokens_total", ()] == sum(m.num_tokens for m in metrics) == 75
+    assert samples["vllm:prompt_tokens_total", ()] == 6 * 40
+    assert samples["vllm:prefix_cache_hits_total", ()] == sum(m.num_cached_tokens for m in metrics) == 5 * 32
+    assert samples["vllm:prefix_cache_queries_total", ()] == 6 * 40
+    assert samples["vllm:spec_decode_num_drafts_total", ()] == drafts
+    assert samples["vllm:spec_decode_num_draft_tokens_total", ()] == drafted == drafts * (tiny.BLOCK - 1)
+    assert samples["vllm:spec_decode_num_accepted_tokens_total", ()] == accepted > 0
+    assert samples["blockdraft:blocks_total", ()] == sum(m.steps for m in metrics)
+
+
+def test_acceptance_per_position_adds_up_and_falls(served):
+    samples, _ = scrape(served[0].snapshot())
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    by_position = [samples[name, (("position", str(i)),)] for i in range(tiny.BLOCK - 1)]
+    assert sum(by_position) == samples["vllm:spec_decode_num_accepted_tokens_total", ()]
+    assert by_position == sorted(by_position, reverse=True)
+    assert by_position[0] <= samples["vllm:spec_decode_num_drafts_total", ()]
+    assert (name, (("position", str(tiny.BLOCK - 1)),)) not in samples
+
+
+def test_ends_are_counted_by_reason_and_every_reason_is_there(served):
+    samples, _ = scrape(served[0].snapshot())
+    ends = [
+        samples["vllm:request_success_total", (("finished_reason", reason),)] for reason in FINISH_REASONS
+    ]
+    assert ends == [0, 6, 1, 0]
+
+
+def test_gauges_show_what_is_in_the_engine(served):
+    samples, _ = scrape(served[0].snapshot())
+    assert samples["vllm:num_requests_running", ()] == 1
+    assert samples["vllm:num_requests_waiting", ()] == 0
+    used = served[0].scheduler.pages.num_pages - served[0].scheduler.pages.num_free
+    assert samples["vllm:kv_cache_usage_perc", ()] == used / 64 > 0
+
+
+def test_histograms_are_cumulative_and_whole(served):
+    engine, _ = served
+    samples, families = scrape(engine.snapshot())
+    for name in engine.snapshot().histograms:
+        family = families[f"vllm:{name}"]
+        assert family.type == "histogram"
+        buckets = [s for s in family.samples if s.name.endswith("_bucket")]
+        counts = [s.value for s in buckets]
+        assert counts == sorted(counts)
+        assert buckets[-1].labels["le"] == "+Inf"
+        assert counts[-1] == samples[f"vllm:{name}_count", ()]
+    assert samples["vllm:e2e_request_latency_seconds_count", ()] == 6
+    assert samples["vllm:request_generation_tokens_sum", ()] == 75
+    assert samples["vllm:request_generation_tokens_bucket", (("le", "10.0"),)] == 1
+    assert samples["vllm:request_generation_tokens_bucket", (("le", "20.0"),)] == 6
+
+
+def test_types_are_those_a_scraper_expects(served):
+    _, families = scrape(served[0].snapshot())
+    kinds = {name: family.type for name, family in families.items()}
+    assert kinds["vllm:num_requests_running"] == "gauge"
+    assert kinds["vllm:generation_tokens"] == "counter"
+    assert kinds["vllm:spec_decode_num_accepted_tokens_per_pos"] == "counter"
+
+
+def test_the_cache_and_the_start_are_described(served):
+    phases = [{"name": "load", "seconds": 2.5}, {"name": "warm", "seconds": None}]
+    samples, _ = scrape(served[0].snapshot(), startup={"state": "ready", "phases": phases})
+    assert samples["blockdraft:startup_phase_seconds", (("phase", "load"),)] == 2.5
+    assert ("blockdraft:startup_phase_seconds", (("phase", "warm"),)) not in samples
+    assert samples["blockdraft:ready", ()] == 1
+    info = next(dict(labels) for name, labels in samples if name == "vllm:cache_config_info")
+    assert (info["block_size"], info["num_gpu_blocks"], info["cache_dtype"]) == ("16", "512", "float64")
+
+
+def test_before_the_engine_is_there_everything_is_zero():
+    samples, _ = scrape(Stats().snapshot(Load()), info=None, startup={"state": "starting", "phases": []})
+    assert set(samples.values()) == {0.0}
+
+
+def test_nothing_is_registered_globally(served):
+    before = list(REGISTRY._collector_to_names)
+    render(served[0].snapshot(), Info(), NAME)
+    assert list(REGISTRY._collector_to_names) == before
