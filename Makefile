@@ -19,7 +19,7 @@ serve: .venv/installed
 test: check
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: check
+test-all: check .venv/installed-browser
 	$(PYTEST) $(ARGS)
 
 check: .venv/installed-dev
@@ -42,6 +42,10 @@ bench: .venv/installed-dev
 
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(EDITABLE) -e '.[dev]'
+	touch $@
+
+.venv/installed-browser: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(EDITABLE) -e '.[dev,browser]'
 	touch $@
 
 clean:

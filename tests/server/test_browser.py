@@ -1,4 +1,4 @@
-"""The page in a real browser, over the fake server: Debian's Chromium, driven by Playwright."""
+"""The page in a real browser, over the fake server and over the real one: Chromium, driven by Playwright."""
 
 import os
 import re
@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.server.fake import ACCEPTED, STEP_S, TEXT, TOKENS, WIDTH, Fake, serve, steps
+from tests.server.pair import app_over, listening, models
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
 expect = sync_api.expect
@@ -42,6 +43,12 @@ def fake():
 def url(fake):
     with serve(fake.app()) as url:
         yield url
+
+
+@pytest.fixture
+def real_url():
+    with app_over(models()) as app, listening(app) as (host, port):
+        yield f"http://{host}:{port}"
 
 
 @pytest.fixture
@@ -91,6 +98,37 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+# ---- the real server, over the tiny pair
+
+
+def test_the_real_server_chats_marks_drafts_and_compares(browser, real_url):
+    problems = []
+    page = browser.new_page(viewport=DESKTOP)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(real_url)
+    expect(page.locator("#status")).to_have_text("ready")
+    expect(page.locator("#drafter")).to_contain_text("draft")
+    page.click("#settings-button")
+    page.fill("#max-tokens", "40")
+    page.fill("#temperature", "0")
+    ask(page, "t1 t2 t3")
+    finish(page)
+    expect(page.locator(".prose")).to_contain_text("t4 t5 t6 t7")
+    page.click("#drafts")
+    accepted = page.locator(".tokens .accepted").count()
+    assert accepted > 25  # the pair drafts nearly everything
+    assert accepted + page.locator(".tokens .own").count() == 40
+    expect(page.locator("#rate")).to_have_text(re.compile(r"\d"))
+    expect(page.locator("#phases li")).to_have_count(6)
+    page.click("#new-chat")
+    page.click("#compare")
+    ask(page, "t1 t2 t3")
+    finish(page)
+    expect(page.locator(".verdict")).to_contain_text("The texts are identical.")
+    page.close()
+    assert problems == []
 
 
 # ---- chat
