@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import math
 import os
 import signal
 import socket
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="names to be called by (default: any; loopback's on a loopback address without a key)",
+        help="more names to be called by (default: any; loopback's on a loopback address without a key)",
     )
     group.add_argument(
         "--request-timeout",
@@ -111,8 +112,13 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     from blockdraft.server.process_title import hide
 
     hide(args.api_key)
+    if not (math.isfinite(args.step_timeout) and args.step_timeout >= 0.001):
+        raise SettingsError(f"--step-timeout {args.step_timeout} is not a positive number of seconds.")
+    if not (math.isfinite(args.drain_timeout) and args.drain_timeout >= 0):
+        raise SettingsError(f"--drain-timeout {args.drain_timeout} is not a number of seconds.")
     keys = read_api_keys(args.api_key, args.api_key_file)
-    hosts = tuple(args.allowed_host) or default_hosts(args.host, has_keys=bool(keys))
+    defaults = default_hosts(args.host, has_keys=bool(keys))
+    hosts = (*defaults, *args.allowed_host)
     return ServerOptions(
         api_keys=keys,
         cors_origins=tuple(args.cors_origin),
@@ -186,7 +192,8 @@ def _serve(
         )
     )
     # uvicorn handles the signal while it runs, and afterwards raises it again for whoever came first.
-    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     log.info("listening on %s: /ready says when it is", _address(listener))
     follow = functools.partial(_follow, loop, server, name, listener, is_drawn=is_drawn)
     threading.Thread(target=follow, daemon=True).start()

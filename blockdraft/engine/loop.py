@@ -9,6 +9,7 @@ command that waits: an abort takes hold within one step. Without work it sleeps 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 import uuid
@@ -190,17 +191,18 @@ class EngineLoop:
     # ---- everything below runs on the engine's thread
 
     def _run(self) -> None:
-        engine = _attempt(lambda: self._make_engine(self.startup))
-        if isinstance(engine, Exception):
-            self._give_up(engine)  # and answer whoever asks with the reason
-        else:
-            self._engine = engine
-            self.tokenizer, self.engine_info = engine.models.tokenizer, engine_info(engine)
-            self.startup.ready()
+        failure = _attempt(self._start)
+        if isinstance(failure, Exception):
+            self._give_up(failure)  # and answer whoever asks with the reason
         self._has_started.set()
         while self._obey():
             self._step()
         self._end_all(EngineStopped("the engine is closed."))
+
+    def _start(self) -> None:
+        self._engine = self._make_engine(self.startup)
+        self.tokenizer, self.engine_info = self._engine.models.tokenizer, engine_info(self._engine)
+        self.startup.ready()
 
     def _obey(self) -> bool:
         """Carry out all commands, waiting until there is something to step. False: closed."""
@@ -292,7 +294,7 @@ class EngineLoop:
         live, self._live = self._live, {}
         for request_id, item in live.items():
             if self.error is None:
-                self._engine.abort(request_id)
+                _attempt(functools.partial(self._engine.abort, request_id))
             item.stream.push(reason)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -126,6 +126,8 @@ class _Api:
 
     async def events(self, request: Request) -> Response:
         """What the live page shows, a server-sent event per second."""
+        if request.method == "HEAD":  # Starlette would run the endless body and send none of it
+            return Response(media_type="text/event-stream")
         lines = (event(data) async for data in self.backend.events())
         return StreamingResponse(lines, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
@@ -249,11 +251,14 @@ class _Api:
         return await respond(answer, await self._submit(prompts, sampling), is_stream=asked.stream)
 
     async def _submit(self, prompts: Items[Items[int]], sampling: SamplingParams) -> list[Stream]:
-        """All of them or none: what one prompt raises closes the streams of those before it."""
-        with ExitStack() as opened:
-            streams = []
-            for prompt_ids in prompts:
-                stream = await self.backend.submit(prompt_ids, sampling)
-                streams.append(opened.enter_context(closing(stream)))
-            opened.pop_all()
-            return streams
+        """All of them or none, asked for at once: what one raises closes the streams of the others."""
+        asked = [asyncio.ensure_future(self.backend.submit(prompt_ids, sampling)) for prompt_ids in prompts]
+        try:
+            return list(await asyncio.gather(*asked))
+        except BaseException:
+            for one in asked:
+                one.cancel()
+            for found in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(found, Stream):
+                    found.close()
+            raise

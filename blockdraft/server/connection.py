@@ -26,6 +26,10 @@ async def while_connected(request: Request, work: Coroutine[None, None, Response
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else Response(status_code=CLIENT_GONE)
+    except asyncio.CancelledError:
+        if task.done() and not task.cancelled() and isinstance(response := task.result(), _Events):
+            response.close()  # ready, and nobody left to send it
+        raise
     finally:
         gone.cancel()
         task.cancel()
@@ -58,6 +62,10 @@ class _Events(StreamingResponse):
     def __init__(self, content: AsyncIterator[str], streams: Items[Stream]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._streams = streams
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as opened:
