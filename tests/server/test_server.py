@@ -480,3 +480,36 @@ def test_a_client_that_goes_away_frees_its_rows_and_pages(app, engine, loop, mon
     assert not engine.scheduler.has_work
     engine.check()
     assert next(num_steps) < 20
+
+
+def test_the_head_of_the_events_ends(app):
+    async def head():
+        async with connected(app) as client:
+            return await asyncio.wait_for(client.head("/events"), timeout=20)
+
+    response = asyncio.run(head())
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+
+
+def test_many_prompts_are_queued_at_once(loop, app):
+    """One after the other, each would wait for a step, and a drain could fall between two of them."""
+    waiting = []
+    submit = loop.submit
+
+    async def watched(prompt_ids, sampling):
+        waiting.append(len(waiting))
+        await asyncio.sleep(0)
+        assert len(waiting) == 5
+        return await submit(prompt_ids, sampling)
+
+    loop.submit = watched
+
+    async def ask():
+        async with connected(app) as client:
+            body = {"prompt": ["t1 t2"] * 5, "max_tokens": 2, "temperature": 0}
+            return await client.post("/v1/completions", json=body)
+
+    response = asyncio.run(ask())
+    assert response.status_code == 200
+    assert len(response.json()["choices"]) == 5

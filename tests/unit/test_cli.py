@@ -339,3 +339,10 @@ def test_fetch_checks_a_model_and_says_so(capsys, tmp_path):
     assert "is ready" in capsys.readouterr().out
     assert main(["fetch", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--step-timeout", "--drain-timeout"])
+@pytest.mark.parametrize("value", ["nan", "-1", "inf"])
+def test_time_outs_that_mean_nothing_are_refused(flag, value, capsys):
+    assert main(["serve", TARGET, "--port", "0", flag, value]) == 2
+    assert flag in capsys.readouterr().err
