@@ -186,7 +186,7 @@ def forward_costs(engine: Engine, rounds: int) -> list[dict[str, float]]:
     """Best milliseconds of one target forward of k tokens: through the engine's step, and lean."""
     models, rows = engine.models, engine.rows
     pages = list(range(2, 2 + (CONTEXT + 64) // engine.cache.page_size))
-    sampling = RowSampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 1, 1, (), ())
+    sampling = RowSampling(output_start=1, min_end=1)
     costs = []
     for width in WIDTHS:
         best, best_lean = float("inf"), float("inf")

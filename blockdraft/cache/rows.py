@@ -17,20 +17,20 @@ from blockdraft.kernels.sampling import SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """What one request asks of sampling, in plain numbers; the host's side of a row."""
+    """What one request asks of sampling, in plain numbers; the host's side of a row. By default, greedy."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition: float
-    presence: float
-    frequency: float
-    seed: int
-    output_start: int
-    min_end: int
-    stop_ids: tuple[int, ...]
-    bias: tuple[tuple[int, float], ...]
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    seed: int = 0
+    output_start: int = 0
+    min_end: int = 0
+    stop_ids: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
 
     @property
     def is_random(self) -> bool:

@@ -294,7 +294,9 @@ class EngineLoop:
         live, self._live = self._live, {}
         for request_id, item in live.items():
             if self.error is None:
-                _attempt(functools.partial(self._engine.abort, request_id))
+                failure = _attempt(functools.partial(self._engine.abort, request_id))
+                if isinstance(failure, Exception):  # the other streams must still hear of the end
+                    log.error("a request could not be aborted", exc_info=failure)
             item.stream.push(reason)
 
 

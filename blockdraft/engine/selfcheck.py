@@ -213,7 +213,7 @@ def _logits(engine: Engine, prompt: list[int], pieces: list[tuple[int, bool]]) -
     token_ids = torch.tensor(prompt, device=engine.models.device)
     parts, at = [], 0
     try:
-        rows.place(0, prompt, 0, _GREEDY_ROW)
+        rows.place(0, prompt, 0, RowSampling())
         rows.set_pages(0, 0, pages)
         rows.activate([0])
         for count, is_known in pieces:
@@ -227,22 +227,6 @@ def _logits(engine: Engine, prompt: list[int], pieces: list[tuple[int, bool]]) -
         allocator.release(pages)
     logits = torch.cat(parts)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-_GREEDY_ROW = RowSampling(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition=1.0,
-    presence=0.0,
-    frequency=0.0,
-    seed=0,
-    output_start=0,
-    min_end=0,
-    stop_ids=(),
-    bias=(),
-)
 
 
 def _not_finite(engine: Engine, prompt: list[int], *, is_reference: bool) -> str:

@@ -29,6 +29,7 @@ def start_engine(settings: Settings, startup: Startup) -> Engine:
         verification = verify(engine, startup.note)
         if not verification.keeps_drafter:
             startup.warn(f"the drafter is not used: {verification.reason}")
+            del engine  # its cache goes before another is made
             engine = Engine(without_drafter(models))
             warm(engine, startup.note)
         found = verification.tokens_per_step
