@@ -17,14 +17,16 @@ sum, and has no value.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.choice import takes_reference
+from blockdraft.kernels.choice import is_on_gpu, takes_reference, takes_triton
 from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.transfer import to_device
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.attention import PagedAttention
@@ -151,29 +153,81 @@ def _merge(chunks: Tensor) -> Tensor:
 
 
 class Blocks:
-    """What one forward reads: page tables [R, P], committed lengths [R], and `counts[r]` tokens of row r.
+    """What one forward reads: rows of a page table, their committed lengths, and `counts[r]` tokens of row r.
 
-    Token n of the flat stream is at `positions[n]`. What all layers share is made once here, on first use.
+    pages [.., P], of which row r reads pages[rows[r]] (pages[r] without `rows`); starts [R]. Token n of the
+    flat stream is at `positions[n]`. What all layers share is made once here, on first use.
     """
 
-    def __init__(self, *, pages: Tensor, starts: Tensor, counts: tuple[int, ...], page_size: int) -> None:
-        self._pages, self._starts, self._page_size = pages, starts, page_size
+    def __init__(
+        self,
+        *,
+        pages: Tensor,
+        starts: Tensor,
+        counts: tuple[int, ...],
+        page_size: int,
+        rows: Tensor | None = None,
+    ) -> None:
+        self._table, self.starts, self._page_size = pages, starts, page_size
+        self._rows = torch.arange(len(counts), device=starts.device) if rows is None else rows
         self.counts = counts
-        device = starts.device
-        num = torch.tensor(counts, device=device)
-        self._row = torch.repeat_interleave(torch.arange(len(counts), device=device), num)  # [N]
-        first = num.cumsum(0) - num
-        offset = torch.arange(len(self._row), device=device) - first[self._row]
-        self.positions = starts[self._row] + offset
-        self._ends = starts + num
         self._ranges: dict[tuple[bool, int | None, bool], Tensor] = {}
         self._units: dict[int, Tensor] = {}
 
     @functools.cached_property
+    def offsets(self) -> Tensor:
+        """[R + 1]: tokens [offsets[r], offsets[r + 1]) of the stream are row r's."""
+        if len(set(self.counts)) == 1:  # no copy from the host, which a CUDA graph could not repeat
+            width = self.counts[0]
+            return torch.arange(0, len(self.counts) * width + 1, width, device=self.starts.device)
+        return to_device((0, *itertools.accumulate(self.counts)), self.starts.device)
+
+    @functools.cached_property
+    def _num(self) -> Tensor:
+        return torch.tensor(self.counts, device=self.starts.device)
+
+    @functools.cached_property
+    def _row(self) -> Tensor:
+        """[N] the row of every token of the stream."""
+        row = torch.arange(len(self.counts), device=self.starts.device)
+        return torch.repeat_interleave(row, self._num)
+
+    @functools.cached_property
+    def _ends(self) -> Tensor:
+        return self.starts + self._num
+
+    @functools.cached_property
+    def _pages(self) -> Tensor:
+        return self._table[self._rows]
+
+    @functools.cached_property
+    def _located(self) -> tuple[Tensor, Tensor]:
+        """Position and slot [N] of every token of the stream."""
+        if is_on_gpu(self.starts):
+            from blockdraft.kernels.triton.rows import locate
+
+            return locate(
+                self._table,
+                self._rows,
+                self.starts,
+                self.offsets,
+                num_tokens=sum(self.counts),
+                page_size=self._page_size,
+            )
+        offset = torch.arange(len(self._row), device=self.starts.device) - self.offsets[self._row]
+        positions = self.starts[self._row] + offset
+        page = self._pages[self._row, positions // self._page_size]
+        return positions, page * self._page_size + positions % self._page_size
+
+    @property
+    def positions(self) -> Tensor:
+        """[N]"""
+        return self._located[0]
+
+    @property
     def write_slots(self) -> Tensor:
         """[N] the place of every token of the stream."""
-        page = self._pages[self._row, self.positions // self._page_size]
-        return page * self._page_size + self.positions % self._page_size
+        return self._located[1]
 
     @functools.cached_property
     def read_slots(self) -> Tensor:
@@ -192,14 +246,14 @@ class Blocks:
 
     def _reads(self, rows: slice, width: int) -> Reads:
         return Reads(
-            pages=self._pages[rows], starts=self._starts[rows], width=width, page_size=self._page_size
+            pages=self._pages[rows], starts=self.starts[rows], width=width, page_size=self._page_size
         )
 
     def ranges(self, mask: Mask) -> Tensor:
         """[2, N]: the keys [lo, hi) that each token sees."""
         kind = (mask.is_causal, mask.window, mask.is_anchored)
         if kind not in self._ranges:
-            start, end = self._starts[self._row], self._ends[self._row]
+            start, end = self.starts[self._row], self._ends[self._row]
             hi = self.positions + 1 if mask.is_causal else end
             lo = torch.zeros_like(hi)
             if mask.window is not None and mask.is_anchored:
@@ -218,13 +272,37 @@ class Blocks:
             self._units[shared] = divide(self.counts, self._ends.tolist(), shared)
         return self._units[shared]
 
+    def attend_on_gpu(
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Mask, sinks: Tensor | None
+    ) -> Tensor:
+        from blockdraft.kernels.triton.attention import attend as kernel
+
+        return kernel(
+            q,
+            keys,
+            values,
+            page_table=self._table,
+            rows=self._rows,
+            starts=self.starts,
+            offsets=self.offsets,
+            max_count=max(self.counts),
+            max_length=self._table.shape[1] * self._page_size,
+            page_size=self._page_size,
+            mask=mask,
+            sinks=sinks,
+        )
+
 
 def attend_paged(
     q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention of q [N, H, D] over keys and values [G, S, D], which hold the blocks' own; sinks [H]."""
     learned = (q, keys) if sinks is None else (q, keys, sinks)
-    if takes_reference(*learned) or mask.softcap is not None:
+    if takes_reference(*learned):
+        return _attend_groups(q, keys, values, blocks, mask, sinks)
+    if takes_triton(q):
+        return blocks.attend_on_gpu(q, keys, values, mask, sinks)
+    if mask.softcap is not None:
         return _attend_groups(q, keys, values, blocks, mask, sinks)
     if (kernel := _chosen(q.dtype, q.device, q.shape[-1])) is None:
         return _attend_groups(q, keys, values, blocks, mask, sinks)

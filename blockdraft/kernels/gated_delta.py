@@ -9,6 +9,9 @@ outputs and states do not depend on how a sequence is cut into scans and folds, 
 the number of threads. Reference and kernel each keep it; their bits differ from one another, so one sequence
 must stay with one of them. The reference keeps it by elementwise operations only: PyTorch's sums and matrix
 products choose their order by shape.
+
+On a CUDA device nothing is gathered: `scan_rows` and `fold_rows` address the rows' states where they lie,
+with all indices on the device, and take the convolution and the gates along. They keep the same promise.
 """
 
 from __future__ import annotations
@@ -20,14 +23,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import takes_reference
+from blockdraft.kernels.choice import takes_reference, takes_triton
 from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.rows import sigmoid
+from blockdraft.kernels.rows import rms_norm, sigmoid, softplus
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.gated_delta import GatedDelta
+    from blockdraft.kernels.triton.gated_delta import RowTape
 
 EPS = 1e-6  # of the keys' and queries' length; the published models' code has it as a constant
+
+
+class DeltaWeights(NamedTuple):
+    """The parameters between a layer's projections and its recurrence."""
+
+    conv: Tensor  # [C, W]
+    decay_log: Tensor  # [H] float32 or wider
+    gate_bias: Tensor  # [H] likewise
 
 
 class Tape(NamedTuple):
@@ -111,6 +123,80 @@ def reference_convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
     for tap in range(1, weight.shape[1]):
         total = total + inputs[:, tap : tap + length] * weight[:, tap]
     return total * sigmoid(total)
+
+
+def gates(beta: Tensor, gate: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
+    """The beta and the gate of `scan` from their logits [N, H]: in (0, 1) in beta's dtype; below 0, wide."""
+    wide = gate.to(weights.gate_bias.dtype)
+    return sigmoid(beta), -weights.decay_log.exp() * softplus(wide + weights.gate_bias)
+
+
+def gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm(read) * silu(z): read [N, H, V], z [N, H * V]; returns read's shape and dtype.
+
+    The norm is that of `rms_norm`; z and the product are computed in float32 or wider.
+    """
+    if not takes_reference(read, z, weight) and takes_triton(read):
+        from blockdraft.kernels.triton import gated_delta as kernels
+
+        return kernels.gated_norm(read, z, weight, eps)
+    z = z.reshape(read.shape).to(torch.promote_types(z.dtype, torch.float32))
+    return (rms_norm(read, weight, eps) * (z * sigmoid(z))).to(read.dtype)
+
+
+# ---- in place, on a CUDA device
+
+
+class RowStates(NamedTuple):
+    """All rows of one layer, and those of one forward: tokens [offsets[r], offsets[r + 1]) are row rows[r]'s.
+
+    Every token is some row's. Rows are distinct, but for those whose results nobody reads.
+    """
+
+    state: Tensor  # [rows, H, K, V] float32
+    tail: Tensor  # [rows, W - 1, C] the inputs before, in x's dtype
+    rows: Tensor  # [R] int64
+    starts: Tensor  # [R] int64; 0: the row has no past, whatever its state holds
+    offsets: Tensor  # [R + 1] int64
+    max_count: int  # no row has more tokens
+
+
+def is_in_place(x: Tensor) -> bool:
+    """Whether tokens x go through `scan_rows`, rather than through `convolve`, `gates`, `scan` and `fold`."""
+    return not takes_reference(x) and takes_triton(x)
+
+
+def empty_states(
+    num_rows: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Zeros [num_rows, *shape], shape = (H, K, V), laid out in memory as the device's kernels like it."""
+    heads, key_size, value_size = shape
+    if device.type == "cuda":
+        stored = torch.zeros(num_rows, heads, value_size, key_size, dtype=dtype, device=device)
+        return stored.transpose(2, 3)
+    return torch.zeros(num_rows, heads, key_size, value_size, dtype=dtype, device=device)
+
+
+def scan_rows(
+    x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, at: RowStates, *, is_known: bool
+) -> tuple[Tensor, RowTape | None]:
+    """`convolve`, `gates` and `scan` of x [N, C], beta and gate [N, H] logits: the outputs [N, H, V].
+
+    Known tokens move the rows' states and tails; others leave them and return a tape for `fold_rows`.
+    """
+    from blockdraft.kernels.triton import gated_delta as kernels
+
+    return kernels.scan(x, beta, gate, weights, at, is_known=is_known)
+
+
+def fold_rows(tape: RowTape, at: RowStates, counts: Tensor) -> None:
+    """In place: the rows' states and tails after the first counts[r] tokens of the tape, 0 or more.
+
+    Here `at.offsets` are those of the scan. A row that keeps nothing is not touched.
+    """
+    from blockdraft.kernels.triton import gated_delta as kernels
+
+    kernels.fold(tape, at, counts)
 
 
 @functools.cache

@@ -1,6 +1,8 @@
-"""`y = x @ weight.T + bias` for a few tokens at a time, the bulk of a forward on a CPU.
+"""`y = x @ weight.T + bias` for a few tokens at a time, the bulk of a forward.
 
-Contract: x [..., K], weight [N, K] contiguous, bias [N] or None, one dtype; returns a new [..., N].
+Contract: x [..., K], weight [N, K] contiguous, bias [N] or None, one dtype; returns a new [..., N]. With
+`onto` [..., N], the residual stream, it returns onto + y, y rounded first; `onto` may be overwritten by it.
+With `norm`, x is normalised first.
 The weight keeps PyTorch's own layout, so nothing is packed or copied: an embedding table tied to
 the head, `weight[rows]` and `F.linear` all work on the same storage.
 
@@ -10,33 +12,124 @@ tokens M, so a token's result changes with its neighbours, and M = 2 costs three
 `llvm.linear.TileLinear` is the fast path on a CPU. It promises that output (token, n) has the same bits
 for every M, at every index in the batch and with every number of threads: it is one fixed chain of
 operations on x[token] and weight[n].
+
+`triton.linear` is the fast path on a GPU for up to MAX_TOKENS tokens, with the same promise among those. More
+tokens go to cuBLAS, which promises nothing across numbers of tokens, and adds `onto` before it rounds.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import takes_reference
+from blockdraft.kernels.choice import takes_reference, takes_triton
 from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.rows import Norm, gelu_mul, normalised, silu_mul
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.linear import TileLinear
 
+MAX_TOKENS = 16  # of the GPU's own kernel; for more, cuBLAS is as fast or faster (H200, benchmarks/log.md)
+GATES: dict[Callable[[Tensor], Tensor], str] = {silu_mul: "silu", gelu_mul: "gelu"}
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    onto: Tensor | None = None,
+    norm: Norm | None = None,
+) -> Tensor:
     """The contract, on the path chosen for this dtype and device. Training takes the reference."""
-    if takes_reference(x, weight) or (kernel := _chosen(x.dtype, x.device)) is None:
-        return reference_linear(x, weight, bias)
-    return kernel(x, weight, bias)
+    x = normalised(x, norm)
+    if takes_reference(x, weight):
+        return reference_linear(x, weight, bias, onto=onto)
+    if takes_triton(x):
+        return _on_gpu(x, weight, bias, onto)
+    if (kernel := _chosen(x.dtype, x.device)) is None:
+        return reference_linear(x, weight, bias, onto=onto)
+    out = kernel(x, weight, bias)
+    return out if onto is None else onto + out
 
 
-def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return functional.linear(x, weight, bias)
+def reference_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, onto: Tensor | None = None
+) -> Tensor:
+    out = functional.linear(x, weight, bias)
+    return out if onto is None else onto + out
+
+
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activate: Callable[[Tensor], Tensor],
+    *,
+    norm: Norm | None = None,
+) -> Tensor:
+    """`activate`, silu_mul or gelu_mul, of the product: the halves of [..., 2 I] joined to [..., I]."""
+    x = normalised(x, norm)
+    if not takes_reference(x, weight) and takes_triton(x) and activate in GATES and _is_small(x):
+        from blockdraft.kernels.triton.linear import linear as multiply
+
+        return multiply(x, weight, bias, gate=GATES[activate])
+    return activate(linear(x, weight, bias))
+
+
+def scaled_linear(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    onto: Tensor | None = None,
+    activate: Callable[[Tensor], Tensor] | None = None,
+    norm: Norm | None = None,
+) -> Tensor | None:
+    """The product with fp8 or int8 values [N, K] times one scale [N] per row; None where there is no kernel.
+
+    Up to MAX_TOKENS tokens, where reading the weight is what takes time, it is widened on its way to the
+    tensor cores. Beyond, a card that multiplies fp8 natively does so: each token is rounded to fp8 by a scale
+    of its own, and the result differs from the widened product by that rounding.
+    """
+    if takes_reference(x) or not takes_triton(x) or x.dim() != 2:
+        return None
+    from blockdraft.kernels.triton import linear as gpu
+
+    if not gpu.can_read(values):
+        return None
+    if _is_small(x):
+        gate = "none" if activate is None else GATES.get(activate)
+        if gate is None:
+            return None
+        return gpu.linear(normalised(x, norm), values, bias, scale=scale, onto=onto, gate=gate)
+    if not gpu.has_fp8_product(x, values):
+        return None
+    product = gpu.fp8_product(normalised(x, norm), values, scale)
+    if bias is not None:
+        product += bias
+    product = product if activate is None else activate(product)
+    return product if onto is None else onto.add_(product)
+
+
+def _is_small(x: Tensor) -> bool:
+    return x.dim() == 2 and x.shape[0] <= MAX_TOKENS
+
+
+def _on_gpu(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None) -> Tensor:
+    if _is_small(x):
+        from blockdraft.kernels.triton.linear import linear as multiply
+
+        return multiply(x, weight, bias, onto=onto)
+    if onto is not None and bias is None and x.dim() == 2:
+        return onto.addmm_(x, weight.T)
+    return reference_linear(x, weight, bias, onto=onto)
 
 
 @functools.cache

@@ -10,19 +10,30 @@ operations for every element, of which `exp` and `log1p` do not vary. Training t
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import takes_reference
+from blockdraft.kernels.choice import takes_reference, takes_triton
 from blockdraft.kernels.cpu import why_no_llvm
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.pointwise import RowKernels
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines, [N, 1, R / 2] each, contiguous, R <= D values rotated
+
+
+class Norm(NamedTuple):
+    """An RMS norm that an operation applies to what it reads."""
+
+    weight: Tensor
+    eps: float
+
+
+def normalised(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -32,7 +43,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     float32 and the product is rounded, once. No weight: x / rms(x).
     """
     weights = () if weight is None else (weight,)
-    if takes_reference(x, *weights) or (kernels := _chosen(x.dtype, x.device)) is None:
+    if takes_reference(x, *weights):
+        return reference_rms_norm(x, weight, eps)
+    if takes_triton(x):
+        from blockdraft.kernels.triton.rows import rms_norm as normalise
+
+        return normalise(x, weight, eps)
+    if (kernels := _chosen(x.dtype, x.device)) is None:
         return reference_rms_norm(x, weight, eps)
     return kernels.rms_norm(x, weight, eps)
 
@@ -50,7 +67,13 @@ def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where gate_up [..., 2 K] holds one after the other; returns [..., K]."""
-    if takes_reference(gate_up) or (kernels := _chosen(gate_up.dtype, gate_up.device)) is None:
+    if takes_reference(gate_up):
+        return reference_silu_mul(gate_up)
+    if takes_triton(gate_up):
+        from blockdraft.kernels.triton.rows import gate_mul
+
+        return gate_mul(gate_up, "silu")
+    if (kernels := _chosen(gate_up.dtype, gate_up.device)) is None:
         return reference_silu_mul(gate_up)
     return kernels.silu_mul(gate_up)
 
@@ -62,7 +85,13 @@ def reference_silu_mul(gate_up: Tensor) -> Tensor:
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, gelu by its tanh approximation; laid out as in `silu_mul`."""
-    if takes_reference(gate_up) or (kernels := _chosen(gate_up.dtype, gate_up.device)) is None:
+    if takes_reference(gate_up):
+        return reference_gelu_mul(gate_up)
+    if takes_triton(gate_up):
+        from blockdraft.kernels.triton.rows import gate_mul
+
+        return gate_mul(gate_up, "gelu")
+    if (kernels := _chosen(gate_up.dtype, gate_up.device)) is None:
         return reference_gelu_mul(gate_up)
     return kernels.gelu_mul(gate_up)
 

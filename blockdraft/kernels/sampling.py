@@ -6,114 +6,157 @@ target's verify and the drafter's proposals call one function. The order is vLLM
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from blockdraft.kernels.choice import takes_reference, takes_triton
 from blockdraft.kernels.noise import gumbel
 
 NEVER = float("-inf")
 MIN_TEMPERATURE = 1e-5  # colder is greedy; dividing by 1e-38 would overflow
+MAX_LISTED = 1024  # entries of a row's bias list, and of its stop list
+
+
+class Real(enum.IntEnum):
+    """Columns of `SamplingBatch.real`."""
+
+    TEMPERATURE = 0  # 0 is greedy
+    TOP_P = 1  # 1 means off
+    LOG_MIN_P = 2  # -inf means off
+    REPETITION = 3  # 1 means off
+    PRESENCE = 4
+    FREQUENCY = 5
+
+
+class Whole(enum.IntEnum):
+    """Columns of `SamplingBatch.whole`."""
+
+    SEED = 0
+    TOP_K = 1  # vocabulary size means off
+    OUTPUT_START = 2  # positions from here on count as output
+    MIN_END = 3  # before this position no token of `stop_ids` is chosen
+    NUM_STOPS = 4  # entries of `stop_ids`
+    NUM_BIASES = 5  # entries of `bias_ids` and `bias_values`
+    IS_FILTERED = 6  # min_p, top_k or top_p is on
+    IS_PENALISED = 7
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling state of R rows. A `has_` flag is a host value: some row of the batch needs that part."""
+    """The sampling tables of all device rows, and which R of them are sampled.
 
-    temperature: Tensor  # [R]; 0 is greedy
-    top_k: Tensor  # [R]; vocabulary size means off
-    top_p: Tensor  # [R]; 1 means off
-    min_p: Tensor  # [R]; 0 means off
-    repetition: Tensor  # [R]; 1 means off
-    presence: Tensor  # [R]
-    frequency: Tensor  # [R]
-    seed: Tensor  # [R] int64
-    output_start: Tensor  # [R] positions from here on count as output
-    min_end: Tensor  # [R] before this position no token of `stop_ids` is chosen
-    stop_ids: Tensor  # [R, K] padded with -1
-    bias_ids: Tensor  # [R, K] padded with -1
-    bias_values: Tensor  # [R, K]
-    prompt_seen: Tensor  # [R, V] bool
-    output_counts: Tensor  # [R, V] of positions [output_start, length)
+    A row of zeros is greedy. The ids of a list are sorted. A `has_` flag is a host value, for the reference
+    alone: some row of the batch needs that part.
+    """
+
+    real: Tensor  # [rows, len(Real)] float32
+    whole: Tensor  # [rows, len(Whole)] int64
+    stop_ids: Tensor  # [rows, MAX_LISTED] int64 padded with -1
+    bias_ids: Tensor  # [rows, MAX_LISTED] int64 padded with -1
+    bias_values: Tensor  # [rows, MAX_LISTED] float32
+    prompt_seen: Tensor  # [rows, V] bool
+    output_counts: Tensor  # [rows, V] int32, of positions [output_start, length)
+    rows: Tensor  # [R] int64
     has_random: bool
     has_filter: bool
     has_penalty: bool
     has_bias: bool
     has_min_end: bool
 
+    def numbers(self, column: Real) -> Tensor:
+        """[R] float32"""
+        return self.real[self.rows, column]
 
-@dataclass(frozen=True, slots=True)
-class Recent:
-    """Tokens at positions length, length + 1, …: in the block, but not counted in the table yet."""
-
-    token_ids: Tensor  # [R, J]
-    positions: Tensor  # [R, J]
-    num_visible: Tensor  # [C] how many of them column c may count
+    def integers(self, column: Whole) -> Tensor:
+        """[R] int64"""
+        return self.whole[self.rows, column]
 
 
-def choose(logits: Tensor, positions: Tensor, batch: SamplingBatch, recent: Recent) -> Tensor:
-    """One token for each of [R, C]: logits [R, C, V], positions [R, C] of the tokens being chosen."""
+def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
+    """One token for each of [R, C]: column c of logits [R, C, V] chooses the one at starts[r] + 1 + c.
+
+    The tokens `recent` [R, J] sit at positions starts[r], starts[r] + 1, … and are not counted in the tables
+    yet: column c counts the first min(c + 1, J) of them.
+    """
+    if takes_triton(logits) and not takes_reference(logits):
+        from blockdraft.kernels.triton import sampling  # Triton is there where a CUDA device is
+
+        return sampling.choose(logits, starts, recent, batch)
+    return choose_reference(logits, starts, recent, batch)
+
+
+def choose_reference(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
+    """`choose` in PyTorch: the specification."""
     scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    positions = starts[:, None] + 1 + torch.arange(scores.shape[1], device=scores.device)  # [R, C]
     if batch.has_bias:
-        scores = _add_sparse(scores, batch.bias_ids, batch.bias_values[:, None])
+        scores = _add_sparse(scores, batch.bias_ids[batch.rows], batch.bias_values[batch.rows][:, None])
     if batch.has_min_end:
-        ban = torch.where(positions < batch.min_end[:, None], NEVER, 0.0)  # [R, C]
-        scores = _add_sparse(scores, batch.stop_ids, ban[..., None])
+        is_early = positions < batch.integers(Whole.MIN_END)[:, None]
+        ban = torch.where(is_early, NEVER, 0.0)  # [R, C]
+        scores = _add_sparse(scores, batch.stop_ids[batch.rows], ban[..., None])
     if batch.has_penalty:
-        scores = penalise(scores, batch, recent)
+        scores = penalise(scores, starts, recent, batch)
     greedy = scores.argmax(dim=-1)
     if not batch.has_random:
         return greedy
-    warm = batch.temperature >= MIN_TEMPERATURE
-    scaled = scores / torch.where(warm, batch.temperature, 1.0)[:, None, None].to(scores.dtype)
+    temperature = batch.numbers(Real.TEMPERATURE)
+    warm = temperature >= MIN_TEMPERATURE
+    scaled = scores * (1.0 / torch.where(warm, temperature, 1.0).to(scores.dtype))[:, None, None]
     if batch.has_filter:
         scaled = keep_likely(scaled, batch)
-    noise = gumbel(batch.seed, positions, scores.shape[-1], scores.dtype)
+    noise = gumbel(batch.integers(Whole.SEED), positions, scores.shape[-1], scores.dtype)
     return torch.where(warm[:, None], (scaled + noise).argmax(dim=-1), greedy)
 
 
-def penalise(scores: Tensor, batch: SamplingBatch, recent: Recent) -> Tensor:
+def penalise(scores: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
     """Repetition, frequency and presence penalties, as each column would see them in plain decoding.
 
     First with the committed counts for the whole vocabulary, then once more at the few tokens of the
     block itself, whose counts differ from column to column.
     """
-    counts = batch.output_counts[:, None].to(scores.dtype)  # [R, 1, V]
-    out = _penalise(scores, counts, batch.prompt_seen[:, None], batch)
-    ids = recent.token_ids  # [R, J]
-    is_output = recent.positions >= batch.output_start[:, None]  # [R, J]
-    columns = torch.arange(ids.shape[1], device=ids.device)
-    counted = (columns < recent.num_visible[:, None])[None] & is_output[:, None]  # [R, C, J]
-    same = (ids[:, :, None] == ids[:, None, :]).to(scores.dtype)  # [R, J, J]
+    counts = batch.output_counts[batch.rows][:, None].to(scores.dtype)  # [R, 1, V]
+    seen = batch.prompt_seen[batch.rows]  # [R, V]
+    out = _penalise(scores, counts, seen[:, None], batch)
+    place = torch.arange(recent.shape[1], device=recent.device)  # [J]
+    is_output = starts[:, None] + place >= batch.integers(Whole.OUTPUT_START)[:, None]  # [R, J]
+    column = torch.arange(scores.shape[1], device=recent.device)
+    counted = (place <= column[:, None])[None] & is_output[:, None]  # [R, C, J]
+    same = (recent[:, :, None] == recent[:, None, :]).to(scores.dtype)  # [R, J, J]
     extra = counted.to(scores.dtype) @ same  # [R, C, J]
-    index = ids[:, None].expand(-1, scores.shape[1], -1)
-    base = counts.squeeze(1).gather(1, ids)[:, None]
-    seen = batch.prompt_seen.gather(1, ids)[:, None]
-    return out.scatter(2, index, _penalise(scores.gather(2, index), base + extra, seen, batch))
+    index = recent[:, None].expand(-1, scores.shape[1], -1)
+    base = counts.squeeze(1).gather(1, recent)[:, None]
+    known = seen.gather(1, recent)[:, None]
+    return out.scatter(2, index, _penalise(scores.gather(2, index), base + extra, known, batch))
 
 
 def _penalise(scores: Tensor, counts: Tensor, seen: Tensor, batch: SamplingBatch) -> Tensor:
     repetition, frequency, presence = (
-        value[:, None, None].to(scores.dtype) for value in (batch.repetition, batch.frequency, batch.presence)
+        batch.numbers(column)[:, None, None].to(scores.dtype)
+        for column in (Real.REPETITION, Real.FREQUENCY, Real.PRESENCE)
     )
     is_output = counts > 0
-    repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
-    scores = torch.where(seen | is_output, repeated, scores)
-    return scores - frequency * counts - presence * is_output
+    repeated = scores * torch.where(scores > 0, 1.0 / repetition, repetition)
+    penalised = torch.where(seen | is_output, repeated, scores) - frequency * counts - presence * is_output
+    is_penalised = batch.integers(Whole.IS_PENALISED)[:, None, None] != 0
+    return torch.where(is_penalised, penalised, scores)
 
 
 def keep_likely(scaled: Tensor, batch: SamplingBatch) -> Tensor:
     """min_p, then top_k, then top_p over what top_k left; the likeliest token always stays."""
     best = scaled.amax(dim=-1, keepdim=True)
-    floor = best + torch.log(batch.min_p)[:, None, None].to(scaled.dtype)
+    floor = best + batch.numbers(Real.LOG_MIN_P)[:, None, None].to(scaled.dtype)
     scaled = scaled.masked_fill(scaled < floor, NEVER)
     values, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(values.shape[-1], device=values.device)
-    values = values.masked_fill(rank >= batch.top_k[:, None, None], NEVER)
+    values = values.masked_fill(rank >= batch.integers(Whole.TOP_K)[:, None, None], NEVER)
     probabilities = values.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    cut = (before >= batch.top_p[:, None, None]) & (batch.top_p < 1.0)[:, None, None]
+    top_p = batch.numbers(Real.TOP_P)[:, None, None]
+    cut = (before >= top_p) & (top_p < 1.0)
     cut[..., 0] = False
     return torch.empty_like(scaled).scatter_(-1, order, values.masked_fill_(cut, NEVER))
 

@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.kernels.noise import gumbel
-from blockdraft.kernels.sampling import Recent, choose, keep_likely, penalise
+from blockdraft.kernels.sampling import MAX_LISTED, choose, keep_likely, penalise
 
 VOCAB = 12
 NEVER = -math.inf
@@ -47,10 +47,8 @@ def make_rows(rules, texts, vocab_size=VOCAB):
 def choose_next(rules, texts, logits, vocab_size=VOCAB):
     """The token after each text: what plain decoding does with logits [R, V]."""
     rows = make_rows(rules, texts, vocab_size)
-    length = rows.length[rows.active][:, None]
     anchor = rows.anchor[rows.active][:, None]
-    recent = Recent(token_ids=anchor, positions=length, num_visible=torch.ones(1, dtype=torch.int64))
-    return choose(logits[:, None], length + 1, rows.sampling(), recent)[:, 0].tolist()
+    return choose(logits[:, None], rows.length[rows.active], anchor, rows.sampling())[:, 0].tolist()
 
 
 def oracle(rule, text, logits):
@@ -195,10 +193,8 @@ def test_columns_of_a_block_choose_what_decoding_one_at_a_time_chooses(name):
         block = [text[-1]] + [rng.choice([1, 2, 3]) for _ in range(width - 1)]
         logits = random_logits(rng, width)
         rows = make_rows([rule], [text])
-        column = torch.arange(width)
-        positions = len(text) - 1 + column[None]
-        recent = Recent(token_ids=torch.tensor([block]), positions=positions, num_visible=column + 1)
-        actual = choose(logits[None], positions + 1, rows.sampling(), recent)[0].tolist()
+        start = torch.tensor([len(text) - 1])
+        actual = choose(logits[None], start, torch.tensor([block]), rows.sampling())[0].tolist()
         prefixes = [text[:-1] + block[: index + 1] for index in range(width)]
         assert actual == oracle_choices([rule] * width, prefixes, logits)
 
@@ -209,19 +205,13 @@ def test_penalties_of_a_block_are_those_of_counts_kept_token_by_token():
     rule = {"repetition": 1.7, "presence": 0.6, "frequency": 0.35, "output_start": 2}
     text, block = [4, 5, 6], [6, 1, 1, 6, 5, 1]
     logits = random_logits(rng, len(block))
-    column = torch.arange(len(block))
     rows = make_rows([rule], [text])
-    positions = len(text) - 1 + column[None]
-    recent = Recent(token_ids=torch.tensor([block]), positions=positions, num_visible=column + 1)
-    together = penalise(logits[None], rows.sampling(), recent)[0]
+    start = torch.tensor([len(text) - 1])
+    together = penalise(logits[None], start, torch.tensor([block]), rows.sampling())[0]
     for index in range(len(block)):
         token = torch.tensor([[block[index]]])
-        one = Recent(
-            token_ids=token,
-            positions=rows.length[rows.active][:, None],
-            num_visible=torch.ones(1, dtype=torch.int64),
-        )
-        alone = penalise(logits[index].view(1, 1, -1), rows.sampling(), one)[0, 0]
+        start = rows.length[rows.active]
+        alone = penalise(logits[index].view(1, 1, -1), start, token, rows.sampling())[0, 0]
         assert torch.equal(alone, together[index])
         expected = oracle(rule, text[:-1] + block[: index + 1], logits[index].tolist())
         assert alone.tolist() == pytest.approx(expected, abs=1e-6)  # rules are stored in float32
@@ -251,8 +241,20 @@ def test_a_row_that_is_given_away_keeps_nothing_of_its_last_sequence():
     assert batch.prompt_seen[0].nonzero().flatten().tolist() == [1]
     assert batch.output_counts[0].nonzero().flatten().tolist() == [2]  # the anchor, 3, is not counted yet
     assert (batch.bias_ids == -1).all()
+    assert (batch.bias_values == 0).all()
     assert (batch.stop_ids == -1).all()
     assert not batch.has_bias
+
+
+def test_tables_never_move_however_long_a_list_is():
+    tables = ("real", "whole", "stop_ids", "bias_ids", "bias_values", "prompt_seen", "output_counts")
+    rows = make_rows([{}], [[1]])
+    before = {name: getattr(rows.sampling(), name).data_ptr() for name in tables}
+    longest = {"stop_ids": tuple(range(MAX_LISTED)), "bias": tuple((t, 1.0) for t in range(MAX_LISTED))}
+    rows.place(0, [1, 2], 1, RowSampling(**OFF | longest | {"presence": 1.0, "output_start": 1}))
+    assert {name: getattr(rows.sampling(), name).data_ptr() for name in tables} == before
+    with pytest.raises(AssertionError, match="no longer list"):
+        rows.place(0, [1, 2], 1, RowSampling(**OFF | {"stop_ids": tuple(range(MAX_LISTED + 1))}))
 
 
 def kept(logits, **rule):
@@ -316,14 +318,9 @@ PROBABILITIES = [0.31, 0.23, 0.16, 0.12, 0.08, 0.06, 0.03, 0.01]
 def test_samples_follow_the_distribution(rule, expected, dtype):
     num_rows, num_columns = 40, 1000
     rows = make_rows([rule | {"seed": 1000 + row} for row in range(num_rows)], [[0]] * num_rows, vocab_size=8)
-    positions = torch.arange(num_columns)[None].expand(num_rows, -1)
     logits = torch.tensor(PROBABILITIES, dtype=dtype).log().expand(num_rows, num_columns, -1)
-    recent = Recent(
-        token_ids=torch.zeros(num_rows, 1, dtype=torch.int64),
-        positions=torch.zeros(num_rows, 1, dtype=torch.int64),
-        num_visible=torch.ones(num_columns, dtype=torch.int64),
-    )
-    chosen = choose(logits, positions, rows.sampling(), recent).flatten()
+    starts = torch.zeros(num_rows, dtype=torch.int64)
+    chosen = choose(logits, starts, starts[:, None], rows.sampling()).flatten()
     counts = torch.bincount(chosen, minlength=8)
     assert counts[len(expected) :].sum() == 0
     share = torch.tensor(expected, dtype=torch.float64)
@@ -333,12 +330,7 @@ def test_samples_follow_the_distribution(rule, expected, dtype):
 
 def test_neighbouring_positions_are_independent():
     rows = make_rows([{"seed": 5}], [[0]], vocab_size=4)
-    positions = torch.arange(40_001)[None]
-    recent = Recent(
-        token_ids=torch.zeros(1, 1, dtype=torch.int64),
-        positions=torch.zeros(1, 1, dtype=torch.int64),
-        num_visible=torch.ones(1, dtype=torch.int64),
-    )
-    chosen = choose(torch.zeros(1, positions.shape[1], 4), positions, rows.sampling(), recent)[0]
+    starts = torch.zeros(1, dtype=torch.int64)
+    chosen = choose(torch.zeros(1, 40_001, 4), starts, starts[:, None], rows.sampling())[0]
     pairs = torch.bincount(chosen[:-1] * 4 + chosen[1:], minlength=16)
     assert chisquare(pairs).pvalue > 1e-3

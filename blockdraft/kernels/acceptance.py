@@ -1,0 +1,82 @@
+"""What a verified block means: how many of its tokens are kept, and where each row stands afterwards.
+
+A draft counts while it equals the sample before it. Whole numbers only: reference and kernel agree exactly.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.choice import is_on_gpu, takes_reference
+from blockdraft.kernels.noise import philox
+from blockdraft.kernels.sampling import SamplingBatch, Whole
+
+_WORD = 0xFFFFFFFF
+
+
+def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
+    """[R] tokens to commit, 1 to B, for samples and block [R, B]: the drafts that match, and one more."""
+    if is_on_gpu(sampled) and not takes_reference():
+        from blockdraft.kernels.triton.acceptance import count_accepted as kernel
+
+        return kernel(sampled, block)
+    agrees = sampled[:, :-1] == block[:, 1:]  # [R, B - 1]
+    return 1 + agrees.long().cumprod(dim=1).sum(dim=1)
+
+
+def draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
+    """[R] tokens to commit where draft j is accepted with probability rates[j], whatever it says.
+
+    rates [B - 1] do not increase, as a draft counts only behind those before it. For timing alone: one number
+    between 0 and 1 per row, keyed by its seed and length, decides how far the step gets.
+    """
+    if is_on_gpu(starts) and not takes_reference():
+        from blockdraft.kernels.triton.acceptance import draw_accepted as kernel
+
+        return kernel(rates, starts, batch)
+    seeds = batch.integers(Whole.SEED)
+    zero = torch.zeros_like(starts)
+    words = philox(
+        (zero, starts & _WORD, starts >> 32, zero + 1), key=(seeds & _WORD, (seeds >> 32) & _WORD)
+    )  # the fourth word sets these numbers apart from sampling's
+    uniform = ((words[0] >> 9).float() + 0.5) * 2.0**-23
+    return 1 + (uniform[:, None] < rates).sum(dim=1)
+
+
+class Progress(NamedTuple):
+    """Where the rows stand; both change."""
+
+    length: Tensor  # [rows]
+    anchor: Tensor  # [rows]
+
+
+def advance(
+    progress: Progress, block: Tensor, sampled: Tensor, num_committed: Tensor, batch: SamplingBatch
+) -> None:
+    """Commit the first num_committed[r] tokens of block [R, B]; the last sample is the new anchor.
+
+    Committed outputs are counted in the tables of the rows that are penalised. The last row of the tables is
+    scratch, and stays where it is.
+    """
+    if is_on_gpu(block) and not takes_reference():
+        from blockdraft.kernels.triton.acceptance import advance as kernel
+
+        kernel(progress, block, sampled, num_committed, batch)
+        return
+    length, anchor = progress
+    is_real = batch.rows != len(length) - 1
+    rows, block, sampled, num_committed = (
+        tensor[is_real] for tensor in (batch.rows, block, sampled, num_committed)
+    )
+    if batch.has_penalty:
+        column = torch.arange(block.shape[1], device=block.device)
+        is_output = length[rows][:, None] + column >= batch.whole[rows, Whole.OUTPUT_START][:, None]
+        is_penalised = batch.whole[rows, Whole.IS_PENALISED][:, None] != 0
+        counted = (column < num_committed[:, None]) & is_output & is_penalised
+        row = rows[:, None].expand_as(block)
+        batch.output_counts.index_put_((row, block), counted.to(torch.int32), accumulate=True)
+    length[rows] += num_committed
+    anchor[rows] = sampled.gather(1, num_committed[:, None] - 1).squeeze(1)

@@ -1,0 +1,249 @@
+"""Mixtures of experts: choosing a few feed-forward parts per token, running them, weighing their outputs.
+
+Contract, PyTorch reference and the choice between that and `triton.moe`. The reference runs one product per
+expert over the tokens that chose it: it asks the device which experts those are, so it cannot be captured in
+a CUDA graph. The kernels can. They promise that a token's bits do not depend on its neighbours, while the
+number of (token, expert) pairs stays on one side of `triton.moe.MAX_FEW`. In the reference that holds where
+`linear` promises it: every chosen expert's output lands in its own place, and the places are summed in order.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.choice import takes_reference
+from blockdraft.kernels.rows import gelu_mul, sigmoid, silu_mul
+
+Groups = tuple[Tensor, Tensor]  # order and tiles, see `triton.moe`
+Weighing = Literal["all", "renormalised", "chosen"]
+
+SLOPE = 1.702  # of the sigmoid that stands in for SiLU's in a clamped SwiGLU
+
+FP4_GROUP = 32  # columns that share a scale in MXFP4
+MIN_COLUMNS = 16  # that a step of a product takes
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What stands between an expert's two products, in words that a kernel can follow.
+
+    silu, gelu: silu(gate) * up, gelu(gate) * up (tanh approximation). swiglu_clamped: (up + 1) * gate *
+    sigmoid(SLOPE * gate), with gate at most `limit` and up within +-limit.
+    """
+
+    kind: Literal["silu", "gelu", "swiglu_clamped"] = "silu"
+    limit: float | None = None
+
+    @property
+    def function(self) -> Callable[[Tensor], Tensor]:
+        """On gate and up side by side, [..., 2 I] -> [..., I]."""
+        if self.kind == "swiglu_clamped":
+            return functools.partial(clamped_swiglu, limit=self.limit)
+        return silu_mul if self.kind == "silu" else gelu_mul
+
+
+def clamped_swiglu(gate_up: Tensor, *, limit: float | None) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * sigmoid(gate * SLOPE))
+
+
+class Choice(NamedTuple):
+    """Of a router: weights and expert ids (int64), [N, K] each.
+
+    `groups`: the same by expert, where the kernel that made the choice has grouped it too.
+    """
+
+    weights: Tensor
+    ids: Tensor
+    groups: Groups | None = None
+
+
+class Matrices(NamedTuple):
+    """A matrix [rows, columns] for each of X experts, as stored; the last dimension is contiguous.
+
+    values [X, rows, columns]: the activations' dtype, or fp8 (e4m3) or int8 with scales, or uint8 that holds
+    two E2M1 codes, the low half of a byte first, with scales e8m0 for 32 columns each. scale [X, row blocks,
+    column blocks], of `block` = (rows, columns) each. bias [X, rows].
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+    block: tuple[int, int] = (1, 1)
+    bias: Tensor | None = None
+
+
+class ExpertProduct(Protocol):
+    """A linear map per expert: gate and up stacked, or down."""
+
+    def __call__(self, x: Tensor, expert: int) -> Tensor:
+        """[M, columns] -> [M, rows] of one expert."""
+
+    def matrices(self) -> tuple[Matrices, ...] | None:
+        """Of each stacked part; None where the format is one that no kernel reads."""
+
+
+class Shared(NamedTuple):
+    """What is added beside the routed experts: sigmoid(gate) * value."""
+
+    gate: Tensor  # [N, 1], logits
+    value: Tensor  # [N, E]
+
+
+def experts(
+    x: Tensor,
+    gate_up: ExpertProduct,
+    down: ExpertProduct,
+    choice: Choice,
+    activation: Activation,
+    shared: Shared | None = None,
+    onto: Tensor | None = None,
+) -> Tensor:
+    """[N, E] for x [N, E]: sum over a token's choice of weight * down(activation(gate_up(x))).
+
+    Weights are rounded to x's dtype, and so is each weighed output; their sum is float32 or wider and
+    rounded, then `shared` is added and rounded, then `onto` (the residual stream) is added and rounded.
+    """
+    found = "asked for" if takes_reference(x) else _readable(x.dtype, x.device, gate_up, down)
+    if isinstance(found, str):
+        return reference_experts(x, gate_up, down, choice, activation, shared, onto)
+    from blockdraft.kernels.triton import moe
+
+    outputs = moe.run_experts(x, found, choice.ids, activation, choice.groups)
+    return moe.combine(outputs, choice.weights, shared, onto)
+
+
+def reference_experts(
+    x: Tensor,
+    gate_up: ExpertProduct,
+    down: ExpertProduct,
+    choice: Choice,
+    activation: Activation,
+    shared: Shared | None = None,
+    onto: Tensor | None = None,
+) -> Tensor:
+    ids = choice.ids
+    activate = activation.function
+    outputs = x.new_empty(*ids.shape, x.shape[-1])  # [N, K, E]
+    for expert in torch.unique(ids).tolist():
+        token, place = torch.where(ids == expert)
+        outputs[token, place] = down(activate(gate_up(x[token], expert)), expert)
+    return reference_combine(outputs, choice.weights, shared, onto)
+
+
+def reference_combine(
+    outputs: Tensor, weights: Tensor, shared: Shared | None = None, onto: Tensor | None = None
+) -> Tensor:
+    """[N, E] of the pairs' outputs [N, K, E]."""
+    total = (outputs * weights.to(outputs.dtype)[..., None]).sum(dim=1)
+    if shared is not None:
+        total = total + sigmoid(shared.gate) * shared.value
+    return total if onto is None else onto + total
+
+
+def route(logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Tensor | None = None) -> Choice:
+    """The `num_chosen` largest of each row of logits [N, X], the largest first, and their weights.
+
+    Weights are a softmax over all experts ("all"), the same made to sum to one ("renormalised"), or a softmax
+    over the chosen alone ("chosen"): the last two are equal but for rounding. They are float32 or wider,
+    those of "chosen" may have the logits' dtype. Each is multiplied by its expert's `expert_scale`.
+    The kernel gives ties to the lowest id; PyTorch promises no order for them.
+    """
+    if takes_reference(logits) or why_no_triton(logits.dtype, logits.device) is not None:
+        return reference_route(logits, num_chosen, weighing, expert_scale)
+    from blockdraft.kernels.triton import moe
+
+    num_tokens, num_experts = logits.shape
+    is_small = moe.can_group_at_once(num_tokens, num_experts, num_chosen)
+    kernel = moe.route_and_group if is_small else moe.route
+    return Choice(*kernel(logits, num_chosen, is_over_all=weighing == "all", expert_scale=expert_scale))
+
+
+def reference_route(
+    logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Tensor | None = None
+) -> Choice:
+    if weighing == "chosen":
+        chosen, ids = logits.topk(num_chosen, dim=-1)
+        weights = chosen.softmax(dim=-1)
+    else:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        weights, ids = wide.softmax(dim=-1).topk(num_chosen, dim=-1)
+        if weighing == "renormalised":
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+    return Choice(weights if expert_scale is None else weights * expert_scale[ids], ids)
+
+
+def why_no_kernel(
+    dtype: torch.dtype, device: torch.device, gate_up: ExpertProduct, down: ExpertProduct
+) -> str | None:
+    """None where the kernels run these experts, and a CUDA graph can hold them; else why not."""
+    found = _readable(dtype, device, gate_up, down)
+    return found if isinstance(found, str) else None
+
+
+class Parts(NamedTuple):
+    """What the kernels read: gate and up have one layout."""
+
+    gate: Matrices
+    up: Matrices
+    down: Matrices
+
+
+def _readable(
+    dtype: torch.dtype, device: torch.device, gate_up: ExpertProduct, down: ExpertProduct
+) -> Parts | str:
+    reason = why_no_triton(dtype, device)
+    if reason is not None:
+        return reason
+    stacked, single = gate_up.matrices(), down.matrices()
+    if stacked is None or single is None:
+        return "no kernel reads the format of these experts"
+    parts = Parts(*stacked, *single)
+    if _layout(parts.gate) != _layout(parts.up):
+        return "an expert's gate and up are stored in different formats"
+    return _why_unreadable(parts.gate, dtype, device) or _why_unreadable(parts.down, dtype, device) or parts
+
+
+def _layout(part: Matrices) -> tuple[object, ...]:
+    values, scale, bias = (
+        None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
+        for tensor in (part.values, part.scale, part.bias)
+    )
+    return values, scale, bias, part.block
+
+
+def _why_unreadable(part: Matrices, dtype: torch.dtype, device: torch.device) -> str | None:
+    stored, scale = part.values.dtype, part.scale
+    if scale is None:
+        return None if stored == dtype else f"experts in {stored} cannot be multiplied by {dtype}"
+    is_fp4 = stored == torch.uint8 and scale.dtype == torch.float8_e8m0fnu and part.block == (1, FP4_GROUP)
+    is_scaled = stored in (torch.float8_e4m3fn, torch.int8) and scale.dtype in (*_HALVES, torch.float32)
+    if not is_fp4 and not is_scaled:
+        return f"no kernel reads experts in {stored} with scales in {scale.dtype}"
+    if is_scaled and part.block[1] < part.values.shape[2] and part.block[1] % MIN_COLUMNS != 0:
+        return f"no kernel reads experts with a scale for every {part.block[1]} columns"
+    if stored == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
+        return "this card cannot convert fp8 (compute capability 8.9 and above can)"
+    if dtype not in _HALVES and stored != torch.int8:
+        return f"the kernels read {stored} beside half precision only, not {dtype}"
+    return None
+
+
+@functools.cache
+def why_no_triton(dtype: torch.dtype, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"the kernels for experts are not for '{device.type}'"
+    if dtype not in (*_HALVES, torch.float32):
+        return f"the kernels for experts compute in half precision or float32, not {dtype}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    return None

@@ -1,0 +1,165 @@
+"""What a verified block means, on a CUDA device: one program per row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockdraft.kernels.sampling import SamplingBatch, Whole
+from blockdraft.kernels.triton.launch import has_pdl
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.acceptance import Progress
+
+
+@triton.jit
+def _count(sampled, block, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    is_draft = column + 1 < width
+    sample = tl.load(sampled + row * width + column, mask=is_draft, other=0)
+    draft = tl.load(block + row * width + column + 1, mask=is_draft, other=0)
+    # The first draft that differs ends the block; without one, the last column does.
+    wrong = tl.where(is_draft & (sample != draft), column, width - 1)
+    tl.store(out + row, (tl.min(wrong, axis=0) + 1).to(tl.int64))
+
+
+def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
+    """acceptance.count_accepted."""
+    sampled, block = sampled.contiguous(), block.contiguous()
+    num_rows, width = block.shape
+    out = torch.empty(num_rows, dtype=torch.int64, device=block.device)
+    pdl = has_pdl(block.device)
+    _count[(num_rows,)](
+        sampled,
+        block,
+        out,
+        width,
+        BLOCK=triton.next_power_of_2(width),
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit
+def _draw(
+    rates,
+    starts,
+    rows,
+    whole,
+    out,
+    num_rates,
+    num_columns,
+    SEED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    start = tl.load(starts + row)
+    seed = tl.load(whole + tl.load(rows + row) * num_columns + SEED)
+    low = (start & 0xFFFFFFFF).to(tl.uint32)
+    high = (start >> 32).to(tl.uint32)
+    zero = low * 0
+    word, _, _, _ = tl.philox(seed, zero, low, high, zero + 1)
+    uniform = ((word >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
+    column = tl.arange(0, BLOCK)
+    rate = tl.load(rates + column, mask=column < num_rates, other=0.0)
+    tl.store(out + row, (1 + tl.sum((uniform < rate).to(tl.int32), axis=0)).to(tl.int64))
+
+
+def draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
+    """acceptance.draw_accepted."""
+    out = torch.empty(len(starts), dtype=torch.int64, device=starts.device)
+    pdl = has_pdl(starts.device)
+    _draw[(len(starts),)](
+        rates,
+        starts,
+        batch.rows,
+        batch.whole,
+        out,
+        len(rates),
+        batch.whole.shape[1],
+        SEED=int(Whole.SEED),
+        BLOCK=triton.next_power_of_2(max(len(rates), 1)),
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit
+def _advance(
+    length,
+    anchor,
+    block,
+    sampled,
+    num_committed,
+    rows,
+    whole,
+    output_counts,
+    width,
+    num_columns,
+    vocab_size,
+    scratch,
+    OUTPUT_START: tl.constexpr,
+    IS_PENALISED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    index = tl.program_id(0)
+    row = tl.load(rows + index)
+    if row == scratch:
+        return
+    committed = tl.load(num_committed + index)
+    start = tl.load(length + row)
+    if tl.load(whole + row * num_columns + IS_PENALISED) != 0:
+        first = tl.load(whole + row * num_columns + OUTPUT_START)
+        for column in range(committed.to(tl.int32)):  # one after another: a token may occur twice
+            if start + column >= first:
+                place = output_counts + row * vocab_size + tl.load(block + index * width + column)
+                tl.atomic_add(place, 1)
+    tl.store(length + row, start + committed)
+    tl.store(anchor + row, tl.load(sampled + index * width + committed - 1))
+
+
+def advance(
+    progress: Progress, block: Tensor, sampled: Tensor, num_committed: Tensor, batch: SamplingBatch
+) -> None:
+    """acceptance.advance."""
+    block, sampled = block.contiguous(), sampled.contiguous()
+    num_rows, width = block.shape
+    pdl = has_pdl(block.device)
+    _advance[(num_rows,)](
+        progress.length,
+        progress.anchor,
+        block,
+        sampled,
+        num_committed,
+        batch.rows,
+        batch.whole,
+        batch.output_counts,
+        width,
+        batch.whole.shape[1],
+        batch.output_counts.shape[1],
+        len(progress.length) - 1,
+        OUTPUT_START=int(Whole.OUTPUT_START),
+        IS_PENALISED=int(Whole.IS_PENALISED),
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=1,
+    )

@@ -1,0 +1,604 @@
+"""`choose` without sorting the vocabulary; what a row asks for is read from the tables on the device.
+
+`kernels.sampling` says what is chosen; here is how. The vocabulary is cut into chunks of CHUNK tokens, the
+same for every batch, and what the chunks found is merged in order: a token depends on its own column only.
+
+1. `_scan`: the best token of each chunk, greedy or with noise; of filtered rows only the likeliest score.
+2. `_bound`: for rows with top_k, the last token that top_k keeps.
+3. `_draw`: for filtered rows, the best noisy token of each chunk among those that min_p and top_k keep.
+4. `_weigh`: the probability mass ranked before that candidate, and all of it.
+5. `_draw` and `_weigh` once more. With a candidate that top_p does not keep goes all that is ranked after
+   it, so the next one is sought among the tokens ranked before it.
+6. `_settle`: merges, writes the answer, and goes on with step 5 by itself for the few columns that need it.
+
+A token is ranked before another when its score is greater, or equal with a lower id.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockdraft.kernels import sampling
+from blockdraft.kernels.sampling import Real, SamplingBatch, Whole
+from blockdraft.kernels.triton.launch import has_pdl, num_multiprocessors
+
+CHUNK = tl.constexpr(2048)  # tokens; part of the bits of the sums
+GROUP = tl.constexpr(64)  # tokens whose largest score `_scan` keeps for `_bound`
+MAX_GROUPS = tl.constexpr(128)  # that `_bound` holds at once: enough for top_k up to 128 without ties
+
+_MAX_LISTED = tl.constexpr(sampling.MAX_LISTED)
+_MIN_TEMPERATURE = tl.constexpr(sampling.MIN_TEMPERATURE)
+_NUM_REAL = tl.constexpr(len(Real))
+_NUM_WHOLE = tl.constexpr(len(Whole))
+_TEMPERATURE = tl.constexpr(int(Real.TEMPERATURE))
+_TOP_P = tl.constexpr(int(Real.TOP_P))
+_LOG_MIN_P = tl.constexpr(int(Real.LOG_MIN_P))
+_REPETITION = tl.constexpr(int(Real.REPETITION))
+_PRESENCE = tl.constexpr(int(Real.PRESENCE))
+_FREQUENCY = tl.constexpr(int(Real.FREQUENCY))
+_SEED = tl.constexpr(int(Whole.SEED))
+_TOP_K = tl.constexpr(int(Whole.TOP_K))
+_OUTPUT_START = tl.constexpr(int(Whole.OUTPUT_START))
+_MIN_END = tl.constexpr(int(Whole.MIN_END))
+_NUM_STOPS = tl.constexpr(int(Whole.NUM_STOPS))
+_NUM_BIASES = tl.constexpr(int(Whole.NUM_BIASES))
+_IS_FILTERED = tl.constexpr(int(Whole.IS_FILTERED))
+_IS_PENALISED = tl.constexpr(int(Whole.IS_PENALISED))
+
+_NEVER = tl.constexpr(float("-inf"))
+_NO_ID = tl.constexpr(0x7FFFFFFF)
+_LOWEST_KEY = tl.constexpr(-0x80000000)
+
+
+@triton.jit
+def _entries_within(entries, count, first, past):
+    """[from, to): the entries of a sorted list that lie in [first, past)."""
+    place = tl.arange(0, _MAX_LISTED)
+    ids = tl.load(entries + place, mask=place < count, other=0x7FFFFFFF)
+    return tl.sum((ids < first).to(tl.int32)), tl.sum((ids < past).to(tl.int32))
+
+
+@triton.jit
+def _load(logits, ids, V):
+    return tl.load(logits + ids, mask=ids < V, other=_NEVER)
+
+
+@triton.jit
+def _scores(
+    raw, ids, first, past, r, c, row, starts, recent, real, whole,
+    stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
+):  # fmt: skip
+    """The `raw` logits of `ids`, all in [first, past): biased, banned, penalised, scaled; -inf from V on."""
+    is_token = ids < V
+    scores = raw.to(tl.float32)
+    real += row * _NUM_REAL
+    whole += row * _NUM_WHOLE
+    num_biases = tl.load(whole + _NUM_BIASES)
+    if num_biases > 0:
+        bias_ids += row * _MAX_LISTED
+        bias_values += row * _MAX_LISTED
+        begin, end = _entries_within(bias_ids, num_biases, first, past)
+        for place in range(begin, end):
+            added = tl.load(bias_values + place)
+            scores = tl.where(ids == tl.load(bias_ids + place), scores + added, scores)
+    num_stops = tl.load(whole + _NUM_STOPS)
+    start = tl.load(starts + r)
+    if (num_stops > 0) & (start + 1 + c < tl.load(whole + _MIN_END)):
+        stop_ids += row * _MAX_LISTED
+        begin, end = _entries_within(stop_ids, num_stops, first, past)
+        for place in range(begin, end):
+            scores = tl.where(ids == tl.load(stop_ids + place), _NEVER, scores)
+    if tl.load(whole + _IS_PENALISED) != 0:
+        counts = tl.load(output_counts + row * V + ids, mask=is_token, other=0)
+        seen = tl.load(prompt_seen + row * V + ids, mask=is_token, other=0) != 0
+        output_start = tl.load(whole + _OUTPUT_START)
+        for place in range(tl.minimum(c + 1, J)):
+            is_output = start + place >= output_start
+            token = tl.load(recent + r * J + place)
+            counts += ((ids == token) & is_output).to(tl.int32)
+        repetition = tl.load(real + _REPETITION)
+        factor = tl.where(scores > 0, tl.div_rn(1.0, repetition), repetition)
+        scores = tl.where(seen | (counts > 0), scores * factor, scores)
+        scores = scores - tl.load(real + _FREQUENCY) * counts.to(tl.float32)
+        scores = scores - tl.load(real + _PRESENCE) * (counts > 0).to(tl.float32)
+    temperature = tl.load(real + _TEMPERATURE)
+    if temperature >= _MIN_TEMPERATURE:
+        scores = scores * tl.div_rn(1.0, temperature)
+    return tl.where(is_token, scores, _NEVER)
+
+
+@triton.jit
+def _noise(first, seed, position, SIZE: tl.constexpr):
+    """Gumbel noise of ids [first, first + SIZE), as kernels.noise has it."""
+    zero = tl.zeros([SIZE // 4], dtype=tl.uint32)
+    counter = (tl.arange(0, SIZE // 4) + first // 4).to(tl.uint32)
+    low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    high = zero + (position >> 32).to(tl.uint32)
+    key_low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    key_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(counter, low, high, zero, key_low, key_high, 10)
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [SIZE])  # in the order of the ids
+    # 1 + word / 2**23, less 1 - 2**-24: every step is exact.
+    uniform = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
+    return -_log(-_log(uniform))
+
+
+@triton.jit
+def _log(x):
+    """The natural logarithm of positive normal numbers within 1.2e-7 of itself; a third of tl.log's work.
+
+    x = 2**n * (1 + f) with f in [-1/3, 1/3), where log(1 + f) = f + f**2 * P(f); P is a minimax polynomial.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    power = (bits - 0x3F2AAAAB) & -0x800000  # n in the place of the exponent; 0x3F2AAAAB is 2 / 3
+    f = (bits - power).to(tl.float32, bitcast=True) - 1.0
+    p = tl.fma(f, 0.1402635859233628, -0.15388548693230472)
+    p = tl.fma(p, f, 0.13995807124598145)
+    p = tl.fma(p, f, -0.16415959264491264)
+    p = tl.fma(p, f, 0.20011168656311246)
+    p = tl.fma(p, f, -0.25007818964222983)
+    p = tl.fma(p, f, 0.3333319813734227)
+    p = tl.fma(p, f, -0.4999993607800894)
+    return tl.fma((power >> 23).to(tl.float32), 0.6931471805599453, tl.fma(f * f, p, f))
+
+
+@triton.jit
+def _best(values, ids):
+    """The greatest value and the lowest id that has it."""
+    best = tl.max(values, axis=0)
+    return best, tl.min(tl.where(values == best, ids, _NO_ID), axis=0)
+
+
+@triton.jit
+def _is_before(scores, ids, score, token):
+    return (scores > score) | ((scores == score) & (ids < token))
+
+
+@triton.jit
+def _merge(values, tokens, scores, index, num_chunks, CHUNKS: tl.constexpr):
+    """The best of a column's chunks: its value, id and score."""
+    chunk = tl.arange(0, CHUNKS)
+    is_chunk = chunk < num_chunks
+    found = tl.load(values + index * num_chunks + chunk, mask=is_chunk, other=_NEVER)
+    ids = tl.load(tokens + index * num_chunks + chunk, mask=is_chunk, other=_NO_ID)
+    best, token = _best(found, ids)
+    their = tl.load(scores + index * num_chunks + chunk, mask=is_chunk, other=_NEVER)
+    return best, token, tl.max(tl.where(ids == token, their, _NEVER), axis=0)
+
+
+@triton.jit
+def _merge_floor(peaks, row, real, index, num_chunks, CHUNKS: tl.constexpr):
+    """The likeliest score of a column, and the least that min_p keeps."""
+    chunk = tl.arange(0, CHUNKS)
+    peak = tl.max(tl.load(peaks + index * num_chunks + chunk, mask=chunk < num_chunks, other=_NEVER), axis=0)
+    return peak, peak + tl.load(real + row * _NUM_REAL + _LOG_MIN_P)
+
+
+@triton.jit
+def _merge_weights(weights, index, num_chunks, CHUNKS: tl.constexpr):
+    chunk = tl.arange(0, CHUNKS)
+    return tl.sum(tl.load(weights + index * num_chunks + chunk, mask=chunk < num_chunks, other=0.0), axis=0)
+
+
+@triton.jit
+def _is_kept(before, total, row, real):
+    """Whether top_p keeps a token; the likeliest has nothing before it."""
+    top_p = tl.load(real + row * _NUM_REAL + _TOP_P)
+    return (top_p >= 1.0) | (before == 0.0) | (before < top_p * total)
+
+
+@triton.jit
+def _is_drawn_with_filters(row, real, whole):
+    is_random = tl.load(real + row * _NUM_REAL + _TEMPERATURE) >= _MIN_TEMPERATURE
+    return is_random & (tl.load(whole + row * _NUM_WHOLE + _IS_FILTERED) != 0)
+
+
+@triton.jit
+def _scan(
+    logits, row_stride, column_stride, starts, recent, rows, real, whole,
+    stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
+    best_values, best_ids, peaks, group_peaks, num_chunks, chunks_per_program,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    index = tl.program_id(0)
+    r = index // C
+    c = index % C
+    logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.load(rows + r)
+    is_random = tl.load(real + row * _NUM_REAL + _TEMPERATURE) >= _MIN_TEMPERATURE
+    is_filtered = is_random & (tl.load(whole + row * _NUM_WHOLE + _IS_FILTERED) != 0)
+    has_top_k = tl.load(whole + row * _NUM_WHOLE + _TOP_K) < V
+    seed = tl.load(whole + row * _NUM_WHOLE + _SEED)
+    position = tl.load(starts + r) + 1 + c
+    begin = tl.program_id(1) * chunks_per_program
+    end = tl.minimum(begin + chunks_per_program, num_chunks)
+    upcoming = _load(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
+    for chunk in range(begin, end):
+        first = chunk * CHUNK
+        ids = first + tl.arange(0, CHUNK)
+        raw = upcoming
+        upcoming = _load(logits, ids + CHUNK, tl.minimum(V, end * CHUNK))  # on its way during this one's work
+        scores = _scores(
+            raw, ids, first, first + CHUNK, r, c, row, starts, recent, real, whole,
+            stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
+        )  # fmt: skip
+        if is_filtered:
+            tl.store(peaks + index * num_chunks + chunk, tl.max(scores, axis=0))
+            if has_top_k:
+                groups = tl.max(tl.reshape(scores, [CHUNK // GROUP, GROUP]), axis=1)
+                group = (index * num_chunks + chunk) * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+                tl.store(group_peaks + group, groups)
+        else:
+            if is_random:
+                scores += _noise(first, seed, position, CHUNK)
+            best, token = _best(scores, ids)
+            tl.store(best_values + index * num_chunks + chunk, best)
+            tl.store(best_ids + index * num_chunks + chunk, token)
+
+
+@triton.jit
+def _key(scores):
+    """int32 that orders like the scores; the two zeros are one."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _score_of(key):
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _kth_key(keys, k):
+    """The k-th greatest of `keys`, of which there are at least k."""
+    low = tl.min(keys, axis=0).to(tl.int64)  # at least k keys are >= low
+    high = tl.max(keys, axis=0).to(tl.int64) + 1  # fewer than k keys are >= high
+    while high - low > 1:
+        middle = (low + high) >> 1
+        is_low = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), axis=0) >= k
+        low = tl.where(is_low, middle, low)
+        high = tl.where(is_low, high, middle)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _bound(
+    logits, row_stride, column_stride, starts, recent, rows, real, whole,
+    stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
+    group_peaks, chosen_groups, bound_scores, bound_ids, num_chunks,
+    GROUPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Score and id + 1 of each column's k-th ranked token: top_k keeps what ranks before. Off: everything."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    index = tl.program_id(0)
+    r = index // C
+    c = index % C
+    logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.load(rows + r)
+    k = tl.load(whole + row * _NUM_WHOLE + _TOP_K)
+    bound_score = tl.full([], _NEVER, tl.float32)
+    past_id = tl.full([], _NO_ID, tl.int32)
+    if _is_drawn_with_filters(row, real, whole) & (k < V):
+        group = tl.arange(0, GROUPS)
+        num_groups = num_chunks * (CHUNK // GROUP)
+        peaks = tl.load(group_peaks + index * num_groups + group, mask=group < num_groups, other=_NEVER)
+        keys = _key(peaks)
+        # k groups reach the k-th greatest peak, so k tokens do: what ranks before is in groups that reach it.
+        lowest = _kth_key(keys, tl.minimum(k, GROUPS))
+        is_chosen = keys >= lowest
+        num_chosen = tl.sum(is_chosen.to(tl.int32), axis=0)
+        if num_chosen <= MAX_GROUPS:
+            place = tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
+            tl.store(chosen_groups + index * MAX_GROUPS + place, group, mask=is_chosen)
+            tl.debug_barrier()
+            place = tl.arange(0, MAX_GROUPS)
+            chosen = tl.load(chosen_groups + index * MAX_GROUPS + place, mask=place < num_chosen, other=V)
+            ids = tl.reshape(chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [MAX_GROUPS * GROUP])
+            scores = _scores(
+                _load(logits, ids, V), ids, 0, V, r, c, row, starts, recent, real, whole,
+                stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
+            )  # fmt: skip
+            token_keys = tl.where(ids < V, _key(scores), _LOWEST_KEY)
+            key = _kth_key(token_keys, k)
+            num_missing = k - tl.sum((token_keys > key).to(tl.int32), axis=0)
+            is_tied = token_keys == key
+            is_last = is_tied & (tl.cumsum(is_tied.to(tl.int32), axis=0) == num_missing)
+            past_id = tl.max(tl.where(is_last, ids, -1), axis=0) + 1
+            bound_score = _score_of(key)
+        else:
+            # Many ties, or a large k: halve the range of scores, then of ids, counting the whole vocabulary.
+            low = tl.where(k <= GROUPS, lowest, _LOWEST_KEY).to(tl.int64)
+            high = tl.max(keys, axis=0).to(tl.int64) + 1
+            past_id = tl.full([], 0, tl.int32) + V
+            first_id = tl.full([], 0, tl.int32)
+            num_greater = tl.full([], 0, tl.int32)
+            while (high - low > 1) | (past_id - first_id > 1):
+                by_score = high - low > 1
+                middle = (low + high) >> 1
+                middle_id = (first_id + past_id) >> 1
+                count = tl.full([], 0, tl.int32)
+                for chunk in range(num_chunks):
+                    first = chunk * CHUNK
+                    ids = first + tl.arange(0, CHUNK)
+                    scores = _scores(
+                        _load(logits, ids, V), ids, first, first + CHUNK, r, c, row, starts, recent,
+                        real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
+                    )  # fmt: skip
+                    token_keys = _key(scores)
+                    is_counted = (token_keys == low.to(tl.int32)) & (ids < middle_id)
+                    if by_score:
+                        is_counted = token_keys >= middle.to(tl.int32)
+                    count += tl.sum((is_counted & (ids < V)).to(tl.int32), axis=0)
+                if by_score:
+                    if count >= k:
+                        low = middle
+                    else:
+                        high = middle
+                        num_greater = count
+                else:
+                    if count >= k - num_greater:
+                        past_id = middle_id
+                    else:
+                        first_id = middle_id
+            bound_score = _score_of(low.to(tl.int32))
+    tl.store(bound_scores + index, bound_score)
+    tl.store(bound_ids + index, past_id)
+
+
+@triton.jit
+def _draw_chunk(
+    raw, first, score, token, floor, bound_score, bound_id, seed, position, r, c, row,
+    starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
+):  # fmt: skip
+    """The best noisy token of a chunk among those kept and ranked before (score, token): value, id, score."""
+    ids = first + tl.arange(0, CHUNK)
+    scores = _scores(
+        raw, ids, first, first + CHUNK, r, c, row, starts, recent, real, whole,
+        stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
+    )  # fmt: skip
+    is_open = (scores >= floor) & _is_before(scores, ids, bound_score, bound_id)
+    is_open = is_open & _is_before(scores, ids, score, token)
+    best = tl.full([], _NEVER, tl.float32)
+    best_id = tl.full([], _NO_ID, tl.int32)
+    best_score = tl.full([], _NEVER, tl.float32)
+    if tl.max(is_open.to(tl.int32), axis=0) > 0:
+        noisy = tl.where(is_open, scores + _noise(first, seed, position, CHUNK), _NEVER)
+        best, best_id = _best(noisy, ids)
+        best_score = tl.max(tl.where(ids == best_id, scores, _NEVER), axis=0)
+    return best, best_id, best_score
+
+
+@triton.jit
+def _weigh_chunk(
+    raw, first, score, token, peak, floor, bound_score, bound_id, r, c, row,
+    starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
+):  # fmt: skip
+    """The mass of a chunk that min_p and top_k keep, before (score, token) and in all; the peak weighs 1."""
+    ids = first + tl.arange(0, CHUNK)
+    scores = _scores(
+        raw, ids, first, first + CHUNK, r, c, row, starts, recent, real, whole,
+        stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
+    )  # fmt: skip
+    is_open = (scores >= floor) & _is_before(scores, ids, bound_score, bound_id)
+    weights = tl.where(is_open, tl.exp(scores - peak), 0.0)
+    before = tl.where(_is_before(scores, ids, score, token), weights, 0.0)
+    return tl.sum(before, axis=0), tl.sum(weights, axis=0)
+
+
+@triton.jit
+def _draw(
+    logits, row_stride, column_stride, starts, recent, rows, real, whole,
+    stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
+    peaks, bound_scores, bound_ids, best_values, best_ids, best_scores, before, total,
+    num_chunks, chunks_per_program,
+    ROUND: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    index = tl.program_id(0)
+    r = index // C
+    c = index % C
+    logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.load(rows + r)
+    if not _is_drawn_with_filters(row, real, whole):
+        return
+    columns = tl.num_programs(0)
+    score = tl.full([], _NEVER, tl.float32)
+    token = tl.full([], _NO_ID, tl.int32)
+    if ROUND > 0:
+        _, token, score = _merge(best_values, best_ids, best_scores, index, num_chunks, CHUNKS)
+        ahead = _merge_weights(before, index, num_chunks, CHUNKS)
+        if _is_kept(ahead, _merge_weights(total, index, num_chunks, CHUNKS), row, real):
+            return
+    _, floor = _merge_floor(peaks, row, real, index, num_chunks, CHUNKS)
+    bound_score = tl.load(bound_scores + index)
+    bound_id = tl.load(bound_ids + index)
+    seed = tl.load(whole + row * _NUM_WHOLE + _SEED)
+    position = tl.load(starts + r) + 1 + c
+    begin = tl.program_id(1) * chunks_per_program
+    end = tl.minimum(begin + chunks_per_program, num_chunks)
+    upcoming = _load(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
+    for chunk in range(begin, end):
+        raw = upcoming
+        following = (chunk + 1) * CHUNK + tl.arange(0, CHUNK)
+        upcoming = _load(logits, following, tl.minimum(V, end * CHUNK))
+        best, best_id, best_score = _draw_chunk(
+            raw, chunk * CHUNK, score, token, floor, bound_score, bound_id, seed, position, r, c, row,
+            starts, recent, real, whole,
+            stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
+        )  # fmt: skip
+        place = (ROUND * columns + index) * num_chunks + chunk
+        tl.store(best_values + place, best)
+        tl.store(best_ids + place, best_id)
+        tl.store(best_scores + place, best_score)
+
+
+@triton.jit
+def _weigh(
+    logits, row_stride, column_stride, starts, recent, rows, real, whole,
+    stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
+    peaks, bound_scores, bound_ids, best_values, best_ids, best_scores, before, total,
+    num_chunks, chunks_per_program,
+    ROUND: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    index = tl.program_id(0)
+    r = index // C
+    c = index % C
+    logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.load(rows + r)
+    if not _is_drawn_with_filters(row, real, whole):
+        return
+    if tl.load(real + row * _NUM_REAL + _TOP_P) >= 1.0:
+        return
+    columns = tl.num_programs(0)
+    if ROUND > 0:
+        ahead = _merge_weights(before, index, num_chunks, CHUNKS)
+        if _is_kept(ahead, _merge_weights(total, index, num_chunks, CHUNKS), row, real):
+            return
+    _, token, score = _merge(
+        best_values, best_ids, best_scores, ROUND * columns + index, num_chunks, CHUNKS
+    )  # fmt: skip
+    peak, floor = _merge_floor(peaks, row, real, index, num_chunks, CHUNKS)
+    bound_score = tl.load(bound_scores + index)
+    bound_id = tl.load(bound_ids + index)
+    begin = tl.program_id(1) * chunks_per_program
+    end = tl.minimum(begin + chunks_per_program, num_chunks)
+    upcoming = _load(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
+    for chunk in range(begin, end):
+        raw = upcoming
+        following = (chunk + 1) * CHUNK + tl.arange(0, CHUNK)
+        upcoming = _load(logits, following, tl.minimum(V, end * CHUNK))
+        ahead, mass = _weigh_chunk(
+            raw, chunk * CHUNK, score, token, peak, floor, bound_score, bound_id, r, c, row,
+            starts, recent, real, whole,
+            stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
+        )  # fmt: skip
+        tl.store(before + (ROUND * columns + index) * num_chunks + chunk, ahead)
+        if ROUND == 0:
+            tl.store(total + index * num_chunks + chunk, mass)
+
+
+@triton.jit
+def _settle(
+    logits, row_stride, column_stride, starts, recent, rows, real, whole,
+    stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
+    peaks, bound_scores, bound_ids, best_values, best_ids, best_scores, before, total, out, num_chunks,
+    CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    index = tl.program_id(0)
+    r = index // C
+    c = index % C
+    logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.load(rows + r)
+    columns = tl.num_programs(0)
+    _, answer, _ = _merge(best_values, best_ids, best_values, index, num_chunks, CHUNKS)
+    if _is_drawn_with_filters(row, real, whole):
+        mass = _merge_weights(total, index, num_chunks, CHUNKS)
+        if not _is_kept(_merge_weights(before, index, num_chunks, CHUNKS), mass, row, real):
+            place = columns + index
+            _, answer, score = _merge(best_values, best_ids, best_scores, place, num_chunks, CHUNKS)
+            ahead = _merge_weights(before, place, num_chunks, CHUNKS)
+            peak, floor = _merge_floor(peaks, row, real, index, num_chunks, CHUNKS)
+            bound_score = tl.load(bound_scores + index)
+            bound_id = tl.load(bound_ids + index)
+            seed = tl.load(whole + row * _NUM_WHOLE + _SEED)
+            position = tl.load(starts + r) + 1 + c
+            # Every round leaves fewer tokens; without any, which takes NaN among the logits, it ends too.
+            while (answer != _NO_ID) & (not _is_kept(ahead, mass, row, real)):
+                best = tl.full([], _NEVER, tl.float32)
+                best_id = tl.full([], _NO_ID, tl.int32)
+                best_score = tl.full([], _NEVER, tl.float32)
+                for chunk in range(num_chunks):
+                    raw = _load(logits, chunk * CHUNK + tl.arange(0, CHUNK), V)
+                    value, token, its_score = _draw_chunk(
+                        raw, chunk * CHUNK, score, answer, floor, bound_score, bound_id, seed, position,
+                        r, c, row, starts, recent, real, whole,
+                        stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
+                    )  # fmt: skip
+                    if value > best:
+                        best = value
+                        best_id = token
+                        best_score = its_score
+                answer = best_id
+                score = best_score
+                ahead = tl.full([], 0.0, tl.float32)
+                for chunk in range(num_chunks):
+                    raw = _load(logits, chunk * CHUNK + tl.arange(0, CHUNK), V)
+                    added, _ = _weigh_chunk(
+                        raw, chunk * CHUNK, score, answer, peak, floor, bound_score, bound_id, r, c, row,
+                        starts, recent, real, whole,
+                        stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
+                    )  # fmt: skip
+                    ahead += added
+    tl.store(out + index, tl.minimum(answer, V - 1).to(tl.int64))
+
+
+def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
+    """`sampling.choose` for logits [R, C, V] of 16 or 32 bits whose last dimension is contiguous."""
+    num_rows, num_columns, vocab_size = logits.shape
+    device, count = logits.device, num_rows * num_columns
+    assert logits.stride(2) == 1
+    assert batch.prompt_seen.shape[1] == vocab_size
+    num_chunks = triton.cdiv(vocab_size, CHUNK.value)
+    out = torch.empty(num_rows, num_columns, dtype=torch.int64, device=device)
+    numbers = torch.empty(8, count, num_chunks, dtype=torch.float32, device=device)
+    best_values, best_scores, before, (peaks, total) = numbers[:2], numbers[2:4], numbers[4:6], numbers[6:]
+    best_ids = torch.empty(2, count, num_chunks, dtype=torch.int32, device=device)
+    num_groups = num_chunks * (CHUNK.value // GROUP.value)
+    group_peaks = torch.empty(count, num_groups, dtype=torch.float32, device=device)
+    chosen_groups = torch.empty(count, MAX_GROUPS.value, dtype=torch.int32, device=device)
+    bound_scores = torch.empty(count, dtype=torch.float32, device=device)
+    bound_ids = torch.empty(count, dtype=torch.int32, device=device)
+    column = (
+        *(logits, logits.stride(0), logits.stride(1), starts, recent.contiguous(), batch.rows),
+        *(batch.real, batch.whole, batch.stop_ids, batch.bias_ids, batch.bias_values),
+        *(batch.prompt_seen, batch.output_counts, vocab_size, num_columns, recent.shape[1]),
+    )
+    found = (peaks, bound_scores, bound_ids, best_values, best_ids, best_scores, before, total)
+    per_program = _chunks_per_program(count, num_chunks, num_multiprocessors(device))
+    grid = (count, triton.cdiv(num_chunks, per_program))
+    padded = triton.next_power_of_2(num_chunks)
+    pdl = has_pdl(device)
+    # Fused multiply-adds would round penalties differently from the reference.
+    options = {"PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": False}
+    _scan[grid](
+        *column, best_values, best_ids, peaks, group_peaks, num_chunks, per_program, num_warps=4, **options
+    )
+    _bound[(count,)](
+        *(*column, group_peaks, chosen_groups, bound_scores, bound_ids, num_chunks),
+        GROUPS=triton.next_power_of_2(num_groups),
+        num_warps=16,
+        **options,
+    )
+    for number in range(2):
+        rounds = {"ROUND": number, "CHUNKS": padded, "num_warps": 4}
+        _draw[grid](*column, *found, num_chunks, per_program, **rounds, **options)
+        _weigh[grid](*column, *found, num_chunks, per_program, **rounds, **options)
+    _settle[(count,)](*column, *found, out, num_chunks, CHUNKS=padded, num_warps=8, **options)
+    return out
+
+
+def _chunks_per_program(num_columns: int, num_chunks: int, num_multiprocessors: int) -> int:
+    """Enough programs to fill the device, few enough that those with nothing to do cost little."""
+    wanted = max(1, 32 * num_multiprocessors // num_columns)
+    return -(-num_chunks // min(num_chunks, wanted))

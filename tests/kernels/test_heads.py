@@ -1,0 +1,119 @@
+"""Heads on their way into attention: `enter` is norm, rotation and a copy into slots, one after another."""
+
+import pytest
+import torch
+
+from blockdraft.kernels import heads
+from blockdraft.kernels.choice import use
+from blockdraft.kernels.heads import HeadNorms, Slots, enter, enter_context, open_heads, write
+from blockdraft.kernels.rows import reference_rms_norm, reference_rotate, rms_norm, rotate, sigmoid
+
+NAN = float("nan")
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+class Inputs:
+    """Queries, keys and values as parts of one projection, and a cache that holds NaN."""
+
+    def __init__(self, dtype, *, num_tokens=5, num_heads=6, num_kv_heads=3, dim=12, turned=8):
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        sizes = (num_heads, num_kv_heads, num_kv_heads)
+        self.q, self.k, self.v = normal(num_tokens, sum(sizes), dim).split(sizes, dim=1)
+        angle = torch.rand(num_tokens, 1, turned // 2, generator=generator) * 6
+        self.angles = angle.cos().to(dtype), angle.sin().to(dtype)
+        self.norms = HeadNorms(normal(dim), normal(dim), 1e-5)
+        self.place = torch.randperm(2 * num_tokens, generator=generator)[:num_tokens]
+        self.slots = self.empty()
+
+    def empty(self):
+        shape = (self.k.shape[1], 2 * len(self.k), self.k.shape[2])
+        return Slots(*(torch.full(shape, NAN, dtype=self.k.dtype) for _ in range(2)), self.place)
+
+
+def is_same(mine, theirs):
+    """Bit for bit, NaN included."""
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("path", ["chosen", "reference"])
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_entering_is_the_chain_of_its_steps(dtype, has_norms, path):
+    inputs = Inputs(dtype)
+    norms = inputs.norms if has_norms else None
+    normalise, turn = (rms_norm, rotate) if path == "chosen" else (reference_rms_norm, reference_rotate)
+    q, k = inputs.q, inputs.k
+    if has_norms:
+        q, k = normalise(q, inputs.norms.q, 1e-5), normalise(k, inputs.norms.k, 1e-5)
+    expected = inputs.empty()
+    expected.keys.index_copy_(1, inputs.place, turn(k, inputs.angles).transpose(0, 1))
+    expected.values.index_copy_(1, inputs.place, inputs.v.transpose(0, 1))
+    before = [x.clone() for x in (inputs.q, inputs.k, inputs.v)]
+    given = {"norms": norms, "angles": inputs.angles, "slots": inputs.slots}
+    if path == "chosen":
+        got = enter(inputs.q, inputs.k, inputs.v, **given)
+    else:
+        with use("reference"):
+            got = enter(inputs.q, inputs.k, inputs.v, **given)
+    assert torch.equal(got, turn(q, inputs.angles))
+    assert is_same(inputs.slots[:2], expected[:2])
+    assert all(torch.equal(x, y) for x, y in zip((inputs.q, inputs.k, inputs.v), before, strict=True))
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_a_context_leaves_what_its_tokens_would(has_norms):
+    inputs = Inputs(torch.float32)
+    norms, expected = inputs.norms if has_norms else None, inputs.empty()
+    enter(inputs.q, inputs.k, inputs.v, norms=norms, angles=inputs.angles, slots=expected)
+    enter_context(inputs.k, inputs.v, norms=norms, angles=inputs.angles, slots=inputs.slots)
+    assert is_same(inputs.slots[:2], expected[:2])
+
+
+def test_writing_leaves_keys_and_values_as_they_are():
+    inputs = Inputs(torch.float16)
+    write(inputs.k, inputs.v, inputs.slots)
+    assert torch.equal(inputs.slots.keys[:, inputs.place].transpose(0, 1), inputs.k)
+    assert torch.equal(inputs.slots.values[:, inputs.place].transpose(0, 1), inputs.v)
+    assert int(inputs.slots.keys.isnan().sum()) == inputs.slots.keys.numel() // 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_are_opened_by_their_gates(dtype):
+    inputs = Inputs(dtype)
+    assert torch.equal(open_heads(inputs.k, inputs.v), inputs.k * sigmoid(inputs.v))
+    expected = inputs.k.double() * torch.sigmoid(inputs.v.double())
+    near = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(open_heads(inputs.k, inputs.v).double(), expected, rtol=near, atol=near)
+
+
+def test_training_has_gradients():
+    inputs = Inputs(torch.float64)
+    q, k, v = (x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+
+    def attended(q, k, v):
+        slots = Slots(*(torch.zeros(3, 10, 12, dtype=torch.float64) for _ in range(2)), inputs.place)
+        turned = enter(q, k, v, norms=inputs.norms, angles=inputs.angles, slots=slots)
+        return turned, slots.keys, slots.values
+
+    assert torch.autograd.gradcheck(attended, (q, k, v), fast_mode=True)
+    assert torch.autograd.gradcheck(open_heads, (k, v), fast_mode=True)
+
+
+def test_float64_never_meets_the_gpu_kernel(monkeypatch):
+    """It would be computed in float32; a gradient would be lost. Both take the steps in PyTorch."""
+
+    def refuse(*_):
+        raise AssertionError("the kernel was asked")
+
+    monkeypatch.setattr(heads, "_on_gpu", refuse)
+    with use("triton"):
+        inputs = Inputs(torch.float64)
+        given = {"norms": inputs.norms, "angles": inputs.angles, "slots": inputs.slots}
+        enter(inputs.q, inputs.k, inputs.v, **given)
+        enter_context(inputs.k, inputs.v, **given)

@@ -1,0 +1,448 @@
+"""The Triton attention kernel against the reference in float64, and its promise on bits."""
+
+import math
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytest.importorskip("triton")  # reads the environment when it is imported
+
+from blockdraft.kernels.attention import Blocks, Mask, _attend_groups  # noqa: E402
+from blockdraft.kernels.triton import attention as kernel  # noqa: E402
+from blockdraft.kernels.triton.attention import Config, _attend, _config  # noqa: E402
+
+on_the_card = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+H200 = {"multiprocessors": 132, "shared_memory": 228 * 1024}
+MASKS = {
+    "causal": Mask(scale=0.3),
+    "block": Mask(scale=0.3, is_causal=False),
+    "window 1": Mask(scale=0.3, window=1),
+    "window": Mask(scale=0.3, window=21),
+    "wide window": Mask(scale=0.3, window=1000),
+    "block window": Mask(scale=0.3, is_causal=False, window=4),
+    "anchored": Mask(scale=0.3, window=21, is_anchored=True),
+    "anchored block": Mask(scale=0.3, is_causal=False, window=21, is_anchored=True),
+    "capped": Mask(scale=0.8, softcap=2.0),
+    "capped block window": Mask(scale=0.8, is_causal=False, window=9, softcap=2.0),
+}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+HALVES = [
+    torch.float16,
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(DEVICE.type != "cuda", reason="not in the interpreter's dot"),
+    ),
+]
+# Small chunks, so that short rows have many; one tile per row, or many.
+ONE_TILE = {
+    "whole": Config(tokens=5, block_m=16, block_n=16, splits=1, warps=4, stages=2),
+    "split": Config(tokens=5, block_m=16, block_n=16, splits=3, warps=4, stages=2),
+}
+MANY_TILES = {
+    "whole": Config(tokens=2, block_m=16, block_n=16, splits=1, warps=4, stages=2),
+    "split": Config(tokens=2, block_m=16, block_n=16, splits=3, warps=4, stages=2),
+}
+
+
+class Rows:
+    """Keys, values and queries by position; laid into shuffled pages anew for every forward."""
+
+    def __init__(self, lengths, *, heads=3, groups=1, dim=24, dtype=torch.float32):
+        generator = torch.Generator().manual_seed(sum(lengths) + dim + heads)
+        self.dtype, self.heads, self.groups, self.dim = dtype, heads, groups, dim
+        self.k = [torch.randn(groups, n, dim, generator=generator).to(dtype) for n in lengths]
+        self.v = [torch.randn(groups, n, dim, generator=generator).to(dtype) for n in lengths]
+        self.q = [torch.randn(n, heads, dim, generator=generator).to(dtype) for n in lengths]
+        self.sinks = torch.randn(heads, generator=generator).to(dtype)
+
+    def laid_out(self, parts, *, page_size, scratch, seed=0):
+        """q, keys, values, page tables of twice the rows, rows. What no row has reached is `scratch`."""
+        num_pages = max(-(-(start + count) // page_size) for _, start, count in parts) + 1
+        generator = torch.Generator().manual_seed(seed)
+        order = (torch.randperm(len(parts) * num_pages, generator=generator) + 1).view(len(parts), num_pages)
+        rows = torch.randperm(2 * len(parts), generator=generator)[: len(parts)]
+        page_table = torch.zeros(2 * len(parts), num_pages, dtype=torch.int64)
+        shape = (self.groups, (order.numel() + 1) * page_size, self.dim)
+        keys, values = (torch.full(shape, scratch, dtype=self.dtype) for _ in range(2))
+        for table, home, (row, start, count) in zip(order, rows, parts, strict=True):
+            used = -(-(start + count) // page_size)
+            page_table[home, :used] = table[:used]
+            position = torch.arange(start + count)
+            slots = table[position // page_size] * page_size + position % page_size
+            keys[:, slots] = self.k[row][:, : start + count]
+            values[:, slots] = self.v[row][:, : start + count]
+        q = torch.cat([self.q[row][start : start + count] for row, start, count in parts])
+        return q, keys, values, page_table, rows
+
+    def attend(
+        self, mask, parts, *, config=None, page_size=4, scratch=math.nan, seed=0, sinks=None, **options
+    ):
+        """parts: (row, start, count) each; the outputs of their queries."""
+        q, keys, values, page_table, rows = self.laid_out(
+            parts, page_size=page_size, scratch=scratch, seed=seed
+        )
+        counts = [count for _, _, count in parts]
+        offsets = torch.tensor([0, *counts]).cumsum(0)
+        starts = torch.tensor([start for _, start, _ in parts])
+        options = {"max_count": max(counts), **options}
+        if config is None:
+            call, options = kernel.attend, {"max_length": 256, **options}
+        else:
+            call, options = _attend, {"config": config, **options}
+        out = call(
+            q.to(DEVICE),
+            keys.to(DEVICE),
+            values.to(DEVICE),
+            page_table=page_table.to(DEVICE),
+            rows=rows.to(DEVICE),
+            starts=starts.to(DEVICE),
+            offsets=offsets.to(DEVICE),
+            page_size=page_size,
+            mask=mask,
+            sinks=None if sinks is None else sinks.to(DEVICE),
+            **options,
+        )
+        return list(out.cpu().split(counts))
+
+    def reference(self, mask, parts, *, page_size=4, sinks=None):
+        parts = [part for part in parts if part[2] > 0]
+        q, keys, values, page_table, rows = self.laid_out(parts, page_size=page_size, scratch=0.0)
+        blocks = Blocks(
+            pages=page_table[rows],
+            starts=torch.tensor([start for _, start, _ in parts]),
+            counts=tuple(count for _, _, count in parts),
+            page_size=page_size,
+        )
+        sinks = None if sinks is None else sinks.double()
+        return _attend_groups(q.double(), keys.double(), values.double(), blocks, mask, sinks)
+
+
+def assert_agrees(rows, mask, parts, **options):
+    out = torch.cat(rows.attend(mask, parts, **options))
+    shared = {key: options[key] for key in ("page_size", "sinks") if key in options}
+    tolerance = TOLERANCE[rows.dtype]
+    torch.testing.assert_close(
+        out.double(), rows.reference(mask, parts, **shared), atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize("splits", ["whole", "split"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_blocks_of_any_start_agree_with_the_reference(mask, splits):
+    rows = Rows([75, 5, 40])
+    parts = [(0, 71, 4), (2, 40, 0), (1, 0, 3), (2, 37, 1)]
+    assert_agrees(rows, mask, parts, config=ONE_TILE[splits], sinks=rows.sinks)
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        ("causal", "whole"),
+        ("causal", "split"),
+        ("block", "whole"),
+        ("block window", "whole"),
+        ("anchored", "split"),
+    ],
+)
+def test_rows_of_many_tiles_agree_with_the_reference(name, splits):
+    rows = Rows([60, 40, 3])
+    parts = [(0, 51, 9), (1, 2, 0), (2, 0, 3), (1, 34, 1)]
+    assert_agrees(rows, MASKS[name], parts, config=MANY_TILES[splits])
+
+
+def test_a_tile_finds_its_row_among_many(monkeypatch):
+    monkeypatch.setattr(kernel, "ROW_BLOCK", 4)
+    rows = Rows([12])
+    counts = [0, 0, 6, 1, 2, 0, 3, 1, 5, 0, 1, 0]
+    parts = [(0, position, count) for position, count in enumerate(counts, start=1) if position + count <= 12]
+    assert_agrees(rows, MASKS["causal"], [*parts, (0, 0, 6)], config=MANY_TILES["whole"])
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "page_size", "count", "max_length", "dtype"),
+    [
+        (3, 3, 64, 1, 7, 1, torch.float16),
+        (9, 3, 64, 16, 16, 1, torch.float16),
+        (8, 2, 96, 4, 1, 256, torch.float16),
+        (8, 1, 128, 64, 16, 1, torch.float16),
+        (4, 2, 256, 16, 2, 256, torch.float16),
+        (4, 1, 80, 5, 17, 1, torch.float32),
+        (2, 2, 8, 3, 2, 256, torch.float32),
+    ],
+)
+def test_geometries_agree_with_the_reference(heads, groups, dim, page_size, count, max_length, dtype):
+    rows = Rows([150, 33], heads=heads, groups=groups, dim=dim, dtype=dtype)
+    mask = Mask(scale=dim**-0.5)
+    parts = [(0, 150 - count, count), (1, 0, count)]
+    assert_agrees(rows, mask, parts, page_size=page_size, max_length=max_length)
+
+
+def test_queries_may_be_a_view_of_something_wider():
+    rows = Rows([40])
+    parts = [(0, 37, 3)]
+    wide = torch.randn(3, 3, 2, 24)  # tokens, heads, query and gate
+    wide[:, :, 0] = rows.q[0][37:]
+    q, keys, values, page_table, home = (
+        t.to(DEVICE) for t in rows.laid_out(parts, page_size=4, scratch=math.nan)
+    )
+    options = {
+        "page_table": page_table,
+        "rows": home,
+        "starts": torch.tensor([37], device=DEVICE),
+        "offsets": torch.tensor([0, 3], device=DEVICE),
+        "max_count": 3,
+        "max_length": 64,
+        "page_size": 4,
+        "mask": MASKS["causal"],
+    }
+    view = wide.to(DEVICE)[:, :, 0]
+    assert torch.equal(
+        kernel.attend(view, keys, values, **options), kernel.attend(q, keys, values, **options)
+    )
+
+
+@pytest.mark.parametrize("splits", ["whole", "split"])
+@pytest.mark.parametrize("mask", [MASKS["causal"], Mask(scale=0.3, window=70)], ids=["causal", "window"])
+def test_bits_do_not_depend_on_the_column_or_the_block(mask, splits):
+    rows = Rows([120])
+    options = {"config": ONE_TILE[splits], "sinks": rows.sinks, "max_count": 5}
+    (whole,) = rows.attend(mask, [(0, 99, 5)], **options)
+    # A block from 101 on has its window's first key in the chunk from 32 on, the earlier ones have not.
+    for start, count in [(100, 3), (97, 5), (103, 1)]:
+        (block,) = rows.attend(mask, [(0, start, count)], **options)
+        lo, hi = max(start, 99), min(start + count, 104)
+        assert torch.equal(block[lo - start : hi - start], whole[lo - 99 : hi - 99])
+
+
+@pytest.mark.parametrize(("name", "splits"), [("causal", "whole"), ("window", "whole"), ("causal", "split")])
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(name, splits):
+    rows = Rows([24], dtype=torch.float16)
+    (whole,) = rows.attend(MASKS[name], [(0, 0, 24)], config=ONE_TILE[splits])
+    parts = [(0, 0, 13), (0, 13, 1), (0, 14, 10)]
+    assert torch.equal(torch.cat(rows.attend(MASKS[name], parts, config=ONE_TILE[splits])), whole)
+
+
+@pytest.mark.parametrize("splits", ["whole", "split"])
+@pytest.mark.parametrize("name", ["causal", "block", "block window", "anchored"])
+def test_bits_depend_neither_on_neighbours_nor_on_what_scratch_holds(name, splits):
+    rows = Rows([60, 90, 7], dtype=torch.float16)
+    options = {"config": ONE_TILE[splits], "max_count": 5}
+    (alone,) = rows.attend(MASKS[name], [(0, 55, 3)], scratch=0.0, **options)
+    crowd = [(1, 88, 2), (2, 3, 2), (0, 55, 3), (1, 9, 0)]
+    out = rows.attend(MASKS[name], crowd, scratch=math.nan, seed=2, page_size=7, **options)
+    assert torch.equal(out[2], alone)
+    assert torch.isfinite(torch.cat(out)).all()
+
+
+def test_pages_before_the_window_are_not_read():
+    rows = Rows([60])
+    for mask, first in [(MASKS["window"], 55 - 20), (MASKS["anchored"], 55 - 21)]:
+        (before,) = rows.attend(mask, [(0, 55, 5)], config=ONE_TILE["whole"])
+        rows.k[0][:, :first] = rows.v[0][:, :first] = math.nan
+        (after,) = rows.attend(mask, [(0, 55, 5)], config=ONE_TILE["whole"])
+        assert torch.equal(after, before)
+        rows = Rows([60])
+
+
+@pytest.mark.parametrize("mask", [MASKS["window 1"], MASKS["window"]], ids=["window 1", "window"])
+def test_a_query_may_see_nothing_of_its_tile_s_first_chunk(mask):
+    rows = Rows([40])
+    assert_agrees(rows, mask, [(0, 34, 5), (0, 14, 5)], config=ONE_TILE["whole"])
+
+
+def test_tokens_past_the_last_offset_are_left_alone(monkeypatch):
+    rows = Rows([40])
+    (whole,) = rows.attend(MASKS["causal"], [(0, 35, 5)], config=ONE_TILE["split"])
+    q, keys, values, page_table, home = (
+        t.to(DEVICE) for t in rows.laid_out([(0, 35, 5)], page_size=4, scratch=math.nan)
+    )
+    monkeypatch.setattr(torch, "empty", lambda shape, **kind: torch.full(shape, 7.0, **kind))
+    out = _attend(
+        torch.cat([q, q]),
+        keys,
+        values,
+        config=ONE_TILE["split"],
+        page_table=page_table,
+        rows=home,
+        starts=torch.tensor([35], device=DEVICE),
+        offsets=torch.tensor([0, 5], device=DEVICE),
+        max_count=5,
+        page_size=4,
+        mask=MASKS["causal"],
+        sinks=None,
+    )
+    assert torch.equal(out[:5].cpu(), whole)
+    assert (out[5:] == 7.0).all()
+
+
+def test_no_tokens_at_all_give_no_outputs():
+    rows = Rows([4])
+    (out,) = rows.attend(MASKS["causal"], [(0, 4, 0)], max_count=1)
+    assert out.shape == (0, 3, 24)
+
+
+def test_other_dtypes_are_refused():
+    rows = Rows([4], dtype=torch.float64)
+    with pytest.raises(ValueError, match="float64"):
+        rows.attend(MASKS["causal"], [(0, 2, 2)])
+
+
+SHAPES = {  # rows, groups, shared, head_dim, max_count
+    "qwen": (1, 8, 4, 128, 16),
+    "qwen 32": (32, 8, 4, 128, 16),
+    "qwen plain": (1, 8, 4, 128, 1),
+    "smol": (1024, 3, 3, 64, 1),
+    "gpt-oss": (1, 8, 8, 64, 16),
+    "gemma local": (1, 8, 2, 256, 16),
+    "qwen next": (1, 2, 8, 256, 16),
+    "phi": (1, 8, 4, 96, 16),
+}
+
+
+def config_of(rows, groups, shared, head_dim, max_count, *, element_size=2, max_length=32768, card=H200):
+    return _config(
+        num_rows=rows,
+        num_groups=groups,
+        shared=shared,
+        head_dim=head_dim,
+        element_size=element_size,
+        max_count=max_count,
+        max_length=max_length,
+        **card,
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_block_is_one_tile(shape):
+    config = config_of(*shape)
+    assert config.tokens >= shape[4]
+    assert config.tokens * shape[2] <= config.block_m
+
+
+@pytest.mark.parametrize("kilobytes", [100, 164, 228])
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 256, 512])
+def test_buffers_fit_the_multiprocessor(head_dim, kilobytes):
+    card = {"multiprocessors": 132, "shared_memory": kilobytes * 1024}
+    for shared in (1, 2, 3, 4, 7, 8, 16):
+        for element_size, max_count in [(2, 1), (2, 16), (2, 2048), (4, 16)]:
+            if element_size * head_dim == 2048 and kilobytes == 100:
+                continue  # refused
+            config = config_of(1, 2, shared, head_dim, max_count, element_size=element_size, card=card)
+            assert 1 <= config.tokens * shared <= config.block_m
+            row_bytes = max(16, 1 << (head_dim - 1).bit_length()) * element_size
+            buffers = config.stages * 2 * config.block_n * row_bytes + config.block_m * row_bytes
+            assert buffers <= (kilobytes - 2) * 1024
+
+
+def test_a_device_too_small_is_refused():
+    with pytest.raises(ValueError, match="100 KB of shared memory"):
+        config_of(1, 1, 64, 512, 1, card={"multiprocessors": 132, "shared_memory": 100 * 1024})
+
+
+def test_splits_fill_the_device_and_many_rows_need_none():
+    assert config_of(1, 8, 4, 128, 16).splits == kernel.MAX_SPLITS
+    assert config_of(4, 8, 4, 128, 16).splits == 8  # two programs for each of 132 multiprocessors
+    assert config_of(32, 8, 4, 128, 16).splits == 1
+    assert config_of(1024, 3, 3, 64, 1).splits == 1
+    assert config_of(1, 8, 4, 128, 2048).splits == 1
+    assert config_of(1, 8, 4, 128, 16, max_length=256).splits == 4  # one chunk each
+    assert config_of(1, 1, 4, 128, 1).splits == kernel.MAX_SPLITS
+
+
+def test_more_than_128_heads_on_one_key_head_are_refused():
+    with pytest.raises(ValueError, match="129 query heads"):
+        config_of(1, 1, 129, 64, 1)
+
+
+REAL = {  # heads, groups, dim, lengths, count, mask
+    "qwen": (32, 8, 128, [5000, 1024, 16, 777], 16, Mask(scale=128**-0.5)),
+    "qwen plain": (32, 8, 128, [5000, 1024, 1, 777], 1, Mask(scale=128**-0.5)),
+    "qwen prefill": (32, 8, 128, [1500, 700], 650, Mask(scale=128**-0.5)),
+    "drafter": (32, 8, 128, [3000, 20], 16, Mask(scale=128**-0.5, is_causal=False, window=2048)),
+    "smol": (9, 3, 64, [512, 100, 3, 511], 1, Mask(scale=64**-0.5)),
+    "gpt-oss": (64, 8, 64, [3000, 130], 16, Mask(scale=64**-0.5, window=128)),
+    "gemma local": (8, 4, 256, [3000, 700], 16, Mask(scale=256**-0.5, window=512)),
+    "gemma global": (16, 2, 512, [900, 100], 16, Mask(scale=512**-0.5)),
+    "gemma 2": (8, 4, 256, [900, 100], 16, Mask(scale=256**-0.5, softcap=50.0)),
+    "phi": (32, 8, 96, [900, 100], 16, Mask(scale=96**-0.5)),
+    "mha": (8, 8, 80, [900, 300], 130, Mask(scale=80**-0.5)),
+}
+
+
+@on_the_card
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", REAL)
+def test_real_shapes_agree_with_the_reference(name, dtype):
+    heads, groups, dim, lengths, count, mask = REAL[name]
+    rows = Rows(lengths, heads=heads, groups=groups, dim=dim, dtype=dtype)
+    parts = [(row, max(length - count, 0), min(count, length)) for row, length in enumerate(lengths)]
+    options = {"page_size": 16, "max_length": 32768, "sinks": rows.sinks}
+    assert_agrees(rows, mask, parts, **options)
+    assert_agrees(rows, mask, parts[:1], **options)
+
+
+@on_the_card
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["qwen", "smol", "gpt-oss", "gemma global"])
+def test_real_bits_depend_on_the_prefix_only(name, dtype):
+    heads, groups, dim, (length, *_), _, mask = REAL[name]
+    rows = Rows([length, 2 * length], heads=heads, groups=groups, dim=dim, dtype=dtype)
+    options = {"page_size": 16, "max_count": 16, "sinks": rows.sinks}
+    for num_rows in (1, 3, 64):
+        config = config_of(num_rows, groups, heads // groups, dim, 16)
+        options["config"] = config
+        start = length - 20
+        (whole,) = rows.attend(mask, [(0, start, 16)], **options)
+        for first, count in [(start + 3, 1), (start - 5, 16), (start + 4, 16), (start, 7)]:
+            crowd = [(1, 2 * length - 16, 16), (0, first, count)]
+            _, block = rows.attend(mask, crowd, seed=first, **options)
+            lo, hi = max(first, start), min(first + count, start + 16)
+            assert torch.equal(block[lo - first : hi - first], whole[lo - start : hi - start])
+
+
+@on_the_card
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_parts", [1, 40])
+def test_a_captured_graph_reads_what_it_is_replayed_with(num_parts):
+    rows = Rows([300, 50], heads=32, groups=8, dim=128, dtype=torch.bfloat16)
+    mask = Mask(scale=128**-0.5)
+
+    def inputs(length, count, seed):
+        parts = [(0, length - count, count), *[(1, 50 - count, count)] * (num_parts - 1)]
+        starts = torch.tensor([start for _, start, _ in parts])
+        offsets = torch.tensor([0, *(count for _, _, count in parts)]).cumsum(0)
+        laid_out = rows.laid_out([(row, 0, 300 if row == 0 else 50) for row, _, _ in parts], page_size=16,
+                                 scratch=math.nan, seed=seed)  # fmt: skip
+        _, keys, values, page_table, home = laid_out
+        q = torch.zeros(16 * num_parts, 32, 128, dtype=torch.bfloat16)
+        q[: count * num_parts] = torch.cat([rows.q[row][start : start + count] for row, start, _ in parts])
+        return [t.to(DEVICE) for t in (q, keys, values, page_table, home, starts, offsets)]
+
+    def call(q, keys, values, page_table, home, starts, offsets):
+        return kernel.attend(
+            q, keys, values, page_table=page_table, rows=home, starts=starts, offsets=offsets,
+            max_count=16, max_length=4096, page_size=16, mask=mask,
+        )  # fmt: skip
+
+    static = inputs(300, 16, seed=0)
+    call(*static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(*static)
+    for length, count in [(300, 16), (200, 16), (77, 5)]:
+        new = inputs(length, count, seed=length)
+        for target, source in zip(static, new, strict=True):
+            target.copy_(source)
+        graph.replay()
+        used = count * num_parts
+        assert torch.equal(out[:used], call(*new)[:used])
+        parts = [(0, length - count, count), *[(1, 50 - count, count)] * (num_parts - 1)]
+        reference = rows.reference(mask, parts, page_size=16)
+        torch.testing.assert_close(out[:used].double().cpu(), reference, atol=2e-2, rtol=2e-2)
