@@ -9,8 +9,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from blockdraft.engine.engine import Engine
-from blockdraft.engine.loading import load_models
 from blockdraft.engine.request import (
     Delta,
     FinishReason,
@@ -18,6 +16,7 @@ from blockdraft.engine.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from blockdraft.engine.start import plain_engine
 from blockdraft.errors import RequestError, SettingsError
 from blockdraft.settings import SETTING_NAMES, Settings
 
@@ -82,7 +81,7 @@ class LLM:
                 hint = f": did you mean '{close[0]}'?" if close else "."
                 raise SettingsError(f"LLM has no setting '{name}'{hint}")
         self.settings = Settings(model=model, draft=draft, **settings)  # type: ignore[arg-type]
-        self.engine = Engine(load_models(self.settings, report))
+        self.engine = plain_engine(self.settings, report)
         self.tokenizer = self.engine.models.tokenizer
         self._inbox: dict[str, deque[Delta]] = {}
 

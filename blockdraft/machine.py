@@ -12,10 +12,17 @@ class Machine:
     """The facts a plan is made from."""
 
     memory_bytes: int  # free for new work, as the kernel estimates it
+    gpu_bytes: int = 0  # of the GPU in use, and what of it is free; 0: no GPU
+    gpu_free_bytes: int = 0
 
 
 def read_machine() -> Machine:
     return Machine(memory_bytes=_available_bytes())
+
+
+def may_have_gpu() -> bool:
+    """Whether a driver is there, NVIDIA's, AMD's or that of WSL; torch may find no device all the same."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
 
 
 def _available_bytes() -> int:

@@ -15,6 +15,7 @@ from blockdraft.settings import Settings
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CPU_WIDTH = 8  # widest verify that costs little more than a narrow one (docs/benchmarks.md)
 CACHE_SHARE = 0.25  # of the free memory, on a machine that has other work too
+WORK_BYTES = 1 << 30  # of a GPU, for activations and graphs; replaced by what is measured
 UNPACK_SHARE = 0.5  # of the free memory: what unpacked weights may take before they stay packed
 
 
@@ -57,7 +58,7 @@ def make_plan(
     draft_weights: Weights | None = None,
 ) -> Plan:
     """Resolve `settings` for this machine and this pair of models."""
-    is_cpu = settings.device.split(":")[0] == "cpu"
+    is_cpu = settings.device.split(":")[0] == "cpu" or (settings.device == "auto" and not machine.gpu_bytes)
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "float32" if is_cpu else "bfloat16"
@@ -69,16 +70,27 @@ def make_plan(
     scratch = 2 * block  # a step, and one more that ran before a stop was known
     element_bytes = ELEMENT_BYTES[dtype]
     states = (max_rows + 1) * bytes_per_row(specs, element_bytes, block)
-    room = _cache_tokens(settings, machine, specs, element_bytes, states)
-    unpackable = int(machine.memory_bytes * UNPACK_SHARE) // element_bytes if is_cpu else 0
+    room_bytes = int(machine.memory_bytes * CACHE_SHARE)
+    unpackable = int(machine.memory_bytes * UNPACK_SHARE) // element_bytes
+    if not is_cpu:
+        budget = gpu_budget(settings, machine)
+        unpackable = int(budget * UNPACK_SHARE) // element_bytes
+    quantization = _quantization("quantization", settings.quantization, weights, unpackable)
+    draft_weights = draft_weights or Weights(0)
+    draft_quantization = _quantization(
+        "draft_quantization", settings.draft_quantization, draft_weights, unpackable
+    )
+    if not is_cpu:
+        held = _weight_bytes(weights, quantization, element_bytes)
+        held += _weight_bytes(draft_weights, draft_quantization, element_bytes)
+        room_bytes = _gpu_room(settings, machine, held)
+    room = _cache_tokens(settings, room_bytes, specs, element_bytes, states)
     max_context = _max_context(settings, model, room - scratch - settings.page_size)
     wanted = max_rows * (max_context + scratch + settings.page_size)
     return Plan(
         dtype=dtype,
-        quantization=_quantization("quantization", settings.quantization, weights, unpackable),
-        draft_quantization=_quantization(
-            "draft_quantization", settings.draft_quantization, draft_weights or Weights(0), unpackable
-        ),
+        quantization=quantization,
+        draft_quantization=draft_quantization,
         width=width,
         block=block,
         max_context=max_context,
@@ -90,7 +102,7 @@ def make_plan(
         chunk=chunk,
         # A state holds everything before it: a page found again does not bring it back.
         prefix_cache=settings.prefix_cache and not model.is_hybrid,
-        overlap=settings.overlap,
+        overlap=settings.overlap if settings.overlap != "auto" else not is_cpu,
         seed=settings.seed,
     )
 
@@ -111,8 +123,8 @@ def _width(settings: Settings, draft: DraftConfig | None, *, is_cpu: bool) -> in
 def _quantization(name: str, asked: str, weights: Weights, unpackable: int) -> Storage:
     """How to hold a checkpoint's weights; `unpackable` values fit easily once unpacked.
 
-    No packed format has a kernel of its own yet: each forward unpacks it again. So weights stay packed only
-    where memory needs it, and on a GPU, whose memory is not known here.
+    Most packed formats have no kernel of their own: each forward unpacks them again. So weights stay packed
+    only where memory needs it.
     """
     if asked == "auto":
         return "keep" if weights.method is not None and weights.num_values > unpackable else "none"
@@ -124,17 +136,42 @@ def _quantization(name: str, asked: str, weights: Weights, unpackable: int) -> S
     return cast(Storage, asked)  # Settings admit no other
 
 
+def gpu_budget(settings: Settings, machine: Machine) -> int:
+    """Bytes of the GPU that we may take: the share of the whole, less what others have."""
+    return int(machine.gpu_bytes * settings.gpu_memory_utilization) - (
+        machine.gpu_bytes - machine.gpu_free_bytes
+    )
+
+
+def _weight_bytes(weights: Weights, storage: Storage, element_bytes: int) -> int:
+    """Of formats that stay packed, at the least half a byte a value."""
+    each = {"none": float(element_bytes), "fp8": 1.0, "int8": 1.0, "keep": 0.5}[storage]
+    return int(weights.num_values * each)
+
+
+def _gpu_room(settings: Settings, machine: Machine, weight_bytes: int) -> int:
+    """For the cache, before anything is measured (engine/memory.py does that once the weights are there)."""
+    budget = gpu_budget(settings, machine)
+    room = budget - weight_bytes - WORK_BYTES
+    if room <= 0 and settings.cache_bytes == "auto":
+        share = f"--gpu-memory-utilization {settings.gpu_memory_utilization}"
+        raise CapacityError(
+            f"weights of {weight_bytes / 1e9:.1f} GB and about {WORK_BYTES / 1e9:.1f} GB for a step: the "
+            f"budget is {budget / 1e9:.1f} GB ({share} of {machine.gpu_bytes / 1e9:.1f} GB, less what others "
+            "use): use --quantization fp8 or a smaller model, or raise it."
+        )
+    return room
+
+
 def _cache_tokens(
     settings: Settings,
-    machine: Machine,
+    room_bytes: int,
     specs: tuple[LayerSpec, ...],
     element_bytes: int,
     state_bytes: int,
 ) -> int:
     """How many tokens the cache holds beside the recurrent states, which every row has from the start."""
-    total = (
-        int(machine.memory_bytes * CACHE_SHARE) if settings.cache_bytes == "auto" else settings.cache_bytes
-    )
+    total = room_bytes if settings.cache_bytes == "auto" else settings.cache_bytes
     if state_bytes and state_bytes >= total:
         raise CapacityError(
             f"the recurrent states of all rows take {state_bytes:,} bytes, but the cache has {total:,}: "

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from blockdraft.acceptance_profile import read_profile
 from blockdraft.errors import SettingsError
 
 Auto = Literal["auto"]
 T = TypeVar("T")
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 def _setting(default: T, help_text: str) -> T:
@@ -22,12 +24,12 @@ def _setting(default: T, help_text: str) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One engine, as asked. "auto" is resolved by plan.make_plan and nowhere else."""
+    """One engine, as asked. "auto" is resolved by plan.make_plan; the device's before it, by asking torch."""
 
     model: str = _setting("default", "target: folder, hub id, GGUF file, or 'default'")
     draft: str | None = _setting(None, "drafter: folder or hub id, or 'none'")
     width: int | Auto = _setting("auto", "tokens verified per step, anchor included; 1 is plain decoding")
-    device: str = _setting("cpu", "torch device")
+    device: str = _setting("auto", "torch device; auto is cuda where torch finds one, else cpu")
     dtype: str = _setting("auto", f"one of {', '.join(DTYPES)}")
     quantization: str = _setting(
         "auto",
@@ -35,30 +37,72 @@ class Settings:
         "auto unpacks what fits easily",
     )
     draft_quantization: str = _setting("auto", "the same for the drafter's weights")
+    load_format: str = _setting(
+        "auto",
+        "dummy: random weights, for timing only; of a folder or hub id config.json is enough",
+    )
+    synthetic_acceptance: str | None = _setting(
+        None,
+        "for timing only: accept drafts by chance, with these probabilities by position (0.9,0.8,0.6) or "
+        "for this many tokens per step (mean:4.5)",
+    )
     max_context: int | Auto = _setting("auto", "longest prompt and answer together, in tokens")
     max_rows: int | Auto = _setting("auto", "sequences that run at once")
     max_queue: int = _setting(1024, "sequences that may wait; more are refused")
     page_size: int = _setting(16, "tokens per cache page")
     cache_bytes: int | Auto = _setting("auto", "memory for the KV cache, in bytes")
+    gpu_memory_utilization: float = _setting(
+        0.9,
+        "share of the GPU's memory that may be in use, by us and by others; the cache takes what is left",
+    )
     chunk: int | Auto = _setting("auto", "prompt tokens per prefill step")
+    max_stall_ms: int | None = _setting(
+        None, "longest that a prefill step may hold up decoding, in milliseconds; cuts the chunk"
+    )
     prefix_cache: bool = _setting(True, "reuse the cache of common prompt beginnings")
-    overlap: bool = _setting(False, "launch the next step before reading the last one's result")
+    overlap: bool | Auto = _setting(
+        "auto", "launch the next step before reading the last one's result; auto: on a GPU"
+    )
+    graphs: bool = _setting(True, "on a GPU, run each decode step as one CUDA graph")
     verify: bool = _setting(True, "check kernels, model and drafter before serving")
     seed: int = _setting(0, "where requests without a seed draw theirs from")
 
     def __post_init__(self) -> None:
         for name, low in _MINIMUM.items():
             value = getattr(self, name)
-            if value == "auto":
+            if value == "auto" or (value is None and name == "max_stall_ms"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise SettingsError(f"{name} = {value!r} is not a whole number of at least {low}.")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise SettingsError(
+                f"gpu_memory_utilization = {share!r} is not a share: give 0.9 for nine tenths."
+            )
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
                 raise SettingsError(f"{name} '{value}' is unknown: use one of {', '.join(known)}.")
+        if self.synthetic_acceptance is not None:
+            read_profile(self.synthetic_acceptance)
+            if self.draft in (None, "none"):
+                raise SettingsError(
+                    f"synthetic_acceptance = {self.synthetic_acceptance!r}, but there is no drafter whose "
+                    "drafts could be accepted: add --draft."
+                )
+
+    @property
+    def suffix(self) -> str:
+        """What the model's name ends with where answers are for timing only; empty where they are real."""
+        dummy = "+dummy" if self.load_format == "dummy" else ""
+        return dummy + ("+synthetic" if self.synthetic_acceptance is not None else "")
 
 
-CHOICES = {"dtype": DTYPES, "quantization": QUANTIZATIONS, "draft_quantization": QUANTIZATIONS}
+CHOICES = {
+    "dtype": DTYPES,
+    "quantization": QUANTIZATIONS,
+    "draft_quantization": QUANTIZATIONS,
+    "load_format": LOAD_FORMATS,
+}
 
 _MINIMUM = {
     "width": 1,
@@ -68,6 +112,7 @@ _MINIMUM = {
     "page_size": 1,
     "cache_bytes": 1,
     "chunk": 1,
+    "max_stall_ms": 1,
     "seed": -(2**63),
 }
 

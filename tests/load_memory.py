@@ -25,7 +25,7 @@ from blockdraft.settings import Settings
 def main(model: str, dtype: str, quantization: str) -> None:
     checkpoint = open_checkpoint(model)
     config = read_model_config(checkpoint.config, name=checkpoint.name)
-    settings = Settings(model=model, dtype=dtype, quantization=quantization, max_context=64)
+    settings = Settings(model=model, device="cpu", dtype=dtype, quantization=quantization, max_context=64)
     plan = make_plan(settings, read_machine(), config, None, weights=Weights(0))
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = status_bytes("VmRSS")

@@ -9,7 +9,7 @@ import blockdraft
 
 ROOT = Path(blockdraft.__file__).parent
 LAYERS = ["kernels", "cache", "models", "drafters", "runtime", "engine"]
-ALONE = {"settings", "errors", "machine"}  # standard library (and each other) only
+ALONE = {"settings", "errors", "machine", "acceptance_profile"}  # standard library (and each other) only
 TORCH_FREE = {
     "plan",
     "models.config",

@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(width=8, max_context=512)
+    return LLM(device="cpu", width=8, max_context=512)
 
 
 def test_it_answers_a_question(llm):

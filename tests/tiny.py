@@ -10,6 +10,7 @@ from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.drafter import NoDrafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loading import load_models
+from blockdraft.kernels.sampling import Whole
 from blockdraft.settings import Settings
 
 PAIR = Path(__file__).parent / "fixtures" / "pair"
@@ -18,23 +19,23 @@ BLOCK = 8
 
 
 @functools.cache
-def load(dtype):
+def load(dtype, device="cpu"):
     """The pair in `dtype`, with a context of 200 and rope tables past it."""
-    settings = Settings(model=TARGET, draft=DRAFT, dtype=dtype, max_context=200, width=BLOCK)
+    settings = Settings(model=TARGET, draft=DRAFT, dtype=dtype, device=device, max_context=200, width=BLOCK)
     return load_models(settings, lambda _: None)
 
 
 @functools.cache
-def random_drafter(dtype):
+def random_drafter(dtype, device="cpu"):
     """The drafter's shape with weights that know nothing."""
-    trained = load(dtype).drafter
+    trained = load(dtype, device).drafter
     model = type(trained.model)(
         trained.model.config, first_layer=4, max_positions=256, has_head=False, device=torch.device("cpu")
     )
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
-    model = model.to(getattr(torch, dtype)).requires_grad_(False)
+    model = model.to(device=device, dtype=getattr(torch, dtype)).requires_grad_(False)
     return DFlashDrafter(model, trained.target)
 
 
@@ -48,9 +49,10 @@ class HintedDrafter:
         self.rate = rate
         self.generator = torch.Generator().manual_seed(0)
 
-    def draft(self, rows, cache, width):
+    def draft(self, rows, cache, view, width):
         block = rows.anchor[rows.active][:, None].repeat(1, width)
-        lengths, seeds = rows.length[rows.active].tolist(), rows.sampling().seed.tolist()
+        lengths = rows.length[rows.active].tolist()
+        seeds = rows.sampling().integers(Whole.SEED).tolist()
         for row, (length, seed) in enumerate(zip(lengths, seeds, strict=True)):
             for column in range(1, width):
                 answer = self.answers.get(seed, ())
@@ -63,13 +65,13 @@ class HintedDrafter:
         pass
 
 
-def engine(drafter="trained", *, dtype="float64", **plan):
+def engine(drafter="trained", *, dtype="float64", device="cpu", **plan):
     """An engine on the pair; `plan` overrides fields of the Plan."""
-    models = load(dtype)
+    models = load(dtype, device)
     if drafter == "none":
         drafter = NoDrafter(BLOCK)
     elif drafter == "random":
-        drafter = random_drafter(dtype)
+        drafter = random_drafter(dtype, device)
     elif drafter == "trained":
         drafter = models.drafter
     plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}

@@ -46,6 +46,7 @@ class Cache:
                 slots = num_pages * page_size
                 storage.append(PagedKV(spec, num_slots=slots, dtype=dtype, device=device))
         self.storage = tuple(storage)
+        self._has_states = any(isinstance(layer, RecurrentState) for layer in storage)
 
     def view(self, rows: Rows, counts: int | tuple[int, ...], *, is_known: bool = False) -> CacheView:
         """The view of one forward over the active rows: `counts` tokens each, from `length` on.
@@ -56,22 +57,21 @@ class Cache:
         if isinstance(counts, int):
             counts = (counts,) * len(active)
         starts = rows.length[active]
-        return CacheView(
-            self.storage,
-            blocks=Blocks(
-                pages=rows.page_table[active], starts=starts, counts=counts, page_size=self.page_size
-            ),
-            rows=Scan(active, starts, counts, is_known),
+        blocks = Blocks(
+            pages=rows.page_table, rows=active, starts=starts, counts=counts, page_size=self.page_size
         )
+        offsets = blocks.offsets if self._has_states else None
+        scan = Scan(active, starts, counts, is_known, offsets, max(counts, default=0))
+        return CacheView(self.storage, blocks=blocks, rows=scan)
 
-    def commit(self, rows: Rows, num_committed: Tensor) -> None:
-        """Make the first `num_committed` [R] tokens of the verified block permanent.
+    def commit(self, rows: Rows, starts: Tensor, num_committed: Tensor) -> None:
+        """Make the first `num_committed` [R] tokens of the block verified from `starts` [R] on permanent.
 
         Paged layers have nothing to do: `length` is the commit. Recurrent layers fold their tape.
         """
         for storage in self.storage:
             if isinstance(storage, RecurrentState):
-                storage.commit(rows.active, rows.length[rows.active], num_committed)
+                storage.commit(rows.active, starts, num_committed)
 
     @property
     def num_bytes(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from blockdraft.cache.spec import Paged
 from blockdraft.kernels.attention import Blocks, Mask, attend_paged
+from blockdraft.kernels.heads import Slots
 
 
 class PagedKV:
@@ -27,9 +28,9 @@ class PagedKV:
         self.keys[:, 0] = 0
         self.values[:, 0] = 0
 
-    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self.keys.index_copy_(1, slots, k.transpose(0, 1))
-        self.values.index_copy_(1, slots, v.transpose(0, 1))
+    def slots(self, blocks: Blocks) -> Slots:
+        """Where this forward writes."""
+        return Slots(self.keys, self.values, blocks.write_slots)
 
     def attend(self, q: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None) -> Tensor:
         return attend_paged(q, self.keys, self.values, blocks, mask, sinks)

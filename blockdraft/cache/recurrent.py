@@ -10,13 +10,28 @@ Length is the commit here too: at length 0 the state is zero, whatever the row h
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from blockdraft.cache.spec import Recurrent
-from blockdraft.kernels.gated_delta import Tape, convolve, fold, scan
+from blockdraft.kernels.gated_delta import (
+    DeltaWeights,
+    RowStates,
+    Tape,
+    convolve,
+    empty_states,
+    fold,
+    fold_rows,
+    gates,
+    is_in_place,
+    scan,
+    scan_rows,
+)
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.triton.gated_delta import RowTape
 
 
 class Scan(NamedTuple):
@@ -24,8 +39,10 @@ class Scan(NamedTuple):
 
     rows: Tensor  # [R]
     starts: Tensor  # [R]
-    counts: tuple[int, ...]
+    counts: tuple[int, ...] | None  # None: only `offsets` knows them
     is_known: bool  # prompt tokens: committed as they come, without a tape
+    offsets: Tensor | None = None  # [R + 1] where a row's tokens begin in the stream; a device needs it
+    max_count: int = 0  # no row has more tokens; goes with `offsets`
 
 
 class _Block(NamedTuple):
@@ -35,20 +52,33 @@ class _Block(NamedTuple):
     tape: Tape
 
 
+class _BlockInPlace(NamedTuple):
+    """The same, of states that are scanned where they lie."""
+
+    tape: RowTape
+    offsets: Tensor
+    max_count: int
+
+
 class RecurrentState:
     """States [rows, H, K, V] in float32 or wider, and the last inputs of the convolution."""
 
     def __init__(self, spec: Recurrent, *, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         wide = torch.promote_types(dtype, torch.float32)
-        shape = (num_rows, spec.num_heads, spec.key_dim, spec.value_dim)
-        self.state = torch.zeros(shape, dtype=wide, device=device)
+        shape = (spec.num_heads, spec.key_dim, spec.value_dim)
+        self.state = empty_states(num_rows, shape, wide, device)
         tail = (num_rows, spec.conv_width - 1, spec.conv_channels)
         self.tail = torch.zeros(tail, dtype=dtype, device=device)
-        self._block: _Block | None = None
+        self._block: _Block | _BlockInPlace | None = None
 
-    def scan(self, x: Tensor, conv: Tensor, gate: Tensor, beta: Tensor, where: Scan) -> Tensor:
-        """x [N, C], gate and beta [N, H] of the rows' tokens, in row order; returns their reads [N, H, V]."""
+    def scan(self, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, where: Scan) -> Tensor:
+        """x [N, C], logits beta and gate [N, H] of the rows' tokens, in row order; their reads [N, H, V]."""
+        if is_in_place(x):
+            return self._scan_in_place(x, beta, gate, weights, where)
+        assert where.counts is not None, "the number of tokens of each row is known"
+        beta, gate = gates(beta, gate, weights)
+        conv = weights.conv
         if len(set(where.counts)) == 1:
             return self._scan_even(x, conv, gate, beta, where)
         assert where.is_known, "a block to verify is equally wide in every row"
@@ -59,6 +89,16 @@ class RecurrentState:
             alone = Scan(where.rows[one], where.starts[one], where.counts[one], is_known=True)
             parts.append(self._scan_even(x_row, conv, gate_row, beta_row, alone))
         return torch.cat(parts)
+
+    def _scan_in_place(
+        self, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, where: Scan
+    ) -> Tensor:
+        assert where.offsets is not None, "the rows' places in the stream are on the device"
+        at = RowStates(self.state, self.tail, where.rows, where.starts, where.offsets, where.max_count)
+        read, tape = scan_rows(x, beta, gate, weights, at, is_known=where.is_known)
+        if tape is not None:
+            self._block = _BlockInPlace(tape, where.offsets, where.max_count)
+        return read
 
     def _scan_even(self, x: Tensor, conv: Tensor, gate: Tensor, beta: Tensor, where: Scan) -> Tensor:
         spec, num_rows = self.spec, len(where.rows)
@@ -81,10 +121,14 @@ class RecurrentState:
 
     def commit(self, rows: Tensor, starts: Tensor, num_committed: Tensor) -> None:
         """Fold the first `num_committed` [R] tokens of the last block into the states of `rows` [R]."""
-        assert self._block is not None
+        block, self._block = self._block, None
+        assert block is not None
+        if isinstance(block, _BlockInPlace):
+            at = RowStates(self.state, self.tail, rows, starts, block.offsets, block.max_count)
+            fold_rows(block.tape, at, num_committed)
+            return
         state, tail = self._committed(rows, starts)
-        self._fold(self._block, rows, state, tail, num_committed)
-        self._block = None
+        self._fold(block, rows, state, tail, num_committed)
 
     def _committed(self, rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the rows' states and tails; zero where nothing is committed yet."""

@@ -6,13 +6,16 @@ will be overwritten. `anchor` is the token at position `length`: known, but not 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.sampling import SamplingBatch
+from blockdraft.kernels.acceptance import Progress, advance
+from blockdraft.kernels.sampling import MAX_LISTED, NEVER, Real, SamplingBatch, Whole
+from blockdraft.kernels.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,10 @@ class RowSampling:
 
 
 class Rows:
-    """Persistent tensors for `max_rows` sequences and one scratch row (the last)."""
+    """Persistent tensors for `max_rows` sequences and one scratch row (the last).
+
+    None of them ever moves: CUDA graphs hold their addresses.
+    """
 
     def __init__(
         self,
@@ -61,16 +67,18 @@ class Rows:
         self.max_rows = max_rows
         self.vocab_size = vocab_size
         self.device = device
-        self.active = torch.empty(0, dtype=torch.int64, device=device)  # [R] rows of this step
+        self._active_ids: tuple[int, ...] = ()
+        self._active = self._integers(count)
+        self.active = self._active[:0]  # [R] rows of this step
         self.length = self._integers(count)
         self.anchor = self._integers(count)
         self.page_table = self._integers(count, max_pages)
         self.page_table[max_rows] = scratch_page
-        self._real = torch.zeros(count, 6, dtype=torch.float32, device=device)
-        self._whole = self._integers(count, 4)
-        self._stop_ids = self._integers(count, 8) - 1
-        self._bias_ids = self._integers(count, 8) - 1
-        self._bias_values = torch.zeros(count, 8, dtype=torch.float32, device=device)
+        self._real = torch.zeros(count, len(Real), dtype=torch.float32, device=device)
+        self._whole = self._integers(count, len(Whole))
+        self._stop_ids = self._integers(count, MAX_LISTED) - 1
+        self._bias_ids = self._integers(count, MAX_LISTED) - 1
+        self._bias_values = torch.zeros(count, MAX_LISTED, dtype=torch.float32, device=device)
         self._prompt_seen = torch.zeros(count, vocab_size, dtype=torch.bool, device=device)
         self._output_counts = torch.zeros(count, vocab_size, dtype=torch.int32, device=device)
         self._host: list[RowSampling | None] = [None] * count
@@ -87,101 +95,96 @@ class Rows:
         self.length[row] = length
         self.anchor[row] = token_ids[-1]
         self._host[row] = sampling
-        top_k = min(sampling.top_k, self.vocab_size) if sampling.top_k > 0 else self.vocab_size
-        self._whole[row] = self._tensor((sampling.seed, top_k, sampling.output_start, sampling.min_end))
-        self._real[row] = torch.tensor(
-            (
-                sampling.temperature,
-                sampling.top_p,
-                sampling.min_p,
-                sampling.repetition,
-                sampling.presence,
-                sampling.frequency,
-            ),
-            device=self.device,
-        )
-        self._stop_ids = _write_padded(self._stop_ids, row, sampling.stop_ids, -1)
-        bias_ids = tuple(token for token, _ in sampling.bias)
-        self._bias_ids = _write_padded(self._bias_ids, row, bias_ids, -1)
-        bias_values = tuple(value for _, value in sampling.bias)
-        self._bias_values = _write_padded(self._bias_values, row, bias_values, 0)
+        self._write_numbers(row, sampling)
+        bias = sorted(sampling.bias)
+        self._write_list(self._stop_ids[row], sorted(sampling.stop_ids), padding=-1)
+        self._write_list(self._bias_ids[row], [token for token, _ in bias], padding=-1)
+        self._write_list(self._bias_values[row], [value for _, value in bias], padding=0)
         if sampling.is_penalised:
             self._count(row, token_ids, sampling.output_start)
+
+    def _write_numbers(self, row: int, sampling: RowSampling) -> None:
+        real = {
+            Real.TEMPERATURE: sampling.temperature,
+            Real.TOP_P: sampling.top_p,
+            Real.LOG_MIN_P: math.log(sampling.min_p) if sampling.min_p > 0 else NEVER,
+            Real.REPETITION: sampling.repetition,
+            Real.PRESENCE: sampling.presence,
+            Real.FREQUENCY: sampling.frequency,
+        }
+        whole = {
+            Whole.SEED: sampling.seed,
+            Whole.TOP_K: min(sampling.top_k, self.vocab_size) if sampling.top_k > 0 else self.vocab_size,
+            Whole.OUTPUT_START: sampling.output_start,
+            Whole.MIN_END: sampling.min_end,
+            Whole.NUM_STOPS: len(sampling.stop_ids),
+            Whole.NUM_BIASES: len(sampling.bias),
+            Whole.IS_FILTERED: sampling.is_filtered,
+            Whole.IS_PENALISED: sampling.is_penalised,
+        }
+        self._real[row] = self._tensor([real[column] for column in Real], dtype=torch.float32)
+        self._whole[row] = self._tensor([whole[column] for column in Whole])
 
     def _count(self, row: int, token_ids: Items[int], output_start: int) -> None:
         self._prompt_seen[row] = False
         self._prompt_seen[row, self._tensor(token_ids[:output_start])] = True
         outputs = self._tensor(token_ids[output_start:-1])  # the anchor is not counted
-        self._output_counts[row] = torch.bincount(outputs, minlength=self.vocab_size)
+        ones = torch.ones_like(outputs, dtype=torch.int32)
+        self._output_counts[row].zero_().index_add_(0, outputs, ones)
 
-    def _tensor(self, values: Items[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def _tensor(self, values: Items[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        return to_device(values, self.device, dtype)
 
-    def set_pages(self, row: int, first: int, pages: Items[int]) -> None:
-        """Page-table entries [first, first + len(pages)) of `row`."""
-        self.page_table[row, first : first + len(pages)] = self._tensor(pages)
+    def _write_list(self, entries: Tensor, values: Items[float], padding: int) -> None:
+        """`values` at the front of `entries` [MAX_LISTED], and nothing of what was there before."""
+        assert len(values) <= MAX_LISTED, "Engine._check lets no longer list through"
+        entries.fill_(padding)
+        if values:
+            entries[: len(values)] = self._tensor(values, dtype=entries.dtype)
 
-    def activate(self, row_ids: Items[int]) -> None:
-        """The rows of the coming step, in order."""
-        self.active = self._tensor(row_ids)
+    def set_pages(self, entries: Items[tuple[int, int, Items[int]]]) -> None:
+        """(row, first, pages): page-table entries [first, first + len(pages)) of `row`."""
+        width = self.page_table.shape[1]
+        places = [row * width + first + i for row, first, pages in entries for i in range(len(pages))]
+        if places:
+            changes = self._tensor([*places, *(page for _, _, pages in entries for page in pages)])
+            where, pages = changes.chunk(2)
+            self.page_table.view(-1)[where] = pages
+
+    def activate(self, row_ids: Items[int], num_rows: int | None = None) -> None:
+        """The rows of the coming step, in order; up to `num_rows` of them are filled with the scratch row."""
+        missing = 0 if num_rows is None else num_rows - len(row_ids)
+        padded = (*row_ids, *(self.max_rows,) * missing)
+        self.active = self._active[: len(padded)]
+        if padded != self._active_ids:
+            self._active_ids = ()  # an interrupted copy must not count as done
+            self.active.copy_(self._tensor(padded))
+            self._active_ids = padded
         self._active_host = [host for row in row_ids if (host := self._host[row]) is not None]
 
     def sampling(self) -> SamplingBatch:
-        """The active rows' sampling state, gathered."""
-        host, real, whole = self._active_host, self._real[self.active], self._whole[self.active]
-        has_penalty = any(row.is_penalised for row in host)
-        counted = self.active if has_penalty else self.active[:0]
+        """The tables, and the active rows of them."""
+        host = self._active_host
         return SamplingBatch(
-            temperature=real[:, 0],
-            top_p=real[:, 1],
-            min_p=real[:, 2],
-            repetition=real[:, 3],
-            presence=real[:, 4],
-            frequency=real[:, 5],
-            seed=whole[:, 0],
-            top_k=whole[:, 1],
-            output_start=whole[:, 2],
-            min_end=whole[:, 3],
-            stop_ids=self._stop_ids[self.active],
-            bias_ids=self._bias_ids[self.active],
-            bias_values=self._bias_values[self.active],
-            prompt_seen=self._prompt_seen[counted],
-            output_counts=self._output_counts[counted],
+            real=self._real,
+            whole=self._whole,
+            stop_ids=self._stop_ids,
+            bias_ids=self._bias_ids,
+            bias_values=self._bias_values,
+            prompt_seen=self._prompt_seen,
+            output_counts=self._output_counts,
+            rows=self.active,
             has_random=any(row.is_random for row in host),
             has_filter=any(row.is_random and row.is_filtered for row in host),
-            has_penalty=has_penalty,
+            has_penalty=any(row.is_penalised for row in host),
             has_bias=any(row.bias for row in host),
             has_min_end=any(row.min_end > row.output_start for row in host),
         )
 
     def advance(self, block: Tensor, sampled: Tensor, num_committed: Tensor) -> None:
         """Commit the first `num_committed` [R] tokens of block [R, B]; the last sample is the new anchor."""
-        if any(row.is_penalised for row in self._active_host):
-            self._count_block(block, num_committed)
-        self.length[self.active] += num_committed
-        self.anchor[self.active] = sampled.gather(1, num_committed[:, None] - 1).squeeze(1)
-
-    def _count_block(self, block: Tensor, num_committed: Tensor) -> None:
-        column = torch.arange(block.shape[1], device=self.device)
-        position = self.length[self.active][:, None] + column
-        output_start = self._whole[self.active, 2][:, None]
-        counted = (column < num_committed[:, None]) & (position >= output_start)
-        row = self.active[:, None].expand_as(block)
-        self._output_counts.index_put_((row, block), counted.to(torch.int32), accumulate=True)
+        advance(Progress(self.length, self.anchor), block, sampled, num_committed, self.sampling())
 
     def extend(self, counts: Items[int]) -> None:
         """Commit `counts` prompt tokens of the active rows; the anchor stays the last known token."""
         self.length[self.active] += self._tensor(counts)
-
-
-def _write_padded(table: Tensor, row: int, values: Items[float], padding: int) -> Tensor:
-    """`table` [rows, K] with `values` in `row`; grows K to the next power of two when it must."""
-    missing = len(values) - table.shape[1]
-    if missing > 0:
-        width = 1 << (len(values) - 1).bit_length()
-        grown = table.new_full((table.shape[0], width), padding)
-        grown[:, : table.shape[1]] = table
-        table = grown
-    table[row] = padding
-    table[row, : len(values)] = torch.tensor(values, dtype=table.dtype, device=table.device)
-    return table

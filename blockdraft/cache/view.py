@@ -9,6 +9,9 @@ from torch import Tensor
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState, Scan
 from blockdraft.kernels.attention import Blocks, Mask
+from blockdraft.kernels.gated_delta import DeltaWeights
+from blockdraft.kernels.heads import HeadNorms, enter, enter_context, write
+from blockdraft.kernels.rows import Angles
 
 LayerStorage = PagedKV | RecurrentState
 
@@ -19,7 +22,7 @@ class View(Protocol):
     @property
     def positions(self) -> Tensor: ...  # [N]
 
-    def attend(
+    def attend(  # noqa: PLR0913
         self,
         layer: int,
         q: Tensor,
@@ -27,21 +30,23 @@ class View(Protocol):
         v: Tensor | None,
         mask: Mask,
         *,
+        angles: Angles | None,
+        norms: HeadNorms | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write k, v [N, G, D], then attend q [N, H, D] over the cache. Returns [N, H, D].
+        """Normalise and rotate q [N, H, D] and k, write k and v [N, G, D], then attend. Returns [N, H, D].
 
-        None for both: the layer that this one shares with has written them. `sinks` [H] are logits that
-        take part in the softmax and have no value.
+        No angles: q and k come normalised and rotated. No k and v: the layer that this one shares with has
+        written them. `sinks` [H] are logits that take part in the softmax and have no value.
         """
         ...
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put keys and values [N, G, D] of these positions into their slots."""
+    def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
+        """Normalise and rotate keys, and put them and the values [N, G, D] into these positions' slots."""
         ...
 
-    def scan(self, layer: int, x: Tensor, conv: Tensor, gate: Tensor, beta: Tensor) -> Tensor:
-        """The gated delta rule over x [N, C] convolved by conv [C, W], gate and beta [N, H]: [N, H, V]."""
+    def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
+        """The gated delta rule over x [N, C] once it is convolved, logits beta and gate [N, H]: [N, H, V]."""
         ...
 
 
@@ -56,9 +61,17 @@ class CacheView:
         self._storage = storage
         self._blocks = blocks
         self._rows = rows
-        self.positions = blocks.positions
 
-    def attend(
+    @property
+    def positions(self) -> Tensor:
+        return self._blocks.positions
+
+    @property
+    def starts(self) -> Tensor:
+        """[R] the rows' lengths before this forward."""
+        return self._blocks.starts
+
+    def attend(  # noqa: PLR0913
         self,
         layer: int,
         q: Tensor,
@@ -66,19 +79,27 @@ class CacheView:
         v: Tensor | None,
         mask: Mask,
         *,
+        angles: Angles | None,
+        norms: HeadNorms | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        storage = self._pages(layer)
         if k is not None and v is not None:
-            self.write(layer, k, v)
-        return self._pages(layer).attend(q, self._blocks, mask, sinks)
+            slots = storage.slots(self._blocks)
+            if angles is None:
+                write(k, v, slots)
+            else:
+                q = enter(q, k, v, norms=norms, angles=angles, slots=slots)
+        return storage.attend(q, self._blocks, mask, sinks)
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._pages(layer).write(self._blocks.write_slots, k, v)
+    def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
+        slots = self._pages(layer).slots(self._blocks)
+        enter_context(k, v, norms=norms, angles=angles, slots=slots)
 
-    def scan(self, layer: int, x: Tensor, conv: Tensor, gate: Tensor, beta: Tensor) -> Tensor:
+    def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
         storage = self._storage[layer]
         assert isinstance(storage, RecurrentState)
-        return storage.scan(x, conv, gate, beta, self._rows)
+        return storage.scan(x, beta, gate, weights, self._rows)
 
     def _pages(self, layer: int) -> PagedKV:
         storage = self._storage[layer]

@@ -10,7 +10,8 @@ from typing import get_type_hints
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import SettingsError
-from blockdraft.settings import CHOICES, SETTING_NAMES, Auto, Settings
+from blockdraft.machine import may_have_gpu
+from blockdraft.settings import CHOICES, SETTING_NAMES, Auto, Settings, pin_threads
 
 
 def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) -> None:
@@ -22,14 +23,14 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = (
             continue
         flag = f"--{item.name.replace('_', '-')}"
         text = f"{item.metadata['help']} (default: {_shown(item.default)})".replace("%", "%%")
-        if hints[item.name] is bool:
+        if hints[item.name] in (bool, bool | Auto):
             action = argparse.BooleanOptionalAction
             group.add_argument(flag, action=action, default=item.default, help=text)
         elif item.name in CHOICES:
             group.add_argument(flag, choices=CHOICES[item.name], default=item.default, help=text)
         else:
             kind = _READERS.get(hints[item.name], str)
-            metavar = "N" if kind is not str else "NAME"
+            metavar = "N" if kind is not str else _METAVARS.get(item.name, "NAME")
             group.add_argument(flag, type=kind, default=item.default, metavar=metavar, help=text)
 
 
@@ -104,6 +105,12 @@ def reporter(args: argparse.Namespace) -> Callable[[str], None]:
     return lambda message: None
 
 
+def bind_threads(settings: Settings) -> None:
+    """Pin the CPU's threads where the model will surely run on it. Before torch is imported."""
+    if settings.device == "cpu" or (settings.device == "auto" and not may_have_gpu()):
+        pin_threads()
+
+
 def prompt_from(text: str) -> str:
     """The prompt itself, or stdin without its last newline when it is "-"."""
     if text != "-":
@@ -137,4 +144,10 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"'{text}' is not ID=VALUE, such as 42=-100") from None
 
 
-_READERS: dict[object, Callable[[str], object]] = {int: int, int | Auto: _int_or_auto}
+_METAVARS = {"synthetic_acceptance": "PROFILE"}
+_READERS: dict[object, Callable[[str], object]] = {
+    int: int,
+    int | None: int,
+    float: float,
+    int | Auto: _int_or_auto,
+}

@@ -15,6 +15,7 @@ from blockdraft.cli.flags import (
     add_sampling,
     add_settings,
     add_verbose,
+    bind_threads,
     prompt_from,
     reporter,
     sampling_from,
@@ -22,7 +23,6 @@ from blockdraft.cli.flags import (
 )
 from blockdraft.engine.request import Delta, SamplingParams
 from blockdraft.errors import RequestError, SettingsError
-from blockdraft.settings import pin_threads
 
 if TYPE_CHECKING:
     from blockdraft.llm import LLM
@@ -50,16 +50,19 @@ def run(args: argparse.Namespace) -> int:
     if sampling.logprobs is not None and not args.json:
         raise SettingsError("--logprobs has no place in plain text: add --json.")
     prompt = prompt_from(args.prompt)
-    if settings.device == "cpu":
-        pin_threads()
+    bind_threads(settings)
     from blockdraft.llm import LLM
 
     llm = LLM(report=reporter(args), **asdict(settings))
+    for notice in llm.engine.models.labels.notices:
+        print(f"warning: {notice}", file=sys.stderr)
     deltas = _stream(llm, prompt, sampling, is_raw=args.raw)
     if args.json:
         return _print_json(llm, list(deltas), sampling)
     seen = _print_text(deltas, sampling.n)
-    print(speed_line(seen, has_drafter=llm.engine.models.draft_config is not None), file=sys.stderr)
+    timing_only = f" (timing only: {settings.suffix})" if settings.suffix else ""
+    line = speed_line(seen, has_drafter=llm.engine.models.draft_config is not None)
+    print(line + timing_only, file=sys.stderr)
     return 0
 
 
@@ -113,10 +116,12 @@ def _print_json(llm: LLM, deltas: list[Delta], sampling: SamplingParams) -> int:
     models = llm.engine.models
     answer = {
         **choices[0],
-        "model": models.config.name,
+        "model": models.config.name + llm.settings.suffix,
         "draft": None if models.draft_config is None else models.draft_config.name,
         "width": models.plan.width,
     }
+    if models.labels.notices:
+        answer["warnings"] = list(models.labels.notices)
     if sampling.n > 1:
         answer["choices"] = choices
     print(json.dumps(answer, ensure_ascii=not _writes_unicode(), allow_nan=False))

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import add_settings, settings_from
+from blockdraft.cli.flags import add_settings, bind_threads, settings_from
 from blockdraft.errors import SettingsError
-from blockdraft.settings import Settings, pin_threads
+from blockdraft.settings import Settings
 
 if TYPE_CHECKING:
     from blockdraft.engine.loop import EngineLoop
@@ -102,8 +102,7 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_from(args)
     options = _options(args)
     with bind(args.host, args.port) as listener:
-        if settings.device == "cpu":
-            pin_threads()
+        bind_threads(settings)
         return _serve(args, settings, options, listener)
 
 
@@ -164,7 +163,7 @@ def _serve(
     logs.set_up(is_json=args.json_logs, level=logging.INFO, secrets=options.api_keys)
     logging.getLogger("blockdraft.access").setLevel(logging.INFO if args.access_log else logging.WARNING)
     log = logging.getLogger("blockdraft")
-    name = args.served_model_name or settings.model
+    name = (args.served_model_name or settings.model) + settings.suffix
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
-from blockdraft.cache.view import View
-from blockdraft.kernels.sampling import NEVER, Recent, choose
+from blockdraft.cache.view import CacheView, View
+from blockdraft.kernels.sampling import NEVER, choose
 from blockdraft.models.decoder import Decoder, softcap
 from blockdraft.models.dflash import DFlash
 
@@ -25,28 +25,23 @@ class DFlashDrafter:
         self.vocab_map = vocab_map
         self.block = model.config.block
 
-    def draft(self, rows: Rows, cache: Cache, width: int) -> Tensor:
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         """Always runs the block it was trained for and returns its first `width` columns."""
         anchor = rows.anchor[rows.active][:, None]  # [R, 1]
         if width == 1:
             return anchor
-        logits = self.block_logits(rows, cache)[:, : width - 1]
-        start = rows.length[rows.active][:, None]
-        column = torch.arange(1, width, device=anchor.device)
-        recent = Recent(token_ids=anchor, positions=start, num_visible=torch.ones_like(column))
-        proposals = choose(logits, start + column, rows.sampling(), recent)
+        own = view if width == self.block else cache.view(rows, self.block)
+        logits = self.block_logits(anchor, own)[:, : width - 1]
+        proposals = choose(logits, view.starts, anchor, rows.sampling())
         return torch.cat((anchor, proposals), dim=1)
 
-    def block_logits(self, rows: Rows, cache: Cache) -> Tensor:
-        """[R, block - 1, V]: what the drafter believes of columns 1 … block - 1."""
-        config = self.model.config
-        anchor = rows.anchor[rows.active][:, None]
-        masks = torch.full_like(anchor, config.mask_token_id).expand(-1, self.block - 1)
+    def block_logits(self, anchor: Tensor, view: View) -> Tensor:
+        """[R, block - 1, V]: what the drafter believes of columns 1 … block - 1, given column 0 [R, 1]."""
+        masks = anchor.new_full((len(anchor), self.block - 1), self.model.config.mask_token_id)
         block = torch.cat((anchor, masks), dim=1)  # [R, block]
-        view = cache.view(rows, self.block)
         hidden = self.model(self._embed(block.flatten()), view)
         hidden = hidden.unflatten(0, block.shape)[:, 1:]
-        return self._logits(hidden)
+        return self._logits(hidden.flatten(0, 1)).view(len(anchor), self.block - 1, -1)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """The target's embeddings, scaled as in the drafter's training: as the target does, or as it says."""
@@ -60,7 +55,10 @@ class DFlashDrafter:
         config = self.model.config
         head = self.target.head_logits if self.model.head is None else self.model.head
         cap = config.logit_softcap if config.logit_softcap is not None else self.target.config.logit_softcap
-        logits = softcap(head(hidden) * config.logit_scale, cap)
+        logits = head(hidden)
+        if config.logit_scale != 1:
+            logits = logits * config.logit_scale
+        logits = softcap(logits, cap)
         if self.vocab_map is None:
             return logits
         full = logits.new_full((*logits.shape[:-1], config.vocab_size), NEVER)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
-from blockdraft.cache.view import View
+from blockdraft.cache.view import CacheView, View
 
 
 class Drafter(Protocol):
@@ -17,8 +17,11 @@ class Drafter(Protocol):
     @property
     def block(self) -> int: ...  # the width it was trained for, anchor included
 
-    def draft(self, rows: Rows, cache: Cache, width: int) -> Tensor:
-        """[R, width] for the active rows; column 0 is the anchor, the rest are proposals."""
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
+        """[R, width] for the active rows; column 0 is the anchor, the rest are proposals.
+
+        `view` is what the target will verify through: a drafter of the same width may use it too.
+        """
 
     def absorb(self, features: Tensor, view: View) -> None:
         """Remember the target's features [N, F] of the view's positions as context."""
@@ -34,7 +37,7 @@ class NoDrafter:
     def __init__(self, block: int = 1) -> None:
         self.block = block
 
-    def draft(self, rows: Rows, cache: Cache, width: int) -> Tensor:
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         return rows.anchor[rows.active][:, None].repeat(1, width)
 
     def absorb(self, features: Tensor, view: View) -> None:

@@ -7,6 +7,7 @@ import operator
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,9 +22,21 @@ from blockdraft.engine.scheduler import Batch, Outcome, Scheduler
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.errors import RequestError
+from blockdraft.kernels.sampling import MAX_LISTED
+from blockdraft.kernels.transfer import to_device
 from blockdraft.runtime.decode import decode_step
+from blockdraft.runtime.graphs import Reading, StepGraphs, pack
 from blockdraft.runtime.prefill import prefill_step, prompt_logprobs
 from blockdraft.runtime.verify import Logprobs, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that may still be running: a prefill's outcome, or a decode's verdict on its way."""
+
+    outcome: Outcome | None = None
+    reading: Reading | None = None
+    logprobs: Logprobs | None = None
 
 
 class Engine:
@@ -62,8 +75,10 @@ class Engine:
             clock=clock,
         )
         self.stats = Stats(clock, plan.max_context)
-        self._pending: tuple[Batch, Verdict | Outcome] | None = None
+        self.graphs: StepGraphs | None = None  # None: steps run kernel by kernel
+        self._pending: tuple[Batch, Launched] | None = None
         self._ids = itertools.count()
+        self._rates = None if models.rates is None else torch.tensor(models.rates, device=models.device)
 
     # ---- requests
 
@@ -116,6 +131,11 @@ class Engine:
         wrong += [t for t in (*sampling.logit_bias, *sampling.stop_token_ids) if not 0 <= t < vocab_size]
         if wrong:
             raise RequestError(f"token id {wrong[0]!r} is outside the vocabulary of {vocab_size} tokens.")
+        num_stops = len({*sampling.stop_token_ids, *self.models.tokenizer.eos_ids})
+        for name, count in (("logit_bias", len(sampling.logit_bias)), ("stop_token_ids", num_stops)):
+            if count > MAX_LISTED:
+                counted = " with the end-of-sequence tokens" if name == "stop_token_ids" else ""
+                raise RequestError(f"{name} has {count} entries{counted}; at most {MAX_LISTED}.")
         if sampling.width is not None and sampling.width > plan.block:
             raise RequestError(
                 f"width = {sampling.width}, but this engine verifies at most {plan.block} tokens per step."
@@ -184,23 +204,44 @@ class Engine:
             launched, self._pending = self._pending, launched
         return [] if launched is None else self._collect(*launched)
 
-    def _launch(self, batch: Batch) -> Verdict | Outcome:
-        self._place(batch)
+    def capture(self, sizes: Items[int], widths: Items[int]) -> None:
+        """Capture the decode step for these numbers of rows and widths; others go on kernel by kernel."""
+        self.graphs = StepGraphs(self.decode, self.rows)
+        self.graphs.capture(sizes, widths)
+
+    def _launch(self, batch: Batch) -> Launched:
         if batch.kind == "prefill":
-            return self._prefill(batch)
-        models = self.models
+            self._place(batch)
+            return Launched(outcome=self._prefill(batch))
+        graph = None if self.graphs is None else self.graphs.find(len(batch.sequences), batch.width)
+        self._place(batch, None if graph is None else graph.num_rows)
         asked = [s.request.sampling.logprobs for s in batch.sequences]
+        num_logprobs = max((k for k in asked if k is not None), default=None)
+        if graph is not None and num_logprobs is None:
+            return Launched(reading=Reading(graph.replay()))
+        verdict = self.decode(batch.width, num_logprobs)
+        return Launched(reading=Reading(pack(verdict)), logprobs=verdict.logprobs)
+
+    def wait(self) -> None:
+        """Return when the device has done what was asked of it so far."""
+        if self.models.device.type == "cuda":
+            torch.cuda.synchronize(self.models.device)
+
+    def decode(self, width: int, num_logprobs: int | None = None) -> Verdict:
+        """One decode step of the active rows."""
         return decode_step(
-            target=models.target,
-            drafter=models.drafter,
+            target=self.models.target,
+            drafter=self.models.drafter,
             cache=self.cache,
             rows=self.rows,
-            width=batch.width,
-            num_logprobs=max((k for k in asked if k is not None), default=None),
+            width=width,
+            num_logprobs=num_logprobs,
+            rates=self._rates,
         )
 
-    def _place(self, batch: Batch) -> None:
-        """Bring rows up to date: new sequences, new pages, nothing else."""
+    def _place(self, batch: Batch, num_rows: int | None = None) -> None:
+        """Bring rows up to date: new sequences, new pages, and which of them run, filled up to `num_rows`."""
+        entries: list[tuple[int, int, list[int]]] = []
         for sequence, start in zip(batch.sequences, batch.starts, strict=True):
             assert sequence.row is not None
             if sequence.num_placed_pages is None:
@@ -208,9 +249,10 @@ class Engine:
                 sequence.num_placed_pages = 0
             fresh = sequence.pages[sequence.num_placed_pages :]
             if fresh:
-                self.rows.set_pages(sequence.row, sequence.num_placed_pages, fresh)
+                entries.append((sequence.row, sequence.num_placed_pages, fresh))
                 sequence.num_placed_pages = len(sequence.pages)
-        self.rows.activate([s.row for s in batch.sequences if s.row is not None])
+        self.rows.set_pages(entries)
+        self.rows.activate([s.row for s in batch.sequences if s.row is not None], num_rows)
 
     def _prefill(self, batch: Batch) -> Outcome:
         tokens = [
@@ -218,7 +260,7 @@ class Engine:
             for sequence, start, count in zip(batch.sequences, batch.starts, batch.counts, strict=True)
         ]
         stream = list(itertools.chain.from_iterable(tokens))
-        token_ids = torch.tensor(stream, dtype=torch.int64, device=self.models.device)
+        token_ids = to_device(stream, self.models.device)
         hidden = prefill_step(
             target=self.models.target,
             drafter=self.models.drafter,
@@ -243,9 +285,9 @@ class Engine:
         next_ids = torch.tensor(token_ids, device=hidden.device)
         return _to_host(prompt_logprobs(self.models.target, hidden, next_ids, num_top), token_ids, num_top)
 
-    def _collect(self, batch: Batch, result: Verdict | Outcome) -> list[Delta]:
+    def _collect(self, batch: Batch, launched: Launched) -> list[Delta]:
         """Read a step's result (the only wait for the device) and apply it."""
-        outcome = result if isinstance(result, Outcome) else self._outcome(batch, result)
+        outcome = self._outcome(batch, launched)
         seen = [sequence.row is not None for sequence in batch.sequences]
         deltas = self.scheduler.commit(batch, outcome)
         sequences = list(itertools.compress(batch.sequences, seen))
@@ -253,15 +295,18 @@ class Engine:
         self.stats.count(batch, sequences, committed, deltas, self._load())
         return deltas
 
-    def _outcome(self, batch: Batch, verdict: Verdict) -> Outcome:
-        samples, counts = verdict.token_ids.tolist(), verdict.num_committed.tolist()
-        token_ids = tuple(tuple(row[:count]) for row, count in zip(samples, counts, strict=True))
-        if verdict.logprobs is None:
+    def _outcome(self, batch: Batch, launched: Launched) -> Outcome:
+        if launched.outcome is not None:
+            return launched.outcome
+        assert launched.reading is not None
+        rows = launched.reading.token_ids()[: len(batch.sequences)]  # the others were scratch
+        token_ids = tuple(tuple(row) for row in rows)
+        if launched.logprobs is None:
             return Outcome(token_ids)
         logprobs = []
         for row, sequence in enumerate(batch.sequences):
             num_top = sequence.request.sampling.logprobs
-            part = verdict.logprobs
+            part = launched.logprobs
             mine = Logprobs(part.chosen[row], part.top_ids[row], part.top_values[row])
             logprobs.append(() if num_top is None else _to_host(mine, token_ids[row], num_top))
         return Outcome(token_ids, tuple(logprobs))

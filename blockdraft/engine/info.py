@@ -26,6 +26,9 @@ class EngineInfo:
     page_size: int
     num_cache_bytes: int
     has_prefix_cache: bool
+    is_dummy: bool  # random weights, for timing only
+    synthetic_acceptance: str | None  # the profile by which drafts are kept, for timing only
+    notices: tuple[str, ...]  # what a reader of any output must know
 
 
 def engine_info(engine: Engine) -> EngineInfo:
@@ -46,4 +49,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         page_size=plan.page_size,
         num_cache_bytes=engine.cache.num_bytes,
         has_prefix_cache=plan.prefix_cache,
+        is_dummy=models.labels.is_dummy,
+        synthetic_acceptance=models.labels.synthetic_acceptance,
+        notices=models.labels.notices,
     )

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.spec import Recurrent
-from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.engine import kernelcheck_layers as layers
+from blockdraft.engine.comparison import Comparison, Numbers, models_of, parts_of
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels import gated_delta, linear, rows
 from blockdraft.kernels.attention import Blocks, Mask, attend_paged
@@ -27,6 +28,8 @@ from blockdraft.models.layers import Embedding, GatedMLP, Linear, RMSNorm, atten
 from blockdraft.models.moe import ExpertLinear, Experts
 from blockdraft.models.packed import Packed, Stacked
 from blockdraft.models.rotary import Rotary
+
+__all__ = ["Finding", "check_kernels", "models_of"]
 
 # Of |result| + the results' root mean square. Measured: 4e-7 in float32, 4e-3 in bfloat16; the rest is room
 # for longer sums. What a wrong kernel does is larger by far.
@@ -37,17 +40,12 @@ CONTEXT = 300  # keys: past one chunk of the attention kernels and their referen
 MAX_WINDOW = 8192  # windows up to here are reached by a context of their own
 
 
-class Comparison(NamedTuple):
-    """One operation at one shape: what was computed, and what its reference says in float64."""
-
-    where: str
-    got: Tensor
-    expected: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The comparison of an operation that came closest to its tolerance, or went past it."""
+    """The comparison of an operation that came closest to its tolerance, or went past it.
+
+    The error of whole numbers is the share that differ; none may.
+    """
 
     operation: str
     where: str
@@ -60,48 +58,24 @@ class Finding:
         return self.error <= self.tolerance
 
 
-class Numbers:
-    """Random numbers that are the same in every run, where and as the models have them."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-        self.dtype: torch.dtype = getattr(torch, engine.models.plan.dtype)
-        self.device = engine.models.device
-
-    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        drawn = torch.randn(shape, generator=self._generator)
-        return drawn.to(device=self.device, dtype=dtype or self.dtype)
-
-    def uniform(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        drawn = torch.rand(shape, generator=self._generator)
-        return drawn.to(device=self.device, dtype=dtype or self.dtype)
-
-    def order(self, count: int) -> Tensor:
-        return torch.randperm(count, generator=self._generator).to(self.device)
-
-
 @torch.inference_mode()
 def check_kernels(engine: Engine) -> Iterator[Finding]:
     """One finding for each operation that the engine's models use."""
     for operation, compare in _OPERATIONS.items():
         found = [_measure(operation, comparison) for comparison in compare(engine, Numbers(engine))]
         if found:
-            worst = max(found, key=lambda finding: finding.error / finding.tolerance)
+            worst = max(found, key=lambda finding: finding.error / max(finding.tolerance, 1e-300))
             yield replace(worst, num_comparisons=len(found))
 
 
 def _measure(operation: str, comparison: Comparison) -> Finding:
-    got, expected = comparison.got.double(), comparison.expected
+    where, got, expected, num_steps = comparison
+    if got.dtype == torch.int64:
+        return Finding(operation, where, float((got != expected).double().mean()), tolerance=0.0)
     scale = expected.abs() + expected.square().mean().sqrt()
-    error = float(((got - expected).abs() / scale.clamp(min=1e-300)).max())
-    tolerance = TOLERANCES[comparison.got.dtype]
-    return Finding(operation, comparison.where, error if math.isfinite(error) else math.inf, tolerance)
-
-
-def models_of(engine: Engine) -> list[nn.Module]:
-    """The target, and the drafter's own model if it has one."""
-    drafter = engine.models.drafter
-    return [engine.models.target, *([drafter.model] if isinstance(drafter, DFlashDrafter) else [])]
+    error = float(((got.double() - expected).abs() / scale.clamp(min=1e-300)).max())
+    tolerance = num_steps * TOLERANCES[got.dtype]
+    return Finding(operation, where, error if math.isfinite(error) else math.inf, tolerance)
 
 
 # ---- matrix products
@@ -115,15 +89,60 @@ def _compare_linear(engine: Engine, numbers: Numbers) -> Iterator[Comparison]:
     smallest = min(found, key=math.prod, default=None)
     plan = engine.models.plan
     for key, (weight, bias) in found.items():
-        counts = EVERY_TILE if key == smallest else (1, max(plan.width, 5))
+        counts = EVERY_TILE if key == smallest else (1, max(plan.width, 5), *_many(weight.device))
         x = numbers.normal(max(counts), weight.shape[1])
         chosen = _sample(weight.shape[0], weight.device)
         with use("reference"):
             wide = None if bias is None else bias[chosen].double()
             expected = linear.linear(x.double(), weight[chosen].double(), wide)
+        onto = (
+            numbers.normal(max(counts), weight.shape[0]) if weight.shape[0] in _stream_sizes(engine) else None
+        )
         for count in counts:
-            got = linear.linear(x[:count], weight, bias)[:, chosen]
-            yield Comparison(f"{list(weight.shape)} x {count} tokens", got, expected[:count])
+            where = f"{list(weight.shape)} x {count} tokens"
+            yield Comparison(where, linear.linear(x[:count], weight, bias)[:, chosen], expected[:count])
+            if onto is not None:
+                got = linear.linear(x[:count], weight, bias, onto=onto[:count].clone())[:, chosen]
+                sums = expected[:count] + onto[:count, chosen].double()
+                yield Comparison(f"{where}, onto the stream", got, sums, num_steps=2)
+
+
+def _stream_sizes(engine: Engine) -> set[int]:
+    """The products with this many outputs may be added to the residual stream."""
+    draft = engine.models.draft_config
+    return {engine.models.config.hidden_size, *([] if draft is None else [draft.hidden_size])}
+
+
+def _compare_gated(engine: Engine, numbers: Numbers) -> Iterator[Comparison]:
+    """Of plain weights each shape, of packed ones the smallest of each format."""
+    found: dict[tuple[object, ...], GatedMLP] = {}
+    parts = [part for part in parts_of(engine) if isinstance(part, GatedMLP)]
+    for part in sorted(parts, key=lambda part: math.prod(part.gate_up.weight.shape)):
+        weight = part.gate_up.weight
+        kind = _format(weight) if isinstance(weight, Packed) else tuple(weight.shape)
+        found.setdefault((kind, part.gate_up.bias is None, part.activate), part)
+    for part in found.values():
+        weight, bias, inner = part.gate_up.weight, part.gate_up.bias, part.gate_up.parts[0]
+        chosen = _sample(inner, numbers.device)
+        both = torch.cat((chosen, chosen + inner))
+        x = numbers.normal(max(engine.models.plan.width, 5), weight.shape[1])
+        with use("reference"):
+            wide = None if bias is None else bias[both].double()
+            expected = part.activate(linear.linear(x.double(), _values(weight, both).double(), wide))
+        for count in dict.fromkeys((1, len(x))):
+            got = part.gate_up.gated(x[:count], part.activate)[:, chosen]
+            where = f"{list(weight.shape)} x {count} tokens"
+            yield Comparison(where, got, expected[:count], num_steps=2)
+
+
+def _values(weight: Tensor | Packed, rows: Tensor) -> Tensor:
+    """Some rows, as numbers; a format that cannot be cut there is unpacked as a whole."""
+    if isinstance(weight, Tensor):
+        return weight[rows]
+    try:
+        return weight[rows].dequantise(torch.float32)
+    except TypeError:
+        return weight.dequantise(torch.float32)[rows]
 
 
 def _compare_packed(engine: Engine, numbers: Numbers) -> Iterator[Comparison]:
@@ -135,11 +154,23 @@ def _compare_packed(engine: Engine, numbers: Numbers) -> Iterator[Comparison]:
             if name not in found or math.prod(weight.shape) < math.prod(found[name].shape):
                 found[name] = weight
     for name, weight in found.items():
-        x = numbers.normal(5, weight.shape[1])
         chosen = _sample(weight.shape[0], numbers.device)
         values = weight.dequantise(torch.float32)[chosen]
-        expected = x.double() @ values.double().T
-        yield Comparison(f"{name} {list(weight.shape)}", weight.matmul(x)[:, chosen], expected)
+        for count in (5, *_many(numbers.device)):
+            x, onto = numbers.normal(count, weight.shape[1]), numbers.normal(count, weight.shape[0])
+            expected = x.double() @ values.double().T
+            where = f"{name} {list(weight.shape)} x {count} tokens"
+            # Many tokens may be rounded to fp8 on their way in: a sixteenth of a value, in a sum of many.
+            steps = 1 if count == 5 else 8
+            yield Comparison(where, weight.matmul(x)[:, chosen], expected, num_steps=steps)
+            got = weight.matmul(x, onto=onto.clone())[:, chosen]
+            sums = expected + onto[:, chosen].double()
+            yield Comparison(f"{where}, onto the stream", got, sums, num_steps=steps + 1)
+
+
+def _many(device: torch.device) -> tuple[int, ...]:
+    """On a GPU: a number of tokens past what its own kernel takes."""
+    return (linear.MAX_TOKENS + 1,) if device.type == "cuda" else ()
 
 
 def _matrices(engine: Engine) -> Iterator[tuple[Tensor | Packed, Tensor | None]]:
@@ -312,7 +343,7 @@ def _compare_scan(spec: Recurrent, numbers: Numbers, *, num_tokens: int) -> Iter
         numbers.normal(2, spec.conv_width - 1, spec.conv_channels),
         numbers.normal(spec.conv_channels, spec.conv_width),
     )
-    expected_state = state.double()
+    expected_state = state.double().clone()  # folded in place, as the other is
     with use("reference"):
         q, k, v, gate, beta = (x.double() for x in inputs)
         expected, tape = gated_delta.scan(q, k, v, gate, beta, expected_state)
@@ -334,5 +365,14 @@ _OPERATIONS: dict[str, Callable[[Engine, Numbers], Iterator[Comparison]]] = {
     "norm": _compare_norms,
     "rotation": _compare_rotations,
     "activation": _compare_activations,
+    "gated product": _compare_gated,
+    "heads": layers.compare_heads,
+    "heads' gates": layers.compare_open_heads,
     "gated delta": _compare_delta,
+    "gated delta layer": layers.compare_delta_layers,
+    "routing": layers.compare_routes,
+    "experts": layers.compare_experts,
+    "places": layers.compare_places,
+    "sampling": layers.compare_sampling,
+    "acceptance": layers.compare_acceptance,
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from blockdraft.acceptance_profile import acceptance_rates
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.drafter import Drafter, NoDrafter
 from blockdraft.engine.tokenizer import Tokenizer
@@ -20,7 +21,11 @@ from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair, read_draft_config
+from blockdraft.models.dummy import byte_tokenizer, fill, vocab_map
 from blockdraft.models.families import read_model_config
+from blockdraft.models.layers import Embedding, Linear
+from blockdraft.models.moe import Experts
+from blockdraft.models.packed import Packed, Scaled
 from blockdraft.models.quantization import read_quantization
 from blockdraft.models.registry import build_decoder
 from blockdraft.models.weights import load_decoder, load_drafter
@@ -28,6 +33,15 @@ from blockdraft.plan import Plan, Weights, make_plan
 from blockdraft.settings import Settings
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What makes an engine good for timing only; each notice belongs beside everything it puts out."""
+
+    is_dummy: bool = False  # the weights are random
+    synthetic_acceptance: str | None = None  # the profile by which drafts are accepted
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,26 @@ class Models:
     tokenizer: Tokenizer
     plan: Plan
     device: torch.device
+    rates: tuple[float, ...] | None = None  # synthetic acceptance, for timing alone; None: real
+    labels: Labels = Labels()
+
+    def __post_init__(self) -> None:
+        assert self.rates is None or len(self.rates) >= self.plan.block - 1, "a rate for each draft"
+
+    def why_not_captured(self) -> str | None:
+        """What keeps a decode step out of a CUDA graph; None: nothing."""
+        dtype: torch.dtype = getattr(torch, self.plan.dtype)
+        parts = [self.target, *([self.drafter.model] if isinstance(self.drafter, DFlashDrafter) else [])]
+        for module in (module for part in parts for module in part.modules()):
+            if isinstance(module, Experts):
+                reason = module.why_not_captured(dtype, self.device)
+                if reason is not None:
+                    return reason
+            elif isinstance(module, Linear | Embedding) and isinstance(module.weight, Packed):
+                weight = module.weight
+                if not isinstance(weight, Scaled) or not weight.has_row_scales:
+                    return f"{type(weight).__name__} weights have no kernel of their own: see --quantization"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +88,8 @@ class Opened:
     tokenizer: Tokenizer
     plan: Plan
     device: torch.device
+    rates: tuple[float, ...] | None
+    labels: Labels
 
 
 def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
@@ -63,23 +99,27 @@ def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
 
 def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     """Find (or download) both checkpoints, check that they belong together, and plan."""
-    device = _device(settings.device)
+    settings = replace(settings, device=resolve_device(settings.device))
+    device, is_dummy = _device(settings.device), settings.load_format == "dummy"
     report(f"opening {settings.model}")
-    checkpoint = open_checkpoint(settings.model, report=report)
+    checkpoint = open_checkpoint(settings.model, report=report, needs_weights=not is_dummy)
     config = read_model_config(checkpoint.config, name=checkpoint.name)
-    if config.num_layers > len(checkpoint.tensors()):
+    if not is_dummy and config.num_layers > len(checkpoint.tensors()):
         raise ModelError(
             f"'{checkpoint.name}': config.json says {config.num_layers} layers, but the files hold "
             f"{len(checkpoint.tensors())} tensors. Fetch the checkpoint again."
         )
     if config.left_out:
         report(f"text only: the {' and '.join(config.left_out)} part of {settings.model} is not loaded")
-    tokenizer = Tokenizer(checkpoint.tokenizer_parts())
+    has_tokenizer = checkpoint.has_tokenizer or not is_dummy
+    tokenizer = Tokenizer(
+        checkpoint.tokenizer_parts() if has_tokenizer else byte_tokenizer(config.vocab_size)
+    )
     draft_checkpoint = None
     draft_config = None
     if settings.draft not in (None, "none"):
         report(f"opening {settings.draft}")
-        draft_checkpoint = open_checkpoint(settings.draft, report=report)
+        draft_checkpoint = open_checkpoint(settings.draft, report=report, needs_weights=not is_dummy)
         draft_config = read_draft_config(draft_checkpoint.config, name=draft_checkpoint.name)
         check_pair(draft_config, config, tokenizer.eos_ids)
     weights = _weights(checkpoint, functools.partial(_decoder, config, (), 1, device))
@@ -89,10 +129,58 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
             DFlash, draft_config, first_layer=0, max_positions=1, has_head=False, device=device
         )
         draft_weights = _weights(draft_checkpoint, build)
-    plan = make_plan(
-        settings, read_machine(), config, draft_config, weights=weights, draft_weights=draft_weights
-    )
-    return Opened(checkpoint, config, draft_checkpoint, draft_config, tokenizer, plan, device)
+    notices = timing_notices(settings, (weights, draft_weights), has_tokenizer=has_tokenizer)
+    if is_dummy:
+        settings, weights, draft_weights = _unpacked(settings, weights, draft_weights)
+    machine = read_machine()
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        machine = replace(machine, gpu_bytes=total, gpu_free_bytes=free)
+    plan = make_plan(settings, machine, config, draft_config, weights=weights, draft_weights=draft_weights)
+    rates, profile = None, settings.synthetic_acceptance
+    if profile is not None:
+        rates = acceptance_rates(profile, width=plan.width, block=plan.block)
+    labels = Labels(is_dummy, profile, notices)
+    return Opened(checkpoint, config, draft_checkpoint, draft_config, tokenizer, plan, device, rates, labels)
+
+
+def resolve_device(name: str) -> str:
+    """ "auto" as a device: the GPU where torch finds one."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def timing_notices(
+    settings: Settings, checkpoints: tuple[Weights | None, ...], *, has_tokenizer: bool
+) -> tuple[str, ...]:
+    """What has to be said of an engine that is good for timing only, a sentence each."""
+    notices = []
+    if settings.load_format == "dummy":
+        notices.append("weights are random: every answer is nonsense; for timing only")
+        methods = [weights.method for weights in checkpoints if weights is not None and weights.method]
+        if methods:
+            stored = " and ".join(dict.fromkeys(methods))
+            notices.append(f"the checkpoint is quantised ({stored}), its dummy weights are not: times differ")
+    if not has_tokenizer:
+        notices.append("there is no tokenizer: each byte of a text is a token, so counts of tokens differ")
+    if settings.synthetic_acceptance is not None:
+        notices.append(
+            f"acceptance is synthetic ({settings.synthetic_acceptance}): drafts are kept by chance, so "
+            "answers are not the model's; for timing only"
+        )
+    return tuple(notices)
+
+
+def _unpacked(
+    settings: Settings, weights: Weights, draft_weights: Weights | None
+) -> tuple[Settings, Weights, Weights | None]:
+    """The same for random weights, of which no file says how they are packed."""
+    kept = {
+        name: "none" for name in ("quantization", "draft_quantization") if getattr(settings, name) == "keep"
+    }
+    plain = None if draft_weights is None else replace(draft_weights, method=None)
+    return replace(settings, **kept), replace(weights, method=None), plain  # type: ignore[arg-type]
 
 
 def read_weights(
@@ -102,14 +190,26 @@ def read_weights(
 ) -> Models:
     """Read the weights of both; `progress` hears of every parameter of the target."""
     plan, config, device = opened.plan, opened.config, opened.device
-    report(f"loading weights as {plan.dtype}{_how(plan.quantization)}")
-    target = load_target(opened.checkpoint, config, opened.draft_config, plan, device, progress)
+    source = None if opened.labels.is_dummy else opened.checkpoint
+    report(f"{'loading' if source else 'drawing'} weights as {plan.dtype}{_how(plan.quantization)}")
+    target = load_target(source, config, opened.draft_config, plan, device, progress)
     drafter: Drafter = NoDrafter(plan.width)
     if opened.draft_checkpoint is not None and opened.draft_config is not None:
-        drafter = load_dflash(opened.draft_checkpoint, opened.draft_config, target, plan, device)
+        draft_source = None if opened.labels.is_dummy else opened.draft_checkpoint
+        drafter = load_dflash(draft_source, opened.draft_config, target, plan, device)
         opened.draft_checkpoint.close()
     opened.checkpoint.close()
-    return Models(config, opened.draft_config, target, drafter, opened.tokenizer, plan, device)
+    return Models(
+        config,
+        opened.draft_config,
+        target,
+        drafter,
+        opened.tokenizer,
+        plan,
+        device,
+        rates=opened.rates,
+        labels=opened.labels,
+    )
 
 
 def _weights(checkpoint: Checkpoint, build: Callable[[], nn.Module]) -> Weights:
@@ -133,16 +233,20 @@ def _how(quantization: str) -> str:
 
 
 def load_target(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | None,
     config: ModelConfig,
     draft: DraftConfig | None,
     plan: Plan,
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Decoder:
+    """The target with the weights of `checkpoint`; None: with random ones."""
     taps = draft.taps if draft is not None else ()
     target = _empty(lambda: _decoder(config, taps, plan.max_positions, device), plan.dtype)
-    load_decoder(target, checkpoint, storage=plan.quantization, device=device, progress=progress)
+    if checkpoint is None:
+        fill(target, storage=plan.quantization, device=device, progress=progress)
+    else:
+        load_decoder(target, checkpoint, storage=plan.quantization, device=device, progress=progress)
     return target.requires_grad_(False).eval()
 
 
@@ -151,13 +255,17 @@ def _decoder(config: ModelConfig, taps: tuple[int, ...], max_positions: int, dev
 
 
 def load_dflash(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | None,
     config: DraftConfig,
     target: Decoder,
     plan: Plan,
     device: torch.device,
 ) -> DFlashDrafter:
-    has_head = "lm_head.weight" in checkpoint.tensors()
+    """The drafter with the weights of `checkpoint`; None: with random ones."""
+    if checkpoint is None:
+        has_head = config.draft_vocab_size != config.vocab_size  # only then must it have its own
+    else:
+        has_head = "lm_head.weight" in checkpoint.tensors()
     build = functools.partial(
         DFlash,
         config,
@@ -167,9 +275,14 @@ def load_dflash(
         device=device,
     )
     model = _empty(build, plan.dtype)
-    load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
+    if checkpoint is None:
+        fill(model, storage=plan.draft_quantization, device=device)
+        ids = vocab_map(config.draft_vocab_size, config.vocab_size, device)
+    else:
+        load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
+        ids = _vocab_map(checkpoint, config, has_head, device)
     model.requires_grad_(False).eval()
-    return DFlashDrafter(model, target, _vocab_map(checkpoint, config, has_head, device))
+    return DFlashDrafter(model, target, ids)
 
 
 def _empty(build: Callable[[], Module], dtype: str) -> Module:
@@ -214,4 +327,8 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device '{name}' cannot be used: {str(error).splitlines()[0]}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device '{name}' is not supported: use cpu or cuda.")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread, which is the engine's: kernels and graphs go there
     return device

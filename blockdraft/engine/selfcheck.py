@@ -64,7 +64,7 @@ class Verification:
     """What was found. A failed check that is here, and was not raised, costs the drafter only."""
 
     checks: tuple[Check, ...]
-    tokens_per_step: float | None  # None: no drafter
+    tokens_per_step: float | None  # None: no drafter, or one whose acceptance is synthetic
     keeps_drafter: bool  # False: serve without_drafter(models)
     reason: str | None  # why the drafter is dropped
 
@@ -77,6 +77,12 @@ def verify(engine: Engine, note: Note, *, min_tokens_per_step: float = MIN_TOKEN
         note(f"{check.name}: {check.detail}")
     if isinstance(engine.models.drafter, NoDrafter):
         return Verification(tuple(checks), tokens_per_step=None, keeps_drafter=True, reason=None)
+    labels = engine.models.labels
+    if labels.synthetic_acceptance is not None:  # its answers are wrong on purpose
+        note("drafter: not checked, since acceptance is synthetic")
+        return Verification(tuple(checks), tokens_per_step=None, keeps_drafter=True, reason=None)
+    if labels.is_dummy:  # it knows nothing; that it changes no token holds all the same
+        min_tokens_per_step = 0.0
     check, tokens_per_step = _drafter(engine, min_tokens_per_step)
     note(f"{check.name}: {check.detail}")
     reason = None if check.is_passed else _misfit(engine, tokens_per_step, min_tokens_per_step)
@@ -214,13 +220,14 @@ def _logits(engine: Engine, prompt: list[int], pieces: list[tuple[int, bool]]) -
     parts, at = [], 0
     try:
         rows.place(0, prompt, 0, RowSampling())
-        rows.set_pages(0, 0, pages)
+        rows.set_pages([(0, 0, pages)])
         rows.activate([0])
         for count, is_known in pieces:
-            hidden, _ = target(token_ids[at : at + count], cache.view(rows, count, is_known=is_known))
+            view = cache.view(rows, count, is_known=is_known)
+            hidden, _ = target(token_ids[at : at + count], view)
             parts.append(target.logits(hidden))
             if not is_known:
-                cache.commit(rows, torch.tensor([count], device=engine.models.device))
+                cache.commit(rows, view.starts, torch.tensor([count], device=engine.models.device))
             rows.extend((count,))
             at += count
     finally:

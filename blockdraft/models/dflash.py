@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
-from blockdraft.kernels.rows import Angles, rotate
+from blockdraft.kernels.heads import HeadNorms
+from blockdraft.kernels.rows import Angles
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
 from blockdraft.models.rotary import Rotary
@@ -34,25 +35,28 @@ class DFlashLayer(nn.Module):
         )
         hidden, size = config.hidden_size, config.num_kv_heads * config.head_dim
         self.attention_norm = RMSNorm(hidden, config.norm_eps)
-        self.q = Linear(hidden, config.num_heads * config.head_dim)
-        self.kv = Linear(hidden, size, size)
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.qkv = Linear(hidden, config.num_heads * config.head_dim, size, size)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.out = Linear(config.num_heads * config.head_dim, hidden)
         self.mlp_norm = RMSNorm(hidden, config.norm_eps)
         self.mlp = GatedMLP(hidden, config.intermediate_size)
 
-    def keys_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, G, D] of block rows or of context vectors: the same projection."""
-        k, v = (part.unflatten(1, (-1, self.head_dim)) for part in self.kv(x).chunk(2, dim=1))
-        return rotate(self.k_norm(k), angles), v
+    def keys_values(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, G, D] of context vectors [N, E]: by the same projection as the block's own."""
+        k, v = self.qkv.last(context, 2).view(len(context), -1, self.head_dim).chunk(2, dim=1)
+        return k, v
+
+    def norms(self) -> HeadNorms:
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
-        h = self.attention_norm(x)
-        q = rotate(self.q_norm(self.q(h).unflatten(1, (-1, self.head_dim))), angles)
-        k, v = self.keys_values(h, angles)
-        x = x + self.out(view.attend(self.layer, q, k, v, self.mask).flatten(1))
-        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+        heads = self.qkv(x, norm=self.attention_norm).unflatten(1, (-1, self.head_dim))
+        q, k, v = heads.split(self.heads, dim=1)
+        attended = view.attend(self.layer, q, k, v, self.mask, angles=angles, norms=self.norms())
+        x = self.out(attended.flatten(1), x)
+        return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
 
 
 class DFlash(nn.Module):
@@ -85,7 +89,7 @@ class DFlash(nn.Module):
         angles = self.rotary(view.positions)
         for layer in self.layers:
             assert isinstance(layer, DFlashLayer)
-            view.write(layer.layer, *layer.keys_values(context, angles))
+            view.write(layer.layer, *layer.keys_values(context), angles=angles, norms=layer.norms())
 
     def forward(self, x: Tensor, view: View) -> Tensor:
         """Hidden states [N, E] of a block whose embeddings are x [N, E]."""

@@ -28,11 +28,10 @@ Report = Callable[[str], None]
 
 _CHUNK_BYTES = 1 << 20
 _STDERR_FD = 2  # sys.stderr is not always a file (notebooks)
-_HUB_PATTERNS = [
+_HUB_WEIGHTS = ["*.safetensors", "model.safetensors.index.json"]
+_HUB_SMALL_FILES = [
     "config.json",
     "generation_config.json",
-    "*.safetensors",
-    "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -88,7 +87,7 @@ def default_gguf(report: Report | None = None) -> Path:
     return gguf
 
 
-def hub_folder(repo: str, *, revision: str | None) -> Path:
+def hub_folder(repo: str, *, revision: str | None, needs_weights: bool = True) -> Path:
     """Folder of a hub model, downloaded into the hub's own cache where it is not there yet."""
     import huggingface_hub
 
@@ -97,7 +96,7 @@ def hub_folder(repo: str, *, revision: str | None) -> Path:
             huggingface_hub.snapshot_download(
                 repo,
                 revision=revision,
-                allow_patterns=_HUB_PATTERNS,
+                allow_patterns=_HUB_SMALL_FILES + (_HUB_WEIGHTS if needs_weights else []),
                 ignore_patterns=_HUB_DUPLICATES,
             )
         )

@@ -26,6 +26,7 @@ from blockdraft.models.checkpoint import TensorInfo, TokenizerParts, read_bytes,
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _QUANT_FILE = "hf_quant_config.json"
+_TOKENIZER = "tokenizer.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 _DTYPES = {
@@ -75,9 +76,9 @@ class _Place(NamedTuple):
 
 
 class FolderCheckpoint:
-    """One model folder with its shards open."""
+    """One model folder with its shards open, or without any tensors where no weights are needed."""
 
-    def __init__(self, folder: Path, *, name: str) -> None:
+    def __init__(self, folder: Path, *, name: str, needs_weights: bool = True) -> None:
         self.name = name
         self._folder = folder
         self._files: list[FileIO] = []
@@ -86,7 +87,8 @@ class FolderCheckpoint:
         has_quant_file = (folder / _QUANT_FILE).exists()
         self.quant_file: Mapping[str, object] | None = self._json(_QUANT_FILE) if has_quant_file else None
         try:
-            self._open_shards()
+            if needs_weights:
+                self._open_shards()
         except ModelError:
             self.close()
             raise
@@ -116,6 +118,10 @@ class FolderCheckpoint:
 
     def read_packed(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         raise ModelError(f"'{self.name}' is a folder: its tensor '{name}' has no GGUF blocks to read.")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self._folder / _TOKENIZER).exists()
 
     def tokenizer_parts(self) -> TokenizerParts:
         tokenizer = self._tokenizer()
@@ -201,8 +207,8 @@ class FolderCheckpoint:
             self._places[tensor] = _Place(entry.info, shard, file, data_start + entry.begin)
 
     def _tokenizer(self) -> Tokenizer:
-        path = self._folder / "tokenizer.json"
-        if not path.exists():
+        path = self._folder / _TOKENIZER
+        if not self.has_tokenizer:
             raise ModelError(
                 f"'{self.name}' has no tokenizer.json, so it cannot read or write text. Add the file."
             )

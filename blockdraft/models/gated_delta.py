@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
-from blockdraft.kernels.rows import Angles, rotate, sigmoid, softplus
+from blockdraft.kernels.gated_delta import DeltaWeights, gated_norm
+from blockdraft.kernels.heads import HeadNorms, open_heads
+from blockdraft.kernels.rows import Angles
 from blockdraft.models.config import DeltaConfig, ModelConfig
 from blockdraft.models.layers import (
     DecoderLayer,
@@ -38,7 +40,6 @@ class GatedDelta(nn.Module):
         super().__init__()
         config = delta_config(model, layer)
         self.layer = layer
-        self.value_dim = config.value_dim
         self.inputs = inputs
         self.conv = nn.Parameter(torch.empty(config.spec().conv_channels, 1, config.conv_width))
         self.decay_log = nn.Parameter(torch.empty(config.num_value_heads, dtype=wide_dtype()))
@@ -46,13 +47,12 @@ class GatedDelta(nn.Module):
         self.norm = RMSNorm(config.value_dim, model.norm_eps)
         self.out = Linear(config.num_value_heads * config.value_dim, model.hidden_size)
 
-    def forward(self, x: Tensor, angles: Angles | None, view: View) -> Tensor:
-        qkv, z, beta, gate = self.inputs(x)
-        gate = -self.decay_log.exp() * softplus(gate.to(self.gate_bias.dtype) + self.gate_bias)
-        read = view.scan(self.layer, qkv, self.conv[:, 0], gate, sigmoid(beta))  # [N, H, V]
-        z = z.unflatten(1, (-1, self.value_dim)).to(gate.dtype)
-        gated = self.norm(read) * (z * sigmoid(z))
-        return self.out(gated.to(x.dtype).flatten(1))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, norm: RMSNorm, angles: Angles | None, view: View) -> Tensor:
+        qkv, z, beta, gate = self.inputs(x, norm)
+        weights = DeltaWeights(self.conv[:, 0], self.decay_log, self.gate_bias)
+        read = view.scan(self.layer, qkv, beta, gate, weights)  # [N, H, V]
+        gated = gated_norm(read, z, self.norm.weight, self.norm.eps)
+        return self.out(gated.flatten(1), x)  # type: ignore[no-any-return]
 
 
 def hybrid_layer(
@@ -92,10 +92,10 @@ class GatedAttention(nn.Module):
         self.q_norm = ZeroCentredNorm(config.head_dim, model.norm_eps)
         self.k_norm = ZeroCentredNorm(config.head_dim, model.norm_eps)
 
-    def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
-        heads = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [N, 2 H + G + G, D]
+    def forward(self, x: Tensor, norm: RMSNorm, angles: Angles, view: View) -> Tensor:
+        heads = self.qkv(x, norm=norm).unflatten(1, (-1, self.head_dim))  # [N, 2 H + G + G, D]
         queries, k, v = heads.split((2 * self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         q, gate = queries[:, 0::2], queries[:, 1::2]  # a head's query, then its gate
-        q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
-        attended = view.attend(self.layer, q, k, v, self.mask) * sigmoid(gate)
-        return self.out(attended.flatten(1))  # type: ignore[no-any-return]
+        norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        attended = view.attend(self.layer, q, k, v, self.mask, angles=angles, norms=norms)
+        return self.out(open_heads(attended, gate).flatten(1), x)  # type: ignore[no-any-return]

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.linear import linear
+from blockdraft.kernels.moe import Activation, Choice, route
 from blockdraft.kernels.rows import Angles, gelu_mul, rms_norm, rotate
 from blockdraft.models.config import AttentionConfig, ModelConfig, MoEConfig
 from blockdraft.models.layers import GatedMLP, Linear, WideNorm, attention_config
-from blockdraft.models.moe import Choice, Experts, choose
+from blockdraft.models.moe import Experts
 
 norm = WideNorm
 
@@ -44,7 +45,7 @@ class GemmaAttention(nn.Module):
         if self.k_norm is not None:
             k = rotate(self.k_norm(keys_values[0]), angles)
             v = rms_norm(keys_values[-1], None, self.eps)
-        return self.out(view.attend(self.layer, q, k, v, self.mask).flatten(1))  # type: ignore[no-any-return]
+        return self.out(view.attend(self.layer, q, k, v, self.mask, angles=None).flatten(1))  # type: ignore[no-any-return]
 
 
 def _head_counts(config: AttentionConfig) -> tuple[int, ...]:
@@ -67,8 +68,7 @@ class GemmaRouter(nn.Module):
 
     def forward(self, x: Tensor) -> Choice:
         x = rms_norm(x, None, self.eps) * self.scale * x.shape[-1] ** -0.5
-        weights, ids = choose(linear(x, self.weight), self.num_chosen, is_normalised=True)
-        return weights * self.expert_scale[ids], ids
+        return route(linear(x, self.weight), self.num_chosen, "renormalised", self.expert_scale)
 
 
 class GemmaFeedForward(nn.Module):
@@ -86,7 +86,7 @@ class GemmaFeedForward(nn.Module):
             self.dense_after = norm(size, eps)
             self.router = GemmaRouter(size, part.moe, eps)
             self.experts_before = norm(size, eps)
-            self.experts = Experts(size, part.moe, activate=gelu_mul)
+            self.experts = Experts(size, part.moe, activation=Activation("gelu"))
             self.experts_after = norm(size, eps)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -91,6 +91,7 @@ class GgufCheckpoint:
     """One GGUF file of a supported architecture."""
 
     quant_file: Mapping[str, object] | None = None  # a file of folders
+    has_tokenizer = True
 
     def __init__(self, path: Path, *, name: str) -> None:
         self.name = name

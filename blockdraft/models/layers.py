@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
-from blockdraft.kernels.linear import linear
-from blockdraft.kernels.rows import Angles, rms_norm, rotate, silu_mul
+from blockdraft.kernels.heads import HeadNorms
+from blockdraft.kernels.linear import gated_linear, linear
+from blockdraft.kernels.rows import Angles, Norm, rms_norm, silu_mul
 from blockdraft.models.config import AttentionConfig, ModelConfig
 from blockdraft.models.packed import Packed
 
@@ -29,10 +30,27 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(parts), inputs))
         self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, onto: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        """The product, of x normalised and added to `onto` where those are given."""
+        given = None if norm is None else norm.numbers
         if isinstance(self.weight, Packed):
-            return self.weight.matmul(x, self.bias)
-        return linear(x, self.weight, self.bias)
+            return self.weight.matmul(x, self.bias, onto=onto, norm=given)
+        return linear(x, self.weight, self.bias, onto=onto, norm=given)
+
+    def gated(self, x: Tensor, activate: Callable[[Tensor], Tensor], norm: RMSNorm | None = None) -> Tensor:
+        """`activate` of the product, whose halves it joins."""
+        given = None if norm is None else norm.numbers
+        if isinstance(self.weight, Packed):
+            return self.weight.gated(x, self.bias, activate, norm=given)
+        return gated_linear(x, self.weight, self.bias, activate, norm=given)
+
+    def last(self, x: Tensor, num_parts: int) -> Tensor:
+        """The product with the last `num_parts` parts alone."""
+        begin = sum(self.parts[:-num_parts])
+        bias = None if self.bias is None else self.bias[begin:]
+        if isinstance(self.weight, Packed):
+            return self.weight.rows_from(begin).matmul(x, bias)
+        return linear(x, self.weight[begin:], bias)
 
 
 class Embedding(nn.Module):
@@ -70,6 +88,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
+    @property
+    def numbers(self) -> Norm:
+        """For an operation that normalises what it reads."""
+        return Norm(self.weight, self.eps)
+
 
 class WideNorm(RMSNorm):
     """RMSNorm whose weight stays in float32 beside a half-precision stream: one rounding, at the end."""
@@ -91,35 +114,36 @@ def wide_dtype() -> torch.dtype:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over whatever the View holds."""
+    """x + grouped-query attention of x, normalised, over whatever the View holds."""
+
+    sinks: nn.Parameter | None
 
     def __init__(self, model: ModelConfig, layer: int, *, has_qk_norm: bool = False) -> None:
         super().__init__()
         config = attention_config(model, layer)
         self.layer = layer
         self.head_dim = config.head_dim
-        self.num_heads = config.num_heads
-        self.num_rotated = config.num_heads + config.num_kv_heads  # queries and keys
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.mask = Mask(scale=config.head_dim**-0.5, window=config.window)
         self.qkv = Linear(model.hidden_size, size, kv_size, kv_size, bias=config.has_bias)
         self.out = Linear(size, model.hidden_size, bias=config.has_out_bias)
         self.q_norm = RMSNorm(config.head_dim, model.norm_eps) if has_qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, model.norm_eps) if has_qk_norm else None
+        self.register_parameter("sinks", None)
 
-    def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
-        heads = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [N, H + G + G, D]
-        qk, v = heads[:, : self.num_rotated], heads[:, self.num_rotated :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])
-            q, k = rotate(q, angles), rotate(k, angles)
-        else:
-            qk = rotate(qk, angles)
-            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        return self.out(self.attend(q, k, v, view).flatten(1))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, norm: RMSNorm, angles: Angles, view: View) -> Tensor:
+        heads = self.qkv(x, norm=norm).unflatten(1, (-1, self.head_dim))  # [N, H + G + G, D]
+        q, k, v = heads.split(self.heads, dim=1)
+        attended = view.attend(
+            self.layer, q, k, v, self.mask, angles=angles, norms=self.norms(), sinks=self.sinks
+        )
+        return self.out(attended.flatten(1), x)  # type: ignore[no-any-return]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
-        return view.attend(self.layer, q, k, v, self.mask)
+    def norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 def attention_config(model: ModelConfig, layer: int) -> AttentionConfig:
@@ -139,12 +163,14 @@ class GatedMLP(nn.Module):
         self.down = Linear(inner, hidden, bias=bias)
         self.activate = activate
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activate(self.gate_up(x)))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """[N, E]; with a layer's norm, x normalised goes in, and the result is added to x."""
+        inner = self.gate_up.gated(x, self.activate, norm)
+        return self.down(inner, None if norm is None else x)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm mixer and MLP around a residual stream."""
+    """A residual stream: mixer and feed-forward part each add to it what they make of it, normalised."""
 
     def __init__(
         self,
@@ -161,5 +187,5 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x), angles, view)
-        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+        x = self.mixer(x, self.mixer_norm, angles, view)
+        return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]

@@ -1,23 +1,27 @@
-"""Mixtures of experts: a router picks a few feed-forward parts per token, and their outputs are weighed.
-
-A token's bits do not depend on its neighbours in the batch where `linear` promises that: every chosen
-expert's output lands in its own place, and the places are summed in the router's order.
-"""
+"""Mixtures of experts: a router picks a few feed-forward parts per token, and their outputs are weighed."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from blockdraft.kernels.linear import linear
-from blockdraft.kernels.rows import sigmoid, silu_mul
+from blockdraft.kernels.moe import (
+    Activation,
+    Choice,
+    Matrices,
+    Shared,
+    Weighing,
+    experts,
+    route,
+    why_no_kernel,
+)
 from blockdraft.models.config import MoEConfig
-from blockdraft.models.layers import GatedMLP, Linear
-from blockdraft.models.packed import Packed
+from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
+from blockdraft.models.packed import Packed, Scaled, Stacked
+from blockdraft.models.packed_groups import Fp4Groups
 
-Choice = tuple[Tensor, Tensor]  # weights and expert ids, [N, K] each
+_SILU = Activation("silu")
 
 
 class ExpertLinear(nn.Module):
@@ -37,71 +41,87 @@ class ExpertLinear(nn.Module):
             return self.weight[expert].matmul(x, bias)
         return linear(x, self.weight[expert], bias)
 
+    def matrices(self) -> tuple[Matrices, ...] | None:
+        """Each part as a kernel reads it; None where the weight is in a format that no kernel reads."""
+        pieces = self.weight.members() if isinstance(self.weight, Stacked) else [self.weight]
+        found: list[Matrices] = []
+        for piece in pieces:
+            stored, counts = _stored(piece), list(self.parts) if len(pieces) == 1 else [piece.shape[1]]
+            if stored is None or any(count % stored.block[0] != 0 for count in counts[:-1]):
+                return None
+            found += _cut(stored, counts)
+        biases = [None] * len(found) if self.bias is None else torch.split(self.bias, list(self.parts), 1)
+        return tuple(part._replace(bias=bias) for part, bias in zip(found, biases, strict=True))
+
+
+def _stored(weight: Tensor | Packed) -> Matrices | None:
+    """What a kernel reads of `weight` [experts, rows, columns], if there is one for its format."""
+    if isinstance(weight, Tensor):
+        return Matrices(weight)
+    if isinstance(weight, Scaled) and weight.zero is None:
+        if weight.block[0] >= weight.shape[1]:  # one scale for all rows: the same for each
+            scale = weight.scale.expand(-1, weight.shape[1], -1)
+            return Matrices(weight.values, scale, (1, weight.block[1]))
+        return Matrices(weight.values, weight.scale, weight.block)
+    if isinstance(weight, Fp4Groups) and weight.multiplier is None and weight.divisor is None:
+        return Matrices(weight.codes, weight.scale, (1, weight.group_size))
+    return None
+
+
+def _cut(matrices: Matrices, counts: list[int]) -> list[Matrices]:
+    """Some rows after the others; all counts but the last are whole blocks of scales."""
+    values = torch.split(matrices.values, counts, 1)
+    if matrices.scale is None:
+        return [matrices._replace(values=part) for part in values]
+    scales = torch.split(matrices.scale, [-(-count // matrices.block[0]) for count in counts], 1)
+    return [matrices._replace(values=part, scale=scale) for part, scale in zip(values, scales, strict=True)]
+
 
 class Experts(nn.Module):
     """Gated feed-forward parts, of which each token takes the ones chosen for it."""
 
     def __init__(
-        self,
-        hidden: int,
-        config: MoEConfig,
-        *,
-        bias: bool = False,
-        activate: Callable[[Tensor], Tensor] = silu_mul,
+        self, hidden: int, config: MoEConfig, *, bias: bool = False, activation: Activation = _SILU
     ) -> None:
         super().__init__()
         self.gate_up = ExpertLinear(
             config.num_experts, hidden, config.inner_size, config.inner_size, bias=bias
         )
         self.down = ExpertLinear(config.num_experts, config.inner_size, hidden, bias=bias)
-        self.activate = activate
+        self.activation = activation
+        self.activate = activation.function
 
-    def forward(self, x: Tensor, choice: Choice) -> Tensor:
-        """[N, E] for x [N, E]: each expert runs once, on all tokens that chose it."""
-        weights, ids = choice
-        outputs = x.new_empty(*ids.shape, x.shape[-1])  # [N, K, E]
-        for expert in torch.unique(ids).tolist():
-            token, place = torch.where(ids == expert)
-            inner = self.activate(self.gate_up(x[token], expert))
-            outputs[token, place] = self.down(inner, expert)
-        return (outputs * weights.to(x.dtype)[..., None]).sum(dim=1)
+    def forward(
+        self, x: Tensor, choice: Choice, shared: Shared | None = None, onto: Tensor | None = None
+    ) -> Tensor:
+        """[N, E] for x [N, E]; see `kernels.moe.experts`."""
+        return experts(x, self.gate_up, self.down, choice, self.activation, shared, onto)
 
-
-class Router(nn.Module):
-    """Softmax over all experts, then the `num_chosen` likeliest; never quantised."""
-
-    def __init__(self, hidden: int, config: MoEConfig) -> None:
-        super().__init__()
-        self.num_chosen = config.num_chosen
-        self.is_normalised = config.is_normalised
-        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden))
-
-    def forward(self, x: Tensor) -> Choice:
-        return choose(linear(x, self.weight), self.num_chosen, is_normalised=self.is_normalised)
-
-
-def choose(logits: Tensor, num_chosen: int, *, is_normalised: bool) -> Choice:
-    """The `num_chosen` experts of each row of logits [N, experts], in float32 or wider."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    weights, ids = wide.softmax(dim=-1).topk(num_chosen, dim=-1)
-    if is_normalised:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights, ids
+    def why_not_captured(self, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why a CUDA graph cannot hold these experts for activations of `dtype`; None where it can."""
+        return why_no_kernel(dtype, device, self.gate_up, self.down)
 
 
 class MoE(nn.Module):
-    """Routed experts, and beside them a gated one that every token takes, if the config has it."""
+    """Routed experts, and beside them a gated one that every token takes, if the config has it.
+
+    A softmax over all experts, then the `num_chosen` likeliest. The shared expert's gate is one more row of
+    the router: they read the same values, and neither is ever quantised.
+    """
 
     def __init__(self, hidden: int, config: MoEConfig) -> None:
         super().__init__()
-        self.router = Router(hidden, config)
-        self.experts = Experts(hidden, config)
+        self.num_experts, self.num_chosen = config.num_experts, config.num_chosen
+        self.weighing: Weighing = "renormalised" if config.is_normalised else "all"
         has_shared = config.shared_size is not None
+        self.router = Linear(hidden, config.num_experts, *((1,) if has_shared else ()))
+        self.experts = Experts(hidden, config)
         self.shared = GatedMLP(hidden, config.shared_size or 0) if has_shared else None
-        self.shared_gate = Linear(hidden, 1) if has_shared else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        routed = self.experts(x, self.router(x))
-        if self.shared is None or self.shared_gate is None:
-            return routed  # type: ignore[no-any-return]
-        return routed + sigmoid(self.shared_gate(x)) * self.shared(x)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """x + what the experts make of it, normalised."""
+        h = norm(x)
+        logits, gate = self.router(h).tensor_split([self.num_experts], dim=-1)
+        choice = route(logits, self.num_chosen, self.weighing)
+        shared = None if self.shared is None else Shared(gate, self.shared(h))
+        return self.experts(h, choice, shared, x)  # type: ignore[no-any-return]

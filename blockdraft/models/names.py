@@ -45,12 +45,14 @@ _DELTA: Names = {
 }
 _MLP: Names = {"mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",)}
 _MOE: Names = {
-    "mlp.router.weight": ("mlp.gate.weight",),
+    "mlp.router": ("mlp.gate",),
     "mlp.experts.gate_up": ExpertNames("mlp.experts", ("gate_proj", "up_proj"), "gate_up_proj"),
     "mlp.experts.down": ExpertNames("mlp.experts", ("down_proj",), "down_proj"),
+}
+_SHARED: Names = {  # beside those
+    "mlp.router": ("mlp.gate", "mlp.shared_expert_gate"),
     "mlp.shared.gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     "mlp.shared.down": ("mlp.shared_expert.down_proj",),
-    "mlp.shared_gate": ("mlp.shared_expert_gate",),
 }
 _GPT_OSS: Names = {
     **_NORMS,
@@ -84,8 +86,7 @@ DRAFT_LAYER: Names = {
     **_MLP,
     "attention_norm": ("input_layernorm",),
     "mlp_norm": ("post_attention_layernorm",),
-    "q": ("self_attn.q_proj",),
-    "kv": ("self_attn.k_proj", "self_attn.v_proj"),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out": ("self_attn.o_proj",),
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
@@ -106,7 +107,9 @@ def layer_names(config: ModelConfig, index: int) -> Names:
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")[:num_projections]
         return {**_GEMMA, "mixer.qkv": qkv}
     mixer = _DELTA if isinstance(layer.mixer, DeltaConfig) else _ATTENTION
-    return {**_NORMS, **mixer, **(_MLP if layer.moe is None else _MOE)}
+    if layer.moe is None:
+        return {**_NORMS, **mixer, **_MLP}
+    return {**_NORMS, **mixer, **_MOE, **({} if layer.moe.shared_size is None else _SHARED)}
 
 
 def skipped(config: ModelConfig) -> dict[str, str]:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.errors import ModelError
-from blockdraft.kernels.linear import linear
+from blockdraft.kernels.linear import linear, scaled_linear
+from blockdraft.kernels.rows import Norm
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
@@ -46,10 +47,32 @@ class Packed(nn.Module):
     def stack_with(self, others: Sequence[Packed]) -> Packed:
         """This matrix and others of the same format as one [E, rows, columns]; see `stack`."""
 
-    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., columns] -> [..., rows], with the bias in the same rounding as a plain weight's."""
+    def matmul(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        onto: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> Tensor:
+        """x [..., columns] -> [..., rows], with the rest in the same rounding as a plain weight's."""
         assert len(self.shape) == 2, "a product needs one matrix; take an expert first"
-        return linear(x, self.dequantise(x.dtype), bias)
+        return linear(x, self.dequantise(x.dtype), bias, onto=onto, norm=norm)
+
+    def gated(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activate: Callable[[Tensor], Tensor],
+        *,
+        norm: Norm | None = None,
+    ) -> Tensor:
+        """`activate` of the product, whose halves it joins."""
+        return activate(self.matmul(x, bias, norm=norm))
+
+    def rows_from(self, begin: int) -> Packed:
+        """The matrix without its first `begin` rows."""
+        return self[torch.arange(begin, self.shape[0], device=next(self.buffers()).device)]
 
     @property
     def num_bytes(self) -> int:
@@ -199,6 +222,14 @@ class Stacked(Packed):
             rows.append(other.members())
         return Stacked([stack(list(column)) for column in zip(*rows, strict=True)])
 
+    def rows_from(self, begin: int) -> Packed:
+        parts = []
+        for part in self.members():
+            if begin < part.shape[0]:
+                parts.append(part if begin == 0 else part.rows_from(begin))
+            begin = max(0, begin - part.shape[0])
+        return parts[0] if len(parts) == 1 else Stacked(parts)
+
     def __getitem__(self, index: int | Tensor) -> Stacked:
         if len(self.shape) == 2:
             raise TypeError("rows of a fused projection cannot be gathered; ask its parts")
@@ -253,11 +284,71 @@ class Scaled(Buffered):
         values = self.values.float().contiguous()
         return affine_(values, zero, self._per_row(self.scale), group_size=self.block[1]).to(dtype)
 
+    def rows_from(self, begin: int) -> Packed:
+        if not self.has_row_scales or len(self.shape) != 2:
+            return super().rows_from(begin)
+        return Scaled(self.values[begin:], self.scale[begin:], block=self.block)
+
+    @property
+    def has_row_scales(self) -> bool:
+        """One scale per row and no zero points: what the GPU's kernels multiply by."""
+        return self.zero is None and self.block == (1, self.shape[-1])
+
+    def matmul(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        onto: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> Tensor:
+        if len(self.shape) == 2 and self.has_row_scales:
+            product = scaled_linear(x, self.values, self._row_scale(), bias, onto=onto, norm=norm)
+            if product is not None:
+                return product
+        return super().matmul(x, bias, onto=onto, norm=norm)
+
+    def gated(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activate: Callable[[Tensor], Tensor],
+        *,
+        norm: Norm | None = None,
+    ) -> Tensor:
+        if len(self.shape) == 2 and self.has_row_scales:
+            scale = self._row_scale()
+            product = scaled_linear(x, self.values, scale, bias, activate=activate, norm=norm)
+            if product is not None:
+                return product
+        return super().gated(x, bias, activate, norm=norm)
+
+    def _row_scale(self) -> Tensor:
+        return self.scale.flatten().float()
+
     def _per_row(self, grid: Tensor) -> Tensor:
         """[..., row blocks, column blocks] -> [..., rows or 1, column blocks]."""
         if grid.shape[-2] == 1:
             return grid
         return grid.float().repeat_interleave(self.block[0], dim=-2)[..., : self.shape[-2], :]
+
+
+def join_rows(parts: Sequence[Packed]) -> Packed:
+    """Matrices of one input on top of each other: one where every row has a scale, else Stacked.
+
+    Experts stay Stacked: they are too large to be there twice for a moment.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if len(first.shape) != 2:
+        return Stacked(parts)
+    same = [part for part in parts if isinstance(part, Scaled) and part.has_row_scales]
+    if len(same) != len(parts) or len({part.values.dtype for part in same}) != 1:
+        return Stacked(parts)
+    values = torch.cat([part.values for part in same], dim=-2)
+    scale = torch.cat([part.scale.float() for part in same], dim=-2)
+    return Scaled(values, scale, block=(1, values.shape[-1]))
 
 
 def affine_(values: Tensor, zero: Tensor | None, scale: Tensor, *, group_size: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from blockdraft.models.config import DeltaConfig, ModelConfig
 from blockdraft.models.gated_delta import Inputs, hybrid_layer
-from blockdraft.models.layers import DecoderLayer, Linear, ZeroCentredNorm
+from blockdraft.models.layers import DecoderLayer, Linear, RMSNorm, ZeroCentredNorm
 
 norm = ZeroCentredNorm
 
@@ -33,5 +33,5 @@ class SeparateInputs(nn.Module):
         )
         self.all = Linear(hidden, *self.sizes)
 
-    def forward(self, x: Tensor) -> Inputs:
-        return self.all(x).split(self.sizes, dim=1)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, norm: RMSNorm) -> Inputs:
+        return self.all(x, norm=norm).split(self.sizes, dim=1)  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from blockdraft.models.config import DeltaConfig, ModelConfig
 from blockdraft.models.gated_delta import Inputs, hybrid_layer
-from blockdraft.models.layers import DecoderLayer, Linear, ZeroCentredNorm
+from blockdraft.models.layers import DecoderLayer, Linear, RMSNorm, ZeroCentredNorm
 
 norm = ZeroCentredNorm
 
@@ -28,7 +28,8 @@ class InterleavedInputs(nn.Module):
         self.qkvz = Linear(hidden, config.num_key_heads * sum(self.sizes))
         self.ba = Linear(hidden, 2 * config.num_value_heads)
 
-    def forward(self, x: Tensor) -> Inputs:
+    def forward(self, x: Tensor, norm: RMSNorm) -> Inputs:
+        x = norm(x)
         q, k, v, z = self.qkvz(x).unflatten(1, (self.num_key_heads, -1)).split(self.sizes, dim=2)
         beta, gate = self.ba(x).unflatten(1, (self.num_key_heads, -1)).split(self.shared, dim=2)
         qkv = [part.flatten(1) for part in (q, k, v)]

@@ -36,7 +36,7 @@ from blockdraft.models.names import (
     layer_names,
     skipped,
 )
-from blockdraft.models.packed import Dense, Packed, Scaled, Stacked, quantise_fp8, quantise_int8, stack_each
+from blockdraft.models.packed import Dense, Packed, Scaled, join_rows, quantise_fp8, quantise_int8, stack_each
 from blockdraft.models.packed_gguf import GgufPacked
 from blockdraft.models.quantization import Quantization, read_quantization
 from blockdraft.models.registry import build_decoder
@@ -46,7 +46,7 @@ _SLICE_BYTES = 4 << 20  # read and converted at a time, in float32; arbitrary, s
 _WORK_BYTES = 1 << 20  # the same where a format takes several copies of it to unpack or to quantise
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Quantiser: TypeAlias = Callable[[Tensor], Packed]  # row by row
-_QUANTISERS: Mapping[str, Quantiser] = {"fp8": quantise_fp8, "int8": quantise_int8}
+QUANTISERS: Mapping[str, Quantiser] = {"fp8": quantise_fp8, "int8": quantise_int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,12 @@ class Slot:
 
     @property
     def may_be_quantised(self) -> bool:
-        """A gate decides what runs and is tiny: it stays as it is, like a router."""
+        """A router or a gate decides what runs and is tiny: its values are always plain."""
         return self.is_projection and not any(is_router(piece.source) for piece in self.pieces)
+
+    def put(self, value: nn.Parameter | Packed) -> None:
+        delattr(self.module, self.attribute)  # a module does not take the place of a parameter
+        setattr(self.module, self.attribute, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ def load_decoder(
 ) -> None:
     """Fill a target that was built on the meta device; `progress` hears of parameters done, and of all."""
     reader = _Reader(checkpoint, storage, device, progress)
-    slots = _decoder_slots(model, reader.tensors)
+    slots = slots_of(model, reader.tensors)
     _load(slots, reader, skipped(model.config), head=model.head)
     if model.head is None:
         (embedding,) = next(slot.pieces for slot in slots if slot.module is model.embedding)
@@ -123,8 +127,7 @@ def load_decoder(
 
 def load_drafter(model: DFlash, checkpoint: Checkpoint, *, storage: Storage, device: torch.device) -> None:
     """Fill a drafter that was built on the meta device; both layouts use the same names."""
-    tables = [DRAFT_LAYER] * len(model.layers)
-    slots = _slots(model, checkpoint.tensors(), prefix="", tables=tables)
+    slots = slots_of(model, checkpoint.tensors())
     _load(slots, _Reader(checkpoint, storage, device), DRAFT_SKIPPED, head=model.head)
 
 
@@ -140,14 +143,17 @@ def account(
     with torch.device("meta"):
         model = build_decoder(model_config, taps=(), max_positions=1, device=torch.device("cpu"))
     quantization = read_quantization(config, quant_file, name=name)
-    slots = _with_schemes(_decoder_slots(model, tensors), quantization, tensors, name=name)
+    slots = _with_schemes(slots_of(model, tensors), quantization, tensors, name=name)
     return _check(name, tensors, slots, skipped(model_config))
 
 
 # ---- which tensors fill which parameter
 
 
-def _decoder_slots(model: Decoder, tensors: Mapping[str, TensorInfo]) -> list[Slot]:
+def slots_of(model: Decoder | DFlash, tensors: Mapping[str, TensorInfo]) -> list[Slot]:
+    """Every parameter of `model`, with its pieces in a checkpoint that holds `tensors`."""
+    if isinstance(model, DFlash):
+        return _slots(model, tensors, prefix="", tables=[DRAFT_LAYER] * len(model.layers))
     embeddings = {prefix: f"{prefix}embed_tokens.weight" for prefix in PREFIXES}
     prefix = next((prefix for prefix, name in embeddings.items() if name in tensors), PREFIXES[0])
     tables = [layer_names(model.config, index) for index in range(model.config.num_layers)]
@@ -395,15 +401,14 @@ class _Reader:
 
     def fill(self, slot: Slot, *, may_quantise: bool) -> None:
         is_packed = self.storage == "keep" and any(self._is_packed(piece) for piece in slot.pieces)
-        is_packed &= slot.is_projection or isinstance(slot.module, Embedding)
-        quantiser = _QUANTISERS.get(self.storage) if may_quantise else None
+        is_packed &= slot.may_be_quantised or isinstance(slot.module, Embedding)
+        quantiser = QUANTISERS.get(self.storage) if may_quantise else None
         value: nn.Parameter | Packed
         if is_packed or quantiser is not None:
             value = self._packed(slot, quantiser).to(self.device)
         else:
             value = nn.Parameter(self._dense(slot), requires_grad=False)
-        delattr(slot.module, slot.attribute)  # a module does not take the place of a parameter
-        setattr(slot.module, slot.attribute, value)
+        slot.put(value)
 
     def _is_packed(self, piece: Piece) -> bool:
         return piece.scheme is not None or self.checkpoint.ggml_type(piece.tensor) is not None
@@ -446,6 +451,8 @@ class _Reader:
 
     def _packed(self, slot: Slot, quantiser: Quantiser | None) -> Packed:
         dtype = slot.parameter.dtype
+        if quantiser is not None and slot.parameter.dim() == 2:
+            return self._quantised(slot, quantiser)
         parts: list[Packed] = []
         for _, group in itertools.groupby(slot.pieces, key=lambda piece: piece.begin):
             pieces = list(group)
@@ -453,7 +460,16 @@ class _Reader:
             parts.append(
                 next(made) if pieces[0].expert is None else stack_each(made, len(pieces), own_memory)
             )
-        return parts[0] if len(parts) == 1 else Stacked(parts)
+        return join_rows(parts)
+
+    def _quantised(self, slot: Slot, quantiser: Quantiser) -> Packed:
+        """All pieces of a matrix as one, a slice at a time."""
+        slices = (
+            quantiser(self._rows(piece, begin, end))
+            for piece in slot.pieces
+            for begin, end in _slices(piece.shape, _WORK_BYTES)
+        )
+        return _joined(slices, tuple(slot.parameter.shape))
 
     def _piece(self, piece: Piece, dtype: torch.dtype, quantiser: Quantiser | None) -> Packed:
         if self.storage == "keep" and self._is_packed(piece):
@@ -465,11 +481,11 @@ class _Reader:
             whole = own_memory(piece.shape, dtype)
             self._copy(piece, whole)
             return Dense(whole)
-        if len(piece.shape) < 3:
-            parts = (
+        if len(piece.shape) < 3:  # of one expert
+            slices = (
                 quantiser(self._rows(piece, begin, end)) for begin, end in _slices(piece.shape, _WORK_BYTES)
             )
-            return _joined(parts, piece.shape)
+            return _joined(slices, piece.shape)
         experts = (quantiser(self._rows(piece, index, index + 1)[0]) for index in range(piece.shape[0]))
         return stack_each(experts, piece.shape[0], own_memory)
 

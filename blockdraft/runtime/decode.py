@@ -8,6 +8,7 @@ was drafted. And plain decoding is this same function at width 1.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
@@ -24,15 +25,19 @@ def decode_step(
     cache: Cache,
     rows: Rows,
     width: int,
-    num_logprobs: int | None,
+    num_logprobs: int | None = None,
+    rates: Tensor | None = None,
 ) -> Verdict:
-    """Draft a block for every active row, verify it in one target forward, commit what matched."""
-    block = drafter.draft(rows, cache, width)  # [R, B] the anchor, then width - 1 proposals
+    """Draft a block for every active row, verify it in one target forward, commit what matched.
+
+    Fixed shapes and no word to the host: on a GPU this whole function is one graph per (rows, width).
+    """
     view = cache.view(rows, width)  # positions length .. length + width - 1
+    block = drafter.draft(rows, cache, view, width)  # [R, B] the anchor, then width - 1 proposals
     hidden, features = target(block.flatten(), view)  # writes scratch slots and tapes
     logits = target.logits(hidden).view(*block.shape, -1)
-    verdict = verify(logits, block, rows, num_logprobs)
+    verdict = verify(logits, block, rows, view.starts, num_logprobs=num_logprobs, rates=rates)
     drafter.absorb(features, view)  # unmasked: rejected positions are scratch
-    cache.commit(rows, verdict.num_committed)  # folds the tapes; nothing to do for keys and values
+    cache.commit(rows, view.starts, verdict.num_committed)  # folds the tapes; keys and values stay
     rows.advance(block, verdict.token_ids, verdict.num_committed)
     return verdict

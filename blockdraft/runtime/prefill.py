@@ -13,9 +13,7 @@ from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
 from blockdraft.drafters.drafter import Drafter
 from blockdraft.models.decoder import Decoder
-from blockdraft.runtime.verify import Logprobs, measure
-
-LOGIT_SLICE = 64  # prompt positions whose logits exist at one time, when prompt logprobs are asked
+from blockdraft.runtime.verify import LOGIT_SLICE, Logprobs, joined, measure
 
 
 @torch.inference_mode()
@@ -40,12 +38,5 @@ def prefill_step(
 @torch.inference_mode()
 def prompt_logprobs(target: Decoder, hidden: Tensor, next_ids: Tensor, num_top: int) -> Logprobs:
     """How likely each next token was: hidden [N, E] and next_ids [N], in slices of LOGIT_SLICE."""
-    parts = [
-        measure(target.logits(h), ids, num_top)
-        for h, ids in zip(torch.split(hidden, LOGIT_SLICE), torch.split(next_ids, LOGIT_SLICE), strict=True)
-    ]
-    return Logprobs(
-        chosen=torch.cat([part.chosen for part in parts]),
-        top_ids=torch.cat([part.top_ids for part in parts]),
-        top_values=torch.cat([part.top_values for part in parts]),
-    )
+    slices = zip(torch.split(hidden, LOGIT_SLICE), torch.split(next_ids, LOGIT_SLICE), strict=True)
+    return joined([measure(target.logits(part), ids, num_top) for part, ids in slices])

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.rows import Rows
-from blockdraft.kernels.sampling import Recent, choose
+from blockdraft.kernels.acceptance import count_accepted, draw_accepted
+from blockdraft.kernels.sampling import choose
+
+LOGIT_SLICE = 64  # positions whose logits are widened at one time, when log-probabilities are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,15 @@ class Logprobs:
     top_values: Tensor  # [..., K]
 
 
+def joined(parts: list[Logprobs]) -> Logprobs:
+    """Those of one position after another."""
+    return Logprobs(
+        chosen=torch.cat([part.chosen for part in parts]),
+        top_ids=torch.cat([part.top_ids for part in parts]),
+        top_values=torch.cat([part.top_values for part in parts]),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What a step decided: row r emits token_ids[r, :num_committed[r]]."""
@@ -29,24 +41,45 @@ class Verdict:
     logprobs: Logprobs | None  # [R, B], when a row asked
 
 
-def verify(logits: Tensor, block: Tensor, rows: Rows, num_logprobs: int | None) -> Verdict:
+def verify(
+    logits: Tensor,
+    block: Tensor,
+    rows: Rows,
+    starts: Tensor,
+    *,
+    num_logprobs: int | None = None,
+    rates: Tensor | None = None,
+) -> Verdict:
     """Sample logits [R, B, V] with each row's own rules; a draft counts while it equals the sample before it.
 
     Each emitted token is the target's sample under noise keyed by (seed, position), so a drafter can
-    change how many tokens a step yields and never which tokens.
+    change how many tokens a step yields and never which tokens. `rates`, for timing alone, draw how many are
+    kept instead: the text is then nonsense.
     """
-    column = torch.arange(block.shape[1], device=block.device)
-    positions = rows.length[rows.active][:, None] + column  # [R, B] of the block
-    recent = Recent(token_ids=block, positions=positions, num_visible=column + 1)
-    sampled = choose(logits, positions + 1, rows.sampling(), recent)  # [R, B]
-    agrees = sampled[:, :-1] == block[:, 1:]  # [R, B - 1]
-    num_committed = 1 + agrees.long().cumprod(dim=1).sum(dim=1)
+    sampled = choose(logits, starts, block, rows.sampling())  # [R, B]
+    if rates is None:
+        num_committed = count_accepted(sampled, block)
+    else:
+        num_committed = draw_accepted(rates[: block.shape[1] - 1], starts, rows.sampling())
     logprobs = None if num_logprobs is None else measure(logits, sampled, num_logprobs)
     return Verdict(sampled, num_committed, logprobs)
 
 
 def measure(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
-    """Log-probabilities of token_ids [...] and of the `num_top` likeliest under logits [..., V]."""
+    """Log-probabilities of token_ids [...] and of the `num_top` likeliest under logits [..., V].
+
+    In slices: beside the logits only those of LOGIT_SLICE positions exist in float32.
+    """
+    if token_ids.numel() > LOGIT_SLICE:
+        slices = zip(
+            torch.split(logits.flatten(0, -2), LOGIT_SLICE),
+            torch.split(token_ids.flatten(), LOGIT_SLICE),
+            strict=True,
+        )
+        flat, shape = joined([measure(part, ids, num_top) for part, ids in slices]), token_ids.shape
+        return Logprobs(
+            flat.chosen.view(shape), flat.top_ids.view(*shape, -1), flat.top_values.view(*shape, -1)
+        )
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     logprobs = wide.log_softmax(dim=-1)
     chosen = logprobs.gather(-1, token_ids[..., None]).squeeze(-1)

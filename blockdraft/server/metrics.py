@@ -35,7 +35,7 @@ _HISTOGRAMS = {
 }
 
 
-class CacheInfo(Protocol):
+class ShownInfo(Protocol):
     """What is shown of an EngineInfo."""
 
     @property
@@ -46,14 +46,24 @@ class CacheInfo(Protocol):
     def dtype(self) -> str: ...
     @property
     def num_cache_bytes(self) -> int: ...
+    @property
+    def is_dummy(self) -> bool: ...
+    @property
+    def synthetic_acceptance(self) -> str | None: ...
 
 
 def render(
-    snapshot: Snapshot, info: CacheInfo | None, name: str, startup: Mapping[str, object] | None = None
+    snapshot: Snapshot, info: ShownInfo | None, name: str, startup: Mapping[str, object] | None = None
 ) -> tuple[bytes, str]:
     """The text and its content type. `startup` is Startup.snapshot(); `info` is None before there is one."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families([*_engine(snapshot, name), *_cache_info(info), *_startup(startup, name)]))
+    families = [
+        *_engine(snapshot, name),
+        *_cache_info(info),
+        *_timing_only(info, name),
+        *_startup(startup, name),
+    ]
+    registry.register(_Families(families))
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
@@ -112,7 +122,7 @@ def _engine(snapshot: Snapshot, name: str) -> Iterator[Metric]:
     )
 
 
-def _cache_info(info: CacheInfo | None) -> Iterator[Metric]:
+def _cache_info(info: ShownInfo | None) -> Iterator[Metric]:
     if info is None:
         return
     labels = {
@@ -123,6 +133,20 @@ def _cache_info(info: CacheInfo | None) -> Iterator[Metric]:
         "engine": ENGINE,
     }
     yield _gauge("vllm:cache_config_info", "The cache, in vLLM's words: its blocks are pages.", 1, labels)
+
+
+def _timing_only(info: ShownInfo | None, name: str) -> Iterator[Metric]:
+    if info is None:
+        return
+    labels = {
+        "model_name": name,
+        "engine": ENGINE,
+        "weights": "dummy" if info.is_dummy else "checkpoint",
+        "acceptance": info.synthetic_acceptance or "real",
+    }
+    text = "1 where weights or acceptance are not real: what is measured then is time, and nothing else."
+    is_timing_only = info.is_dummy or info.synthetic_acceptance is not None
+    yield _gauge("blockdraft:timing_only", text, is_timing_only, labels)
 
 
 def _startup(startup: Mapping[str, object] | None, name: str) -> Iterator[Metric]:

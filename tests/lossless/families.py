@@ -13,6 +13,7 @@ from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.drafters.drafter import NoDrafter
 from blockdraft.engine.engine import Engine, mix
 from blockdraft.engine.request import SamplingParams
+from blockdraft.kernels.sampling import Whole
 from tests import tiny
 from tests.fixtures import make_pair
 from tests.models import families
@@ -57,23 +58,24 @@ def drawn_models(family, seed):
     return make_models(family, overrides, seed=seed)
 
 
-def make_models(family, overrides, *, seed):
+def make_models(family, overrides, *, seed, block=BLOCK, **settings):
+    """A pair with random weights; `settings` override those that all tests here share."""
+    settings = {
+        "dtype": "float64",
+        "max_context": MAX_CONTEXT,
+        "width": block,
+        "max_rows": 4,
+        "prefix_cache": True,
+        **settings,
+    }
     config = families.CONFIGS[family](**families.BASE | overrides)
     with tempfile.TemporaryDirectory() as folder:
         target, draft = Path(folder, "target"), Path(folder, "draft")
         write_target(target, config, seed)
-        raw = draft_config(config)
+        raw = draft_config(config, block)
         weights = make_pair.draft_weights(raw, torch.Generator().manual_seed(seed))
         write_draft(draft, raw, weights)
-        loaded = load(
-            target,
-            draft,
-            dtype="float64",
-            max_context=MAX_CONTEXT,
-            width=BLOCK,
-            max_rows=4,
-            prefix_cache=True,
-        )
+        loaded = load(target, draft, **settings)
     if config.tie_word_embeddings:
         # Random weights behind a tied head repeat the last token for ever, whatever came before it.
         loaded.target.embedding.weight *= 0.1
@@ -81,13 +83,13 @@ def make_models(family, overrides, *, seed):
     return loaded
 
 
-def draft_config(target):
+def draft_config(target, block=BLOCK):
     """A drafter of two layers that reads the first and the last layer of `target`."""
     depth = target.num_hidden_layers
     return make_pair.draft_config() | {
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
-        "block_size": BLOCK,
+        "block_size": block,
         "num_target_layers": depth,
         "dflash_config": {"mask_token_id": 1, "target_layer_ids": sorted({0, depth - 1})},
     }
@@ -104,9 +106,10 @@ class HintedDrafter:
         self.most = most
         self.generator = torch.Generator().manual_seed(0)
 
-    def draft(self, rows, cache, width):
+    def draft(self, rows, cache, view, width):
         block = rows.anchor[rows.active][:, None].repeat(1, width)
-        lengths, seeds = rows.length[rows.active].tolist(), rows.sampling().seed.tolist()
+        lengths = rows.length[rows.active].tolist()
+        seeds = rows.sampling().integers(Whole.SEED).tolist()
         for row, (length, seed) in enumerate(zip(lengths, seeds, strict=True)):
             answer = self.answers[seed]
             right = torch.tensor((answer[length + 1 : length + width] + [0] * width)[: width - 1])

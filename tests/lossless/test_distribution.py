@@ -23,7 +23,7 @@ def exact_pairs():
             batch = engine.scheduler.schedule()
             engine._place(batch)
             if batch.kind == "prefill":
-                engine._collect(batch, engine._prefill(batch))
+                engine._collect(batch, engine._launch(batch))
                 continue
             models = engine.models
             view = engine.cache.view(engine.rows, 1)

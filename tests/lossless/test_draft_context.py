@@ -26,7 +26,8 @@ def advance(engine, num_tokens):
 def block_logits(engine, sequence):
     engine.rows.activate([sequence.row])
     assert engine.rows.length[sequence.row] == len(sequence.token_ids) - 1
-    return engine.models.drafter.block_logits(engine.rows, engine.cache)
+    drafter, rows = engine.models.drafter, engine.rows
+    return drafter.block_logits(rows.anchor[rows.active][:, None], engine.cache.view(rows, drafter.block))
 
 
 def after(num_tokens, prepare=lambda engine: None, disturb=lambda engine, sequence: None, **plan):

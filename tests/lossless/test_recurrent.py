@@ -10,6 +10,7 @@ import torch
 from blockdraft.cache.recurrent import RecurrentState, Scan
 from blockdraft.cache.spec import Recurrent, bytes_per_row
 from blockdraft.kernels import gated_delta
+from blockdraft.kernels.gated_delta import DeltaWeights
 from blockdraft.models.families import read_model_config
 from tests.lossless import families
 from tests.lossless.families import HYBRID_NAMES
@@ -47,9 +48,13 @@ class Layer:
 
         self.x = normal(4, num_tokens, spec.conv_channels).to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        self.gate = -normal(4, num_tokens, spec.num_heads).exp().to(wide)
-        self.beta = normal(4, num_tokens, spec.num_heads).sigmoid().to(dtype)
-        self.conv = normal(spec.conv_channels, spec.conv_width).to(dtype)
+        self.gate = normal(4, num_tokens, spec.num_heads).to(dtype)
+        self.beta = normal(4, num_tokens, spec.num_heads).to(dtype)
+        self.weights = DeltaWeights(
+            normal(spec.conv_channels, spec.conv_width).to(dtype),
+            normal(spec.num_heads).to(wide),
+            normal(spec.num_heads).to(wide),
+        )
         self.storage = RecurrentState(spec, num_rows=4, dtype=dtype, device=CPU)
         self.poison()
 
@@ -71,7 +76,7 @@ class Layer:
                 part.append(piece)
         x, gate, beta = (torch.cat(part) for part in parts.values())
         where = Scan(torch.tensor(rows), torch.tensor(starts), tuple(counts), is_known)
-        return self.storage.scan(x, self.conv, gate, beta, where).split(list(counts))
+        return self.storage.scan(x, beta, gate, self.weights, where).split(list(counts))
 
     def commit(self, rows, starts, counts):
         self.storage.commit(torch.tensor(rows), torch.tensor(starts), torch.tensor(counts))
@@ -224,7 +229,7 @@ def test_a_verify_forward_leaves_every_state_as_it_was(name):
     models.target(torch.arange(32), bench.cache.view(bench.rows, 16))
     assert len(layers) >= 2
     assert all(is_same((layer.state, layer.tail), old) for layer, old in zip(layers, before, strict=True))
-    bench.cache.commit(bench.rows, torch.tensor([1, 1]))
+    bench.cache.commit(bench.rows, bench.rows.length[:2], torch.tensor([1, 1]))
     for layer, (state, tail) in zip(layers, before, strict=True):
         assert not torch.equal(layer.state[:2], state[:2])
         assert not torch.equal(layer.tail[:2], tail[:2])
@@ -253,7 +258,7 @@ def test_a_verified_block_holds_the_memory_that_is_planned_for_it(name):
     states = sum(layer.num_bytes for layer in layers) // (num_rows + 1)  # and the scratch row
     tapes = sum(tape_bytes(layer) for layer in layers) // num_rows
     assert states + tapes == bytes_per_row(models.config.layer_specs(), 8, 16)
-    bench.cache.commit(bench.rows, torch.tensor([1, 16, 5]))
+    bench.cache.commit(bench.rows, bench.rows.length[:3], torch.tensor([1, 16, 5]))
     assert all(layer._block is None for layer in layers)
 
 
@@ -269,8 +274,9 @@ def test_qwen3_next_80b_needs_one_state_and_a_small_tape_per_sequence(capsys, re
     x = torch.ones(16, expected.conv_channels, dtype=torch.bfloat16)
     gate = torch.zeros(16, 32, dtype=torch.bfloat16)
     conv = torch.ones(expected.conv_channels, 4, dtype=torch.bfloat16)
+    weights = DeltaWeights(conv, torch.zeros(32), torch.zeros(32))
     where = Scan(torch.tensor([0]), torch.tensor([0]), (16,), is_known=False)
-    layer.scan(x, conv, gate, gate, where)
+    layer.scan(x, gate, gate, weights, where)
     state, tape = 36 * layer.num_bytes, 36 * tape_bytes(layer)
     assert state + tape == planned
 

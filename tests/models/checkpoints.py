@@ -60,6 +60,7 @@ def write_draft(folder, config, weights):
 def load(target, draft=None, **settings):
     """Both folders through the real loader."""
     draft = None if draft is None else str(draft)
+    settings = {"device": "cpu", **settings}
     return load_models(Settings(model=str(target), draft=draft, **settings), lambda _: None)
 
 
@@ -90,7 +91,7 @@ class Bench:
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_rows * max_pages, generator=generator) + NUM_RESERVED_PAGES
         for row, pages in enumerate(order.view(num_rows, max_pages).tolist()):
-            self.rows.set_pages(row, 0, pages)
+            self.rows.set_pages([(row, 0, pages)])
 
     def prefill(self, target, sequences, chunks):
         """Run token sequences in the given pieces (per row, equally many); logits and features of each."""

@@ -23,6 +23,10 @@ MIXED = ["sliding_attention", "full_attention"]
 LENGTHS = (19, 7, 1)  # context of each row
 
 
+def block_logits_of(drafter, rows, cache):
+    return drafter.block_logits(rows.anchor[rows.active][:, None], cache.view(rows, drafter.block))
+
+
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
     """write_pair on targets that are written once."""
@@ -124,7 +128,7 @@ class Drafting:
 
     def logits(self, features, chunks):
         bench = self.absorb(features, chunks)
-        return self.drafter.block_logits(bench.rows, bench.cache)
+        return block_logits_of(self.drafter, bench.rows, bench.cache)
 
 
 def random_features(lengths=LENGTHS, seed=0):
@@ -294,7 +298,7 @@ def test_features_at_or_past_the_anchor_change_nothing(make, variant):
     # As after a verify: the features of every column were absorbed, and none was committed.
     scratch = torch.full((len(LENGTHS) * block, features[0].shape[1]), float("nan"), dtype=torch.float64)
     drafting.drafter.absorb(scratch, bench.cache.view(bench.rows, block))
-    assert torch.equal(drafting.drafter.block_logits(bench.rows, bench.cache), before)
+    assert torch.equal(block_logits_of(drafting.drafter, bench.rows, bench.cache), before)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +364,7 @@ def test_context_left_by_real_steps_is_what_transformers_would_give(width):
     weights = {name: tensor.double() for name, tensor in load_file(f"{tiny.DRAFT}/model.safetensors").items()}
     counts = set()
     for _ in range(8):
-        actual = models.drafter.block_logits(rows, bench.cache)
+        actual = block_logits_of(models.drafter, rows, bench.cache)
         for row, ids in enumerate(texts):
             with torch.no_grad():
                 hidden = hf(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states

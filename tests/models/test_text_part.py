@@ -133,6 +133,7 @@ class Case:
         lines = []
         settings = Settings(
             model=str(self.folder),
+            device="cpu",
             dtype=str(dtype).removeprefix("torch."),
             max_context=200,
             max_rows=2,

@@ -53,6 +53,9 @@ ENGINE = {
     "device": "cuda:0",
     "quantization": None,
     "num_cache_bytes": 9 << 30,
+    "is_dummy": False,
+    "synthetic_acceptance": None,
+    "notices": [],
 }
 
 

@@ -34,6 +34,7 @@ def models(max_context=512, max_queue=8):
     settings = Settings(
         model=str(PAIR / "target"),
         draft=str(PAIR / "draft"),
+        device="cpu",
         dtype="float64",
         max_queue=max_queue,
         max_context=max_context,

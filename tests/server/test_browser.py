@@ -258,6 +258,16 @@ def test_a_starting_server_shows_its_phases_and_takes_no_question(open_page, fak
     finish(page)
 
 
+def test_an_engine_for_timing_only_is_labelled_above_the_chat(open_page, fake):
+    notices = ["weights are random: every answer is nonsense; for timing only", "acceptance is synthetic"]
+    fake.engine |= {"is_dummy": True, "synthetic_acceptance": "mean:4", "notices": notices}
+    page = open_page()
+    expect(page.locator("#notices li")).to_have_text(notices)
+    expect(page.locator("#notices")).to_be_visible()
+    fake.engine |= {"notices": []}
+    expect(page.locator("#notices")).to_be_hidden()
+
+
 def test_a_failed_start_says_why(open_page, fake):
     fake.state, fake.num_done = "failed", 5
     page = open_page()

@@ -23,7 +23,7 @@ ANSWER = "The capital of France is Paris."
 @pytest.fixture(scope="module")
 def client():
     with contextlib.ExitStack() as stack:
-        models = load_models(Settings(width=8, max_context=512), lambda _: None)
+        models = load_models(Settings(device="cpu", width=8, max_context=512), lambda _: None)
         app = stack.enter_context(app_over(models, name="default"))
         host, port = stack.enter_context(listening(app))
         yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)

@@ -23,7 +23,8 @@ PAIR = ROOT / "tests/fixtures/pair"
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "t1 t2 t3"}], "temperature": 0, "max_tokens": 5}
 LONG = {**HELLO, "max_tokens": 100, "ignore_eos": True, "stream": True, "speculative": False}
-MODEL = (str(PAIR / "target"), "--dtype", "float64", "--max-context", "256", "--max-rows", "2")
+MODEL = (str(PAIR / "target"), "--device", "cpu", "--dtype", "float64")
+MODEL += ("--max-context", "256", "--max-rows", "2")
 PATIENCE_S = 60
 # Starts without warming up; what a test puts in front of it changes the engine's behaviour.
 RUNNER = """
@@ -185,6 +186,35 @@ def test_a_drafter_that_knows_nothing_is_dropped_aloud_and_the_server_serves_pla
         assert answer["metrics"]["speculative_decoding"] is None
         assert process.end(signal.SIGTERM) == 0
     assert any("drafter is not used" in line for line in process.errors)
+
+
+@pytest.mark.slow
+def test_a_server_for_timing_only_says_so_wherever_it_is_looked_at(tmp_path):
+    for part in ("target", "draft"):
+        (tmp_path / part).mkdir()
+        shutil.copy(PAIR / part / "config.json", tmp_path / part)
+    flags = ("--draft", str(tmp_path / "draft"), "--load-format", "dummy", "--synthetic-acceptance", "mean:3")
+    with running(
+        str(tmp_path / "target"), *MODEL[1:], *flags, "--served-model-name", "m", patch=""
+    ) as process:
+        url, name = process.ready(), "m+dummy+synthetic"
+        warnings = httpx.get(f"{url}/ready").json()["warnings"]
+        assert [warning.split(":")[0] for warning in warnings] == [
+            "weights are random",
+            "there is no tokenizer",
+            "acceptance is synthetic (mean",
+        ]
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == name
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 30}, timeout=60)
+        assert answer.json()["model"] == name
+        assert answer.json()["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 5
+        gauge = next(line for line in httpx.get(f"{url}/metrics").text.splitlines() if "timing_only{" in line)
+        assert f'model_name="{name}"' in gauge
+        assert 'acceptance="mean:3"' in gauge
+        assert 'weights="dummy"' in gauge
+        assert process.end(signal.SIGTERM) == 0
+    assert any("every answer is nonsense" in line for line in process.errors)
+    assert any(f"'{name}' is ready" in line for line in process.output)
 
 
 def test_sigterm_during_the_start_ends_at_once():

@@ -20,6 +20,8 @@ class Info:
     num_pages: int = 512
     dtype: str = "float64"
     num_cache_bytes: int = 1 << 20
+    is_dummy: bool = False
+    synthetic_acceptance: str | None = None
 
 
 def scrape(snapshot, **kwargs):
@@ -35,6 +37,19 @@ def scrape(snapshot, **kwargs):
             assert labels.pop("model_name", NAME) == NAME
             samples[sample.name, tuple(sorted(labels.items()))] = sample.value
     return samples, families
+
+
+def test_figures_that_are_for_timing_only_are_labelled():
+    snapshot = Stats().snapshot(Load())
+
+    def found(**fields):
+        samples, _ = scrape(snapshot, info=Info(**fields))
+        return {labels: value for (name, labels), value in samples.items() if "timing_only" in name}
+
+    assert found() == {(("acceptance", "real"), ("weights", "checkpoint")): 0}
+    assert found(is_dummy=True) == {(("acceptance", "real"), ("weights", "dummy")): 1}
+    labels = (("acceptance", "0.9,0.5"), ("weights", "checkpoint"))
+    assert found(synthetic_acceptance="0.9,0.5") == {labels: 1}
 
 
 @pytest.fixture(scope="module")

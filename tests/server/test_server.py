@@ -35,7 +35,8 @@ LONG = {**HELLO, "max_tokens": 400, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def models():
-    settings = Settings(model=str(PAIR / "target"), draft=str(PAIR / "draft"), dtype="float64", max_queue=8)
+    pair = {"model": str(PAIR / "target"), "draft": str(PAIR / "draft")}
+    settings = Settings(**pair, device="cpu", dtype="float64", max_queue=8)
     return load_models(settings, lambda _: None)
 
 

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 import blockdraft
+from blockdraft.cli import flags as flags_module
 from blockdraft.cli.flags import sampling_from, settings_from
 from blockdraft.cli.generate import speed_line
 from blockdraft.cli.main import main, parse
@@ -26,7 +27,7 @@ from blockdraft.settings import Settings, pin_threads
 ROOT = Path(__file__).parents[2]
 PAIR = ROOT / "tests/fixtures/pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
-MODEL = ["--model", TARGET, "--dtype", "float64"]
+MODEL = ["--model", TARGET, "--device", "cpu", "--dtype", "float64"]
 PINS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
@@ -40,7 +41,7 @@ def environment(monkeypatch):
 
 @pytest.fixture(scope="module")
 def expected():
-    llm = LLM(model=TARGET, draft=DRAFT, dtype="float64")
+    llm = LLM(model=TARGET, draft=DRAFT, device="cpu", dtype="float64")
     message = {"role": "user", "content": "t1 t2 t3"}
     return llm.chat([message], SamplingParams(temperature=0.0, max_tokens=9))[0]
 
@@ -108,11 +109,40 @@ def test_a_model_without_chat_template_asks_for_raw(capsys, tmp_path, expected):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    flags = ["generate", "t1 t2 t3", "--model", str(folder), "--dtype", "float64", "--max-tokens", "9"]
+    flags = ["generate", "t1 t2 t3", *MODEL, "--model", str(folder), "--max-tokens", "9"]
     assert main(flags) == 2
     assert "add --raw" in error_of(capsys)
     assert main([*flags, "--raw"]) == 0
     assert capsys.readouterr().out == expected.text + "\n"
+
+
+def test_answers_that_are_for_timing_only_say_so_in_every_output(capsys):
+    flags = [*MODEL, "--draft", DRAFT, "--max-tokens", "9", "--ignore-eos", "--load-format", "dummy"]
+    flags += ["--synthetic-acceptance", "mean:2"]
+    assert main(["generate", "t1 t2 t3", *flags]) == 0
+    *warnings, line = capsys.readouterr().err.splitlines()
+    assert [warning.split(":")[1] for warning in warnings] == [
+        " weights are random",
+        " acceptance is synthetic (mean",
+    ]
+    assert line.endswith("(timing only: +dummy+synthetic)")
+    assert main(["generate", "t1 t2 t3", *flags, "--json"]) == 0
+    captured = capsys.readouterr()
+    answer = json.loads(captured.out)
+    assert answer["model"] == f"{TARGET}+dummy+synthetic"
+    assert captured.err == "".join(f"warning: {warning}\n" for warning in answer["warnings"])
+    assert "nonsense" in answer["warnings"][0]
+    assert "mean:2" in answer["warnings"][1]
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "is_bound"),
+    [("cpu", True, True), ("auto", False, True), ("auto", True, False), ("cuda", True, False)],
+)
+def test_threads_are_bound_where_the_model_will_run_on_the_cpu(monkeypatch, device, has_gpu, is_bound):
+    monkeypatch.setattr(flags_module, "may_have_gpu", lambda: has_gpu)
+    flags_module.bind_threads(Settings(device=device))
+    assert ("OMP_PROC_BIND" in os.environ) == is_bound
 
 
 def metrics(num_tokens, steps, first_token_s, seconds):
@@ -154,9 +184,10 @@ def test_without_flags_the_settings_are_the_defaults():
 def test_every_setting_has_a_flag():
     values = {"model": "m", "draft": "d", "device": "cuda", "dtype": "float16"}
     values |= {"quantization": "fp8", "draft_quantization": "keep"}
-    flags = ["--no-prefix-cache", "--overlap", "--no-verify"]
+    values |= {"load_format": "dummy", "synthetic_acceptance": "0.7", "gpu_memory_utilization": "0.5"}
+    flags = ["--no-prefix-cache", "--overlap", "--no-verify", "--no-graphs"]
     for item in fields(Settings):
-        if item.name not in ("prefix_cache", "overlap", "verify"):
+        if item.name not in ("prefix_cache", "overlap", "verify", "graphs"):
             flags += [f"--{item.name.replace('_', '-')}", values.get(item.name, "7")]
     settings = settings_from(parse(["serve", *flags]))
     for item in fields(Settings):
@@ -165,13 +196,14 @@ def test_every_setting_has_a_flag():
     assert (settings.quantization, settings.draft_quantization) == ("fp8", "keep")
 
 
-@pytest.mark.parametrize("flag", ["--dtype", "--quantization", "--draft-quantization"])
+@pytest.mark.parametrize("flag", ["--dtype", "--quantization", "--draft-quantization", "--load-format"])
 def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(flag, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse(["serve", flag, "int4"])
     error = error_of(capsys)
     assert f"argument {flag}: invalid choice: 'int4'" in error
-    assert ("'bfloat16'" if flag == "--dtype" else "'keep', 'none', 'fp8', 'int8'") in error
+    known = {"--dtype": "'bfloat16'", "--load-format": "'auto', 'dummy'"}
+    assert known.get(flag, "'keep', 'none', 'fp8', 'int8'") in error
 
 
 def test_auto_is_accepted_where_the_setting_has_it(capsys):
@@ -315,7 +347,7 @@ def test_a_reader_that_leaves_is_no_traceback():
 
 @pytest.mark.slow
 def test_serve_says_where_it_listens_answers_there_and_leaves_on_interrupt():
-    flags = ["--port", "0", "--served-model-name", "tiny", "--dtype", "float64"]
+    flags = ["--port", "0", "--served-model-name", "tiny", "--device", "cpu", "--dtype", "float64"]
     process = start(["serve", TARGET, *flags], stderr=subprocess.PIPE)
     try:
         line = process.stdout.readline()

@@ -306,6 +306,19 @@ def test_a_request_that_can_never_run_is_refused(prompt, params, message):
 
 
 @pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logit_bias": dict.fromkeys(range(4), 1.0)}, "logit_bias has 4 entries; at most 3"),
+        ({"stop_token_ids": (5, 6, 7)}, "stop_token_ids has 4 entries .*; at most 3"),  # and the end of text
+    ],
+)
+def test_a_list_longer_than_a_row_holds_is_refused(monkeypatch, params, message):
+    monkeypatch.setattr("blockdraft.engine.engine.MAX_LISTED", 3)
+    with pytest.raises(RequestError, match=message):
+        tiny.engine().add(PROMPT, SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
     "params",
     [
         {"temperature": -0.1},

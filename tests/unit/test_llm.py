@@ -13,11 +13,12 @@ from tests import tiny
 
 PROMPT = [2, 4, 6, 8]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SMALL = {"device": "cpu", "dtype": "float64", "max_context": 200}
 
 
 @pytest.fixture
 def llm():
-    return LLM(tiny.TARGET, tiny.DRAFT, dtype="float64", max_context=200, max_queue=4, width=8)
+    return LLM(tiny.TARGET, tiny.DRAFT, **SMALL, max_queue=4, width=8)
 
 
 def test_results_come_in_the_order_of_the_prompts(llm):
@@ -64,11 +65,9 @@ def test_a_stream_that_is_closed_or_dropped_frees_its_request_at_once(llm):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("place", ["absorb", "attend"])
 def test_an_interrupted_step_ends_its_requests_and_poisons_nothing(place, overlap, monkeypatch):
-    llm = LLM(
-        tiny.TARGET, tiny.DRAFT, dtype="float64", max_context=200, overlap=overlap, page_size=4, chunk=6
-    )
+    llm = LLM(tiny.TARGET, tiny.DRAFT, **SMALL, overlap=overlap, page_size=4, chunk=6)
     prompt = list(range(3, 33))
-    expected = LLM(tiny.TARGET, dtype="float64", max_context=200).generate([prompt], GREEDY)[0].token_ids
+    expected = LLM(tiny.TARGET, **SMALL).generate([prompt], GREEDY)[0].token_ids
     other = llm.stream(PROMPT, GREEDY)
     next(other)
 
@@ -113,7 +112,7 @@ def test_an_unknown_setting_is_an_error_with_a_suggestion():
 
 def test_half_precision_runs_with_a_drafter():
     for dtype in ("bfloat16", "float16"):
-        llm = LLM(tiny.TARGET, tiny.DRAFT, dtype=dtype, max_context=200, width=8)
+        llm = LLM(tiny.TARGET, tiny.DRAFT, **SMALL | {"dtype": dtype}, width=8)
         result = llm.generate([PROMPT], GREEDY)[0]
         assert len(result.token_ids) == 12
         assert torch.isfinite(llm.engine.models.target.embedding.weight).all()

@@ -24,7 +24,12 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 @pytest.fixture(scope="module")
 def models():
     settings = Settings(
-        model=str(PAIR / "target"), draft=str(PAIR / "draft"), dtype="float64", max_rows=4, max_queue=4
+        model=str(PAIR / "target"),
+        draft=str(PAIR / "draft"),
+        device="cpu",
+        dtype="float64",
+        max_rows=4,
+        max_queue=4,
     )
     return load_models(settings, lambda _: None)
 

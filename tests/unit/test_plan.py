@@ -1,5 +1,7 @@
 """make_plan: every "auto" gets a number, what cannot work is refused, and a lone sequence always fits."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -10,7 +12,15 @@ from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.machine import Machine
 from blockdraft.models.draft_config import read_draft_config
 from blockdraft.models.families import read_model_config
-from blockdraft.plan import CACHE_SHARE, ELEMENT_BYTES, UNPACK_SHARE, Weights, make_plan
+from blockdraft.plan import (
+    CACHE_SHARE,
+    ELEMENT_BYTES,
+    UNPACK_SHARE,
+    WORK_BYTES,
+    Weights,
+    gpu_budget,
+    make_plan,
+)
 from blockdraft.settings import Settings
 from tests.fixtures.make_pair import draft_config
 
@@ -56,9 +66,12 @@ def make_hybrid(max_positions=512):
     return read_model_config(raw, name="some/hybrid")
 
 
+GPU = replace(MACHINE, gpu_bytes=80 * 10**9, gpu_free_bytes=78 * 10**9)
+
+
 def plan(draft=None, machine=MACHINE, model=None, weights=None, draft_weights=None, **settings):
     return make_plan(
-        Settings(**settings),
+        Settings(**{"device": "cpu", **settings}),
         machine,
         model or make_model(),
         draft,
@@ -81,7 +94,7 @@ def test_auto_on_a_cpu_without_a_drafter_is_plain_decoding():
 
 
 def test_auto_elsewhere_is_bfloat16_and_larger_batches():
-    made = plan(make_draft(16), device="cuda")
+    made = plan(make_draft(16), machine=GPU, device="cuda")
     assert (made.dtype, made.width, made.block, made.max_rows, made.chunk) == ("bfloat16", 16, 16, 64, 2048)
 
 
@@ -233,9 +246,13 @@ PACKED = Weights(1000, method="gptq")
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
 def test_auto_leaves_plain_weights_plain(device):
-    for num_values in (1000, 10**15):
+    for num_values in (1000, 10**10):
         made = plan(
-            make_draft(), device=device, weights=Weights(num_values), draft_weights=Weights(num_values)
+            make_draft(),
+            machine=GPU,
+            device=device,
+            weights=Weights(num_values),
+            draft_weights=Weights(num_values),
         )
         assert (made.quantization, made.draft_quantization) == ("none", "none")
 
@@ -247,9 +264,43 @@ def test_auto_unpacks_on_a_cpu_what_fits_easily(dtype):
     assert plan(weights=Weights(most + 1, "gptq"), dtype=dtype).quantization == "keep"
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_auto_keeps_packed_weights_packed_elsewhere(device):
-    assert plan(weights=Weights(1, "fp8"), device=device).quantization == "keep"
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "auto"])
+def test_auto_unpacks_on_a_gpu_what_fits_easily(device):
+    most = int(gpu_budget(Settings(), GPU) * UNPACK_SHARE) // 2
+    assert plan(machine=GPU, weights=Weights(most, "fp8"), device=device).quantization == "none"
+    assert plan(machine=GPU, weights=Weights(most + 1, "fp8"), device=device).quantization == "keep"
+
+
+# ---- a GPU's memory
+
+
+def test_a_gpu_caches_in_what_the_budget_leaves_beside_weights_and_work():
+    settings = {"max_context": 500, "max_rows": 10**6, "device": "cuda", "page_size": 16}
+    made = plan(machine=GPU, weights=Weights(10 * 10**9), gpu_memory_utilization=0.5, **settings)
+    room = int(80e9 * 0.5) - 2 * 10**9 - 20 * 10**9 - WORK_BYTES
+    assert made.num_pages == room // bytes_per_token(make_model().layer_specs(), 2) // 16
+    halved = plan(machine=GPU, weights=Weights(10 * 10**9), quantization="fp8", **settings)
+    assert halved.num_pages > made.num_pages
+
+
+def test_weights_over_the_budget_are_refused_with_the_flags_that_help():
+    for settings in ({"weights": Weights(40 * 10**9)}, {"gpu_memory_utilization": 0.01}):
+        text = refusal(CapacityError, machine=GPU, device="cuda", **settings)
+        assert all(word in text for word in ("--gpu-memory-utilization", "--quantization fp8", "80.0 GB"))
+    assert plan(machine=GPU, device="cuda", weights=Weights(40 * 10**9), quantization="fp8")
+
+
+def test_steps_overlap_on_a_gpu_unless_told_otherwise():
+    assert plan(machine=GPU, device="cuda").overlap
+    assert not plan(machine=GPU, device="cuda", overlap=False).overlap
+    assert not plan().overlap
+    assert plan(overlap=True).overlap
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.5, "most", float("nan")])
+def test_a_share_of_the_memory_is_more_than_nothing_and_at_most_all(share):
+    with pytest.raises(SettingsError, match="gpu_memory_utilization"):
+        Settings(gpu_memory_utilization=share)
 
 
 def test_target_and_drafter_are_decided_one_by_one():

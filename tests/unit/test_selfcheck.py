@@ -139,7 +139,8 @@ def test_the_trained_pair_passes_and_keeps_its_drafter(dtype):
     assert found.tokens_per_step > 3
     assert all(check.is_passed for check in found.checks)
     names = [check.name for check in found.checks]
-    kernels = ["linear", "attention", "norm", "rotation", "activation"]
+    kernels = ["linear", "attention", "norm", "rotation", "activation", "gated product", "heads", "places"]
+    kernels += ["sampling", "acceptance"]
     assert names == ["weights", *(f"kernel {kernel}" for kernel in kernels), "model", "drafter"]
     assert [note.split(":")[0] for note in notes] == names
 
@@ -203,9 +204,9 @@ class Meddler:
     def __init__(self, drafter):
         self.drafter = drafter
 
-    def draft(self, rows, cache, width):
+    def draft(self, rows, cache, view, width):
         cache.storage[1].values.mul_(-1)
-        return self.drafter.draft(rows, cache, width)
+        return self.drafter.draft(rows, cache, view, width)
 
     def absorb(self, features, view):
         self.drafter.absorb(features, view)
@@ -326,14 +327,22 @@ def test_attention_that_ignores_the_window_is_named(tmp_path, monkeypatch):
 
 def test_packed_products_are_checked(monkeypatch):
     settings = Settings(
-        model=tiny.TARGET, draft=tiny.DRAFT, dtype="float32", max_context=200, quantization="int8", width=8
+        model=tiny.TARGET,
+        draft=tiny.DRAFT,
+        device="cpu",
+        dtype="float32",
+        max_context=200,
+        quantization="int8",
+        width=8,
     )
     engine = Engine(load_models(settings, ignore))
     names = [check.name for check in verify(engine, ignore).checks]
     assert "kernel packed product" in names
     assert "kernel linear" in names  # the drafter's
     matmul = Scaled.matmul
-    monkeypatch.setattr(Scaled, "matmul", lambda self, x: matmul(self, x) * 1.01)
+    monkeypatch.setattr(
+        Scaled, "matmul", lambda self, x, *bias, **onto: matmul(self, x, *bias, **onto) * 1.01
+    )
     with pytest.raises(ModelError, match="packed product is wrong on this machine: at Scaled"):
         verify(engine, ignore)
 

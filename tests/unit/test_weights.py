@@ -199,8 +199,7 @@ def test_a_drafter_reads_the_names_of_the_published_files():
     fill(model, tensors)
     layer = model.layers[1]
     attention = {part: tensors[f"layers.1.self_attn.{part}_proj.weight"] for part in "qkvo"}
-    assert torch.equal(layer.q.weight, attention["q"])
-    assert torch.equal(layer.kv.weight, torch.cat([attention["k"], attention["v"]]))
+    assert torch.equal(layer.qkv.weight, torch.cat([attention["q"], attention["k"], attention["v"]]))
     assert torch.equal(layer.out.weight, attention["o"])
     assert torch.equal(layer.mlp_norm.weight, tensors["layers.1.post_attention_layernorm.weight"])
     assert torch.equal(model.fc.weight, tensors["fc.weight"])
@@ -379,8 +378,8 @@ def test_projections_are_quantised_and_nothing_else(storage, family):
     }
     linears = {name for name, module in plain.named_modules() if type(module).__name__ == "Linear"}
     names = {name for name, _ in plain.named_modules()}
-    gates = {name for name in names if name.endswith("shared_gate")}  # tiny, and decide like a router
-    assert packed == (linears | (routed & names)) - {"head"} - gates
+    routers = {name for name in names if name.endswith("router")}
+    assert packed == (linears | (routed & names)) - {"head"} - routers
     assert torch.equal(model.head.weight, plain.head.weight)
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
     gate_up = "layers.0.mlp.gate_up" if "layers.0.mlp.gate_up" in names else "layers.0.mlp.experts.gate_up"

@@ -271,9 +271,16 @@ function onEvent(event, isFirst) {
     $("per-step-note").textContent = draft === null ? "no drafter" : "plain decoding: 1";
     fillWidths(draft === null ? 1 : width);
     showEngine(event.engine);
+    showNotices(event.engine.notices ?? []);
     showControls();
   }
   showNow(event, isFirst);
+}
+
+// Whoever sees a figure of an engine that is for timing only must see that it is.
+function showNotices(notices) {
+  $("notices").hidden = notices.length === 0;
+  $("notices").replaceChildren(...notices.map((notice) => make("li", "", notice)));
 }
 
 const shortName = (name) => name.split("/").filter(Boolean).at(-1) ?? name;

@@ -170,11 +170,13 @@ export function showStartup(startup) {
 const ENGINE_ROWS = [
   ["target", "Target"], ["draft", "Drafter"], ["width", "Width"], ["block", "Drafter's block"], ["dtype", "Type"],
   ["quantization", "Quantisation"], ["device", "Device"], ["max_context", "Context"], ["max_rows", "Rows"],
-  ["page_size", "Tokens per page"], ["num_cache_bytes", "Cache"],
+  ["page_size", "Tokens per page"], ["num_cache_bytes", "Cache"], ["is_dummy", "Random weights"],
+  ["synthetic_acceptance", "Synthetic acceptance"],
 ];
 
 function engineValue(name, value) {
   if (value === null || value === undefined) return "none";
+  if (typeof value === "boolean") return value ? "yes" : "no";
   if (name === "num_cache_bytes") return `${(value / 2 ** 20).toLocaleString("en", { maximumFractionDigits: 0 })} MiB`;
   return typeof value === "number" ? value.toLocaleString("en") : String(value);
 }

@@ -1,0 +1,48 @@
+"""How long a prefill step may hold up decoding: the chunk, cut until it takes no longer than allowed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.twin import max_tokens, serve, twin
+
+MIN_CHUNK = 16  # tokens; shorter steps are all overhead
+ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, width=1, seed=0)
+
+
+def bound_chunk(engine: Engine, max_stall_ms: int, note: Callable[[str], None]) -> None:
+    """Halve the idle engine's chunk until a step of it takes at most `max_stall_ms`.
+
+    Powers of two of the planned chunk: two starts on one machine then cut prompts alike.
+    """
+    while True:
+        chunk = engine.scheduler.chunk
+        took_ms = _prefill_ms(engine, chunk)
+        if took_ms <= max_stall_ms or chunk <= MIN_CHUNK:
+            break
+        engine.scheduler.chunk = max(chunk // 2, MIN_CHUNK)
+    note(f"a prefill step of {chunk} tokens takes {took_ms:.0f} ms, {max_stall_ms} are allowed")
+
+
+def _prefill_ms(engine: Engine, chunk: int) -> float:
+    """Behind one chunk of context where that fits; the faster of two runs."""
+    times = []
+    num_prompt = max(2, min(max_tokens(engine) - 1, 2 * chunk + 1))
+    for number in range(2):
+        other = twin(engine)
+        other.models = replace(engine.models, plan=replace(engine.models.plan, overlap=False))
+        other.scheduler.chunk = chunk
+        other.add([(7 * i + number) % engine.models.config.vocab_size for i in range(num_prompt)], ONE)
+        slowest = 0.0
+        for _ in range(-(-(num_prompt - 1) // chunk)):
+            begun = time.perf_counter()
+            other.step()
+            engine.wait()
+            slowest = max(slowest, time.perf_counter() - begun)
+        serve(other)
+        times.append(slowest * 1e3)
+    return min(times)

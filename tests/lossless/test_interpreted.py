@@ -1,0 +1,59 @@
+"""The whole engine on Triton's kernels without a card: their interpreter, step by step, in float32.
+
+Slow, so two short requests have to say it: one greedy, one with every part of sampling. The kernels' own
+tests are in tests/kernels; here it counts that the step hands them the right tensors.
+"""
+
+import pytest
+import torch
+
+from blockdraft.engine.request import SamplingParams
+from blockdraft.kernels.choice import use
+from tests import tiny
+from tests.stepping import pin
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a card the kernels run on it"),
+    # The interpreter computes with NumPy, which warns where unsigned words wrap as they should.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+pytest.importorskip("triton")
+WIDTH = 3
+REQUESTS = [
+    ([4, 5, 6], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)),
+    (
+        [9, 30],
+        SamplingParams(
+            temperature=1.0,
+            seed=4,
+            top_p=0.9,
+            top_k=20,
+            repetition_penalty=1.2,
+            presence_penalty=0.3,
+            frequency_penalty=0.1,
+            logit_bias={7: 2.0},
+            min_tokens=4,
+            max_tokens=4,
+        ),
+    ),
+]
+
+
+def answers(path):
+    # A short page table: attention then has one split of the keys to interpret.
+    plan = {"width": WIDTH, "page_size": 4, "num_pages": 24, "max_rows": 2, "max_context": 16}
+    with use(path):
+        engine = pin(tiny.engine("trained", dtype="float32", max_positions=32, **plan), is_captured=False)
+        return engine, tiny.run(engine, REQUESTS)
+
+
+def test_tokens_and_lengths_are_those_of_the_reference():
+    reference, expected = answers("reference")
+    engine, got = answers("triton")
+    assert got == expected
+    assert [len(tokens) for [(tokens, _, _)] in got] == [2, 4]
+    assert engine.rows.length[:2].tolist() == reference.rows.length[:2].tolist()
+    assert engine.stats.num_blocks == reference.stats.num_blocks
+    assert engine.stats.num_blocks < engine.stats.num_emitted, "no draft was accepted"
+    assert engine.rows.length[2] == 0, "the scratch row, which filled the last step up, has moved"
