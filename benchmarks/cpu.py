@@ -193,7 +193,7 @@ def forward_costs(engine: Engine, rounds: int) -> list[dict[str, float]]:
         plain = Lean(models.target, CONTEXT + 64)
         for _ in range(rounds * 5):
             rows.place(0, [1], CONTEXT, sampling)
-            rows.set_pages(0, 0, pages)
+            rows.set_pages([(0, 0, pages)])
             rows.activate([0])
             start = time.perf_counter()
             decode_step(
@@ -220,7 +220,7 @@ def memory() -> dict[str, float]:
         "import json, re, pathlib\n"
         "from blockdraft.settings import pin_threads; pin_threads()\n"
         "from blockdraft import LLM, SamplingParams\n"
-        "llm = LLM()\n"
+        "llm = LLM(device='cpu')\n"
         "llm.generate([list(range(100, 612))], SamplingParams(temperature=0, max_tokens=32))\n"
         "status = pathlib.Path('/proc/self/status').read_text()\n"
         "rss = {k: int(re.search(k + r':\\s+(\\d+)', status)[1]) / 1024 for k in ('VmRSS', 'VmHWM')}\n"
@@ -238,7 +238,8 @@ def memory() -> dict[str, float]:
 
 def first_token_s(rounds: int) -> float:
     """Best seconds from starting `blockdraft generate` to the first character of its answer."""
-    command = [sys.executable, "-m", "blockdraft", "generate", "--max-tokens", "8", "Say hello"]
+    command = [sys.executable, "-m", "blockdraft", "generate", "Say hello", "--max-tokens", "8"]
+    command += ["--device", "cpu"]
     best = float("inf")
     for _ in range(rounds):
         start = time.perf_counter()
@@ -256,7 +257,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     result = context()
-    models = load_models(Settings(prefix_cache=False, max_context=2048), lambda _: None)
+    models = load_models(Settings(device="cpu", prefix_cache=False, max_context=2048), lambda _: None)
     engine, hf = Engine(models), hf_model(models.target)
     speeds: dict[str, list[float]] = {"blockdraft": [], "lean": [], "transformers": [], "blockdraft x8": []}
     for _ in range(options.rounds):

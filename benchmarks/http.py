@@ -212,7 +212,9 @@ def main() -> None:
     from blockdraft.engine.loading import load_models
 
     result = context()
-    settings = Settings(model=options.model, max_context=256, max_rows=options.clients, prefix_cache=False)
+    settings = Settings(
+        model=options.model, device="cpu", max_context=256, max_rows=options.clients, prefix_cache=False
+    )
     # In a thread of its own, as in the server: whoever starts OpenMP is bound to a core, and the event loop
     # must not be.
     own = ThreadPoolExecutor(1)

@@ -1,0 +1,371 @@
+"""How long a step takes on a GPU, against the time that its bytes need: `python -m benchmarks.gpu_step`.
+
+Weights are random and acceptance plays no part in a step's time, so any published shape can be timed. Every
+number is of graph replays, which is how the engine runs. The ceiling is a device-to-device copy in the same
+run, bytes read plus bytes written. What a step must read: every weight once (of experts, those that its
+tokens chose), and the keys and values of its context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks import record
+from benchmarks.shapes import SHAPES
+from blockdraft.acceptance_profile import acceptance_rates
+from blockdraft.cache.rows import RowSampling
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loading import Models, load_models
+from blockdraft.engine.request import SamplingParams
+from blockdraft.kernels.moe import Choice
+from blockdraft.models.moe import Experts
+from blockdraft.settings import Settings
+
+REPLAYS = 20
+PAGE_SIZE = 16
+
+
+def load(shape: str, *, has_drafter: bool, max_rows: int, max_context: int, **settings: object) -> Models:
+    """Random weights of a published shape, on the GPU."""
+    target, draft = SHAPES[shape]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config in (("target", target), ("draft", draft)):
+            (Path(folder) / name).mkdir()
+            (Path(folder) / name / "config.json").write_text(json.dumps(config))
+        wanted = Settings(
+            model=f"{folder}/target",
+            draft=f"{folder}/draft" if has_drafter else None,
+            load_format="dummy",
+            device="cuda",
+            max_rows=max_rows,
+            max_context=max_context,
+            page_size=PAGE_SIZE,
+            cache_bytes=1 << 40,  # num_pages is set below: this program knows what it needs
+            **settings,
+        )
+        models = load_models(wanted, lambda line: None)
+    num_pages = max_rows * (-(-(max_context + 2 * models.plan.block) // PAGE_SIZE) + 1)
+    return replace(models, plan=replace(models.plan, num_pages=num_pages))
+
+
+def copy_ceiling() -> float:
+    """Bytes per second of a large device-to-device copy, read and written."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(8):
+        times.append(_timed(lambda: target.copy_(source)))
+    return 2 * source.numel() / statistics.median(times[3:])
+
+
+def _timed(run: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+@dataclass
+class Step:
+    """One (rows, width) of one engine, captured and ready to be replayed."""
+
+    engine: Engine
+    num_rows: int
+    width: int
+    context: int
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        rows, pages = self.engine.rows, self.engine.models.plan.num_pages // self.num_rows
+        first = 2  # the reserved ones
+        for row in range(self.num_rows):
+            rows.place(row, [1] * (self.context + 1), self.context, RowSampling(temperature=self.temperature))
+            rows.set_pages([(row, 0, range(first + row * pages, first + (row + 1) * pages)[: _table(rows)])])
+        for storage in self.engine.cache.storage:
+            for tensor in vars(storage).values():
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                    tensor.normal_(std=0.1)  # never time on zeros
+        begin = time.perf_counter()
+        self.engine.capture([self.num_rows], [self.width])
+        torch.cuda.synchronize()
+        self.capture_s = time.perf_counter() - begin
+        self.engine.rows.activate(range(self.num_rows))
+        graph = self.engine.graphs.find(self.num_rows, self.width)
+        assert graph is not None
+        self.replay = graph.replay
+
+    def rewind(self) -> None:
+        """Every row back at `context` tokens: a step's time depends on it."""
+        self.engine.rows.length[: self.num_rows] = self.context
+
+    def seconds(self) -> float:
+        """Per step, of replays back to back."""
+        for _ in range(3):
+            self.replay()
+        times = []
+        for _ in range(3):
+            self.rewind()
+            torch.cuda.synchronize()
+            times.append(_timed(lambda: [self.replay() for _ in range(REPLAYS)]) / REPLAYS)
+        return statistics.median(times)
+
+    def kernels(self) -> list[tuple[str, int, float]]:
+        """Name, launches and seconds of each kernel in one step, the slowest first."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self.rewind()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            for _ in range(3):
+                self.replay()
+            torch.cuda.synchronize()
+        totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        for event in recorded.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                totals[event.name][0] += 1
+                totals[event.name][1] += event.device_time / 1e6
+        found = [(name, round(count / 3), seconds / 3) for name, (count, seconds) in totals.items()]
+        return sorted(found, key=lambda item: -item[2])
+
+
+def _table(rows: object) -> int:
+    return rows.page_table.shape[1]  # type: ignore[attr-defined]
+
+
+@torch.inference_mode()
+def bytes_read(step: Step) -> int:
+    """What one step has to read, at the least."""
+    engine, models = step.engine, step.engine.models
+    parts = [models.target]
+    if step.width > 1 and isinstance(models.drafter, DFlashDrafter):
+        parts.append(models.drafter.model)
+    touched = _experts_touched(step)
+    total = 0
+    for part in parts:
+        skipped = set()
+        for module in part.modules():
+            if isinstance(module, Experts):
+                share = touched[id(module)]
+                tensors = [*module.parameters(), *module.buffers()]
+                skipped |= {id(tensor) for tensor in tensors}
+                total += int(sum(tensor.nbytes for tensor in tensors) * share)
+        embedding = None if models.config.ties_embeddings else getattr(part, "embedding", None)
+        if embedding is not None:
+            skipped |= {id(tensor) for tensor in (*embedding.parameters(), *embedding.buffers())}
+        own = [*part.parameters(), *(b for n, b in part.named_buffers() if "cos" not in n and "sin" not in n)]
+        total += sum(tensor.nbytes for tensor in own if id(tensor) not in skipped)
+    if len(parts) == 2:  # the drafter multiplies by the target's head once more
+        head = models.target.head or models.target.embedding
+        total += sum(tensor.nbytes for tensor in (*head.parameters(), *head.buffers()))
+    return total + _state_bytes(engine, step, has_drafter=len(parts) == 2)
+
+
+def _state_bytes(engine: Engine, step: Step, *, has_drafter: bool) -> int:
+    """Keys and values of the context (within the window), and recurrent states, read once."""
+    config, draft = engine.models.config, engine.models.draft_config
+    specs = config.layer_specs() + (draft.layer_specs() if has_drafter and draft is not None else ())
+    total = 0
+    for spec in specs:
+        window = getattr(spec, "window", None)
+        tokens = step.context if window is None else min(step.context, window)
+        total += step.num_rows * tokens * spec.bytes_per_token(2)
+        if hasattr(spec, "bytes_per_row"):
+            total += step.num_rows * spec.bytes_per_row(2, 0)
+    return total
+
+
+def _experts_touched(step: Step) -> dict[int, float]:
+    """The share of each layer's experts that some token of the block chooses."""
+    shares: dict[int, float] = {}
+
+    def see(module: Experts, inputs: tuple[object, ...]) -> None:
+        choice = inputs[1]
+        assert isinstance(choice, Choice)
+        shares[id(module)] = len(torch.unique(choice.ids)) / module.down.weight.shape[0]
+
+    hooks = [
+        part.register_forward_pre_hook(see)
+        for part in step.engine.models.target.modules()
+        if isinstance(part, Experts)
+    ]
+    if hooks:
+        step.rewind()
+        step.engine.decode(step.width)
+        for hook in hooks:
+            hook.remove()
+    return shares
+
+
+def time_step(
+    models: Models, *, num_rows: int, width: int, context: int, ceiling: float
+) -> dict[str, object]:
+    """Everything about one (rows, width)."""
+    step = Step(Engine(models), num_rows, width, context)
+    seconds, num_bytes = step.seconds(), bytes_read(step)
+    kernels = step.kernels()
+    busy = sum(item[2] for item in kernels)
+    return {
+        "rows": num_rows,
+        "width": width,
+        "context": context,
+        "ms": seconds * 1e3,
+        "bytes": num_bytes,
+        "floor_ms": num_bytes / ceiling * 1e3,
+        "share_of_ceiling": num_bytes / ceiling / seconds,
+        "capture_s": step.capture_s,
+        "num_kernels": sum(item[1] for item in kernels),
+        "kernels_ms": busy * 1e3,
+        "kernels": [{"name": n[:80], "launches": c, "ms": s * 1e3} for n, c, s in kernels[:24]],
+    }
+
+
+def time_engine(models: Models, *, num_rows: int, width: int, context: int) -> dict[str, object]:
+    """Live requests through Engine.step against bare replays of the same graph from the same lengths."""
+    engine = Engine(models)
+    engine.capture([num_rows], [width])
+    params = SamplingParams(
+        temperature=1.0, top_p=0.95, stop=["a text", "that never comes"], max_tokens=100_000, ignore_eos=True
+    )
+    vocab_size = models.config.vocab_size
+    for number in range(num_rows):
+        prompt = [(7919 * index + 31 * number) % vocab_size for index in range(context + 1)]
+        engine.add(prompt, replace(params, seed=number))
+    while engine.scheduler.waiting or not all(s.is_decoding for s in engine.scheduler.running):
+        engine.step()
+    for _ in range(5):
+        engine.step()
+    engine.wait()
+    lengths = engine.rows.length.clone()
+    before, begin = engine.stats.num_emitted, time.perf_counter()
+    for _ in range(REPLAYS):
+        engine.step()
+    engine.wait()
+    seconds = (time.perf_counter() - begin) / REPLAYS
+    num_tokens = engine.stats.num_emitted - before
+    graph = engine.graphs.find(num_rows, width)
+    engine.rows.length.copy_(lengths)  # a step takes longer behind more context
+    bare = _timed(lambda: [graph.replay() for _ in range(REPLAYS)]) / REPLAYS
+    return {
+        "rows": num_rows,
+        "width": width,
+        "context": context,
+        "engine_ms": seconds * 1e3,
+        "bare_ms": bare * 1e3,
+        "of_bare": bare / seconds,
+        "host_gap": max(0.0, 1 - bare / seconds),
+        "tokens_per_s": num_tokens / seconds / REPLAYS,
+        "committed_per_step": num_tokens / REPLAYS / num_rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--width", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--draft-quantization", default="none")
+    parser.add_argument("--committed", type=float, help="tokens committed per step, to say tokens per second")
+    parser.add_argument("--engine", action="store_true", help="also serve requests through Engine.step")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device.")
+    ceiling = copy_ceiling()
+    has_drafter = max(args.width) > 1
+    models = load(
+        args.shape,
+        has_drafter=has_drafter,
+        max_rows=max(args.rows),
+        max_context=args.context + 1024,
+        quantization=args.quantization,
+        draft_quantization=args.draft_quantization,
+    )
+    found = [
+        time_step(models, num_rows=rows, width=width, context=args.context, ceiling=ceiling)
+        for rows in args.rows
+        for width in args.width
+    ]
+    served = []
+    if args.engine:
+        if args.committed is not None and has_drafter:
+            rates = acceptance_rates(
+                f"mean:{args.committed}", width=models.plan.width, block=models.plan.block
+            )
+            models = replace(models, rates=rates)
+        for rows in args.rows:
+            served.append(time_engine(models, num_rows=rows, width=max(args.width), context=args.context))
+    result = {
+        "what": "random weights; steps by CUDA graph replay",
+        "gpu": torch.cuda.get_device_name(),
+        "ceiling_tb_s": ceiling / 1e12,
+        "settings": vars(args),
+        **record.context(),
+        "steps": found,
+        "engine": served,
+    }
+    record.save(args.json, result)
+    _print(result, found, args.committed)
+    if served:
+        header = [
+            "through Engine.step, temperature 1, top_p",
+            "ms",
+            "bare ms",
+            "host gap",
+            "tok/s",
+            "committed",
+        ]
+        keys = ("engine_ms", "bare_ms", "host_gap", "tokens_per_s", "committed_per_step")
+        print(
+            record.table(
+                header,
+                [
+                    [f"{one['rows']} rows, width {one['width']}", *(one[key] for key in keys)]
+                    for one in served
+                ],
+            )
+        )
+
+
+def _print(result: dict[str, object], found: list[dict[str, object]], committed: float | None) -> None:
+    print(f"{result['gpu']}, copy ceiling {result['ceiling_tb_s']:.2f} TB/s; RANDOM WEIGHTS, timing only")
+    slowest = max(found, key=lambda step: step["ms"])
+    print(
+        record.table(
+            ["kernel of the slowest step", "launches", "ms"],
+            [[kernel["name"][:60], kernel["launches"], kernel["ms"]] for kernel in slowest["kernels"][:12]],
+        )
+    )
+    plain = {step["rows"]: step["ms"] for step in found if step["width"] == 1}
+    rows = []
+    for step in found:
+        speed = (
+            ""
+            if committed is None or step["width"] == 1
+            else f"{committed * step['rows'] / step['ms'] * 1e3:,.0f}"
+        )
+        ratio = plain[step["rows"]] / step["ms"] if step["rows"] in plain else float("nan")
+        numbers = [step[key] for key in ("ms", "floor_ms", "share_of_ceiling")]
+        counts = [step[key] for key in ("num_kernels", "capture_s")]
+        rows.append([f"{step['rows']} rows, width {step['width']}", *numbers, ratio, *counts, speed])
+    # Step efficiency: the speedup over plain decoding per token committed; 1: draft and verify are free.
+    header = ["step", "ms", "floor ms", "of ceiling", "efficiency", "kernels", "capture s", "tok/s"]
+    print(record.table(header, rows))
+
+
+if __name__ == "__main__":
+    main()
