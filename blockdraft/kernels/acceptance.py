@@ -66,11 +66,10 @@ def advance(
 
         kernel(progress, block, sampled, num_committed, batch)
         return
-    length, anchor = progress
-    is_real = batch.rows != len(length) - 1
-    rows, block, sampled, num_committed = (
-        tensor[is_real] for tensor in (batch.rows, block, sampled, num_committed)
-    )
+    rows, (length, anchor) = batch.rows, progress
+    is_real = rows != len(length) - 1
+    last = sampled.gather(1, num_committed[:, None] - 1).squeeze(1)
+    num_committed = num_committed * is_real
     if batch.has_penalty:
         column = torch.arange(block.shape[1], device=block.device)
         is_output = length[rows][:, None] + column >= batch.whole[rows, Whole.OUTPUT_START][:, None]
@@ -79,4 +78,4 @@ def advance(
         row = rows[:, None].expand_as(block)
         batch.output_counts.index_put_((row, block), counted.to(torch.int32), accumulate=True)
     length[rows] += num_committed
-    anchor[rows] = sampled.gather(1, num_committed[:, None] - 1).squeeze(1)
+    anchor[rows] = torch.where(is_real, last, anchor[rows])
