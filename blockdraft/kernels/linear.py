@@ -2,7 +2,6 @@
 
 Contract: x [..., K], weight [N, K] contiguous, bias [N] or None, one dtype; returns a new [..., N]. With
 `onto` [..., N], the residual stream, it returns onto + y, y rounded first; `onto` may be overwritten by it.
-With `norm`, x is normalised first.
 The weight keeps PyTorch's own layout, so nothing is packed or copied: an embedding table tied to
 the head, `weight[rows]` and `F.linear` all work on the same storage.
 
@@ -29,7 +28,7 @@ from torch.nn import functional
 
 from blockdraft.kernels.choice import takes_reference, takes_triton
 from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.rows import Norm, gelu_mul, normalised, silu_mul
+from blockdraft.kernels.rows import gelu_mul, silu_mul
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.linear import TileLinear
@@ -38,16 +37,8 @@ MAX_TOKENS = 16  # of the GPU's own kernel; for more, cuBLAS is as fast or faste
 GATES: dict[Callable[[Tensor], Tensor], str] = {silu_mul: "silu", gelu_mul: "gelu"}
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    onto: Tensor | None = None,
-    norm: Norm | None = None,
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, onto: Tensor | None = None) -> Tensor:
     """The contract, on the path chosen for this dtype and device. Training takes the reference."""
-    x = normalised(x, norm)
     if takes_reference(x, weight):
         return reference_linear(x, weight, bias, onto=onto)
     if takes_triton(x):
@@ -70,11 +61,8 @@ def gated_linear(
     weight: Tensor,
     bias: Tensor | None,
     activate: Callable[[Tensor], Tensor],
-    *,
-    norm: Norm | None = None,
 ) -> Tensor:
     """`activate`, silu_mul or gelu_mul, of the product: the halves of [..., 2 I] joined to [..., I]."""
-    x = normalised(x, norm)
     if not takes_reference(x, weight) and takes_triton(x) and activate in GATES and _is_small(x):
         from blockdraft.kernels.triton.linear import linear as multiply
 
@@ -90,7 +78,6 @@ def scaled_linear(
     *,
     onto: Tensor | None = None,
     activate: Callable[[Tensor], Tensor] | None = None,
-    norm: Norm | None = None,
 ) -> Tensor | None:
     """The product with fp8 or int8 values [N, K] times one scale [N] per row; None where there is no kernel.
 
@@ -108,10 +95,10 @@ def scaled_linear(
         gate = "none" if activate is None else GATES.get(activate)
         if gate is None:
             return None
-        return gpu.linear(normalised(x, norm), values, bias, scale=scale, onto=onto, gate=gate)
+        return gpu.linear(x, values, bias, scale=scale, onto=onto, gate=gate)
     if not gpu.has_fp8_product(x, values):
         return None
-    product = gpu.fp8_product(normalised(x, norm), values, scale)
+    product = gpu.fp8_product(x, values, scale)
     if bias is not None:
         product += bias
     product = product if activate is None else activate(product)

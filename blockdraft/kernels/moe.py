@@ -3,8 +3,8 @@
 Contract, PyTorch reference and the choice between that and `triton.moe`. The reference runs one product per
 expert over the tokens that chose it: it asks the device which experts those are, so it cannot be captured in
 a CUDA graph. The kernels can. They promise that a token's bits do not depend on its neighbours, while the
-number of (token, expert) pairs stays on one side of `triton.moe.MAX_FEW`. In the reference that holds where
-`linear` promises it: every chosen expert's output lands in its own place, and the places are summed in order.
+number of (token, expert) pairs stays on one side of `triton.routing.MAX_FEW`. In the reference that holds
+where `linear` promises it: every chosen expert's output has its own place, and places are summed in order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from blockdraft.kernels.choice import takes_reference
 from blockdraft.kernels.rows import gelu_mul, sigmoid, silu_mul
 
-Groups = tuple[Tensor, Tensor]  # order and tiles, see `triton.moe`
+Groups = tuple[Tensor, Tensor]  # order and tiles, see `triton.routing`
 Weighing = Literal["all", "renormalised", "chosen"]
 
 SLOPE = 1.702  # of the sigmoid that stands in for SiLU's in a clamped SwiGLU
@@ -160,11 +160,11 @@ def route(logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Ten
     """
     if takes_reference(logits) or why_no_triton(logits.dtype, logits.device) is not None:
         return reference_route(logits, num_chosen, weighing, expert_scale)
-    from blockdraft.kernels.triton import moe
+    from blockdraft.kernels.triton import routing
 
     num_tokens, num_experts = logits.shape
-    is_small = moe.can_group_at_once(num_tokens, num_experts, num_chosen)
-    kernel = moe.route_and_group if is_small else moe.route
+    is_small = routing.can_group_at_once(num_tokens, num_experts, num_chosen)
+    kernel = routing.route_and_group if is_small else routing.route
     return Choice(*kernel(logits, num_chosen, is_over_all=weighing == "all", expert_scale=expert_scale))
 
 

@@ -10,7 +10,7 @@ operations for every element, of which `exp` and `log1p` do not vary. Training t
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,17 +23,6 @@ if TYPE_CHECKING:
     from blockdraft.kernels.llvm.pointwise import RowKernels
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines, [N, 1, R / 2] each, contiguous, R <= D values rotated
-
-
-class Norm(NamedTuple):
-    """An RMS norm that an operation applies to what it reads."""
-
-    weight: Tensor
-    eps: float
-
-
-def normalised(x: Tensor, norm: Norm | None) -> Tensor:
-    return x if norm is None else rms_norm(x, norm.weight, norm.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -11,7 +11,7 @@ from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.heads import HeadNorms
 from blockdraft.kernels.linear import gated_linear, linear
-from blockdraft.kernels.rows import Angles, Norm, rms_norm, silu_mul
+from blockdraft.kernels.rows import Angles, rms_norm, silu_mul
 from blockdraft.models.config import AttentionConfig, ModelConfig
 from blockdraft.models.packed import Packed
 
@@ -32,17 +32,17 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, onto: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         """The product, of x normalised and added to `onto` where those are given."""
-        given = None if norm is None else norm.numbers
+        x = x if norm is None else norm(x)
         if isinstance(self.weight, Packed):
-            return self.weight.matmul(x, self.bias, onto=onto, norm=given)
-        return linear(x, self.weight, self.bias, onto=onto, norm=given)
+            return self.weight.matmul(x, self.bias, onto=onto)
+        return linear(x, self.weight, self.bias, onto=onto)
 
     def gated(self, x: Tensor, activate: Callable[[Tensor], Tensor], norm: RMSNorm | None = None) -> Tensor:
         """`activate` of the product, whose halves it joins."""
-        given = None if norm is None else norm.numbers
+        x = x if norm is None else norm(x)
         if isinstance(self.weight, Packed):
-            return self.weight.gated(x, self.bias, activate, norm=given)
-        return gated_linear(x, self.weight, self.bias, activate, norm=given)
+            return self.weight.gated(x, self.bias, activate)
+        return gated_linear(x, self.weight, self.bias, activate)
 
     def last(self, x: Tensor, num_parts: int) -> Tensor:
         """The product with the last `num_parts` parts alone."""
@@ -87,11 +87,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
-
-    @property
-    def numbers(self) -> Norm:
-        """For an operation that normalises what it reads."""
-        return Norm(self.weight, self.eps)
 
 
 class WideNorm(RMSNorm):

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 
 from blockdraft.kernels import moe as contract  # noqa: E402
 from blockdraft.kernels.moe import Activation, Choice, Parts, Shared  # noqa: E402
-from blockdraft.kernels.triton import moe  # noqa: E402
+from blockdraft.kernels.triton import moe, routing  # noqa: E402
 from blockdraft.models.config import MoEConfig  # noqa: E402
 from blockdraft.models.layers import RMSNorm  # noqa: E402
 from blockdraft.models.moe import Experts, MoE  # noqa: E402
@@ -86,7 +86,7 @@ def assert_close(got, expected):
 @pytest.mark.parametrize(("num_experts", "num_chosen"), [(3, 1), (3, 3), (32, 4), (60, 10), (512, 8)])
 def test_route_agrees_with_its_reference(weighing, num_experts, num_chosen):
     logits = 3 * normal(5, num_experts, seed=num_experts)
-    weights, ids = moe.route(logits, num_chosen, is_over_all=weighing == "all")
+    weights, ids = routing.route(logits, num_chosen, is_over_all=weighing == "all")
     expected, expected_ids, _ = contract.reference_route(logits, num_chosen, weighing)
     assert ids.dtype == torch.int64
     assert torch.equal(ids, expected_ids)
@@ -95,7 +95,7 @@ def test_route_agrees_with_its_reference(weighing, num_experts, num_chosen):
 
 def test_route_scales_by_expert():
     logits, scale = normal(4, 6), normal(6, seed=1)
-    weights, ids = moe.route(logits, 2, is_over_all=False, expert_scale=scale)
+    weights, ids = routing.route(logits, 2, is_over_all=False, expert_scale=scale)
     expected, expected_ids, _ = contract.reference_route(logits, 2, "renormalised", scale)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected)
@@ -103,7 +103,7 @@ def test_route_scales_by_expert():
 
 def test_route_gives_ties_to_the_lowest_id():
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0, 0.0]], device=DEVICE)
-    weights, ids = moe.route(logits, 4, is_over_all=False)
+    weights, ids = routing.route(logits, 4, is_over_all=False)
     assert ids.tolist() == [[1, 2, 4, 0]]
     assert weights[0, 0] == weights[0, 1] == weights[0, 2] > weights[0, 3]
 
@@ -112,7 +112,7 @@ def test_route_gives_ties_to_the_lowest_id():
 def test_route_stays_in_range_and_distinct_whatever_the_logits(value):
     logits = torch.full((2, 5), value, device=DEVICE)
     logits[1, 3] = 1.0
-    _, ids = moe.route(logits, 3, is_over_all=True)
+    _, ids = routing.route(logits, 3, is_over_all=True)
     assert ids.tolist() == [[0, 1, 2], [3, 0, 1]]
 
 
@@ -142,8 +142,8 @@ ROUTINGS = {
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_tiles_name_every_pair_once_in_order(name, block_m):
     ids = ROUTINGS[name].to(DEVICE)
-    order, tiles = moe.group(ids, 7, block_m)
-    assert tiles.shape[1] == moe.max_tiles(ids.numel(), 7, block_m)
+    order, tiles = routing.group(ids, 7, block_m)
+    assert tiles.shape[1] == routing.max_tiles(ids.numel(), 7, block_m)
     assert int(tiles[2][tiles[0] >= 0].max()) <= block_m
     found = expand(order.cpu(), tiles.cpu(), 7)
     for expert in range(7):
@@ -160,11 +160,11 @@ def test_route_and_group_are_the_two_in_one(num_tokens, num_experts, num_chosen,
     wide = 3 * normal(num_tokens, num_experts + 1, dtype=HALF, seed=num_tokens)
     logits, scale = wide[:, :num_experts], normal(num_experts, seed=1)
     options = {"is_over_all": weighing == "all", "expert_scale": scale}
-    weights, ids, (order, tiles) = moe.route_and_group(logits, num_chosen, **options)
-    expected, expected_ids = moe.route(logits, num_chosen, **options)
+    weights, ids, (order, tiles) = routing.route_and_group(logits, num_chosen, **options)
+    expected, expected_ids = routing.route(logits, num_chosen, **options)
     assert torch.equal(ids, expected_ids)
     assert torch.equal(weights, expected), "a token's bits depend on its neighbours"
-    expected_order, expected_tiles = moe.group(ids, num_experts, moe.LOW)
+    expected_order, expected_tiles = routing.group(ids, num_experts, routing.LOW)
     assert torch.equal(order, expected_order)
     is_used = expected_tiles[0] >= 0
     assert torch.equal(tiles[0], expected_tiles[0])
@@ -179,16 +179,16 @@ def test_route_and_group_are_the_two_in_one(num_tokens, num_experts, num_chosen,
 def test_undefined_logits_are_grouped_too():
     logits = torch.full((3, 5), float("nan"), device=DEVICE)
     logits[1, 3] = 1.0
-    _, ids, (order, tiles) = moe.route_and_group(logits, 2, is_over_all=True)
+    _, ids, (order, tiles) = routing.route_and_group(logits, 2, is_over_all=True)
     assert ids.tolist() == [[0, 1], [3, 0], [0, 1]]
     assert expand(order.cpu(), tiles.cpu(), 5) == {0: [0, 3, 4], 1: [1, 5], 2: [], 3: [2], 4: []}
 
 
 def test_routing_at_once_is_for_few_pairs():
-    assert moe.can_group_at_once(32, 256, 8)
-    assert not moe.can_group_at_once(33, 256, 1), "one program cannot hold the logits"
-    assert not moe.can_group_at_once(65, 64, 8), "tiles are not low"
-    assert not moe.can_group_at_once(0, 256, 8)
+    assert routing.can_group_at_once(32, 256, 8)
+    assert not routing.can_group_at_once(33, 256, 1), "one program cannot hold the logits"
+    assert not routing.can_group_at_once(65, 64, 8), "tiles are not low"
+    assert not routing.can_group_at_once(0, 256, 8)
 
 
 def test_no_routing_needs_more_tiles_than_the_bound():
@@ -209,7 +209,7 @@ def test_no_routing_needs_more_tiles_than_the_bound():
                 counts[place] += taken
                 left -= taken
             worst = max(worst, sum(-(-count // block_m) for count in counts))
-        assert worst <= moe.max_tiles(num_pairs, num_experts, block_m)
+        assert worst <= routing.max_tiles(num_pairs, num_experts, block_m)
 
 
 # ---- experts
@@ -241,14 +241,14 @@ def test_one_expert_takes_all_pairs_and_others_none():
 
 def test_a_choice_that_comes_with_its_groups():
     experts, x = build(6, 32, 32, dtype=HALF), normal(20, 32, dtype=HALF, seed=5)
-    choice = Choice(*moe.route_and_group(normal(20, 6, seed=6), 3, is_over_all=False))
+    choice = Choice(*routing.route_and_group(normal(20, 6, seed=6), 3, is_over_all=False))
     assert torch.equal(fast(experts, x, choice), fast(experts, x, choice._replace(groups=None)))
 
 
 def test_high_tiles():
     experts = build(2, 80, 48, dtype=HALF, bias=True)
     x, choice = normal(70, 80, dtype=HALF, seed=7), drawn(70, 1, 2)
-    many = moe.MAX_FEW + 1
+    many = routing.MAX_FEW + 1
     parts = (experts.gate_up.matrices()[0], experts.down.matrices()[0])
     gated, down = (moe.choose_config(part, HALF, many, 2) for part in parts)
     assert gated.block_m == down.block_m > 16

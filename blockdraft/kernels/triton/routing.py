@@ -1,0 +1,344 @@
+"""Which experts a token takes, and the (token, expert) pairs grouped by expert, on a GPU.
+
+A pair is a (token, place) of the router's choice, numbered token * K + place. `order` lists the pairs expert
+by expert, and `tiles` [3, T] cuts it: tile t is expert tiles[0, t] with tiles[2, t] pairs from
+order[tiles[1, t]] on; surplus tiles have expert -1. T follows from the shapes alone, so a CUDA graph holds
+for every routing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockdraft.kernels.triton.launch import has_pdl
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.moe import Groups
+
+MAX_FEW = 512  # pairs up to which tiles are as low as a tensor core allows
+LOW = 16  # pairs of such a tile
+MAX_LOGITS = 1 << 13  # that one program keeps in its registers
+MAX_COMPARED = 1024  # pairs that are sorted by comparing all with all; above, PyTorch sorts
+
+
+# ---- routing
+
+
+@triton.jit
+def _choose(
+    logits,
+    expert_scale,
+    token,
+    num_tokens,
+    stride_token,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_OVER_ALL: tl.constexpr,
+):
+    """For each token [T] and expert: its place in the token's choice, or -1, and its weight; [T, BLOCK] each.
+
+    No sum follows the layout of the tile, so a token's bits are the same in every tile.
+    """
+    expert = tl.arange(0, BLOCK)[None, :]
+    is_expert = (expert < NUM_EXPERTS) & (token < num_tokens)[:, None]
+    pointers = logits + token.to(tl.int64)[:, None] * stride_token + expert
+    x = tl.load(pointers, mask=is_expert, other=0.0).to(tl.float32)
+    # Undefined logits lose but keep the ids in range; -inf is below all of them and marks what is taken.
+    x = tl.where(x >= -3.0e38, x, -3.0e38)
+    x = tl.where(expert < NUM_EXPERTS, x, -float("inf"))
+    top = tl.max(x, axis=1)
+    weight = tl.exp(x - top[:, None])
+    place = tl.full(x.shape, -1, tl.int32)
+    total = tl.zeros(top.shape, tl.float32)
+    for k in range(NUM_CHOSEN):
+        best, winner = tl.max(x, axis=1, return_indices=True)  # the lowest id of several
+        is_winner = expert == winner[:, None]
+        place = tl.where(is_winner, k, place)
+        total += tl.exp(best - top)
+        x = tl.where(is_winner, -float("inf"), x)
+    if IS_OVER_ALL:
+        # Whole multiples of 2 ** -40 add up to the same in any order.
+        total = tl.sum((weight * 1099511627776.0).to(tl.int64), axis=1).to(tl.float32) / 1099511627776.0
+    weight = weight / total[:, None]
+    if expert_scale is not None:
+        weight *= tl.load(expert_scale + expert, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)
+    return tl.where(is_expert, place, -1), weight
+
+
+@triton.jit
+def _store_choice(weights, ids, token, place, weight, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    pair = token[:, None] * NUM_CHOSEN + place
+    expert = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], place.shape)
+    tl.store(weights + pair, weight, mask=place >= 0)
+    tl.store(ids + pair, expert.to(tl.int64), mask=place >= 0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_kernel(
+    logits,
+    expert_scale,
+    weights,
+    ids,
+    num_tokens,
+    stride_token,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_OVER_ALL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per token."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0) + tl.arange(0, 1)
+    place, weight = _choose(
+        logits,
+        expert_scale,
+        token,
+        num_tokens,
+        stride_token,
+        NUM_EXPERTS,
+        NUM_CHOSEN,
+        BLOCK,
+        IS_OVER_ALL,
+    )
+    _store_choice(weights, ids, token, place, weight, NUM_CHOSEN, BLOCK)
+
+
+def route(
+    logits: Tensor, num_chosen: int, *, is_over_all: bool, expert_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weights [N, K] float32 and ids [N, K] int64, the largest first; see `kernels.moe.route`."""
+    num_tokens, num_experts = logits.shape
+    assert num_chosen <= num_experts
+    weights = logits.new_empty(num_tokens, num_chosen, dtype=torch.float32)
+    ids = logits.new_empty(num_tokens, num_chosen, dtype=torch.int64)
+    if num_tokens == 0:
+        return weights, ids
+    logits = _with_whole_rows(logits)
+    pdl = has_pdl(logits.device)
+    _route_kernel[(num_tokens,)](
+        logits,
+        expert_scale,
+        weights,
+        ids,
+        num_tokens,
+        logits.stride(0),
+        NUM_EXPERTS=num_experts,
+        NUM_CHOSEN=num_chosen,
+        BLOCK=triton.next_power_of_2(num_experts),
+        IS_OVER_ALL=is_over_all,
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
+    return weights, ids
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:
+    """Rows may be apart, as in some columns of a wider tensor, but values of one row are neighbours."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# ---- pairs grouped by expert
+
+
+@triton.jit
+def _write_tiles(tiles, first, count, expert, num_tiles, BLOCK_M: tl.constexpr):
+    """`count` pairs from `first` on for each expert, cut into tiles; the rest of `tiles` is surplus."""
+    cuts = (count + BLOCK_M - 1) // BLOCK_M
+    place = tl.cumsum(cuts, axis=0) - cuts
+    for cut in range(tl.max(cuts, axis=0)):
+        is_tile = cut < cuts
+        done = cut * BLOCK_M
+        tl.store(tiles + place + cut, expert, mask=is_tile)
+        tl.store(tiles + num_tiles + place + cut, first + done, mask=is_tile)
+        tl.store(tiles + 2 * num_tiles + place + cut, tl.minimum(count - done, BLOCK_M), mask=is_tile)
+    lane = tl.arange(0, 128)
+    for begin in range(tl.sum(cuts, axis=0), num_tiles, 128):
+        tl.store(tiles + begin + lane, -1, mask=begin + lane < num_tiles)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _group_kernel(
+    ids,
+    order,
+    tiles,
+    num_pairs,
+    num_tiles,
+    NUM_EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program places SHARE pairs by counting those before them; the first one writes the tiles."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    other = tl.arange(0, PAIRS)
+    others = tl.load(ids + other, mask=other < num_pairs, other=NUM_EXPERTS).to(tl.int32)
+    keys = others * PAIRS + other
+    pair = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
+    is_pair = pair < num_pairs
+    key = tl.load(ids + pair, mask=is_pair, other=NUM_EXPERTS).to(tl.int32) * PAIRS + pair
+    position = tl.sum((keys[None, :] < key[:, None]).to(tl.int32), axis=1)
+    tl.store(order + position, pair, mask=is_pair)
+    if tl.program_id(0) == 0:
+        expert = tl.arange(0, BLOCK_X)
+        count = tl.histogram(others, BLOCK_X)  # what is beyond num_pairs falls into bin NUM_EXPERTS
+        count = tl.where(expert < NUM_EXPERTS, count, 0)
+        _write_tiles(tiles, tl.cumsum(count, axis=0) - count, count, expert, num_tiles, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _tiles_kernel(
+    starts, tiles, num_tiles, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_X: tl.constexpr
+):
+    expert = tl.arange(0, BLOCK_X)
+    is_expert = expert < NUM_EXPERTS
+    first = tl.load(starts + expert, mask=is_expert, other=0).to(tl.int32)
+    end = tl.load(starts + expert + 1, mask=is_expert, other=0).to(tl.int32)
+    _write_tiles(tiles, first, end - first, expert, num_tiles, BLOCK_M)
+
+
+def group(ids: Tensor, num_experts: int, block_m: int) -> Groups:
+    """order [P] and tiles [3, T], int32, of the pairs ids [N, K]."""
+    num_pairs = ids.numel()
+    num_tiles = max_tiles(num_pairs, num_experts, block_m)
+    tiles = ids.new_empty(3, num_tiles, dtype=torch.int32)
+    if num_pairs > MAX_COMPARED:
+        ranked, order = ids.flatten().sort(stable=True)
+        experts = torch.arange(num_experts + 1, device=ids.device)
+        starts = torch.searchsorted(ranked, experts)
+        _tiles_kernel[(1,)](
+            starts,
+            tiles,
+            num_tiles,
+            NUM_EXPERTS=num_experts,
+            BLOCK_M=block_m,
+            BLOCK_X=triton.next_power_of_2(num_experts),
+        )
+        return order.to(torch.int32), tiles
+    order = ids.new_empty(num_pairs, dtype=torch.int32)
+    pairs = max(16, triton.next_power_of_2(num_pairs))
+    share = min(pairs, 32)
+    pdl = has_pdl(ids.device)
+    _group_kernel[(triton.cdiv(num_pairs, share),)](
+        ids,
+        order,
+        tiles,
+        num_pairs,
+        num_tiles,
+        NUM_EXPERTS=num_experts,
+        PAIRS=pairs,
+        SHARE=share,
+        BLOCK_M=block_m,
+        BLOCK_X=triton.next_power_of_2(num_experts + 1),
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return order, tiles
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
+def _route_and_group_kernel(
+    logits,
+    expert_scale,
+    weights,
+    ids,
+    order,
+    tiles,
+    num_tokens,
+    num_tiles,
+    stride_token,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    IS_OVER_ALL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for all tokens; an expert's pairs are in the order of their tokens."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.arange(0, TOKENS)
+    place, weight = _choose(
+        logits,
+        expert_scale,
+        token,
+        num_tokens,
+        stride_token,
+        NUM_EXPERTS,
+        NUM_CHOSEN,
+        BLOCK,
+        IS_OVER_ALL,
+    )
+    _store_choice(weights, ids, token, place, weight, NUM_CHOSEN, BLOCK)
+    is_chosen = (place >= 0).to(tl.int32)
+    count = tl.sum(is_chosen, axis=0)
+    first = tl.cumsum(count, axis=0) - count
+    position = first[None, :] + tl.cumsum(is_chosen, axis=0) - is_chosen
+    tl.store(order + position, token[:, None] * NUM_CHOSEN + place, mask=place >= 0)
+    _write_tiles(tiles, first, count, tl.arange(0, BLOCK), num_tiles, BLOCK_M)
+
+
+def can_group_at_once(num_tokens: int, num_experts: int, num_chosen: int) -> bool:
+    """Whether one program can hold the logits of all tokens, and the tiles are low."""
+    num_logits = triton.next_power_of_2(num_tokens) * triton.next_power_of_2(num_experts)
+    return 0 < num_tokens * num_chosen <= MAX_FEW and num_logits <= MAX_LOGITS
+
+
+def route_and_group(
+    logits: Tensor, num_chosen: int, *, is_over_all: bool, expert_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Groups]:
+    """`route`, and `group` into tiles of LOW pairs, in one launch."""
+    num_tokens, num_experts = logits.shape
+    assert num_chosen <= num_experts
+    assert can_group_at_once(num_tokens, num_experts, num_chosen)
+    num_pairs = num_tokens * num_chosen
+    weights = logits.new_empty(num_tokens, num_chosen, dtype=torch.float32)
+    ids = logits.new_empty(num_tokens, num_chosen, dtype=torch.int64)
+    order = logits.new_empty(num_pairs, dtype=torch.int32)
+    tiles = logits.new_empty(3, max_tiles(num_pairs, num_experts, LOW), dtype=torch.int32)
+    tokens, block = triton.next_power_of_2(num_tokens), triton.next_power_of_2(num_experts)
+    logits = _with_whole_rows(logits)
+    pdl = has_pdl(logits.device)
+    _route_and_group_kernel[(1,)](
+        logits,
+        expert_scale,
+        weights,
+        ids,
+        order,
+        tiles,
+        num_tokens,
+        tiles.shape[1],
+        logits.stride(0),
+        NUM_EXPERTS=num_experts,
+        NUM_CHOSEN=num_chosen,
+        TOKENS=tokens,
+        BLOCK=block,
+        BLOCK_M=LOW,
+        IS_OVER_ALL=is_over_all,
+        PDL=pdl,
+        num_warps=min(8, max(1, tokens * block // 256)),
+        launch_pdl=pdl,
+    )
+    return weights, ids, (order, tiles)
+
+
+def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """The most that any routing asks for: a tile per expert in use, and the full tiles beyond those."""
+    in_use = min(num_pairs, num_experts)
+    return (num_pairs + in_use * (block_m - 1)) // block_m
