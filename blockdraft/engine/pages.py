@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-Key = tuple[int, tuple[int, ...]]  # parent node, the tokens of one full page
+Key = tuple[int | str, tuple[int, ...]]  # parent node, or the first page's salt; the tokens of a full page
 
 ROOT = 0
 
@@ -74,10 +74,13 @@ class PageAllocator:
                 else:
                     self._blank.append(page)
 
-    def match(self, token_ids: Items[int]) -> list[int]:
-        """Hold and return the pages of the longest remembered prefix made of whole pages."""
+    def match(self, token_ids: Items[int], salt: str | None = None) -> list[int]:
+        """Hold and return the pages of the longest remembered prefix made of whole pages.
+
+        Prompts with a salt share with those of the same salt only.
+        """
         pages: list[int] = []
-        parent = ROOT
+        parent: int | str = ROOT if salt is None else salt
         for tokens in self._chunks(token_ids, 0):
             page = self._pages.get((parent, tokens))
             if page is None:
@@ -88,13 +91,16 @@ class PageAllocator:
             pages.append(page)
         return pages
 
-    def remember(self, token_ids: Items[int], pages: Items[int], num_done: int) -> int:
+    def remember(
+        self, token_ids: Items[int], pages: Items[int], num_done: int, salt: str | None = None
+    ) -> int:
         """Register the full pages of token_ids, all committed; the first `num_done` are registered.
 
         Returns how many are registered now. A page whose prefix another page holds already stays
         private, and so do the pages after it: their parent would be somebody else's.
         """
-        parent = self._nodes[pages[num_done - 1]].id if num_done else ROOT
+        root: int | str = ROOT if salt is None else salt
+        parent = self._nodes[pages[num_done - 1]].id if num_done else root
         for index, tokens in enumerate(self._chunks(token_ids, num_done), num_done):
             key = (parent, tokens)
             if key in self._pages:

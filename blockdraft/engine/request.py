@@ -41,6 +41,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     width: int | None = None  # None: the engine's; 1: no speculation for this request
+    cache_salt: str | None = None  # share cached prefixes with requests of the same salt only
 
     def __post_init__(self) -> None:
         _check_range("n", self.n, 1, MAX_CHOICES)
@@ -73,6 +74,8 @@ class SamplingParams:
     def _check_lists(self) -> None:
         if not isinstance(self.stop, str | tuple | list | None):
             raise RequestError(f"stop = {self.stop!r} is neither a string nor a list of strings.")
+        if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
+            raise RequestError(f"cache_salt = {self.cache_salt!r} is not a text of one character or more.")
         if not isinstance(self.stop_token_ids, tuple | list):
             raise RequestError(f"stop_token_ids = {self.stop_token_ids!r} is not a list of token ids.")
         if not isinstance(self.logit_bias, Mapping):

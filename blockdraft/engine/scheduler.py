@@ -161,7 +161,8 @@ class Scheduler:
 
     def _take_pages(self, sequence: Sequence) -> bool:
         known = sequence.token_ids[:-1]
-        shared = self.pages.match(known) if self._may_share(sequence) else []
+        salt = sequence.request.sampling.cache_salt
+        shared = self.pages.match(known, salt) if self._may_share(sequence) else []
         missing = self._num_pages(len(known) + self.reserve) - len(shared)
         try:
             sequence.pages = shared + self.pages.allocate(missing)
@@ -286,5 +287,8 @@ class Scheduler:
             return
         if sequence.length // self.pages.page_size > sequence.num_remembered_pages:
             sequence.num_remembered_pages = self.pages.remember(
-                sequence.token_ids[: sequence.length], sequence.pages, sequence.num_remembered_pages
+                sequence.token_ids[: sequence.length],
+                sequence.pages,
+                sequence.num_remembered_pages,
+                sequence.request.sampling.cache_salt,
             )

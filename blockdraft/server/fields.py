@@ -24,6 +24,7 @@ from blockdraft.server.field_types import (
     TokenId,
 )
 
+MAX_SALT = 1024  # characters of a cache salt; arbitrary
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
 
 # Fields that would change the answer, with the values that ask for nothing.
@@ -31,7 +32,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "function_call": ("none",),
@@ -123,6 +123,7 @@ class _Generation(_Body):
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
     speculative: Annotated[
         Speculative, BeforeValidator(_as_speculative, json_schema_input_type=bool | Speculative)
@@ -173,6 +174,7 @@ class _Generation(_Body):
             prompt_logprobs=prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens,
             width=self.speculative.width,
+            cache_salt=self.cache_salt,
         )
 
 

@@ -183,6 +183,16 @@ def test_cached_prompt_tokens_are_counted(client):
     assert chat(client, messages=long).usage.prompt_tokens_details.cached_tokens > 0
 
 
+def test_a_salt_keeps_prompts_apart(client):
+    long = [{"role": "user", "content": " ".join(f"t{(7 * i + 3) % 50}" for i in range(100))}]
+
+    def cached(salt):
+        answer = chat(client, messages=long, extra_body={"cache_salt": salt})
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached(salt) > 0 for salt in (None, "a", "a", "b", None)] == [False, False, True, False, True]
+
+
 def test_logprobs(client):
     entries = chat(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content
     assert [entry.token for entry in entries] == COUNT.replace(" ", "| ").split("|")[1:]

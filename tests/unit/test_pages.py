@@ -34,6 +34,18 @@ def test_a_prefix_is_found_page_by_page_and_only_whole_pages():
     pages.check([held, held[:1], held[:2]])
 
 
+def test_a_salt_shares_with_its_own_only():
+    pages = allocator()
+    plain, salted = pages.allocate(2), pages.allocate(2)
+    pages.remember([1, 2, 3, 4], plain, 0)
+    assert pages.remember([1, 2], salted, 0, "a") == 1
+    assert pages.remember([1, 2, 3, 4], salted, 1, "a") == 2
+    assert pages.match([1, 2, 3, 4], "b") == []
+    assert pages.match([1, 2, 3, 4], "a") == salted
+    assert pages.match([1, 2, 3, 4]) == plain
+    pages.check([plain, salted, salted, plain])
+
+
 def test_the_same_tokens_after_another_beginning_are_another_prefix():
     pages = allocator()
     held = pages.allocate(2)
