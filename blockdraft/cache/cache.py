@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.paged import PagedKV
-from blockdraft.cache.recurrent import RecurrentState, Scan
+from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.spec import LayerSpec, Recurrent, SharedWith
 from blockdraft.cache.view import CacheView, LayerStorage
@@ -36,17 +36,23 @@ class Cache:
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        self._states = {
+            spec: RecurrentStates(
+                spec, num_layers=specs.count(spec), num_rows=num_rows, dtype=dtype, device=device
+            )
+            for spec in dict.fromkeys(specs)
+            if isinstance(spec, Recurrent)
+        }
         storage: list[LayerStorage] = []
-        for spec in specs:
+        for index, spec in enumerate(specs):
             if isinstance(spec, SharedWith):
                 storage.append(storage[spec.layer])
             elif isinstance(spec, Recurrent):
-                storage.append(RecurrentState(spec, num_rows=num_rows, dtype=dtype, device=device))
+                storage.append(RecurrentState(self._states[spec], specs[:index].count(spec)))
             else:
                 slots = num_pages * page_size
                 storage.append(PagedKV(spec, num_slots=slots, dtype=dtype, device=device))
         self.storage = tuple(storage)
-        self._has_states = any(isinstance(layer, RecurrentState) for layer in storage)
 
     def view(self, rows: Rows, counts: int | tuple[int, ...], *, is_known: bool = False) -> CacheView:
         """The view of one forward over the active rows: `counts` tokens each, from `length` on.
@@ -60,7 +66,7 @@ class Cache:
         blocks = Blocks(
             pages=rows.page_table, rows=active, starts=starts, counts=counts, page_size=self.page_size
         )
-        offsets = blocks.offsets if self._has_states else None
+        offsets = blocks.offsets if self._states else None
         scan = Scan(active, starts, counts, is_known, offsets, max(counts, default=0))
         return CacheView(self.storage, blocks=blocks, rows=scan)
 
@@ -69,9 +75,8 @@ class Cache:
 
         Paged layers have nothing to do: `length` is the commit. Recurrent layers fold their tape.
         """
-        for storage in self.storage:
-            if isinstance(storage, RecurrentState):
-                storage.commit(rows.active, starts, num_committed)
+        for states in self._states.values():
+            states.commit(rows.active, starts, num_committed)
 
     @property
     def num_bytes(self) -> int:

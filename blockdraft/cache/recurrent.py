@@ -1,4 +1,4 @@
-"""RecurrentState: what a gated delta layer remembers of each row, and the tape of the block in flight.
+"""RecurrentStates: what gated delta layers remember of each row, and the tape of the block in flight.
 
 A verify forward reads the committed state and never writes it: it leaves a tape of what each token of the
 block would do to the state. Commit folds the first `num_committed` entries, in the order and by the
@@ -10,7 +10,7 @@ Length is the commit here too: at length 0 the state is zero, whatever the row h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from blockdraft.cache.spec import Recurrent
 from blockdraft.kernels.gated_delta import (
     DeltaWeights,
     RowStates,
+    RowTape,
     Tape,
     convolve,
     empty_states,
@@ -29,9 +30,6 @@ from blockdraft.kernels.gated_delta import (
     scan,
     scan_rows,
 )
-
-if TYPE_CHECKING:
-    from blockdraft.kernels.triton.gated_delta import RowTape
 
 
 class Scan(NamedTuple):
@@ -46,104 +44,147 @@ class Scan(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What a verify forward leaves behind for commit."""
+    """What a verify forward leaves behind for commit in one layer."""
 
     inputs: Tensor  # [R, T, C] of the convolution
     tape: Tape
 
 
 class _BlockInPlace(NamedTuple):
-    """The same, of states that are scanned where they lie."""
+    """What it leaves behind in all layers, where states are scanned as they lie."""
 
+    where: Scan
     tape: RowTape
-    offsets: Tensor
-    max_count: int
+    layers: set[int]  # that have scanned so far
 
 
-class RecurrentState:
-    """States [rows, H, K, V] in float32 or wider, and the last inputs of the convolution."""
+class RecurrentStates:
+    """Layers of one spec: states [L, rows, H, K, V] in float32 or wider, the convolutions' last inputs."""
 
-    def __init__(self, spec: Recurrent, *, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: Recurrent, *, num_layers: int, num_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.spec = spec
+        self.num_layers = num_layers
         wide = torch.promote_types(dtype, torch.float32)
-        shape = (spec.num_heads, spec.key_dim, spec.value_dim)
-        self.state = empty_states(num_rows, shape, wide, device)
-        tail = (num_rows, spec.conv_width - 1, spec.conv_channels)
+        shape = (num_layers, num_rows, spec.num_heads, spec.key_dim, spec.value_dim)
+        self.state = empty_states(shape, wide, device)
+        tail = (num_layers, num_rows, spec.conv_width - 1, spec.conv_channels)
         self.tail = torch.zeros(tail, dtype=dtype, device=device)
-        self._block: _Block | _BlockInPlace | None = None
+        self._block: dict[int, _Block] | _BlockInPlace = {}
 
-    def scan(self, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, where: Scan) -> Tensor:
+    def scan(
+        self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, where: Scan
+    ) -> Tensor:
         """x [N, C], logits beta and gate [N, H] of the rows' tokens, in row order; their reads [N, H, V]."""
         if is_in_place(x):
-            return self._scan_in_place(x, beta, gate, weights, where)
+            return self._scan_in_place(layer, x, beta, gate, weights, where)
         assert where.counts is not None, "the number of tokens of each row is known"
         beta, gate = gates(beta, gate, weights)
         conv = weights.conv
         if len(set(where.counts)) == 1:
-            return self._scan_even(x, conv, gate, beta, where)
+            return self._scan_even(layer, x, conv, gate, beta, where)
         assert where.is_known, "a block to verify is equally wide in every row"
         parts = []
         pieces = zip(*(torch.split(tensor, list(where.counts)) for tensor in (x, gate, beta)), strict=True)
         for row, (x_row, gate_row, beta_row) in enumerate(pieces):
             one = slice(row, row + 1)
             alone = Scan(where.rows[one], where.starts[one], where.counts[one], is_known=True)
-            parts.append(self._scan_even(x_row, conv, gate_row, beta_row, alone))
+            parts.append(self._scan_even(layer, x_row, conv, gate_row, beta_row, alone))
         return torch.cat(parts)
 
     def _scan_in_place(
-        self, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, where: Scan
+        self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, where: Scan
     ) -> Tensor:
-        assert where.offsets is not None, "the rows' places in the stream are on the device"
-        at = RowStates(self.state, self.tail, where.rows, where.starts, where.offsets, where.max_count)
-        read, tape = scan_rows(x, beta, gate, weights, at, is_known=where.is_known)
-        if tape is not None:
-            self._block = _BlockInPlace(tape, where.offsets, where.max_count)
-        return read
+        tape = None if where.is_known else self._tape(layer, where, num_tokens=x.shape[0])
+        at = self._at(where.rows, where.starts, where)
+        return scan_rows(x, beta, gate, weights, at, layer=layer, tape=tape)
 
-    def _scan_even(self, x: Tensor, conv: Tensor, gate: Tensor, beta: Tensor, where: Scan) -> Tensor:
+    def _tape(self, layer: int, where: Scan, *, num_tokens: int) -> RowTape:
+        """Of all layers; the first of a forward makes it."""
+        block = self._block
+        if not isinstance(block, _BlockInPlace) or block.where is not where:
+            block = self._block = _BlockInPlace(where, self._empty_tape(num_tokens), set())
+        block.layers.add(layer)
+        return block.tape
+
+    def _empty_tape(self, num_tokens: int) -> RowTape:
+        spec, lead = self.spec, (self.num_layers, num_tokens)
+        return RowTape(
+            decay=self.state.new_empty(*lead, spec.num_heads),
+            key=self.state.new_empty(*lead, spec.num_key_heads, spec.key_dim),
+            delta=self.state.new_empty(*lead, spec.num_heads, spec.value_dim),
+            inputs=self.tail.new_empty(*lead, spec.conv_channels),
+        )
+
+    def _at(self, rows: Tensor, starts: Tensor, where: Scan) -> RowStates:
+        assert where.offsets is not None, "the rows' places in the stream are on the device"
+        return RowStates(self.state, self.tail, rows, starts, where.offsets, where.max_count)
+
+    def _scan_even(
+        self, layer: int, x: Tensor, conv: Tensor, gate: Tensor, beta: Tensor, where: Scan
+    ) -> Tensor:
         spec, num_rows = self.spec, len(where.rows)
         x, gate, beta = (tensor.reshape(num_rows, -1, tensor.shape[1]) for tensor in (x, gate, beta))
-        state, tail = self._committed(where.rows, where.starts)
+        state, tail = self._committed(layer, where.rows, where.starts)
         mixed = convolve(x, tail, conv)  # [R, T, C]
         keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
         q, k, v = torch.split(mixed, [keys, keys, values], dim=2)
         q, k = (part.reshape(*part.shape[:2], spec.num_key_heads, spec.key_dim) for part in (q, k))
         v = v.reshape(*v.shape[:2], spec.num_heads, spec.value_dim)
         read, tape = scan(q, k, v, gate, beta, state)
-        block = _Block(x, tape)
         if where.is_known:
             counts = torch.full_like(where.starts, x.shape[1])
-            self._fold(block, where.rows, state, tail, counts)
+            self._fold(layer, _Block(x, tape), where.rows, state, tail, counts)
         else:
+            if isinstance(self._block, _BlockInPlace):
+                self._block = {}
             # As a part of a wider projection, x would keep all of that alive until commit.
-            self._block = block._replace(inputs=x.contiguous())
+            self._block[layer] = _Block(x.contiguous(), tape)
         return read.flatten(0, 1)
 
     def commit(self, rows: Tensor, starts: Tensor, num_committed: Tensor) -> None:
         """Fold the first `num_committed` [R] tokens of the last block into the states of `rows` [R]."""
-        block, self._block = self._block, None
-        assert block is not None
+        block, self._block = self._block, {}
         if isinstance(block, _BlockInPlace):
-            at = RowStates(self.state, self.tail, rows, starts, block.offsets, block.max_count)
-            fold_rows(block.tape, at, num_committed)
+            assert len(block.layers) == self.num_layers, "every layer has scanned the block"
+            fold_rows(block.tape, self._at(rows, starts, block.where), num_committed)
             return
-        state, tail = self._committed(rows, starts)
-        self._fold(block, rows, state, tail, num_committed)
+        assert len(block) == self.num_layers, "every layer has scanned the block"
+        for layer, part in block.items():
+            state, tail = self._committed(layer, rows, starts)
+            self._fold(layer, part, rows, state, tail, num_committed)
 
-    def _committed(self, rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    def _committed(self, layer: int, rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the rows' states and tails; zero where nothing is committed yet."""
         is_new = starts == 0
-        state = self.state[rows].masked_fill_(is_new[:, None, None, None], 0)
-        return state, self.tail[rows].masked_fill_(is_new[:, None, None], 0)
+        state = self.state[layer][rows].masked_fill_(is_new[:, None, None, None], 0)
+        return state, self.tail[layer][rows].masked_fill_(is_new[:, None, None], 0)
 
-    def _fold(self, block: _Block, rows: Tensor, state: Tensor, tail: Tensor, counts: Tensor) -> None:
+    def _fold(
+        self, layer: int, block: _Block, rows: Tensor, state: Tensor, tail: Tensor, counts: Tensor
+    ) -> None:
         fold(state, block.tape, counts)
-        self.state[rows] = state
+        self.state[layer][rows] = state
         seen = torch.cat((tail, block.inputs), dim=1)  # [R, W - 1 + T, C]
         last = counts[:, None] + torch.arange(tail.shape[1], device=counts.device)  # [R, W - 1]
-        self.tail[rows] = seen.gather(1, last[..., None].expand(-1, -1, seen.shape[2]))
+        self.tail[layer][rows] = seen.gather(1, last[..., None].expand(-1, -1, seen.shape[2]))
+
+
+class RecurrentState:
+    """One layer of RecurrentStates."""
+
+    def __init__(self, states: RecurrentStates, layer: int) -> None:
+        self.spec = states.spec
+        self.state = states.state[layer]  # [rows, H, K, V]
+        self.tail = states.tail[layer]  # [rows, W - 1, C]
+        self._states = states
+        self._layer = layer
+
+    def scan(self, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, where: Scan) -> Tensor:
+        return self._states.scan(self._layer, x, beta, gate, weights, where)
 
     @property
     def num_bytes(self) -> int:
-        """States and tails; the tape lives from verify to commit."""
+        """State and tail; the tape lives from verify to commit."""
         return self.state.nbytes + self.tail.nbytes

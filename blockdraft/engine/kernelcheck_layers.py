@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockdraft.cache.recurrent import RecurrentState, Scan
+from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import Recurrent
 from blockdraft.engine.comparison import Comparison, Numbers, models_of, parts_of
@@ -32,7 +32,7 @@ from blockdraft.models.gated_delta import GatedAttention, GatedDelta
 from blockdraft.models.gemma4 import GemmaFeedForward
 from blockdraft.models.gpt_oss import GptOssMoE
 from blockdraft.models.layers import Attention
-from blockdraft.models.moe import ExpertLinear, Experts, MoE
+from blockdraft.models.moe import ExpertLinear, Experts, MoE, SharedExpert
 from blockdraft.models.packed import Packed
 from blockdraft.models.rotary import Rotary
 
@@ -139,37 +139,48 @@ def compare_delta_layers(engine: Engine, numbers: Numbers) -> Iterator[Compariso
 
 
 def _scan_layer(spec: Recurrent, part: GatedDelta, numbers: Numbers, *, width: int) -> Iterator[Comparison]:
-    """Rows 2 and 0 of three: 5 and 3 known tokens, then a block of which they keep all and one."""
+    """Rows 2 and 0 of three: 5 and 3 known tokens, then a block of which they keep all and one.
+
+    In two layers of the same weights, each with its own tokens: they are committed together.
+    """
     sizes = (spec.conv_channels, spec.num_heads, spec.num_heads)
     known, kept = (5, 3), (width, 1)
-    inputs = [numbers.normal(count + width, sum(sizes)) for count in known]  # of each row
     weights = DeltaWeights(part.conv[:, 0], part.decay_log, part.gate_bias)
-    layer = RecurrentState(spec, num_rows=3, dtype=numbers.dtype, device=numbers.device)
-    layer.state.fill_(math.nan)  # a row that begins has no past
-    layer.tail.fill_(math.nan)
+    states = RecurrentStates(spec, num_layers=2, num_rows=3, dtype=numbers.dtype, device=numbers.device)
+    states.state.fill_(math.nan)  # a row that begins has no past
+    states.tail.fill_(math.nan)
+    layers = [RecurrentState(states, index) for index in range(2)]
     rows, starts = numbers.whole(2, 0), numbers.whole(*known)
     begin = Scan(rows, starts * 0, known, True, numbers.whole(0, known[0], sum(known)), max(known))
     block = Scan(rows, starts, (width, width), False, numbers.whole(0, width, 2 * width), width)
-    reads = []
-    for where, stream in (
-        (begin, torch.cat([row[:count] for row, count in zip(inputs, known, strict=True)])),
-        (block, torch.cat([row[count:] for row, count in zip(inputs, known, strict=True)])),
-    ):
+    inputs = [[numbers.normal(count + width, sum(sizes)) for count in known] for _ in layers]  # of each row
+    reads: list[list[Tensor]] = [[], []]  # of each layer: its rows' known tokens, then their block
+    for where, first, last in ((begin, (0, 0), known), (block, known, (None, None))):
         assert where.counts is not None
-        x, beta, gate = torch.split(stream, list(sizes), dim=1)
-        read = layer.scan(x, beta, gate, weights, where)
-        reads.append(torch.split(read, list(where.counts)))
-    layer.commit(rows, starts, numbers.whole(*kept))
+        for layer, tokens, found in zip(layers, inputs, reads, strict=True):
+            stream = torch.cat([tokens[row][first[row] : last[row]] for row in range(2)])
+            x, beta, gate = torch.split(stream, list(sizes), dim=1)
+            found += torch.split(layer.scan(x, beta, gate, weights, where), list(where.counts))
+    states.commit(rows, starts, numbers.whole(*kept))
+    for layer, tokens, found in zip(layers, inputs, reads, strict=True):
+        for index, row in enumerate((2, 0)):
+            got = torch.cat((found[index], found[2 + index]))
+            length = known[index] + kept[index]
+            yield from _compare_row(layer, row, tokens[index], got, weights, length)
+
+
+def _compare_row(
+    layer: RecurrentState, row: int, inputs: Tensor, reads: Tensor, weights: DeltaWeights, length: int
+) -> Iterator[Comparison]:
+    """Reads of all of a row's tokens, and what the layer holds of the first `length`."""
+    spec = layer.spec
     name = f"{spec.num_key_heads}/{spec.num_heads} heads of {spec.key_dim} x {spec.value_dim}"
-    for index, row in enumerate((2, 0)):
-        length = known[index] + kept[index]
-        expected, state = _delta_reference(spec, inputs[index].double(), weights, length)
-        got = torch.cat((reads[0][index], reads[1][index]))
-        yield Comparison(f"reads, {name}", got, expected, num_steps=6)
-        # In the stream's dtype: what the state was made from had no more digits.
-        yield Comparison(f"state, {name}", layer.state[row].to(numbers.dtype), state, num_steps=6)
-        last = inputs[index][length - spec.conv_width + 1 : length, : spec.conv_channels]
-        yield Comparison(f"last inputs, {name}", layer.tail[row], last.double())
+    expected, state = _delta_reference(spec, inputs.double(), weights, length)
+    yield Comparison(f"reads, {name}", reads, expected, num_steps=6)
+    # In the stream's dtype: what the state was made from had no more digits.
+    yield Comparison(f"state, {name}", layer.state[row].to(reads.dtype), state, num_steps=6)
+    last = inputs[length - spec.conv_width + 1 : length, : spec.conv_channels]
+    yield Comparison(f"last inputs, {name}", layer.tail[row], last.double())
 
 
 def _delta_reference(
@@ -213,12 +224,12 @@ class _Mixture(NamedTuple):
     num_chosen: int
     weighing: Weighing
     expert_scale: Tensor | None = None
-    has_shared: bool = False
+    shared: SharedExpert | None = None
 
     def kind(self) -> tuple[object, ...]:
         parts = (self.experts.gate_up, self.experts.down)
         stored = tuple((tuple(part.weight.shape), type(part.weight), part.bias is None) for part in parts)
-        return stored, self.experts.activation, *self[1:3], self.expert_scale is None, self.has_shared
+        return stored, self.experts.activation, *self[1:3], self.expert_scale is None, self.shared is None
 
 
 def _mixtures(engine: Engine) -> list[_Mixture]:
@@ -227,8 +238,7 @@ def _mixtures(engine: Engine) -> list[_Mixture]:
     for part in parts_of(engine):
         mixture = None
         if isinstance(part, MoE):
-            has_shared = part.shared is not None
-            mixture = _Mixture(part.experts, part.num_chosen, part.weighing, has_shared=has_shared)
+            mixture = _Mixture(part.experts, part.num_chosen, part.weighing, shared=part.shared)
         elif isinstance(part, GptOssMoE):
             mixture = _Mixture(part.experts, part.num_chosen, "chosen")
         elif isinstance(part, GemmaFeedForward) and part.has_experts:
@@ -262,7 +272,7 @@ def compare_experts(engine: Engine, numbers: Numbers) -> Iterator[Comparison]:
         experts = mixture.experts
         num_experts, _, hidden = experts.gate_up.weight.shape
         x, onto = numbers.normal(MAX_MIXED, hidden), numbers.normal(MAX_MIXED, hidden)
-        shared = Shared(numbers.normal(MAX_MIXED, 1), numbers.normal(MAX_MIXED, hidden))
+        gate = numbers.normal(MAX_MIXED, 1)
         scores = numbers.normal(MAX_MIXED, num_experts, dtype=torch.float32)
         choice = route(scores, mixture.num_chosen, mixture.weighing)
         products = _Wide(experts.gate_up), _Wide(experts.down)
@@ -271,11 +281,12 @@ def compare_experts(engine: Engine, numbers: Numbers) -> Iterator[Comparison]:
             routed = reference_experts(x.double(), *products, wide, experts.activation)
         where = f"{mixture.num_chosen} of {num_experts} experts, {list(experts.down.weight.shape[1:])}"
         yield Comparison(where, experts(x, choice), routed, num_steps=4)
-        expected, beside = onto.double() + routed, None
-        if mixture.has_shared:
-            beside = shared
-            expected = expected + torch.sigmoid(shared.gate.double()) * shared.value.double()
-        got = experts(x, choice, beside, onto)
+        expected, shared = onto.double() + routed, None
+        if mixture.shared is not None:
+            shared = Shared(gate, mixture.shared)
+            value = _through(mixture.shared, x.double())
+            expected = expected + torch.sigmoid(gate.double()) * value
+        got = experts(x, choice, shared, onto)
         yield Comparison(f"{where}, onto the stream", got, expected, num_steps=4)
 
 
@@ -286,13 +297,24 @@ class _Wide:
         self._part = part
 
     def __call__(self, x: Tensor, expert: int) -> Tensor:
-        weight = self._part.weight[expert]
-        values = weight.dequantise(torch.float32) if isinstance(weight, Packed) else weight
-        product = x @ values.double().T
-        return product if self._part.bias is None else product + self._part.bias[expert].double()
+        bias = None if self._part.bias is None else self._part.bias[expert]
+        return _wide_product(x, self._part.weight[expert], bias)
 
     def matrices(self) -> None:
         return None
+
+
+def _through(shared: SharedExpert, x: Tensor) -> Tensor:
+    """The shared expert in float64."""
+    with use("reference"):
+        inner = shared.activate(_wide_product(x, shared.gate_up.weight, shared.gate_up.bias))
+    return _wide_product(inner, shared.down.weight, shared.down.bias)
+
+
+def _wide_product(x: Tensor, weight: Tensor | Packed, bias: Tensor | None) -> Tensor:
+    values = weight.dequantise(torch.float32) if isinstance(weight, Packed) else weight
+    product = x @ values.double().T
+    return product if bias is None else product + bias.double()
 
 
 # ---- behind the head

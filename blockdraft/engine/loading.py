@@ -330,5 +330,6 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ModelError(f"device '{name}' is not supported: use cpu or cuda.")
     if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)  # of this thread, which is the engine's: kernels and graphs go there
     return device

@@ -11,7 +11,8 @@ must stay with one of them. The reference keeps it by elementwise operations onl
 products choose their order by shape.
 
 On a CUDA device nothing is gathered: `scan_rows` and `fold_rows` address the rows' states where they lie,
-with all indices on the device, and take the convolution and the gates along. They keep the same promise.
+with all indices on the device, and take the convolution and the gates along. They keep the same promise. The
+states of all layers lie in one tensor, and so do their tapes: one launch folds them all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from blockdraft.kernels.rows import rms_norm, sigmoid, softplus
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.gated_delta import GatedDelta
-    from blockdraft.kernels.triton.gated_delta import RowTape
 
 EPS = 1e-6  # of the keys' and queries' length; the published models' code has it as a constant
 
@@ -148,17 +148,26 @@ def gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class RowStates(NamedTuple):
-    """All rows of one layer, and those of one forward: tokens [offsets[r], offsets[r + 1]) are row rows[r]'s.
+    """All rows of L layers, and those of one forward: tokens [offsets[r], offsets[r + 1]) are row rows[r]'s.
 
     Every token is some row's. Rows are distinct, but for those whose results nobody reads.
     """
 
-    state: Tensor  # [rows, H, K, V] float32
-    tail: Tensor  # [rows, W - 1, C] the inputs before, in x's dtype
+    state: Tensor  # [L, rows, H, K, V] float32
+    tail: Tensor  # [L, rows, W - 1, C] the inputs before, in x's dtype
     rows: Tensor  # [R] int64
     starts: Tensor  # [R] int64; 0: the row has no past, whatever its state holds
     offsets: Tensor  # [R + 1] int64
     max_count: int  # no row has more tokens
+
+
+class RowTape(NamedTuple):
+    """What a block of N tokens leaves in L layers for `fold_rows`; float32 but for the inputs."""
+
+    decay: Tensor  # [L, N, H]
+    key: Tensor  # [L, N, G, K] of length 1
+    delta: Tensor  # [L, N, H, V]
+    inputs: Tensor  # [L, N, C] of the convolution, in their dtype
 
 
 def is_in_place(x: Tensor) -> bool:
@@ -166,31 +175,36 @@ def is_in_place(x: Tensor) -> bool:
     return not takes_reference(x) and takes_triton(x)
 
 
-def empty_states(
-    num_rows: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Zeros [num_rows, *shape], shape = (H, K, V), laid out in memory as the device's kernels like it."""
-    heads, key_size, value_size = shape
+def empty_states(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros of shape [..., K, V], laid out in memory as the device's kernels like it."""
     if device.type == "cuda":
-        stored = torch.zeros(num_rows, heads, value_size, key_size, dtype=dtype, device=device)
-        return stored.transpose(2, 3)
-    return torch.zeros(num_rows, heads, key_size, value_size, dtype=dtype, device=device)
+        *lead, key_size, value_size = shape
+        return torch.zeros(*lead, value_size, key_size, dtype=dtype, device=device).mT
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def scan_rows(
-    x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, at: RowStates, *, is_known: bool
-) -> tuple[Tensor, RowTape | None]:
+    x: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    weights: DeltaWeights,
+    at: RowStates,
+    *,
+    layer: int,
+    tape: RowTape | None,
+) -> Tensor:
     """`convolve`, `gates` and `scan` of x [N, C], beta and gate [N, H] logits: the outputs [N, H, V].
 
-    Known tokens move the rows' states and tails; others leave them and return a tape for `fold_rows`.
+    Tokens of a block leave the rows' states and tails, and fill the layer's part of the tape. Known tokens
+    come without a tape and move them.
     """
     from blockdraft.kernels.triton import gated_delta as kernels
 
-    return kernels.scan(x, beta, gate, weights, at, is_known=is_known)
+    return kernels.scan(x, beta, gate, weights, at, layer=layer, tape=tape)
 
 
 def fold_rows(tape: RowTape, at: RowStates, counts: Tensor) -> None:
-    """In place: the rows' states and tails after the first counts[r] tokens of the tape, 0 or more.
+    """In place, in every layer: the rows' states and tails after the tape's first counts[r] tokens, 0..T.
 
     Here `at.offsets` are those of the scan. A row that keeps nothing is not touched.
     """

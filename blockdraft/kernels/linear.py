@@ -13,7 +13,8 @@ for every M, at every index in the batch and with every number of threads: it is
 operations on x[token] and weight[n].
 
 `triton.linear` is the fast path on a GPU for up to MAX_TOKENS tokens, with the same promise among those. More
-tokens go to cuBLAS, which promises nothing across numbers of tokens, and adds `onto` before it rounds.
+tokens go to cuBLAS, which promises nothing across numbers of tokens, and adds `onto` before it rounds. On
+Hopper gate and up of up to 128 tokens have a kernel that joins them too, `triton.gated_tile`.
 """
 
 from __future__ import annotations
@@ -63,10 +64,14 @@ def gated_linear(
     activate: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """`activate`, silu_mul or gelu_mul, of the product: the halves of [..., 2 I] joined to [..., I]."""
-    if not takes_reference(x, weight) and takes_triton(x) and activate in GATES and _is_small(x):
+    if not takes_reference(x, weight) and takes_triton(x) and activate in GATES:
+        from blockdraft.kernels.triton import gated_tile
         from blockdraft.kernels.triton.linear import linear as multiply
 
-        return multiply(x, weight, bias, gate=GATES[activate])
+        if _is_small(x):
+            return multiply(x, weight, bias, gate=GATES[activate])
+        if gated_tile.fits(x, weight):
+            return gated_tile.gated_linear(x, weight, bias, GATES[activate])
     return activate(linear(x, weight, bias))
 
 
@@ -89,7 +94,7 @@ def scaled_linear(
         return None
     from blockdraft.kernels.triton import linear as gpu
 
-    if not gpu.can_read(values):
+    if not gpu.can_read(values, x.dtype):
         return None
     if _is_small(x):
         gate = "none" if activate is None else GATES.get(activate)

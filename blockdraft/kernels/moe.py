@@ -92,11 +92,39 @@ class ExpertProduct(Protocol):
         """Of each stacked part; None where the format is one that no kernel reads."""
 
 
+class Parts(NamedTuple):
+    """What the kernels read: gate and up have one layout."""
+
+    gate: Matrices
+    up: Matrices
+    down: Matrices
+
+
+class SharedExpert(Protocol):
+    """An expert that every token takes; its activation is that of the routed ones."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, E] -> [N, E]."""
+
+    def parts(self) -> Parts | None:
+        """Its matrices, X = 1; None where the format is one that no kernel reads."""
+
+
 class Shared(NamedTuple):
-    """What is added beside the routed experts: sigmoid(gate) * value."""
+    """What is added beside the routed experts: sigmoid(gate) * expert(x)."""
 
     gate: Tensor  # [N, 1], logits
-    value: Tensor  # [N, E]
+    expert: SharedExpert
+
+
+class Beside(NamedTuple):
+    """The same on its way through the kernels: sigmoid(gate) * value.
+
+    `value` is [N, E], or the expert that makes it where the kernels run it with the routed ones.
+    """
+
+    gate: Tensor
+    value: Tensor | Parts
 
 
 def experts(
@@ -118,8 +146,8 @@ def experts(
         return reference_experts(x, gate_up, down, choice, activation, shared, onto)
     from blockdraft.kernels.triton import moe
 
-    outputs = moe.run_experts(x, found, choice.ids, activation, choice.groups)
-    return moe.combine(outputs, choice.weights, shared, onto)
+    beside = None if shared is None else _beside(x, shared, found, choice.ids.numel())
+    return moe.run_experts(x, found, choice, activation, beside, onto)
 
 
 def reference_experts(
@@ -137,16 +165,18 @@ def reference_experts(
     for expert in torch.unique(ids).tolist():
         token, place = torch.where(ids == expert)
         outputs[token, place] = down(activate(gate_up(x[token], expert)), expert)
-    return reference_combine(outputs, choice.weights, shared, onto)
+    beside = None if shared is None else Beside(shared.gate, shared.expert(x))
+    return reference_combine(outputs, choice.weights, beside, onto)
 
 
 def reference_combine(
-    outputs: Tensor, weights: Tensor, shared: Shared | None = None, onto: Tensor | None = None
+    outputs: Tensor, weights: Tensor, beside: Beside | None = None, onto: Tensor | None = None
 ) -> Tensor:
     """[N, E] of the pairs' outputs [N, K, E]."""
     total = (outputs * weights.to(outputs.dtype)[..., None]).sum(dim=1)
-    if shared is not None:
-        total = total + sigmoid(shared.gate) * shared.value
+    if beside is not None:
+        assert isinstance(beside.value, Tensor)
+        total = total + sigmoid(beside.gate) * beside.value
     return total if onto is None else onto + total
 
 
@@ -190,14 +220,6 @@ def why_no_kernel(
     return found if isinstance(found, str) else None
 
 
-class Parts(NamedTuple):
-    """What the kernels read: gate and up have one layout."""
-
-    gate: Matrices
-    up: Matrices
-    down: Matrices
-
-
 def _readable(
     dtype: torch.dtype, device: torch.device, gate_up: ExpertProduct, down: ExpertProduct
 ) -> Parts | str:
@@ -213,12 +235,32 @@ def _readable(
     return _why_unreadable(parts.gate, dtype, device) or _why_unreadable(parts.down, dtype, device) or parts
 
 
-def _layout(part: Matrices) -> tuple[object, ...]:
+def _layout(part: Matrices, begin: int = 0) -> tuple[object, ...]:
+    """How it lies in memory, from dimension `begin` on: 1 leaves out that of the experts."""
     values, scale, bias = (
-        None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
+        None if tensor is None else (tensor.dtype, tensor.shape[begin:], tensor.stride()[begin:])
         for tensor in (part.values, part.scale, part.bias)
     )
     return values, scale, bias, part.block
+
+
+def _beside(x: Tensor, shared: Shared, parts: Parts, num_pairs: int) -> Beside:
+    """The shared expert as one more of the routed, or its output.
+
+    For many pairs a product of its own is the faster one, and launches count for nothing.
+    """
+    from blockdraft.kernels.triton.routing import MAX_FEW
+
+    if num_pairs <= MAX_FEW:
+        stored = shared.expert.parts()
+        if stored is not None and all(map(_can_join, stored, parts)):
+            return Beside(shared.gate, stored)
+    return Beside(shared.gate, shared.expert(x))
+
+
+def _can_join(shared: Matrices, routed: Matrices) -> bool:
+    """Whether one kernel reads both, and loses no wide loads by it."""
+    return _layout(shared, 1) == _layout(routed, 1) and shared.values.data_ptr() % 16 == 0
 
 
 def _why_unreadable(part: Matrices, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -231,8 +273,9 @@ def _why_unreadable(part: Matrices, dtype: torch.dtype, device: torch.device) ->
         return f"no kernel reads experts in {stored} with scales in {scale.dtype}"
     if is_scaled and part.block[1] < part.values.shape[2] and part.block[1] % MIN_COLUMNS != 0:
         return f"no kernel reads experts with a scale for every {part.block[1]} columns"
-    if stored == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
-        return "this card cannot convert fp8 (compute capability 8.9 and above can)"
+    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
+    if stored == torch.float8_e4m3fn and dtype != torch.bfloat16 and is_old:
+        return f"this card cannot convert fp8 to {dtype} (compute capability 8.9 and above can)"
     if dtype not in _HALVES and stored != torch.int8:
         return f"the kernels read {stored} beside half precision only, not {dtype}"
     return None

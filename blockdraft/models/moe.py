@@ -10,6 +10,7 @@ from blockdraft.kernels.moe import (
     Activation,
     Choice,
     Matrices,
+    Parts,
     Shared,
     Weighing,
     experts,
@@ -43,29 +44,41 @@ class ExpertLinear(nn.Module):
 
     def matrices(self) -> tuple[Matrices, ...] | None:
         """Each part as a kernel reads it; None where the weight is in a format that no kernel reads."""
-        pieces = self.weight.members() if isinstance(self.weight, Stacked) else [self.weight]
-        found: list[Matrices] = []
-        for piece in pieces:
-            stored, counts = _stored(piece), list(self.parts) if len(pieces) == 1 else [piece.shape[1]]
-            if stored is None or any(count % stored.block[0] != 0 for count in counts[:-1]):
-                return None
-            found += _cut(stored, counts)
-        biases = [None] * len(found) if self.bias is None else torch.split(self.bias, list(self.parts), 1)
-        return tuple(part._replace(bias=bias) for part, bias in zip(found, biases, strict=True))
+        return _matrices(self)
+
+
+def _matrices(part: ExpertLinear | Linear) -> tuple[Matrices, ...] | None:
+    """See `ExpertLinear.matrices`; a Linear is one expert."""
+    pieces = part.weight.members() if isinstance(part.weight, Stacked) else [part.weight]
+    found: list[Matrices] = []
+    for piece in pieces:
+        stored, counts = _stored(piece), list(part.parts) if len(pieces) == 1 else [piece.shape[-2]]
+        if stored is None or any(count % stored.block[0] != 0 for count in counts[:-1]):
+            return None
+        found += _cut(stored, counts)
+    if part.bias is None:
+        return tuple(found)
+    biases = torch.split(_by_expert(part.bias, 2), list(part.parts), 1)
+    return tuple(matrices._replace(bias=bias) for matrices, bias in zip(found, biases, strict=True))
 
 
 def _stored(weight: Tensor | Packed) -> Matrices | None:
-    """What a kernel reads of `weight` [experts, rows, columns], if there is one for its format."""
+    """What a kernel reads of `weight` [experts, rows, columns] or [rows, columns], if there is one."""
     if isinstance(weight, Tensor):
-        return Matrices(weight)
+        return Matrices(_by_expert(weight, 3))
     if isinstance(weight, Scaled) and weight.zero is None:
-        if weight.block[0] >= weight.shape[1]:  # one scale for all rows: the same for each
-            scale = weight.scale.expand(-1, weight.shape[1], -1)
-            return Matrices(weight.values, scale, (1, weight.block[1]))
-        return Matrices(weight.values, weight.scale, weight.block)
+        values, scale = _by_expert(weight.values, 3), _by_expert(weight.scale, 3)
+        if weight.block[0] >= values.shape[1]:  # one scale for all rows: the same for each
+            return Matrices(values, scale.expand(-1, values.shape[1], -1), (1, weight.block[1]))
+        return Matrices(values, scale, weight.block)
     if isinstance(weight, Fp4Groups) and weight.multiplier is None and weight.divisor is None:
-        return Matrices(weight.codes, weight.scale, (1, weight.group_size))
+        return Matrices(_by_expert(weight.codes, 3), _by_expert(weight.scale, 3), (1, weight.group_size))
     return None
+
+
+def _by_expert(tensor: Tensor, num_dims: int) -> Tensor:
+    """One matrix is that of one expert."""
+    return tensor if tensor.dim() == num_dims else tensor[None]
 
 
 def _cut(matrices: Matrices, counts: list[int]) -> list[Matrices]:
@@ -102,6 +115,15 @@ class Experts(nn.Module):
         return why_no_kernel(dtype, device, self.gate_up, self.down)
 
 
+class SharedExpert(GatedMLP):
+    """The one that every token takes."""
+
+    def parts(self) -> Parts | None:
+        """As the kernels for experts read it; None where they do not know the format."""
+        stacked, single = _matrices(self.gate_up), _matrices(self.down)
+        return None if stacked is None or single is None else Parts(*stacked, *single)
+
+
 class MoE(nn.Module):
     """Routed experts, and beside them a gated one that every token takes, if the config has it.
 
@@ -116,12 +138,14 @@ class MoE(nn.Module):
         has_shared = config.shared_size is not None
         self.router = Linear(hidden, config.num_experts, *((1,) if has_shared else ()))
         self.experts = Experts(hidden, config)
-        self.shared = GatedMLP(hidden, config.shared_size or 0) if has_shared else None
+        self.shared = None
+        if has_shared:  # with the routed experts' activation: the kernels run it among them
+            self.shared = SharedExpert(hidden, config.shared_size or 0, activate=self.experts.activate)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x + what the experts make of it, normalised."""
         h = norm(x)
         logits, gate = self.router(h).tensor_split([self.num_experts], dim=-1)
         choice = route(logits, self.num_chosen, self.weighing)
-        shared = None if self.shared is None else Shared(gate, self.shared(h))
+        shared = None if self.shared is None else Shared(gate, self.shared)
         return self.experts(h, choice, shared, x)  # type: ignore[no-any-return]

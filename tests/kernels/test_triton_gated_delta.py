@@ -15,7 +15,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 pytest.importorskip("triton")
 
-from blockdraft.cache.recurrent import RecurrentState, Scan, _BlockInPlace  # noqa: E402
+from blockdraft.cache import recurrent  # noqa: E402
+from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan, _BlockInPlace  # noqa: E402
 from blockdraft.cache.spec import Recurrent  # noqa: E402
 from blockdraft.kernels.choice import use  # noqa: E402
 from blockdraft.kernels.gated_delta import (  # noqa: E402
@@ -57,13 +58,14 @@ def _in_triton():
 
 
 class Layer:
-    """A RecurrentState of four rows that all hold NaN, and the inputs that rows get at each position.
+    """A layer of four rows that all hold NaN, and the inputs that rows get at each position.
 
-    As in a model, x and the logits are parts of one projection.
+    As in a model, x and the logits are parts of one projection. A layer of several, `index`, has inputs and
+    weights of its own, and shares their `states`.
     """
 
-    def __init__(self, spec, num_tokens, dtype=torch.float32):
-        generator = torch.Generator().manual_seed(0)
+    def __init__(self, spec, num_tokens, dtype=torch.float32, index=0, states=None):
+        generator = torch.Generator().manual_seed(index)
 
         def normal(*shape):
             return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -76,14 +78,15 @@ class Layer:
             normal(heads).float().to(DEVICE),
             normal(heads).float().to(DEVICE),
         )
-        self.storage = RecurrentState(spec, num_rows=4, dtype=dtype, device=DEVICE)
+        self.states = states or states_of(spec, 1, dtype)
+        self.storage = RecurrentState(self.states, index if states else 0)
         self.poison()
 
     def poison(self):
         self.storage.state.fill_(NAN)
         self.storage.tail.fill_(NAN)
 
-    def scan(self, rows, starts, counts, *, is_known, num_true=None):
+    def scan(self, rows, starts, counts, *, is_known, num_true=None, where=None):
         """Reads of each row's tokens [start, start + count). From num_true[r] on they are not numbers."""
         pieces = []
         for place, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
@@ -93,12 +96,12 @@ class Layer:
                 piece[num_true[place] :] = NAN
             pieces.append(piece)
         x, beta, gate = torch.cat(pieces).split(self.sizes, dim=1)
-        offsets = on_device([sum(counts[:place]) for place in range(len(counts) + 1)])
-        where = Scan(on_device(rows), on_device(starts), None, is_known, offsets, max(counts))
+        if where is None:
+            where = scan_of(rows, starts, counts, is_known=is_known)
         return self.storage.scan(x, beta, gate, self.weights, where).split(list(counts))
 
     def commit(self, rows, starts, counts):
-        self.storage.commit(on_device(rows), on_device(starts), on_device(counts))
+        self.states.commit(on_device(rows), on_device(starts), on_device(counts))
 
     def decode(self, row, length):
         """Token by token: the reads, and (state, tail) at every length."""
@@ -136,6 +139,15 @@ def decoded(spec, dtype, row, length):
     return Layer(spec, NUM_TOKENS, dtype).decode(row, length)
 
 
+def states_of(spec, num_layers, dtype=torch.float32):
+    return RecurrentStates(spec, num_layers=num_layers, num_rows=4, dtype=dtype, device=DEVICE)
+
+
+def scan_of(rows, starts, counts, *, is_known):
+    offsets = on_device([sum(counts[:place]) for place in range(len(counts) + 1)])
+    return Scan(on_device(rows), on_device(starts), None, is_known, offsets, max(counts))
+
+
 def on_device(values):
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
@@ -143,7 +155,7 @@ def on_device(values):
 def is_same(mine, theirs):
     """The same bits, NaN included."""
     return all(
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for a, b in zip(mine, theirs, strict=True)
     )
 
@@ -175,6 +187,15 @@ def test_known_tokens_agree_with_the_reference_in_float64(spec, dtype):
         assert torch.equal(layer.storage.tail[row], last)
 
 
+def test_inputs_may_lie_apart():
+    """Qwen3-Next's logits are interleaved, and with one value head per key head they come as a view."""
+    layer = Layer(SMALL, 2)
+    expected = layer.scan((2,), (0,), (2,), is_known=False)[0]
+    apart = [part.T.contiguous().T for part in layer.inputs[2].split(layer.sizes, dim=1)]
+    got = layer.storage.scan(*apart, layer.weights, scan_of((2,), (0,), (2,), is_known=False))
+    assert torch.equal(got, expected)
+
+
 def test_logits_far_from_zero_give_the_gates_of_the_reference():
     """Also where log(1 + exp(x)) needs more than float32's 1 + exp(x) holds, in heads that forget fast."""
     slow = [-60.0, -18.0, -12.0, -11.0, -10.0, -9.0, -8.0, -7.0]
@@ -185,7 +206,7 @@ def test_logits_far_from_zero_give_the_gates_of_the_reference():
     layer.weights.gate_bias.zero_()
     layer.weights.decay_log[: len(slow)] = 4
     layer.scan((0,), (0,), (1,), is_known=False)
-    decay = layer.storage._block.tape.decay
+    decay = layer.states._block.tape.decay[0]
     _, beta, gate = layer.inputs[0].double().split(layer.sizes, dim=1)
     _, expected = gates(beta, gate, DeltaWeights(*(part.double() for part in layer.weights)))
     torch.testing.assert_close(decay.double(), expected.exp(), rtol=2e-5, atol=1e-30)
@@ -336,16 +357,71 @@ def test_padding_rows_may_all_be_the_scratch_row():
 @small_and_more
 def test_numbers_do_not_depend_on_how_a_state_lies_in_memory(spec, dtype):
     found = []
-    for inner in (2, 3):  # key or value
+    for inner in (3, 4):  # key or value
         layer = Layer(spec, 2, dtype)
-        layer.storage.state = layer.storage.state.transpose(inner, 3).contiguous().transpose(inner, 3)
+        states = layer.states
+        states.state = states.state.transpose(inner, 4).contiguous().transpose(inner, 4)
+        layer.storage = RecurrentState(states, 0)
         layer.scan((2,), (0,), (1,), is_known=True)
         reads = layer.scan((2,), (1,), (1,), is_known=False)[0]
         layer.commit((2,), (1,), (1,))
         found.append((reads, *layer.copy(2)))
-    assert found[0][1].stride() != found[1][1].stride()
+    assert min(spec.key_dim, spec.value_dim) == 1 or found[0][1].stride() != found[1][1].stride()
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+# ---- layers
+
+UNEVEN = Recurrent(
+    num_key_heads=1, num_heads=1, key_dim=6, value_dim=3, conv_width=2
+)  # no multiple of 16 bytes
+
+
+@pytest.mark.parametrize(("spec", "dtype"), [(UNEVEN, torch.float32), *MORE], ids=str)
+def test_layers_that_are_folded_by_one_launch_do_not_meet(spec, dtype, monkeypatch):
+    """Each has the bits of a layer that is alone, in the forward before too; whichever scans first."""
+    rows, known, kept = (2, 0), (1, 2), (3, 1)
+    alone = []
+    for index in range(3):
+        layer = Layer(spec, 5, dtype, index)
+        first = layer.scan(rows, (0, 0), known, is_known=True)
+        reads = layer.scan(rows, known, (3, 3), is_known=False)
+        layer.commit(rows, known, kept)
+        alone.append((*first, *reads, *layer.copy(2), *layer.copy(0)))
+
+    folds = []
+    fold_rows = recurrent.fold_rows
+    monkeypatch.setattr(recurrent, "fold_rows", lambda *args: folds.append(1) or fold_rows(*args))
+    states = states_of(spec, 3, dtype)
+    layers = [Layer(spec, 5, dtype, index, states) for index in range(3)]
+    idle = [layer.copy(row) for layer in layers for row in (1, 3)]
+    order, found = (1, 0, 2), {}
+    where = scan_of(rows, (0, 0), known, is_known=True)
+    for index in order:
+        found[index] = layers[index].scan(rows, (0, 0), known, is_known=True, where=where)
+    where = scan_of(rows, known, (3, 3), is_known=False)
+    for index in order:
+        found[index] += layers[index].scan(rows, known, (3, 3), is_known=False, where=where)
+    layers[0].commit(rows, known, kept)
+    assert len(folds) == 1
+    for index, layer in enumerate(layers):
+        assert is_same((*found[index], *layer.copy(2), *layer.copy(0)), alone[index])
+    assert all(
+        is_same(copy, before)
+        for copy, before in zip([layer.copy(row) for layer in layers for row in (1, 3)], idle, strict=True)
+    )
+
+
+def test_a_block_that_some_layer_has_not_scanned_is_not_committed():
+    states = states_of(LEAST, 2)
+    layers = [Layer(LEAST, 2, index=index, states=states) for index in range(2)]
+    where = scan_of((2,), (0,), (1,), is_known=False)
+    for layer in layers:
+        layer.scan((2,), (0,), (1,), is_known=False, where=where)
+    layers[0].scan((2,), (0,), (1,), is_known=False)  # another forward
+    with pytest.raises(AssertionError, match="every layer"):
+        layers[0].commit((2,), (0,), (1,))
 
 
 # ---- the choice
@@ -357,7 +433,7 @@ def test_the_reference_can_be_asked_for_and_then_commits_its_own_block():
     x, beta, gate = layer.inputs[2].split(layer.sizes, dim=1)
     with use("reference"):
         reads = layer.storage.scan(x, beta, gate, layer.weights, where)
-    assert not isinstance(layer.storage._block, _BlockInPlace)
+    assert not isinstance(layer.states._block, _BlockInPlace)
     layer.commit((2,), (0,), (6,))
     expected, state = layer.expected(2, 6)
     assert_near(reads, expected, torch.float32)
@@ -367,7 +443,7 @@ def test_the_reference_can_be_asked_for_and_then_commits_its_own_block():
 def test_a_tape_is_as_large_as_planned():
     layer = Layer(SMALL, 2)
     layer.scan((2,), (0,), (2,), is_known=False)
-    tape = sum(part.untyped_storage().nbytes() for part in layer.storage._block.tape)
+    tape = sum(part.untyped_storage().nbytes() for part in layer.states._block.tape)
     row = (layer.storage.state.nbytes + layer.storage.tail.nbytes) // 4
     assert row + tape == SMALL.bytes_per_row(4, 2)
 
@@ -410,7 +486,7 @@ def test_a_captured_step_follows_its_tensors(num_rows, width):
     def step():
         where = Scan(rows, starts, None, False, offsets, width)
         reads = layer.storage.scan(x, beta, gate, layer.weights, where)
-        layer.storage.commit(rows, starts, counts)
+        layer.states.commit(rows, starts, counts)
         return reads, gated_norm(reads, z, norm, 1e-6)
 
     side = torch.cuda.Stream()

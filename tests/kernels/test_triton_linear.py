@@ -150,6 +150,20 @@ def test_fp8_rows_have_a_scale_each(shape, gate):
     assert_close(linear(x, values, scale=scale, gate=gate), join(product, gate))
 
 
+@on_card
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_fp8_number_is_widened_exactly(dtype):
+    numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    is_number = ~numbers.float().isnan()
+    weight = torch.where(is_number, numbers.float(), 0).to(numbers.dtype).expand(40, 256).contiguous()
+    unit = torch.eye(256, dtype=dtype, device=DEVICE)
+    for first in range(0, 256, 16):
+        some = slice(first, first + 16)
+        got = linear(unit[some], weight, scale=torch.ones(40, device=DEVICE))
+        expected = numbers[some].to(dtype)[:, None].expand(16, 40)
+        assert torch.equal(got[is_number[some]], expected[is_number[some]])
+
+
 def join(product, gate):
     if gate == "none":
         return product

@@ -12,11 +12,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton")
 
 from blockdraft.kernels import moe as contract  # noqa: E402
-from blockdraft.kernels.moe import Activation, Choice, Parts, Shared  # noqa: E402
+from blockdraft.kernels.choice import use  # noqa: E402
+from blockdraft.kernels.moe import Activation, Beside, Choice, Matrices, Parts, Shared  # noqa: E402
 from blockdraft.kernels.triton import moe, routing  # noqa: E402
 from blockdraft.models.config import MoEConfig  # noqa: E402
 from blockdraft.models.layers import RMSNorm  # noqa: E402
-from blockdraft.models.moe import Experts, MoE  # noqa: E402
+from blockdraft.models.moe import Experts, MoE, SharedExpert  # noqa: E402
 from blockdraft.models.packed import Dense, Scaled, Stacked, quantise_fp8, quantise_int8  # noqa: E402
 from blockdraft.models.packed_groups import Fp4Groups, pack_nibbles  # noqa: E402
 
@@ -59,17 +60,35 @@ def drawn(num_tokens, num_chosen, num_experts, seed=0):
     return contract.reference_route(scores, num_chosen, "renormalised")
 
 
-def fast(experts, x, choice, shared=None, onto=None, configs=None):
+def build_with_shared(num_experts, hidden, inner, *, dtype, bias=False, pack=None):
+    """Experts, and one more in the same format, stored elsewhere."""
+    experts = build(num_experts + 1, hidden, inner, dtype=dtype, bias=bias, pack=pack)
+    shared = SharedExpert(hidden, inner, bias=bias)
+    routed = torch.arange(num_experts, device=DEVICE)
+    for part, own in ((experts.gate_up, shared.gate_up), (experts.down, shared.down)):
+        weight = part.weight
+        del part.weight, own.weight
+        part.weight, own.weight = (
+            torch.nn.Parameter(cut.clone()) if isinstance(cut, torch.Tensor) else cut
+            for cut in (weight[routed], weight[num_experts])
+        )
+        if bias:
+            own.bias.data = part.bias[num_experts].clone()
+            part.bias.data = part.bias[:num_experts].clone()
+    return experts.requires_grad_(False), shared.requires_grad_(False)
+
+
+def fast(experts, x, choice, beside=None, onto=None, configs=None):
     stacked, single = experts.gate_up.matrices(), experts.down.matrices()
     parts = Parts(*stacked, *single)
-    outputs = moe.run_experts(x, parts, choice.ids, experts.activation, choice.groups, configs)
-    return moe.combine(outputs, choice.weights, shared, onto)
+    return moe.run_experts(x, parts, choice, experts.activation, beside, onto, configs)
 
 
 def slow(experts, x, choice, shared=None, onto=None):
-    return contract.reference_experts(
-        x, experts.gate_up, experts.down, choice, experts.activation, shared, onto
-    )
+    with use("reference"):  # of the products too: stored weights are widened, tokens stay as they are
+        return contract.reference_experts(
+            x, experts.gate_up, experts.down, choice, experts.activation, shared, onto
+        )
 
 
 def assert_close(got, expected):
@@ -82,12 +101,19 @@ def assert_close(got, expected):
 # ---- routing
 
 
+def _distinct(count, seed):
+    """Logits that differ in bfloat16 too."""
+    steps = normal(count, seed=seed).argsort() - count // 2
+    return steps / 32.0
+
+
 @pytest.mark.parametrize("weighing", ["all", "renormalised", "chosen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_experts", "num_chosen"), [(3, 1), (3, 3), (32, 4), (60, 10), (512, 8)])
-def test_route_agrees_with_its_reference(weighing, num_experts, num_chosen):
-    logits = 3 * normal(5, num_experts, seed=num_experts)
+def test_route_agrees_with_its_reference(weighing, num_experts, num_chosen, dtype):
+    logits = torch.stack([_distinct(num_experts, seed) for seed in range(5)]).to(dtype)
     weights, ids = routing.route(logits, num_chosen, is_over_all=weighing == "all")
-    expected, expected_ids, _ = contract.reference_route(logits, num_chosen, weighing)
+    expected, expected_ids, _ = contract.reference_route(logits.float(), num_chosen, weighing)
     assert ids.dtype == torch.int64
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected)
@@ -101,19 +127,26 @@ def test_route_scales_by_expert():
     torch.testing.assert_close(weights, expected)
 
 
-def test_route_gives_ties_to_the_lowest_id():
-    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0, 0.0]], device=DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_route_gives_ties_to_the_lowest_id(dtype):
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0, 0.0]], device=DEVICE, dtype=dtype)
     weights, ids = routing.route(logits, 4, is_over_all=False)
     assert ids.tolist() == [[1, 2, 4, 0]]
     assert weights[0, 0] == weights[0, 1] == weights[0, 2] > weights[0, 3]
+    zeros = torch.tensor([[-0.0, 0.0, -1.0, -0.0, 0.0]], device=DEVICE, dtype=dtype)
+    assert routing.route(zeros, 3, is_over_all=False)[1].tolist() == [[0, 1, 3]]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_route_stays_in_range_and_distinct_whatever_the_logits(value):
-    logits = torch.full((2, 5), value, device=DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), -0.0])
+def test_route_stays_in_range_and_distinct_whatever_the_logits(value, dtype):
+    logits = torch.full((2, 5), value, device=DEVICE, dtype=dtype)
     logits[1, 3] = 1.0
-    _, ids = routing.route(logits, 3, is_over_all=True)
-    assert ids.tolist() == [[0, 1, 2], [3, 0, 1]]
+    for is_over_all in (False, True):
+        weights, ids = routing.route(logits, 3, is_over_all=is_over_all)
+        assert ids.tolist() == [[0, 1, 2], [3, 0, 1]]
+        assert weights.isfinite().all()
+        assert (weights[0] == (1 / 5 if is_over_all else 1 / 3)).all()
 
 
 # ---- grouping
@@ -165,10 +198,11 @@ def test_route_and_group_are_the_two_in_one(num_tokens, num_experts, num_chosen,
     assert torch.equal(ids, expected_ids)
     assert torch.equal(weights, expected), "a token's bits depend on its neighbours"
     expected_order, expected_tiles = routing.group(ids, num_experts, routing.LOW)
-    assert torch.equal(order, expected_order)
-    is_used = expected_tiles[0] >= 0
-    assert torch.equal(tiles[0], expected_tiles[0])
-    assert torch.equal(tiles[:, is_used], expected_tiles[:, is_used])
+    assert tiles.shape == expected_tiles.shape
+    groups = expand(order.cpu(), tiles.cpu(), num_experts)
+    assert groups == expand(expected_order.cpu(), expected_tiles.cpu(), num_experts)
+    if num_tokens > 1:  # one token's pairs stay in their places
+        assert torch.equal(order, expected_order)
     close, close_ids, _ = contract.reference_route(logits.float(), num_chosen, weighing, scale)
     # Equal logits, which half precision makes, are the kernel's to order.
     assert torch.equal(logits.gather(1, ids), logits.gather(1, close_ids))
@@ -288,17 +322,139 @@ def test_undefined_neighbours_stay_where_they_are():
 def test_combine_rounds_as_its_reference(has_onto, has_shared, dtype):
     size = 600  # a program's share and some
     outputs, weights = normal(3, 4, size, dtype=dtype), normal(3, 4, seed=1)
-    beside = normal(3, 5, dtype=dtype, seed=2)  # the gate is a column of the router's logits
-    shared = Shared(beside[:, 4:], normal(3, size, dtype=dtype, seed=3))
-    shared = shared if has_shared else None
+    logits = normal(3, 5, dtype=dtype, seed=2)  # the gate is a column of them
+    beside = Beside(logits[:, 4:], normal(3, size, dtype=dtype, seed=3)) if has_shared else None
     onto = normal(3, size, dtype=dtype, seed=4) if has_onto else None
-    got = moe.combine(outputs, weights, shared, onto)
-    expected = contract.reference_combine(outputs, weights, shared, onto)
+    got = moe.combine(outputs, weights, beside, onto)
+    expected = contract.reference_combine(outputs, weights, beside, onto)
     # The order of the sum over the places is PyTorch's own; one unit in the last place may come of it.
     spacing = torch.finfo(dtype).eps
     torch.testing.assert_close(got, expected, rtol=2 * spacing, atol=8 * spacing)
     if DEVICE == "cpu":  # a GPU fuses products and sums
         assert (got == expected).double().mean() > 0.9
+
+
+# ---- a shared expert
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_the_groups_of_one_token_are_its_places(has_shared):
+    experts, shared = build_with_shared(6, 40, 32, dtype=HALF)
+    x, logits = normal(1, 40, dtype=HALF, seed=5), normal(1, 7, dtype=HALF, seed=6)
+    choice = Choice(*routing.route_and_group(logits[:, :6], 3, is_over_all=False))
+    beside = Beside(logits[:, 6:], shared.parts()) if has_shared else None
+    assert torch.equal(
+        fast(experts, x, choice, beside), fast(experts, x, choice._replace(groups=None), beside)
+    )
+
+
+def beside_of(shared, x):
+    return Shared(normal(len(x), 1, dtype=x.dtype, seed=21), shared)
+
+
+@pytest.fixture
+def on_kernels(monkeypatch):
+    """`contract.experts` takes them in the interpreter too; a shared expert's own product does not count."""
+    monkeypatch.setattr(contract, "why_no_triton", lambda dtype, device: None)
+
+
+def alone(monkeypatch):
+    """How often a shared expert ran by itself."""
+    calls, right = [], SharedExpert.forward
+    monkeypatch.setattr(SharedExpert, "forward", lambda self, x: calls.append(len(x)) or right(self, x))
+    return calls
+
+
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize(
+    ("num_tokens", "num_chosen", "num_experts", "hidden", "inner"),
+    [(1, 1, 3, 16, 16), (1, 4, 64, 32, 80), (33, 2, 3, 48, 24), (17, 1, 3, 48, 40)],
+)
+def test_a_shared_expert_runs_with_the_routed(
+    num_tokens, num_chosen, num_experts, hidden, inner, monkeypatch
+):
+    experts, shared = build_with_shared(num_experts, hidden, inner, dtype=HALF)
+    x, onto = normal(num_tokens, hidden, dtype=HALF, seed=4), normal(num_tokens, hidden, dtype=HALF, seed=5)
+    choice, beside = drawn(num_tokens, num_chosen, num_experts), beside_of(shared, x)
+    expected = slow(experts, x, choice, beside, onto)
+    calls = alone(monkeypatch)
+    assert_close(experts(x, choice, beside, onto), expected)
+    assert calls == []
+
+
+def test_a_shared_experts_bits_do_not_depend_on_neighbours():
+    experts, shared = build_with_shared(3, 48, 32, dtype=HALF, bias=True)
+    x, choice, gate = normal(20, 48, dtype=HALF, seed=8), drawn(20, 1, 3), normal(20, 1, dtype=HALF, seed=9)
+    whole = fast(experts, x, choice, Beside(gate, shared.parts()))
+    for some in ([19], [17, 2, 12], range(3, 20)):
+        index = torch.tensor(list(some), device=DEVICE)
+        chosen = Choice(choice.weights[index], choice.ids[index])
+        got = fast(experts, x[index], chosen, Beside(gate[index], shared.parts()))
+        assert torch.equal(got, whole[index])
+
+
+@pytest.mark.parametrize("num_tokens", [3, 6])
+def test_undefined_neighbours_of_a_shared_expert_stay_where_they_are(num_tokens):
+    experts, shared = build_with_shared(3, 32, 32, dtype=HALF)
+    x, choice = normal(num_tokens, 32, dtype=HALF, seed=9), drawn(num_tokens, 2, 3)
+    beside = Beside(normal(num_tokens, 1, dtype=HALF), shared.parts())
+    clean = fast(experts, x, choice, beside)
+    x[1] = float("nan")
+    got = fast(experts, x, choice, beside)
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, *range(2, num_tokens)]], clean[[0, *range(2, num_tokens)]])
+
+
+def another_size(shared):
+    return build_with_shared(3, 32, 64, dtype=HALF)[1]
+
+
+def another_format(shared):
+    return build_with_shared(3, 32, 32, dtype=HALF, pack=whole(quantise_int8))[1]
+
+
+def odd_address(shared):
+    shared.down.weight.data = normal(32 * 32 + 1, dtype=HALF, seed=1)[1:].view(32, 32)
+    return shared
+
+
+def unread_format(shared):
+    weight = shared.down.weight.data
+    del shared.down.weight
+    shared.down.weight = Dense(weight)
+    return shared
+
+
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("other", [another_size, another_format, odd_address, unread_format])
+def test_a_shared_expert_that_is_stored_differently_runs_alone(other, monkeypatch):
+    experts, shared = build_with_shared(3, 32, 32, dtype=HALF)
+    shared = other(shared)
+    x, choice = normal(2, 32, dtype=HALF, seed=4), drawn(2, 2, 3)
+    beside = beside_of(shared, x)
+    expected = slow(experts, x, choice, beside)
+    calls = alone(monkeypatch)
+    assert_close(experts(x, choice, beside), expected)
+    assert calls == [2]
+
+
+def test_rows_with_other_gaps_do_not_join():
+    routed, shared = Matrices(normal(3, 16, 32)), Matrices(normal(1, 16, 32))
+    assert contract._can_join(shared, routed)
+    assert not contract._can_join(Matrices(normal(1, 16, 40)[:, :, :32]), routed)
+    assert not contract._can_join(shared._replace(bias=normal(1, 16)), routed)
+    assert not contract._can_join(shared._replace(block=(1, 32)), routed)
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_for_many_pairs_a_shared_expert_runs_alone(monkeypatch):
+    monkeypatch.setattr(routing, "MAX_FEW", 9)
+    experts, shared = build_with_shared(3, 32, 32, dtype=HALF)
+    calls = alone(monkeypatch)
+    for num_tokens in (4, 5):
+        x = normal(num_tokens, 32, dtype=HALF, seed=4)
+        experts(x, drawn(num_tokens, 2, 3), beside_of(shared, x))
+    assert calls == [5]
 
 
 # ---- stored formats
@@ -355,6 +511,20 @@ def test_stored_formats(name):
     assert_close(fast(experts, x, choice), slow(experts, x, choice))
 
 
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("name", FORMATS)
+def test_stored_formats_of_a_shared_expert(name, monkeypatch):
+    if name.startswith("fp8") and not ON_CARD:
+        pytest.skip("the interpreter does not know fp8")
+    experts, shared = build_with_shared(4, 96, 64, dtype=HALF, bias=True, pack=FORMATS[name])
+    x, choice = normal(5, 96, dtype=HALF, seed=14), drawn(5, 2, 4)
+    beside = beside_of(shared, x)
+    expected = slow(experts, x, choice, beside)
+    calls = alone(monkeypatch)
+    assert_close(experts(x, choice, beside), expected)
+    assert calls == []
+
+
 def test_weights_that_cannot_be_cut_between_gate_and_up_have_no_matrices():
     dense = build(3, 32, 32, dtype=HALF, pack=lambda v, parts: Stacked([Dense(p) for p in v.split(parts, 1)]))
     assert dense.gate_up.matrices() is None
@@ -407,20 +577,22 @@ def test_a_dtype_without_kernels_says_so(dtype):
 
 
 @needs_card
-def test_a_graph_holds_for_every_routing():
-    config = MoEConfig(num_experts=16, num_chosen=4, inner_size=64, shared_size=32)
+@pytest.mark.parametrize("num_tokens", [3, 9])
+@pytest.mark.parametrize("shared_size", [None, 32, 64])
+def test_a_graph_holds_for_every_routing(num_tokens, shared_size):
+    config = MoEConfig(num_experts=16, num_chosen=4, inner_size=64, shared_size=shared_size)
     mixture = MoE(128, config).to(DEVICE, HALF).requires_grad_(False)
     for index, parameter in enumerate(mixture.parameters()):
         parameter.data = normal(*parameter.shape, dtype=HALF, seed=index) * parameter.shape[-1] ** -0.5
     norm = RMSNorm(128, 1e-6).to(DEVICE, HALF).requires_grad_(False)
     norm.weight.fill_(1.0)
-    x = normal(9, 128, dtype=HALF, seed=20)
+    x = normal(num_tokens, 128, dtype=HALF, seed=20)
     mixture(x, norm)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = mixture(x, norm)
     for seed in range(5):
-        x.copy_(normal(9, 128, dtype=HALF, seed=30 + seed))
+        x.copy_(normal(num_tokens, 128, dtype=HALF, seed=30 + seed))
         graph.replay()
         expected = mixture(x, norm)
         torch.cuda.synchronize()
@@ -443,3 +615,17 @@ def test_real_shapes(name, pack, num_tokens):
     experts = build(min(num_experts, 32), hidden, inner, dtype=HALF, bias=bias, pack=pack)
     x, choice = normal(num_tokens, hidden, dtype=HALF, seed=15), drawn(num_tokens, num_chosen, 32)
     assert_close(fast(experts, x, choice), slow(experts, x, choice))
+
+
+@needs_card
+@pytest.mark.parametrize("num_tokens", [1, 4, 16])
+@pytest.mark.parametrize("pack", [None, whole(quantise_fp8), mxfp4], ids=["plain", "fp8", "mxfp4"])
+def test_a_shared_expert_at_a_real_shape(pack, num_tokens, monkeypatch):
+    hidden, _, num_chosen, inner, _ = REAL["Qwen3.5-35B-A3B"]
+    experts, shared = build_with_shared(32, hidden, inner, dtype=HALF, pack=pack)
+    x, onto = normal(num_tokens, hidden, dtype=HALF, seed=15), normal(num_tokens, hidden, dtype=HALF, seed=16)
+    choice, beside = drawn(num_tokens, num_chosen, 32), beside_of(shared, x)
+    calls = alone(monkeypatch)
+    got = experts(x, choice, beside, onto)
+    assert calls == []
+    assert_close(got, slow(experts, x, choice, beside, onto))

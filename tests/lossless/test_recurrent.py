@@ -4,10 +4,13 @@ Here the inputs of the layer are given, so the promise holds on every machine, f
 for the CPU kernels. tests/lossless/test_every_family.py has the same for whole models.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from blockdraft.cache.recurrent import RecurrentState, Scan
+from blockdraft.cache.cache import Cache
+from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.spec import Recurrent, bytes_per_row
 from blockdraft.kernels import gated_delta
 from blockdraft.kernels.gated_delta import DeltaWeights
@@ -38,7 +41,7 @@ both_kernels = pytest.mark.usefixtures("kernel")
 
 
 class Layer:
-    """A RecurrentState of four rows that all hold NaN, and the inputs that rows get at each position."""
+    """A layer of four rows that all hold NaN, and the inputs that rows get at each position."""
 
     def __init__(self, spec, num_tokens, dtype, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -55,7 +58,8 @@ class Layer:
             normal(spec.num_heads).to(wide),
             normal(spec.num_heads).to(wide),
         )
-        self.storage = RecurrentState(spec, num_rows=4, dtype=dtype, device=CPU)
+        self.states = RecurrentStates(spec, num_layers=1, num_rows=4, dtype=dtype, device=CPU)
+        self.storage = RecurrentState(self.states, 0)
         self.poison()
 
     def poison(self):
@@ -79,7 +83,7 @@ class Layer:
         return self.storage.scan(x, beta, gate, self.weights, where).split(list(counts))
 
     def commit(self, rows, starts, counts):
-        self.storage.commit(torch.tensor(rows), torch.tensor(starts), torch.tensor(counts))
+        self.states.commit(torch.tensor(rows), torch.tensor(starts), torch.tensor(counts))
 
     def decode(self, row, length):
         """Token by token: the reads, and (state, tail) at every length."""
@@ -201,6 +205,42 @@ def test_rows_that_commit_together_do_not_meet(dtype):
         assert all(is_same(layer.copy(row), before) for row, before in zip((1, 3), idle, strict=True))
 
 
+def test_layers_of_several_shapes_are_committed_together_and_do_not_meet():
+    """Two layers of one shape around one of another, in one cache: each has the bits of a layer alone."""
+    specs = (SPECS[0], SPECS[1], SPECS[0])
+    alone = [Layer(spec, 9, torch.float64, seed) for seed, spec in enumerate(specs)]
+    cache = Cache(specs, num_pages=2, num_rows=4, page_size=1, dtype=torch.float64, device=CPU)
+    rows = SimpleNamespace(
+        active=torch.tensor(ROWS), length=torch.tensor([3, 0, 3, 0]), page_table=torch.zeros(4, 9).long()
+    )
+    assert cache.num_bytes == sum(layer.storage.num_bytes for layer in alone)
+    begin, block = cache.view(rows, 3, is_known=True), cache.view(rows, 6)
+    begin._rows.starts.zero_()
+    for index, layer in enumerate(alone):
+        for view, start, count, is_known in ((begin, 0, 3, True), (block, 3, 6, False)):
+            tokens = [
+                part[list(ROWS), start : start + count].flatten(0, 1)
+                for part in (layer.x, layer.beta, layer.gate)
+            ]
+            got = view.scan(index, *tokens, layer.weights)
+            expected = layer.scan(ROWS, (start, start), (count, count), is_known=is_known)
+            assert torch.equal(got, torch.cat(expected))
+    cache.commit(rows, block.starts, torch.tensor([6, 2]))
+    for layer, storage in zip(alone, cache.storage, strict=True):
+        layer.commit(ROWS, (3, 3), (6, 2))
+        for row in ROWS:
+            assert is_same((storage.state[row], storage.tail[row]), layer.copy(row))
+
+
+def test_a_block_that_some_layer_has_not_scanned_is_not_committed():
+    layer = Layer(SPECS[0], 4, torch.float64)
+    layer.states = RecurrentStates(SPECS[0], num_layers=2, num_rows=4, dtype=torch.float64, device=CPU)
+    layer.storage = RecurrentState(layer.states, 1)
+    layer.scan(ROWS, (0, 0), (4, 4), is_known=False)
+    with pytest.raises(AssertionError, match="every layer"):
+        layer.commit(ROWS, (0, 0), (1, 1))
+
+
 # ---- whole models
 
 
@@ -244,9 +284,8 @@ def held_bytes(tensors):
     return sum(storages.values())
 
 
-def tape_bytes(layer):
-    block = layer._block
-    return held_bytes([block.inputs, *block.tape])
+def tape_bytes(states):
+    return held_bytes([part for block in states._block.values() for part in (block.inputs, *block.tape)])
 
 
 @pytest.mark.parametrize("name", HYBRID_NAMES)
@@ -256,10 +295,11 @@ def test_a_verified_block_holds_the_memory_that_is_planned_for_it(name):
     models.target(torch.arange(48), bench.cache.view(bench.rows, 16))
     layers = families.recurrent_layers(bench.cache)
     states = sum(layer.num_bytes for layer in layers) // (num_rows + 1)  # and the scratch row
-    tapes = sum(tape_bytes(layer) for layer in layers) // num_rows
+    groups = list(bench.cache._states.values())
+    tapes = sum(tape_bytes(states) for states in groups) // num_rows
     assert states + tapes == bytes_per_row(models.config.layer_specs(), 8, 16)
     bench.cache.commit(bench.rows, bench.rows.length[:3], torch.tensor([1, 16, 5]))
-    assert all(layer._block is None for layer in layers)
+    assert not any(states._block for states in groups)
 
 
 def test_qwen3_next_80b_needs_one_state_and_a_small_tape_per_sequence(capsys, record_property):
@@ -270,14 +310,15 @@ def test_qwen3_next_80b_needs_one_state_and_a_small_tape_per_sequence(capsys, re
     assert specs == [expected] * 36
     planned = bytes_per_row(config.layer_specs(), 2, 16)
 
-    layer = RecurrentState(expected, num_rows=1, dtype=torch.bfloat16, device=CPU)
+    states = RecurrentStates(expected, num_layers=1, num_rows=1, dtype=torch.bfloat16, device=CPU)
+    layer = RecurrentState(states, 0)
     x = torch.ones(16, expected.conv_channels, dtype=torch.bfloat16)
     gate = torch.zeros(16, 32, dtype=torch.bfloat16)
     conv = torch.ones(expected.conv_channels, 4, dtype=torch.bfloat16)
     weights = DeltaWeights(conv, torch.zeros(32), torch.zeros(32))
     where = Scan(torch.tensor([0]), torch.tensor([0]), (16,), is_known=False)
     layer.scan(x, gate, gate, weights, where)
-    state, tape = 36 * layer.num_bytes, 36 * tape_bytes(layer)
+    state, tape = 36 * layer.num_bytes, 36 * tape_bytes(states)
     assert state + tape == planned
 
     snapshots = 16 * 36 * layer.state.nbytes

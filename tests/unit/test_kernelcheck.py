@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():  # before anything imports Triton, which other tests interpret
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from blockdraft.cache.recurrent import RecurrentState
+from blockdraft.cache.recurrent import RecurrentStates
 from blockdraft.cache.rows import Rows
 from blockdraft.engine import kernelcheck, kernelcheck_layers
 from blockdraft.engine.comparison import Comparison, Numbers
@@ -79,7 +79,7 @@ def test_a_product_that_forgets_the_stream(engine, monkeypatch):
 
 def test_a_gated_product(engine, monkeypatch):
     wrong(monkeypatch, Linear, "gated", slightly)
-    assert list(failed(engine)) == ["gated product"]
+    assert list(failed(engine)) == ["gated product", "experts"], "a shared expert has one too"
 
 
 def test_queries_that_enter_wrongly(engine, monkeypatch):
@@ -118,22 +118,33 @@ def test_the_norm_behind_a_delta_layer(engine, monkeypatch):
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_commit_of_the_wrong_number_of_tokens(engine, shift, monkeypatch):
-    right = RecurrentState.commit
+    right = RecurrentStates.commit
 
     def commit(self, rows, starts, counts):
         right(self, rows, starts, (counts + shift).clamp(min=0, max=4))
 
-    monkeypatch.setattr(RecurrentState, "commit", commit)
+    monkeypatch.setattr(RecurrentStates, "commit", commit)
     assert list(failed(engine)) == ["gated delta layer"]
 
 
+def test_a_commit_into_the_states_of_another_layer(engine, monkeypatch):
+    right = RecurrentStates.commit
+
+    def commit(self, rows, starts, counts):
+        right(self, rows, starts, counts)
+        self.state.copy_(self.state.flip(0))
+
+    monkeypatch.setattr(RecurrentStates, "commit", commit)
+    assert "state" in failed(engine)["gated delta layer"]
+
+
 def test_a_block_that_starts_from_nothing(engine, monkeypatch):
-    right = RecurrentState.scan
+    right = RecurrentStates.scan
 
-    def scan(self, x, beta, gate, weights, where):
-        return right(self, x, beta, gate, weights, where._replace(starts=where.starts * 0))
+    def scan(self, layer, x, beta, gate, weights, where):
+        return right(self, layer, x, beta, gate, weights, where._replace(starts=where.starts * 0))
 
-    monkeypatch.setattr(RecurrentState, "scan", scan)
+    monkeypatch.setattr(RecurrentStates, "scan", scan)
     assert "reads" in failed(engine)["gated delta layer"]
 
 

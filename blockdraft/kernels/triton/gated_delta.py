@@ -1,10 +1,10 @@
 """The gated delta rule on a CUDA device: states and tails are read and written where they lie.
 
-Four kernels. `_mix`, one program per token and head: the convolution, then what a token gives to the
-recurrence (unit key and query, their product, value, decay and rate). `_scan`, one program per row, value
-head and slice of the state's columns: a slice stays in registers while the row's tokens pass in order. Known
-tokens leave the state and the tail behind at once; a block to verify leaves a tape. `_fold` redoes the first
-tokens of a tape. `_norm` is the gated RMS norm behind the layer.
+Three kernels. `_mix`, one program per token and head: the convolution, then what a token gives to the
+recurrence (unit key and query, their product, value, decay and rate). `_advance`, one program per row, value
+head and slice of the state's columns: a slice stays in registers while the row's tokens pass in order. As a
+scan, known tokens leave the state and the tail behind at once; a block to verify leaves a tape. As a fold, it
+redoes the first tokens of a tape, in all layers at once. `_norm` is the gated RMS norm behind the layer.
 
 The operations behind one column v of a state S [K, V]:
 
@@ -13,13 +13,15 @@ The operations behind one column v of a state S [K, V]:
   out    = decay * (sum of query[k] * S[k, v]) + (query . key) * delta, which is query . (the new S)
   S[k, v] = fma(key[k], delta, S[k, v] * decay)
 
-`_fold` does the last line alone, by the function that `_scan` calls. Multiply-adds are written out, so no
-compiler chooses which product is rounded. One `_scan` serves every number of rows and tokens, known or not:
-its order of summation over k is fixed by constants of the shape. So bits do not depend on how a sequence is
-cut, on the rows beside it, or on the slices.
+A fold has the deltas on its tape and does the last line alone. Multiply-adds are written out, so no compiler
+chooses which product is rounded. One scan serves every number of rows and tokens, known or not: its order of
+summation over k is fixed by constants of the shape. So bits do not depend on how a sequence is cut, on the
+rows beside it, or on the slices. For the same reason a layer is named by its number: pointers are those of
+all layers, which are aligned, and numbers that vary are not specialised on.
 
 A state is stored with k innermost: the threads of a warp that share a column then meet by shuffles, and
-no sum passes through shared memory.
+no sum passes through shared memory. Four parts of k are four tensors: what a thread has of one is one wide
+load.
 
 Rows may repeat only where nobody reads the result: padding rows that all name the scratch row.
 """
@@ -33,35 +35,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.gated_delta import EPS, DeltaWeights, RowStates
+from blockdraft.kernels.gated_delta import EPS, DeltaWeights, RowStates, RowTape
 from blockdraft.kernels.triton.launch import has_pdl
 
-BLOCK_V = 16  # columns of a program of `_scan` and `_fold`
+BLOCK_V = 16  # columns of a program of `_advance`
 NUM_WARPS = 2  # of such a program; columns are divided among them
 NORM_HEADS = 4  # heads of a program of `_norm`
 
 _EPS = tl.constexpr(EPS)
-
-
-class RowTape(NamedTuple):
-    """What a block leaves for `fold`, float32 but for the inputs."""
-
-    decay: Tensor  # [N, H]
-    key: Tensor  # [N, G, K] of length 1
-    delta: Tensor  # [N, H, V]
-    inputs: Tensor  # [N, C] of the convolution, in their dtype
-
-
-class _Tokens(NamedTuple):
-    """What `_mix` makes of the stream, for `_scan`."""
-
-    query: Tensor  # [N, G, K] of length K ** -0.5, float32
-    key: Tensor  # [N, G, K] of length 1, float32
-    alike: Tensor  # [N, G] query . key, float32
-    value: Tensor  # [N, H, V] in x's dtype
-    decay: Tensor  # [N, H] float32
-    rate: Tensor  # [N, H] float32
-    inputs: Tensor  # [N, C] a copy of x where a tape is kept, else empty
 
 
 @triton.jit
@@ -84,12 +65,12 @@ def _convolved(x, n, place, tail, is_old, conv, channel, mask, x_stride, CHANNEL
 
 
 @triton.jit
-def _keep(x, n, inputs, channel, mask, x_stride, CHANNELS):
-    """Copy these channels of token n: x itself is part of a wider projection, which need not live on."""
-    tl.store(inputs + n * CHANNELS + channel, tl.load(x + n * x_stride + channel, mask=mask), mask=mask)
+def _keep(x, inputs, channel, mask):
+    """Copy these channels of a token: x itself is part of a wider projection, which need not live on."""
+    tl.store(inputs + channel, tl.load(x + channel, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["has_tape"])
+@triton.jit(do_not_specialize=["layer", "num_rows", "num_taped"])
 def _mix(
     x,
     beta,
@@ -111,7 +92,9 @@ def _mix(
     x_stride,
     beta_stride,
     gate_stride,
-    has_tape,
+    layer,
+    num_rows,
+    num_taped,
     scale,
     CHANNELS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -134,23 +117,26 @@ def _mix(
     if n >= tl.load(offsets + r + 1):
         return
     is_old = tl.load(starts + r) > 0
-    tail_r = tail + tl.load(rows + r) * (WIDTH - 1) * CHANNELS
+    layer = layer.to(tl.int64)
+    row = layer * num_rows + tl.load(rows + r)
+    tail_r = tail + row * (WIDTH - 1) * CHANNELS
+    taped = layer * num_taped + n  # its place on the tape of all layers; n where there is none
     if part < NUM_GROUPS:
         k = tl.arange(0, BLOCK_K)
         mask = k < K
         channel = part * K + k
         q_n = _convolved(x, n, place, tail_r, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH)
-        if has_tape:
-            _keep(x, n, inputs, channel, mask, x_stride, CHANNELS)
+        if num_taped != 0:
+            _keep(x + n * x_stride, inputs + taped * CHANNELS, channel, mask)
         channel += NUM_GROUPS * K
         k_n = _convolved(x, n, place, tail_r, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH)
-        if has_tape:
-            _keep(x, n, inputs, channel, mask, x_stride, CHANNELS)
+        if num_taped != 0:
+            _keep(x + n * x_stride, inputs + taped * CHANNELS, channel, mask)
         q_n = q_n * tl.rsqrt(tl.sum(q_n * q_n, axis=0) + _EPS) * scale
         k_n = k_n * tl.rsqrt(tl.sum(k_n * k_n, axis=0) + _EPS)
         at = n * NUM_GROUPS + part
         tl.store(query + at * K + k, q_n, mask=mask)
-        tl.store(key + at * K + k, k_n, mask=mask)
+        tl.store(key + (taped * NUM_GROUPS + part) * K + k, k_n, mask=mask)
         tl.store(alike + at, tl.sum(q_n * k_n, axis=0))
     else:
         head = part - NUM_GROUPS
@@ -159,8 +145,8 @@ def _mix(
         v_mask = v < V
         v_channel = 2 * NUM_GROUPS * K + head * V + v
         v_n = _convolved(x, n, place, tail_r, is_old, conv, v_channel, v_mask, x_stride, CHANNELS, WIDTH)
-        if has_tape:
-            _keep(x, n, inputs, v_channel, v_mask, x_stride, CHANNELS)
+        if num_taped != 0:
+            _keep(x + n * x_stride, inputs + taped * CHANNELS, v_channel, v_mask)
         at = n * NUM_HEADS + head
         tl.store(value + at * V + v, v_n, mask=v_mask)
         logit = tl.load(gate + n * gate_stride + head).to(tl.float32) + tl.load(gate_bias + head)
@@ -169,47 +155,56 @@ def _mix(
         w = 1.0 + u
         log1p = tl.where(w == 1.0, u, tl.log(w) * u / tl.where(w == 1.0, 1.0, w - 1.0))
         softplus = tl.maximum(logit, 0.0) + log1p
-        tl.store(decay + at, tl.exp(-tl.exp(tl.load(decay_log + head)) * softplus))
+        tl.store(decay + taped * NUM_HEADS + head, tl.exp(-tl.exp(tl.load(decay_log + head)) * softplus))
         chance = tl.load(beta + n * beta_stride + head).to(tl.float32)
         tl.store(rate + at, 1.0 / (1.0 + tl.exp(-chance)))
 
 
 @triton.jit
-def _quarter(pointer, part: tl.constexpr, K: tl.constexpr, PART: tl.constexpr):
-    """Keys are taken in four parts: one thread's numbers of a part are one wide load."""
-    k = part * PART + tl.arange(0, PART)
-    return tl.load(pointer + k, mask=k < K, other=0.0)
+def _load_parts(pointer, K: tl.constexpr, PART: tl.constexpr):
+    """K numbers, in four parts."""
+    k = tl.arange(0, PART)
+    return (
+        tl.load(pointer + k, mask=k < K, other=0.0),
+        tl.load(pointer + PART + k, mask=PART + k < K, other=0.0),
+        tl.load(pointer + 2 * PART + k, mask=2 * PART + k < K, other=0.0),
+        tl.load(pointer + 3 * PART + k, mask=3 * PART + k < K, other=0.0),
+    )
 
 
 @triton.jit
-def _load_tile(state, v, mask, part: tl.constexpr, v_stride, k_stride, K: tl.constexpr, PART: tl.constexpr):
-    """[BLOCK_V, PART] of a head's state; zero where `mask` [BLOCK_V] is not."""
-    k = part * PART + tl.arange(0, PART)
+def _tile(state, v, mask, v_stride, k_stride, K: tl.constexpr, PART: tl.constexpr):
+    """Where these columns of a head's state lie, in four parts [BLOCK_V, PART], and what of them there is."""
+    k = tl.arange(0, PART)
     at = state + v[:, None] * v_stride + k[None, :] * k_stride
-    return tl.load(at, mask=mask[:, None] & (k < K)[None, :], other=0.0)
+    step = PART * k_stride
+    mask = mask[:, None]
+    return (at, at + step, at + 2 * step, at + 3 * step), (
+        mask & (k < K)[None, :],
+        mask & (PART + k < K)[None, :],
+        mask & (2 * PART + k < K)[None, :],
+        mask & (3 * PART + k < K)[None, :],
+    )
 
 
 @triton.jit
-def _store_tile(
-    state, tile, v, mask, part: tl.constexpr, v_stride, k_stride, K: tl.constexpr, PART: tl.constexpr
-):
-    k = part * PART + tl.arange(0, PART)
-    at = state + v[:, None] * v_stride + k[None, :] * k_stride
-    tl.store(at, tile, mask=mask[:, None] & (k < K)[None, :])
-
-
-@triton.jit
-def _advance(tile, key, delta, decay):
-    """A part of the state after one more token: the one place where a state changes."""
-    return tl.fma(key[None, :], delta[:, None], tile * decay)
-
-
-@triton.jit
-def _dot(s0, s1, s2, s3, x0, x1, x2, x3):
+def _dot(s, x):
     """[BLOCK_V]: the sum over k of S[k, v] * x[k]."""
-    products = tl.fma(s1, x1[None, :], s0 * x0[None, :])
-    products = tl.fma(s2, x2[None, :], products)
-    return tl.sum(tl.fma(s3, x3[None, :], products), axis=1)
+    products = tl.fma(s[1], x[1][None, :], s[0] * x[0][None, :])
+    products = tl.fma(s[2], x[2][None, :], products)
+    return tl.sum(tl.fma(s[3], x[3][None, :], products), axis=1)
+
+
+@triton.jit
+def _step(s, key, delta, decay):
+    """The state after one more token: the one place where it changes."""
+    delta = delta[:, None]
+    return (
+        tl.fma(key[0][None, :], delta, s[0] * decay),
+        tl.fma(key[1][None, :], delta, s[1] * decay),
+        tl.fma(key[2][None, :], delta, s[2] * decay),
+        tl.fma(key[3][None, :], delta, s[3] * decay),
+    )
 
 
 @triton.jit
@@ -240,8 +235,8 @@ def _shift_tail(
     tl.store(tail + entry[:, None] * CHANNELS + channel[None, :], tl.where(is_tail, old, new), mask=mask)
 
 
-@triton.jit(do_not_specialize=["is_known"])
-def _scan(
+@triton.jit(do_not_specialize=["first_layer", "num_rows", "num_taped", "is_kept"])
+def _advance(
     query,
     key,
     alike,
@@ -256,12 +251,16 @@ def _scan(
     rows,
     starts,
     offsets,
+    counts,
     x_stride,
     row_stride,
     head_stride,
     v_stride,
     k_stride,
-    is_known,
+    first_layer,
+    num_rows,
+    num_taped,
+    is_kept,
     CHANNELS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -272,178 +271,95 @@ def _scan(
     SHARE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    IS_FOLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A fold takes all from a tape of num_taped tokens a layer, `counts` of each row, and x is its inputs.
+
+    A scan takes all tokens of a row and writes `reads`. `is_kept`: it moves states and tails and has no tape,
+    num_taped being 0; else it leaves them, and writes `delta` on the tape, where `_mix` put key and decay.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    head = tl.program_id(1)
-    r = tl.program_id(2)
+    slices: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // slices
+    r = tl.program_id(1)
+    layer = (first_layer + tl.program_id(2)).to(tl.int64)
     group = head // (NUM_HEADS // NUM_GROUPS)
-    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = tl.program_id(0) % slices * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = v < V
     if PDL:
         tl.extra.cuda.gdc_wait()
-    row = tl.load(rows + r)
+    row = layer * num_rows + tl.load(rows + r)
     is_old = tl.load(starts + r) > 0
     begin = tl.load(offsets + r)
-    end = tl.load(offsets + r + 1)
+    end = begin + tl.load(counts + r) if IS_FOLD else tl.load(offsets + r + 1)
     if begin == end:
         return
+    key += (layer * num_taped * NUM_GROUPS + group) * K
+    decay += layer * num_taped * NUM_HEADS + head
+    delta += (layer * num_taped * NUM_HEADS + head) * V
+    if IS_FOLD:
+        x += layer * num_taped * CHANNELS
+        value = delta
+    else:
+        value += head * V
+        query += group * K
+        rate += head
+        alike += group
+        reads += head * V
     state += row * row_stride + head * head_stride
-    s0 = _load_tile(state, v, mask & is_old, 0, v_stride, k_stride, K, PART)
-    s1 = _load_tile(state, v, mask & is_old, 1, v_stride, k_stride, K, PART)
-    s2 = _load_tile(state, v, mask & is_old, 2, v_stride, k_stride, K, PART)
-    s3 = _load_tile(state, v, mask & is_old, 3, v_stride, k_stride, K, PART)
-    query += group * K
-    key += group * K
+    at, is_there = _tile(state, v, mask, v_stride, k_stride, K, PART)
+    s = (
+        tl.load(at[0], mask=is_there[0] & is_old, other=0.0),
+        tl.load(at[1], mask=is_there[1] & is_old, other=0.0),
+        tl.load(at[2], mask=is_there[2] & is_old, other=0.0),
+        tl.load(at[3], mask=is_there[3] & is_old, other=0.0),
+    )
     # Token n's numbers are loaded while token n - 1 is computed.
-    k0 = _quarter(key + begin * NUM_GROUPS * K, 0, K, PART)
-    k1 = _quarter(key + begin * NUM_GROUPS * K, 1, K, PART)
-    k2 = _quarter(key + begin * NUM_GROUPS * K, 2, K, PART)
-    k3 = _quarter(key + begin * NUM_GROUPS * K, 3, K, PART)
-    q0 = _quarter(query + begin * NUM_GROUPS * K, 0, K, PART)
-    q1 = _quarter(query + begin * NUM_GROUPS * K, 1, K, PART)
-    q2 = _quarter(query + begin * NUM_GROUPS * K, 2, K, PART)
-    q3 = _quarter(query + begin * NUM_GROUPS * K, 3, K, PART)
-    value_n = tl.load(value + (begin * NUM_HEADS + head) * V + v, mask=mask, other=0.0).to(tl.float32)
-    decay_n = tl.load(decay + begin * NUM_HEADS + head)
-    rate_n = tl.load(rate + begin * NUM_HEADS + head)
-    alike_n = tl.load(alike + begin * NUM_GROUPS + group)
+    key_n = _load_parts(key + begin * NUM_GROUPS * K, K, PART)
+    decay_n = tl.load(decay + begin * NUM_HEADS)
+    value_n = tl.load(value + begin * NUM_HEADS * V + v, mask=mask, other=0.0).to(tl.float32)
+    if not IS_FOLD:
+        query_n = _load_parts(query + begin * NUM_GROUPS * K, K, PART)
+        rate_n = tl.load(rate + begin * NUM_HEADS)
+        alike_n = tl.load(alike + begin * NUM_GROUPS)
     for n in range(begin, end):
         after = tl.minimum(n + 1, end - 1)
-        next_k0 = _quarter(key + after * NUM_GROUPS * K, 0, K, PART)
-        next_k1 = _quarter(key + after * NUM_GROUPS * K, 1, K, PART)
-        next_k2 = _quarter(key + after * NUM_GROUPS * K, 2, K, PART)
-        next_k3 = _quarter(key + after * NUM_GROUPS * K, 3, K, PART)
-        next_q0 = _quarter(query + after * NUM_GROUPS * K, 0, K, PART)
-        next_q1 = _quarter(query + after * NUM_GROUPS * K, 1, K, PART)
-        next_q2 = _quarter(query + after * NUM_GROUPS * K, 2, K, PART)
-        next_q3 = _quarter(query + after * NUM_GROUPS * K, 3, K, PART)
-        next_value = tl.load(value + (after * NUM_HEADS + head) * V + v, mask=mask, other=0.0).to(tl.float32)
-        next_decay = tl.load(decay + after * NUM_HEADS + head)
-        next_rate = tl.load(rate + after * NUM_HEADS + head)
-        next_alike = tl.load(alike + after * NUM_GROUPS + group)
-
-        held = _dot(s0, s1, s2, s3, k0, k1, k2, k3)
-        read = _dot(s0, s1, s2, s3, q0, q1, q2, q3)
-        delta_n = rate_n * tl.fma(-decay_n, held, value_n)
-        out = tl.fma(alike_n, delta_n, decay_n * read)
-        s0 = _advance(s0, k0, delta_n, decay_n)
-        s1 = _advance(s1, k1, delta_n, decay_n)
-        s2 = _advance(s2, k2, delta_n, decay_n)
-        s3 = _advance(s3, k3, delta_n, decay_n)
-        at = (n * NUM_HEADS + head) * V + v
-        tl.store(reads + at, out.to(reads.dtype.element_ty), mask=mask)
-        if is_known == 0:
-            tl.store(delta + at, delta_n, mask=mask)
-
-        k0 = next_k0
-        k1 = next_k1
-        k2 = next_k2
-        k3 = next_k3
-        q0 = next_q0
-        q1 = next_q1
-        q2 = next_q2
-        q3 = next_q3
+        next_key = _load_parts(key + after * NUM_GROUPS * K, K, PART)
+        next_decay = tl.load(decay + after * NUM_HEADS)
+        next_value = tl.load(value + after * NUM_HEADS * V + v, mask=mask, other=0.0).to(tl.float32)
+        if IS_FOLD:
+            delta_n = value_n
+        else:
+            next_query = _load_parts(query + after * NUM_GROUPS * K, K, PART)
+            next_rate = tl.load(rate + after * NUM_HEADS)
+            next_alike = tl.load(alike + after * NUM_GROUPS)
+            held = _dot(s, key_n)
+            read = _dot(s, query_n)
+            delta_n = rate_n * tl.fma(-decay_n, held, value_n)
+            out = tl.fma(alike_n, delta_n, decay_n * read)
+            tl.store(reads + n * NUM_HEADS * V + v, out.to(reads.dtype.element_ty), mask=mask)
+            if is_kept == 0:
+                tl.store(delta + n * NUM_HEADS * V + v, delta_n, mask=mask)
+            query_n = next_query
+            rate_n = next_rate
+            alike_n = next_alike
+        s = _step(s, key_n, delta_n, decay_n)
+        key_n = next_key
+        decay_n = next_decay
         value_n = next_value
-        decay_n = next_decay
-        rate_n = next_rate
-        alike_n = next_alike
-    if is_known != 0:
-        _store_tile(state, s0, v, mask, 0, v_stride, k_stride, K, PART)
-        _store_tile(state, s1, v, mask, 1, v_stride, k_stride, K, PART)
-        _store_tile(state, s2, v, mask, 2, v_stride, k_stride, K, PART)
-        _store_tile(state, s3, v, mask, 3, v_stride, k_stride, K, PART)
-        part = head * tl.num_programs(0) + tl.program_id(0)
-        tail += row * (WIDTH - 1) * CHANNELS
-        x += begin * x_stride
+    if is_kept != 0:
+        tl.store(at[0], s[0], mask=is_there[0])
+        tl.store(at[1], s[1], mask=is_there[1])
+        tl.store(at[2], s[2], mask=is_there[2])
+        tl.store(at[3], s[3], mask=is_there[3])
         if WIDTH > 1:
-            _shift_tail(tail, is_old, x, x_stride, end - begin, part, CHANNELS, SHARE, WIDTH, BLOCK_W)
-
-
-@triton.jit
-def _fold(
-    key,
-    decay,
-    delta,
-    inputs,
-    state,
-    tail,
-    rows,
-    starts,
-    offsets,
-    counts,
-    row_stride,
-    head_stride,
-    v_stride,
-    k_stride,
-    CHANNELS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SHARE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    head = tl.program_id(1)
-    r = tl.program_id(2)
-    group = head // (NUM_HEADS // NUM_GROUPS)
-    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask = v < V
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.load(rows + r)
-    is_old = tl.load(starts + r) > 0
-    begin = tl.load(offsets + r)
-    count = tl.load(counts + r)
-    if count == 0:
-        return
-    state += row * row_stride + head * head_stride
-    s0 = _load_tile(state, v, mask & is_old, 0, v_stride, k_stride, K, PART)
-    s1 = _load_tile(state, v, mask & is_old, 1, v_stride, k_stride, K, PART)
-    s2 = _load_tile(state, v, mask & is_old, 2, v_stride, k_stride, K, PART)
-    s3 = _load_tile(state, v, mask & is_old, 3, v_stride, k_stride, K, PART)
-    key += group * K
-    k0 = _quarter(key + begin * NUM_GROUPS * K, 0, K, PART)
-    k1 = _quarter(key + begin * NUM_GROUPS * K, 1, K, PART)
-    k2 = _quarter(key + begin * NUM_GROUPS * K, 2, K, PART)
-    k3 = _quarter(key + begin * NUM_GROUPS * K, 3, K, PART)
-    delta_n = tl.load(delta + (begin * NUM_HEADS + head) * V + v, mask=mask, other=0.0)
-    decay_n = tl.load(decay + begin * NUM_HEADS + head)
-    for n in range(begin, begin + count):
-        after = tl.minimum(n + 1, begin + count - 1)
-        next_k0 = _quarter(key + after * NUM_GROUPS * K, 0, K, PART)
-        next_k1 = _quarter(key + after * NUM_GROUPS * K, 1, K, PART)
-        next_k2 = _quarter(key + after * NUM_GROUPS * K, 2, K, PART)
-        next_k3 = _quarter(key + after * NUM_GROUPS * K, 3, K, PART)
-        next_delta = tl.load(delta + (after * NUM_HEADS + head) * V + v, mask=mask, other=0.0)
-        next_decay = tl.load(decay + after * NUM_HEADS + head)
-        s0 = _advance(s0, k0, delta_n, decay_n)
-        s1 = _advance(s1, k1, delta_n, decay_n)
-        s2 = _advance(s2, k2, delta_n, decay_n)
-        s3 = _advance(s3, k3, delta_n, decay_n)
-        k0 = next_k0
-        k1 = next_k1
-        k2 = next_k2
-        k3 = next_k3
-        delta_n = next_delta
-        decay_n = next_decay
-    _store_tile(state, s0, v, mask, 0, v_stride, k_stride, K, PART)
-    _store_tile(state, s1, v, mask, 1, v_stride, k_stride, K, PART)
-    _store_tile(state, s2, v, mask, 2, v_stride, k_stride, K, PART)
-    _store_tile(state, s3, v, mask, 3, v_stride, k_stride, K, PART)
-    part = head * tl.num_programs(0) + tl.program_id(0)
-    tail += row * (WIDTH - 1) * CHANNELS
-    if WIDTH > 1:
-        _shift_tail(
-            tail, is_old, inputs + begin * CHANNELS, CHANNELS, count, part, CHANNELS, SHARE, WIDTH, BLOCK_W
-        )
+            tail += row * (WIDTH - 1) * CHANNELS
+            x += begin * x_stride
+            _shift_tail(
+                tail, is_old, x, x_stride, end - begin, tl.program_id(0), CHANNELS, SHARE, WIDTH, BLOCK_W
+            )
 
 
 @triton.jit
@@ -491,12 +407,12 @@ class _Shape(NamedTuple):
     width: int  # of the convolution
 
     @property
-    def num_slices(self) -> int:
-        return -(-self.v // BLOCK_V)
+    def num_programs(self) -> int:
+        """Of `_advance`, for a row."""
+        return self.num_heads * -(-self.v // BLOCK_V)
 
     def constants(self, device: torch.device) -> dict[str, int | bool]:
-        """Of `_scan` and `_fold`: equal, so that one redoes the other."""
-        share = -(-self.channels // (self.num_heads * self.num_slices))
+        """Of `_advance`: equal in scan and fold, so that one redoes the other."""
         return {
             "CHANNELS": self.channels,
             "NUM_GROUPS": self.num_groups,
@@ -505,7 +421,7 @@ class _Shape(NamedTuple):
             "V": self.v,
             "PART": triton.next_power_of_2(-(-self.k // 4)),
             "BLOCK_V": BLOCK_V,
-            "SHARE": triton.next_power_of_2(share),
+            "SHARE": triton.next_power_of_2(-(-self.channels // self.num_programs)),
             "WIDTH": self.width,
             "BLOCK_W": triton.next_power_of_2(self.width),
             "PDL": has_pdl(device),
@@ -516,93 +432,88 @@ class _Shape(NamedTuple):
 
 
 def _shape(at: RowStates) -> _Shape:
-    _, num_heads, k, v = at.state.shape
-    channels = at.tail.shape[2]
+    _, num_rows, num_heads, k, v = at.state.shape
+    channels = at.tail.shape[3]
     num_groups = (channels - num_heads * v) // (2 * k)
     assert channels == 2 * num_groups * k + num_heads * v
     assert num_heads % num_groups == 0
     assert at.state.dtype == torch.float32
+    assert at.state.stride(0) == num_rows * at.state.stride(1)
     assert at.tail.is_contiguous()
     assert at.offsets.shape[0] == at.rows.shape[0] + 1 == at.starts.shape[0] + 1
     assert all(part.dtype == torch.int64 and part.is_contiguous() for part in at[2:5])
-    return _Shape(channels, num_groups, num_heads, k, v, at.tail.shape[1] + 1)
+    return _Shape(channels, num_groups, num_heads, k, v, at.tail.shape[2] + 1)
 
 
 def _strides(state: Tensor) -> tuple[int, int, int, int]:
     """Of rows, heads, v and k."""
-    return state.stride(0), state.stride(1), state.stride(3), state.stride(2)
+    return state.stride(1), state.stride(2), state.stride(4), state.stride(3)
 
 
 def scan(
-    x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, at: RowStates, *, is_known: bool
-) -> tuple[Tensor, RowTape | None]:
-    """The contract of `gated_delta.scan_rows`."""
-    shape = _shape(at)
-    assert x.shape[1] == shape.channels
-    assert x.dtype == at.tail.dtype
-    x = x if x.stride(1) == 1 else x.contiguous()
-    tokens = _mix_tokens(x, beta, gate, weights, at, shape, is_known=is_known)
-    reads = torch.empty_like(tokens.value)
-    delta = torch.empty(0 if is_known else reads.shape, dtype=torch.float32, device=x.device)
-    if reads.numel() > 0:
-        _scan[(shape.num_slices, shape.num_heads, at.rows.shape[0])](
-            tokens.query, tokens.key, tokens.alike, tokens.value, tokens.decay, tokens.rate, delta, reads, x,
-            at.state, at.tail, at.rows, at.starts, at.offsets, x.stride(0), *_strides(at.state),
-            int(is_known), **shape.constants(x.device),
-        )  # fmt: skip
-    if is_known:
-        return reads, None
-    return reads, RowTape(tokens.decay, tokens.key, delta, tokens.inputs)
-
-
-def _mix_tokens(
     x: Tensor,
     beta: Tensor,
     gate: Tensor,
     weights: DeltaWeights,
     at: RowStates,
-    shape: _Shape,
     *,
-    is_known: bool,
-) -> _Tokens:
-    count = x.shape[0]
+    layer: int,
+    tape: RowTape | None,
+) -> Tensor:
+    """The contract of `gated_delta.scan_rows`."""
+    shape, count = _shape(at), x.shape[0]
+    assert x.shape[1] == shape.channels
+    assert x.dtype == at.tail.dtype
     assert weights.conv.shape == (shape.channels, shape.width)
     assert weights.conv.is_contiguous()
     assert weights.decay_log.dtype == weights.gate_bias.dtype == torch.float32
     assert beta.shape == gate.shape == (count, shape.num_heads)
-    assert beta.stride(1) == gate.stride(1) == 1
+    x, beta, gate = (part if part.stride(1) == 1 else part.contiguous() for part in (x, beta, gate))
 
     def numbers(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=x.device)
 
-    tokens = _Tokens(
-        query=numbers(count, shape.num_groups, shape.k),
-        key=numbers(count, shape.num_groups, shape.k),
-        alike=numbers(count, shape.num_groups),
-        value=numbers(count, shape.num_heads, shape.v, dtype=x.dtype),
-        decay=numbers(count, shape.num_heads),
-        rate=numbers(count, shape.num_heads),
-        inputs=numbers(0 if is_known else count, shape.channels, dtype=x.dtype),
-    )
-    if count > 0:
-        _mix[(at.max_count, shape.num_groups + shape.num_heads, at.rows.shape[0])](
-            x, beta, gate, *weights, at.tail, at.rows, at.starts, at.offsets, *tokens, x.stride(0),
-            beta.stride(0), gate.stride(0), int(not is_known), shape.k**-0.5, CHANNELS=shape.channels,
-            NUM_GROUPS=shape.num_groups, NUM_HEADS=shape.num_heads, K=shape.k, V=shape.v,
-            BLOCK_K=triton.next_power_of_2(shape.k), BLOCK_V=triton.next_power_of_2(shape.v),
-            WIDTH=shape.width, PDL=has_pdl(x.device), launch_pdl=has_pdl(x.device), num_warps=1,
-        )  # fmt: skip
-    return tokens
+    query = numbers(count, shape.num_groups, shape.k)  # of length K ** -0.5
+    alike = numbers(count, shape.num_groups)  # query . key
+    rate = numbers(count, shape.num_heads)
+    value, reads = (numbers(count, shape.num_heads, shape.v, dtype=x.dtype) for _ in range(2))
+    num_taped = 0
+    if tape is None:
+        key, decay = numbers(count, shape.num_groups, shape.k), numbers(count, shape.num_heads)
+        delta, inputs = numbers(0), x  # neither is written
+    else:
+        num_taped = count
+        decay, key, delta, inputs = tape
+        assert all(part.is_contiguous() and part.shape[:2] == (at.state.shape[0], count) for part in tape)
+    if count == 0:
+        return reads
+    where = (layer, at.state.shape[1], num_taped)
+    _mix[(at.max_count, shape.num_groups + shape.num_heads, at.rows.shape[0])](
+        x, beta, gate, *weights, at.tail, at.rows, at.starts, at.offsets, query, key, alike, value, decay,
+        rate, inputs, x.stride(0), beta.stride(0), gate.stride(0), *where, shape.k**-0.5,
+        CHANNELS=shape.channels, NUM_GROUPS=shape.num_groups, NUM_HEADS=shape.num_heads, K=shape.k, V=shape.v,
+        BLOCK_K=triton.next_power_of_2(shape.k), BLOCK_V=triton.next_power_of_2(shape.v), WIDTH=shape.width,
+        PDL=has_pdl(x.device), launch_pdl=has_pdl(x.device), num_warps=1,
+    )  # fmt: skip
+    _advance[(shape.num_programs, at.rows.shape[0], 1)](
+        query, key, alike, value, decay, rate, delta, reads, x, at.state, at.tail, at.rows, at.starts,
+        at.offsets, None, x.stride(0), *_strides(at.state), *where, int(tape is None), IS_FOLD=False,
+        **shape.constants(x.device),
+    )  # fmt: skip
+    return reads
 
 
 def fold(tape: RowTape, at: RowStates, counts: Tensor) -> None:
     """The contract of `gated_delta.fold_rows`."""
     shape = _shape(at)
+    num_layers, num_rows = at.state.shape[:2]
+    assert tape.decay.shape[0] == num_layers
     assert counts.shape == at.rows.shape
     assert counts.dtype == torch.int64
-    _fold[(shape.num_slices, shape.num_heads, at.rows.shape[0])](
-        tape.key, tape.decay, tape.delta, tape.inputs, at.state, at.tail, at.rows, at.starts, at.offsets,
-        counts, *_strides(at.state), **shape.constants(at.state.device),
+    _advance[(shape.num_programs, at.rows.shape[0], num_layers)](
+        None, tape.key, None, None, tape.decay, None, tape.delta, None, tape.inputs, at.state, at.tail,
+        at.rows, at.starts, at.offsets, counts, shape.channels, *_strides(at.state), 0, num_rows,
+        tape.decay.shape[1], 1, IS_FOLD=True, **shape.constants(at.state.device),
     )  # fmt: skip
 
 

@@ -36,6 +36,45 @@ class Config:
 
 
 @triton.jit
+def widen(stored, like):
+    """Stored values in the dtype of `like`; bytes (uint8) hold fp8 numbers, e4m3, whose value is exact.
+
+    Their bits are shifted to where the wider exponent ends; a product then moves the exponent to its place.
+    The hardware's conversion runs at a fraction of the speed at which memory delivers, and Ampere has none.
+    What is no number, which the check at the start refuses, becomes 480 in bf16.
+    """
+    if stored.dtype != tl.uint8:
+        wide = stored.to(like.dtype)
+    elif like.dtype == tl.bfloat16:
+        wide = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, part, sign, zero, scale;
+            mov.b32 zero, 0x80008000;
+            mov.b32 scale, 0x7b807b80;
+            mov.b32 sign, 0;
+            prmt.b32 low, sign, $2, 0x5040;
+            prmt.b32 high, sign, $2, 0x7060;
+            shr.b32 part, low, 4;
+            and.b32 part, part, 0x07f007f0;
+            lop3.b32 low, low, zero, part, 0xea;
+            shr.b32 part, high, 4;
+            and.b32 part, part, 0x07f007f0;
+            lop3.b32 high, high, zero, part, 0xea;
+            fma.rn.bf16x2 $0, low, scale, zero;
+            fma.rn.bf16x2 $1, high, scale, zero;
+            }""",
+            "=r,=r,r",
+            [stored],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        wide = stored.to(tl.float8e4nv, bitcast=True).to(like.dtype)
+    return wide
+
+
+@triton.jit
 def _sum_parts(
     partial, place, size, is_there, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -101,13 +140,13 @@ def _linear(
             )
             wanted = is_row[None, :] & is_in[:, None]
             b = tl.load(first[None, :] + k + column[:, None], mask=wanted, other=0.0)
-        sums = tl.dot(a, b.to(a.dtype), sums, input_precision=PRECISION)
+        sums = tl.dot(a, widen(b, a), sums, input_precision=PRECISION)
         if GATE != "none":
             if IS_EVEN:
                 b = tl.load(second[None, :] + k + column[:, None], eviction_policy="evict_first")
             else:
                 b = tl.load(second[None, :] + k + column[:, None], mask=wanted, other=0.0)
-            up_sums = tl.dot(a, b.to(a.dtype), up_sums, input_precision=PRECISION)
+            up_sums = tl.dot(a, widen(b, a), up_sums, input_precision=PRECISION)
 
     is_there = is_token[:, None] & is_row[None, :]
     place = token[:, None] * num_outputs + row[None, :]
@@ -176,6 +215,8 @@ def linear(
         partial = torch.empty((num_parts, num_tokens, num_outputs), dtype=torch.float32, device=device)
     is_even = num_outputs % config.block_n == 0 and num_inputs % (config.block_k * config.split) == 0
     pdl = has_pdl(device)
+    if weight.dtype == torch.float8_e4m3fn:
+        weight = weight.view(torch.uint8)
     _linear[(triton.cdiv(num_outputs, config.block_n), config.split)](
         x,
         weight,
@@ -221,17 +262,22 @@ def _round_tokens(x, out, scales, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(scales + token, scale)
 
 
-def can_read(values: Tensor) -> bool:
-    """Whether the card's kernels know the format: e4m3 came with Ada and Hopper."""
-    if values.dtype != torch.float8_e4m3fn or not values.is_cuda:
+def can_read(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the card's kernels widen such values to `dtype`; its own fp8 came with Ada and Hopper."""
+    if values.dtype != torch.float8_e4m3fn or not values.is_cuda or dtype == torch.bfloat16:
         return True
-    return torch.cuda.get_device_capability(values.device) >= (8, 9)
+    return has_fp8(values.device)
+
+
+@functools.cache
+def has_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def has_fp8_product(x: Tensor, values: Tensor) -> bool:
     """Whether the card multiplies these natively; cuBLAS wants sides that are multiples of 16."""
     is_fp8 = values.dtype == torch.float8_e4m3fn and x.dtype == torch.bfloat16
-    return is_fp8 and x.is_cuda and can_read(values) and not any(side % 16 for side in values.shape)
+    return is_fp8 and x.is_cuda and has_fp8(x.device) and not any(side % 16 for side in values.shape)
 
 
 def fp8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
@@ -273,14 +319,22 @@ def choose(
         block_n = 32 if is_gated else 16
         split = _split(num_inputs, block_k, 1 if is_gated else num_inputs // 512)
         return Config(block_n, block_k, split, warps=4 if is_gated else 2, stages=6 if block_k == 64 else 4)
+    is_wide = element_bytes > 1
+    narrow_k = 128 if num_inputs % 128 == 0 else 64
     if is_gated:
-        return Config(32, 128 if num_inputs % 128 == 0 else 64, 1, warps=4, stages=4)
+        return Config(32, narrow_k, 1, warps=4, stages=4 if is_wide else 6)
     if num_outputs >= 128 * 4 * multiprocessors:
-        return Config(128, 128 if num_inputs % 128 == 0 else 64, 1, warps=4, stages=3)
-    block_k = 256 if num_inputs >= 8192 and num_inputs % 256 == 0 else 128 if num_inputs % 128 == 0 else 64
-    wanted = triton.cdiv(19 * multiprocessors, 10 * triton.cdiv(num_outputs, 64))
+        return Config(128, narrow_k, 1, 4, 3) if is_wide else Config(64, narrow_k, 1, 4, 4)
+    has_long_steps = num_inputs % 256 == 0 and (num_inputs >= 8192 or not is_wide)
+    block_k = 256 if has_long_steps else narrow_k
+    block_n = 64 if is_wide or num_outputs > 32 * 160 else 32
+    strips = triton.cdiv(num_outputs, block_n)
+    if strips >= multiprocessors and is_wide:  # up to two programs to a multiprocessor, and no sums to add
+        return Config(block_n, narrow_k, 1, warps=4, stages=4)
+    wanted = triton.cdiv(19 * multiprocessors, 10 * strips)
     split = _split(num_inputs, block_k, triton.next_power_of_2(wanted))
-    return Config(64, block_k, split, warps=4, stages={256: 3, 128: 6, 64: 6}[block_k])
+    stages = 6 if block_k < 256 or block_n < 64 else 3 if is_wide else 4
+    return Config(block_n, block_k, split, warps=4, stages=stages)
 
 
 def _split(num_inputs: int, block_k: int, wanted: int) -> int:

@@ -3,6 +3,9 @@
 Scratch rows are in the order of the pairs, token * K + place. A pair's bits follow from its token's row and
 its expert: sums run over the columns in one fixed order, and a tile's other rows do not matter. The tile's
 height changes at MAX_FEW pairs, and bits may change with it.
+
+A shared expert that is stored as the routed ones are runs with them: its tiles, of tokens in their order,
+come after the routed ones, and so do its scratch rows, one per token.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from blockdraft.kernels.triton.launch import has_pdl
+from blockdraft.kernels.triton.linear import widen
 from blockdraft.kernels.triton.routing import LOW, MAX_FEW, group
 
 if TYPE_CHECKING:
-    from blockdraft.kernels.moe import Activation, Groups, Matrices, Parts, Shared
+    from blockdraft.kernels.moe import Activation, Beside, Choice, Groups, Matrices, Parts
 
 
 class Config(NamedTuple):
@@ -105,11 +109,11 @@ def _multiply(
         else:
             weight = tl.load(pointers, mask=column[:, None] < COLUMNS, other=0)
         if SCALE_COLUMNS == 0 or SCALE_COLUMNS >= COLUMNS:
-            total = tl.dot(x, weight.to(x.dtype), total, input_precision=PRECISION)
+            total = tl.dot(x, widen(weight, x), total, input_precision=PRECISION)
         else:
             block = (rows // SCALE_ROWS) * stride_scale + begin // SCALE_COLUMNS
             factor = tl.load(scale + block).to(tl.float32)
-            total += tl.dot(x, weight.to(x.dtype), input_precision=PRECISION) * factor[None, :]
+            total += tl.dot(x, widen(weight, x), input_precision=PRECISION) * factor[None, :]
     return total
 
 
@@ -150,27 +154,42 @@ def _gated(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
     return result
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit
+def _of_expert(first, shared, expert, stride, NUM_EXPERTS: tl.constexpr):
+    """Where the matrix, scales or bias of an expert begin."""
+    place = first + expert * stride
+    return place if shared is None else tl.where(expert == NUM_EXPERTS, shared, place)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_tokens"])
 def _experts_kernel(
     x,
     out,
     order,
     tiles,
     num_tiles,
+    num_tokens,
     first_values,
     second_values,
     first_scale,
     second_scale,
     first_bias,
     second_bias,
+    shared_first_values,
+    shared_second_values,
+    shared_first_scale,
+    shared_second_scale,
+    shared_first_bias,
+    shared_second_bias,
     stride_expert,
     stride_row,
     stride_scale_expert,
     stride_scale_row,
     stride_bias,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SHARED_BY: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     IS_FP4: tl.constexpr,
@@ -180,39 +199,57 @@ def _experts_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    IS_SINGLE: tl.constexpr,  # one token: tile t is the pair t
     PDL: tl.constexpr,
 ):
-    """out[pair] = x[pair // SHARED_BY] @ first^T, or, with an activation of KIND, of that and of @ second^T.
+    """With an activation of KIND: out[pair] = KIND(x[token] @ first^T, x[token] @ second^T).
 
-    One program per tile and BLOCK_N rows of the weights; tiles of one expert run next to each other.
+    Without: out[pair] = x[pair] @ first^T.
+    One program per tile and BLOCK_N rows of the weights; tiles of one expert run next to each other. Tiles
+    from num_tiles on are of the shared expert, whose id is NUM_EXPERTS.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
-    expert = tl.load(tiles + tile).to(tl.int64)
+    strip = tl.program_id(1)
+    row = strip * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_routed = tile < num_tiles
+    expert = tl.load(tiles + tile, mask=is_routed, other=NUM_EXPERTS).to(tl.int64)
     if expert < 0:
         return
-    begin_pair = tl.load(tiles + num_tiles + tile)
-    num_valid = tl.load(tiles + 2 * num_tiles + tile)
     lane = tl.arange(0, BLOCK_M)
+    if IS_SINGLE:
+        num_valid = 1
+        pair = tile + lane
+    else:
+        begin_pair = tl.load(tiles + num_tiles + tile, mask=is_routed, other=0)
+        num_valid = tl.load(tiles + 2 * num_tiles + tile, mask=is_routed, other=0)
+        pair = tl.load(order + begin_pair + lane, mask=lane < num_valid, other=0)
+    token = pair // NUM_CHOSEN
+    if shared_first_values is not None:
+        begin_token = (tile - num_tiles) * BLOCK_M
+        num_valid = tl.where(is_routed, num_valid, num_tokens - begin_token)
+        token = tl.where(is_routed, token, begin_token + lane)
+        pair = tl.where(is_routed, pair, num_tokens * NUM_CHOSEN + token)
     is_pair = lane < num_valid
-    pair = tl.load(order + begin_pair + lane, mask=is_pair, other=0)
-    x_row = x + (pair // SHARED_BY).to(tl.int64)[:, None] * COLUMNS
+    source = pair if KIND is None else token
+    x_row = x + source.to(tl.int64)[:, None] * COLUMNS
 
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.where(row < ROWS, row, 0)  # what is past the end is computed from row 0 and not stored
-    first_values += expert * stride_expert
+    first_values = _of_expert(first_values, shared_first_values, expert, stride_expert, NUM_EXPERTS)
     if SCALE_COLUMNS > 0:
-        first_scale += expert * stride_scale_expert
+        first_scale = _of_expert(first_scale, shared_first_scale, expert, stride_scale_expert, NUM_EXPERTS)
     if first_bias is not None:
-        first_bias += expert * stride_bias
+        first_bias = _of_expert(first_bias, shared_first_bias, expert, stride_bias, NUM_EXPERTS)
     if KIND is not None:
-        second_values += expert * stride_expert
+        second_values = _of_expert(second_values, shared_second_values, expert, stride_expert, NUM_EXPERTS)
         if SCALE_COLUMNS > 0:
-            second_scale += expert * stride_scale_expert
+            second_scale = _of_expert(
+                second_scale, shared_second_scale, expert, stride_scale_expert, NUM_EXPERTS
+            )
         if second_bias is not None:
-            second_bias += expert * stride_bias
+            second_bias = _of_expert(second_bias, shared_second_bias, expert, stride_bias, NUM_EXPERTS)
 
     first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -278,33 +315,38 @@ def _experts_kernel(
 def run_experts(
     x: Tensor,
     parts: Parts,
-    ids: Tensor,
+    choice: Choice,
     activation: Activation,
-    groups: Groups | None = None,
+    beside: Beside | None = None,
+    onto: Tensor | None = None,
     configs: tuple[Config, Config] | None = None,
 ) -> Tensor:
-    """The chosen experts' outputs [N, K, E] in x's dtype, not weighed yet; x [N, E], ids [N, K].
-
-    `groups` are those of `route_and_group`, where there are any.
-    """
+    """[N, E] for x [N, E]; see `kernels.moe.experts`."""
+    ids = choice.ids
     num_tokens, num_chosen = ids.shape
-    num_experts, inner, _ = parts.gate.values.shape
-    outputs = x.new_empty(num_tokens, num_chosen, x.shape[1])
-    if ids.numel() == 0:
-        return outputs
+    num_pairs = ids.numel()
+    if num_pairs == 0:
+        return x.new_empty(x.shape)
     gated, last = configs or (
-        choose_config(parts.gate, x.dtype, ids.numel(), 2),
-        choose_config(parts.down, x.dtype, ids.numel(), 1),
+        choose_config(parts.gate, x.dtype, num_pairs, 2),
+        choose_config(parts.down, x.dtype, num_pairs, 1),
     )
     assert gated.block_m == last.block_m, "one list of tiles serves both products"
-    if groups is None:
-        groups = group(ids.contiguous(), num_experts, gated.block_m)
-    else:
-        assert gated.block_m == LOW, "the groups are of low tiles"
-    hidden = x.new_empty(ids.numel(), inner)
-    _launch(x.contiguous(), hidden, groups, (parts.gate, parts.up), gated, activation, num_chosen)
-    _launch(hidden, outputs, groups, (parts.down,), last, None, 1)
-    return outputs
+    assert choice.groups is None or gated.block_m == LOW, "the groups are of low tiles"
+    num_experts, inner, _ = parts.gate.values.shape
+    groups = choice.groups or group(ids.contiguous(), num_experts, gated.block_m)
+    shared = None if beside is None or isinstance(beside.value, Tensor) else beside.value
+    num_rows = num_pairs if shared is None else num_pairs + num_tokens
+    hidden, outputs = x.new_empty(num_rows, inner), x.new_empty(num_rows, x.shape[1])
+    is_single = num_tokens == 1 and choice.groups is not None
+    both = None if shared is None else (shared.gate, shared.up)
+    product = Product((parts.gate, parts.up), both, gated, is_single)
+    _launch(x.contiguous(), hidden, groups, product, activation, ids.shape)
+    if beside is not None and shared is not None:
+        beside = beside._replace(value=outputs[num_pairs:])
+    product = Product((parts.down,), None if shared is None else (shared.down,), last, is_single)
+    _launch(hidden, outputs, groups, product, None, ids.shape)
+    return combine(outputs[:num_pairs].view(num_tokens, num_chosen, -1), choice.weights, beside, onto)
 
 
 def choose_config(part: Matrices, dtype: torch.dtype, num_pairs: int, num_parts: int) -> Config:
@@ -317,48 +359,60 @@ def choose_config(part: Matrices, dtype: torch.dtype, num_pairs: int, num_parts:
         config = Config(64, 64, 64, num_warps=4, num_stages=3)
     else:
         # Gate and up together read 2 x 32 rows a step. Measured on an H200 (benchmarks/log.md).
-        config = Config(LOW, 32, 128, num_warps=4, num_stages=4)
+        config = Config(LOW, 32, 128, num_warps=4, num_stages=4 if is_fp4 else 5)
         if num_parts == 1 and not is_fp4:
             config = Config(LOW, 16, 128, num_warps=2, num_stages=5)
+            if columns == 512:  # two long steps
+                config = Config(LOW, 16, 256, num_warps=2, num_stages=2)
     if part.scale is not None and part.block[1] < columns and not is_fp4:
         while part.block[1] % config.block_k != 0:  # the columns of one step share a scale
             config = config._replace(block_k=config.block_k // 2)
     return config
 
 
+class Product(NamedTuple):
+    """What one launch multiplies by: gate and up, or down alone, of the routed experts and of the shared."""
+
+    routed: tuple[Matrices, ...]
+    shared: tuple[Matrices, ...] | None
+    config: Config
+    is_single: bool  # one token, whose tiles are as `route_and_group` leaves them
+
+
 def _launch(
     x: Tensor,
     out: Tensor,
     groups: Groups,
-    parts: tuple[Matrices, ...],
-    config: Config,
+    product: Product,
     activation: Activation | None,
-    shared_by: int,
+    shape: torch.Size,
 ) -> None:
-    order, tiles = groups
-    first, second = parts[0], parts[-1]
-    rows, is_fp4 = first.values.shape[1], first.values.dtype == torch.uint8
+    """One product; `shape` [N, K] is that of the choice."""
+    (order, tiles), config = groups, product.config
+    first = product.routed[0]
+    num_experts, rows, _ = first.values.shape
+    is_fp4 = first.values.dtype == torch.uint8
     columns = first.values.shape[2] * (2 if is_fp4 else 1)
-    scales = [None if part.scale is None else _readable_scale(part.scale) for part in (first, second)]
-    strides = (0, 0) if scales[0] is None else scales[0].stride()[:2]
+    num_tokens, num_chosen = shape
+    num_shared = 0 if product.shared is None else triton.cdiv(num_tokens, config.block_m)
+    grid = (tiles.shape[1] + num_shared, triton.cdiv(rows, config.block_n))
     pdl = has_pdl(x.device)
-    _experts_kernel[(tiles.shape[1], triton.cdiv(rows, config.block_n))](
+    _experts_kernel[grid](
         x,
         out,
         order,
         tiles,
         tiles.shape[1],
-        first.values,
-        second.values,
-        *scales,
-        first.bias,
-        second.bias,
+        num_tokens,
+        *_pointers(product.routed),
+        *_pointers(product.shared),
         *first.values.stride()[:2],
-        *strides,
+        *((0, 0) if first.scale is None else first.scale.stride()[:2]),
         0 if first.bias is None else first.bias.stride(0),
+        NUM_EXPERTS=num_experts,
+        NUM_CHOSEN=num_chosen,
         ROWS=rows,
         COLUMNS=columns,
-        SHARED_BY=shared_by,
         SCALE_ROWS=first.block[0],
         SCALE_COLUMNS=0 if first.scale is None else first.block[1],
         IS_FP4=is_fp4,
@@ -368,11 +422,26 @@ def _launch(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
+        IS_SINGLE=product.is_single,
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         launch_pdl=pdl,
     )
+
+
+def _pointers(parts: tuple[Matrices, ...] | None) -> list[Tensor | None]:
+    """Values, scales and biases, of the first part and of the second (or the first again) each."""
+    if parts is None:
+        return [None] * 6
+    ends = (parts[0], parts[-1])
+    scales = [None if part.scale is None else _readable_scale(part.scale) for part in ends]
+    return [*(_readable_values(part.values) for part in ends), *scales, *(part.bias for part in ends)]
+
+
+def _readable_values(values: Tensor) -> Tensor:
+    """fp8 as bytes, as `widen` takes it."""
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 def _readable_scale(scale: Tensor) -> Tensor:
@@ -428,23 +497,25 @@ def _combine_kernel(
 
 
 def combine(
-    outputs: Tensor, weights: Tensor, shared: Shared | None = None, onto: Tensor | None = None
+    outputs: Tensor, weights: Tensor, beside: Beside | None = None, onto: Tensor | None = None
 ) -> Tensor:
     """[N, E] of outputs [N, K, E] and weights [N, K]; see `kernels.moe.experts`."""
     num_tokens, num_chosen, size = outputs.shape
     total = outputs.new_empty(num_tokens, size)
     if num_tokens == 0:
         return total
+    gate, value = (None, None) if beside is None else beside
+    assert value is None or isinstance(value, Tensor)
     block = min(512, triton.next_power_of_2(size))
     pdl = has_pdl(outputs.device)
     _combine_kernel[(num_tokens, triton.cdiv(size, block))](
         outputs,
         weights.contiguous(),
-        None if shared is None else shared.gate,
-        None if shared is None else shared.value.contiguous(),
+        gate,
+        None if value is None else value.contiguous(),
         None if onto is None else onto.contiguous(),
         total,
-        0 if shared is None else shared.gate.stride(0),
+        0 if gate is None else gate.stride(0),
         SIZE=size,
         NUM_CHOSEN=num_chosen,
         BLOCK=block,

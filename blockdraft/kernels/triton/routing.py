@@ -30,6 +30,12 @@ MAX_COMPARED = 1024  # pairs that are sorted by comparing all with all; above, P
 
 
 @triton.jit
+def _in_order(bits):
+    """The upper half of a float's bits as a number that orders like it; and back."""
+    return tl.where(bits < 0, bits ^ 0x7FFF, bits)
+
+
+@triton.jit
 def _choose(
     logits,
     expert_scale,
@@ -50,18 +56,30 @@ def _choose(
     pointers = logits + token.to(tl.int64)[:, None] * stride_token + expert
     x = tl.load(pointers, mask=is_expert, other=0.0).to(tl.float32)
     # Undefined logits lose but keep the ids in range; -inf is below all of them and marks what is taken.
-    x = tl.where(x >= -3.0e38, x, -3.0e38)
+    lowest = -2.9774707105582116e38  # 1.75 * 2 ** 127, which bfloat16 holds
+    x = tl.where(x >= lowest, x, lowest)
+    x = tl.where(x == 0.0, 0.0, x)  # the two zeros are one
     x = tl.where(expert < NUM_EXPERTS, x, -float("inf"))
     top = tl.max(x, axis=1)
     weight = tl.exp(x - top[:, None])
     place = tl.full(x.shape, -1, tl.int32)
     total = tl.zeros(top.shape, tl.float32)
-    for k in range(NUM_CHOSEN):
-        best, winner = tl.max(x, axis=1, return_indices=True)  # the lowest id of several
-        is_winner = expert == winner[:, None]
-        place = tl.where(is_winner, k, place)
-        total += tl.exp(best - top)
-        x = tl.where(is_winner, -float("inf"), x)
+    if logits.dtype.element_ty == tl.bfloat16:
+        # Logit and id as one whole number: the hardware finds the greatest of a warp at once.
+        key = (_in_order(x.to(tl.int32, bitcast=True) >> 16) << 16) | (0xFFFF - expert)
+        for k in range(NUM_CHOSEN):
+            best_key = tl.max(key, axis=1)
+            is_winner = key == best_key[:, None]
+            place = tl.where(is_winner, k, place)
+            total += tl.exp((_in_order(best_key >> 16) << 16).to(tl.float32, bitcast=True) - top)
+            key = tl.where(is_winner, -0x80000000, key)
+    else:
+        for k in range(NUM_CHOSEN):
+            best, winner = tl.max(x, axis=1, return_indices=True)  # the lowest id of several
+            is_winner = expert == winner[:, None]
+            place = tl.where(is_winner, k, place)
+            total += tl.exp(best - top)
+            x = tl.where(is_winner, -float("inf"), x)
     if IS_OVER_ALL:
         # Whole multiples of 2 ** -40 add up to the same in any order.
         total = tl.sum((weight * 1099511627776.0).to(tl.int64), axis=1).to(tl.float32) / 1099511627776.0
@@ -286,6 +304,13 @@ def _route_and_group_kernel(
         IS_OVER_ALL,
     )
     _store_choice(weights, ids, token, place, weight, NUM_CHOSEN, BLOCK)
+    if TOKENS == 1:  # a tile for each place, in their order: nothing to count
+        expert = tl.arange(0, BLOCK)[None, :]
+        tl.store(order + place, place, mask=place >= 0)
+        tl.store(tiles + place, expert, mask=place >= 0)
+        tl.store(tiles + num_tiles + place, place, mask=place >= 0)
+        tl.store(tiles + 2 * num_tiles + place, 1, mask=place >= 0)
+        return
     is_chosen = (place >= 0).to(tl.int32)
     count = tl.sum(is_chosen, axis=0)
     first = tl.cumsum(count, axis=0) - count
