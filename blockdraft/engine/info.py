@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
+from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.engine.engine import Engine
+
+NUM_SAMPLED = 256  # bytes of each tensor that a fingerprint looks at
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +20,7 @@ class EngineInfo:
 
     target: str
     draft: str | None
+    draft_hash: str | None  # which weights, whatever their name
     family: str
     vocab_size: int
     width: int
@@ -36,6 +44,7 @@ def engine_info(engine: Engine) -> EngineInfo:
     return EngineInfo(
         target=models.config.name,
         draft=None if models.draft_config is None else models.draft_config.name,
+        draft_hash=fingerprint(models.drafter.model) if isinstance(models.drafter, DFlashDrafter) else None,
         family=models.config.family,
         vocab_size=models.config.vocab_size,
         width=plan.width,
@@ -53,3 +62,18 @@ def engine_info(engine: Engine) -> EngineInfo:
         synthetic_acceptance=models.labels.synthetic_acceptance,
         notices=models.labels.notices,
     )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Tells loaded weights apart: names, shapes, dtypes, and bytes spread evenly over each tensor.
+
+    16 hex digits. The same checkpoint in another dtype or quantisation has another one: it drafts otherwise.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        raw = tensor.detach().reshape(-1).view(torch.uint8)
+        if raw.numel():
+            places = torch.linspace(0, raw.numel() - 1, min(NUM_SAMPLED, raw.numel()), dtype=torch.float64)
+            digest.update(raw[places.round().long().to(raw.device)].cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
