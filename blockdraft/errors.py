@@ -5,7 +5,8 @@
     ├── ModelError         a checkpoint that is missing, damaged, unknown, or does not match its drafter
     ├── FetchError         a download that did not arrive whole, or a disk that is full
     ├── RequestError       a request that can never be served: empty, too long, impossible sampling values
-    └── CapacityError      a request or a model that does not fit right now: full queue, too little memory
+    ├── CapacityError      a request or a model that does not fit right now: full queue, too little memory
+    └── BenchError         a benchmark that cannot be run as asked
 
 A message has three parts: what happened, the value, what to do. A traceback means a bug of ours.
 """
@@ -33,3 +34,7 @@ class RequestError(BlockdraftError):
 
 class CapacityError(BlockdraftError):
     """A request or a model that does not fit right now."""
+
+
+class BenchError(BlockdraftError):
+    """A benchmark cannot be run as asked."""

@@ -12,7 +12,7 @@ from blockdraft.settings import Settings
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODELS_TEMPLATE = Path(__file__).parent / "models.in.md"
-COMMANDS = ("generate", "serve", "fetch", "models")
+COMMANDS = ("generate", "serve", "bench", "fetch", "models")
 
 
 def settings_page() -> str:

@@ -10,6 +10,7 @@ import blockdraft
 ROOT = Path(blockdraft.__file__).parent
 LAYERS = ["kernels", "cache", "models", "drafters", "runtime", "engine"]
 ALONE = {"settings", "errors", "machine", "acceptance_profile"}  # standard library (and each other) only
+BENCH_USES = {"blockdraft", "aiohttp", "numpy", "rich", "huggingface_hub", "pyarrow"}
 TORCH_FREE = {
     "plan",
     "models.config",
@@ -49,11 +50,13 @@ def test_imports_point_down():
             if package in LAYERS and top in LAYERS:
                 assert LAYERS.index(top) <= LAYERS.index(package), f"{name} imports {imported}"
             if package in LAYERS:
-                assert top not in {"cli", "server", "llm"}, f"{name} imports {imported}"
+                assert top not in {"cli", "server", "bench", "llm"}, f"{name} imports {imported}"
             if package in ALONE:
                 assert top in ALONE, f"{name} imports {imported}"
             if package == "server":
-                assert top not in {"cli", "llm"}, f"{name} imports {imported}"
+                assert top not in {"cli", "bench", "llm"}, f"{name} imports {imported}"
+            if package == "bench":  # it sees a server as any client does
+                assert top in {"bench", "errors", "machine"}, f"{name} imports {imported}"
 
 
 def test_settings_and_friends_use_the_standard_library_only():
@@ -61,6 +64,9 @@ def test_settings_and_friends_use_the_standard_library_only():
         if name in ALONE:
             foreign = {i.split(".")[0] for i in imports(tree)} - set(sys.stdlib_module_names) - {"blockdraft"}
             assert not foreign, f"{name} imports {foreign}"
+        if name.split(".")[0] == "bench":
+            foreign = {i.split(".")[0] for i in imports(tree)} - set(sys.stdlib_module_names)
+            assert foreign <= BENCH_USES, f"{name} imports {foreign}"
         if name in TORCH_FREE:
             assert "torch" not in {i.split(".")[0] for i in imports(tree)}, name
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from blockdraft import __version__
-from blockdraft.cli import fetch, generate, models, serve
+from blockdraft.cli import bench, fetch, generate, models, serve
 from blockdraft.errors import BlockdraftError
 
 EXIT_ERROR = 2
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"blockdraft {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     parsers = {}
-    for command in (generate, serve, fetch, models):
+    for command in (generate, serve, bench, fetch, models):
         name = command.__name__.rpartition(".")[2]
         parsers[name] = commands.add_parser(
             name,

@@ -1,0 +1,1 @@
+"""Measure any OpenAI-compatible server so that its numbers can be compared."""

@@ -1,0 +1,287 @@
+"""What is behind an address: which server, which model, and what it can be asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import aiohttp
+
+from blockdraft.bench.records import PLAIN, Ask, Speculation
+from blockdraft.bench.speculation import difference, read_metrics
+from blockdraft.bench.wire import Json, headers, one_line, reason, server_message, server_root, shown_host
+from blockdraft.errors import BenchError
+
+__all__ = ["Endpoint", "Kind", "Switches", "difference", "probe", "read_speculation"]
+
+Kind = Literal["blockdraft", "vllm", "sglang", "llama.cpp", "unknown"]
+PROBE_TIMEOUT_S = 10.0  # arbitrary
+_OWNERS: dict[str, Kind] = {
+    "blockdraft": "blockdraft",
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "llamacpp": "llama.cpp",
+    "llama.cpp": "llama.cpp",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """Fields of a body by which this kind of server turns speculation off, and keeps its caches out."""
+
+    plain: Mapping[str, object] = field(default_factory=dict)  # no speculation for this request
+    salt: str | None = None  # takes Ask.cache_salt: equal prompts are recognised within one salt only
+    uncached: Mapping[str, object] = field(default_factory=dict)  # no cache; for asks that have a salt
+
+    @property
+    def keeps_caches_out(self) -> bool:
+        """Whether Ask.cache_salt has an effect. If not, the prompts themselves must differ."""
+        return self.salt is not None or bool(self.uncached)
+
+    def fields(self, ask: Ask) -> Json:
+        found: Json = dict(self.plain) if ask.arm == PLAIN else {}
+        if ask.cache_salt is not None:
+            found |= self.uncached
+            if self.salt is not None:
+                found[self.salt] = ask.cache_salt
+        return found
+
+
+_SWITCHES: dict[Kind, Switches] = {
+    "vllm": Switches(salt="cache_salt"),
+    "sglang": Switches(salt="cache_salt"),
+    "llama.cpp": Switches(uncached={"cache_prompt": False}),
+    "unknown": Switches(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One model of one server, as far as the server tells."""
+
+    url: str  # without /v1
+    kind: Kind
+    version: str | None
+    model: str
+    max_model_len: int | None
+    switches: Switches
+    is_metered: bool  # /metrics counts drafts
+    is_speculative: bool | None = None  # whether it has a drafter, or drafts otherwise; None: it does not say
+    drafter: str | None = None  # its name
+    drafter_hash: str | None = None
+    notices: tuple[str, ...] = ()  # what a reader of any number must know
+
+    @property
+    def can_switch(self) -> bool:
+        """Whether single requests can do without speculation."""
+        return bool(self.switches.plain)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    status: int
+    server: str  # the header
+    body: bytes
+
+    def json(self) -> Json:
+        """The object that it is; empty: it is none."""
+        try:
+            value = json.loads(self.body) if self.status == 200 else {}
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+class _Asker:
+    """GETs of one server."""
+
+    def __init__(self, session: aiohttp.ClientSession, root: str, api_key: str | None) -> None:
+        self.session = session
+        self.root = root
+        self._api_key = api_key
+
+    async def get(self, path: str) -> _Reply:
+        """BenchError when there is no answer at all."""
+        try:
+            async with self.session.get(self.root + path) as response:
+                return _Reply(response.status, response.headers.get("server", ""), await response.read())
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise self.error(reason(error, shown_host(self.root), PROBE_TIMEOUT_S)) from None
+
+    async def try_get(self, path: str) -> Json:
+        """The object that is there; empty: there is none."""
+        try:
+            return (await self.get(path)).json()
+        except BenchError:
+            return {}
+
+    async def metrics(self) -> str:
+        """The text of /metrics; empty: there is none."""
+        try:
+            reply = await self.get("/metrics")
+        except BenchError:
+            return ""
+        return reply.body.decode("utf-8", "replace") if reply.status == 200 else ""
+
+    def error(self, text: str) -> BenchError:
+        return BenchError(one_line(text, self._api_key))
+
+
+async def probe(url: str, api_key: str | None = None, model: str | None = None) -> Endpoint:
+    """Look at a server. BenchError: it cannot be measured, and why."""
+    async with _session(api_key) as session:
+        ask = _Asker(session, server_root(url), api_key)
+        reply = await ask.get("/v1/models")
+        card = _find_model(ask, _cards(ask, reply), model)
+        props = await ask.try_get("/props")
+        info = await ask.try_get("/get_server_info")
+        kind = _kind(reply, card, props, info)
+        engine = await _engine_info(ask) if kind == "blockdraft" else {}
+        drafter = engine.get("draft") or info.get("speculative_draft_model_path")
+        notices = engine.get("notices")
+        metrics = await ask.metrics()
+        is_metered = read_metrics(metrics, str(card["id"])) is not None
+        return Endpoint(
+            url=ask.root,
+            kind=kind,
+            version=_version(await ask.try_get("/version"), props, info),
+            model=str(card["id"]),
+            max_model_len=_max_model_len(card, props, info),
+            switches=_own_switches(await ask.try_get("/openapi.json"))
+            if kind == "blockdraft"
+            else _SWITCHES[kind],
+            is_metered=is_metered,
+            is_speculative=_is_speculative(kind, engine, info, metrics, is_metered=is_metered),
+            drafter=drafter if isinstance(drafter, str) else None,
+            drafter_hash=_text(engine, "draft_hash"),
+            notices=tuple(map(str, notices)) if isinstance(notices, list) else (),
+        )
+
+
+async def read_speculation(
+    url: str, api_key: str | None = None, model: str | None = None
+) -> Speculation | None:
+    """What /metrics has counted since the server's start; None: it does not say."""
+    async with _session(api_key) as session:
+        return read_metrics(await _Asker(session, server_root(url), api_key).metrics(), model)
+
+
+def _session(api_key: str | None) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
+    return aiohttp.ClientSession(timeout=timeout, headers=headers(api_key))
+
+
+# ---- models
+
+
+def _cards(ask: _Asker, reply: _Reply) -> list[Json]:
+    host = shown_host(ask.root)
+    if reply.status in (401, 403):
+        said = server_message(reply.body)
+        raise ask.error(f"{host} does not accept the API key (HTTP {reply.status}): {said}")
+    if reply.status >= 500:
+        raise ask.error(f"{host} cannot answer (HTTP {reply.status}): {server_message(reply.body)}")
+    data = reply.json().get("data")
+    if not isinstance(data, list):
+        raise ask.error(
+            f"{host} is no OpenAI-compatible server: {ask.root.rpartition('@')[2]}/v1/models answers HTTP "
+            f"{reply.status} without a list of models. Check the address and the path before /v1."
+        )
+    cards = [card for card in data if isinstance(card, dict) and isinstance(card.get("id"), str)]
+    if not cards:
+        raise ask.error(f"{host} serves no model: load one first.")
+    return cards
+
+
+def _find_model(ask: _Asker, cards: list[Json], model: str | None) -> Json:
+    """The card of `model`; without a name, of the only model there is."""
+    names = ", ".join(f"'{card['id']}'" for card in cards)
+    if model is None:
+        bases = [card for card in cards if not card.get("parent")]  # not vLLM's adapters
+        if len(bases) == 1:
+            return bases[0]
+        raise ask.error(f"{shown_host(ask.root)} serves several models: name one of {names}.")
+    for card in cards:
+        aliases = card.get("aliases")
+        if card["id"] == model or (isinstance(aliases, list) and model in aliases):
+            return card
+    raise ask.error(f"{shown_host(ask.root)} has no model '{model}': it serves {names}.")
+
+
+# ---- the server
+
+
+def _kind(reply: _Reply, card: Json, props: Json, info: Json) -> Kind:
+    if (kind := _OWNERS.get(str(card.get("owned_by")).lower())) is not None:
+        return kind
+    if reply.server.lower().startswith("llama.cpp") or "default_generation_settings" in props:
+        return "llama.cpp"
+    if "tokenizer_path" in info or "mem_fraction_static" in info:
+        return "sglang"
+    return "unknown"
+
+
+def _version(version: Json, props: Json, info: Json) -> str | None:
+    return _text(version, "version") or _text(info, "version") or _text(props, "build_info")
+
+
+def _max_model_len(card: Json, props: Json, info: Json) -> int | None:
+    meta, settings = card.get("meta"), props.get("default_generation_settings")
+    for value in (
+        card.get("max_model_len"),
+        settings.get("n_ctx") if isinstance(settings, dict) else None,
+        meta.get("n_ctx") if isinstance(meta, dict) else None,
+        info.get("context_length"),
+    ):
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _is_speculative(kind: Kind, engine: Json, info: Json, metrics: str, *, is_metered: bool) -> bool | None:
+    if kind == "blockdraft":  # its counters are there without a drafter too
+        return engine["draft"] is not None if "draft" in engine else None
+    if is_metered:
+        return True
+    if kind == "sglang" and "speculative_algorithm" in info:
+        return info["speculative_algorithm"] is not None
+    # vLLM has the counters of drafts, from its start on, if and only if it drafts and counts at all.
+    return False if kind == "vllm" and "vllm:" in metrics else None
+
+
+def _text(parent: Json, key: str) -> str | None:
+    value = parent.get(key)
+    return value if isinstance(value, str) else None
+
+
+# ---- blockdraft's own server
+
+
+def _own_switches(openapi: Json) -> Switches:
+    """By what the server's own description has: one that does not know a salt refuses it."""
+    found: object = openapi
+    for key in ("components", "schemas", "ChatRequest", "properties"):
+        found = found.get(key) if isinstance(found, dict) else None
+    names = found if isinstance(found, dict) else {}
+    return Switches(
+        plain={"speculative": False} if "speculative" in names else {},
+        salt="cache_salt" if "cache_salt" in names else None,
+    )
+
+
+async def _engine_info(ask: _Asker) -> Json:
+    """The engine as the live page is told: the first event of an endless stream."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S), ask.session.get(ask.root + "/events") as response:
+            if response.status != 200:
+                return {}
+            line = await response.content.readuntil(b"\n\n")
+            response.close()
+            event = json.loads(line.strip().removeprefix(b"data:"))
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+        return {}
+    engine = event.get("engine") if isinstance(event, dict) else None
+    return engine if isinstance(engine, dict) else {}

@@ -1,0 +1,55 @@
+"""The machine that measures, described without torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from blockdraft.machine import read_machine
+
+
+def machine() -> dict[str, object]:
+    """This machine: the one that measured, which is the server's only where the server runs on it."""
+    return {
+        "platform": platform.platform(),
+        "architecture": platform.machine(),
+        "cpu": _cpu_name(),
+        "num_cpus": _num_cpus(),
+        "memory_available_bytes": read_machine().memory_bytes,
+        "gpus": _gpus(),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
+    for line in [*text.splitlines(), *_output_of("lscpu").splitlines()]:
+        name, _, value = line.partition(":")
+        if name.strip().lower() == "model name":
+            return value.strip()
+    return _output_of("sysctl", "-n", "machdep.cpu.brand_string").strip() or platform.machine()
+
+
+def _num_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpus() -> list[dict[str, str]]:
+    names = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
+    text = _output_of("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader")
+    found = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
+    keys = ("name", "driver", "memory", "power_limit", "max_clock")
+    return [dict(zip(keys, values, strict=True)) for values in found if len(values) == len(keys)]
+
+
+def _output_of(*command: str) -> str:
+    """What a program says; nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout

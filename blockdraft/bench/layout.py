@@ -1,0 +1,337 @@
+"""A report as tables and text: for the terminal, for Markdown, and in the shape of published tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Group as Renderables
+from rich.text import Text
+
+from blockdraft.bench.figures import Cell, Distribution, Estimate, headline_speedup
+from blockdraft.bench.report import Report, ReportCell, Row, arm_names, rows_of, whole_rows
+from blockdraft.bench.sheet import (
+    NOTHING,
+    Sheet,
+    clean,
+    escape_markdown,
+    estimate,
+    full_label,
+    interval_text,
+    label,
+    load_text,
+    milliseconds,
+    number,
+    to_markdown,
+    to_rich,
+)
+from blockdraft.errors import BenchError
+
+
+def headline(report: Report) -> Sheet:
+    """The table that is read in ten seconds: the speculative arm, or the only one, and what it gained."""
+    rows = rows_of(report)
+    extra = _varying(rows)
+    header = (
+        *("workload", "conc", *extra, "tok/s\n(±)", "speedup\n(±)", "commit\n/step"),
+        *("TTFT ms\np50/p99", "TPOT ms\np50", "failed"),
+    )
+    lines = [
+        (
+            label(row.key),
+            load_text(row.key),
+            *(text(row) for text in extra.values()),
+            FIGURES["tokens_per_s"](row),
+            FIGURES["speedup"](row),
+            FIGURES["committed_per_step"](row),
+            f"{milliseconds(row.cell['ttft_s']['p50'])}/{milliseconds(row.cell['ttft_s']['p99'])}",
+            FIGURES["tpot"](row),
+            _failed_text(row.cells),
+        )
+        for row in rows
+    ]
+    return Sheet(title="", header=header, rows=tuple(lines))
+
+
+def details(report: Report) -> Sheet:
+    """Every cell of both arms."""
+    header = (
+        *(
+            "workload",
+            "arm",
+            "conc",
+            "depth",
+            "temp",
+            "requests",
+            "failed",
+            "tokens in",
+            "cached",
+            "tokens out",
+        ),
+        *("tok/s", "95 %", "tok/s a request p50", "committed/step", "95 %", "drafts accepted"),
+        *("TTFT p50", "p90", "p99 ms", "TPOT p50", "p90", "p99 ms", "ITL p50", "p99 ms"),
+        *("end to end p50", "p99 s", "send lag p99 ms"),
+    )
+    names = arm_names(report["cells"])
+    return Sheet(
+        title="",
+        header=header,
+        rows=tuple(_detail(cell, arm=names[cell["arm"]]) for row in rows_of(report) for cell in row.cells),
+        num_labels=2,
+    )
+
+
+def grid(report: Report, rows: Sequence[str], columns: Sequence[int], figure: str) -> Sheet:
+    """One figure of workloads ("name" or "name / class") by concurrencies, as published tables have it.
+
+    A workload has one row per depth and temperature it was measured at, and one at least.
+    """
+    if figure not in FIGURES:
+        raise BenchError(f"no figure is called {figure!r}: choose one of {', '.join(FIGURES)}.")
+    found = [row for row in rows_of(report) if row.key["rate"] is None]
+    variants = sorted({(row.key["depth"], row.key["temperature"]) for row in found}) or [(0, 0.0)]
+    lines = []
+    for name in rows:
+        for variant in variants:
+            cells = {
+                row.key["concurrency"]: FIGURES[figure](row)
+                for row in found
+                if label(row.key) == name and (row.key["depth"], row.key["temperature"]) == variant
+            }
+            if cells or variant == variants[0]:
+                shown = name if len(variants) == 1 else f"{name} (depth {variant[0]}, T {variant[1]:g})"
+                lines.append((shown, *(cells.get(column, NOTHING) for column in columns)))
+    header = ("workload", *(f"concurrency {column}" for column in columns))
+    return Sheet(title=FIGURE_NAMES[figure], header=header, rows=tuple(lines))
+
+
+def verdict_lines(report: Report) -> list[str]:
+    """Whether speculation pays, a line for each answer."""
+    words = {
+        "pays": "Speculation pays",
+        "loses": "Speculation costs",
+        "unclear": "No clear difference",
+        "too little": "Too little to say",
+    }
+    lines = []
+    for verdict, text in words.items():
+        loads: dict[str, list[str]] = {}
+        for pair in report["pairs"]:
+            if pair["verdict"] == verdict:
+                loads.setdefault(full_label(pair["key"]), []).append(load_text(pair["key"]))
+        if loads:
+            named = "; ".join(f"{workload} at {', '.join(at)}" for workload, at in loads.items())
+            lines.append(f"{text}: {named}.")
+    if any(pair["key"]["rate"] is not None for pair in report["pairs"]):
+        lines.append("At a rate the arrivals decide the aggregate tok/s: the speedup is that of TPOT.")
+    return lines
+
+
+def agreement_line(report: Report) -> str | None:
+    """How many greedy answers of the pair are equal."""
+    pairs = [row.pair for row in whole_rows(report) if row.pair is not None]
+    compared = [pair["agreement"] for pair in pairs if pair["agreement"] is not None]
+    turns = [turns for one in compared for turns in (one["first_turns"], one["later_turns"])]
+    total = sum(turn["num_compared"] for turn in turns)
+    if not total:
+        return None
+    equal = sum(turn["num_equal"] for turn in turns)
+    return f"Greedy answers with and without speculation: {equal:,} of {total:,} equal."
+
+
+def summary(report: Report) -> str:
+    """What was measured, on one line."""
+    endpoint = report["endpoint"]
+    drafter = f" with drafter {endpoint['drafter']}" if endpoint["drafter"] else ""
+    return f"{endpoint['model']}{drafter}, {endpoint['kind']} {endpoint['version'] or ''}, {report['date']}"
+
+
+def terminal(report: Report) -> Renderables:
+    """For rich: the headline table and what must not be missed."""
+    lines = [*verdict_lines(report), agreement_line(report) or "", *start_lines(report)]
+    return Renderables(
+        Text(clean(summary(report)), style="bold"),
+        to_rich(headline(report)),
+        *(Text(clean(line)) for line in lines if line),
+        *(Text(f"warning: {clean(line)}", style="yellow") for line in report["warnings"]),
+        *(Text(f"note: {clean(line)}", style="dim") for line in report["notes"]),
+        Text(
+            "± is half of the 95 % interval; commit/step: tokens committed per step, accepted drafts + 1.",
+            style="dim",
+        ),
+    )
+
+
+def markdown(report: Report) -> str:
+    """The whole report as text."""
+    lines = [*verdict_lines(report), agreement_line(report) or "", *start_lines(report)]
+    facts = {**report["machine"], **report["versions"]}
+    parts = [
+        f"# {escape_markdown(summary(report))}",
+        to_markdown(headline(report)),
+        "\n".join(f"- {escape_markdown(line)}" for line in lines if line),
+        "\n".join(f"- **Warning**: {escape_markdown(line)}" for line in report["warnings"]),
+        "\n".join(f"- Note: {escape_markdown(line)}" for line in report["notes"]),
+        "## All cells",
+        to_markdown(details(report)),
+        *_divergence_part(report),
+        "## How it was run",
+        _list_facts({"endpoint": report["endpoint"], "baseline": report["baseline"]}),
+        _list_facts(report["options"]),
+        _list_facts(facts),
+        "## What the figures mean",
+        _list_facts(report["definitions"]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def fact_text(value: object) -> str:
+    """A fact as it is read: words as they are, everything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _committed_text(row: Row) -> str:
+    figures = row.cell["speculation"]
+    if figures["acceptance"] in ("unknown", "none"):
+        return figures["acceptance"]
+    return number(figures["committed_per_step"]["value"])
+
+
+def _speedup(row: Row) -> Estimate:
+    if row.pair is None:
+        return {"value": None, "interval": None}
+    return headline_speedup(row.key, row.pair["speedup"])
+
+
+def _card_text(row: Row) -> str:
+    speedup = _speedup(row)["value"]
+    gain = "" if speedup is None else f" ({number(speedup)}x)"
+    return f"{number(row.cell['tokens_per_s']['value'])}{gain}"
+
+
+FIGURES: dict[str, Callable[[Row], str]] = {
+    "tokens_per_s": lambda row: estimate(row.cell["tokens_per_s"]),
+    "speedup": lambda row: estimate(_speedup(row), suffix="x"),
+    "committed_per_step": _committed_text,
+    "request_tokens_per_s": lambda row: number(row.cell["request_tokens_per_s"]["p50"]),
+    "ttft": lambda row: milliseconds(row.cell["ttft_s"]["p50"]),
+    "tpot": lambda row: milliseconds(row.cell["tpot_s"]["p50"]),
+    "card": _card_text,
+}
+FIGURE_NAMES = {
+    "tokens_per_s": "tok/s",
+    "speedup": "speedup over plain decoding",
+    "committed_per_step": "tokens committed per step (accepted + 1)",
+    "request_tokens_per_s": "tok/s of one request, p50",
+    "ttft": "TTFT p50, ms",
+    "tpot": "TPOT p50, ms",
+    "card": "tok/s (speedup)",
+}
+
+
+def _varying(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
+    """Depth and temperature, where the report has more than one of them."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "depth": lambda row: str(row.key["depth"]),
+        "temperature": lambda row: f"{row.key['temperature']:g}",
+    }
+    return {name: text for name, text in columns.items() if len({text(row) for row in rows}) > 1}
+
+
+def _failed_text(cells: Sequence[Cell]) -> str:
+    failed = sum(cell["num_failed"] for cell in cells)
+    return f"{failed}/{sum(cell['num_requests'] for cell in cells)}" if failed else "0"
+
+
+def _detail(cell: ReportCell, *, arm: str) -> tuple[str, ...]:
+    key, speculation = cell["key"], cell["speculation"]
+    committed, rate = speculation["committed_per_step"], speculation["draft_acceptance_rate"]
+    return (
+        label(key),
+        arm,
+        load_text(key),
+        str(key["depth"]),
+        f"{key['temperature']:g}",
+        str(cell["num_requests"]),
+        _failed_detail(cell),
+        _count(cell["tokens_in"]),
+        _count(cell["cached_tokens"]),
+        _count(cell["tokens_out"]),
+        number(cell["tokens_per_s"]["value"]),
+        interval_text(cell["tokens_per_s"]["interval"]),
+        number(cell["request_tokens_per_s"]["p50"]),
+        speculation["acceptance"] if committed["value"] is None else number(committed["value"]),
+        interval_text(committed["interval"]),
+        NOTHING if rate is None else f"{rate:.1%}",
+        *_three(cell["ttft_s"]),
+        *_three(cell["tpot_s"]),
+        milliseconds(cell["itl_s"]["p50"]),
+        milliseconds(cell["itl_s"]["p99"]),
+        number(cell["latency_s"]["p50"]),
+        number(cell["latency_s"]["p99"]),
+        milliseconds(cell["send_lag_s"]["p99"]),
+    )
+
+
+def _failed_detail(cell: Cell) -> str:
+    not_sent = f" +{cell['num_not_sent']} not sent" if cell["num_not_sent"] else ""
+    not_ended = f" +{cell['num_not_ended']} given up" if cell["num_not_ended"] else ""
+    return f"{cell['num_failed']}{not_sent}{not_ended}"
+
+
+def _three(times: Distribution) -> tuple[str, str, str]:
+    return milliseconds(times["p50"]), milliseconds(times["p90"]), milliseconds(times["p99"])
+
+
+def _count(value: int | None) -> str:
+    return NOTHING if value is None else f"{value:,}"
+
+
+def start_lines(report: Report) -> list[str]:
+    """Start-ups and the warm-up, a line each."""
+    lines = []
+    for one in report["startup"]:
+        phases = ", ".join(f"{phase['name']} {number(phase['seconds'])} s" for phase in one["phases"])
+        phases = f" ({phases})" if phases else ""
+        lines.append(
+            f"Start-up {one['label']}: ready after {number(one['ready_s'])} s{phases}. First request: "
+            f"first token after {milliseconds(one['first_ttft_s'])} ms, the last after "
+            f"{number(one['first_latency_s'])} s."
+        )
+    warm = report["warmup"]
+    if warm["num_requests"]:
+        lines.append(
+            f"Warm-up, in no other figure: {warm['num_requests']} requests, {warm['num_failed']} failed. "
+            f"The first, cold: first token after {milliseconds(warm['first_ttft_s'])} ms (the others of its "
+            f"arm, p50: {milliseconds(warm['rest_ttft_s'])}), {number(warm['first_tokens_per_s'])} tok/s."
+        )
+    return lines
+
+
+def _divergence_part(report: Report) -> list[str]:
+    lines = [
+        (
+            f"{full_label(pair['key'])} at {load_text(pair['key'])}",
+            one["prompt"],
+            str(one["turn"]),
+            str(one["position"]),
+            one["speculative"],
+            one["plain"],
+        )
+        for pair in (row.pair for row in whole_rows(report))
+        if pair is not None and pair["agreement"] is not None
+        for one in pair["agreement"]["divergences"]
+    ]
+    if not lines:
+        return []
+    header = ("workload", "prompt", "turn", "character", "with speculation", "without")
+    return [
+        "## First divergences",
+        to_markdown(Sheet(title="", header=header, rows=tuple(lines), num_labels=6)),
+    ]
+
+
+def _list_facts(facts: Mapping[str, object]) -> str:
+    return "\n".join(
+        f"- {escape_markdown(name)}: {escape_markdown(fact_text(value))}" for name, value in facts.items()
+    )

@@ -1,0 +1,136 @@
+"""Sends a block of conversations: so many at a time, or each at its time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import random
+from collections.abc import Iterator, Sequence
+
+from blockdraft.bench.client import Client, Clock, OnAnswer
+from blockdraft.bench.records import NOT_ENDED, NOT_SENT, Answer, Ask, Load
+
+MAX_REFUSED = 3  # connections in a row that did not come about: the server has gone
+STOPPED = "the run was stopped."
+
+
+def poisson(num: int, rate: float, seed: int) -> list[float]:
+    """Arrival times in seconds: `num` of a Poisson process with `rate` per second."""
+    source, at_s, times = random.Random(seed), 0.0, []
+    for _ in range(num):
+        at_s += source.expovariate(rate)
+        times.append(at_s)
+    return times
+
+
+async def run_block(
+    client: Client,
+    asks: Sequence[Ask],
+    load: Load,
+    clock: Clock,
+    on_answer: OnAnswer | None = None,
+    stop: asyncio.Event | None = None,
+) -> list[Answer]:
+    """The answers, all turns, in the order of `asks`; `on_answer` gets each as it ends.
+
+    Without a rate `load.concurrency` conversations run at a time, and the next begins the moment one ends.
+    With a rate each begins at its `at_s`, whatever else is running. When `stop` is set what runs is given up.
+    Everything asked for is answered, if only by an error that begins with NOT_SENT.
+    """
+    with _quiet_collector():
+        return await _run_block(_Block(client, asks, clock, on_answer), load, stop)
+
+
+@contextlib.contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Keep what is in memory already out of garbage collections: with PyTorch loaded one takes 0.1 s."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+async def _run_block(block: _Block, load: Load, stop: asyncio.Event | None) -> list[Answer]:
+    work = asyncio.ensure_future(
+        block.at_times() if load.rate is not None else block.in_turn(load.concurrency)
+    )
+    stopping = asyncio.ensure_future(stop.wait()) if stop is not None else None
+    try:
+        await asyncio.wait({work, stopping} if stopping else {work}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (work, stopping):
+            if task is not None and not task.done():
+                task.cancel()
+        await asyncio.gather(work, *([stopping] if stopping else []), return_exceptions=True)
+    if not work.cancelled():
+        work.result()  # a bug of ours shows itself here
+    block.mark_unanswered()
+    return [answer for answers in block.answers for answer in answers]
+
+
+class _Block:
+    def __init__(self, client: Client, asks: Sequence[Ask], clock: Clock, on_answer: OnAnswer | None) -> None:
+        self._client = client
+        self._asks = asks
+        self._clock = clock
+        self._on_answer = on_answer
+        self._start_s = clock()
+        client.num_refused = 0  # of an earlier block: the server may be back
+        self._begun_s: list[float | None] = [None] * len(asks)
+        self._is_ended = [False] * len(asks)
+        self.answers: list[list[Answer]] = [[] for _ in asks]
+
+    async def in_turn(self, concurrency: int) -> None:
+        numbers = iter(range(len(self._asks)))  # shared: each takes the next
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(self._asks))):
+                group.create_task(self._one_after_another(numbers))
+
+    async def _one_after_another(self, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            if self._is_gone:
+                return
+            await self._converse(number, self._clock())
+
+    async def at_times(self) -> None:
+        times = [self._start_s + (ask.at_s or 0.0) for ask in self._asks]
+        async with asyncio.TaskGroup() as group:
+            for number in sorted(range(len(times)), key=times.__getitem__):
+                await asyncio.sleep(max(0.0, times[number] - self._clock()))
+                if self._is_gone:
+                    return
+                group.create_task(self._converse(number, times[number]))
+
+    @property
+    def _is_gone(self) -> bool:
+        return self._client.num_refused >= MAX_REFUSED
+
+    async def _converse(self, number: int, planned_s: float) -> None:
+        self._begun_s[number] = self._clock()
+        await self._client.converse(
+            self._asks[number], planned_s=planned_s, on_answer=lambda answer: self._take(number, answer)
+        )
+        self._is_ended[number] = True
+
+    def _take(self, number: int, answer: Answer) -> None:
+        self.answers[number].append(answer)
+        if self._on_answer is not None:
+            self._on_answer(answer)
+
+    def mark_unanswered(self) -> None:
+        """An error for each conversation that has not come to its end."""
+        gone = f"{self._client.host} refused {MAX_REFUSED} connections in a row."
+        why = gone if self._is_gone else STOPPED
+        for number, ask in enumerate(self._asks):
+            if self._is_ended[number]:
+                continue
+            now_s, turn = self._clock(), len(self.answers[number])
+            planned_s = now_s if ask.at_s is None else self._start_s + ask.at_s
+            begun_s = self._begun_s[number]
+            error = NOT_SENT + why if begun_s is None else NOT_ENDED + STOPPED
+            sent_s = self.answers[number][-1].end_s if turn else now_s if begun_s is None else begun_s
+            answer = Answer(ask=ask, turn=turn, planned_s=planned_s, sent_s=sent_s, end_s=now_s, error=error)
+            self._take(number, answer)

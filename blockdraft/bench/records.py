@@ -1,0 +1,154 @@
+"""What a benchmark is made of: prompts, what is asked of a server, what came back.
+
+Times are seconds of one monotonic clock, counted from the start of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Arm = Literal["speculative", "plain"]
+PLAIN: Arm = "plain"
+SPECULATIVE: Arm = "speculative"
+NOT_SENT = "not sent: "  # begins the error of what was never asked
+NOT_ENDED = "not ended: "  # begins the error of what was given up when the run was stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One conversation: its user turns, between which the model answers."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+    system: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts under one name, and where they come from (a file and its hash, or "built in")."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    source: str
+    is_raw: bool = False  # the first turn is a text to continue (/v1/completions), not a chat
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How requests arrive: `concurrency` at a time, or, with a rate, by a Poisson process per second."""
+
+    concurrency: int = 1
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One conversation as it is sent to one arm of the pair."""
+
+    prompt: Prompt
+    arm: Arm
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int | None = None
+    is_raw: bool = False
+    ignores_eos: bool = False  # answers of exactly max_tokens
+    cache_salt: str | None = None  # keeps prefix caches from recognising the prompt
+    thinking: bool | None = None  # of models that can; None: the model's default
+    at_s: float | None = None  # when to send it, from the start of its block; None: when there is room
+    number: int = 0  # of the conversation in its cell, the same in both arms
+    original: Prompt | None = None  # the prompt without the context and salt before it; None: as it is
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How the drafts of one answer, or of all answers in a while, fared.
+
+    accepted[i]: steps that accepted the draft at position i. Committed tokens per step are
+    1 + sum(accepted) / steps: the bonus token counts.
+    """
+
+    steps: int
+    drafted: int  # 0: the server does not say
+    accepted: tuple[int, ...]
+    has_positions: bool = True  # False: the server tells only the sum, which is the one entry of `accepted`
+
+
+@dataclass(slots=True)
+class Answer:
+    """One turn of one conversation: a request, and everything that is known of its answer."""
+
+    ask: Ask
+    turn: int
+    planned_s: float  # when it was to be sent; later turns: when the turn before had ended
+    sent_s: float  # when it was, also of one that was given up
+    first_s: float | None = None  # first delta with text, thinking included
+    end_s: float = 0.0  # last byte, or the error
+    gaps_s: list[float] = field(default_factory=list)  # between deltas with text
+    prompt_tokens: int | None = None  # these three from the server's usage, never counted from deltas
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    text: str = ""
+    thinking: str = ""
+    finish_reason: str | None = None
+    speculation: Speculation | None = None  # None: the server does not say
+    error: str | None = None  # one line; an answer with an error counts as a failure
+
+    @property
+    def is_ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def is_sent(self) -> bool:
+        return self.error is None or not self.error.startswith(NOT_SENT)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the server had its chance, well or badly."""
+        return self.error is None or not self.error.startswith((NOT_SENT, NOT_ENDED))
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_s is None else self.first_s - self.sent_s
+
+    @property
+    def latency_s(self) -> float:
+        """End to end."""
+        return self.end_s - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first, as `vllm bench serve` defines it."""
+        if self.first_s is None or self.completion_tokens is None or self.completion_tokens < 2:
+            return None
+        return (self.end_s - self.first_s) / (self.completion_tokens - 1)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of this request alone: its tokens over its latency."""
+        if not self.completion_tokens or self.latency_s <= 0:
+            return None
+        return self.completion_tokens / self.latency_s
+
+
+@dataclass(frozen=True, slots=True)
+class CellKey:
+    """What distinguishes one row of the report from the others."""
+
+    workload: str
+    category: str  # "all", or one class of the workload
+    load: Load
+    depth: int  # tokens of context put before each prompt
+    temperature: float
+    arm: Arm
+
+
+@dataclass(slots=True)
+class Group:
+    """The answers of one cell, and for how long they kept the server busy."""
+
+    key: CellKey
+    answers: list[Answer]
+    busy_s: float  # sum over the blocks of this arm, from first request to last answer
+    metered: Speculation | None = None  # from the server's /metrics, where answers do not say

@@ -1,0 +1,428 @@
+"""The report of a run: built from its answers, written, and read again."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypedDict, cast
+from urllib.parse import urlsplit, urlunsplit
+
+import numpy as np
+
+from blockdraft import __version__
+from blockdraft.bench.figures import DEFINITIONS, Cell, Distribution, Key, Pair
+from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm, Group
+from blockdraft.bench.shapes import misfit
+from blockdraft.bench.sheet import full_label, load_text, milliseconds
+from blockdraft.bench.statistics import key_of, pair, split_by_category, summarise
+from blockdraft.errors import BenchError
+
+SCHEMA_NAME = "blockdraft-bench"
+SCHEMA_VERSION = 1
+SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
+MAX_CACHED_SHARE = 0.1  # of the prompt tokens of first turns; chat templates alone are less
+MAX_SEND_LAG_S = 0.005
+MAX_COMMITTED = 1.1  # tokens of verify steps over tokens out; the end of an answer cuts some off
+
+Facts = Mapping[str, object]
+
+
+class ReportCell(Cell):
+    """A cell, and the same under the names of `vllm bench serve`."""
+
+    vllm: dict[str, object]
+
+
+class Phase(TypedDict):
+    """One part of a start-up."""
+
+    name: str
+    seconds: float
+
+
+class Startup(TypedDict):
+    """One start of the server, and the first request it answered."""
+
+    label: str
+    phases: list[Phase]
+    ready_s: float | None
+    first_ttft_s: float | None
+    first_latency_s: float | None
+
+
+class Warmup(TypedDict):
+    """Requests before the measured ones; the first is the cold one."""
+
+    num_requests: int
+    num_failed: int
+    first_ttft_s: float | None
+    first_latency_s: float | None
+    first_tokens_per_s: float | None
+    rest_ttft_s: float | None
+    rest_latency_s: float | None
+
+
+class Report(TypedDict):
+    """The JSON. A report of one workload at one load has vLLM's keys beside these."""
+
+    schema: str
+    date: str
+    versions: dict[str, str]
+    machine: dict[str, object]
+    endpoint: dict[str, object]
+    baseline: dict[str, object] | None
+    options: dict[str, object]
+    startup: list[Startup]
+    warmup: Warmup
+    cells: list[ReportCell]
+    pairs: list[Pair]
+    warnings: list[str]
+    notes: list[str]
+    definitions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is measured of one workload at one load: both arms, or one."""
+
+    key: Key
+    speculative: ReportCell | None
+    plain: ReportCell | None
+    pair: Pair | None
+
+    @property
+    def cell(self) -> ReportCell:
+        """The arm that a single figure is of."""
+        cell = self.speculative or self.plain
+        assert cell is not None
+        return cell
+
+    @property
+    def cells(self) -> list[ReportCell]:
+        return [cell for cell in (self.speculative, self.plain) if cell is not None]
+
+
+def build(  # noqa: PLR0913  # the sections of a report
+    groups: Sequence[Group],
+    *,
+    endpoint: Facts,
+    baseline: Facts | None = None,
+    options: Facts,
+    machine: Facts,
+    startup: Sequence[Facts] = (),
+    warmup: Sequence[Answer] = (),
+    notes: Sequence[str] = (),
+    date: str,
+) -> Report:
+    """All figures of a run. Workloads of several classes get a cell for each, unless `groups` has them."""
+    seed = options.get("seed")
+    seed = seed if isinstance(seed, int) else 0
+    groups = _with_classes(groups)
+    facts = _endpoint(endpoint)
+    cells = [_cell(group, seed=seed, endpoint=facts, date=date) for group in groups]
+    pairs = [pair(one, other, seed=seed) for one, other in _arms(groups)]
+    report: Report = {
+        "schema": SCHEMA,
+        "date": date,
+        "versions": {
+            "blockdraft": __version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        },
+        "machine": dict(machine),
+        "endpoint": facts,
+        "baseline": None if baseline is None else _endpoint(baseline),
+        "options": {name: value for name, value in options.items() if not name.endswith("api_key")},
+        "startup": [_startup(one) for one in startup],
+        "warmup": _warmup(warmup),
+        "cells": cells,
+        "pairs": pairs,
+        "warnings": [],
+        "notes": list(notes),
+        "definitions": dict(DEFINITIONS),
+    }
+    report["warnings"] = _warnings(report, groups)
+    whole = whole_rows(report)
+    if len(whole) == 1:  # our own keys win; "date" is the one name that both have
+        report = cast("Report", {**whole[0].cell["vllm"], **report})
+    return report
+
+
+def rows_of(report: Report) -> list[Row]:
+    """One row per workload, class and load, in the order of the cells."""
+    found: dict[str, dict[str, ReportCell]] = {}
+    for cell in report["cells"]:
+        found.setdefault(_key_text(cell["key"]), {})[cell["arm"]] = cell
+    pairs = {_key_text(pair["key"]): pair for pair in report["pairs"]}
+    return [
+        Row(
+            key=next(iter(arms.values()))["key"],
+            speculative=arms.get(SPECULATIVE),
+            plain=arms.get(PLAIN),
+            pair=pairs.get(key),
+        )
+        for key, arms in found.items()
+    ]
+
+
+def whole_rows(report: Report) -> list[Row]:
+    """Without the rows that are one class of another row's workload."""
+    rows = rows_of(report)
+    wholes = {row.key["workload"] for row in rows if row.key["category"] == "all"}
+    return [row for row in rows if row.key["category"] == "all" or row.key["workload"] not in wholes]
+
+
+def arm_names(cells: Sequence[Cell]) -> dict[Arm, str]:
+    """What to call the arms: of a server in which no speculation was seen, nobody knows whether it does."""
+    is_seen = any(
+        cell["arm"] == SPECULATIVE and cell["speculation"]["acceptance"] in ("answers", "metered")
+        for cell in cells
+    )
+    return {SPECULATIVE: "speculative" if is_seen else "as served", PLAIN: "plain"}
+
+
+def vllm_keys(cell: Cell, *, model: object = None, kind: object = None, date: str = "") -> dict[str, object]:
+    """The names that `vllm bench serve --save-result` writes.
+
+    With its conventions: 0 where nothing was measured, acceptance in percent, and no `spec_decode_` keys
+    where acceptance is not known.
+    """
+    key = cell["key"]
+    completed = cell["num_requests"] - cell["num_failed"]
+    busy_s = cell["busy_s"]
+    tokens_in, tokens_out = cell["tokens_in"] or 0, cell["tokens_out"] or 0
+    return {
+        "date": date,
+        "endpoint_type": "openai" if cell["asked"]["is_raw"] else "openai-chat",
+        "backend": kind,
+        "label": None,
+        "model_id": model,
+        "tokenizer_id": model,
+        "num_prompts": cell["num_requests"],
+        "request_rate": "inf" if key["rate"] is None else key["rate"],
+        "burstiness": 1.0,
+        "max_concurrency": key["concurrency"] if key["rate"] is None else None,
+        "duration": busy_s,
+        "completed": completed,
+        "failed": cell["num_failed"],
+        "total_input_tokens": tokens_in,
+        "total_output_tokens": tokens_out,
+        "request_throughput": completed / busy_s if busy_s > 0 else 0.0,
+        "output_throughput": tokens_out / busy_s if busy_s > 0 else 0.0,
+        "total_token_throughput": (tokens_in + tokens_out) / busy_s if busy_s > 0 else 0.0,
+        **_vllm_times("ttft", cell["ttft_s"]),
+        **_vllm_times("tpot", cell["tpot_s"]),
+        **_vllm_times("itl", cell["itl_s"]),
+        **_vllm_times("e2el", cell["latency_s"]),
+        **_vllm_speculation(cell),
+    }
+
+
+def to_json(report: Report) -> str:
+    return json.dumps(report, indent=1, allow_nan=False) + "\n"
+
+
+def load_report(path: Path | str) -> Report:
+    """A report that was written before; BenchError says what is wrong with any other file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"cannot read the report {str(path)!r}: {error}.") from error
+    try:
+        found = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise BenchError(
+            f"{str(path)!r} is not JSON: {error}. Was the run that wrote it cut short?"
+        ) from error
+    _check_schema(found, path)
+    return cast("Report", found)
+
+
+def _with_classes(groups: Sequence[Group]) -> list[Group]:
+    if any(group.key.category != "all" for group in groups):
+        return list(groups)
+    return [part for group in groups for part in (group, *split_by_category(group))]
+
+
+def _arms(groups: Sequence[Group]) -> Iterable[tuple[Group, Group]]:
+    """Each group with speculation and its baseline, where there is one."""
+    plain = {_key_text(key_of(group)): group for group in groups if group.key.arm == PLAIN}
+    for group in groups:
+        other = plain.get(_key_text(key_of(group)))
+        if group.key.arm == SPECULATIVE and other is not None:
+            yield group, other
+
+
+def _key_text(key: Key) -> str:
+    return json.dumps(key, sort_keys=True)
+
+
+def _cell(group: Group, *, seed: int, endpoint: Facts, date: str) -> ReportCell:
+    cell = summarise(group, seed=seed)
+    return {**cell, "vllm": vllm_keys(cell, model=endpoint["model"], kind=endpoint["kind"], date=date)}
+
+
+def _vllm_times(name: str, times: Distribution) -> dict[str, object]:
+    return {
+        f"{kind}_{name}_ms": (value or 0.0) * 1000
+        for kind, value in (
+            ("mean", times["mean"]),
+            ("median", times["p50"]),
+            ("std", times["std"]),
+            ("p90", times["p90"]),
+            ("p99", times["p99"]),
+        )
+    }
+
+
+def _vllm_speculation(cell: Cell) -> dict[str, object]:
+    figures = cell["speculation"]
+    if figures["steps"] is None:
+        return {}
+    return {
+        "spec_decode_acceptance_rate": (figures["draft_acceptance_rate"] or 0.0) * 100,
+        "spec_decode_acceptance_length": figures["committed_per_step"]["value"],
+        "spec_decode_num_drafts": figures["steps"],
+        "spec_decode_draft_tokens": figures["drafted"],
+        "spec_decode_accepted_tokens": figures["accepted"],
+        "spec_decode_per_position_acceptance_rates": figures["acceptance_by_position"],
+    }
+
+
+def _endpoint(facts: Facts) -> dict[str, object]:
+    named = ("kind", "version", "url", "model", "drafter", "drafter_hash")
+    found = {**dict.fromkeys(named), **facts}
+    if isinstance(found["url"], str):
+        found["url"] = _without_password(found["url"])
+    return found
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _startup(facts: Facts) -> Startup:
+    phases = facts.get("phases") or {}
+    if isinstance(phases, Mapping):
+        phases = [{"name": name, "seconds": seconds} for name, seconds in phases.items()]
+    found = {"label": "", "ready_s": None, "first_ttft_s": None, "first_latency_s": None, **facts}
+    return cast("Startup", {**found, "phases": phases})
+
+
+def _warmup(answers: Sequence[Answer]) -> Warmup:
+    """The first request apart: it pays for what is compiled, captured and read when it is first needed.
+
+    Beside it stand the others of its arm: the other arm, or its server, has another pace.
+    """
+    ordered = sorted(answers, key=lambda answer: answer.sent_s)
+    first = next((answer for answer in ordered[:1] if answer.is_ok), None)
+    rest = [answer for answer in ordered[1:] if answer.is_ok and answer.ask.arm == ordered[0].ask.arm]
+    return {
+        "num_requests": len(ordered),
+        "num_failed": sum(not answer.is_ok for answer in ordered),
+        "first_ttft_s": first.ttft_s if first else None,
+        "first_latency_s": first.latency_s if first else None,
+        "first_tokens_per_s": first.tokens_per_s if first else None,
+        "rest_ttft_s": _median(answer.ttft_s for answer in rest),
+        "rest_latency_s": _median(answer.latency_s for answer in rest),
+    }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
+
+
+def _endpoint_warnings(endpoint: Facts) -> list[str]:
+    url = endpoint["url"]
+    host = urlsplit(url).hostname if isinstance(url, str) else None
+    if host in (None, "localhost", "::1", "0.0.0.0") or str(host).startswith("127."):
+        return []
+    return [f"the server is at {host}: 'machine' describes the machine that measured, not the server's."]
+
+
+def _warnings(report: Report, groups: Sequence[Group]) -> list[str]:
+    cached = {(_key_text(key_of(group)), group.key.arm): _cached_share(group) for group in groups}
+    warnings = _endpoint_warnings(report["endpoint"])
+    names = arm_names(report["cells"])
+    for row in whole_rows(report):
+        for cell in row.cells:
+            share = cached[_key_text(cell["key"]), cell["arm"]]
+            warnings += _cell_warnings(cell, arm=names[cell["arm"]], cached=share)
+        if row.pair is not None:
+            warnings += _pair_warnings(row.pair)
+    return warnings
+
+
+def _cell_warnings(cell: Cell, *, arm: str, cached: float) -> list[str]:
+    name = f"{full_label(cell['key'])} at {load_text(cell['key'])}, {arm}"
+    warnings = []
+    if cell["num_failed"]:
+        kinds = ", ".join(f"{error['kind']} ({error['count']})" for error in cell["errors"])
+        warnings.append(f"{name}: {cell['num_failed']} of {cell['num_requests']} requests failed: {kinds}.")
+    if cell["num_not_ended"]:
+        warnings.append(f"{name}: the run was stopped; {cell['num_not_ended']} requests were given up.")
+    if cell["num_not_sent"]:
+        warnings.append(f"{name}: {cell['num_not_sent']} requests were never sent.")
+    if cell["arm"] == PLAIN and cell["speculation"]["drafted"]:
+        warnings.append(f"{name}: the baseline speculated as well; the speedup means nothing.")
+    speculation = cell["speculation"]
+    committed = (speculation["steps"] or 0) + (speculation["accepted"] or 0)
+    if cell["tokens_out"] is not None and committed > MAX_COMMITTED * cell["tokens_out"]:
+        others = (
+            ", as do requests that failed or are not ours" if speculation["acceptance"] == "metered" else ""
+        )
+        warnings.append(
+            f"{name}: steps committed {committed:,} tokens, answers have {cell['tokens_out']:,}: drafts past "
+            f"the end of answers count{others}, and committed/step is too high."
+        )
+    if cached > MAX_CACHED_SHARE:
+        warnings.append(f"{name}: {cached:.0%} of the prompt tokens of first turns came from a cache.")
+    lag_s = cell["send_lag_s"]["p99"] or 0.0
+    if lag_s > MAX_SEND_LAG_S:
+        warnings.append(f"{name}: requests left up to {milliseconds(lag_s)} ms late (p99 of the send lag).")
+    return warnings
+
+
+def _cached_share(group: Group) -> float:
+    first = [answer for answer in group.answers if answer.is_ok and answer.turn == 0]
+    prompt_tokens = sum(answer.prompt_tokens or 0 for answer in first)
+    return sum(answer.cached_tokens or 0 for answer in first) / prompt_tokens if prompt_tokens else 0.0
+
+
+def _pair_warnings(pair: Pair) -> list[str]:
+    name = f"{full_label(pair['key'])} at {load_text(pair['key'])}"
+    warnings = []
+    if pair["num_unmatched"]:
+        warnings.append(f"{name}: {pair['num_unmatched']} prompts are in one arm only, and not compared.")
+    if pair["agreement"] is not None:
+        turns = pair["agreement"]["first_turns"]
+        if turns["num_equal"] < turns["num_compared"]:
+            warnings.append(
+                f"{name}: with and without speculation, {turns['num_compared'] - turns['num_equal']} of "
+                f"{turns['num_compared']} greedy answers differ."
+            )
+    return warnings
+
+
+def _check_schema(found: object, path: Path | str) -> None:
+    if not isinstance(found, dict) or not isinstance(found.get("schema"), str):
+        raise BenchError(f"{str(path)!r} is not a report of blockdraft bench: it has no 'schema'.")
+    name, _, version = found["schema"].partition("/")
+    if name != SCHEMA_NAME or not version.isdecimal():
+        raise BenchError(f"{str(path)!r} has the schema {found['schema']!r}, not {SCHEMA!r}.")
+    if int(version) > SCHEMA_VERSION:
+        raise BenchError(
+            f"{str(path)!r} was written by a newer blockdraft ({found['schema']}): update this one."
+        )
+    damaged = misfit(found, Report)
+    if damaged is not None:
+        raise BenchError(f"{str(path)!r} is damaged: '{damaged}' is missing or is not what it should be.")
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number of JSON")

@@ -1,0 +1,280 @@
+"""The run: every cell of the grid, with its baseline interleaved, on servers that have warmed up.
+
+A cell's conversations go in blocks. Each block is answered by both arms, one after the other, and which goes
+first alternates: what drifts in between (clocks, heat, a neighbour) meets both alike, and neither arm ever
+competes with the other. Between two blocks the server is idle; a block is long enough to make little of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from blockdraft.bench.client import Client, Clock
+from blockdraft.bench.endpoint import Endpoint, difference, read_speculation
+from blockdraft.bench.filler import filler
+from blockdraft.bench.load import MAX_REFUSED, poisson, run_block
+from blockdraft.bench.records import (
+    Answer,
+    Arm,
+    Ask,
+    CellKey,
+    Group,
+    Load,
+    Prompt,
+    Speculation,
+    Workload,
+)
+from blockdraft.bench.wire import shown_host
+from blockdraft.bench.workloads import deepened, estimate_tokens_per_word, salted
+
+LONG_BLOCK = 8  # conversations; more only where the concurrency needs them
+WARM_TOKENS = 32  # of an answer that only warms up
+COLD_PROMPT = Prompt("cold", "cold", ("Write a haiku about the sea.",))
+CALIBRATION_WORDS = 400  # enough for 1 % of the tokens of a word
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is measured: each workload under each load, at each depth and temperature."""
+
+    workloads: tuple[Workload, ...]
+    loads: tuple[Load, ...]
+    depths: tuple[int, ...] = (0,)
+    temperatures: tuple[float, ...] = (0.0,)
+    max_tokens: int = 256
+    num_requests: int = 16  # conversations per cell; more where the concurrency wants them
+    num_warmups: int = 2  # requests to each arm before anything counts; at least the largest concurrency
+    ignores_eos: bool = False
+    is_cached: bool = False  # prompts as they are: prefix caches may help
+    thinking: bool | None = None
+    seed: int = 0
+
+    def points(self) -> Iterator[Point]:
+        for workload, load, depth, temperature in itertools.product(
+            self.workloads, self.loads, self.depths, self.temperatures
+        ):
+            yield Point(workload, load, depth, temperature)
+
+    def num_conversations(self, load: Load) -> int:
+        """Of one cell and arm: enough for two blocks that keep the concurrency up."""
+        return max(self.num_requests, 4 * load.concurrency if load.concurrency > 1 else 2)
+
+
+class Point(NamedTuple):
+    """A cell of the grid, whichever arm."""
+
+    workload: Workload
+    load: Load
+    depth: int
+    temperature: float
+
+    def key(self, arm: Arm) -> CellKey:
+        return CellKey(self.workload.name, "all", self.load, self.depth, self.temperature, arm)
+
+
+class Server(NamedTuple):
+    """One arm's server; the arms may share it."""
+
+    client: Client
+    endpoint: Endpoint
+    api_key: str | None = None
+
+
+class Watcher(Protocol):
+    """Whoever shows how far the run is."""
+
+    def begin(self, point: Point, num_conversations: int) -> None: ...
+
+    def take(self, answer: Answer) -> None: ...
+
+    def end(self, groups: Sequence[Group]) -> None: ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def begin(self, point: Point, num_conversations: int) -> None:
+        pass
+
+    def take(self, answer: Answer) -> None:
+        pass
+
+    def end(self, groups: Sequence[Group]) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What was measured, as far as it came."""
+
+    groups: list[Group] = field(default_factory=list)
+    cold: dict[Arm, Answer] = field(default_factory=dict)  # the first request to each server
+    warm: list[Answer] = field(default_factory=list)  # excluded from every figure
+    trouble: str | None = None  # why it ended early
+
+
+class Runner:
+    """One run: the server of each arm, and of one arm alone where nothing is to be compared."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        servers: Mapping[Arm, Server],
+        *,
+        clock: Clock,
+        watcher: Watcher | None = None,
+        stop: asyncio.Event | None = None,
+    ) -> None:
+        self.grid = grid
+        self.servers = servers
+        self.outcome = Outcome()
+        self._clock = clock
+        self._watcher = watcher or Silent()
+        self._stop = stop or asyncio.Event()
+        self._run_id = secrets.token_hex(3)
+        # Words change what is answered: they are salted only where a field of the request does not do.
+        endpoints = [server.endpoint for server in servers.values()]
+        self._salts_words = not all(endpoint.switches.keeps_caches_out for endpoint in endpoints)
+        self._tokens_per_word = 1.5  # until an answer tells
+
+    async def run(self) -> Outcome:
+        """Never raises for what a server does: `trouble` says why a run ended early."""
+        await self._warm_up()
+        for number, point in enumerate(self.grid.points()):
+            if self.outcome.trouble is not None:
+                break
+            await self._measure(number, point)
+        self.outcome.groups = [group for group in self.outcome.groups if group.answers]
+        return self.outcome
+
+    # ---- warming up
+
+    async def _warm_up(self) -> None:
+        """One request to each server alone, cold; then as many at once as the grid will ask for."""
+        point = next(self.grid.points())
+        for arm, server in self.servers.items():
+            ask = cold_ask(arm, f"{self._run_id}-cold-{arm}", is_raw=point.workload.is_raw)
+            self.outcome.cold[arm] = (await self._block(server, [ask], Load()))[0]
+            if self.outcome.trouble is not None:
+                return
+        await self._calibrate()
+        most = max(load.concurrency for load in self.grid.loads)
+        for arm, server in self.servers.items():
+            prompts = _repeated(point.workload.prompts, max(most, self.grid.num_warmups))
+            asks = [self._ask(arm, point, prompt, f"warm-{arm}", i) for i, prompt in enumerate(prompts)]
+            asks = [replace(ask, max_tokens=min(WARM_TOKENS, ask.max_tokens)) for ask in asks]
+            self.outcome.warm += await self._block(server, asks, Load(concurrency=most))
+            if self.outcome.trouble is not None:
+                return
+
+    async def _calibrate(self) -> None:
+        """What a word of context costs: by how much it makes the cold prompt longer."""
+        depths = [depth for depth in self.grid.depths if depth]
+        if not depths:
+            return
+        arm, cold = next(iter(self.outcome.cold.items()))
+        notes = filler(min(CALIBRATION_WORDS, -(-min(depths) // 2)), seed="calibration")
+        prompt = replace(cold.ask.prompt, turns=(f"{cold.ask.prompt.turns[0]}\n\n{notes}",))
+        ask = replace(cold.ask, prompt=prompt, max_tokens=1)
+        (answer,) = await self._block(self.servers[arm], [ask], Load())
+        self.outcome.warm.append(answer)
+        added = (answer.prompt_tokens or 0) - (cold.prompt_tokens or 0)
+        if answer.is_ok and cold.is_ok and added > 0:
+            self._tokens_per_word = estimate_tokens_per_word(added, notes)
+
+    # ---- measuring
+
+    async def _measure(self, number: int, point: Point) -> None:
+        groups = {arm: Group(point.key(arm), [], 0.0) for arm in self.servers}
+        count = self.grid.num_conversations(point.load)
+        self._watcher.begin(point, count * len(groups))
+        self.outcome.groups += groups.values()
+        prompts = _repeated(point.workload.prompts, count)
+        for index, (begin, end) in enumerate(_blocks(count, point.load)):
+            arms = list(groups) if (number + index) % 2 == 0 else list(groups)[::-1]
+            times = poisson(end - begin, point.load.rate, self.grid.seed + index) if point.load.rate else None
+            for arm in arms:
+                asks = [self._ask(arm, point, prompts[i], f"cell{number}", i) for i in range(begin, end)]
+                if times is not None:
+                    asks = [replace(ask, at_s=at_s) for ask, at_s in zip(asks, times, strict=True)]
+                await self._measure_block(self.servers[arm], groups[arm], asks)
+                if self.outcome.trouble is not None:
+                    return
+        self._watcher.end(list(groups.values()))
+
+    async def _measure_block(self, server: Server, group: Group, asks: list[Ask]) -> None:
+        before = await self._read_meter(server)
+        answers = await self._block(server, asks, group.key.load)
+        group.answers += answers
+        group.busy_s += max(a.end_s for a in answers) - min(a.sent_s for a in answers)
+        if before is not None and (after := await self._read_meter(server)) is not None:
+            group.metered = _sum(group.metered, difference(before, after))
+
+    async def _read_meter(self, server: Server) -> Speculation | None:
+        if not server.endpoint.is_metered:
+            return None
+        return await read_speculation(server.endpoint.url, server.api_key, server.endpoint.model)
+
+    async def _block(self, server: Server, asks: list[Ask], load: Load) -> list[Answer]:
+        answers = await run_block(
+            server.client, asks, load, self._clock, on_answer=self._watcher.take, stop=self._stop
+        )
+        if self._stop.is_set():
+            self.outcome.trouble = "interrupted: these are the results so far."
+        elif server.client.num_refused >= min(MAX_REFUSED, len(asks)):
+            errors = [answer.error for answer in answers if answer.error is not None]
+            self.outcome.trouble = f"the server at {shown_host(server.endpoint.url)} has gone: {errors[-1]}"
+        return answers
+
+    def _ask(self, arm: Arm, point: Point, original: Prompt, cell: str, number: int) -> Ask:
+        """Both arms get the same words. Their salts differ: the second would find the first one's cache."""
+        grid, prompt, name = self.grid, original, f"{cell}-{number}"
+        if point.depth:
+            prompt = deepened(
+                prompt, num_tokens=point.depth, tokens_per_word=self._tokens_per_word, seed=grid.seed
+            )
+        if not grid.is_cached and self._salts_words:
+            prompt = salted(prompt, f"{self._run_id}-{name}")
+        return Ask(
+            prompt=prompt,
+            arm=arm,
+            max_tokens=grid.max_tokens,
+            temperature=point.temperature,
+            seed=grid.seed if point.temperature > 0 else None,
+            is_raw=point.workload.is_raw,
+            ignores_eos=grid.ignores_eos,
+            cache_salt=None if grid.is_cached else f"{self._run_id}-{name}-{arm}",
+            thinking=grid.thinking,
+            number=number,
+            original=original,
+        )
+
+
+def cold_ask(arm: Arm, salt: str, *, is_raw: bool) -> Ask:
+    """The first request: the same for every server, so that starts can be compared."""
+    return Ask(salted(COLD_PROMPT, salt), arm, WARM_TOKENS, is_raw=is_raw, cache_salt=salt)
+
+
+def _repeated(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """`count` of them, from the first on, as often as it takes; each keeps its id."""
+    return list(itertools.islice(itertools.cycle(prompts), count))
+
+
+def _blocks(count: int, load: Load) -> list[tuple[int, int]]:
+    """[begin, end) of each block, two at least, so that either arm is first once; at a rate, two."""
+    half = -(-count // 2)
+    size = max(2 * load.concurrency, min(LONG_BLOCK, half)) if load.rate is None else half
+    return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
+
+
+def _sum(one: Speculation | None, other: Speculation | None) -> Speculation | None:
+    if one is None or other is None:
+        return one or other
+    pairs = itertools.zip_longest(one.accepted, other.accepted, fillvalue=0)
+    accepted = tuple(a + b for a, b in pairs)
+    return Speculation(one.steps + other.steps, one.drafted + other.drafted, accepted, one.has_positions)

@@ -1,0 +1,146 @@
+"""A server that the benchmark starts itself: its start is one of the numbers.
+
+The server is a process of its own, as it would be for users, on a free port of the loopback address. Of ours
+/ready tells the phases; of any other only the time until it lists its models is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from blockdraft.bench.records import Answer
+from blockdraft.errors import BenchError
+
+POLL_S = 0.05
+END_S = 30.0  # for a server to end by itself; arbitrary
+SHOWN_LINES = 8  # of its log, where it failed
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A server that runs, and how long it took until it did."""
+
+    url: str
+    label: str
+    seconds: float  # from the command to ready
+    phases: tuple[tuple[str, float], ...]  # as far as the server tells
+
+    def facts(self, first: Answer | None) -> dict[str, object]:
+        """For the report; `first` is the first request that the server got."""
+        is_ok = first is not None and first.is_ok
+        rest_s = self.seconds - sum(seconds for _, seconds in self.phases)
+        return {
+            "label": self.label,
+            "phases": {"process and imports": rest_s, **dict(self.phases)} if self.phases else {},
+            "ready_s": round(self.seconds, 3),
+            "first_ttft_s": first.ttft_s if first is not None and is_ok else None,
+            "first_latency_s": first.latency_s if first is not None and is_ok else None,
+        }
+
+
+def our_command(flags: Sequence[str]) -> list[str]:
+    """`blockdraft serve` with these flags; {port} stands for the port."""
+    return [sys.executable, "-m", "blockdraft", "serve", "--host", "127.0.0.1", "--port", "{port}", *flags]
+
+
+@contextlib.asynccontextmanager
+async def served(command: Sequence[str], label: str, timeout_s: float) -> AsyncIterator[Started]:
+    """Start `command` (in which {port} is replaced), wait until it is ready, and end it afterwards."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    argv = [word.replace("{port}", str(port)) for word in command]
+    with tempfile.TemporaryDirectory(prefix="blockdraft-bench-") as folder:
+        log = Path(folder) / "server.log"
+        begin_s = time.monotonic()
+        with log.open("wb") as out:
+            try:
+                process = subprocess.Popen(
+                    argv,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise BenchError(f"cannot start '{argv[0]}': {error.strerror}.") from None
+        try:
+            phases = await _until_ready(process, url, log, begin_s + timeout_s)
+            yield Started(url, label, time.monotonic() - begin_s, phases)
+        finally:
+            await asyncio.to_thread(_end, process)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+async def _until_ready(
+    process: subprocess.Popen[bytes], url: str, log: Path, deadline_s: float
+) -> tuple[tuple[str, float], ...]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        while True:
+            if (code := process.poll()) is not None:
+                raise BenchError(f"the server ended with code {code} before it was ready: {_tail(log)}")
+            if time.monotonic() > deadline_s:
+                raise BenchError(f"the server was not ready in time (--start-timeout): {_tail(log)}")
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                async with session.get(f"{url}/ready") as reply:
+                    body = _json(await reply.text(errors="replace"))
+                if reply.status == 200 and body:
+                    return _phases(body)
+                if not (reply.status == 503 and body):  # else it is ours, starts, and will say so here
+                    async with session.get(f"{url}/v1/models") as reply:
+                        if reply.status in (200, 401, 403):
+                            return ()
+            await asyncio.sleep(POLL_S)
+
+
+def _json(text: str) -> dict[str, object]:
+    """The object that a text is; empty: it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _phases(body: Mapping[str, object]) -> tuple[tuple[str, float], ...]:
+    listed = body.get("phases")
+    found = []
+    for phase in listed if isinstance(listed, list) else []:
+        if isinstance(phase, dict) and phase.get("state") == "done":
+            found.append((str(phase.get("name")), float(phase.get("seconds") or 0.0)))
+    return tuple(found)
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n")
+    return (
+        " | ".join(line.strip() for line in lines[-SHOWN_LINES - 1 :] if line.strip()) or "it said nothing."
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, which ours drains on; what stays, a child of the server included, is killed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)

@@ -1,0 +1,118 @@
+"""Tables of text, for the terminal and for Markdown, and how figures are written in them.
+
+Names, errors and texts come from servers and files: none of them may command a terminal or a page.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from blockdraft.bench.figures import Estimate, Interval, Key
+
+NOTHING = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A table; the first `num_labels` columns are words, the others figures. Titles may have two lines."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    num_labels: int = 1
+
+
+def to_rich(sheet: Sheet) -> Table:
+    """Narrow: a terminal has 80 columns."""
+    table = Table(
+        title=Text(clean(sheet.title)) if sheet.title else None,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    for place, name in enumerate(sheet.header):
+        is_label = place < sheet.num_labels
+        table.add_column(
+            Text("\n".join(clean(line) for line in name.split("\n"))),
+            justify="left" if is_label else "right",
+            overflow="fold",
+            no_wrap=not is_label,
+            min_width=max(map(len, name.split("\n"))),
+        )
+    for row in sheet.rows:
+        table.add_row(*(Text(clean(text)) for text in row))
+    return table
+
+
+def to_markdown(sheet: Sheet) -> str:
+    places = range(len(sheet.header))
+    lines = [
+        tuple(clean(name) for name in sheet.header),
+        tuple(":--" if place < sheet.num_labels else "--:" for place in places),
+        *(tuple(escape_markdown(text) for text in row) for row in sheet.rows),
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def clean(text: str) -> str:
+    """On one line, without control characters, which can command a terminal or turn the writing around."""
+    return "".join(letter if letter.isprintable() else " " if letter.isspace() else "�" for letter in text)
+
+
+def escape_markdown(text: str) -> str:
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", clean(text))
+
+
+def number(value: float | None) -> str:
+    """Three figures or more, without an exponent."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.{_decimals(value)}f}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    return NOTHING if seconds is None else number(seconds * 1000)
+
+
+def estimate(figure: Estimate, *, suffix: str = "") -> str:
+    """The value and half the width of its interval."""
+    value, interval = figure["value"], figure["interval"]
+    if value is None:
+        return NOTHING
+    return f"{number(value)}{suffix}{plus_minus(interval, decimals=_decimals(value))}"
+
+
+def plus_minus(interval: Interval, *, decimals: int) -> str:
+    return "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:,.{decimals}f}"
+
+
+def interval_text(interval: Interval) -> str:
+    return NOTHING if interval is None else f"{number(interval[0])} to {number(interval[1])}"
+
+
+def label(key: Key) -> str:
+    """Workload, and class where it is one class only."""
+    return key["workload"] if key["category"] == "all" else f"{key['workload']} / {key['category']}"
+
+
+def full_label(key: Key) -> str:
+    """All but the load: with depth and temperature, where they are not 0."""
+    depth = f", depth {key['depth']}" if key["depth"] else ""
+    temperature = f", T {key['temperature']:g}" if key["temperature"] else ""
+    return f"{label(key)}{depth}{temperature}"
+
+
+def load_text(key: Key) -> str:
+    """How requests arrived."""
+    return str(key["concurrency"]) if key["rate"] is None else f"{key['rate']:g}/s"
+
+
+def _decimals(value: float) -> int:
+    size = abs(value)
+    return 0 if size >= 100 else 1 if size >= 10 else 2

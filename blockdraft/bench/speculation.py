@@ -1,0 +1,143 @@
+"""How drafts fared, read from a stream's chunks and from /metrics, in the words of several servers.
+
+blockdraft, vLLM   chunk.metrics.speculative_decoding; counters vllm:spec_decode_*
+SGLang             chunk.usage or chunk.sglext.spec_tokens_details; counters sglang:spec_verify_calls_total
+llama.cpp          chunk.timings
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from blockdraft.bench.records import Speculation
+from blockdraft.bench.wire import Json
+
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_VLLM = "vllm:spec_decode_num_"
+_SGLANG = "sglang:"
+
+
+def read_chunk(chunk: Json) -> Speculation | None:
+    """What a chunk says of the whole answer; None: nothing."""
+    if (metrics := _object(chunk, "metrics")) and (drafts := _object(metrics, "speculative_decoding")):
+        return _by_histogram(
+            drafts.get("acceptance_histogram"),
+            steps=_count(drafts, "num_spec_steps"),
+            drafted=_count(drafts, "num_draft_tokens"),
+            accepted=_count(drafts, "num_accepted_draft_tokens"),
+        )
+    extension = _object(chunk, "sglext") or {}
+    drafts = _object(extension, "spec_tokens_details") or _object(chunk, "usage") or {}
+    if _count(drafts, "spec_verify_ct"):
+        return _by_histogram(
+            drafts.get("spec_correct_drafts_histogram"),
+            steps=_count(drafts, "spec_verify_ct"),
+            drafted=_count(drafts, "spec_num_proposed_drafts"),
+            accepted=_count(drafts, "spec_num_correct_drafts"),
+        )
+    if timings := _object(chunk, "timings"):
+        return _by_timings(timings)
+    return None
+
+
+def _by_histogram(histogram: object, *, steps: int, drafted: int, accepted: int) -> Speculation | None:
+    """`histogram[i]`: steps that accepted exactly i drafts. Without it only the sum is known."""
+    if not steps:
+        return None
+    if isinstance(histogram, list) and histogram and all(isinstance(count, int) for count in histogram):
+        reached = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
+        return Speculation(steps=steps, drafted=drafted, accepted=reached)
+    return Speculation(steps=steps, drafted=drafted, accepted=(accepted,), has_positions=False)
+
+
+def _by_timings(timings: Json) -> Speculation | None:
+    """llama.cpp counts tokens only: every step commits one token beyond its drafts, and the first token of
+    an answer comes from the prompt.
+    """
+    drafted, accepted = _count(timings, "draft_n"), _count(timings, "draft_n_accepted")
+    steps = _count(timings, "predicted_n") - 1 - accepted
+    if drafted <= 0 or steps <= 0:
+        return None
+    return Speculation(steps=steps, drafted=drafted, accepted=(accepted,), has_positions=False)
+
+
+def _object(parent: Json, key: str) -> Json | None:
+    value = parent.get(key)
+    return value if isinstance(value, dict) else None
+
+
+def _count(parent: Json, key: str) -> int:
+    value = parent.get(key)
+    return int(value) if isinstance(value, int | float) else 0
+
+
+# ---- /metrics
+
+
+def read_metrics(text: str, model: str | None = None) -> Speculation | None:
+    """The counters since the server's start, of `model` where they tell models apart; None: it has none."""
+    totals: dict[str, float] = {}
+    positions: dict[int, float] = {}
+    for name, labels, value in _samples(text):
+        if model is not None and labels.get("model_name", model) != model:
+            continue
+        totals[name] = totals.get(name, 0.0) + value
+        if name == f"{_VLLM}accepted_tokens_per_pos_total" and labels.get("position", "").isdecimal():
+            position = int(labels["position"])
+            positions[position] = positions.get(position, 0.0) + value
+    if f"{_VLLM}drafts_total" in totals:
+        return _vllm_counters(totals, positions)
+    if f"{_SGLANG}spec_verify_calls_total" in totals:
+        return _sglang_counters(totals)
+    return None
+
+
+def _vllm_counters(totals: Mapping[str, float], positions: Mapping[int, float]) -> Speculation:
+    accepted = totals.get(f"{_VLLM}accepted_tokens_total", 0.0)
+    by_position = tuple(int(positions.get(i, 0.0)) for i in range(max(positions, default=-1) + 1))
+    return Speculation(
+        steps=int(totals[f"{_VLLM}drafts_total"]),
+        drafted=int(totals.get(f"{_VLLM}draft_tokens_total", 0.0)),
+        accepted=by_position or (int(accepted),),
+        has_positions=bool(by_position),
+    )
+
+
+def _sglang_counters(totals: Mapping[str, float]) -> Speculation:
+    """SGLang counts verifications and tokens of ended requests; what it says of acceptance are gauges.
+
+    A verification commits one token beyond its drafts, and a request's first token comes from its prompt.
+    """
+    steps = totals[f"{_SGLANG}spec_verify_calls_total"]
+    tokens = totals.get(f"{_SGLANG}generation_tokens_total", 0.0)
+    accepted = max(0.0, tokens - totals.get(f"{_SGLANG}num_requests_total", 0.0) - steps)
+    width = totals.get(f"{_SGLANG}spec_num_draft_tokens", 0.0)  # the anchor included
+    drafted = steps * max(0.0, width - 1)
+    return Speculation(steps=int(steps), drafted=int(drafted), accepted=(int(accepted),), has_positions=False)
+
+
+def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    for line in text.splitlines():
+        found = _SAMPLE.match(line)
+        if found is not None:
+            try:
+                value = float(found[3])
+            except ValueError:
+                continue
+            if value == value and abs(value) != float("inf"):
+                yield found[1], dict(_LABEL.findall(found[2] or "")), value
+
+
+def difference(before: Speculation | None, after: Speculation | None) -> Speculation | None:
+    """What happened between two readings; None where it cannot be told, as after a restart of the server."""
+    if before is None or after is None or (before.has_positions != after.has_positions and before.steps):
+        return None
+    size = max(len(before.accepted), len(after.accepted))
+    old, new = (reading.accepted + (0,) * (size - len(reading.accepted)) for reading in (before, after))
+    accepted = tuple(later - earlier for earlier, later in zip(old, new, strict=True))
+    steps, drafted = after.steps - before.steps, after.drafted - before.drafted
+    if steps < 0 or drafted < 0 or any(count < 0 for count in accepted):
+        return None
+    return Speculation(steps=steps, drafted=drafted, accepted=accepted, has_positions=after.has_positions)

@@ -1,0 +1,461 @@
+"""From answers to figures: one cell of the report, and the pair of a cell and its baseline.
+
+`figures.DEFINITIONS` says what each of them means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from blockdraft.bench.bootstrap import RESAMPLES, Floats, Resamples
+from blockdraft.bench.figures import (
+    Agreed,
+    Agreement,
+    Asked,
+    Cell,
+    Distribution,
+    Divergence,
+    Estimate,
+    Failures,
+    Interval,
+    Key,
+    Pair,
+    SpeculationFigures,
+    Speedup,
+    Verdict,
+    headline_speedup,
+)
+from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Group, Speculation
+
+MAX_DIVERGENCES = 5
+EXCERPT = 40  # characters shown of each side of a divergence
+QUANTILES = tuple(step / 20 for step in range(21))  # 0, 0.05, ... 1
+
+Value = TypeVar("Value")
+Conversation = tuple[str, int, int]  # prompt, number, repetition of these two
+
+
+def summarise(group: Group, *, seed: int) -> Cell:
+    """The figures of one cell."""
+    asked, group = group.answers, _ended(group)
+    answers = group.answers
+    good = [answer for answer in answers if answer.is_ok]
+    draws = Resamples(_prompt_ids(answers), seed=seed)
+    return {
+        "key": key_of(group),
+        "arm": group.key.arm,
+        "asked": _asked(asked),
+        "num_prompts": draws.num_prompts,
+        "num_requests": len(answers),
+        "num_failed": len(answers) - len(good),
+        "num_not_sent": _num_not_sent(asked),
+        "num_not_ended": sum(answer.is_sent and not answer.is_ended for answer in asked),
+        "errors": _failures(answers),
+        "tokens_out": _total(answer.completion_tokens for answer in good),
+        "tokens_in": _total(answer.prompt_tokens for answer in good),
+        "cached_tokens": _total_known(answer.cached_tokens for answer in good),
+        "busy_s": group.busy_s,
+        "tokens_per_s": _throughput(group, answers, draws),
+        "request_tokens_per_s": _distribution(_known(good, "tokens_per_s"), draws),
+        "ttft_s": _distribution(_known(good, "ttft_s"), draws),
+        "tpot_s": _distribution(_known(good, "tpot_s"), draws),
+        "itl_s": _distribution(
+            [(answer.ask.prompt.id, gap) for answer in good for gap in answer.gaps_s], None
+        ),
+        "latency_s": _distribution([(answer.ask.prompt.id, answer.latency_s) for answer in good], draws),
+        "send_lag_s": _distribution(
+            [(answer.ask.prompt.id, answer.sent_s - answer.planned_s) for answer in answers], None
+        ),
+        "speculation": _speculation(group, good, draws),
+    }
+
+
+def pair(speculative: Group, plain: Group, *, seed: int) -> Pair:
+    """What speculation brought, and whether it changed the text."""
+    assert key_of(speculative) == key_of(plain)
+    assert (speculative.key.arm, plain.key.arm) == (SPECULATIVE, PLAIN)
+    speculative, plain = _ended(speculative), _ended(plain)
+    plain_ids = set(_prompt_ids(plain.answers))
+    matched = [prompt for prompt in _prompt_ids(speculative.answers) if prompt in plain_ids]
+    unmatched = (plain_ids | set(_prompt_ids(speculative.answers))) - set(matched)
+    draws = Resamples(matched, seed=seed)
+    arms = [
+        (group, [answer for answer in group.answers if answer.ask.prompt.id in draws.index])
+        for group in (speculative, plain)
+    ]
+    speeds = [_throughput_samples(group, answers, draws) for group, answers in arms]
+    tpots = [
+        _median_samples(_known([answer for answer in answers if answer.is_ok], "tpot_s"), draws)
+        for _, answers in arms
+    ]
+    key = key_of(speculative)
+    speedup: Speedup = {
+        "tokens_per_s": _ratio(speeds[0], speeds[1], draws),
+        "tpot": _ratio(tpots[1], tpots[0], draws),
+    }
+    return {
+        "key": key,
+        "num_prompts": len(matched),
+        "num_unmatched": len(unmatched),
+        "speedup": speedup,
+        "verdict": _verdict(headline_speedup(key, speedup)["interval"]),
+        "agreement": _agreement(arms[0][1], arms[1][1]) if speculative.key.temperature == 0 else None,
+    }
+
+
+def split_by_category(group: Group) -> list[Group]:
+    """One group per class of prompts, in order of appearance; none where there is only one class.
+
+    Classes that were in flight together share the busy time by the time their requests took. The server's
+    counters cannot be shared out.
+    """
+    classes: dict[str, list[Answer]] = defaultdict(list)
+    for answer in group.answers:
+        classes[answer.ask.prompt.category].append(answer)
+    if len(classes) < 2:
+        return []
+    total_s = sum(answer.latency_s for answer in group.answers)
+    return [
+        Group(
+            key=replace(group.key, category=category),
+            answers=answers,
+            busy_s=group.busy_s * _share(sum(answer.latency_s for answer in answers), total_s),
+        )
+        for category, answers in classes.items()
+    ]
+
+
+def key_of(group: Group) -> Key:
+    """The group's key without its arm."""
+    key = group.key
+    return {
+        "workload": key.workload,
+        "category": key.category,
+        "concurrency": key.load.concurrency,
+        "rate": key.load.rate,
+        "depth": key.depth,
+        "temperature": key.temperature,
+    }
+
+
+def _ended(group: Group) -> Group:
+    """Without what was not sent or given up, and without the part of the busy time that the latter took."""
+    if all(answer.is_ended for answer in group.answers):
+        return group
+    is_at_rate = group.key.load.rate is not None
+    ended = [answer for answer in group.answers if answer.is_ended]
+    work, all_work = (
+        sum(_work(answer, is_at_rate=is_at_rate) for answer in answers if answer.is_sent)
+        for answers in (ended, group.answers)
+    )
+    return replace(group, answers=ended, busy_s=group.busy_s * _share(work, all_work))
+
+
+def _throughput(group: Group, answers: Sequence[Answer], draws: Resamples) -> Estimate:
+    value, samples = _throughput_samples(group, answers, draws)
+    return {"value": value, "interval": None if value is None else draws.interval(samples)}
+
+
+def _throughput_samples(
+    group: Group, answers: Sequence[Answer], draws: Resamples
+) -> tuple[float | None, Floats]:
+    """Aggregate tok/s of some of a group's answers, and of each resample of them.
+
+    A resample that drew long conversations would have kept the server busy for longer: with `concurrency`
+    requests in flight, busy time goes with the time that requests took, the failed ones' too. At a given rate
+    it goes with the number of conversations, whatever the server does: resamples would say nothing.
+    """
+    good = [answer for answer in answers if answer.is_ok]
+    tokens = _total(answer.completion_tokens for answer in good)
+    if tokens is None or group.busy_s <= 0:
+        return None, np.full(RESAMPLES, np.nan)
+    is_at_rate = group.key.load.rate is not None
+    works = [_work(answer, is_at_rate=is_at_rate) for answer in answers]
+    all_work = sum(_work(answer, is_at_rate=is_at_rate) for answer in group.answers)
+    busy_s = group.busy_s * _share(sum(works), all_work)
+    value = tokens / busy_s if busy_s > 0 else None
+    if is_at_rate:
+        return value, np.full(RESAMPLES, np.nan)
+    drawn_s = group.busy_s * draws.sums(_with_prompt(answers, works)) / (all_work or 1)
+    drawn_tokens = draws.sums(_with_prompt(good, [answer.completion_tokens or 0 for answer in good]))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return value, drawn_tokens / drawn_s
+
+
+def _work(answer: Answer, *, is_at_rate: bool) -> float:
+    if is_at_rate:
+        return float(answer.turn == 0)
+    return answer.latency_s
+
+
+def _median_samples(values: Sequence[tuple[str, float]], draws: Resamples) -> tuple[float | None, Floats]:
+    value = float(np.median([number for _, number in values])) if values else None
+    return value, draws.medians(values)
+
+
+def _ratio(
+    above: tuple[float | None, Floats], below: tuple[float | None, Floats], draws: Resamples
+) -> Estimate:
+    if above[0] is None or not below[0]:
+        return {"value": None, "interval": None}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return {"value": above[0] / below[0], "interval": draws.interval(above[1] / below[1])}
+
+
+def _verdict(interval: Interval) -> Verdict:
+    if interval is None:
+        return "too little"
+    if interval[0] <= 1 <= interval[1]:
+        return "unclear"
+    return "pays" if interval[0] > 1 else "loses"
+
+
+def _distribution(values: Sequence[tuple[str, float]], draws: Resamples | None) -> Distribution:
+    """Of values that belong to prompts; without draws, without intervals."""
+    if not values:
+        return {
+            "count": 0,
+            "mean": None,
+            "mean_interval": None,
+            "p50": None,
+            "p50_interval": None,
+            "p90": None,
+            "p99": None,
+            "std": None,
+            "quantiles": [],
+        }
+    numbers = np.array([value for _, value in values])
+    p50, p90, p99 = (float(bound) for bound in np.quantile(numbers, [0.5, 0.9, 0.99]))
+    return {
+        "count": len(values),
+        "mean": float(numbers.mean()),
+        "mean_interval": None if draws is None else _mean_interval(values, draws),
+        "p50": p50,
+        "p50_interval": None if draws is None else draws.interval(draws.medians(values)),
+        "p90": p90,
+        "p99": p99,
+        "std": float(numbers.std()),
+        "quantiles": [float(bound) for bound in np.quantile(numbers, QUANTILES)],
+    }
+
+
+def _mean_interval(values: Sequence[tuple[str, float]], draws: Resamples) -> Interval:
+    counts = draws.sums((prompt, 1) for prompt, _ in values)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return draws.interval(draws.sums(values) / counts)
+
+
+def _speculation(group: Group, good: Sequence[Answer], draws: Resamples) -> SpeculationFigures:
+    said = [(answer.ask.prompt.id, answer.speculation) for answer in good if answer.speculation is not None]
+    total = _sum_of([speculation for _, speculation in said])
+    if total.steps:
+        figures = _speculation_figures("answers", total, num_answers=len(said))
+        steps = draws.sums((prompt, one.steps) for prompt, one in said)
+        accepted = draws.sums((prompt, sum(one.accepted)) for prompt, one in said)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            figures["committed_per_step"]["interval"] = draws.interval(1 + accepted / steps)
+        return figures
+    if group.metered is not None and group.metered.steps:
+        return _speculation_figures("metered", group.metered, num_answers=0)
+    return {
+        "acceptance": "none" if group.key.arm == PLAIN else "unknown",
+        "num_answers": 0,
+        "steps": None,
+        "drafted": None,
+        "accepted": None,
+        "committed_per_step": {"value": None, "interval": None},
+        "draft_acceptance_rate": None,
+        "acceptance_by_position": None,
+        "acceptance_histogram": None,
+    }
+
+
+def _speculation_figures(
+    source: Literal["answers", "metered"], total: Speculation, *, num_answers: int
+) -> SpeculationFigures:
+    accepted = sum(total.accepted)
+    reached = [total.steps, *total.accepted]  # steps that accepted at least 0, 1, ... drafts
+    exactly = [max(0, here - after) for here, after in zip(reached, [*reached[1:], 0], strict=True)]
+    shares = [count / total.steps for count in total.accepted]
+    return {
+        "acceptance": source,
+        "num_answers": num_answers,
+        "steps": total.steps,
+        "drafted": total.drafted,
+        "accepted": accepted,
+        "committed_per_step": {"value": 1 + accepted / total.steps, "interval": None},
+        "draft_acceptance_rate": accepted / total.drafted if total.drafted else None,
+        "acceptance_by_position": shares if total.has_positions else None,
+        "acceptance_histogram": [count / total.steps for count in exactly] if total.has_positions else None,
+    }
+
+
+def _sum_of(parts: Sequence[Speculation]) -> Speculation:
+    width = max((len(part.accepted) for part in parts), default=0)
+    accepted = [0] * width
+    for part in parts:
+        for position, count in enumerate(part.accepted):
+            accepted[position] += count
+    return Speculation(
+        steps=sum(part.steps for part in parts),
+        drafted=sum(part.drafted for part in parts),
+        accepted=tuple(accepted),
+        has_positions=all(part.has_positions for part in parts),
+    )
+
+
+def _agreement(speculative: Sequence[Answer], plain: Sequence[Answer]) -> Agreement:
+    first, later = _nothing_compared(), _nothing_compared()
+    divergences: list[Divergence] = []
+    diverged: set[Conversation] = set()
+    others = _by_turn(plain)
+    for (turn, conversation), answer in sorted(_by_turn(speculative).items()):
+        other = others.get((turn, conversation))
+        if other is None:
+            continue
+        counts = first if turn == 0 else later
+        if conversation in diverged:
+            counts["num_after_divergence"] += 1
+        elif not (answer.is_ok and other.is_ok):
+            counts["num_failed"] += 1
+        else:
+            counts["num_compared"] += 1
+            if (answer.thinking, answer.text) == (other.thinking, other.text):
+                counts["num_equal"] += 1
+            else:
+                diverged.add(conversation)
+                divergences.append(_divergence(answer, other))
+    for counts in (first, later):
+        if counts["num_compared"]:
+            counts["share_equal"] = counts["num_equal"] / counts["num_compared"]
+    return {"first_turns": first, "later_turns": later, "divergences": divergences[:MAX_DIVERGENCES]}
+
+
+def _nothing_compared() -> Agreed:
+    return {
+        "num_compared": 0,
+        "num_equal": 0,
+        "share_equal": None,
+        "num_failed": 0,
+        "num_after_divergence": 0,
+    }
+
+
+def _by_turn(answers: Sequence[Answer]) -> dict[tuple[int, Conversation], Answer]:
+    """Answers by turn and conversation.
+
+    Not by time: which of two conversations sends its second turn first depends on the speed of the arm.
+    Conversations that share a number are told apart by the order in which they were asked.
+    """
+    repetitions: Counter[tuple[int, str, int]] = Counter()
+    found = {}
+    for answer in answers:
+        turn, prompt, number = answer.turn, answer.ask.prompt.id, answer.ask.number
+        found[turn, (prompt, number, repetitions[turn, prompt, number])] = answer
+        repetitions[turn, prompt, number] += 1
+    return found
+
+
+def _divergence(answer: Answer, other: Answer) -> Divergence:
+    mine, theirs = answer.thinking + answer.text, other.thinking + other.text
+    position = next(
+        (place for place, (one, two) in enumerate(zip(mine, theirs, strict=False)) if one != two),
+        min(len(mine), len(theirs)),
+    )
+    return {
+        "prompt": answer.ask.prompt.id,
+        "turn": answer.turn,
+        "position": position,
+        "speculative": mine[position : position + EXCERPT],
+        "plain": theirs[position : position + EXCERPT],
+    }
+
+
+def _failures(answers: Sequence[Answer]) -> list[Failures]:
+    """Errors by what stands before their first ": ", the most frequent first; ports have colons too."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for answer in answers:
+        if answer.error is not None:
+            kinds[answer.error.split(": ")[0].strip()[:80]].append(answer.error)
+    ordered = sorted(kinds.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [{"kind": kind, "count": len(errors), "example": errors[0][:400]} for kind, errors in ordered]
+
+
+def _num_not_sent(answers: Sequence[Answer]) -> int:
+    """Turns of every conversation that was asked for, less those that were sent."""
+    due = sum(
+        1 if answer.ask.is_raw else len(answer.ask.prompt.turns) for answer in answers if answer.turn == 0
+    )
+    return max(0, due - sum(answer.is_sent for answer in answers))
+
+
+def _asked(answers: Sequence[Answer]) -> Asked:
+    asks = [answer.ask for answer in answers]
+    return {
+        "max_tokens": _common([ask.max_tokens for ask in asks]),
+        "seed": _common([ask.seed for ask in asks]),
+        "ignores_eos": _common([ask.ignores_eos for ask in asks]),
+        "thinking": _common([ask.thinking for ask in asks]),
+        "is_raw": _common([ask.is_raw for ask in asks]),
+        "is_salted": _common([ask.cache_salt is not None for ask in asks]),
+        "prompts_hash": _prompts_hash(answers),
+    }
+
+
+def _common(values: Sequence[Value]) -> Value | None:
+    """The value that all have; None where they differ."""
+    return values[0] if values and all(value == values[0] for value in values) else None
+
+
+def _prompts_hash(answers: Sequence[Answer]) -> str:
+    """Tells whether two reports asked the same questions: without their salts, which differ in every run."""
+    prompts = {answer.ask.original or answer.ask.prompt for answer in answers}
+    texts = sorted([prompt.id, prompt.system or "", *prompt.turns] for prompt in prompts)
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
+def _prompt_ids(answers: Sequence[Answer]) -> list[str]:
+    """Each once, in an order that does not depend on which answer came first."""
+    return sorted({answer.ask.prompt.id for answer in answers})
+
+
+def _known(
+    answers: Sequence[Answer], figure: Literal["ttft_s", "tpot_s", "tokens_per_s"]
+) -> list[tuple[str, float]]:
+    """The figure of each answer that has it, with the prompt it belongs to."""
+    values = []
+    for answer in answers:
+        value: float | None = getattr(answer, figure)
+        if value is not None:
+            values.append((answer.ask.prompt.id, value))
+    return values
+
+
+def _with_prompt(answers: Sequence[Answer], values: Sequence[float]) -> list[tuple[str, float]]:
+    return [(answer.ask.prompt.id, value) for answer, value in zip(answers, values, strict=True)]
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    """None where one is unknown: a sum of the others would pass for the whole."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total
+
+
+def _total_known(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

@@ -1,0 +1,197 @@
+"""What is asked: the built-in prompt classes, public data sets, random words, and a user's own file.
+
+The same name, limit and seed give the same prompts in every run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+import re
+import string
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+
+import blockdraft
+from blockdraft.bench.datasets import DATASETS, load_dataset
+from blockdraft.bench.filler import filler
+from blockdraft.bench.records import Prompt, Workload
+from blockdraft.bench.rows import AS_IT_IS, SUFFIXES, PromptFile, num_assistant_messages, prompts_of, read
+from blockdraft.errors import BenchError
+
+CLASSES = ("code", "reasoning", "dialogue", "prose", "qa", "json", "long_code", "summarise")
+ALL = "all"
+RANDOM = "random"
+NAMES = (*CLASSES, *DATASETS, RANDOM, ALL)
+
+_SPELLINGS = {"math_500": "math500", "human_eval": "humaneval", "summarize": "summarise"}
+_RANDOM_WORDS = 256  # of one prompt, unless `random:N` says; arbitrary
+_RANDOM_PROMPTS = 12  # as many as a built-in class has
+_NOISE = string.ascii_letters + string.digits
+_SALT_LINE = re.compile(r"\A\[run [\w-]+\]\n")
+_DEPTH_HEADING = "Background notes (not needed for the task):"
+
+
+def load(
+    name_or_path: str,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+    data_dir: Path | None = None,
+    is_offline: bool = False,
+) -> Workload:
+    """The prompts of one workload; with a limit, a sample spread evenly over them.
+
+    A workload with fewer prompts than the limit gives all it has: whoever needs more repeats them.
+    """
+    if limit is not None and limit < 1:
+        raise BenchError(f"a limit of {limit} prompts leaves nothing to ask: give 1 or more.")
+    name = _spelled(name_or_path)
+    if name == ALL:
+        raise BenchError(
+            f"'{ALL}' is several workloads, where one was expected: one of {', '.join(CLASSES)}."
+        )
+    if name == RANDOM or name.startswith(RANDOM + ":"):
+        return _random_workload(name, num_prompts=limit or _RANDOM_PROMPTS, seed=seed)
+    if name in CLASSES:
+        workload = _built_in(name)
+    elif name in DATASETS:
+        workload = load_dataset(name, data_dir=data_dir, is_offline=is_offline)
+    elif _is_path(name_or_path):
+        workload = _own(Path(name_or_path))
+    else:
+        raise BenchError(_unknown(name_or_path, name))
+    return replace(workload, prompts=_spread(workload.prompts, limit, seed))
+
+
+def load_all(
+    names: Sequence[str] = (ALL,),
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+    data_dir: Path | None = None,
+    is_offline: bool = False,
+) -> tuple[Workload, ...]:
+    """One workload per name, in order; "all" stands for every built-in class. The limit is each one's."""
+    each: dict[str, None] = {}  # a set that keeps its order
+    for name in names:
+        each.update(dict.fromkeys(CLASSES if _spelled(name) == ALL else (name,)))
+    workloads = [
+        load(name, limit=limit, seed=seed, data_dir=data_dir, is_offline=is_offline) for name in each
+    ]
+    for later, workload in enumerate(workloads):
+        if any(workload.name == earlier.name for earlier in workloads[:later]):
+            raise BenchError(f"two workloads are called '{workload.name}': rename one file.")
+    return tuple(workloads)
+
+
+def with_turns(workload: Workload, max_turns: int | None) -> Workload:
+    """The same conversations, cut after so many user turns."""
+    prompts = tuple(replace(prompt, turns=prompt.turns[:max_turns]) for prompt in workload.prompts)
+    return replace(workload, prompts=prompts)
+
+
+def salted(prompt: Prompt, salt: str) -> Prompt:
+    """The prompt behind a first line of its own, so that a prefix cache that saw it does not know it again.
+
+    To be put on last, after `deepened`: what stands before the salt can be recognised.
+    """
+    line = f"[run {salt}]\n"
+    if prompt.system is not None:
+        return replace(prompt, system=line + prompt.system)
+    return replace(prompt, turns=(line + prompt.turns[0], *prompt.turns[1:]))
+
+
+def deepened(prompt: Prompt, *, num_tokens: int, tokens_per_word: float, seed: int = 0) -> Prompt:
+    """The prompt behind notes of about so many tokens, which differ from prompt to prompt."""
+    if num_tokens < 0 or tokens_per_word <= 0:
+        raise BenchError(f"a context of {num_tokens} tokens ({tokens_per_word} a word) cannot be made.")
+    num_words = round(num_tokens / tokens_per_word) - len(_DEPTH_HEADING.split())
+    if num_words < 1:
+        return prompt
+    notes = filler(num_words, seed=f"{seed}/{prompt.id}")
+    first = f"{_DEPTH_HEADING}\n\n{notes}\n\n{prompt.turns[0]}"
+    return replace(prompt, turns=(first, *prompt.turns[1:]))
+
+
+def estimate_tokens_per_word(prompt_tokens: int, text: str) -> float:
+    """Tokens a word of this text costs, from the usage a server reported for it.
+
+    Measure it on a long piece of `filler`: the chat template's own tokens count as the text's.
+    """
+    num_words = len(text.split())
+    if not num_words or prompt_tokens < 1:
+        raise BenchError(f"{prompt_tokens} prompt tokens for {num_words} words cannot be right.")
+    return prompt_tokens / num_words
+
+
+def _spelled(name: str) -> str:
+    """The name as we spell it: `MT-Bench` is mt_bench."""
+    name = name.lower().replace("-", "_")
+    return _SPELLINGS.get(name, name)
+
+
+def _built_in(name: str) -> Workload:
+    with resources.as_file(resources.files("blockdraft.bench") / "prompts" / f"{name}.jsonl") as path:
+        prompts = prompts_of(read(path).rows, name=name, category=name, wrapper=AS_IT_IS)
+    return Workload(name, prompts, source=f"built in, blockdraft {blockdraft.__version__}")
+
+
+def _own(path: Path) -> Workload:
+    file = read(path)
+    name = path.name.split(".")[0] or path.name
+    prompts = prompts_of(file.rows, name=name, category=name, wrapper=AS_IT_IS)
+    return Workload(name, prompts, source=_own_source(file))
+
+
+def _own_source(file: PromptFile) -> str:
+    left_out = num_assistant_messages(file.rows)
+    note = f" ({left_out} assistant messages left out: the model writes its own)" if left_out else ""
+    return f"{file.path.name}, sha256 {file.digest}{note}"
+
+
+def _is_path(name: str) -> bool:
+    path = Path(name)
+    return path.suffix in SUFFIXES or len(path.parts) > 1 or path.is_file()
+
+
+def _unknown(given: str, name: str) -> str:
+    close = difflib.get_close_matches(name, NAMES, 1)
+    hint = f"did you mean '{close[0]}'?" if close else f"one of {', '.join(NAMES)}, or a JSONL file."
+    return f"unknown workload '{given}': {hint}"
+
+
+def _spread(prompts: tuple[Prompt, ...], limit: int | None, seed: int) -> tuple[Prompt, ...]:
+    """One prompt from each of `limit` stretches of equal length, in the file's order."""
+    if limit is None or limit >= len(prompts):
+        return prompts
+    draw = random.Random(f"sample/{seed}")
+    edges = [i * len(prompts) // limit for i in range(limit + 1)]
+    return tuple(prompts[draw.randrange(start, end)] for start, end in pairwise(edges))
+
+
+def _random_workload(name: str, *, num_prompts: int, seed: int) -> Workload:
+    num_words = _num_random_words(name)
+    prompts = tuple(
+        Prompt(id=f"random-{i + 1}", category=RANDOM, turns=(_noise(num_words, f"{seed}/{i}"),))
+        for i in range(num_prompts)
+    )
+    return Workload(name, prompts, source=f"random, seed {seed}, {num_words} words", is_raw=True)
+
+
+def _num_random_words(name: str) -> int:
+    given = name.removeprefix(RANDOM).removeprefix(":")
+    if not given:
+        return _RANDOM_WORDS
+    if not given.isascii() or not given.isdigit() or int(given) < 1:
+        raise BenchError(f"'{given}' is not a number of words: write '{RANDOM}:N', such as '{RANDOM}:512'.")
+    return int(given)
+
+
+def _noise(num_words: int, seed: str) -> str:
+    """Made-up words that no vocabulary holds: a tokenizer cuts them into pieces that predict nothing."""
+    draw = random.Random(f"noise/{seed}")
+    return " ".join("".join(draw.choices(_NOISE, k=draw.randint(2, 9))) for _ in range(num_words))
