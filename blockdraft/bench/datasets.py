@@ -213,10 +213,11 @@ def _hub_file(name: str, dataset: Dataset, *, data_dir: Path | None, is_offline:
         )
     import huggingface_hub
 
+    from blockdraft.hub import HUB_ERRORS
+
     try:
         return Path(huggingface_hub.hf_hub_download(dataset.hub.repo, dataset.hub.path, repo_type="dataset"))
-    except Exception as error:
-        # Nothing narrower: its HTTP library, and so its errors, change with the hub's version.
+    except HUB_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BenchError(
             f"{absent}, and {_hub_name(dataset)} did not come from the hub ({reason}): {advice}."

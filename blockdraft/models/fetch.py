@@ -91,6 +91,8 @@ def hub_folder(repo: str, *, revision: str | None, needs_weights: bool = True) -
     """Folder of a hub model, downloaded into the hub's own cache where it is not there yet."""
     import huggingface_hub
 
+    from blockdraft.hub import HUB_ERRORS
+
     try:
         return Path(
             huggingface_hub.snapshot_download(
@@ -100,8 +102,7 @@ def hub_folder(repo: str, *, revision: str | None, needs_weights: bool = True) -
                 ignore_patterns=_HUB_DUPLICATES,
             )
         )
-    except Exception as error:
-        # Nothing narrower: its HTTP library, and so its errors, change with the hub's version.
+    except HUB_ERRORS as error:
         raise _hub_error(error, repo, revision) from error
 
 

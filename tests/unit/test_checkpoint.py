@@ -448,6 +448,7 @@ def hub_failure(error_type: type[Exception]) -> Exception:
         (OSError(errno.ENOSPC, "No space left on device"), FetchError, "full"),
         (ConnectionError("reset by peer\nlong story"), FetchError, "reset by peer"),
         (RuntimeError(""), FetchError, "RuntimeError"),
+        (hub_failure(errors.HfHubHTTPError.__bases__[0]), FetchError, "first line"),  # of its HTTP library
     ],
 )
 def test_hub_failures_become_one_line(

@@ -21,128 +21,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels import sampling
 from blockdraft.kernels.sampling import Real, SamplingBatch, Whole
 from blockdraft.kernels.triton.launch import has_pdl, num_multiprocessors
+from blockdraft.kernels.triton.scores import (
+    MIN_TEMPERATURE,
+    NEVER,
+    NUM_REAL,
+    NUM_WHOLE,
+    TEMPERATURE,
+    load_logits,
+    noise_of,
+    scores_of,
+)
 
 CHUNK = tl.constexpr(2048)  # tokens; part of the bits of the sums
 GROUP = tl.constexpr(64)  # tokens whose largest score `_scan` keeps for `_bound`
 MAX_GROUPS = tl.constexpr(128)  # that `_bound` holds at once: enough for top_k up to 128 without ties
 
-_MAX_LISTED = tl.constexpr(sampling.MAX_LISTED)
-_MIN_TEMPERATURE = tl.constexpr(sampling.MIN_TEMPERATURE)
-_NUM_REAL = tl.constexpr(len(Real))
-_NUM_WHOLE = tl.constexpr(len(Whole))
-_TEMPERATURE = tl.constexpr(int(Real.TEMPERATURE))
 _TOP_P = tl.constexpr(int(Real.TOP_P))
 _LOG_MIN_P = tl.constexpr(int(Real.LOG_MIN_P))
-_REPETITION = tl.constexpr(int(Real.REPETITION))
-_PRESENCE = tl.constexpr(int(Real.PRESENCE))
-_FREQUENCY = tl.constexpr(int(Real.FREQUENCY))
 _SEED = tl.constexpr(int(Whole.SEED))
 _TOP_K = tl.constexpr(int(Whole.TOP_K))
-_OUTPUT_START = tl.constexpr(int(Whole.OUTPUT_START))
-_MIN_END = tl.constexpr(int(Whole.MIN_END))
-_NUM_STOPS = tl.constexpr(int(Whole.NUM_STOPS))
-_NUM_BIASES = tl.constexpr(int(Whole.NUM_BIASES))
 _IS_FILTERED = tl.constexpr(int(Whole.IS_FILTERED))
-_IS_PENALISED = tl.constexpr(int(Whole.IS_PENALISED))
-
-_NEVER = tl.constexpr(float("-inf"))
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 _LOWEST_KEY = tl.constexpr(-0x80000000)
-
-
-@triton.jit
-def _entries_within(entries, count, first, past):
-    """[from, to): the entries of a sorted list that lie in [first, past)."""
-    place = tl.arange(0, _MAX_LISTED)
-    ids = tl.load(entries + place, mask=place < count, other=0x7FFFFFFF)
-    return tl.sum((ids < first).to(tl.int32)), tl.sum((ids < past).to(tl.int32))
-
-
-@triton.jit
-def _load(logits, ids, V):
-    return tl.load(logits + ids, mask=ids < V, other=_NEVER)
-
-
-@triton.jit
-def _scores(
-    raw, ids, first, past, r, c, row, starts, recent, real, whole,
-    stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-):  # fmt: skip
-    """The `raw` logits of `ids`, all in [first, past): biased, banned, penalised, scaled; -inf from V on."""
-    is_token = ids < V
-    scores = raw.to(tl.float32)
-    real += row * _NUM_REAL
-    whole += row * _NUM_WHOLE
-    num_biases = tl.load(whole + _NUM_BIASES)
-    if num_biases > 0:
-        bias_ids += row * _MAX_LISTED
-        bias_values += row * _MAX_LISTED
-        begin, end = _entries_within(bias_ids, num_biases, first, past)
-        for place in range(begin, end):
-            added = tl.load(bias_values + place)
-            scores = tl.where(ids == tl.load(bias_ids + place), scores + added, scores)
-    num_stops = tl.load(whole + _NUM_STOPS)
-    start = tl.load(starts + r)
-    if (num_stops > 0) & (start + 1 + c < tl.load(whole + _MIN_END)):
-        stop_ids += row * _MAX_LISTED
-        begin, end = _entries_within(stop_ids, num_stops, first, past)
-        for place in range(begin, end):
-            scores = tl.where(ids == tl.load(stop_ids + place), _NEVER, scores)
-    if tl.load(whole + _IS_PENALISED) != 0:
-        counts = tl.load(output_counts + row * V + ids, mask=is_token, other=0)
-        seen = tl.load(prompt_seen + row * V + ids, mask=is_token, other=0) != 0
-        output_start = tl.load(whole + _OUTPUT_START)
-        for place in range(tl.minimum(c + 1, J)):
-            is_output = start + place >= output_start
-            token = tl.load(recent + r * J + place)
-            counts += ((ids == token) & is_output).to(tl.int32)
-        repetition = tl.load(real + _REPETITION)
-        factor = tl.where(scores > 0, tl.div_rn(1.0, repetition), repetition)
-        scores = tl.where(seen | (counts > 0), scores * factor, scores)
-        scores = scores - tl.load(real + _FREQUENCY) * counts.to(tl.float32)
-        scores = scores - tl.load(real + _PRESENCE) * (counts > 0).to(tl.float32)
-    temperature = tl.load(real + _TEMPERATURE)
-    if temperature >= _MIN_TEMPERATURE:
-        scores = scores * tl.div_rn(1.0, temperature)
-    return tl.where(is_token, scores, _NEVER)
-
-
-@triton.jit
-def _noise(first, seed, position, SIZE: tl.constexpr):
-    """Gumbel noise of ids [first, first + SIZE), as kernels.noise has it."""
-    zero = tl.zeros([SIZE // 4], dtype=tl.uint32)
-    counter = (tl.arange(0, SIZE // 4) + first // 4).to(tl.uint32)
-    low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
-    high = zero + (position >> 32).to(tl.uint32)
-    key_low = (seed & 0xFFFFFFFF).to(tl.uint32)
-    key_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox_impl(counter, low, high, zero, key_low, key_high, 10)
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [SIZE])  # in the order of the ids
-    # 1 + word / 2**23, less 1 - 2**-24: every step is exact.
-    uniform = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
-    return -_log(-_log(uniform))
-
-
-@triton.jit
-def _log(x):
-    """The natural logarithm of positive normal numbers within 1.2e-7 of itself; a third of tl.log's work.
-
-    x = 2**n * (1 + f) with f in [-1/3, 1/3), where log(1 + f) = f + f**2 * P(f); P is a minimax polynomial.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    power = (bits - 0x3F2AAAAB) & -0x800000  # n in the place of the exponent; 0x3F2AAAAB is 2 / 3
-    f = (bits - power).to(tl.float32, bitcast=True) - 1.0
-    p = tl.fma(f, 0.1402635859233628, -0.15388548693230472)
-    p = tl.fma(p, f, 0.13995807124598145)
-    p = tl.fma(p, f, -0.16415959264491264)
-    p = tl.fma(p, f, 0.20011168656311246)
-    p = tl.fma(p, f, -0.25007818964222983)
-    p = tl.fma(p, f, 0.3333319813734227)
-    p = tl.fma(p, f, -0.4999993607800894)
-    return tl.fma((power >> 23).to(tl.float32), 0.6931471805599453, tl.fma(f * f, p, f))
 
 
 @triton.jit
@@ -162,19 +64,19 @@ def _merge(values, tokens, scores, index, num_chunks, CHUNKS: tl.constexpr):
     """The best of a column's chunks: its value, id and score."""
     chunk = tl.arange(0, CHUNKS)
     is_chunk = chunk < num_chunks
-    found = tl.load(values + index * num_chunks + chunk, mask=is_chunk, other=_NEVER)
+    found = tl.load(values + index * num_chunks + chunk, mask=is_chunk, other=NEVER)
     ids = tl.load(tokens + index * num_chunks + chunk, mask=is_chunk, other=_NO_ID)
     best, token = _best(found, ids)
-    their = tl.load(scores + index * num_chunks + chunk, mask=is_chunk, other=_NEVER)
-    return best, token, tl.max(tl.where(ids == token, their, _NEVER), axis=0)
+    their = tl.load(scores + index * num_chunks + chunk, mask=is_chunk, other=NEVER)
+    return best, token, tl.max(tl.where(ids == token, their, NEVER), axis=0)
 
 
 @triton.jit
 def _merge_floor(peaks, row, real, index, num_chunks, CHUNKS: tl.constexpr):
     """The likeliest score of a column, and the least that min_p keeps."""
     chunk = tl.arange(0, CHUNKS)
-    peak = tl.max(tl.load(peaks + index * num_chunks + chunk, mask=chunk < num_chunks, other=_NEVER), axis=0)
-    return peak, peak + tl.load(real + row * _NUM_REAL + _LOG_MIN_P)
+    peak = tl.max(tl.load(peaks + index * num_chunks + chunk, mask=chunk < num_chunks, other=NEVER), axis=0)
+    return peak, peak + tl.load(real + row * NUM_REAL + _LOG_MIN_P)
 
 
 @triton.jit
@@ -186,14 +88,14 @@ def _merge_weights(weights, index, num_chunks, CHUNKS: tl.constexpr):
 @triton.jit
 def _is_kept(before, total, row, real):
     """Whether top_p keeps a token; the likeliest has nothing before it."""
-    top_p = tl.load(real + row * _NUM_REAL + _TOP_P)
+    top_p = tl.load(real + row * NUM_REAL + _TOP_P)
     return (top_p >= 1.0) | (before == 0.0) | (before < top_p * total)
 
 
 @triton.jit
 def _is_drawn_with_filters(row, real, whole):
-    is_random = tl.load(real + row * _NUM_REAL + _TEMPERATURE) >= _MIN_TEMPERATURE
-    return is_random & (tl.load(whole + row * _NUM_WHOLE + _IS_FILTERED) != 0)
+    is_random = tl.load(real + row * NUM_REAL + TEMPERATURE) >= MIN_TEMPERATURE
+    return is_random & (tl.load(whole + row * NUM_WHOLE + _IS_FILTERED) != 0)
 
 
 @triton.jit
@@ -212,20 +114,22 @@ def _scan(
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.load(rows + r)
-    is_random = tl.load(real + row * _NUM_REAL + _TEMPERATURE) >= _MIN_TEMPERATURE
-    is_filtered = is_random & (tl.load(whole + row * _NUM_WHOLE + _IS_FILTERED) != 0)
-    has_top_k = tl.load(whole + row * _NUM_WHOLE + _TOP_K) < V
-    seed = tl.load(whole + row * _NUM_WHOLE + _SEED)
+    is_random = tl.load(real + row * NUM_REAL + TEMPERATURE) >= MIN_TEMPERATURE
+    is_filtered = is_random & (tl.load(whole + row * NUM_WHOLE + _IS_FILTERED) != 0)
+    has_top_k = tl.load(whole + row * NUM_WHOLE + _TOP_K) < V
+    seed = tl.load(whole + row * NUM_WHOLE + _SEED)
     position = tl.load(starts + r) + 1 + c
     begin = tl.program_id(1) * chunks_per_program
     end = tl.minimum(begin + chunks_per_program, num_chunks)
-    upcoming = _load(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
+    upcoming = load_logits(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
     for chunk in range(begin, end):
         first = chunk * CHUNK
         ids = first + tl.arange(0, CHUNK)
         raw = upcoming
-        upcoming = _load(logits, ids + CHUNK, tl.minimum(V, end * CHUNK))  # on its way during this one's work
-        scores = _scores(
+        upcoming = load_logits(
+            logits, ids + CHUNK, tl.minimum(V, end * CHUNK)
+        )  # on its way during this one's work
+        scores = scores_of(
             raw, ids, first, first + CHUNK, r, c, row, starts, recent, real, whole,
             stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
         )  # fmt: skip
@@ -237,7 +141,7 @@ def _scan(
                 tl.store(group_peaks + group, groups)
         else:
             if is_random:
-                scores += _noise(first, seed, position, CHUNK)
+                scores += noise_of(first, seed, position, CHUNK)
             best, token = _best(scores, ids)
             tl.store(best_values + index * num_chunks + chunk, best)
             tl.store(best_ids + index * num_chunks + chunk, token)
@@ -285,13 +189,13 @@ def _bound(
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.load(rows + r)
-    k = tl.load(whole + row * _NUM_WHOLE + _TOP_K)
-    bound_score = tl.full([], _NEVER, tl.float32)
+    k = tl.load(whole + row * NUM_WHOLE + _TOP_K)
+    bound_score = tl.full([], NEVER, tl.float32)
     past_id = tl.full([], _NO_ID, tl.int32)
     if _is_drawn_with_filters(row, real, whole) & (k < V):
         group = tl.arange(0, GROUPS)
         num_groups = num_chunks * (CHUNK // GROUP)
-        peaks = tl.load(group_peaks + index * num_groups + group, mask=group < num_groups, other=_NEVER)
+        peaks = tl.load(group_peaks + index * num_groups + group, mask=group < num_groups, other=NEVER)
         keys = _key(peaks)
         # k groups reach the k-th greatest peak, so k tokens do: what ranks before is in groups that reach it.
         lowest = _kth_key(keys, tl.minimum(k, GROUPS))
@@ -304,8 +208,8 @@ def _bound(
             place = tl.arange(0, MAX_GROUPS)
             chosen = tl.load(chosen_groups + index * MAX_GROUPS + place, mask=place < num_chosen, other=V)
             ids = tl.reshape(chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [MAX_GROUPS * GROUP])
-            scores = _scores(
-                _load(logits, ids, V), ids, 0, V, r, c, row, starts, recent, real, whole,
+            scores = scores_of(
+                load_logits(logits, ids, V), ids, 0, V, r, c, row, starts, recent, real, whole,
                 stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
             )  # fmt: skip
             token_keys = tl.where(ids < V, _key(scores), _LOWEST_KEY)
@@ -330,8 +234,8 @@ def _bound(
                 for chunk in range(num_chunks):
                     first = chunk * CHUNK
                     ids = first + tl.arange(0, CHUNK)
-                    scores = _scores(
-                        _load(logits, ids, V), ids, first, first + CHUNK, r, c, row, starts, recent,
+                    scores = scores_of(
+                        load_logits(logits, ids, V), ids, first, first + CHUNK, r, c, row, starts, recent,
                         real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
                     )  # fmt: skip
                     token_keys = _key(scores)
@@ -362,19 +266,19 @@ def _draw_chunk(
 ):  # fmt: skip
     """The best noisy token of a chunk among those kept and ranked before (score, token): value, id, score."""
     ids = first + tl.arange(0, CHUNK)
-    scores = _scores(
+    scores = scores_of(
         raw, ids, first, first + CHUNK, r, c, row, starts, recent, real, whole,
         stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
     )  # fmt: skip
     is_open = (scores >= floor) & _is_before(scores, ids, bound_score, bound_id)
     is_open = is_open & _is_before(scores, ids, score, token)
-    best = tl.full([], _NEVER, tl.float32)
+    best = tl.full([], NEVER, tl.float32)
     best_id = tl.full([], _NO_ID, tl.int32)
-    best_score = tl.full([], _NEVER, tl.float32)
+    best_score = tl.full([], NEVER, tl.float32)
     if tl.max(is_open.to(tl.int32), axis=0) > 0:
-        noisy = tl.where(is_open, scores + _noise(first, seed, position, CHUNK), _NEVER)
+        noisy = tl.where(is_open, scores + noise_of(first, seed, position, CHUNK), NEVER)
         best, best_id = _best(noisy, ids)
-        best_score = tl.max(tl.where(ids == best_id, scores, _NEVER), axis=0)
+        best_score = tl.max(tl.where(ids == best_id, scores, NEVER), axis=0)
     return best, best_id, best_score
 
 
@@ -385,7 +289,7 @@ def _weigh_chunk(
 ):  # fmt: skip
     """The mass of a chunk that min_p and top_k keep, before (score, token) and in all; the peak weighs 1."""
     ids = first + tl.arange(0, CHUNK)
-    scores = _scores(
+    scores = scores_of(
         raw, ids, first, first + CHUNK, r, c, row, starts, recent, real, whole,
         stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
     )  # fmt: skip
@@ -415,7 +319,7 @@ def _draw(
     if not _is_drawn_with_filters(row, real, whole):
         return
     columns = tl.num_programs(0)
-    score = tl.full([], _NEVER, tl.float32)
+    score = tl.full([], NEVER, tl.float32)
     token = tl.full([], _NO_ID, tl.int32)
     if ROUND > 0:
         _, token, score = _merge(best_values, best_ids, best_scores, index, num_chunks, CHUNKS)
@@ -425,15 +329,15 @@ def _draw(
     _, floor = _merge_floor(peaks, row, real, index, num_chunks, CHUNKS)
     bound_score = tl.load(bound_scores + index)
     bound_id = tl.load(bound_ids + index)
-    seed = tl.load(whole + row * _NUM_WHOLE + _SEED)
+    seed = tl.load(whole + row * NUM_WHOLE + _SEED)
     position = tl.load(starts + r) + 1 + c
     begin = tl.program_id(1) * chunks_per_program
     end = tl.minimum(begin + chunks_per_program, num_chunks)
-    upcoming = _load(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
+    upcoming = load_logits(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
     for chunk in range(begin, end):
         raw = upcoming
         following = (chunk + 1) * CHUNK + tl.arange(0, CHUNK)
-        upcoming = _load(logits, following, tl.minimum(V, end * CHUNK))
+        upcoming = load_logits(logits, following, tl.minimum(V, end * CHUNK))
         best, best_id, best_score = _draw_chunk(
             raw, chunk * CHUNK, score, token, floor, bound_score, bound_id, seed, position, r, c, row,
             starts, recent, real, whole,
@@ -464,7 +368,7 @@ def _weigh(
     row = tl.load(rows + r)
     if not _is_drawn_with_filters(row, real, whole):
         return
-    if tl.load(real + row * _NUM_REAL + _TOP_P) >= 1.0:
+    if tl.load(real + row * NUM_REAL + _TOP_P) >= 1.0:
         return
     columns = tl.num_programs(0)
     if ROUND > 0:
@@ -479,11 +383,11 @@ def _weigh(
     bound_id = tl.load(bound_ids + index)
     begin = tl.program_id(1) * chunks_per_program
     end = tl.minimum(begin + chunks_per_program, num_chunks)
-    upcoming = _load(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
+    upcoming = load_logits(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
     for chunk in range(begin, end):
         raw = upcoming
         following = (chunk + 1) * CHUNK + tl.arange(0, CHUNK)
-        upcoming = _load(logits, following, tl.minimum(V, end * CHUNK))
+        upcoming = load_logits(logits, following, tl.minimum(V, end * CHUNK))
         ahead, mass = _weigh_chunk(
             raw, chunk * CHUNK, score, token, peak, floor, bound_score, bound_id, r, c, row,
             starts, recent, real, whole,
@@ -521,15 +425,15 @@ def _settle(
             peak, floor = _merge_floor(peaks, row, real, index, num_chunks, CHUNKS)
             bound_score = tl.load(bound_scores + index)
             bound_id = tl.load(bound_ids + index)
-            seed = tl.load(whole + row * _NUM_WHOLE + _SEED)
+            seed = tl.load(whole + row * NUM_WHOLE + _SEED)
             position = tl.load(starts + r) + 1 + c
             # Every round leaves fewer tokens; without any, which takes NaN among the logits, it ends too.
             while (answer != _NO_ID) & (not _is_kept(ahead, mass, row, real)):
-                best = tl.full([], _NEVER, tl.float32)
+                best = tl.full([], NEVER, tl.float32)
                 best_id = tl.full([], _NO_ID, tl.int32)
-                best_score = tl.full([], _NEVER, tl.float32)
+                best_score = tl.full([], NEVER, tl.float32)
                 for chunk in range(num_chunks):
-                    raw = _load(logits, chunk * CHUNK + tl.arange(0, CHUNK), V)
+                    raw = load_logits(logits, chunk * CHUNK + tl.arange(0, CHUNK), V)
                     value, token, its_score = _draw_chunk(
                         raw, chunk * CHUNK, score, answer, floor, bound_score, bound_id, seed, position,
                         r, c, row, starts, recent, real, whole,
@@ -543,7 +447,7 @@ def _settle(
                 score = best_score
                 ahead = tl.full([], 0.0, tl.float32)
                 for chunk in range(num_chunks):
-                    raw = _load(logits, chunk * CHUNK + tl.arange(0, CHUNK), V)
+                    raw = load_logits(logits, chunk * CHUNK + tl.arange(0, CHUNK), V)
                     added, _ = _weigh_chunk(
                         raw, chunk * CHUNK, score, answer, peak, floor, bound_score, bound_id, r, c, row,
                         starts, recent, real, whole,
