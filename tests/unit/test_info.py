@@ -28,6 +28,7 @@ def test_a_fingerprint_sees_names_shapes_dtypes_and_values():
         model(zeros, "other"),
         model(zeros.view(6, 4)),
         model(zeros.half()),
+        model(zeros.bfloat16()),
         model(zeros + 1),
         model(torch.zeros(0)),
         model(torch.zeros(())),
