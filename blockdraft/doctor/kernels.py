@@ -1,0 +1,178 @@
+"""Findings of the probe: torch, which path each operation takes, and whether it computes what it should."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from blockdraft.doctor.finding import Area, Finding
+from blockdraft.doctor.patient import Check, Failure, Path, Probe, Torch
+from blockdraft.doctor.shapes import SHAPES
+from blockdraft.machine import Machine
+
+REPORT = "please report this line with the output of `blockdraft doctor --json`"
+GIB = 1 << 30
+HIDDEN_SHARE = 0.75  # of the memory that is available: CUDA sees more than this where the page cache is small
+SHAPE_NAMES = frozenset(shape.name for shape in SHAPES)
+INSTALL = "see https://pytorch.org/get-started/locally/"
+# The first that a failure's text contains, in small letters.
+ADVICE = (
+    ("outofresources", f"a tile is too large for this card: serve with --engine vllm, and {REPORT}"),
+    (
+        "ptxas",
+        "use a newer Triton, or point TRITON_PTXAS_BLACKWELL_PATH (before Triton 3.6, and on older cards: "
+        "TRITON_PTXAS_PATH) to the ptxas of a CUDA that knows this card",
+    ),
+    ("no kernel image", f"this PyTorch has no code for this card: install one that has, {INSTALL}"),
+    ("gcc", "Triton compiles a small C file: install Python's headers (python3-dev)"),
+    ("failed to find c compiler", "Triton compiles a small C file: install gcc, or set CC"),
+    ("out of memory", "free the card's memory (nvidia-smi shows who holds it) and run this again"),
+    ("sigill", "a library was compiled for a newer CPU: install a build for this one"),
+    ("did not end", f"nothing ends by itself here: look at dmesg for Xid errors, reboot, and {REPORT}"),
+)
+
+
+def torch_findings(machine: Machine, probe: Probe) -> Iterator[Finding]:
+    for failure in probe.failures:
+        if failure.what not in SHAPE_NAMES:
+            yield _failed(failure)
+    torch = probe.torch
+    if torch is None:
+        return
+    build = f"CUDA {torch.cuda}" if torch.cuda else "ROCm" if torch.hip else "no GPU"
+    yield Finding(
+        "libraries", "torch", "ok", f"{torch.version}, built for {build}; {torch.num_threads} threads"
+    )
+    if machine.gpus and not torch.has_gpu:
+        yield _unseen(torch)
+    if torch.has_gpu and not _has_code(torch):
+        assert torch.capability is not None
+        yield Finding(
+            "libraries",
+            "torch's kernels",
+            "problem",
+            f"{torch.gpu} has capability {torch.capability[0]}.{torch.capability[1]}, but this PyTorch was "
+            f"compiled for {', '.join(torch.architectures)}",
+            advice=f"install a PyTorch that was compiled for it: {INSTALL}",
+        )
+    yield from _page_cache(machine, torch)
+    if not probe.is_product_right:
+        yield Finding(
+            "kernels",
+            "a product",
+            "problem",
+            f"64 x 64 ones are multiplied wrongly on {probe.device}",
+            REPORT,
+        )
+
+
+def _page_cache(machine: Machine, torch: Torch) -> Iterator[Finding]:
+    """On unified memory CUDA counts what the kernel would give back at once as used."""
+    gpu = machine.gpus[0] if machine.gpus else None
+    if gpu is None or not gpu.is_unified or torch.free_bytes is None:
+        return
+    if torch.free_bytes < HIDDEN_SHARE * gpu.free_bytes:
+        yield Finding(
+            "machine",
+            "page cache",
+            "warning",
+            f"CUDA calls {torch.free_bytes / GIB:.1f} GiB free, the kernel {gpu.free_bytes / GIB:.1f}: files "
+            "that were read count as used, and an engine may refuse to start",
+            advice="sync; echo 3 | sudo tee /proc/sys/vm/drop_caches",
+            thread="vllm-project/vllm#48140",
+        )
+
+
+def _unseen(torch: Torch) -> Finding:
+    if torch.cuda is None:
+        return Finding(
+            "libraries",
+            "torch and the GPU",
+            "problem",
+            f"there is a GPU, but PyTorch {torch.version} was built without CUDA",
+            advice=f"install PyTorch for CUDA: {INSTALL}",
+        )
+    return Finding(
+        "libraries",
+        "torch and the GPU",
+        "problem",
+        f"there is a GPU, but PyTorch for CUDA {torch.cuda} does not find it",
+        advice="compare with the driver's version: CUDA 13 needs 580 or newer, CUDA 12 needs 525",
+    )
+
+
+def _has_code(torch: Torch) -> bool:
+    """Code for the same major capability and no later minor one runs; PTX of any earlier one is compiled."""
+    if torch.capability is None or not torch.architectures:
+        return True
+    major, minor = torch.capability
+    for name in torch.architectures:
+        kind, _, digits = name.rstrip("af").partition("_")
+        if not digits.isdigit():
+            continue
+        of_major, of_minor = int(digits[:-1]), int(digits[-1])
+        if kind == "sm" and of_major == major and of_minor <= minor:
+            return True
+        if kind == "compute" and (of_major, of_minor) <= (major, minor):
+            return True
+    return False
+
+
+# ---- kernels
+
+
+def kernel_findings(probe: Probe) -> Iterator[Finding]:
+    yield from (_path(path) for path in probe.paths)
+    for shape, group in groupby(probe.checks, key=lambda check: check.shape):
+        yield from _checked(shape, list(group))
+    for failure in probe.failures:
+        if failure.what in SHAPE_NAMES:
+            yield _failed(failure)
+
+
+def _path(path: Path) -> Finding:
+    if path.taken is not None:
+        return Finding("kernels", path.operation, "ok", path.taken)
+    why = path.why_not or "not taken"
+    if "pip install" in why:
+        return Finding(
+            "kernels", path.operation, "warning", f"PyTorch's own, slower: {why}", advice=_install_of(why)
+        )
+    return Finding("kernels", path.operation, "ok", f"not here: {why}")
+
+
+def _install_of(why: str) -> str:
+    """The command between the brackets."""
+    return why[why.index("pip install") :].rstrip(")")
+
+
+def _checked(shape: str, checks: list[Check]) -> Iterator[Finding]:
+    wrong = [check for check in checks if not check.is_passed]
+    for check in wrong:
+        off = "not a number" if check.error is None else f"off by {check.error:.1e}"
+        yield Finding(
+            "kernels",
+            f"{shape}: {check.operation}",
+            "problem",
+            f"{off} at {check.where}, where {check.tolerance:.0e} is rounding: answers would be wrong",
+            advice=f"do not serve on this device; {REPORT}",
+        )
+    if not wrong:
+        closest = max(checks, key=lambda check: (check.error or 0.0) / max(check.tolerance, 1e-300))
+        num = sum(check.num_comparisons for check in checks)
+        yield Finding(
+            "kernels",
+            shape,
+            "ok",
+            f"{len(checks)} operations right in {num} comparisons; closest to its tolerance is "
+            f"{closest.operation} ({closest.error:.0e} of {closest.tolerance:.0e})",
+        )
+
+
+def _failed(failure: Failure) -> Finding:
+    advice = next((advice for text, advice in ADVICE if text in failure.how.lower()), None)
+    if advice is None:
+        is_torch = failure.what == "torch"
+        advice = f"torch cannot be imported: install it again, {INSTALL}" if is_torch else REPORT
+    area: Area = "libraries" if failure.what == "torch" else "kernels"
+    return Finding(area, failure.what, "problem", f"failed: {failure.how}", advice=advice)

@@ -1,0 +1,198 @@
+"""Runs the probe in its own process and reads what it wrote, however far it came."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from blockdraft.doctor.shapes import SHAPES
+
+SECONDS = 900.0  # for one process: on a slow card, compiling every kernel takes minutes
+SHAPE_NAMES = tuple(shape.name for shape in SHAPES)
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """What torch says of itself and of the first GPU."""
+
+    version: str
+    cuda: str | None
+    hip: str | None
+    has_gpu: bool
+    num_gpus: int = 0
+    gpu: str | None = None
+    capability: tuple[int, int] | None = None
+    architectures: tuple[str, ...] = ()  # that its own kernels were compiled for
+    free_bytes: int | None = None
+    num_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How an operation runs here; `taken` is None where our fast path is not, for the reason given."""
+
+    operation: str
+    taken: str | None
+    why_not: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """An operation of one shape against its reference; an error of None is not a number."""
+
+    shape: str
+    operation: str
+    where: str
+    error: float | None
+    tolerance: float
+    num_comparisons: int
+    is_passed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Where a process ended before its time, and how."""
+
+    what: str  # "torch", "a product on cuda", "the choice of kernels", or a shape's name
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Everything that was learnt from torch."""
+
+    torch: Torch | None = None
+    device: str | None = None
+    is_product_right: bool = True
+    paths: tuple[Path, ...] = ()
+    checks: tuple[Check, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+
+class Outcome(NamedTuple):
+    """Of a process; a code of None: it was stopped after SECONDS."""
+
+    out: str
+    err: str
+    code: int | None
+
+
+Run = Callable[[str], Outcome]
+
+
+def ask(device: str, *, with_kernels: bool = True, run: Run | None = None) -> Probe:
+    """A shape that ends its process costs that shape only: another process takes up the ones after it."""
+    run = run or run_probe
+    left = list(SHAPE_NAMES) if with_kernels else []
+    found = _Found()
+    while True:
+        outcome = run(json.dumps({"device": device, "shapes": left}))
+        ended_at = found.read(outcome.out)
+        if ended_at is None:
+            return found.probe()
+        found.failures.append(Failure(ended_at, _how(outcome)))
+        if ended_at not in left[:-1]:
+            return found.probe()
+        left = left[left.index(ended_at) + 1 :]
+
+
+def run_probe(argument: str) -> Outcome:
+    command = (sys.executable, "-m", "blockdraft.doctor.probe", argument)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+    except subprocess.TimeoutExpired as stopped:
+        return Outcome(_text(stopped.stdout), _text(stopped.stderr), None)
+    return Outcome(done.stdout, done.stderr, done.returncode)
+
+
+def _text(output: bytes | str | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+@dataclass(slots=True)
+class _Found:
+    """Fills up over the processes."""
+
+    torch: Torch | None = None
+    device: str | None = None
+    is_product_right: bool = True
+    paths: dict[str, Path] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+    def read(self, text: str) -> str | None:
+        """What was begun and not ended; None: everything ended."""
+        begun: str | None = "torch"
+        for line in text.splitlines():
+            entry = _parse(line)
+            kind = entry.pop("kind", None)
+            if kind == "begin":
+                begun = entry["what"]
+            elif kind == "end":
+                begun = None
+            elif kind == "torch":
+                self.torch = _torch(entry)
+            elif kind == "device":
+                self.device, self.is_product_right = entry["name"], entry["is_right"]
+            elif kind == "path":
+                self.paths[entry["operation"]] = Path(**entry)
+            elif kind == "check":
+                self.checks.append(Check(**entry))
+        return begun
+
+    def probe(self) -> Probe:
+        return Probe(
+            torch=self.torch,
+            device=self.device,
+            is_product_right=self.is_product_right,
+            paths=tuple(self.paths.values()),
+            checks=tuple(self.checks),
+            failures=tuple(self.failures),
+        )
+
+
+def _parse(line: str) -> dict[str, Any]:
+    """Libraries print to stdout too: what is no object of ours is nothing."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) and "kind" in entry else {}
+
+
+def _torch(entry: Mapping[str, Any]) -> Torch:
+    capability = entry["capability"]
+    return Torch(
+        **{
+            **entry,
+            "capability": None if capability is None else (capability[0], capability[1]),
+            "architectures": tuple(entry["architectures"]),
+        }
+    )
+
+
+def _how(outcome: Outcome) -> str:
+    if outcome.code is None:
+        return f"it did not end within {SECONDS:.0f} s"
+    if outcome.code < 0:
+        return f"the process was killed by {_signal_name(-outcome.code)}"
+    return _last_line(outcome.err.splitlines()) or f"the process ended with code {outcome.code}"
+
+
+def _last_line(lines: Sequence[str]) -> str:
+    """A traceback's last line is the error; compilers add more below it, indented or not."""
+    errors = [line for line in lines if line and not line[0].isspace() and "Error" in line.split(":")[0]]
+    filled = errors or [line for line in lines if line.strip()]
+    return filled[-1].strip()[:400] if filled else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

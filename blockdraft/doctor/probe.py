@@ -1,0 +1,180 @@
+"""The half of the doctor that imports torch, in a process of its own: what breaks there is a finding.
+
+`python -m blockdraft.doctor.probe` gets one JSON object as its argument and writes one per line: what torch
+is, which path each operation takes, and for each shape a `begin` and the comparisons. Nothing is caught. A
+shape that raises or crashes ends the process, and the reader (`patient.py`) knows which one it was.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockdraft.doctor.shapes import SHAPES, Shape
+
+if TYPE_CHECKING:
+    import torch
+
+Line = dict[str, object]
+
+CACHE_BYTES = 64 << 20
+NUM_INPUTS = 256  # of the product by which the choice for gate and up is asked; any multiple of 16
+
+
+def main(argument: str) -> None:
+    asked = json.loads(argument)
+    for line in examine(asked["device"], asked["shapes"]):
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()  # what was known before a crash
+
+
+def examine(device_name: str, names: list[str]) -> Iterator[Line]:
+    yield {"kind": "begin", "what": "torch"}
+    import torch
+
+    yield {"kind": "torch", **_torch_facts()}
+    if device_name == "auto":
+        device_name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device_name)
+    yield {"kind": "begin", "what": f"a product on {device_name}"}
+    yield {"kind": "device", "name": device_name, **_product(device)}
+    yield {"kind": "begin", "what": "the choice of kernels"}
+    yield from ({"kind": "path", **path} for path in _paths(device))
+    for shape in SHAPES:
+        if shape.name in names:
+            yield {"kind": "begin", "what": shape.name}
+            yield from _check(shape, device_name)
+    yield {"kind": "end"}
+
+
+def _torch_facts() -> Line:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if has_gpu else None
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "has_gpu": has_gpu,
+        "num_gpus": torch.cuda.device_count(),
+        "gpu": torch.cuda.get_device_name() if has_gpu else None,
+        "capability": None if capability is None else list(capability),
+        "architectures": torch.cuda.get_arch_list() if has_gpu else [],
+        "free_bytes": torch.cuda.mem_get_info()[0] if has_gpu else None,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def _product(device: torch.device) -> Line:
+    """The smallest thing that shows whether torch has code for this card, and whether its sums are right."""
+    import torch
+
+    ones = torch.ones(64, 64, device=device)
+    return {"is_right": bool((ones @ ones == 64).all())}
+
+
+# ---- which path is taken, asked of the dispatch itself
+
+
+def _paths(device: torch.device) -> Iterator[Line]:
+    if device.type == "cuda":
+        yield from _paths_on_gpu(device)
+    else:
+        yield from _paths_on_cpu(device)
+
+
+def _paths_on_gpu(device: torch.device) -> Iterator[Line]:
+    import torch
+
+    from blockdraft.kernels.choice import has_triton
+    from blockdraft.kernels.moe import why_no_triton
+
+    missing = None if has_triton() else "triton is not installed (pip install triton)"
+    for name in ("attention", "products", "heads", "sampling", "gated delta", "acceptance"):
+        yield _path(name, "Triton", missing)
+    yield _path("experts", "Triton", why_no_triton(torch.bfloat16, device))
+    yield _path("CUDA graphs", "one per step", missing)
+    if missing is not None:
+        return
+    from blockdraft.kernels.triton.gated_tile import fits
+    from blockdraft.kernels.triton.launch import has_pdl
+    from blockdraft.kernels.triton.linear import has_fp8
+
+    x = torch.zeros(32, NUM_INPUTS, dtype=torch.bfloat16, device=device)
+    weight = torch.zeros(2 * NUM_INPUTS, NUM_INPUTS, dtype=torch.bfloat16, device=device)
+    tile = (
+        None if fits(x, weight) else "written for Hopper (capability 9.x): cuBLAS and an activation instead"
+    )
+    yield _path("gate and up in one tile (TMA)", "Triton", tile)
+    early = None if has_pdl(device) else "needs capability 9.0: each kernel starts when the last has ended"
+    yield _path("programmatic dependent launch", "every kernel", early)
+    rounded = None if has_fp8(device) else "needs capability 8.9: fp8 weights are widened to bf16, exactly"
+    yield _path("fp8 by fp8 products", "cuBLAS", rounded)
+
+
+def _paths_on_cpu(device: torch.device) -> Iterator[Line]:
+    import torch
+
+    from blockdraft.kernels.cpu import why_no_llvm
+
+    why = why_no_llvm(torch.float32, device)
+    for name in ("attention", "products", "norms and activations", "gated delta"):
+        yield _path(name, "our own, compiled by LLVM", why)
+
+
+def _path(operation: str, taken: str, why_not: str | None) -> Line:
+    return {"operation": operation, "taken": taken if why_not is None else None, "why_not": why_not}
+
+
+# ---- the operations against their references
+
+
+def _check(shape: Shape, device_name: str) -> Iterator[Line]:
+    from blockdraft.engine.engine import Engine
+    from blockdraft.engine.kernelcheck import check_kernels
+    from blockdraft.engine.loading import load_models
+    from blockdraft.settings import Settings
+
+    with tempfile.TemporaryDirectory(prefix="blockdraft-doctor-") as folder:
+        target = _write(shape.target, Path(folder) / "target")
+        draft = None if shape.draft is None else _write(shape.draft, Path(folder) / "draft")
+        settings = Settings(
+            model=target,
+            draft=draft or "none",
+            device=device_name,
+            load_format="dummy",
+            quantization=shape.quantization,
+            draft_quantization=shape.quantization,
+            width=8 if device_name == "cpu" else 16,
+            max_context=1024,
+            max_rows=4,
+            chunk=64,
+            cache_bytes=CACHE_BYTES,
+        )
+        engine = Engine(load_models(settings, lambda text: None))
+    for found in check_kernels(engine):
+        yield {
+            "kind": "check",
+            "shape": shape.name,
+            "operation": found.operation,
+            "where": found.where,
+            "error": found.error if found.error < float("inf") else None,
+            "tolerance": found.tolerance,
+            "num_comparisons": found.num_comparisons,
+            "is_passed": found.is_passed,
+        }
+
+
+def _write(config: object, folder: Path) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

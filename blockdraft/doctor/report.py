@@ -1,0 +1,91 @@
+"""All findings of one examination, and their JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from blockdraft import __version__
+from blockdraft.cards import Capability
+from blockdraft.doctor.abilities import Ability, abilities
+from blockdraft.doctor.finding import Finding, Level, worst
+from blockdraft.doctor.hardware import disk_findings, limit_findings, machine_findings
+from blockdraft.doctor.kernels import kernel_findings, torch_findings
+from blockdraft.doctor.known import facts_of, known_findings
+from blockdraft.doctor.libraries import library_findings, read_versions
+from blockdraft.doctor.patient import Probe, ask
+from blockdraft.machine import Machine, read_machine
+from blockdraft.settings import cache_dirs
+
+SCHEMA = "blockdraft-doctor/1"
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found; `probe` is what torch's process said."""
+
+    machine: Machine
+    versions: dict[str, str]
+    probe: Probe
+    abilities: tuple[Ability, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def verdict(self) -> Level:
+        return worst(self.findings)
+
+
+def examine(device: str, *, with_kernels: bool, note: Note) -> Report:
+    """This machine. `device` is torch's, or "auto"."""
+    machine, versions = read_machine(), read_versions()
+    note("importing torch" + (" and comparing kernels with their references" if with_kernels else ""))
+    if with_kernels and machine.gpus:
+        note("the first time, Triton compiles them: a few minutes")
+    return diagnose(machine, versions, ask(device, with_kernels=with_kernels))
+
+
+def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Report:
+    """Pure, but for the disks."""
+    torch_cuda = None if probe.torch is None else probe.torch.cuda
+    facts = facts_of(machine, versions, torch_cuda)
+    findings = (
+        *machine_findings(machine),
+        *limit_findings(machine),
+        *disk_findings(cache_dirs()),
+        *library_findings(versions, needs_triton=bool(machine.gpus)),
+        *torch_findings(machine, probe),
+        *kernel_findings(probe),
+        *known_findings(facts),
+    )
+    able = tuple(abilities(_capability(machine, probe), machine.cpu.features))
+    return Report(machine, versions, probe, able, findings)
+
+
+def _capability(machine: Machine, probe: Probe) -> Capability | None:
+    """torch's word goes before the driver's: it is torch that will run."""
+    if probe.torch is not None and probe.torch.capability is not None:
+        return probe.torch.capability
+    return machine.gpus[0].capability if machine.gpus else None
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """One object; sizes in bytes, null where something is not known."""
+    machine = asdict(report.machine)
+    machine["cpu"]["features"] = sorted(report.machine.cpu.features)
+    for entry, gpu in zip(machine["gpus"], report.machine.gpus, strict=True):
+        entry["card"] = None if gpu.card is None else gpu.card.key
+    probe = asdict(report.probe)
+    return {
+        "schema": SCHEMA,
+        "blockdraft": __version__,
+        "verdict": report.verdict,
+        "machine": machine,
+        "libraries": report.versions,
+        "torch": probe["torch"],
+        "device": probe["device"],
+        "abilities": [asdict(ability) for ability in report.abilities],
+        "kernels": {"paths": probe["paths"], "checks": probe["checks"], "failures": probe["failures"]},
+        "findings": [asdict(finding) for finding in report.findings],
+    }
