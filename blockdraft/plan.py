@@ -16,6 +16,10 @@ ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CPU_WIDTH = 8  # widest verify that costs little more than a narrow one (docs/benchmarks.md)
 CACHE_SHARE = 0.25  # of the free memory, on a machine that has other work too
 WORK_BYTES = 1 << 30  # of a GPU, for activations and graphs; replaced by what is measured
+MIN_CONTEXT = 256  # tokens; less is no service, so a start that would have to shrink to it fails
+MARGIN_BYTES = 256 << 20  # of a GPU, for smaller graphs, and a library's plan for an odd shape
+# Of unified memory: past it whole machines froze (vllm#46307), as the system's own programs live there too.
+UNIFIED_SHARE = 0.85
 UNPACK_SHARE = 0.5  # of the free memory: what unpacked weights may take before they stay packed
 
 
@@ -46,6 +50,7 @@ class Plan:
     prefix_cache: bool
     overlap: bool
     seed: int
+    width_reason: str = ""  # where the width was measured (engine/width.py)
 
 
 def make_plan(
@@ -136,9 +141,15 @@ def _quantization(name: str, asked: str, weights: Weights, unpackable: int) -> S
     return cast(Storage, asked)  # Settings admit no other
 
 
+def memory_share(settings: Settings, machine: Machine) -> float:
+    """The share of the GPU's memory that may be in use; less where it is the CPU's memory too."""
+    is_unified = any(gpu.is_unified for gpu in machine.gpus)
+    return min(settings.gpu_memory_utilization, UNIFIED_SHARE if is_unified else 1.0)
+
+
 def gpu_budget(settings: Settings, machine: Machine) -> int:
     """Bytes of the GPU that we may take: the share of the whole, less what others have."""
-    return int(machine.gpu_bytes * settings.gpu_memory_utilization) - (
+    return int(machine.gpu_bytes * memory_share(settings, machine)) - (
         machine.gpu_bytes - machine.gpu_free_bytes
     )
 

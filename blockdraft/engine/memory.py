@@ -16,15 +16,13 @@ import torch
 
 from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loading import Models
+from blockdraft.engine.loading import Models, gpu_memory
 from blockdraft.engine.warm import warm
 from blockdraft.errors import CapacityError
 from blockdraft.kernels.choice import has_triton
-from blockdraft.plan import ELEMENT_BYTES, Plan
+from blockdraft.machine import read_machine
+from blockdraft.plan import ELEMENT_BYTES, MARGIN_BYTES, MIN_CONTEXT, Plan, memory_share
 from blockdraft.settings import Settings
-
-MIN_CONTEXT = 256  # tokens; less is no service, so a start that would have to shrink to it fails
-MARGIN_BYTES = 256 << 20  # what smaller graphs, and a library's plan for an odd shape, may still take
 
 
 def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -> Models:
@@ -119,19 +117,19 @@ def release() -> None:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that the driver could give, once everything let go of has been handed back."""
+    """Bytes that could be had, once everything let go of has been handed back."""
     torch.cuda.synchronize(device)
     release()
-    return torch.cuda.mem_get_info(device)[0]
+    return gpu_memory(device)[0]
 
 
 def _budget(settings: Settings, device: torch.device) -> int:
     """What we may still take: the share of the whole, less what is in use, by us or by others."""
     free, total = _free(device), torch.cuda.mem_get_info(device)[1]
-    return int(total * settings.gpu_memory_utilization) - (total - free)
+    return int(total * memory_share(settings, read_machine())) - (total - free)
 
 
 def _shown_budget(settings: Settings, device: torch.device) -> str:
     total = torch.cuda.mem_get_info(device)[1] / 1e9
-    share = settings.gpu_memory_utilization
+    share = memory_share(settings, read_machine())
     return f"--gpu-memory-utilization {share} of {total:.1f} GB = {share * total:.1f} GB"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +25,9 @@ import tokenizers
 import torch
 
 from blockdraft.errors import ModelError
+from blockdraft.models.source import find_source
 
 _MAPPED_BYTES = 512 << 10  # from here on a mapping's last, partly used page does not matter
-# Not "./name" and not "a/b/c": those can only be paths.
-_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,7 @@ class Checkpoint(Protocol):
     name: str  # as the user wrote it, for messages
     config: Mapping[str, object]  # config.json, or its equivalent built from GGUF metadata
     quant_file: Mapping[str, object] | None  # hf_quant_config.json, where a folder has one
+    fit_file: Mapping[str, object]  # a drafter's fit.json; empty where there is none
 
     def tensors(self) -> Mapping[str, TensorInfo]: ...
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor: ...
@@ -135,24 +134,13 @@ def open_checkpoint(
     from blockdraft.models.folder import FolderCheckpoint
     from blockdraft.models.gguf import GgufCheckpoint
 
-    name = str(source)
-    if name == "default":
-        return GgufCheckpoint(fetch.default_gguf(report), name=name)
-    # os.path, not Path: its tests answer False for any text, where Path's raise on some.
-    path = os.path.expanduser(source)
-    if os.path.isdir(path):
-        return FolderCheckpoint(Path(path), name=name, needs_weights=needs_weights)
-    if os.path.exists(path):
-        if not path.endswith(".gguf"):
-            raise ModelError(
-                f"model '{name}' is a file but not a .gguf one: give its folder, or a .gguf file."
-            )
-        return GgufCheckpoint(Path(path), name=name)
-    hub_id = _HUB_ID.fullmatch(name)
-    if hub_id is None or isinstance(source, Path) or name.endswith(".gguf"):
-        raise ModelError(
-            f"model '{name}' does not exist: give a folder, a .gguf file, "
-            "a hub id (org/name or org/name@revision), or 'default'."
-        )
-    folder = fetch.hub_folder(hub_id["repo"], revision=hub_id["revision"], needs_weights=needs_weights)
-    return FolderCheckpoint(folder, name=name, needs_weights=needs_weights)
+    found = find_source(source)
+    if found.kind == "default":
+        return GgufCheckpoint(fetch.default_gguf(report), name=found.name)
+    if found.kind == "hub":
+        folder = fetch.hub_folder(found.repo, revision=found.revision, needs_weights=needs_weights)
+        return FolderCheckpoint(folder, name=found.name, needs_weights=needs_weights)
+    assert found.path is not None
+    if found.kind == "gguf":
+        return GgufCheckpoint(found.path, name=found.name)
+    return FolderCheckpoint(found.path, name=found.name, needs_weights=needs_weights)

@@ -32,6 +32,7 @@ _HUB_WEIGHTS = ["*.safetensors", "model.safetensors.index.json"]
 _HUB_SMALL_FILES = [
     "config.json",
     "generation_config.json",
+    "fit.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -39,6 +40,7 @@ _HUB_SMALL_FILES = [
     "chat_template.json",
 ]
 _HUB_DUPLICATES = ["*/*", "consolidated*"]  # other formats of the same weights
+_HUB_OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*", "*.gguf", "*.pth"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +89,29 @@ def default_gguf(report: Report | None = None) -> Path:
     return gguf
 
 
-def hub_folder(repo: str, *, revision: str | None, needs_weights: bool = True) -> Path:
-    """Folder of a hub model, downloaded into the hub's own cache where it is not there yet."""
+def hub_folder(
+    repo: str, *, revision: str | None, needs_weights: bool = True, is_whole: bool = False
+) -> Path:
+    """Folder of a hub model, downloaded into the hub's own cache where it is not there yet.
+
+    `is_whole`: also what only other engines read, such as the processors of images.
+    """
     import huggingface_hub
 
     from blockdraft.hub import HUB_ERRORS
 
+    wanted = _HUB_SMALL_FILES + (_HUB_WEIGHTS if needs_weights else [])
     try:
         return Path(
             huggingface_hub.snapshot_download(
                 repo,
                 revision=revision,
-                allow_patterns=_HUB_SMALL_FILES + (_HUB_WEIGHTS if needs_weights else []),
-                ignore_patterns=_HUB_DUPLICATES,
+                allow_patterns=None if is_whole else wanted,
+                ignore_patterns=_HUB_OTHER_FORMATS if is_whole else _HUB_DUPLICATES,
             )
         )
     except HUB_ERRORS as error:
-        raise _hub_error(error, repo, revision) from error
+        raise hub_error(error, repo, revision) from error
 
 
 def _fetch(gguf: Path, *, report: Report | None) -> None:
@@ -262,7 +270,7 @@ def _disk_full(fact: str) -> FetchError:
     return FetchError(f"{fact}: free some space, or set BLOCKDRAFT_CACHE to a folder on another disk.")
 
 
-def _hub_error(error: Exception, repo: str, revision: str | None) -> BlockdraftError:
+def hub_error(error: Exception, repo: str, revision: str | None) -> BlockdraftError:
     from huggingface_hub import errors
 
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]

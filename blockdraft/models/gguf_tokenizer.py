@@ -23,7 +23,7 @@ from tokenizers.models import BPE
 
 from blockdraft.errors import ModelError
 from blockdraft.models.checkpoint import TokenizerParts
-from blockdraft.models.gguf_file import GgufFile
+from blockdraft.models.gguf_header import GgufHeader
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 _SPACE = "▁"  # SentencePiece writes a space like this
@@ -46,7 +46,7 @@ _O200K = "|".join(  # the split of tiktoken's o200k encodings, which gpt-oss use
 )
 
 
-def tokenizer_parts(file: GgufFile) -> TokenizerParts:
+def tokenizer_parts(file: GgufHeader) -> TokenizerParts:
     """The tokenizer of `file`; ModelError for one that cannot be rebuilt exactly."""
     tokens = file.texts("tokenizer.ggml.tokens")
     bos_id = _token_id(file, "bos", num_tokens=len(tokens))
@@ -73,7 +73,7 @@ def tokenizer_parts(file: GgufFile) -> TokenizerParts:
     )
 
 
-def _build(file: GgufFile, tokens: list[str]) -> Tokenizer:
+def _build(file: GgufHeader, tokens: list[str]) -> Tokenizer:
     vocabulary = {token: id_ for id_, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         twice = next(token for id_, token in enumerate(tokens) if vocabulary[token] != id_)
@@ -110,7 +110,7 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[float]) -> 
     )
 
 
-def _byte_level(file: GgufFile, vocabulary: Mapping[str, int]) -> Tokenizer:
+def _byte_level(file: GgufHeader, vocabulary: Mapping[str, int]) -> Tokenizer:
     pre = file.text("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
@@ -131,7 +131,7 @@ def _byte_level(file: GgufFile, vocabulary: Mapping[str, int]) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], types: list[float]) -> Tokenizer:
+def _sentencepiece(file: GgufHeader, vocabulary: Mapping[str, int], types: list[float]) -> Tokenizer:
     scores = file.numbers("tokenizer.ggml.scores")
     if len(scores) != len(vocabulary):
         raise ModelError(
@@ -211,7 +211,7 @@ def _is_llama3(pre: str) -> bool:
     return _PRE_TOKENIZERS.get(pre) is _llama3_split
 
 
-def _adds_bos(file: GgufFile) -> bool:
+def _adds_bos(file: GgufHeader) -> bool:
     # Files without the key follow llama.cpp's defaults: SentencePiece and llama3 start with bos.
     by_default = file.text("tokenizer.ggml.model") == "llama" or _is_llama3(
         file.text("tokenizer.ggml.pre", "")
@@ -225,7 +225,7 @@ def _prepend_bos(tokenizer: Tokenizer, bos_token: str, bos_id: int) -> None:
     )
 
 
-def _token_id(file: GgufFile, role: str, *, num_tokens: int) -> int | None:
+def _token_id(file: GgufHeader, role: str, *, num_tokens: int) -> int | None:
     key = f"tokenizer.ggml.{role}_token_id"
     if key not in file.metadata:
         return None

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from blockdraft.cache.spec import bytes_per_token
-from blockdraft.engine import memory, stall
-from blockdraft.engine.memory import MARGIN_BYTES, fit_pages, memory_explained, why_no_graphs
+from blockdraft.engine import loading, memory, stall
+from blockdraft.engine.memory import fit_pages, memory_explained, why_no_graphs
 from blockdraft.engine.stall import MIN_CHUNK, bound_chunk
 from blockdraft.errors import CapacityError
+from blockdraft.machine import Gpu, Machine
+from blockdraft.plan import MARGIN_BYTES
 from blockdraft.settings import Settings
 from tests import tiny
 
@@ -68,6 +70,30 @@ def test_what_the_largest_steps_leave_of_the_budget_becomes_pages(monkeypatch):
     room = TOTAL // 2 - 20 * GB - 3 * GB - MARGIN_BYTES  # 20 GB are in use already
     assert fitted.plan.num_pages == room // page_bytes(models)
     assert gpu.captured == [([models.plan.max_rows], [1, models.plan.width])]
+
+
+def test_on_unified_memory_what_the_page_cache_holds_counts_as_free(monkeypatch):
+    FakeGpu(monkeypatch, work=0)  # CUDA says that 60 GB are free
+    own = Gpu("NVIDIA H100", (9, 0), TOTAL, 75 * GB, "580")
+    shared = Gpu("NVIDIA GB10", (12, 1), TOTAL, 70 * GB, "580", is_unified=True)
+    machine = Machine(memory_bytes=TOTAL, gpus=(own, shared))
+    monkeypatch.setattr(loading, "read_machine", lambda: machine)
+    assert loading.gpu_memory(torch.device("cuda:1")) == (70 * GB, TOTAL)
+    assert loading.gpu_memory(torch.device("cuda:0")) == (60 * GB, TOTAL)
+    assert loading.gpu_memory(torch.device("cuda:2")) == (60 * GB, TOTAL)  # which the driver does not list
+
+
+def test_pages_on_unified_memory_are_of_what_the_kernel_calls_available(monkeypatch):
+    models, shared = on_gpu(), Gpu("NVIDIA GB10", (12, 1), TOTAL, 70 * GB, "580", is_unified=True)
+    machine = Machine(memory_bytes=TOTAL, gpu_bytes=TOTAL, gpus=(shared,))
+    FakeGpu(monkeypatch, work=0)
+    for module in (loading, memory):
+        monkeypatch.setattr(module, "read_machine", lambda: machine)
+    fitted = fit_pages(models, Settings(gpu_memory_utilization=0.5, max_rows=4), ignore)
+    # Nothing is kept by a probe here but its pages, which the kernel's number does not show.
+    probed = memory._pages_to_probe(models.plan) + 2
+    room = TOTAL // 2 - 10 * GB - MARGIN_BYTES + probed * page_bytes(models)
+    assert fitted.plan.num_pages == room // page_bytes(models)
 
 
 def test_no_more_pages_than_planned_and_a_size_that_was_asked_for_stays(monkeypatch):

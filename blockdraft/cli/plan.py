@@ -1,0 +1,293 @@
+"""blockdraft plan: what fits and how fast it should be, before anything is started or downloaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from blockdraft.cards import Card, card_by_key
+from blockdraft.cli.flags import add_model, add_settings, card_named, given_settings, noted
+from blockdraft.errors import SettingsError
+from blockdraft.launch.oracle import Finding, check_settings
+from blockdraft.layers import resolve
+from blockdraft.machine import Machine, read_machine
+from blockdraft.planner.fit import machine_of
+from blockdraft.planner.pair import Pair, open_pair
+from blockdraft.planner.report import Report, as_json, make_report
+from blockdraft.planner.shape import Kind
+from blockdraft.recipe import Expectation, load_recipe
+from blockdraft.settings import Settings
+
+SUMMARY = "say what fits and how fast it should be, before a start"
+USAGE = "blockdraft plan [MODEL] [flags]"
+DESCRIPTION = (
+    "Resolve every 'auto' with its reason, add up the memory from the headers of the files (of a hub id, "
+    "without downloading the weights), and say how many sequences of what length fit, what would make more "
+    "fit, and what speed to expect. Speeds are estimates. The exit code is 1 where it does not fit, or is "
+    "known to go wrong."
+)
+EXIT_DOES_NOT_FIT = 1
+_WORTH_NAMING = 100e6  # bytes
+_WORKING = ("position tables", "row tables", "activations", "graphs", "driver", "reserve")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--context", type=int, metavar="N", help="the same as --max-context N")
+    parser.add_argument("--concurrency", type=int, metavar="N", help="the same as --max-rows N")
+    parser.add_argument(
+        "--card", metavar="NAME", help="plan for a card that is not here: h200, dgx-spark, rtx-5090, ..."
+    )
+    parser.add_argument("--explain", action="store_true", help="show the arithmetic and every reason")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not the text")
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = noted(resolve(_given(args)))
+    machine, card = _machine(args.card)
+    pair = open_pair(settings)
+    known = Known(machine, pair)
+    findings = known.problems(settings)
+    refused = _refused(findings)
+    report = make_report(
+        settings,
+        machine,
+        pair,
+        card=card,
+        is_allowed=lambda other: _refused(known.problems(other)) <= refused,
+    )
+    expected = _expected(settings, card)
+    if args.json:
+        more = {
+            "known_problems": [asdict(finding) for finding in findings],
+            "published": [asdict(one) for one in expected],
+        }
+        print(json.dumps(as_json(report) | more, indent=2))
+    else:
+        for line in lines(report, findings, expected, explains=args.explain):
+            print(line)
+    return EXIT_DOES_NOT_FIT if refused or report.verdict == "does not fit" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known against engines on this machine with this pair."""
+
+    machine: Machine
+    pair: Pair
+
+    def problems(self, settings: Settings) -> list[Finding]:
+        draft = None if self.pair.draft is None else self.pair.draft.stored.config
+        target = self.pair.target.stored.config
+        return check_settings(settings, machine=self.machine, target=target, draft=draft)
+
+
+def _refused(findings: Iterable[Finding]) -> set[str]:
+    return {finding.id for finding in findings if finding.severity == "refuse"}
+
+
+def _expected(settings: Settings, card: Card | None) -> tuple[Expectation, ...]:
+    """What the recipe says was published for this card."""
+    if settings.recipe is None or card is None:
+        return ()
+    found = load_recipe(settings.recipe).expect
+    return tuple(one for one in found if one.card is not None and card_by_key(one.card) == card)
+
+
+def _machine(name: str | None) -> tuple[Machine, Card | None]:
+    """The machine to plan for, and what our table says of its card."""
+    if name is not None:
+        card = card_named(name)
+        return machine_of(card), card
+    machine = read_machine()
+    return machine, machine.gpus[0].card if machine.gpus else None
+
+
+def _given(args: argparse.Namespace) -> dict[str, object]:
+    """The settings of the flags, with the two that have a second name here."""
+    given = given_settings(args)
+    for flag, name, value in (
+        ("--context", "max_context", args.context),
+        ("--concurrency", "max_rows", args.concurrency),
+    ):
+        if value is None:
+            continue
+        if given.get(name, value) != value:
+            raise SettingsError(f"{flag} {value} and --{name.replace('_', '-')} {given[name]}: give one.")
+        given[name] = value
+    return given
+
+
+# ---- the text
+
+
+def lines(
+    report: Report, findings: Sequence[Finding], expected: Sequence[Expectation], *, explains: bool
+) -> Iterator[str]:
+    """The table; with `explains`, what stands behind it."""
+    yield from _head(report, is_refused=bool(_refused(findings)))
+    yield from _memory(report)
+    yield from _speed(report)
+    yield from (f"  published: {_published(one)}" for one in expected)
+    yield from _problems(report, findings)
+    if report.advice:
+        yield ""
+        rows = [("you are", "give", "and get"), *((one.who, one.flags, one.result) for one in report.advice)]
+        yield from _table(rows)
+    if explains:
+        yield from _explained(report)
+    else:
+        yield ""
+        yield "--explain shows the arithmetic and the reason of every choice"
+
+
+def _head(report: Report, *, is_refused: bool) -> Iterator[str]:
+    settings, fit = report.settings, report.fit
+    pair = report.pair.target.shape.name
+    if report.pair.draft is not None:
+        pair += f" + {report.pair.draft.shape.name}"
+    yield f"{pair}, {settings.engine} on {fit.device}"
+    known = ", BUT IS KNOWN TO GO WRONG (below)" if is_refused else ""
+    yield f"{report.verdict.upper()}{known}: {report.sentence}"
+    yield ""
+
+
+def _memory(report: Report) -> Iterator[str]:
+    fit = report.fit
+    sizes = {item.name: item.num_bytes for item in fit.items}
+    weights = {name: size for name, size in sizes.items() if name.endswith("weights")}
+    working = {name: size for name, size in sizes.items() if name in _WORKING and size >= _WORTH_NAMING}
+    cache = fit.num_bytes - sum(weights.values()) - sum(sizes.get(name, 0) for name in _WORKING)
+    states = sizes.get("recurrent states", 0)
+    rows = [
+        ("weights", _gb(sum(weights.values())), _listed(weights, " weights")),
+        ("cache", _gb(cache - states), _cache_note(report)),
+    ]
+    if states:
+        rows.append(("states", _gb(states), f"of {fit.max_rows} rows: recurrent layers"))
+    listed = f"about: {_listed(working, '')}" if working else "tables and activations, about"
+    rows.append(("working", _gb(sum(sizes.get(name, 0) for name in _WORKING)), listed))
+    rows.append(("in all", _gb(fit.num_bytes), f"of {_gb(fit.budget)} ({fit.budget_how})"))
+    yield from _table(rows)
+
+
+def _cache_note(report: Report) -> str:
+    target = sum(kind.bytes_per_token for kind in report.caches.target)
+    draft = sum(kind.bytes_per_token for kind in report.caches.draft)
+    text = f"{_kb(target + draft)} a token"
+    if draft:
+        text += f", {_kb(draft)} of them the drafter's"
+    each = report.fit.footprint.at(report.fit.max_context)
+    return f"{text}; {_gb(each)} for {report.fit.max_context:,} tokens"
+
+
+def _speed(report: Report) -> Iterator[str]:
+    if not report.speeds:
+        if report.verdict != "does not fit":
+            yield ""
+            yield "speed: no estimate, as the bandwidth of this machine's memory is not known"
+        return
+    yield ""
+    rows: list[Sequence[str]] = [("speed, ESTIMATE", "chat", "code", "maths", "plain decoding", "step")]
+    for count, speed in report.speeds:
+        label = "1 user" if count == 1 else f"{count} users together"
+        kinds = [
+            f"{speed.by_kind[kind]:,.0f} tok/s" if speed.by_kind else "-"
+            for kind in ("chat", "code", "maths")
+        ]
+        rows.append((label, *kinds, f"{speed.plain:,.0f} tok/s", f"{speed.step.seconds * 1e3:.1f} ms"))
+    yield from _table(rows)
+    if report.acceptance is not None:
+        yield f"  acceptance: {report.acceptance.source}"
+    if report.settings.engine != "native":
+        yield f"  steps: as our engine's on an H200; {report.settings.engine}'s were not measured by us"
+
+
+def _published(one: Expectation) -> str:
+    """A published number of the recipe, in a line."""
+    users = "1 user" if one.concurrency == 1 else f"{one.concurrency} users"
+    parts = [
+        f"{number:g} {unit}"
+        for number, unit in (
+            (one.tokens_per_second, "tok/s"),
+            (one.speedup, "times plain decoding"),
+            (one.tokens_per_step, "tokens a step"),
+        )
+        if number is not None
+    ]
+    about = ", ".join(part for part in (one.workload, users, one.engine) if part)
+    return f"{about}: {', '.join(parts)} ({one.source})"
+
+
+def _problems(report: Report, findings: Sequence[Finding]) -> Iterator[str]:
+    for finding in findings:
+        yield ""
+        yield f"{finding.severity.upper()} {finding.id}: {finding.symptom}"
+        yield f"  {finding.way_out} ({finding.thread})"
+    if report.verdict == "fits":
+        return
+    yield ""
+    if not report.fixes:
+        yield "no single flag makes it fit: a smaller model, or more or larger GPUs (--card to try another)"
+        return
+    yield "what makes it fit, each by itself:"
+    yield from _table([(fix.flags, fix.result) for fix in report.fixes])
+
+
+def _explained(report: Report) -> Iterator[str]:
+    yield ""
+    yield "every choice"
+    yield from _table([(one.name, one.value, one.reason) for one in report.choices])
+    yield ""
+    yield "memory"
+    rows = [
+        (item.name, _gb(item.num_bytes), item.how if item.is_exact else f"about: {item.how}")
+        for item in report.fit.items
+    ]
+    yield from _table(rows)
+    yield ""
+    yield "cache by kind of layer"
+    kinds = [("target", kind) for kind in report.caches.target]
+    kinds += [("drafter", kind) for kind in report.caches.draft]
+    yield from _table([_kind_row(owner, kind) for owner, kind in kinds])
+    yield ""
+    yield from (f"{model.stored.name}: read from {model.stored.where}" for model in report.pair.models)
+    for count, speed in report.speeds:
+        step = speed.step
+        yield (
+            f"a step of {count} row{'s' if count > 1 else ''}, width {step.width}, context {step.context:,}: "
+            f"{_gb(step.weight_bytes)} of weights, {_gb(step.cache_bytes)} of cache, "
+            f"{step.flops / 1e12:.2f} TFLOP, "
+            f"{step.num_kernels:.0f} kernels: {step.seconds * 1e3:.2f} ms"
+        )
+
+
+def _kind_row(owner: str, kind: Kind) -> tuple[str, str, str]:
+    name = kind.name if kind.window is None else f"{kind.name} ({kind.window:,} tokens)"
+    parts = [f"{kind.bytes_per_token:,} bytes a token"] if kind.bytes_per_token else []
+    parts += [f"{kind.bytes_per_row:,} bytes a row"] if kind.bytes_per_row else []
+    return owner, f"{kind.num_layers} x {name}", ", ".join(parts) or "nothing of their own"
+
+
+def _listed(sizes: dict[str, int], ending: str) -> str:
+    return ", ".join(f"{name.removesuffix(ending)} {_gb(size)}" for name, size in sizes.items())
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 5e7 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _kb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e3:.1f} kB"
+
+
+def _table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Columns side by side; the last one is never padded."""
+    table = list(rows)
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]) - 1)]
+    for row in table:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
+        yield "  " + "  ".join([*cells, row[-1]]).rstrip()

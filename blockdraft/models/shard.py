@@ -1,0 +1,139 @@
+"""The header of a safetensors shard, checked against the shard's size, and read without torch.
+
+A header is a u64 length and that much JSON, which gives each tensor's dtype, shape and place in the bytes
+that follow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from io import FileIO
+from typing import NamedTuple
+
+from blockdraft.errors import ModelError
+
+ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "U16": 2,
+    "U32": 4,
+    "U64": 8,
+    "I8": 1,
+    "I16": 2,
+    "I32": 4,
+    "I64": 8,
+    "F8_E4M3": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
+    "F16": 2,
+    "BF16": 2,
+    "F32": 4,
+    "F64": 8,
+    "C64": 8,
+}
+_HEADER_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+class Damaged(Exception):
+    """What is wrong with a shard; the caller adds its name."""
+
+
+class Entry(NamedTuple):
+    """One tensor as a shard's header describes it."""
+
+    dtype: str  # the format's name for it
+    shape: tuple[int, ...]
+    begin: int  # bytes from the end of the header
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+
+def read_shard(file: FileIO, *, owner: str) -> tuple[dict[str, Entry], int]:
+    """Every tensor of an open shard, and the byte where the tensors begin. Raises Damaged and ModelError."""
+    header, data_start = _read_header(file)
+    entries = tensor_entries(header, owner=owner)
+    _check_layout(entries, num_bytes=os.fstat(file.fileno()).st_size - data_start)
+    return entries, data_start
+
+
+def _read(file: FileIO, num_bytes: int, *, offset: int) -> bytes:
+    data = os.pread(file.fileno(), num_bytes, offset)
+    if len(data) != num_bytes:
+        raise Damaged(f"it ends at byte {offset + len(data)}, inside its header")
+    return data
+
+
+def _read_header(file: FileIO) -> tuple[dict[str, object], int]:
+    """The header's JSON object, and the byte where the tensors begin."""
+    file_bytes = os.fstat(file.fileno()).st_size
+    if file_bytes < _HEADER_LENGTH.size:
+        raise Damaged(f"it has {file_bytes} bytes")
+    (num_bytes,) = _HEADER_LENGTH.unpack(_read(file, _HEADER_LENGTH.size, offset=0))
+    if num_bytes > min(_MAX_HEADER_BYTES, file_bytes - _HEADER_LENGTH.size):
+        raise Damaged(f"it has {file_bytes} bytes and claims a header of {num_bytes}")
+    text = _read(file, num_bytes, offset=_HEADER_LENGTH.size)
+    try:
+        header = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"its header is not valid JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise Damaged("its header is not a JSON object")
+    return header, _HEADER_LENGTH.size + num_bytes
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        raise ValueError("a key appears twice")
+    return keys
+
+
+def tensor_entries(header: Mapping[str, object], *, owner: str) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for tensor, fields in header.items():
+        if tensor == "__metadata__":
+            continue
+        if not isinstance(fields, dict):
+            raise Damaged(f"{tensor!r} is described by {str(fields)[:40]!r}")
+        dtype_name = fields.get("dtype")
+        if not isinstance(dtype_name, str) or dtype_name not in ITEM_BYTES:
+            raise ModelError(
+                f"{owner}: tensor {tensor!r} is of type {str(dtype_name)[:40]!r}, which is not supported. "
+                "See docs/models.md."
+            )
+        shape = _sizes(tensor, fields.get("shape"))
+        offsets = _sizes(tensor, fields.get("data_offsets"))
+        num_bytes = math.prod(shape) * ITEM_BYTES[dtype_name]
+        if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
+            raise Damaged(f"{tensor!r} has {num_bytes} bytes and the place {list(offsets)}")
+        entries[tensor] = Entry(dtype_name, shape, *offsets)
+    return entries
+
+
+def _sizes(tensor: str, value: object) -> tuple[int, ...]:
+    """A list of sizes from the header."""
+    values = value if isinstance(value, list) else [None]
+    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in values):
+        raise Damaged(f"{tensor!r} has the shape or place {str(value)[:40]}")
+    return tuple(values)
+
+
+def _check_layout(entries: Mapping[str, Entry], *, num_bytes: int) -> None:
+    """The tensors fill the shard's `num_bytes`: no holes, no overlaps, nothing behind."""
+    position = 0
+    for tensor, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            raise Damaged(f"{tensor!r} begins at byte {entry.begin} instead of {position}")
+        position = entry.end
+    if position != num_bytes:
+        raise Damaged(f"its tensors end at byte {position} of {num_bytes}")

@@ -1,0 +1,303 @@
+"""Which configuration for whom, computed: each line is a plan of its own that was tried and fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from blockdraft.cards import Card
+from blockdraft.errors import BlockdraftError
+from blockdraft.machine import Machine
+from blockdraft.planner.acceptance import Acceptance, fading
+from blockdraft.planner.estimate import Step, committed, estimate_step, tokens_per_s
+from blockdraft.planner.external import fit_external
+from blockdraft.planner.fit import Fit, fit_native
+from blockdraft.planner.pair import Pair
+from blockdraft.settings import Settings
+
+TEAM_ROWS = 16
+FLEET_ROWS, FLEET_MIN, FLEET_CONTEXT = 128, 32, 16_384
+LONG_CONTEXT = 32_768
+TYPICAL_CONTEXT = 1024  # what most requests have behind them while they decode
+LEAST_CONTEXT = 4096  # where nobody says how much: less is hardly of use
+_MAX_FIXES = 6
+_WORTH_SAYING = 50e6  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A pair on a machine, and what is known of its speed."""
+
+    settings: Settings
+    machine: Machine
+    pair: Pair
+    card: Card | None  # None: no estimate
+    acceptance: Acceptance
+    is_allowed: Callable[[Settings], bool] = lambda settings: True  # not known to go wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """For one kind of user."""
+
+    who: str
+    flags: str
+    result: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A change that makes what was asked for fit."""
+
+    flags: str
+    result: str
+
+
+def fit_pair(settings: Settings, machine: Machine, pair: Pair) -> Fit:
+    if settings.engine == "native":
+        return fit_native(settings, machine, pair)
+    return fit_external(settings, machine, pair)
+
+
+# ---- speed
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """An estimate, in tokens a second of all rows together."""
+
+    step: Step
+    plain: float
+    by_kind: dict[str, float]
+
+    @property
+    def chat(self) -> float:
+        return self.by_kind.get("chat", self.plain)
+
+
+def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int) -> Speed | None:
+    """None without a card in our table: its bandwidth is not known."""
+    if case.card is None or fit.is_cpu:
+        return None
+    plain = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=1)
+    step = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=width)
+    left = fading(context)
+    by_kind = {}
+    if width > 1 and case.pair.draft is not None:
+        for kind in ("code", "maths", "chat"):
+            mean = 1.0 + (case.acceptance.committed(kind) - 1.0) * left
+            by_kind[kind] = tokens_per_s(step, committed(mean, width=width, block=case.pair.block))
+    return Speed(step, tokens_per_s(plain, 1.0), by_kind)
+
+
+def best_width(case: Case, fit: Fit, *, rows: int, context: int) -> tuple[int, Speed | None]:
+    """The width with the most tokens a second in chat, by the estimate; the plan's where there is none."""
+    block = case.pair.block
+    if case.settings.width != "auto" or block == 1:
+        return fit.width, estimate_speed(case, fit, rows=rows, context=context, width=fit.width)
+    found = {
+        width: estimate_speed(case, fit, rows=rows, context=context, width=width)
+        for width in sorted({1, 4, 8, block})
+        if width <= block
+    }
+    speeds = {width: speed.chat for width, speed in found.items() if speed is not None}
+    if not speeds:
+        return fit.width, None
+    width = max(speeds, key=lambda one: (speeds[one], -one))
+    return width, found[width]
+
+
+def _speed_text(speed: Speed | None, rows: int) -> str:
+    if speed is None:
+        return ""
+    each = f" ({speed.chat / rows:,.0f} each)" if rows > 1 else ""
+    return f", about {speed.chat:,.0f} tok/s{' in chat' if speed.by_kind else ''}{each}"
+
+
+# ---- which config?
+
+
+def advise(case: Case) -> tuple[Advice, ...]:
+    """Five kinds of users; a line that cannot be had says what would have to change."""
+    lines = (_single(case), _team(case), _fleet(case), _long(case), _out_of_memory(case))
+    return tuple(line for line in lines if line is not None)
+
+
+def _with(case: Case, **changes: object) -> Case:
+    return replace(case, settings=replace(case.settings, **changes))  # type: ignore[arg-type]
+
+
+def _single(case: Case) -> Advice | None:
+    fit = _tried(_with(case, max_rows=1, max_context="auto"))
+    if fit is None:
+        return None
+    width, speed = best_width(case, fit, rows=1, context=TYPICAL_CONTEXT)
+    flags = f"--max-rows 1{_width_flag(case, fit, width)}"
+    return Advice("one user, chat", flags, f"context to {fit.max_context:,} tokens{_speed_text(speed, 1)}")
+
+
+def _team(case: Case) -> Advice | None:
+    fit = _tried(_with(case, max_rows=TEAM_ROWS, max_context="auto"))
+    if fit is None:
+        return None
+    longest = fit.longest(TEAM_ROWS, fit.max_context)
+    width, speed = best_width(case, fit, rows=TEAM_ROWS, context=TYPICAL_CONTEXT)
+    result = f"{TEAM_ROWS} at {longest:,} tokens each{_speed_text(speed, TEAM_ROWS)}"
+    return Advice("4-16 users", f"--max-rows {TEAM_ROWS}{_width_flag(case, fit, width)}", result)
+
+
+def _fleet(case: Case) -> Advice | None:
+    """Many short conversations with tools: the cache is what runs out."""
+    context = min(FLEET_CONTEXT, case.pair.target.shape.max_positions)
+    fit = _tried(_with(case, max_rows=FLEET_ROWS, max_context=context))
+    count = 0 if fit is None else fit.sequences(context)
+    if fit is None or count < FLEET_MIN:
+        asked = _with(case, max_rows=FLEET_MIN, max_context=context)
+        way_out = next((fix.flags for fix in fixes(asked, serves_less=False)), "more or larger cards")
+        return Advice("agent fleet", way_out, f"as it is, {count} sequences of {context:,} tokens fit")
+    width, speed = best_width(case, fit, rows=count, context=context)
+    flags = f"--max-rows {count} --max-context {context}{_width_flag(case, fit, width)}"
+    return Advice("agent fleet", flags, f"{count} sequences of {context:,} tokens{_speed_text(speed, count)}")
+
+
+def _long(case: Case) -> Advice | None:
+    limit = case.pair.target.shape.max_positions
+    if limit <= LONG_CONTEXT:
+        return Advice("long context", "-", f"the model knows {limit:,} positions")
+    fit = _tried(_with(case, max_rows=1, max_context="auto"))
+    if fit is None:
+        return None
+    longest = fit.max_context
+    width, speed = best_width(case, fit, rows=1, context=longest)
+    note = " (acceptance fades with length)" if speed is not None and speed.by_kind else ""
+    flags = f"--max-rows 1 --max-context {longest}{_width_flag(case, fit, width)}"
+    return Advice("long context", flags, f"{longest:,} tokens{_speed_text(speed, 1)} at the end{note}")
+
+
+def _out_of_memory(case: Case) -> Advice | None:
+    """The changes that free most, as they stand."""
+    before, freed = _fixed_bytes(case), []
+    if before is None:
+        return None
+    for flags, changed in (*_savings(case), *_without_drafter(case)):
+        after = _fixed_bytes(changed)
+        if after is not None and before - after >= _WORTH_SAYING:
+            freed.append((before - after, flags))
+    if not freed:
+        shorter = min(LEAST_CONTEXT, case.pair.target.shape.max_positions // 2)
+        return Advice("out of memory", f"--max-context {shorter}", "a shorter context needs less cache")
+    (most, flags), *others = sorted(freed, reverse=True)[:3]
+    text = ", ".join(f"{flags} {saved / 1e9:.1f} GB" for saved, flags in others)
+    return Advice("out of memory", flags, f"frees {most / 1e9:.1f} GB" + (f" (or {text})" if text else ""))
+
+
+def _fixed_bytes(case: Case) -> int | None:
+    """Everything but the cache, whether or not it fits; None: it is known to go wrong."""
+    if not case.is_allowed(case.settings):
+        return None
+    try:
+        fit = fit_pair(case.settings, case.machine, case.pair)
+    except BlockdraftError:
+        return None
+    return sum(item.num_bytes for item in fit.items if not item.name.endswith("cache"))
+
+
+def _width_flag(case: Case, fit: Fit, width: int) -> str:
+    return "" if width == fit.width or case.settings.width != "auto" else f" --width {width}"
+
+
+# ---- what would make it fit
+
+
+def fixes(case: Case, *, serves_less: bool = True) -> tuple[Fix, ...]:
+    """Single changes after which what is asked for fits; with `serves_less`, also what asks for less."""
+    context, rows = wanted(case)
+    found = []
+    smaller = _smaller(case) if serves_less else ()
+    for flags, changed in (*_savings(case), *smaller, *_other_engines(case), *_without_drafter(case)):
+        fit = _tried(changed)
+        if fit is None:
+            continue
+        target = min(context, fit.max_context) if "--max-context" in flags else context
+        count = min(rows, fit.max_rows) if "--max-rows" in flags else rows
+        if fit.max_context >= target and fit.sequences(target) >= count:
+            found.append(Fix(flags, f"{fit.sequences(target)} x {target:,} tokens"))
+    return tuple(found[:_MAX_FIXES])
+
+
+def wanted(case: Case) -> tuple[int, int]:
+    """Context and sequences that were asked for; where nobody asked, one that is long enough to be of use."""
+    asked, rows = case.settings.max_context, case.settings.max_rows
+    context = min(case.pair.target.shape.max_positions, LEAST_CONTEXT) if asked == "auto" else asked
+    return context, 1 if rows == "auto" else rows
+
+
+def _savings(case: Case) -> Iterator[tuple[str, Case]]:
+    """What takes less memory and serves the same requests."""
+    is_native, pair = case.settings.engine == "native", case.pair
+    fewer_bits = "fp8" if case.machine.gpu_bytes and case.settings.device != "cpu" else "int8"
+    if pair.target.stored.method is None and case.settings.quantization in ("auto", "none"):
+        if is_native or fewer_bits == "fp8":
+            yield f"--quantization {fewer_bits}", _with(case, quantization=fewer_bits)
+    elif is_native and case.settings.quantization == "none":
+        yield "--quantization keep", _with(case, quantization="keep")
+    if pair.draft is not None and pair.draft.stored.method is None and is_native:
+        yield f"--draft-quantization {fewer_bits}", _with(case, draft_quantization=fewer_bits)
+    if not is_native and case.settings.kv_dtype == "auto":
+        yield "--kv-dtype fp8", _with(case, kv_dtype="fp8")
+    if case.settings.max_rows == "auto":
+        yield f"--max-rows {TEAM_ROWS}", _with(case, max_rows=TEAM_ROWS)
+    if case.settings.chunk == "auto":
+        yield "--chunk 512", _with(case, chunk=512)
+
+
+def _without_drafter(case: Case) -> Iterator[tuple[str, Case]]:
+    """What serves the same, slower."""
+    if case.pair.draft is not None and case.settings.synthetic_acceptance is None:
+        plain = replace(case.pair, draft=None, draft_config=None, block=1)
+        yield "--draft none", replace(_with(case, draft=None, width="auto"), pair=plain)
+
+
+def _smaller(case: Case) -> Iterator[tuple[str, Case]]:
+    """What serves less."""
+    context, rows = wanted(case)
+    tried = _tried(_with(case, max_context="auto", max_rows=max(rows, 1)))
+    if tried is not None:
+        longest = tried.longest(rows, min(context, tried.max_context)) // 256 * 256
+        if 256 <= longest < context:
+            yield f"--max-context {longest}", _with(case, max_context=longest, max_rows=rows)
+    if rows > 1:
+        asked = _tried(_with(case, max_rows=rows))
+        count = 1 if asked is None else max(asked.sequences(context), 1)
+        if count < rows:
+            yield f"--max-rows {count}", _with(case, max_rows=count)
+
+
+def _other_engines(case: Case) -> Iterator[tuple[str, Case]]:
+    """More GPUs, or a smaller cache, which other engines have."""
+    if not case.machine.gpu_bytes or case.settings.device == "cpu":
+        return
+    engine = "vllm" if case.settings.engine == "native" else case.settings.engine
+    name = f"--engine {engine} " if case.settings.engine == "native" else ""
+    base = _launched(case, engine)
+    if case.settings.engine == "native":
+        yield f"{name}--kv-dtype fp8", _with(base, kv_dtype="fp8")
+    for count in (2, 4, 8):
+        if count > case.settings.tensor_parallel:
+            yield f"{name}--tensor-parallel {count}", _with(base, tensor_parallel=count)
+
+
+def _launched(case: Case, engine: str) -> Case:
+    """The same asked of another engine, without what only ours understands."""
+    return _with(case, engine=engine, quantization="auto", draft_quantization="auto", cache_bytes="auto")
+
+
+def _tried(case: Case) -> Fit | None:
+    """None where it cannot start, or is known to go wrong."""
+    if not case.is_allowed(case.settings):
+        return None
+    try:
+        fit = fit_pair(case.settings, case.machine, case.pair)
+    except BlockdraftError:
+        return None
+    return None if fit.problem is not None else fit

@@ -1,0 +1,151 @@
+"""What fits when vLLM or SGLang serves: weights as stored, shared by several GPUs, and their kinds of cache.
+
+Both keep of a sliding layer the window alone, and of a recurrent layer a state for every token of a block
+while it is verified, where ours keeps a tape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockdraft.cache.spec import Paged, Recurrent, Windowed
+from blockdraft.errors import SettingsError
+from blockdraft.machine import Machine
+from blockdraft.planner.fit import Fit, Footprint, budget_how, gpu_name
+from blockdraft.planner.memory import DRIVER_BYTES, Item, served_parts, step_items, weight_how
+from blockdraft.planner.pair import Pair
+from blockdraft.planner.shape import CacheSpec
+from blockdraft.planner.stored import Parts
+from blockdraft.settings import Settings
+
+DEFAULT_ROWS = 256  # vLLM's max_num_seqs; SGLang finds its own
+DEFAULT_CHUNK = 8192  # tokens of a prefill step, both
+GRAPH_BYTES = 3 << 29  # captured steps: both leave the logits out of them
+RESERVE_BYTES = 2 << 30  # kernels compiled at the start, smaller graphs, and what loaders hold for a while
+
+
+def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
+    """One GPU's part, of as many as share the model. Raises SettingsError where there is no GPU."""
+    if not machine.gpu_bytes:
+        raise SettingsError(
+            f"engine = {settings.engine}, but this machine has no GPU: name one with --card, or use "
+            "--engine native."
+        )
+    num_gpus = settings.tensor_parallel * settings.pipeline_parallel
+    width = pair.block if settings.width == "auto" else settings.width
+    max_rows = DEFAULT_ROWS if settings.max_rows == "auto" else settings.max_rows
+    chunk = DEFAULT_CHUNK if settings.chunk == "auto" else settings.chunk
+    footprint = _footprint(settings, pair, width)
+    parts = _parts(settings, pair, num_gpus)
+    fixed = _items(pair, parts, chunk=chunk, logits=max_rows * width * pair.target.shape.vocab_size)
+    share = settings.gpu_memory_utilization  # unified memory or not: the engines do as they are told
+    budget = int(machine.gpu_bytes * share) - (machine.gpu_bytes - machine.gpu_free_bytes)
+    room = budget - sum(item.num_bytes for item in fixed)
+    limit = pair.target.shape.max_positions
+    asked = limit if settings.max_context == "auto" else settings.max_context
+    cache = Item("cache", max(room, 0), "what is left; both engines take all of it")
+    fit = Fit(
+        engine=settings.engine,
+        device=gpu_name(machine) if num_gpus == 1 else f"each of {num_gpus} x {gpu_name(machine)}",
+        plan=None,
+        items=(*fixed, cache),
+        budget=budget,
+        budget_how=budget_how(share, machine),
+        footprint=footprint,
+        cache_bytes=max(room, 0),
+        max_context=asked,
+        max_rows=max_rows,
+        width=width,
+        chunk=chunk,
+        parts=parts,
+    )
+    return _limited(fit, settings, room, asked)
+
+
+def _limited(fit: Fit, settings: Settings, room: int, asked: int) -> Fit:
+    """The same with the context that fits, or with the reason why none does."""
+    if fit.sequences(asked) > 0 and room > 0:
+        return fit
+    longest = fit.longest(1, asked)
+    if settings.max_context == "auto" and longest >= 2:
+        return replace(fit, max_context=longest)
+    needed = fit.footprint.at(asked)
+    problem = (
+        f"a context of {asked} tokens needs {needed / 1e9:.1f} GB of cache, and {max(room, 0) / 1e9:.1f} GB "
+        f"are left of {fit.budget / 1e9:.1f} GB ({fit.budget_how})."
+    )
+    return replace(fit, problem=problem)
+
+
+def _parts(settings: Settings, pair: Pair, num_gpus: int) -> tuple[Parts, ...]:
+    is_fp8 = (settings.quantization == "fp8", settings.draft_quantization == "fp8")
+    return tuple(
+        _shared(served_parts(model, is_fp8=wanted), num_gpus)
+        for model, wanted in zip(pair.models, is_fp8, strict=False)
+    )
+
+
+def _shared(parts: Parts, num_gpus: int) -> Parts:
+    return Parts(
+        *(
+            size // num_gpus
+            for size in (parts.embedding, parts.head, parts.layers, parts.experts, parts.left_out)
+        )
+    )
+
+
+def _items(pair: Pair, parts: tuple[Parts, ...], *, chunk: int, logits: int) -> list[Item]:
+    names, items = ("target weights", "drafter weights"), []
+    for name, model, part in zip(names, pair.models, parts, strict=False):
+        note = f"{model.stored.method or 'as stored'}, one GPU's part"
+        whole = part.text + part.left_out
+        items.append(Item(name, whole, weight_how(model.shape.values, part, note)))
+    draft = None if pair.draft is None else pair.draft.shape
+    items += step_items(
+        pair.target.shape, draft, tokens=chunk, logits=logits, element_bytes=2, has_graphs=False
+    )
+    items.append(Item("graphs", GRAPH_BYTES, "as a rule 1 to 2 GB", is_exact=False))
+    items.append(Item("driver", DRIVER_BYTES, "a CUDA context and its libraries", is_exact=False))
+    items.append(Item("reserve", RESERVE_BYTES, "compiled kernels, loaders", is_exact=False))
+    return items
+
+
+def element_bytes_of(kv_dtype: str) -> int:
+    """Of the cache, in vLLM's and SGLang's words."""
+    return 1 if "fp8" in kv_dtype or "int8" in kv_dtype else 2
+
+
+def _footprint(settings: Settings, pair: Pair, width: int) -> Footprint:
+    element_bytes, tensor = element_bytes_of(settings.kv_dtype), settings.tensor_parallel
+    stages = settings.pipeline_parallel
+    per_token, per_row, windows = 0, 0, []
+    for shape in (model.shape for model in pair.models):
+        for spec in shape.specs:
+            size = _split(spec, tensor).bytes_per_token(element_bytes)
+            if isinstance(spec, Windowed):
+                windows.append((spec.window + width, size))
+            elif isinstance(spec, Recurrent):
+                per_row += _state_bytes(spec) * (width if pair.draft is not None else 1) // tensor
+            else:
+                per_token += size
+    kept = tuple((window, size // stages) for window, size in _joined(windows))
+    return Footprint(per_token // stages, per_row // stages, kept, scratch=width)
+
+
+def _joined(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """One entry for all layers of the same window."""
+    return [
+        (window, sum(size for other, size in windows if other == window))
+        for window in dict.fromkeys(window for window, _ in windows)
+    ]
+
+
+def _split(spec: CacheSpec, num_gpus: int) -> CacheSpec:
+    """One GPU's heads; a head is never cut, and a latent vector is kept by each."""
+    if not isinstance(spec, Paged):
+        return spec
+    return Paged(num_kv_heads=-(-spec.num_kv_heads // num_gpus), head_dim=spec.head_dim)
+
+
+def _state_bytes(spec: Recurrent) -> int:
+    return spec.bytes_per_row(2, 0)

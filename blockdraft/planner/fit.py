@@ -1,0 +1,277 @@
+"""What fits: the plan that an engine would follow on a machine, and the memory it would take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from blockdraft.cards import Card, has_bf16
+from blockdraft.errors import CapacityError, ModelError, SettingsError
+from blockdraft.machine import Gpu, Machine
+from blockdraft.plan import (
+    ELEMENT_BYTES,
+    MARGIN_BYTES,
+    MIN_CONTEXT,
+    Plan,
+    gpu_budget,
+    make_plan,
+    memory_share,
+)
+from blockdraft.planner.memory import (
+    DRIVER_BYTES,
+    Item,
+    cache_item,
+    cache_slots,
+    held_parts,
+    state_item,
+    step_items,
+    table_items,
+    weight_how,
+)
+from blockdraft.planner.pair import Pair
+from blockdraft.planner.stored import Parts
+from blockdraft.settings import Settings
+
+_BOUNDLESS = 1 << 60  # bytes: a plan for a cache of any size
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one sequence takes of the cache."""
+
+    per_token: int
+    per_row: int = 0  # states that are not there from the start
+    windows: tuple[tuple[int, int], ...] = ()  # tokens, and bytes of each, that are kept of a context at most
+    scratch: int = 0  # tokens past the context
+    page_size: int = 16
+
+    def at(self, context: int) -> int:
+        """Bytes of a sequence of `context` tokens."""
+        tokens = -(-(context + self.scratch) // self.page_size) * self.page_size
+        kept = sum(min(tokens, window) * num_bytes for window, num_bytes in self.windows)
+        return self.per_row + tokens * self.per_token + kept
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A pair on a machine, by one engine. Sizes are of one GPU where several share the model."""
+
+    engine: str
+    device: str  # "cpu", or the GPU's name
+    plan: Plan | None  # of our own engine
+    items: tuple[Item, ...]  # the cache comes last
+    budget: int
+    budget_how: str
+    footprint: Footprint
+    cache_bytes: int
+    max_context: int
+    max_rows: int
+    width: int
+    chunk: int
+    parts: tuple[Parts, ...]  # the weights of target and drafter
+    problem: str | None = None  # why it cannot start
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(item.num_bytes for item in self.items)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    def sequences(self, context: int) -> int:
+        """How many of `context` tokens run at once."""
+        each = self.footprint.at(context)
+        return min(self.max_rows, self.cache_bytes // each if each else self.max_rows)
+
+    def longest(self, num_sequences: int, limit: int) -> int:
+        """The longest context, up to `limit`, at which so many run at once; 0: none."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.footprint.at(middle) * num_sequences <= self.cache_bytes
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+
+def machine_of(card: Card) -> Machine:
+    """A machine with nothing but this card in use by nobody."""
+    gpu = Gpu(card.title, card.capability, card.memory_bytes, card.memory_bytes, "", card.is_unified)
+    return Machine(
+        memory_bytes=card.memory_bytes,
+        gpu_bytes=card.memory_bytes,
+        gpu_free_bytes=card.memory_bytes,
+        gpus=(gpu,),
+    )
+
+
+def fit_native(settings: Settings, machine: Machine, pair: Pair) -> Fit:
+    """As engine/memory.py would end up with; `problem` says what it would refuse. Raises SettingsError."""
+    if pair.config is None:
+        raise ModelError(f"'{pair.target.shape.name}' is not computed by our engine: use --engine vllm.")
+    is_cpu = settings.device.split(":")[0] == "cpu" or (settings.device == "auto" and not machine.gpu_bytes)
+    if not is_cpu and not machine.gpu_bytes:
+        raise SettingsError(f"device = {settings.device}, but there is no GPU here: name one with --card.")
+    settings = replace(settings, device="cpu" if is_cpu else "cuda")
+    problem = None
+    try:
+        plan = _plan(settings, machine, pair)
+    except CapacityError as error:
+        problem = str(error)
+        plan = _plan(replace(settings, cache_bytes=_BOUNDLESS), machine, pair)
+    fit = _cpu_fit(machine, pair, plan) if is_cpu else _gpu_fit(settings, machine, pair, plan)
+    problem = problem if is_cpu else _too_old(machine) or problem
+    return fit if problem is None else replace(fit, problem=problem)
+
+
+def _too_old(machine: Machine) -> str | None:
+    """Why our kernels do not run on the card."""
+    capability = machine.gpus[0].capability if machine.gpus else (0, 0)  # (0, 0): not known
+    if capability == (0, 0) or has_bf16(capability):
+        return None
+    found = ".".join(map(str, capability))
+    return (
+        f"{gpu_name(machine)} has capability {found}, and our kernels need 8.0 (Ampere) or newer: "
+        "use --device cpu, or another card."
+    )
+
+
+def _plan(settings: Settings, machine: Machine, pair: Pair) -> Plan:
+    assert pair.config is not None
+    draft_weights = None if pair.draft is None else pair.draft.weights
+    return make_plan(
+        settings,
+        machine,
+        pair.config,
+        pair.draft_config,
+        weights=pair.target.weights,
+        draft_weights=draft_weights,
+    )
+
+
+def _parts(pair: Pair, plan: Plan) -> tuple[Parts, ...]:
+    storages = (plan.quantization, plan.draft_quantization)
+    element_bytes = ELEMENT_BYTES[plan.dtype]
+    return tuple(
+        held_parts(model, storage, element_bytes)
+        for model, storage in zip(pair.models, storages, strict=False)
+    )
+
+
+def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
+    """Everything but the cache."""
+    element_bytes, notes = ELEMENT_BYTES[plan.dtype], {"none": plan.dtype, "keep": "packed as stored"}
+    names = ("target weights", "drafter weights")
+    storages = (plan.quantization, plan.draft_quantization)
+    items = []
+    for name, model, parts, storage in zip(names, pair.models, _parts(pair, plan), storages, strict=False):
+        how = weight_how(model.shape.values, parts, notes.get(storage, storage))
+        items.append(Item(name, parts.text, how))
+    items += table_items(plan, pair, element_bytes)
+    specs = tuple(spec for model in pair.models for spec in model.shape.specs)
+    states = state_item(plan, specs, element_bytes)
+    items += [] if states is None else [states]
+    return items + step_items(
+        pair.target.shape,
+        None if pair.draft is None else pair.draft.shape,
+        tokens=plan.chunk,
+        logits=plan.max_rows * plan.block * pair.target.shape.vocab_size,
+        element_bytes=element_bytes,
+        has_graphs=has_graphs,
+    )
+
+
+def _cache_items(pair: Pair, plan: Plan) -> list[Item]:
+    names, slots = ("target cache", "drafter cache"), cache_slots(plan)
+    return [
+        cache_item(name, model.shape.specs, ELEMENT_BYTES[plan.dtype], slots)
+        for name, model in zip(names, pair.models, strict=False)
+    ]
+
+
+def _footprint(pair: Pair, plan: Plan) -> Footprint:
+    element_bytes = ELEMENT_BYTES[plan.dtype]
+    per_token = sum(
+        spec.bytes_per_token(element_bytes) for model in pair.models for spec in model.shape.specs
+    )
+    return Footprint(per_token, scratch=2 * plan.block, page_size=plan.page_size)
+
+
+def _cpu_fit(machine: Machine, pair: Pair, plan: Plan) -> Fit:
+    fixed = _fixed_items(pair, plan, has_graphs=False)
+    needed = sum(item.num_bytes for item in fixed)
+    problem = None
+    if needed > machine.memory_bytes:
+        problem = (
+            f"weights and working memory take {needed / 1e9:.1f} GB, but {machine.memory_bytes / 1e9:.1f} GB "
+            "are free: use --quantization int8 or a smaller model."
+        )
+    return Fit(
+        engine="native",
+        device="cpu",
+        plan=plan,
+        items=(*fixed, *_cache_items(pair, plan)),
+        budget=machine.memory_bytes,
+        budget_how="free, as the kernel estimates it",
+        footprint=_footprint(pair, plan),
+        cache_bytes=plan.num_pages * plan.page_size * _footprint(pair, plan).per_token,
+        max_context=plan.max_context,
+        max_rows=plan.max_rows,
+        width=plan.width,
+        chunk=plan.chunk,
+        parts=_parts(pair, plan),
+        problem=problem,
+    )
+
+
+def _gpu_fit(settings: Settings, machine: Machine, pair: Pair, plan: Plan) -> Fit:
+    """Pages for what weights, tables and steps leave of the budget; the engine measures the steps' part."""
+    fixed = _fixed_items(pair, plan, has_graphs=settings.graphs)
+    fixed.append(Item("driver", DRIVER_BYTES, "a CUDA context and its libraries", is_exact=False))
+    fixed.append(Item("reserve", MARGIN_BYTES, "for shapes that are captured or planned later"))
+    budget = gpu_budget(settings, machine)
+    footprint = _footprint(pair, plan)
+    page_bytes = plan.page_size * footprint.per_token
+    room = budget - sum(item.num_bytes for item in fixed)
+    num_pages, max_context, problem = plan.num_pages, plan.max_context, None
+    if settings.cache_bytes == "auto":
+        num_pages = min(num_pages, max(room, 0) // page_bytes)
+        if settings.max_context == "auto":
+            max_context = min(max_context, num_pages * plan.page_size - 2 * plan.block - plan.page_size)
+        needed = -(-(plan.max_context + 2 * plan.block) // plan.page_size)
+        is_short = settings.max_context != "auto" and num_pages < needed
+        if max_context < min(MIN_CONTEXT, plan.max_context) or is_short:
+            problem = (
+                f"a context of {plan.max_context} tokens needs {needed * page_bytes / 1e9:.1f} GB of cache, "
+                f"and {_left(room)} of {budget / 1e9:.1f} GB beside weights and working memory."
+            )
+    plan = replace(plan, num_pages=num_pages, max_context=max(max_context, 0))
+    return Fit(
+        engine="native",
+        device=gpu_name(machine),
+        plan=plan,
+        items=(*fixed, *_cache_items(pair, plan)),
+        budget=budget,
+        budget_how=budget_how(memory_share(settings, machine), machine),
+        footprint=footprint,
+        cache_bytes=num_pages * page_bytes,
+        max_context=plan.max_context,
+        max_rows=plan.max_rows,
+        width=plan.width,
+        chunk=plan.chunk,
+        parts=_parts(pair, plan),
+        problem=problem,
+    )
+
+
+def gpu_name(machine: Machine) -> str:
+    return machine.gpus[0].name if machine.gpus else "GPU"
+
+
+def budget_how(share: float, machine: Machine) -> str:
+    used = machine.gpu_bytes - machine.gpu_free_bytes
+    less = f", less {used / 1e9:.1f} GB in use" if used > 0 else ""
+    return f"{share:g} of {machine.gpu_bytes / 1e9:.1f} GB{less}"
+
+
+def _left(room: int) -> str:
+    return f"{room / 1e9:.1f} GB are left" if room > 0 else f"{-room / 1e9:.1f} GB too much is taken"

@@ -1,0 +1,128 @@
+"""Where the memory goes, item by item, each with its arithmetic.
+
+Weights, cache, states and tables are exact. What a step needs besides is not known before it has run: the
+numbers here were read off a start of Qwen3-8B on an H200 (2026-11), and our engine measures its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blockdraft.models.config import Storage
+from blockdraft.plan import Plan
+from blockdraft.planner.pair import Model, Pair
+from blockdraft.planner.shape import CacheSpec, Shape, kinds
+from blockdraft.planner.stored import Parts, stored_parts
+from blockdraft.planner.values import Values
+
+DRIVER_BYTES = 500 << 20  # a CUDA context with its libraries
+LOGIT_BYTES = 8  # for each logit of the largest step: the target's and the drafter's, and what samples them
+TABLE_BYTES = 5  # for each row and token of the vocabulary: seen in the prompt, and how often in the answer
+ROW_BYTES = 20_592  # for each row: 1,024 stop tokens, as many biases, and the numbers that sampling reads
+SCALE_BYTES = 4  # for each row of a matrix that we quantise
+_RESERVED_PAGES = 2  # as in cache/cache.py
+_ACTIVATIONS = 8  # hidden states of a token that are alive at once in a prefill, about
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One use of memory."""
+
+    name: str
+    num_bytes: int
+    how: str  # the arithmetic
+    is_exact: bool = True
+
+
+def held_parts(model: Model, storage: Storage, element_bytes: int) -> Parts:
+    """The weights as our engine holds them."""
+    values = model.shape.values
+    if storage == "keep":
+        return stored_parts(model.stored.sizes, plain_bytes=element_bytes)
+    assert values is not None, "our engine computes no such model"
+    plain = values.plain * element_bytes + values.wide * (max(element_bytes, 4) - element_bytes)
+    ends = (values.embedding * element_bytes, values.head * element_bytes)
+    if storage == "none":
+        return Parts(*ends, values.projections * element_bytes + plain, values.experts * element_bytes)
+    layers = values.projections + values.projection_rows * SCALE_BYTES + plain
+    return Parts(*ends, layers, values.experts + values.expert_rows * SCALE_BYTES)
+
+
+def served_parts(model: Model, *, is_fp8: bool) -> Parts:
+    """The weights as vLLM and SGLang hold them: as stored, and all of them."""
+    values = model.shape.values
+    if model.stored.tensors is None:
+        if values is None:
+            return Parts()
+        return held_parts(model, "fp8" if is_fp8 else "none", 2)
+    parts = stored_parts(model.stored.tensors)
+    if not is_fp8 or model.stored.method is not None:
+        return parts
+    return Parts(parts.embedding, parts.head, parts.layers // 2, parts.experts // 2, parts.left_out)
+
+
+def weight_how(values: Values | None, parts: Parts, note: str) -> str:
+    count = "" if values is None else f"{values.total / 1e9:.3f} billion values, "
+    return f"{count}{note}: {parts.text:,} bytes"
+
+
+def cache_item(name: str, specs: tuple[CacheSpec, ...], element_bytes: int, num_tokens: int) -> Item:
+    """Pages of one model for `num_tokens` slots."""
+    found = [kind for kind in kinds(specs, element_bytes, 1) if kind.bytes_per_token]
+    layers = ", ".join(f"{kind.num_layers} {kind.name}" for kind in found)
+    per_token = sum(kind.bytes_per_token for kind in found)
+    return Item(
+        name, num_tokens * per_token, f"{num_tokens:,} tokens x {per_token:,} bytes ({layers} layers)"
+    )
+
+
+def state_item(plan: Plan, specs: tuple[CacheSpec, ...], element_bytes: int) -> Item | None:
+    """States and tapes of the rows, which are there from the start; None: no layer has any."""
+    per_row = sum(kind.bytes_per_row for kind in kinds(specs, element_bytes, plan.block))
+    if not per_row:
+        return None
+    rows = plan.max_rows + 1
+    return Item("recurrent states", rows * per_row, f"{rows} rows x {per_row:,} bytes, tape included")
+
+
+def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
+    """Angles by position, and what each row keeps beside its cache."""
+    angles = sum(model.shape.rope_bytes for model in pair.models) * element_bytes
+    vocab_size, rows = pair.target.shape.vocab_size, plan.max_rows + 1
+    pages = -(-plan.max_positions // plan.page_size)
+    per_row = TABLE_BYTES * vocab_size + 8 * pages + ROW_BYTES
+    return [
+        Item(
+            "position tables",
+            plan.max_positions * angles,
+            f"{plan.max_positions:,} positions x {angles:,} bytes of cosines and sines",
+        ),
+        Item(
+            "row tables",
+            rows * per_row,
+            f"{rows} rows x {per_row:,} bytes: what sampling reads, pages",
+        ),
+    ]
+
+
+def step_items(
+    target: Shape, draft: Shape | None, *, tokens: int, logits: int, element_bytes: int, has_graphs: bool
+) -> list[Item]:
+    """What the largest prefill and the largest decode step take for a while, and what graphs keep."""
+    features = 2 * draft.num_taps * target.hidden_size if draft is not None else 0
+    token = (_ACTIVATIONS * target.hidden_size + 3 * target.inner_size + features) * element_bytes
+    sampling = logits * LOGIT_BYTES
+    how = f"the larger of {tokens:,} prompt tokens x {token:,} and {logits:,} logits x {LOGIT_BYTES} bytes"
+    items = [Item("activations", max(tokens * token, sampling), how, is_exact=False)]
+    if has_graphs:
+        items.append(
+            Item(
+                "graphs", sampling, f"{logits:,} logits x {LOGIT_BYTES} bytes stay with them", is_exact=False
+            )
+        )
+    return items
+
+
+def cache_slots(plan: Plan) -> int:
+    """Tokens that the cache has room for, the reserved pages included."""
+    return (plan.num_pages + _RESERVED_PAGES) * plan.page_size

@@ -1,0 +1,135 @@
+"""The pair that is to be served, found, read and checked without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blockdraft.errors import ModelError
+from blockdraft.models.config import ModelConfig
+from blockdraft.models.draft_config import DraftConfig, check_pair, read_draft_config
+from blockdraft.models.families import read_model_config
+from blockdraft.plan import Weights
+from blockdraft.planner.shape import Shape, draft_shape, raw_shape, target_shape
+from blockdraft.planner.stored import Stored, open_stored
+from blockdraft.settings import Settings
+from blockdraft.shipped import with_drafter
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A target or a drafter."""
+
+    stored: Stored
+    shape: Shape
+
+    @property
+    def weights(self) -> Weights:
+        """As make_plan takes it; without files there is nothing that could stay packed."""
+        num_values = 0 if self.shape.values is None else self.shape.values.total
+        return Weights(num_values, None if self.stored.tensors is None else self.stored.method)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and its drafter, if it has one; the configurations where our engine computes both."""
+
+    target: Model
+    draft: Model | None
+    config: ModelConfig | None
+    draft_config: DraftConfig | None
+    block: int  # 1: no drafter
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+
+def open_pair(settings: Settings) -> Pair:
+    """Raises ModelError and FetchError before anything is started or downloaded but headers."""
+    settings = with_drafter(settings)
+    has_files, is_native = settings.load_format != "dummy", settings.engine == "native"
+    stored = open_stored(settings.model, needs_weights=has_files)
+    config, target = _target(stored, is_native=is_native)
+    _check_size(target)
+    if settings.draft in (None, "none"):
+        return Pair(target, None, config, None, 1)
+    draft_stored = open_stored(settings.draft, needs_weights=has_files)
+    draft_config, draft = _draft(draft_stored, is_native=is_native)
+    _check_size(draft)
+    block = draft_config.block if draft_config is not None else _raw_block(draft_stored)
+    pair = Pair(target, draft, config, draft_config, block)
+    _check_match(pair)
+    return pair
+
+
+def _check_size(model: Model) -> None:
+    """Of a model that we do not compute, only its files tell how large it is."""
+    if model.stored.tensors is None and model.shape.values is None:
+        raise ModelError(
+            f"'{model.stored.name}' is not computed by our engine, and config.json alone does not tell its "
+            "size: leave out --load-format dummy."
+        )
+
+
+def check_stored(target: Stored, draft: Stored) -> None:
+    """Raises ModelError where another engine would get two models that do not belong together.
+
+    What we cannot read is for that engine to judge.
+    """
+    try:
+        config, target_model = _target(target, is_native=False)
+        draft_config, draft_model = _draft(draft, is_native=False)
+    except ModelError:
+        return
+    _check_match(Pair(target_model, draft_model, config, draft_config, block=1))
+
+
+def _check_match(pair: Pair) -> None:
+    assert pair.draft is not None
+    target, draft = pair.target, pair.draft
+    if pair.config is not None and pair.draft_config is not None:
+        check_pair(pair.draft_config, pair.config, target.stored.eos_ids)
+    elif draft.shape.hidden_size != target.shape.hidden_size:
+        raise ModelError(
+            f"draft '{draft.shape.name}' has hidden size {draft.shape.hidden_size}, but "
+            f"'{target.shape.name}' has {target.shape.hidden_size}: the pair does not match. "
+            "See docs/models.md."
+        )
+
+
+def _target(stored: Stored, *, is_native: bool) -> tuple[ModelConfig | None, Model]:
+    try:
+        config = read_model_config(stored.config, name=stored.name)
+    except ModelError as error:
+        if is_native:
+            raise ModelError(f"{error} vLLM and SGLang may run it: --engine vllm.") from None
+        return None, Model(stored, raw_shape(stored.config, name=stored.name))
+    if stored.tensors is not None and config.num_layers > len(stored.tensors):
+        raise ModelError(
+            f"'{stored.name}': config.json says {config.num_layers} layers, but the files hold "
+            f"{len(stored.tensors)} tensors. Fetch the checkpoint again."
+        )
+    return config, Model(stored, target_shape(config))
+
+
+def _draft(stored: Stored, *, is_native: bool) -> tuple[DraftConfig | None, Model]:
+    try:
+        config = read_draft_config(stored.config, name=stored.name)
+    except ModelError:
+        if is_native:
+            raise
+        return None, Model(stored, raw_shape(stored.config, name=stored.name))
+    has_head = "lm_head.weight" in stored.sizes or (
+        stored.tensors is None and config.draft_vocab_size != config.vocab_size
+    )
+    return config, Model(stored, draft_shape(config, has_head=has_head))
+
+
+def _raw_block(stored: Stored) -> int:
+    """The block of a drafter that we do not compute; 16 where it does not say."""
+    section = stored.config.get("dflash_config")
+    for place in (section, stored.config):
+        block = place.get("block_size") if isinstance(place, dict) else None
+        if isinstance(block, int) and block > 1:
+            return block
+    return 16

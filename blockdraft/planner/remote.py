@@ -1,0 +1,108 @@
+"""A model on the hub without its weights: small files into the hub's own cache, headers by range requests."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockdraft.errors import BlockdraftError, FetchError, ModelError
+from blockdraft.models.fetch import hub_error
+from blockdraft.models.shard import Entry
+
+_TIMEOUT_S = 10.0
+_OPTIONAL = ("generation_config.json", "hf_quant_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Where the small files are, and what the shards' headers say; None: the shards are there too."""
+
+    folder: Path
+    tensors: dict[str, Entry] | None
+
+
+def read_remote(repo: str, *, revision: str | None, needs_weights: bool) -> Remote:
+    """The hub's cache where it is complete, else the hub."""
+    import huggingface_hub
+
+    from blockdraft.hub import HUB_ERRORS
+
+    cached = _cached(repo, revision, needs_weights=needs_weights)
+    if cached is not None:
+        return Remote(cached, None)
+    try:
+        # Once, without the retries of a download: a hub that cannot be reached is said at once.
+        url = huggingface_hub.hf_hub_url(repo, "config.json", revision=revision)
+        huggingface_hub.get_hf_file_metadata(url, timeout=_TIMEOUT_S)
+        config = Path(huggingface_hub.hf_hub_download(repo, "config.json", revision=revision))
+        for name in _OPTIONAL:
+            _download_if_there(repo, name, revision)
+        tensors = _headers(repo, revision) if needs_weights else {}
+    except HUB_ERRORS as error:
+        raise _planning_error(error, repo, revision) from error
+    return Remote(config.parent, tensors)
+
+
+def _cached(repo: str, revision: str | None, *, needs_weights: bool) -> Path | None:
+    """The snapshot, where everything that is asked for is in it."""
+    import huggingface_hub
+
+    found = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
+    if not isinstance(found, str):
+        return None
+    folder = Path(found).parent
+    shards = list(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    is_whole = bool(shards) and (not index.exists() or _has_all(index, folder))
+    return folder if is_whole or not needs_weights else None
+
+
+def _has_all(index: Path, folder: Path) -> bool:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
+        return all((folder / name).exists() for name in set(weight_map.values()))
+    except (ValueError, AttributeError, TypeError):
+        return False
+
+
+def _download_if_there(repo: str, name: str, revision: str | None) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        huggingface_hub.hf_hub_download(repo, name, revision=revision)
+    except LocalEntryNotFoundError:
+        raise
+    except EntryNotFoundError:
+        return
+
+
+def _headers(repo: str, revision: str | None) -> dict[str, Entry]:
+    import huggingface_hub
+
+    metadata = huggingface_hub.get_safetensors_metadata(repo, revision=revision)
+    return {
+        name: Entry(tensor.dtype, tuple(tensor.shape), *tensor.data_offsets)
+        for file in metadata.files_metadata.values()
+        for name, tensor in file.tensors.items()
+    }
+
+
+def _planning_error(error: Exception, repo: str, revision: str | None) -> BlockdraftError:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.NotASafetensorsRepoError):
+        return ModelError(
+            f"'{repo}' has no safetensors files on the hub: give one that has, or a .gguf file."
+        )
+    is_answer = isinstance(error, errors.HfHubHTTPError | errors.HFValidationError)
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+        return ModelError(f"'{repo}' on the hub has no config.json: it is not a model that can be planned.")
+    if not is_answer or isinstance(error, errors.LocalEntryNotFoundError):
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return FetchError(
+            f"the hub cannot be reached to plan '{repo}' ({reason}): check the network, HF_ENDPOINT and "
+            "HF_HUB_OFFLINE, or give a folder."
+        )
+    return hub_error(error, repo, revision)

@@ -1,0 +1,183 @@
+"""The whole answer of `blockdraft plan`, as values; cli/plan.py prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from blockdraft.cards import Card
+from blockdraft.machine import Machine
+from blockdraft.plan import ELEMENT_BYTES
+from blockdraft.planner.acceptance import Acceptance, published_acceptance
+from blockdraft.planner.advice import (
+    TYPICAL_CONTEXT,
+    Advice,
+    Case,
+    Fix,
+    Speed,
+    advise,
+    estimate_speed,
+    fit_pair,
+    fixes,
+    wanted,
+)
+from blockdraft.planner.choices import Choice, choices
+from blockdraft.planner.external import element_bytes_of
+from blockdraft.planner.fit import Fit
+from blockdraft.planner.pair import Pair
+from blockdraft.planner.shape import Kind, kinds
+from blockdraft.settings import Settings
+
+Verdict = Literal["fits", "tight", "does not fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """What one token costs, by kind of layer."""
+
+    target: tuple[Kind, ...]
+    draft: tuple[Kind, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that can be said before a start."""
+
+    settings: Settings
+    pair: Pair
+    machine: Machine
+    card: Card | None
+    fit: Fit
+    verdict: Verdict
+    sentence: str  # the verdict in words
+    caches: Caches
+    choices: tuple[Choice, ...]
+    acceptance: Acceptance | None  # None: no drafter
+    speeds: tuple[tuple[int, Speed], ...]  # by rows
+    advice: tuple[Advice, ...]
+    fixes: tuple[Fix, ...]
+
+
+def make_report(
+    settings: Settings,
+    machine: Machine,
+    pair: Pair,
+    *,
+    card: Card | None,
+    is_allowed: Callable[[Settings], bool] = lambda settings: True,
+) -> Report:
+    """`card` says how fast the machine is, if that is known. Nothing is advised that is not allowed.
+
+    Raises SettingsError.
+    """
+    case = Case(settings, machine, pair, card, _acceptance(pair), is_allowed)
+    fit = fit_pair(settings, machine, pair)
+    verdict, sentence = _verdict(case, fit)
+    return Report(
+        settings=settings,
+        pair=pair,
+        machine=machine,
+        card=card,
+        fit=fit,
+        verdict=verdict,
+        sentence=sentence,
+        caches=_caches(settings, pair, fit),
+        choices=choices(settings, machine, pair, fit),
+        acceptance=None if pair.draft is None else case.acceptance,
+        speeds=_speeds(case, fit) if verdict != "does not fit" else (),
+        advice=advise(case),
+        fixes=() if verdict == "fits" else fixes(case),
+    )
+
+
+def _acceptance(pair: Pair) -> Acceptance:
+    draft = "" if pair.draft is None else pair.draft.shape.name
+    return published_acceptance(pair.target.shape.name, draft)
+
+
+def _verdict(case: Case, fit: Fit) -> tuple[Verdict, str]:
+    if fit.problem is not None:
+        return "does not fit", fit.problem
+    context = fit.max_context
+    count = fit.sequences(context)
+    asked = case.settings.max_rows
+    whole = f"{count} sequence{'s' if count != 1 else ''} of {context:,} tokens at once"
+    if asked != "auto" and count < asked:
+        return "tight", f"{whole}, of {asked} that are asked for: the others wait, or are shorter"
+    return "fits", whole
+
+
+def _caches(settings: Settings, pair: Pair, fit: Fit) -> Caches:
+    size = element_bytes_of(settings.kv_dtype) if fit.plan is None else ELEMENT_BYTES[fit.plan.dtype]
+    block = fit.width if fit.plan is None else fit.plan.block
+    draft = () if pair.draft is None else kinds(pair.draft.shape.specs, size, block)
+    return Caches(kinds(pair.target.shape.specs, size, block), draft)
+
+
+def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
+    """One user, and as many as were asked for or 16, behind a context of usual length."""
+    context = min(TYPICAL_CONTEXT, fit.max_context)
+    _, asked = wanted(case)
+    counts = (1, min(asked if asked > 1 else 16, max(fit.sequences(context), 1)))
+    found = []
+    for rows in dict.fromkeys(counts):
+        speed = estimate_speed(case, fit, rows=rows, context=context, width=fit.width)
+        if speed is not None:
+            found.append((rows, speed))
+    return tuple(found)
+
+
+def as_json(report: Report) -> dict[str, object]:
+    """The same as plain values."""
+    fit, settings = report.fit, report.settings
+    return {
+        "model": settings.model,
+        "draft": None if report.pair.draft is None else report.pair.draft.stored.name,
+        "engine": settings.engine,
+        "device": fit.device,
+        "card": None if report.card is None else report.card.key,
+        "verdict": report.verdict,
+        "reason": report.sentence,
+        "memory": {
+            "budget_bytes": fit.budget,
+            "budget": fit.budget_how,
+            "total_bytes": fit.num_bytes,
+            "items": [asdict(item) for item in fit.items],
+        },
+        "cache": {
+            "bytes": fit.cache_bytes,
+            "bytes_per_token": fit.footprint.per_token,
+            "target": [asdict(kind) for kind in report.caches.target],
+            "draft": [asdict(kind) for kind in report.caches.draft],
+        },
+        "capacity": {
+            "max_context": fit.max_context,
+            "max_rows": fit.max_rows,
+            "sequences_at_max_context": fit.sequences(fit.max_context),
+        },
+        "plan": None if fit.plan is None else asdict(fit.plan),
+        "choices": [asdict(choice) for choice in report.choices],
+        "estimate": _estimates(report),
+        "advice": [asdict(advice) for advice in report.advice],
+        "fixes": [asdict(fix) for fix in report.fixes],
+    }
+
+
+def _estimates(report: Report) -> dict[str, object]:
+    acceptance = report.acceptance
+    return {
+        "is_estimate": True,
+        "acceptance": None if acceptance is None else asdict(acceptance),
+        "speeds": [
+            {
+                "rows": rows,
+                "context": speed.step.context,
+                "width": speed.step.width,
+                "step_ms": round(speed.step.seconds * 1e3, 3),
+                "plain_tokens_per_s": round(speed.plain, 1),
+                "tokens_per_s": {kind: round(value, 1) for kind, value in speed.by_kind.items()},
+            }
+            for rows, speed in report.speeds
+        ],
+    }

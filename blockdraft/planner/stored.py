@@ -1,0 +1,168 @@
+"""A checkpoint as its headers describe it: configuration, and the size of every tensor. Nothing is loaded.
+
+Folders and GGUF files are read where they are; of a hub id the headers alone are fetched, by range requests,
+unless the hub's cache has the files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from blockdraft.errors import FetchError
+from blockdraft.models.fetch import SMOLLM2
+from blockdraft.models.gguf_config import hugging_face_names, read_config
+from blockdraft.models.gguf_header import GgufHeader
+from blockdraft.models.model_folder import ModelFolder, ids_in
+from blockdraft.models.shard import Entry
+from blockdraft.models.source import Source, find_source
+from blockdraft.planner.remote import read_remote
+from blockdraft.settings import cache_dir
+
+_FLOATS = ("F16", "BF16", "F32", "F64")
+_LEFT_OUT = re.compile(
+    r"(model\.)?(visual|vision_tower|embed_vision|multi_modal_projector|audio_tower|embed_audio|mtp)\..*"
+)
+
+
+class Size(NamedTuple):
+    """One tensor as it is stored."""
+
+    num_values: int  # as stored: of packed ones, fewer than the weights they hold
+    num_bytes: int
+    is_packed: bool  # not plain floats
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One model's files."""
+
+    name: str
+    where: str  # for people: "folder", "GGUF file", ...
+    config: Mapping[str, object]
+    quant_file: Mapping[str, object] | None
+    tensors: Mapping[str, Size] | None  # None: only the configuration was asked for
+    eos_ids: tuple[int, ...]
+
+    @property
+    def method(self) -> str | None:
+        """How the file is quantised; None: not at all."""
+        own = None if self.quant_file is None else self.quant_file.get("quantization")
+        algorithm = own.get("quant_algo") if isinstance(own, Mapping) else None
+        for section in _quantization_sections(self.config):
+            method = str(section.get("quant_method") or "modelopt")
+            if not method.startswith("modelopt"):
+                return method
+            nested = section.get("quantization")
+            inner = nested if isinstance(nested, Mapping) else section
+            algorithm = inner.get("quant_algo") or algorithm
+        if algorithm:
+            return f"modelopt {algorithm}"
+        is_gguf = self.where.startswith("GGUF") and self.tensors is not None
+        return "GGUF" if is_gguf and any(size.is_packed for size in self.sizes.values()) else None
+
+    @property
+    def sizes(self) -> Mapping[str, Size]:
+        return self.tensors or {}
+
+
+def open_stored(source: str, *, needs_weights: bool) -> Stored:
+    """Raises ModelError and FetchError as opening the checkpoint for good would, and fetches no weights."""
+    found = find_source(source)
+    if found.kind == "hub":
+        return _remote(found, needs_weights=needs_weights)
+    if found.kind == "folder":
+        assert found.path is not None
+        folder = ModelFolder(found.path, name=found.name)
+        return _folder(folder, "folder", needs_weights=needs_weights)
+    path = found.path or cache_dir() / SMOLLM2.gguf
+    if not path.exists():
+        raise FetchError("the default model is not fetched yet: run 'blockdraft fetch', or name a model.")
+    file = GgufHeader(path, name=found.name)
+    config, names = read_config(file), hugging_face_names(file)
+    tensors = {name: _gguf_size(file, stored) for name, stored in names.items()}
+    file.close()
+    return Stored(found.name, "GGUF file", config, None, tensors, tuple(ids_in(config.get("eos_token_id"))))
+
+
+def _gguf_size(file: GgufHeader, name: str) -> Size:
+    info = file.tensors[name]
+    return Size(math.prod(info.shape), info.num_bytes, info.is_quantised)
+
+
+def _folder(folder: ModelFolder, where: str, *, needs_weights: bool) -> Stored:
+    tensors = _sizes(folder.tensors()) if needs_weights else None
+    eos_ids = tuple(folder.eos_ids())
+    return Stored(folder.name, where, folder.config, folder.quant_file, tensors, eos_ids)
+
+
+def _remote(source: Source, *, needs_weights: bool) -> Stored:
+    remote = read_remote(source.repo, revision=source.revision, needs_weights=needs_weights)
+    folder = ModelFolder(remote.folder, name=source.name)
+    if remote.tensors is None:
+        return _folder(folder, "the hub's cache", needs_weights=needs_weights)
+    return Stored(
+        source.name,
+        "headers on the hub",
+        folder.config,
+        folder.quant_file,
+        _sizes(remote.tensors) if needs_weights else None,
+        tuple(folder.eos_ids()),
+    )
+
+
+def _sizes(entries: Mapping[str, Entry]) -> dict[str, Size]:
+    return {
+        name: Size(math.prod(entry.shape), entry.num_bytes, entry.dtype not in _FLOATS)
+        for name, entry in entries.items()
+    }
+
+
+def _quantization_sections(config: Mapping[str, object]) -> list[Mapping[str, object]]:
+    text = config.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, Mapping) else None
+    places = (config.get("quantization_config"), nested, config.get("compression_config"))
+    return [section for section in places if isinstance(section, Mapping) and section]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The bytes of a checkpoint's tensors, by what reads them."""
+
+    embedding: int = 0
+    head: int = 0
+    layers: int = 0
+    experts: int = 0
+    left_out: int = 0  # pictures, sound, multi-token prediction: not the text model
+
+    @property
+    def text(self) -> int:
+        return self.embedding + self.head + self.layers + self.experts
+
+
+def stored_parts(tensors: Mapping[str, Size], *, plain_bytes: int | None = None) -> Parts:
+    """With `plain_bytes`, what is not packed takes that much for each value, whatever the file has."""
+    found = dict.fromkeys(("embedding", "head", "layers", "experts", "left_out"), 0)
+    for name, size in tensors.items():
+        is_cast = plain_bytes is not None and not size.is_packed and not _is_scale(name)
+        num_bytes = size.num_values * (plain_bytes or 0) if is_cast else size.num_bytes
+        found[_part(name)] += num_bytes
+    return Parts(**found)
+
+
+def _is_scale(name: str) -> bool:
+    """A number that belongs to a packed tensor and stays as it is stored."""
+    return "scale" in name.rpartition(".")[2] or name.endswith(("_zero_point", ".scales", ".qzeros"))
+
+
+def _part(name: str) -> str:
+    if _LEFT_OUT.fullmatch(name):
+        return "left_out"
+    if ".experts." in name:
+        return "experts"
+    if "lm_head" in name:
+        return "head"
+    return "embedding" if "embed_tokens" in name else "layers"
