@@ -6,6 +6,7 @@
     ├── FetchError         a download that did not arrive whole, or a disk that is full
     ├── RequestError       a request that can never be served: empty, too long, impossible sampling values
     ├── CapacityError      a request or a model that does not fit right now: full queue, too little memory
+    ├── LaunchError        an engine of others that does not start, or ends by itself
     └── BenchError         a benchmark that cannot be run as asked
 
 A message has three parts: what happened, the value, what to do. A traceback means a bug of ours.
@@ -34,6 +35,10 @@ class RequestError(BlockdraftError):
 
 class CapacityError(BlockdraftError):
     """A request or a model that does not fit right now."""
+
+
+class LaunchError(BlockdraftError):
+    """An engine of others that does not start, or ends by itself."""
 
 
 class BenchError(BlockdraftError):

@@ -7,14 +7,12 @@ llama.cpp          chunk.timings
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from blockdraft.bench.records import Speculation
 from blockdraft.bench.wire import Json
+from blockdraft.exposition import samples
 
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _VLLM = "vllm:spec_decode_num_"
 _SGLANG = "sglang:"
 
@@ -80,7 +78,7 @@ def read_metrics(text: str, model: str | None = None) -> Speculation | None:
     """The counters since the server's start, of `model` where they tell models apart; None: it has none."""
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
-    for name, labels, value in _samples(text):
+    for name, labels, value in samples(text):
         if model is not None and labels.get("model_name", model) != model:
             continue
         totals[name] = totals.get(name, 0.0) + value
@@ -116,18 +114,6 @@ def _sglang_counters(totals: Mapping[str, float]) -> Speculation:
     width = totals.get(f"{_SGLANG}spec_num_draft_tokens", 0.0)  # the anchor included
     drafted = steps * max(0.0, width - 1)
     return Speculation(steps=int(steps), drafted=int(drafted), accepted=(int(accepted),), has_positions=False)
-
-
-def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    for line in text.splitlines():
-        found = _SAMPLE.match(line)
-        if found is not None:
-            try:
-                value = float(found[3])
-            except ValueError:
-                continue
-            if value == value and abs(value) != float("inf"):
-                yield found[1], dict(_LABEL.findall(found[2] or "")), value
 
 
 def difference(before: Speculation | None, after: Speculation | None) -> Speculation | None:

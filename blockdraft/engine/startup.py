@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -34,12 +34,13 @@ class Startup:
         self,
         report: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
+        names: Sequence[str] = PHASES,
     ) -> None:
         self._report = report
         self._clock = clock
         self._lock = Lock()
         self._start_s = clock()
-        self._phases = {name: Phase(name) for name in PHASES}
+        self._phases = {name: Phase(name) for name in names}
         self._state: State = "starting"
         self._seconds: float | None = None  # from the beginning until ready
         self._warnings: list[str] = []

@@ -43,6 +43,8 @@ class ShownInfo(Protocol):
     @property
     def num_pages(self) -> int: ...
     @property
+    def width(self) -> int: ...
+    @property
     def dtype(self) -> str: ...
     @property
     def num_cache_bytes(self) -> int: ...
@@ -60,6 +62,7 @@ def render(
     families = [
         *_engine(snapshot, name),
         *_cache_info(info),
+        *_width(info, name),
         *_timing_only(info, name),
         *_startup(startup, name),
     ]
@@ -133,6 +136,13 @@ def _cache_info(info: ShownInfo | None) -> Iterator[Metric]:
         "engine": ENGINE,
     }
     yield _gauge("vllm:cache_config_info", "The cache, in vLLM's words: its blocks are pages.", 1, labels)
+
+
+def _width(info: ShownInfo | None, name: str) -> Iterator[Metric]:
+    if info is None:
+        return
+    text = "Tokens verified per step of a request that does not ask for a width; 1 is plain decoding."
+    yield _gauge("blockdraft:width", text, info.width, {"model_name": name, "engine": ENGINE})
 
 
 def _timing_only(info: ShownInfo | None, name: str) -> Iterator[Metric]:

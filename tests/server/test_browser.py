@@ -332,6 +332,23 @@ def test_without_a_drafter_there_is_nothing_to_show(open_page, fake):
     assert "speculative" not in fake.bodies[0]
 
 
+def test_where_drafts_are_too_slow_they_come_on_request(open_page, fake):
+    """The server serves width 1: plain questions are left alone, and those who want to see drafts ask."""
+    fake.engine |= {"width": 1, "width_reason": "width 1: no draft pays on this machine"}
+    page = open_page()
+    expect(page.locator("#status")).to_have_text("ready")
+    expect(page.locator("#engine")).to_contain_text("no draft pays on this machine")
+    expect(page.locator("#width")).to_be_enabled()
+    assert page.locator("#width option").all_inner_texts() == ["automatic (1)", "1: off", "2", "4", "8", "16"]
+    ask(page)
+    finish(page)
+    assert fake.bodies[0]["speculative"] == {"detail": True}
+    page.click("#drafts")
+    ask(page)
+    finish(page)
+    assert fake.bodies[1]["speculative"] == {"width": 8, "detail": True}
+
+
 # ---- comparison
 
 

@@ -18,6 +18,7 @@ NAME = 'pair "with quotes"\n'  # a name may be any text
 class Info:
     page_size: int = 16
     num_pages: int = 512
+    width: int = 8
     dtype: str = "float64"
     num_cache_bytes: int = 1 << 20
     is_dummy: bool = False

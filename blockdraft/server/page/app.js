@@ -57,12 +57,12 @@ function setPressed(id, isOn) {
   $("legend").hidden = !state.isDraftView;
 }
 
-function fillWidths(width) {
-  const widths = [2, 4, 8, 16, 32].filter((value) => value < width);
-  const options = [["", width > 1 ? `automatic (${width})` : "1: no drafter"]];
-  if (width > 1) options.push(["1", "1: off"], ...widths.map((value) => [String(value), String(value)]));
+function fillWidths(width, block, isFree = true) {
+  const widths = [2, 4, 8, 16, 32].filter((value) => value <= block && value !== width);
+  const options = [["", block > 1 ? `automatic (${width})` : "1: no drafter"]];
+  if (block > 1 && isFree) options.push(["1", "1: off"], ...widths.map((value) => [String(value), String(value)]));
   $("width").replaceChildren(...options.map(([value, label]) => new Option(label, value)));
-  $("width").disabled = width === 1;
+  $("width").disabled = block === 1 || !isFree;
 }
 
 // ---- requests
@@ -73,6 +73,8 @@ function number(id) {
 }
 
 const hasDrafter = () => state.engine !== null && state.engine.draft !== null;
+// Other engines draft for every request or for none, and do not tell which tokens were drafts.
+const canSwitch = () => hasDrafter() && state.engine.can_switch !== false;
 
 function requestBodies() {
   const system = $("system").value.trim();
@@ -85,10 +87,13 @@ function requestBodies() {
     stream: true,
     stream_options: { include_usage: true },
   };
-  if (!hasDrafter()) return { speculative: common, plain: common };
+  if (!canSwitch()) return { speculative: common, plain: common };
   // A comparison with itself says nothing: there, "off" means the server's own width.
   const chosen = Number($("width").value);
-  const width = chosen === 0 || (state.isCompare && chosen === 1) ? {} : { width: chosen };
+  const isAutomatic = chosen === 0 || (state.isCompare && chosen === 1);
+  // A server that found drafts too slow here decodes plainly: to see some, one has to ask.
+  const isMissed = state.engine.width === 1 && (state.isCompare || state.isDraftView);
+  const width = !isAutomatic ? { width: chosen } : isMissed ? { width: Math.min(state.engine.block, 8) } : {};
   return {
     speculative: { ...common, speculative: { ...width, detail: true } },
     plain: { ...common, speculative: false },
@@ -146,7 +151,7 @@ async function ask(text) {
 }
 
 async function answer() {
-  const message = state.isCompare && hasDrafter() ? new Comparison(view) : new Single(view);
+  const message = state.isCompare && canSwitch() ? new Comparison(view) : new Single(view);
   state.messages.push(message);
   $("log").append(message.node);
   $("log").scrollTop = $("log").scrollHeight;
@@ -221,8 +226,10 @@ function showControls() {
   $("send").hidden = isRunning;
   $("send").disabled = state.server !== "ready" || $("prompt").value.trim() === "";
   for (const id of ["drafts", "compare"]) {
-    $(id).disabled = state.engine !== null && !hasDrafter();
-    if ($(id).disabled) $(id).title = "This server runs without a drafter.";
+    $(id).disabled = state.engine !== null && !canSwitch();
+    if ($(id).disabled) {
+      $(id).title = hasDrafter() ? "This engine cannot switch its drafter off." : "This server runs without a drafter.";
+    }
   }
   for (const button of document.querySelectorAll("#examples button")) button.disabled = state.server !== "ready";
 }
@@ -266,10 +273,10 @@ function onEvent(event, isFirst) {
     state.engine = event.engine;
     $("model").textContent = shortName(event.engine.target);
     $("model").title = event.engine.target;
-    const { draft, width } = event.engine;
+    const { draft, width, block = width } = event.engine;
     $("drafter").textContent = draft === null ? "no drafter" : `drafted by ${shortName(draft)}`;
     $("per-step-note").textContent = draft === null ? "no drafter" : "plain decoding: 1";
-    fillWidths(draft === null ? 1 : width);
+    fillWidths(width, draft === null ? 1 : block, canSwitch());
     showEngine(event.engine);
     showNotices(event.engine.notices ?? []);
     showControls();
@@ -398,7 +405,7 @@ function redrawStrips() {
 }
 
 readSettings();
-fillWidths(1);
+fillWidths(1, 1);
 bindToggles();
 bindComposer();
 bindKeyDialog();

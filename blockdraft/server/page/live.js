@@ -168,7 +168,8 @@ export function showStartup(startup) {
 // ---- engine
 
 const ENGINE_ROWS = [
-  ["target", "Target"], ["draft", "Drafter"], ["width", "Width"], ["block", "Drafter's block"], ["dtype", "Type"],
+  ["engine", "Engine"], ["target", "Target"], ["draft", "Drafter"], ["width", "Width"], ["width_reason", "Why this width"],
+  ["block", "Drafter's block"], ["dtype", "Type"],
   ["quantization", "Quantisation"], ["device", "Device"], ["max_context", "Context"], ["max_rows", "Rows"],
   ["page_size", "Tokens per page"], ["num_cache_bytes", "Cache"], ["is_dummy", "Random weights"],
   ["synthetic_acceptance", "Synthetic acceptance"],
@@ -182,7 +183,7 @@ function engineValue(name, value) {
 }
 
 export function showEngine(engine) {
-  const rows = ENGINE_ROWS.filter(([name]) => name in engine);
+  const rows = ENGINE_ROWS.filter(([name]) => name in engine && engine[name] !== "");
   $("engine").replaceChildren(
     ...rows.flatMap(([name, label]) => [make("dt", "", label), make("dd", "", engineValue(name, engine[name]))]),
   );

@@ -1,0 +1,160 @@
+"""What is asked of another engine, looked into before anything is started or downloaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from blockdraft.cli.flags import card_named
+from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
+from blockdraft.launch import Command, translate
+from blockdraft.launch.oracle import Finding, check_settings, refuse
+from blockdraft.machine import Machine, read_machine
+from blockdraft.models.source import find_source
+from blockdraft.planner.external import fit_external
+from blockdraft.planner.fit import Fit, machine_of
+from blockdraft.planner.pair import check_stored, open_pair
+from blockdraft.planner.stored import Stored, open_stored
+from blockdraft.settings import Settings
+from blockdraft.shipped import with_drafter
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Settings, with what was found out about them before anything is started."""
+
+    settings: Settings
+    name: str  # what clients call the model
+    machine: Machine | None  # None: not known
+    target: Mapping[str, object] | None  # config.json
+    draft: Mapping[str, object] | None
+    findings: tuple[Finding, ...]  # of the oracle; none that refuses
+    warnings: tuple[str, ...] = ()
+
+    def command(self, *, port: int, api_key: str | None) -> Command:
+        return translate(
+            self.settings,
+            served_name=self.name,
+            port=port,
+            api_key=api_key,
+            machine=self.machine,
+            target=self.target,
+            draft=self.draft,
+        )
+
+
+def ask(settings: Settings, name: str) -> Asked:
+    """For a start here. Raises for a model that is missing or out of reach, a pair that does not match, GPUs
+    that are too few or too small, and what is known to be bad.
+    """
+    settings, machine = _placed(with_drafter(settings)), read_machine()
+    target, draft = (_opened(settings, source) for source in _sources(settings))
+    if target is not None and draft is not None:
+        check_stored(target, draft)
+    _check_num_gpus(settings, machine)
+    asked = _asked(settings, name, machine, target, draft)
+    return replace(asked, warnings=_room(settings, machine))
+
+
+def ask_to_print(settings: Settings, name: str, card: str | None) -> Asked:
+    """For a command that is only printed, maybe for another machine: a hub out of reach is a warning."""
+    settings, machine = _placed(with_drafter(settings)), _machine_to_print(settings, card)
+    models: list[Stored | None] = []
+    unread: list[str | None] = []
+    for source in _sources(settings):
+        try:
+            models.append(_opened(settings, source))
+        except FetchError:
+            models.append(None)
+            unread.append(source)
+    target, draft = models
+    if target is not None and draft is not None:
+        check_stored(target, draft)
+    warnings = [
+        f"the hub cannot be reached: config.json of {source} was not read, and what it says not checked"
+        for source in unread
+    ]
+    if machine is None:
+        warnings.append("there is no GPU here: the command is for a machine with one; --card says which")
+    return replace(_asked(settings, name, machine, target, draft), warnings=tuple(warnings))
+
+
+def _asked(
+    settings: Settings, name: str, machine: Machine | None, target: Stored | None, draft: Stored | None
+) -> Asked:
+    configs = (None if target is None else target.config, None if draft is None else draft.config)
+    findings = check_settings(settings, machine=machine, target=configs[0], draft=configs[1])
+    refuse(findings)
+    return Asked(settings, name, machine, *configs, tuple(findings))
+
+
+def _machine_to_print(settings: Settings, card: str | None) -> Machine | None:
+    if card is not None:
+        return machine_of(card_named(card))
+    machine = read_machine()
+    return machine if machine.gpus or settings.device == "cpu" else None
+
+
+def _placed(settings: Settings) -> Settings:
+    """Folders by their whole path: an engine or a container may stand elsewhere, and knows no ~."""
+    changes: dict[str, str] = {}
+    for name in ("model", "draft"):
+        source = getattr(settings, name)
+        path = os.path.expanduser(source) if isinstance(source, str) else ""
+        if os.path.isdir(path):
+            changes[name] = os.path.abspath(path)
+    return replace(settings, **changes)  # type: ignore[arg-type]
+
+
+def _sources(settings: Settings) -> tuple[str | None, str | None]:
+    """What has a config.json to read; translate refuses our default model and single GGUF files."""
+    is_readable = settings.model != "default" and not settings.model.lower().endswith(".gguf")
+    has_drafter = settings.draft not in (None, "none", "auto") and settings.width != 1
+    return settings.model if is_readable else None, settings.draft if has_drafter else None
+
+
+def _opened(settings: Settings, source: str | None) -> Stored | None:
+    if source is None:
+        return None
+    found = find_source(source)
+    if found.revision is not None:
+        raise SettingsError(
+            f"'{source}' is pinned in our words, which {settings.engine} does not know: leave out "
+            f"@{found.revision}, and add --engine-args='--revision {found.revision}'."
+        )
+    return open_stored(source, needs_weights=False)
+
+
+def _check_num_gpus(settings: Settings, machine: Machine) -> None:
+    needed = -(-settings.tensor_parallel * settings.pipeline_parallel // settings.num_nodes)
+    if machine.gpus and needed > len(machine.gpus):
+        raise SettingsError(
+            f"tensor_parallel {settings.tensor_parallel} x pipeline_parallel {settings.pipeline_parallel} on "
+            f"{settings.num_nodes} machine(s) takes {needed} GPUs of each, but this one has "
+            f"{len(machine.gpus)}: lower them, or add machines (--num-nodes)."
+        )
+
+
+def _room(settings: Settings, machine: Machine) -> tuple[str, ...]:
+    """Raises CapacityError where the weights alone are too large; what is only estimated is a warning."""
+    if not machine.gpu_bytes or settings.device == "cpu":
+        return ()
+    try:
+        fit = fit_external(settings, machine, open_pair(settings))
+    except (ModelError, FetchError):  # of a checkpoint that the engine may read although we do not
+        return ()
+    weights = _weight_bytes(fit)
+    if weights > fit.budget:
+        raise CapacityError(
+            f"the weights take {weights / 1e9:.1f} GB of {fit.device}, and the budget is "
+            f"{fit.budget / 1e9:.1f} GB ({fit.budget_how}): `blockdraft plan` with the same flags says what "
+            "would fit."
+        )
+    if fit.problem is None:
+        return ()
+    return (f"by the plan it does not fit: {fit.problem} `blockdraft plan` says what would.",)
+
+
+def _weight_bytes(fit: Fit) -> int:
+    return sum(item.num_bytes for item in fit.items if item.name.endswith("weights"))

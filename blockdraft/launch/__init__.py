@@ -1,0 +1,53 @@
+"""Other engines, started with the right flags instead of being imitated: vLLM and SGLang.
+
+`translate` is pure: settings in, a command line and an environment out. `oracle` knows which combinations of
+engine, card and models are bad although the engine accepts them. Nothing here imports either engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from blockdraft.launch.command import Command
+from blockdraft.launch.order import Order
+from blockdraft.launch.sglang import sglang_command
+from blockdraft.launch.versions import read_version
+from blockdraft.launch.vllm import vllm_command
+from blockdraft.machine import Machine
+from blockdraft.settings import Settings
+from blockdraft.shipped import with_drafter
+
+__all__ = ["Command", "translate"]
+
+_WRITERS = {"vllm": vllm_command, "sglang": sglang_command}
+
+
+def translate(
+    settings: Settings,
+    *,
+    served_name: str,
+    port: int,
+    api_key: str | None = None,
+    machine: Machine | None = None,
+    target: Mapping[str, object] | None = None,
+    draft: Mapping[str, object] | None = None,
+) -> Command:
+    """How the engine of `settings` is started. `target` and `draft` are the models' config.json, where known.
+
+    Raises SettingsError for what the engine cannot be told.
+    """
+    assert settings.engine in _WRITERS, "our own engine is not launched"
+    settings = with_drafter(settings)
+    gpu = machine.gpus[0] if machine is not None and machine.gpus else None
+    order = Order(
+        settings=settings,
+        version=read_version(settings.engine, settings.engine_version),
+        served_name=served_name,
+        port=port,
+        api_key=api_key,
+        capability=gpu.capability if gpu is not None else None,
+        has_gpu=machine is None or gpu is not None,
+        target=target,
+        draft=draft,
+    )
+    return _WRITERS[settings.engine](order)

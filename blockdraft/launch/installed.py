@@ -1,0 +1,114 @@
+"""Where another engine is installed: in an environment of its own, found before anything is started."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockdraft.errors import SettingsError
+from blockdraft.launch.versions import NEWEST, TITLES
+from blockdraft.settings import child_environment
+
+ASK_S = 60.0  # for a Python to say what it has: seconds on a cold disk
+_PYTHONS = ("python", "python3")
+# The package must be there; its version is asked of its distribution, which may bear another name.
+_QUESTION = """
+import importlib.metadata, importlib.util, sys
+name = sys.argv[1]
+if importlib.util.find_spec(name) is None:
+    sys.exit(3)
+for distribution in (name, name + "-cpu"):
+    try:
+        print(importlib.metadata.version(distribution))
+        break
+    except importlib.metadata.PackageNotFoundError:
+        pass
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """An engine that can be started; `version` is None where its environment does not tell."""
+
+    engine: str
+    python: Path
+    version: str | None
+
+    def argv(self, argv: Sequence[str]) -> list[str]:
+        """A command line with its program as this environment has it."""
+        program, rest = argv[0], list(argv[1:])
+        if program in _PYTHONS:
+            return [str(self.python), *rest]
+        beside = self.python.parent / program
+        if beside.is_file():
+            return [str(beside), *rest]
+        found = shutil.which(program)
+        if found is None:
+            raise SettingsError(
+                f"{TITLES[self.engine]} is there for {self.python}, but its program '{program}' is not: "
+                "install it again."
+            )
+        return [found, *rest]
+
+
+def find_engine(engine: str, python: str | None = None) -> Installed:
+    """In the environment of `python`; without one, on PATH and then beside us. SettingsError: nowhere."""
+    if python is not None:
+        path = shutil.which(str(Path(python).expanduser()))
+        if path is None:
+            raise SettingsError(
+                f"--engine-python '{python}' is no program: give the Python of an environment."
+            )
+        found = _ask(engine, Path(path))
+        if found is None:
+            raise SettingsError(
+                f"{TITLES[engine]} is not installed for {python}: {_advice(engine, python=python)}"
+            )
+        return found
+    program = shutil.which(engine)
+    candidates = [] if program is None else [_shebang(Path(program))]
+    for candidate in (*candidates, Path(sys.executable)):
+        if candidate is not None and (found := _ask(engine, candidate)) is not None:
+            return found
+    raise SettingsError(f"{TITLES[engine]} is not installed: {_advice(engine, python=None)}")
+
+
+def _ask(engine: str, python: Path) -> Installed | None:
+    try:
+        done = subprocess.run(
+            [python, "-c", _QUESTION, engine],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ASK_S,
+            env=child_environment({}),
+            cwd="/",  # a folder of that name in ours would be taken for the package
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode != 0:
+        return None
+    return Installed(engine, python, done.stdout.strip() or None)
+
+
+def _shebang(program: Path) -> Path | None:
+    """The Python that a script of an environment runs with."""
+    try:
+        with program.open("rb") as file:
+            line = file.readline(512)
+    except OSError:
+        return None
+    word = line.removeprefix(b"#!").strip().split(b" ")[0].decode(errors="replace")
+    python = Path(word)
+    return python if line.startswith(b"#!") and "python" in python.name and python.is_file() else None
+
+
+def _advice(engine: str, *, python: str | None) -> str:
+    pip = "python -m venv ~/engine && ~/engine/bin/pip" if python is None else f"{python} -m pip"
+    where = " and add --engine-python ~/engine/bin/python" if python is None else ""
+    package = f"{engine}=={NEWEST[engine]}"
+    return f"run '{pip} install {package}'{where}, or print a container's command with --dry-run docker."

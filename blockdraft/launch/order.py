@@ -1,0 +1,158 @@
+"""What is asked of another engine: settings, with what is known of the models and of the card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from blockdraft.cards import Capability
+from blockdraft.errors import SettingsError
+from blockdraft.launch.versions import Version
+from blockdraft.settings import DEFAULTS, Settings
+
+HOST = "127.0.0.1"  # clients talk to our server, and only it to the engine
+MEETING_PORT = 29501  # where machines meet when --head-address names no port; vLLM's own
+SECRET_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
+DEFAULT_BLOCK = 16  # of a z-lab drafter whose config names none
+
+Raw = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One engine to start, before it is put into that engine's words."""
+
+    settings: Settings
+    version: Version
+    served_name: str
+    port: int
+    api_key: str | None = None
+    capability: Capability | None = None  # of the card; None: not known
+    has_gpu: bool = True
+    target: Raw | None = None  # config.json of both models, where they are known
+    draft: Raw | None = None
+
+    @property
+    def drafter(self) -> str | None:
+        """None: plain decoding."""
+        name = self.settings.draft
+        assert name != "auto", "translate has chosen one"
+        return None if name in (None, "none") or self.settings.width == 1 else name
+
+    def quantization(self, name: str) -> str | None:
+        """The setting `name` in the engines' word; None: the weights as they are stored."""
+        value: str = getattr(self.settings, name)
+        if value in ("auto", "keep"):
+            return None
+        if value == "fp8":
+            return value
+        raise self.refusal(name, "it keeps weights as they are stored, or makes fp8 of them")
+
+    @property
+    def width(self) -> int:
+        """Tokens verified per step, anchor included: what was asked, else the drafter's whole block."""
+        asked = self.settings.width
+        if asked != "auto":
+            return asked
+        if self.draft is None:
+            raise SettingsError(
+                f"width = 'auto' is the block of '{self.settings.draft}', whose config.json is not known "
+                "here: give --width."
+            )
+        return draft_block(self.draft)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.settings.device == "cpu" or (self.settings.device == "auto" and not self.has_gpu)
+
+    @property
+    def head(self) -> tuple[str, int]:
+        """The address where machines meet."""
+        address = self.settings.head_address
+        assert address is not None  # of several machines, Settings requires one
+        host, colon, port = address.rpartition(":")
+        if not colon or address.endswith("]") or (address.count(":") > 1 and not host.endswith("]")):
+            return address, MEETING_PORT
+        if not port.isdigit():
+            raise SettingsError(f"head_address '{address}' has no port behind its colon: give host:port.")
+        return host, int(port)
+
+    def refusal(self, name: str, why: str) -> SettingsError:
+        """For a setting that the engine has no words for."""
+        value = getattr(self.settings, name)
+        return SettingsError(f"{name} = {value!r} cannot be passed to {self.version}: {why}.")
+
+    def changed(self, name: str) -> object:
+        """The setting where it is neither "auto" nor the default, else None."""
+        value: object = getattr(self.settings, name)
+        return None if value in ("auto", DEFAULTS[name]) else value
+
+
+def draft_block(draft: Raw) -> int:
+    """The block that a drafter was trained for, anchor included, in either layout."""
+    inner = draft.get("dflash_config")
+    for section in (inner if isinstance(inner, Mapping) else {}, draft):
+        block = section.get("block_size")
+        if isinstance(block, int) and not isinstance(block, bool) and block > 1:
+            return block
+    return DEFAULT_BLOCK
+
+
+def arguments(pairs: Iterable[tuple[str, object]]) -> tuple[str, ...]:
+    """Flags in order. None and False are left out, True is the flag alone, a mapping is written as JSON."""
+    found: list[str] = []
+    for flag, value in pairs:
+        if value is None or value is False:
+            continue
+        found.append(flag)
+        if isinstance(value, Mapping):
+            found.append(json.dumps(value, separators=(",", ":")))
+        elif value is not True:
+            found.append(str(value))
+    return tuple(found)
+
+
+def passed_on(order: Order, written: Iterable[str]) -> tuple[str, ...]:
+    """engine_args, refused where they hold a secret or repeat a flag that comes from a setting."""
+    written = set(written)
+    for argument in order.settings.engine_args:
+        flag = argument.partition("=")[0]
+        if flag in SECRET_FLAGS:
+            raise SettingsError(
+                f"engine_args holds {flag}: everybody on the machine can read a process's arguments. "
+                "Set BLOCKDRAFT_API_KEY or HF_TOKEN in the environment instead."
+            )
+        if flag.startswith("--") and flag in written:
+            raise SettingsError(
+                f"engine_args repeats {flag}, which is written from a setting: use the setting alone. "
+                "`blockdraft settings` lists them."
+            )
+    return order.settings.engine_args
+
+
+def visible_devices(order: Order) -> dict[str, str]:
+    """The variable that picks the card of `cuda:N`."""
+    device = order.settings.device
+    if device in ("auto", "cuda", "cpu"):
+        return {}
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not index.isdigit():
+        raise order.refusal("device", "it runs on cuda, cuda:N or cpu")
+    if order.settings.tensor_parallel * order.settings.pipeline_parallel > order.settings.num_nodes:
+        raise order.refusal("device", "several cards share the model: set CUDA_VISIBLE_DEVICES in engine_env")
+    return {"CUDA_VISIBLE_DEVICES": index}
+
+
+def check_model(order: Order) -> None:
+    """Raises SettingsError for a target that only our own engine reads."""
+    model = order.settings.model
+    if model == "default":
+        raise order.refusal("model", "it is a file of ours; name a folder or a hub id")
+    if model.lower().endswith(".gguf"):
+        raise order.refusal("model", "a single GGUF file is for the native engine; name a folder or a hub id")
+
+
+def mounts(order: Order) -> tuple[str, ...]:
+    """Folders that a container must see: models named by a whole path, and not by a hub id."""
+    return tuple(name for name in (order.settings.model, order.settings.draft) if name and name[0] == "/")

@@ -1,0 +1,140 @@
+"""Where another engine's start is, told from the lines of its log.
+
+The lines are a courtesy of the engines and change between versions: they are shown, and nothing is decided by
+them. Whether an engine is ready is asked over HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from blockdraft.engine.startup import Startup
+
+PHASES = ("launch", "fetch", "load", "compile", "capture", "warm", "verify")
+_READ = PHASES[:-2]  # the last two are ours
+
+_PERCENT = r"(?P<percent>\d+)%"
+_DOWNLOADS = (
+    ("fetch", rf"^(?:Fetching \d+ files|Downloading [^:]*):\s+{_PERCENT}"),
+    ("fetch", rf"^(?P<detail>[\w./-]+\.(?:safetensors|bin|gguf|json|pt))[^:]*:\s+{_PERCENT}"),
+    ("fetch", r"Time spent downloading weights"),
+)
+_SHARDS = ("load", rf"^(?:Multi-thread )?[Ll]oading [\w ]*shards:\s+{_PERCENT}")
+_PATTERNS = {
+    "vllm": (
+        *_DOWNLOADS,
+        _SHARDS,
+        ("load", rf"^Loading safetensors using [^:]*:\s+{_PERCENT}"),
+        ("load", r"(?P<detail>Loading drafter model)"),
+        ("load", r"Filesystem type for checkpoints: .*?(?P<detail>Checkpoint size: [\d.]+ \w+)"),
+        ("load", r"(?P<detail>Loading weights took [\d.]+ \w+)"),
+        ("load", r"(?P<detail>Model loading took [\d.]+ \w+)"),
+        (
+            "compile",
+            r"Starting torch\.compile|for vLLM's torch\.compile|Warming up model for the compilation",
+        ),
+        ("compile", r"(?P<detail>Dynamo bytecode transform time: [\d.]+ s)"),
+        ("compile", r"(?P<detail>Compiling a graph for .* takes [\d.]+ s)"),
+        ("compile", r"Directly load (?:the compiled graph|AOT compilation)"),
+        ("capture", rf"Capturing CUDA graphs[^:]*:\s+{_PERCENT}"),
+        ("capture", r"(?P<detail>Graph capturing finished in \d+ secs)"),
+        (None, r"(?P<detail>KV cache size: [\d,]+ tokens)"),
+    ),
+    "sglang": (
+        *_DOWNLOADS,
+        _SHARDS,
+        ("load", r"Load weight (?:begin|end)"),
+        ("compile", r"(?P<detail>Running FlashInfer autotune|DeepGEMM warmup)"),
+        ("compile", r"(?P<detail>DeepGEMM JIT [Cc]ompil\w+)|[Cc]ompiling .*torch\.compile"),
+        ("capture", r"Capture .*graph (?:begin|end)"),
+        ("capture", rf"Capturing batches[^:]*:\s+{_PERCENT}"),
+        (None, r"(?P<detail>KV Cache is allocated\. #tokens: \d+)"),
+    ),
+}
+_COMPILED = {
+    engine: tuple((phase, re.compile(pattern)) for phase, pattern in patterns)
+    for engine, patterns in _PATTERNS.items()
+}
+# vLLM: "(Worker pid=7) INFO 11-15 12:56:15 [core.py:402] text"; SGLang: "[2026-11-15 12:56:15 TP0] text".
+_HEAD = re.compile(
+    r"^(?:\([\w-]+ pid=\d+\)\s*)?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s?|\[\d{4}-\d\d-\d\d [^\]]*\]\s?)?"
+)
+_ERROR = re.compile(r"^(?:\([\w-]+ pid=\d+\)\s*)?(?:ERROR|CRITICAL)\b|^\w*(?:Error|Exception): ")
+_BAR = re.compile(r"\d+%\|| \d+% Completed ")
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What a line tells: the phase it belongs to (None: whichever runs), what it does, its share (0 to 1)."""
+
+    phase: str | None
+    detail: str | None = None
+    progress: float | None = None
+
+
+def read_sign(engine: str, line: str) -> Sign | None:
+    """None: the line tells nothing of the start."""
+    text = message(line)
+    for phase, pattern in _COMPILED[engine]:
+        found = pattern.search(text)
+        if found is not None:
+            groups = found.groupdict()
+            percent = groups.get("percent")
+            return Sign(
+                phase, groups.get("detail"), None if percent is None else min(1.0, int(percent) / 100)
+            )
+    return None
+
+
+def message(line: str) -> str:
+    """A line without what the engine's logger puts before it."""
+    return line[_HEAD.match(line).end() :]  # type: ignore[union-attr]  # it matches the empty string
+
+
+def is_error(line: str) -> bool:
+    return _ERROR.search(line) is not None
+
+
+def is_bar(line: str) -> bool:
+    """Whether it is one of the many pictures of a progress bar."""
+    return _BAR.search(line) is not None
+
+
+class Walk:
+    """A start that goes through its phases in order; those that the engine leaves out are skipped."""
+
+    def __init__(self, startup: Startup) -> None:
+        self._startup = startup
+        self._open = ExitStack()
+        self._place = -1
+
+    def enter(self, name: str) -> None:
+        """Nothing happens when that phase, or a later one, runs already."""
+        place = PHASES.index(name)
+        if place <= self._place:
+            return
+        self._open.close()
+        for skipped in PHASES[self._place + 1 : place]:
+            self._startup.skip(skipped, "the engine did not tell of it")
+        self._place = place
+        self._open.enter_context(self._startup.phase(name))
+
+    def take(self, sign: Sign) -> None:
+        if self._place >= len(_READ):
+            return
+        if sign.phase is not None:
+            self.enter(sign.phase)
+        if sign.detail is not None:
+            self._startup.note(sign.detail)
+        if sign.progress is not None:
+            self._startup.progress(round(sign.progress * 100), 100)
+
+    def close(self) -> None:
+        """The phase that runs has ended well."""
+        self._open.close()
+
+    def fail(self, error: BaseException) -> None:
+        """The phase that runs has failed."""
+        self._open.__exit__(type(error), error, error.__traceback__)

@@ -1,0 +1,115 @@
+"""Another engine as a process of its own, which never outlives ours: its output, and its end."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from blockdraft.launch.phases import is_bar
+
+KEEPER = Path(__file__).with_name("keeper.py")
+GRACE_S = 15.0  # for an engine to end by itself; arbitrary
+KEEPER_S = 12.0  # for the keeper to bury what is left of it, beyond GRACE_S
+MAX_LINES = 200  # of its output, kept for whoever asks why it ended
+MAX_LINE = 4000  # characters
+HIDDEN = "***"
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_BREAK = re.compile(r"[\r\n]")
+
+
+class EngineProcess:
+    """A running engine. `on_line` is called on a thread of its own, with each line but without secrets."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        on_line: Callable[[str], None],
+        secrets: Sequence[str] = (),
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._on_line = on_line
+        self._secrets = tuple(filter(None, secrets))
+        self._grace_s = grace_s
+        self._tail: deque[str] = deque(maxlen=MAX_LINES)
+        self._lock = threading.Lock()
+        # Without the site and the environment's own Python settings, which are meant for the engine.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(KEEPER), str(grace_s), *argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,  # Ctrl-C is for the server, which then ends the engine
+        )
+        self._reader = threading.Thread(target=self._read, name="engine output", daemon=True)
+        self._reader.start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; 128 + n after signal n."""
+        return self._process.poll()
+
+    def last_lines(self, count: int) -> list[str]:
+        with self._lock:
+            return list(self._tail)[-count:]
+
+    def wait_output(self, timeout_s: float) -> None:
+        """Until the last line of an engine that has ended was read."""
+        self._reader.join(timeout_s)
+
+    def close(self) -> None:
+        """End it and all it started; returns when nothing is left. May be called again, by any thread."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # which tells the keeper
+        try:
+            self._process.wait(self._grace_s + KEEPER_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the engine dies with it
+            self._process.wait()
+        self._reader.join(KEEPER_S)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        number, decoder, rest = (
+            self._process.stdout.fileno(),
+            codecs.getincrementaldecoder("utf-8")("replace"),
+            "",
+        )
+        while data := os.read(number, 1 << 16):
+            *lines, rest = _BREAK.split(rest + decoder.decode(data))
+            rest = rest[-MAX_LINE:]  # a line without an end must not fill the memory
+            for line in lines:
+                self._take(line)
+        self._take(rest)
+
+    def _take(self, raw: str) -> None:
+        line = _ANSI.sub("", raw)[:MAX_LINE].rstrip()
+        if not line:
+            return
+        for secret in self._secrets:
+            line = line.replace(secret, HIDDEN)
+        if not is_bar(line):
+            with self._lock:
+                self._tail.append(line)
+        self._on_line(line)
+
+
+def shown_exit(code: int) -> str:
+    """An exit code, in words."""
+    if code > 128:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(code - 128).name}"
+    return f"ended with code {code}"

@@ -1,0 +1,146 @@
+"""An order in SGLang's words: `sglang serve` and its environment, for 0.5.23.
+
+SGLang counts the anchor: width 16 is --speculative-num-draft-tokens 16. It takes API keys as arguments only,
+which everybody on the machine could read: it gets none, listens on this machine alone, and our server asks
+clients for the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from blockdraft.launch.command import Command
+from blockdraft.launch.order import HOST, Order, arguments, check_model, mounts, passed_on, visible_devices
+
+IMAGE = "lmsysorg/sglang"
+BACKENDS = {"triton_attn": "triton", "flash_infer": "flashinfer", "flex": "flex_attention"}
+KV_DTYPES = {
+    "fp8": "fp8_e4m3",
+    **{
+        name: name
+        for name in ("fp8_e5m2", "fp8_e4m3", "mxfp8", "bf16", "bfloat16", "nvfp4", "fp4_mx_block16")
+    },
+}
+
+
+def sglang_command(order: Order) -> Command:
+    """Raises SettingsError for a setting that this version has no words for."""
+    check_model(order)
+    _refuse(order)
+    pairs = [*_address(order), *_model(order), *_limits(order), *_machines(order), *_speculation(order)]
+    written = arguments(pairs)
+    settings = order.settings
+    return Command(
+        engine="sglang",
+        version=order.version.text,
+        argv=("sglang", "serve", "--model-path", settings.model, *written, *passed_on(order, written)),
+        env={**visible_devices(order), **dict(settings.engine_env)},
+        port=order.port,
+        image=f"{IMAGE}:v{order.version.text.partition('+')[0]}",
+        mounts=mounts(order),
+    )
+
+
+def _refuse(order: Order) -> None:
+    settings = order.settings
+    if settings.max_stall_ms is not None:
+        raise order.refusal("max_stall_ms", "it has no such limit; use --chunk")
+    if settings.cache_bytes != "auto":
+        raise order.refusal("cache_bytes", "it sizes its cache by a share; use --gpu-memory-utilization")
+    if settings.synthetic_acceptance is not None:
+        raise order.refusal("synthetic_acceptance", "its simulation takes no such profile; use --engine vllm")
+    if settings.dtype == "float64":
+        raise order.refusal("dtype", "it computes in float32 at most")
+
+
+def _address(order: Order) -> list[tuple[str, object]]:
+    return [
+        ("--host", HOST),
+        ("--port", order.port),
+        ("--served-model-name", order.served_name),
+        ("--enable-metrics", True),  # else /metrics is empty
+    ]
+
+
+def _model(order: Order) -> list[tuple[str, object]]:
+    settings = order.settings
+    if settings.kv_dtype != "auto" and settings.kv_dtype not in KV_DTYPES:
+        raise order.refusal("kv_dtype", f"it knows {', '.join(KV_DTYPES)}")
+    return [
+        ("--device", None if settings.device == "auto" else settings.device.partition(":")[0]),
+        ("--dtype", order.changed("dtype")),
+        ("--quantization", order.quantization("quantization")),
+        ("--load-format", order.changed("load_format")),
+        ("--kv-cache-dtype", KV_DTYPES.get(settings.kv_dtype)),
+        ("--attention-backend", _backend(order, "attention_backend")),
+        ("--random-seed", order.changed("seed")),
+    ]
+
+
+def _backend(order: Order, name: str) -> str | None:
+    """FlashAttention is fa3 on Hopper and fa4 on the Blackwell of data centres; elsewhere it has none."""
+    value: str | None = getattr(order.settings, name)
+    if value is None:
+        return None
+    value = value.lower()
+    if value not in ("flash_attn", "flash"):
+        return BACKENDS.get(value, value)
+    found = {9: "fa3", 10: "fa4"}.get(order.capability[0] if order.capability else 0)
+    if found is None:
+        where = "the card is not known (see --card)" if order.capability is None else "not on this card"
+        raise order.refusal(name, f"{where}; it is fa3 on Hopper, fa4 on B200 and B300, else use triton")
+    return found
+
+
+def _limits(order: Order) -> list[tuple[str, object]]:
+    settings = order.settings
+    return [
+        ("--context-length", order.changed("max_context")),
+        ("--max-running-requests", order.changed("max_rows")),
+        ("--max-queued-requests", order.changed("max_queue")),
+        ("--chunked-prefill-size", order.changed("chunk")),
+        ("--page-size", order.changed("page_size")),
+        # Its share is of weights and cache alone, so our default would leave too little for the rest.
+        ("--mem-fraction-static", order.changed("gpu_memory_utilization")),
+        ("--disable-radix-cache", not settings.prefix_cache),
+        ("--disable-cuda-graph", not settings.graphs),
+        ("--disable-overlap-schedule", settings.overlap is False),
+    ]
+
+
+def _machines(order: Order) -> list[tuple[str, object]]:
+    settings = order.settings
+    pairs: list[tuple[str, object]] = [
+        ("--tp-size", order.changed("tensor_parallel")),
+        ("--pp-size", order.changed("pipeline_parallel")),
+    ]
+    if settings.num_nodes > 1:
+        host, port = order.head
+        pairs += [
+            ("--nnodes", settings.num_nodes),
+            ("--node-rank", settings.node_rank),
+            ("--dist-init-addr", f"{host}:{port}"),
+        ]
+    return pairs
+
+
+def _speculation(order: Order) -> list[tuple[str, object]]:
+    drafter = order.drafter
+    if drafter is None:
+        return []
+    return [
+        ("--speculative-algorithm", "DFLASH"),
+        ("--speculative-draft-model-path", drafter),
+        ("--speculative-num-draft-tokens", order.width),
+        ("--speculative-draft-attention-backend", _backend(order, "draft_attention_backend")),
+        ("--speculative-draft-model-quantization", _draft_quantization(order)),
+    ]
+
+
+def _draft_quantization(order: Order) -> str | None:
+    """Unsaid, the drafter's weights are read as the target's are (sglang #35860): so it is always said."""
+    if order.draft is not None and isinstance(order.draft.get("quantization_config"), Mapping):
+        return None
+    if order.settings.draft_quantization == "none":
+        return "unquant"
+    return order.quantization("draft_quantization") or "unquant"

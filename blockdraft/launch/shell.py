@@ -1,0 +1,97 @@
+"""A command to read and to copy: a shell line, `docker run`, a compose file. Secrets are named, not shown."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable
+
+from blockdraft.launch.command import Command, is_secret
+
+# Downloads and compiled kernels outlive the container.
+CACHES = (".cache/huggingface", ".cache/vllm", ".cache/flashinfer", ".triton")
+BREAK = " \\\n  "
+
+
+def shell_line(command: Command) -> str:
+    """The environment and the command, one flag per line."""
+    return BREAK.join([*_variables(command), *_lines(command.argv)])
+
+
+def docker_run(command: Command) -> str:
+    """The same in a container that sees the card, this machine's network and the caches."""
+    assert command.image is not None
+    options = ["docker run --rm --gpus all --network host --ipc host --ulimit memlock=-1:-1"]
+    options += [f'-v "{volume}"' for volume in _caches(home="$HOME")]
+    options += [f"-v {shlex.quote(volume)}" for volume in _folders(command)]
+    # Docker takes the value of a variable that is named alone from the environment it is started in.
+    options += [
+        f"-e {name}" if is_secret(name) else f"-e {shlex.quote(f'{name}={value}')}"
+        for name, value in sorted(command.env.items())
+    ]
+    head, *rest = command.argv
+    return BREAK.join([*options, f"--entrypoint {head} {command.image}", *_lines(rest)])
+
+
+def compose(command: Command) -> str:
+    """A compose file with one service. Every value is JSON, which is YAML as well."""
+    assert command.image is not None
+    head, *rest = command.argv
+    lines = [
+        "services:",
+        f"  {command.engine}:",
+        f"    image: {json.dumps(command.image)}",
+        f"    entrypoint: [{_literal(head)}]",
+        "    command:",
+        *(f"      - {_literal(argument)}" for argument in rest),
+        "    network_mode: host",
+        "    ipc: host",
+        "    ulimits: {memlock: -1}",
+        "    volumes:",
+        *(f"      - {json.dumps(volume)}" for volume in _caches(home="${HOME}")),
+        *(f"      - {_literal(volume)}" for volume in _folders(command)),
+    ]
+    if command.env:
+        lines.append("    environment:")
+        lines += [f"      {name}: {_value(name, value)}" for name, value in sorted(command.env.items())]
+    lines += [
+        "    deploy:",
+        "      resources:",
+        "        reservations:",
+        "          devices: [{driver: nvidia, count: all, capabilities: [gpu]}]",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _variables(command: Command) -> list[str]:
+    return [
+        f'{name}="${{{name}}}"' if is_secret(name) else f"{name}={shlex.quote(value)}"
+        for name, value in sorted(command.env.items())
+    ]
+
+
+def _lines(argv: Iterable[str]) -> list[str]:
+    """Quoted, each flag with its value on a line of its own; what comes before the first flag on one line."""
+    lines: list[list[str]] = [[]]
+    for argument in argv:
+        if argument.startswith("-") and lines[-1]:
+            lines.append([])
+        lines[-1].append(shlex.quote(argument))
+    return [" ".join(line) for line in lines]
+
+
+def _caches(*, home: str) -> list[str]:
+    return [f"{home}/{name}:/root/{name}" for name in CACHES]
+
+
+def _folders(command: Command) -> list[str]:
+    return [f"{folder}:{folder}:ro" for folder in command.mounts]
+
+
+def _literal(text: str) -> str:
+    """JSON in which compose finds no variable."""
+    return json.dumps(text).replace("$", "$$")
+
+
+def _value(name: str, value: str) -> str:
+    return json.dumps(f"${{{name}}}") if is_secret(name) else _literal(value)

@@ -1,0 +1,317 @@
+"""Supervisor: another engine, started, watched through its start, warmed, checked, and ended with us."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from blockdraft.engine.startup import Startup
+from blockdraft.errors import LaunchError
+from blockdraft.launch.command import Command
+from blockdraft.launch.phases import PHASES, Walk, is_error, read_sign
+from blockdraft.launch.process import GRACE_S, EngineProcess, shown_exit
+from blockdraft.launch.versions import TITLES
+from blockdraft.settings import child_environment
+
+POLL_S = 0.2
+ASK_S = 10.0  # for an answer that needs no model
+WARM_S = 600.0  # for the first answer: some kernels are compiled for it
+END_S = 2.0  # an engine that fails closes its connections before it ends
+ILL_S = 30.0  # /health of an engine that was ready may be red, or unanswered, for this long
+HEALTH_S = 5.0  # between two looks at it
+SHOWN_LINES = 8
+WARM_TOKENS = 24
+_SPECULATION = {"vllm": "vllm:spec_decode_num_drafts", "sglang": "sglang:spec_"}
+
+log = logging.getLogger("blockdraft")
+output_log = logging.getLogger("blockdraft.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is started: the command as this machine runs it, and what must be true of it afterwards."""
+
+    command: Command
+    argv: tuple[str, ...]  # the command's, with the program's path
+    name: str  # what clients call the model
+    has_drafter: bool
+    api_key: str | None = field(default=None, repr=False)  # what the engine asks of its clients: of us
+    start_timeout_s: float = 3600.0
+    grace_s: float = GRACE_S
+    head_address: str | None = None  # the node with the API, where this one has none
+
+
+class Unanswered(LaunchError):
+    """A question to the engine that came to nothing on the way."""
+
+
+class Supervisor:
+    """One engine, on a thread of its own. `error` says why it is lost; `startup` how far its start is."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        report: Callable[[str], None] = lambda line: None,
+        on_line: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.launch = launch
+        self.startup = Startup(report, names=PHASES)
+        self.is_ready = False  # has been, at least once
+        self.version: str | None = None  # as the engine says
+        self.max_context: int | None = None
+        self._error: str | None = None
+        self._on_line = on_line
+        self._walk = Walk(self.startup)
+        self._lock = threading.Lock()  # around _walk, which both threads move
+        self._stop = threading.Event()
+        self._process: EngineProcess | None = None
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self._thread.start()
+
+    @property
+    def error(self) -> str | None:
+        return self._error
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.launch.command.engine]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        key = self.launch.api_key
+        return {} if key is None else {"authorization": f"Bearer {key}"}
+
+    def last_lines(self) -> list[str]:
+        """Of the engine's output."""
+        return [] if self._process is None else self._process.last_lines(SHOWN_LINES)
+
+    def close(self) -> None:
+        """End the engine and all it started. May be called again."""
+        self._stop.set()
+        if self._process is not None:
+            self._process.close()  # also ends what the thread may be waiting for
+        self._thread.join()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            self._start()
+            self._watch()
+        except LaunchError as error:
+            with self._lock:
+                self._walk.fail(error)
+            if not self._stop.is_set():
+                self._error = str(error)
+                self.startup.fail(self._error)
+        if self._process is not None:
+            self._process.close()
+
+    def _start(self) -> None:
+        launch = self.launch
+        deadline_s = time.monotonic() + launch.start_timeout_s
+        self._enter("launch")
+        self._process = EngineProcess(
+            launch.argv,
+            child_environment(launch.command.env),
+            on_line=self._take_line,
+            secrets=() if launch.api_key is None else (launch.api_key,),
+            grace_s=launch.grace_s,
+        )
+        if launch.head_address is None:
+            self._wait_until_it_answers(deadline_s)
+            self._try_out()
+        else:
+            self.startup.note(f"part of the engine whose API is on {launch.head_address}")
+        with self._lock:
+            self._walk.close()
+        self.is_ready = True
+        self.startup.ready()
+
+    def _wait_until_it_answers(self, deadline_s: float) -> None:
+        while True:
+            self._check_alive()
+            if self._status("/health") == 200 and self._status("/v1/models") == 200:
+                return
+            if time.monotonic() > deadline_s:
+                raise LaunchError(
+                    f"{self.title} was not ready within {self.launch.start_timeout_s:g} s: allow more with "
+                    f"--start-timeout, or see what it did last. {self._shown_lines()}"
+                )
+            self._stop.wait(POLL_S)
+
+    def _watch(self) -> None:
+        """Until the engine is lost or we are told to end. A server may outlive the engine it answers for."""
+        well_s = looked_s = time.monotonic()
+        while not self._stop.wait(POLL_S):
+            self._check_alive()
+            now_s = time.monotonic()
+            if self.launch.head_address is not None or now_s - looked_s < HEALTH_S:
+                continue
+            looked_s = now_s
+            if self._status("/health") == 200:
+                well_s = time.monotonic()
+            elif now_s - well_s > ILL_S:
+                raise LaunchError(
+                    f"{self.title} runs, but its /health has been red for {ILL_S:g} s. {self._shown_lines()}"
+                )
+
+    # ---- warm-up and checks
+
+    def _try_out(self) -> None:
+        try:
+            self._enter("warm")
+            usage = self._warm()
+            self._enter("verify")
+            self._verify(usage)
+        except Unanswered:
+            self._stop.wait(END_S)
+            self._check_alive()  # an engine that has ended says more than a connection that broke
+            raise
+
+    def _warm(self) -> Mapping[str, object]:
+        """One short answer, so that the first client does not wait for what is made on first use."""
+        body = {
+            "model": self.launch.name,
+            "prompt": "One, two, three, four,",
+            "max_tokens": WARM_TOKENS,
+            "temperature": 0,
+        }
+        status, answer = self._ask("POST", "/v1/completions", body, WARM_S)
+        found = _object(answer)
+        choices, usage = found.get("choices"), found.get("usage")
+        if status != 200 or not isinstance(choices, list) or not choices or not isinstance(usage, dict):
+            said = " ".join(answer.decode("utf-8", "replace").split())[:500] or "nothing"
+            raise LaunchError(f"{self.title} starts, but does not answer: HTTP {status}, {said}")
+        return usage
+
+    def _verify(self, usage: Mapping[str, object]) -> None:
+        if not usage.get("completion_tokens"):
+            raise LaunchError(f"{self.title} starts, but its first answer is empty: the model is broken.")
+        self._check_name()
+        self._check_version()
+        note = f"{usage['completion_tokens']} tokens"
+        if self.launch.has_drafter:
+            status, metrics = self._ask("GET", "/metrics")
+            drafts = _total(metrics.decode("utf-8", "replace"), _SPECULATION[self.launch.command.engine])
+            if status != 200:
+                self.startup.warn(f"{self.title} has no /metrics (HTTP {status}): nobody knows if it drafts.")
+            elif drafts is None:
+                self.startup.warn(f"a drafter was asked for, but {self.title} counts no drafts: it has none.")
+            elif drafts == 0 and self.launch.command.engine == "vllm":  # SGLang counts a little later
+                self.startup.warn(f"{self.title} has a drafter, but drafted nothing for a first answer.")
+            else:
+                note += ", with drafts"
+        self.startup.note(note)
+
+    def _check_name(self) -> None:
+        status, body = self._ask("GET", "/v1/models")
+        cards = _object(body).get("data")
+        found = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+        mine = [card for card in found if card.get("id") == self.launch.name]
+        if not mine:
+            names = ", ".join(f"'{card.get('id')}'" for card in found) or "nothing"
+            raise LaunchError(
+                f"{self.title} serves {names} (HTTP {status}), but was asked for '{self.launch.name}': "
+                "another server may have its port."
+            )
+        length = mine[0].get("max_model_len")
+        self.max_context = length if isinstance(length, int) else None
+
+    def _check_version(self) -> None:
+        for path in ("/version", "/get_server_info"):
+            status, body = self._ask("GET", path)
+            version = _object(body).get("version") if status == 200 else None
+            if isinstance(version, str):
+                self.version = version
+                break
+        asked = self.launch.command.version
+        if self.version is not None and not _is_same_version(self.version, asked):
+            self.startup.warn(
+                f"this is {self.title} {self.version}, and its flags were written for {asked}: "
+                "set --engine-version."
+            )
+
+    # ---- the engine
+
+    def _check_alive(self) -> None:
+        assert self._process is not None
+        if self._stop.is_set():
+            raise LaunchError("told to end")
+        code = self._process.exit_code
+        if code is not None:
+            self._process.wait_output(ASK_S)
+            when = "" if self.is_ready else " before it was ready"
+            raise LaunchError(f"{self.title} {shown_exit(code)}{when}. {self._shown_lines()}")
+
+    def _shown_lines(self) -> str:
+        lines = self.last_lines()
+        return f"Its last lines: {' | '.join(lines)}" if lines else "It said nothing."
+
+    def _take_line(self, line: str) -> None:
+        self._on_line(line)
+        if is_error(line):
+            output_log.warning("%s: %s", self.title, line)
+        if self.is_ready:
+            return
+        sign = read_sign(self.launch.command.engine, line)
+        if sign is not None:
+            with self._lock:
+                self._walk.take(sign)
+
+    def _enter(self, phase: str) -> None:
+        with self._lock:
+            self._walk.enter(phase)
+
+    def _status(self, path: str) -> int | None:
+        """None: no answer."""
+        try:
+            return self._ask("GET", path)[0]
+        except Unanswered:
+            return None
+
+    def _ask(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, timeout_s: float = ASK_S
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.launch.command.port, timeout=timeout_s)
+        headers = {**self.headers, "content-type": "application/json"}
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            why = error or type(error).__name__
+            raise Unanswered(f"{self.title} does not answer {path} ({why}). {self._shown_lines()}") from None
+        finally:
+            connection.close()
+
+
+def _is_same_version(found: str, asked: str) -> bool:
+    """To the second number: 0.32.1 takes the flags of 0.32."""
+    return found.split(".")[:2] == asked.split(".")[:2]
+
+
+def _object(body: bytes) -> dict[str, object]:
+    """The JSON object that a body is; empty: it is none."""
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _total(metrics: str, prefix: str) -> float | None:
+    """The sum of all samples whose names begin with `prefix`; None: there is none."""
+    total = None
+    for line in metrics.splitlines():
+        if line.startswith(prefix) and "_created" not in line:
+            try:
+                total = (total or 0.0) + float(line.rpartition(" ")[2])
+            except ValueError:
+                continue
+    return total

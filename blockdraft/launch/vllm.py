@@ -1,0 +1,171 @@
+"""An order in vLLM's words: `vllm serve` and its environment, for 0.19.x (nightly) to 0.32.
+
+vLLM counts drafts and leaves the anchor out: width 16 is num_speculative_tokens 15. What a version cannot
+express is refused here; what it accepts and gets wrong is known to the oracle. The versions were read in the
+wheels on PyPI, 0.19.0 to 0.32.0.
+"""
+
+from __future__ import annotations
+
+from blockdraft.acceptance_profile import acceptance_rates
+from blockdraft.launch.command import Command
+from blockdraft.launch.order import HOST, Order, arguments, check_model, mounts, passed_on, visible_devices
+from blockdraft.launch.versions import Version
+
+IMAGE = "vllm/vllm-openai"
+DFLASH = "0.20.0"  # releases; nightly builds of 0.19.1 and 0.19.2 have it as well
+SYNTHETIC = "0.20.0"
+DRAFT_BACKEND = "0.21.0"
+QUEUE_LIMIT = "0.29.0"
+REQUEST_METRICS = "0.29.0"
+
+BACKENDS = {"TRITON": "TRITON_ATTN", "FLASH": "FLASH_ATTN", "FLEX": "FLEX_ATTENTION"}
+
+
+def vllm_command(order: Order) -> Command:
+    """Raises SettingsError for a setting that this version has no words for."""
+    check_model(order)
+    pairs = [*_address(order), *_model(order), *_limits(order), *_machines(order), *_speculation(order)]
+    written = arguments(pairs)
+    settings = order.settings
+    env = {"VLLM_NO_USAGE_STATS": "1", **visible_devices(order), **dict(settings.engine_env)}
+    if order.api_key is not None:
+        env["VLLM_API_KEY"] = order.api_key
+    return Command(
+        engine="vllm",
+        version=order.version.text,
+        argv=("vllm", "serve", settings.model, *written, *passed_on(order, written)),
+        env=env,
+        port=order.port,
+        image=f"{IMAGE}:{_tag(order.version)}",
+        mounts=mounts(order),
+    )
+
+
+def has_dflash(version: Version) -> bool:
+    return version.within(f">={DFLASH}") or (version.is_nightly and version.within(">=0.19.1"))
+
+
+def _tag(version: Version) -> str:
+    return "nightly" if version.is_nightly else f"v{version.text.partition('+')[0]}"
+
+
+def _address(order: Order) -> list[tuple[str, object]]:
+    return [("--host", HOST), ("--port", order.port), ("--served-model-name", order.served_name)]
+
+
+def _model(order: Order) -> list[tuple[str, object]]:
+    if order.settings.dtype == "float64":
+        raise order.refusal("dtype", "it computes in float32 at most")
+    return [
+        ("--dtype", order.changed("dtype")),
+        ("--quantization", order.quantization("quantization")),
+        ("--load-format", order.changed("load_format")),
+        ("--kv-cache-dtype", order.changed("kv_dtype")),
+        ("--attention-backend", _backend(order.settings.attention_backend)),
+        ("--seed", order.changed("seed")),
+    ]
+
+
+def _backend(name: str | None) -> str | None:
+    return None if name is None else BACKENDS.get(name.upper(), name.upper())
+
+
+def _limits(order: Order) -> list[tuple[str, object]]:
+    settings = order.settings
+    if settings.max_stall_ms is not None:
+        raise order.refusal("max_stall_ms", "it has no such limit; use --chunk")
+    overlap = settings.overlap
+    # Its own default differs between versions, so the share is always said; on a CPU it would be of the
+    # machine's whole memory.
+    share = order.changed("gpu_memory_utilization") if order.is_cpu else settings.gpu_memory_utilization
+    return [
+        ("--max-model-len", order.changed("max_context")),
+        ("--max-num-seqs", order.changed("max_rows")),
+        ("--max-num-queued-reqs", _max_in_flight(order)),
+        ("--max-num-batched-tokens", order.changed("chunk")),
+        ("--block-size", order.changed("page_size")),
+        ("--kv-cache-memory-bytes", order.changed("cache_bytes")),
+        ("--gpu-memory-utilization", share),
+        ("--no-enable-prefix-caching", not settings.prefix_cache),
+        ("--enforce-eager", not settings.graphs),
+        ("--async-scheduling", overlap is True),
+        ("--no-async-scheduling", overlap is False),
+    ]
+
+
+def _max_in_flight(order: Order) -> int | None:
+    """Its limit counts those that run as well."""
+    if order.changed("max_queue") is None:
+        return None
+    if not order.version.within(f">={QUEUE_LIMIT}"):
+        raise order.refusal("max_queue", f"its queue has no limit before {QUEUE_LIMIT}")
+    if order.settings.max_rows == "auto":
+        raise order.refusal("max_queue", "it counts running requests too; give --max-rows as well")
+    return order.settings.max_rows + order.settings.max_queue
+
+
+def _machines(order: Order) -> list[tuple[str, object]]:
+    settings = order.settings
+    pairs: list[tuple[str, object]] = [
+        ("--tensor-parallel-size", order.changed("tensor_parallel")),
+        ("--pipeline-parallel-size", order.changed("pipeline_parallel")),
+    ]
+    if settings.num_nodes > 1:
+        host, port = order.head
+        pairs += [
+            ("--nnodes", settings.num_nodes),
+            ("--node-rank", settings.node_rank),
+            ("--master-addr", host),
+            ("--master-port", port),
+            ("--headless", settings.node_rank > 0),  # only the head answers clients
+        ]
+    return pairs
+
+
+def _speculation(order: Order) -> list[tuple[str, object]]:
+    drafter = order.drafter
+    if drafter is None:
+        return []
+    if not has_dflash(order.version):
+        raise order.refusal(
+            "draft",
+            f"no release before {DFLASH} has DFlash; use {DFLASH} or newer, or a nightly build such as "
+            "0.19.1rc1.dev110 (https://github.com/vllm-project/vllm/pull/36847)",
+        )
+    config: dict[str, object] = {
+        "method": "dflash",
+        "model": drafter,
+        "num_speculative_tokens": order.width - 1,
+        "attention_backend": _draft_backend(order),
+        "quantization": order.quantization("draft_quantization"),
+        **_synthetic(order),
+    }
+    metrics = "summary" if order.version.within(f">={REQUEST_METRICS}") else None
+    return [
+        ("--speculative-config", {key: value for key, value in config.items() if value is not None}),
+        ("--per-request-spec-decode-metrics", metrics),
+    ]
+
+
+def _draft_backend(order: Order) -> str | None:
+    backend = _backend(order.settings.draft_attention_backend)
+    if backend is None or order.version.within(f">={DRAFT_BACKEND}"):
+        return backend
+    if backend != _backend(order.settings.attention_backend):
+        raise order.refusal(
+            "draft_attention_backend",
+            f"the drafter uses the target's before {DRAFT_BACKEND} "
+            "(https://github.com/vllm-project/vllm/pull/39930)",
+        )
+    return None
+
+
+def _synthetic(order: Order) -> dict[str, object]:
+    profile = order.settings.synthetic_acceptance
+    if profile is None:
+        return {}
+    if not order.version.within(f">={SYNTHETIC}"):
+        raise order.refusal("synthetic_acceptance", f"it has none before {SYNTHETIC}")
+    rates = acceptance_rates(profile, width=order.width, block=order.width)
+    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}

@@ -1,0 +1,330 @@
+"""Our server in front of another engine: what clients send and get passes through untouched.
+
+Every /v1 route is the engine's, with its bodies, streams, tools, images and errors. Ours are the guard around
+it, /health, /ready, /metrics (the engine's with ours added) and the live page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import aiohttp
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from yarl import URL
+
+from blockdraft import __version__
+from blockdraft.server.guard import Guard
+from blockdraft.server.openai import DONE, error_body, event
+from blockdraft.server.options import ServerOptions
+from blockdraft.server.page import routes as page_routes
+from blockdraft.server.proxy_feed import Feed, live_events, look_at, render
+
+METHODS = frozenset({"GET", "HEAD", "POST", "DELETE"})
+CONNECT_S = 10.0
+RETRY_AFTER_S = 5  # arbitrary: a start takes minutes
+# Engines have routes that stop, drain or reload them: only these are passed on.
+PASSED_PATHS = ("/tokenize", "/detokenize", "/openapi.json")
+
+# RFC 9110, 7.6.1; and what is between us and the client, or us and the engine, alone.
+_HOP = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
+        *("te", "trailer", "transfer-encoding", "upgrade"),
+    }
+)
+_NOT_SENT = _HOP | {
+    *("host", "authorization", "content-length", "accept-encoding", "expect", "origin", "cookie"),
+    "x-request-id",  # Guard's is sent
+}
+_NOT_RETURNED = _HOP | {"date", "server", "set-cookie"}
+
+log = logging.getLogger(__name__)
+
+
+class Upstream(Protocol):
+    """The engine behind us."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What it wants of its clients."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it is lost."""
+
+    def last_lines(self) -> list[str]: ...
+    def start(self) -> dict[str, object]:
+        """Startup.snapshot()."""
+
+    def info(self) -> dict[str, object] | None:
+        """What the page shows of it; None before it is ready, and where its API is on another machine."""
+
+    def version(self) -> dict[str, str]: ...
+
+
+class Proxy:
+    """An ASGI application, and what is known of the requests that it passes on."""
+
+    def __init__(
+        self, upstream: Upstream, *, name: str, options: ServerOptions, still_limit_s: float = 120.0
+    ) -> None:
+        self.num_live = 0
+        self._upstream = upstream
+        self._name = name
+        self._still_limit_s = still_limit_s
+        self._answers: Counter[int] = Counter()
+        self._feed = Feed()
+        self._is_closed = False
+        self._num_watching = 0  # open live pages
+        self._session: aiohttp.ClientSession | None = None
+        self.app: ASGIApp = Guard(self._api(), options)
+
+    def close(self) -> None:
+        """Open live pages end; whatever else is under way ends with the engine."""
+        self._is_closed = True
+
+    def _api(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/ready", self._ready),
+                Route("/ping", self._health, methods=["GET", "POST"]),
+                Route("/version", self._version),
+                Route("/metrics", self._metrics),
+                Route("/events", self._events),
+                *(Route(path, _Endpoint(self)) for path in ("/v1/{path:path}", *PASSED_PATHS)),
+                *page_routes(),
+            ],
+            exception_handlers={HTTPException: _on_http},
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        # A connection each: one kept open may be closed by the engine just when a request is put on it.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+        ) as session:
+            self._session = session
+            looking = asyncio.create_task(self._feed.run(self._look))
+            try:
+                yield
+            finally:
+                looking.cancel()
+
+    async def _look(self) -> str | None:
+        """Only while it matters: engines log every request, of metrics too."""
+        assert self._session is not None
+        if self._upstream.info() is None or not (self.num_live or self._num_watching):
+            return None
+        found = await look_at(self._session, self._upstream.url)
+        return None if found is None else found[0]
+
+    # ---- how the server is
+
+    async def _health(self, request: Request) -> Response:
+        error = self._upstream.error
+        if error is not None:
+            lines = self._upstream.last_lines()
+            return JSONResponse({"status": "failed", "error": error, "log": lines}, status_code=503)
+        if self._feed.still_s > self._still_limit_s:
+            text = f"the engine has requests, and has done nothing for {self._feed.still_s:.0f} s"
+            return JSONResponse({"status": "hanging", "error": text}, status_code=503)
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        start = self._upstream.start()
+        if start["state"] == "ready":
+            return JSONResponse(start)
+        headers = {"retry-after": str(RETRY_AFTER_S)} if start["state"] == "starting" else None
+        return JSONResponse(start, status_code=503, headers=headers)
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({**self._upstream.version(), "blockdraft": __version__})
+
+    async def _metrics(self, request: Request) -> Response:
+        assert self._session is not None
+        ours, content_type = render(self._upstream.start(), self._name, self._answers, self.num_live)
+        theirs = None if self._upstream.info() is None else await look_at(self._session, self._upstream.url)
+        if theirs is None:
+            return Response(ours, headers={"content-type": content_type})
+        text, content_type = theirs
+        end = "" if text.endswith("\n") else "\n"
+        return Response((text + end).encode() + ours, headers={"content-type": content_type})
+
+    async def _events(self, request: Request) -> Response:
+        if request.method == "HEAD":  # Starlette would run the endless body and send none of it
+            return Response(media_type="text/event-stream")
+        return StreamingResponse(
+            self._live(), media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
+
+    async def _live(self) -> AsyncIterator[str]:
+        upstream = self._upstream
+        self._num_watching += 1
+        try:
+            async for data in live_events(self._feed, upstream.start, upstream.info, lambda: self._is_closed):
+                yield event(data)
+        finally:
+            self._num_watching -= 1
+
+    # ---- what passes through
+
+    def refusal(self, scope: Scope) -> Response | None:
+        """The answer to a request that is not for the engine now."""
+        if scope["method"] not in METHODS:
+            return _error(405, "this path takes GET, POST and DELETE.", "invalid_request_error")
+        if ".." in scope["path"].split("/"):
+            return _error(404, "no such path.", "invalid_request_error")
+        state = self._upstream.start()["state"]
+        if state == "ready" and self._upstream.info() is None:
+            return _error(
+                503, "this machine is a part of an engine whose API is on another.", code="not_here"
+            )
+        if state == "ready":
+            return None
+        if state == "starting":
+            text = "the engine is still starting: ask /ready how far it is."
+            return _error(503, text, code="not_ready", headers={"retry-after": str(RETRY_AFTER_S)})
+        return _error(503, f"the server is {state}: ask /ready why.", code="not_ready")
+
+    async def pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
+        """The request to the engine, and its answer to `send`, as it comes. Cancelled: the engine is told."""
+        assert self._session is not None
+        path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
+        query = scope["query_string"].decode("latin-1")
+        url = URL(f"{self._upstream.url}{path}{'?' if query else ''}{query}", encoded=True)
+        reply = _Reply(send)
+        try:
+            async with self._session.request(
+                scope["method"],
+                url,
+                data=body or None,
+                headers=self._sent_headers(scope),
+                allow_redirects=False,
+                skip_auto_headers=("user-agent", "accept", "content-type"),
+            ) as response:
+                self._answers[response.status] += 1
+                await reply.pass_on(response, has_body=scope["method"] != "HEAD")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.warning("the engine broke off: %s", type(error).__name__)
+            self._answers[502] += 1
+            lost = "" if self._upstream.error is None else f": {self._upstream.error}"
+            await reply.break_off(f"the engine did not finish its answer{lost}.", scope)
+
+    def _sent_headers(self, scope: Scope) -> list[tuple[str, str]]:
+        given = Headers(raw=scope["headers"])
+        named = {word.strip().lower() for value in given.getlist("connection") for word in value.split(",")}
+        kept = [(name, value) for name, value in given.items() if name not in _NOT_SENT | named]
+        ours = {
+            "accept-encoding": "identity",
+            "x-request-id": scope["state"]["request_id"],
+            **self._upstream.headers,
+        }
+        return [*kept, *ours.items()]
+
+
+class _Endpoint:
+    """A route of the engine. A class, since Starlette takes functions for routes of its own."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._proxy.refusal(scope)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        body = await Request(scope, receive).body()  # Guard has seen to its size
+        self._proxy.num_live += 1
+        work = asyncio.ensure_future(self._proxy.pass_on(scope, body, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            self._proxy.num_live -= 1
+            gone.cancel()
+            work.cancel()
+
+
+class _Reply:
+    """The engine's answer on its way to the client."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._has_started = False
+        self._is_stream = False
+
+    async def pass_on(self, response: aiohttp.ClientResponse, *, has_body: bool) -> None:
+        headers = [
+            (name.lower(), value)
+            for name, value in response.raw_headers
+            if _is_returned(name.lower().decode())
+        ]
+        self._is_stream = response.content_type == "text/event-stream"
+        await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
+        self._has_started = True
+        if has_body:
+            async for chunk in response.content.iter_any():
+                await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def break_off(self, message: str, scope: Scope) -> None:
+        """So that nobody takes half an answer for a whole one."""
+        if not self._has_started:
+            await _error(502, message, code="engine_lost")(scope, _nothing, self._send)
+        elif self._is_stream:  # an empty line first: the last event may be half there
+            last = "\n\n" + event(error_body(message, kind="server_error", code="engine_lost")) + DONE
+            await self._send({"type": "http.response.body", "body": last.encode()})
+        else:
+            raise ConnectionAbortedError(message)  # the client's connection is closed too early to be whole
+
+
+def _is_returned(name: str) -> bool:
+    """The engine's own word on other origins would undo ours."""
+    return name not in _NOT_RETURNED and not name.startswith("access-control-")
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _nothing() -> dict[str, object]:
+    return {"type": "http.disconnect"}
+
+
+def _error(
+    status: int,
+    message: str,
+    kind: str = "server_error",
+    *,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    body = error_body(message, kind=kind, code=code)
+    return Response(json.dumps(body), status_code=status, headers=headers, media_type="application/json")
+
+
+def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = "no such path here." if error.status_code == 404 else error.detail
+    return _error(error.status_code, text, "invalid_request_error")

@@ -1,0 +1,246 @@
+"""What another engine's /metrics says, in the words of our live page and our own metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import aiohttp
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from blockdraft.exposition import samples
+
+INTERVAL_S = 1.0
+WINDOW_S = 3  # seconds over which "now" is averaged
+HISTORY_S = 300
+TIMEOUT_S = 5.0  # arbitrary; on loopback an answer takes milliseconds
+Json = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One look at an engine. Counts are since its start; None: it does not tell."""
+
+    tokens: float = 0.0
+    prompt_tokens: float = 0.0
+    steps: float | None = None
+    drafts: float = 0.0
+    accepted: float = 0.0
+    by_position: tuple[float, ...] = ()  # accepted, by place in the block
+    rate: float | None = None  # tokens per second, where the engine measures it itself
+    tokens_per_step: float | None = None  # the same
+    running: int = 0
+    waiting: int = 0
+    cache_share: float = 0.0  # in use, 0 to 1
+    num_pages: int = 0
+
+
+def read_metrics(text: str) -> Reading | None:
+    """Of vLLM or SGLang; None: neither is in `text`."""
+    totals: dict[str, float] = {}
+    positions: dict[int, float] = {}
+    num_engines, num_pages = 0, 0
+    for name, labels, value in samples(text):
+        if not name.startswith(("vllm:", "sglang:")):
+            continue
+        totals[name] = totals.get(name, 0.0) + value
+        if name.endswith("_accepted_tokens_per_pos_total") and labels.get("position", "").isdecimal():
+            place = int(labels["position"])
+            positions[place] = positions.get(place, 0.0) + value
+        elif name in ("vllm:kv_cache_usage_perc", "sglang:token_usage"):
+            num_engines += 1
+        elif name == "vllm:cache_config_info" and labels.get("num_gpu_blocks", "").isdecimal():
+            num_pages += int(labels["num_gpu_blocks"])
+    if not totals:
+        return None
+    if any(name.startswith("vllm:") for name in totals):
+        return _vllm(totals, positions, num_pages, max(1, num_engines))
+    return _sglang(totals, max(1, num_engines))
+
+
+def _vllm(
+    totals: Mapping[str, float], positions: Mapping[int, float], num_pages: int, num_engines: int
+) -> Reading:
+    spec = "vllm:spec_decode_num_"
+    return Reading(
+        tokens=totals.get("vllm:generation_tokens_total", 0.0),
+        prompt_tokens=totals.get("vllm:prompt_tokens_total", 0.0),
+        steps=totals.get("vllm:iteration_tokens_total_count"),
+        drafts=totals.get(f"{spec}drafts_total", 0.0),
+        accepted=totals.get(f"{spec}accepted_tokens_total", 0.0),
+        by_position=tuple(positions.get(place, 0.0) for place in range(max(positions, default=-1) + 1)),
+        running=int(totals.get("vllm:num_requests_running", 0)),
+        waiting=int(totals.get("vllm:num_requests_waiting", 0)),
+        cache_share=totals.get("vllm:kv_cache_usage_perc", 0.0) / num_engines,
+        num_pages=num_pages,
+    )
+
+
+def _sglang(totals: Mapping[str, float], num_engines: int) -> Reading:
+    """SGLang counts the tokens of an answer when it has ended; meanwhile its own rate tells."""
+    running = int(totals.get("sglang:num_running_reqs", 0))
+    return Reading(
+        tokens=totals.get("sglang:generation_tokens_total", 0.0),
+        prompt_tokens=totals.get("sglang:prompt_tokens_total", 0.0),
+        rate=totals.get("sglang:gen_throughput", 0.0) if running else 0.0,
+        tokens_per_step=totals.get("sglang:spec_accept_length", 0.0) / num_engines or None,
+        running=running,
+        waiting=int(totals.get("sglang:num_queue_reqs", 0)),
+        cache_share=totals.get("sglang:token_usage", 0.0) / num_engines,
+        num_pages=int(totals.get("sglang:max_total_num_tokens", 0)),  # a page is a token there
+    )
+
+
+class Feed:
+    """Looks at an engine once a second: what it does now, its last minutes, and whether it stands still."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._points: deque[tuple[float, Reading]] = deque(maxlen=HISTORY_S + 1)
+        self._moved_s = clock()
+
+    async def run(self, look: Callable[[], Awaitable[str | None]]) -> None:
+        """For ever; `look` gives the text of /metrics, or None."""
+        while True:
+            self.take(await look())
+            await asyncio.sleep(INTERVAL_S)
+
+    def take(self, text: str | None) -> None:
+        reading = None if text is None else read_metrics(text)
+        if reading is None:
+            return
+        now_s, last = self._clock(), self._points[-1][1] if self._points else None
+        if last is None or reading.running == 0 or _work(last) != _work(reading):
+            self._moved_s = now_s
+        self._points.append((now_s, reading))
+
+    @property
+    def still_s(self) -> float:
+        """How long the engine has had requests and done nothing, as far as its counters tell."""
+        last = self._points[-1][1] if self._points else None
+        # What has no counter of steps counts an answer at its end: that says nothing of the time before.
+        return (
+            0.0 if last is None or last.steps is None or not last.running else self._clock() - self._moved_s
+        )
+
+    def now(self) -> Json | None:
+        """None before the first look that found something."""
+        if not self._points:
+            return None
+        reading = self._points[-1][1]
+        drafts = reading.drafts
+        per_step = 1 + reading.accepted / drafts if drafts else reading.tokens_per_step or 1.0
+        return {
+            "tokens_per_second": round(self._rate(), 2),
+            "steps_per_second": None if reading.steps is None else round(self._rate("steps"), 2),
+            "tokens_per_step": round(per_step, 3),
+            "acceptance": [round(count / drafts, 4) for count in reading.by_position] if drafts else [],
+            "running": reading.running,
+            "waiting": reading.waiting,
+            "pages_used": round(reading.cache_share * reading.num_pages),
+            "num_pages": reading.num_pages,
+        }
+
+    def history(self, after_s: float) -> list[tuple[float, float]]:
+        """(second, tokens per second) of every look after `after_s`."""
+        points = list(self._points)
+        return [
+            (round(later[0], 3), round(_speed(earlier, later, "tokens"), 2))
+            for earlier, later in pairwise(points)
+            if later[0] > after_s
+        ]
+
+    def _rate(self, name: str = "tokens") -> float:
+        if len(self._points) < 2:
+            return 0.0
+        return _speed(self._points[max(-len(self._points), -1 - WINDOW_S)], self._points[-1], name)
+
+
+def _speed(earlier: tuple[float, Reading], later: tuple[float, Reading], name: str) -> float:
+    if name == "tokens" and later[1].rate is not None:
+        return later[1].rate
+    before, after = getattr(earlier[1], name) or 0.0, getattr(later[1], name) or 0.0
+    return max(0.0, after - before) / max(1e-3, later[0] - earlier[0])
+
+
+def _work(reading: Reading) -> tuple[float | None, ...]:
+    """What changes whenever the engine does something."""
+    return reading.tokens, reading.prompt_tokens, reading.steps, reading.drafts
+
+
+async def live_events(
+    feed: Feed, startup: Callable[[], Json], engine: Callable[[], Json | None], is_closed: Callable[[], bool]
+) -> AsyncIterator[Json]:
+    """An object per second until the server ends; the first one carries the history."""
+    sent_s = float("-inf")
+    while not is_closed():
+        fresh = feed.history(sent_s)
+        sent_s = fresh[-1][0] if fresh else sent_s
+        yield {"startup": startup(), "engine": engine(), "now": feed.now(), "history": fresh}
+        await asyncio.sleep(INTERVAL_S)
+
+
+# ---- our own metrics, beside the engine's
+
+
+def render(
+    startup: Mapping[str, object], name: str, answers: Mapping[int, int], num_live: int
+) -> tuple[bytes, str]:
+    """The text and its content type; `answers` are those passed on, by HTTP status."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families([*_families(startup, name, answers, num_live)]))
+    return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def _families(
+    startup: Mapping[str, object], name: str, answers: Mapping[int, int], num_live: int
+) -> Iterator[Metric]:
+    ready = GaugeMetricFamily("blockdraft:ready", "1 when warm and checked.", labels=["model_name"])
+    ready.add_metric([name], float(startup["state"] == "ready"))
+    yield ready
+    seconds = GaugeMetricFamily(
+        "blockdraft:startup_phase_seconds",
+        "How long each phase of the start took.",
+        labels=["model_name", "phase"],
+    )
+    phases = startup["phases"]
+    assert isinstance(phases, list)
+    for phase in phases:
+        if phase["seconds"] is not None:
+            seconds.add_metric([name, phase["name"]], phase["seconds"])
+    yield seconds
+    live = GaugeMetricFamily("blockdraft:proxy_requests_live", "Requests under way.", labels=["model_name"])
+    live.add_metric([name], num_live)
+    yield live
+    ended = CounterMetricFamily(
+        "blockdraft:proxy_requests", "Requests passed on to the engine.", labels=["model_name", "status"]
+    )
+    for status, count in sorted(answers.items()):
+        ended.add_metric([name, str(status)], count)
+    yield ended
+
+
+async def look_at(session: aiohttp.ClientSession, url: str) -> tuple[str, str] | None:
+    """The text of /metrics and its content type; None: there is none now."""
+    try:
+        async with session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as response:
+            if response.status != 200:
+                return None
+            text = await response.text(errors="replace")
+            return text, response.headers.get("content-type", CONTENT_TYPE_LATEST)
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return None

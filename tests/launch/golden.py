@@ -1,0 +1,62 @@
+"""Every recipe as a command, for each of its cards: what tests/launch/golden/ holds.
+
+    python -m tests.launch.golden     writes the files anew; look at the difference before you commit it.
+
+A recipe of our own engine is translated for both others, as when somebody adds --engine to it.
+"""
+
+import json
+from pathlib import Path
+
+from blockdraft.cards import card_by_key
+from blockdraft.launch import translate
+from blockdraft.machine import Gpu, Machine
+from blockdraft.recipe import load_recipe, recipe_names
+from blockdraft.settings import Settings
+
+FOLDER = Path(__file__).parent / "golden"
+PORT = 18000
+
+
+def machine_with(key):
+    """A machine with one card of the table; a driver's name and version are not needed."""
+    card = card_by_key(key)
+    memory = card.memory_bytes
+    gpu = Gpu(card.title, card.capability, memory, memory, "580.95", card.is_unified)
+    return Machine(memory_bytes=memory, gpu_bytes=memory, gpu_free_bytes=memory, gpus=(gpu,))
+
+
+def recipe_settings(name):
+    """The settings of a recipe, once per engine that it can be started with."""
+    values = load_recipe(name).settings
+    engines = [values["engine"]] if values.get("engine", "native") != "native" else ["vllm", "sglang"]
+    return [Settings(**{**values, "engine": engine, "recipe": name}) for engine in engines]
+
+
+def recipe_commands(name):
+    """(engine, card or "any") and the command, for each."""
+    for settings in recipe_settings(name):
+        for card in load_recipe(name).cards or ["any"]:
+            machine = None if card == "any" else machine_with(card)
+            yield settings.engine, card, translate(settings, served_name=name, port=PORT, machine=machine)
+
+
+def recipe_golden(name):
+    found = {}
+    for engine, card, command in recipe_commands(name):
+        shown = {"version": command.version, "image": command.image, "env": command.shown_env}
+        found[f"{engine} {card}"] = {**shown, "argv": list(command.argv)}
+    return found
+
+
+def golden_path(name):
+    return FOLDER / f"{name}.json"
+
+
+def main():
+    for name in recipe_names():
+        golden_path(name).write_text(json.dumps(recipe_golden(name), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
