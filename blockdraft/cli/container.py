@@ -1,0 +1,151 @@
+"""The container's entrypoint: plan, fetch, then become the server.
+
+Run by container/entrypoint as `python -m blockdraft.cli.container [flags of blockdraft serve]`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from blockdraft.cli.flags import flags_of, given_settings
+from blockdraft.cli.main import EXIT_ERROR, parse
+from blockdraft.cli.masking import masked
+from blockdraft.container import (
+    Wanted,
+    base_name,
+    check_model,
+    child_environment,
+    hub_id,
+    read_container,
+    without_settings,
+)
+from blockdraft.errors import BlockdraftError, SettingsError
+from blockdraft.layers import Resolved, flag_of, resolve
+from blockdraft.settings import Settings, whole_environment
+
+REVISIONS = ("--revision", "--code-revision")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit code where it did not come to a server."""
+    words = sys.argv[1:] if words is None else words
+    environment = whole_environment()
+    try:
+        _start(read_container(environment), words, environment)
+    except BlockdraftError as error:
+        print("blockdraft: error:", " ".join(str(error).split()), file=sys.stderr)
+        return EXIT_ERROR
+
+
+def _start(wanted: Wanted, words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    program = shutil.which("blockdraft")
+    if program is None:
+        raise SettingsError("`blockdraft` is not on PATH: this is not the container it was made for.")
+    argv, resolved, notes = serve_words(wanted, words)
+    settings = resolved.settings
+    for name, variable in (("model", "MODEL_PATH"), ("draft", "DFLASH_DRAFTER")):
+        value = getattr(settings, name)
+        if value not in (None, "none", "auto"):
+            source = resolved.sources[name]
+            check_model(value, variable=variable if source.startswith("--") else f"{name} of {source}")
+            _check_pin(value, settings.engine)
+    for note in (*wanted.notes, *resolved.notes, *notes):
+        _say(note)
+    child = child_environment(environment, wanted)
+    plan = subprocess.run([program, "plan", *flags_of(settings)], env=without_settings(child), check=False)
+    if plan.returncode != 0:
+        raise SystemExit(plan.returncode)
+    more, child = _fetch(settings, child)
+    argv += more
+    _say(f"starting: {shlex.join(['blockdraft', *masked(argv)])}")
+    # The server takes this process over, and with it the signals of the container's engine.
+    os.execve(program, [program, *argv], child)
+
+
+def _check_pin(source: str, engine: str) -> None:
+    found = hub_id(source)
+    if engine != "native" and found is not None and found[1] is not None:
+        raise SettingsError(
+            f"'{source}' is pinned in our words, which {engine} does not know: leave out "
+            f"@{found[1]}, and put --revision {found[1]} into EXTRA_ARGS."
+        )
+
+
+def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Resolved, list[str]]:
+    """The command line of the server, its settings, and what was left out of it."""
+    for word in words:
+        if word.partition("=")[0] in ("--host", "--port"):
+            raise SettingsError(f"{word}: set PORT instead, which the health check asks too.")
+    argv = ["serve", "--host=0.0.0.0", f"--port={wanted.port}"]
+    settings, notes = dict(wanted.settings), []
+    if _engine([*argv, *words]) == "native":
+        extra = list(wanted.extra_args)
+        if settings.pop("attention_backend", None) is not None:
+            notes.append("ATTENTION_BACKEND: left out, the native engine has one of its own")
+        if wanted.quantization is not None:
+            notes.append("QUANTIZATION: left out, the checkpoint says how it is stored")
+    else:
+        passed_on = [*wanted.extra_args]
+        if wanted.quantization is not None:
+            passed_on += ["--quantization", wanted.quantization]
+        extra = [f"--engine-args={shlex.join(passed_on)}"] if passed_on else []
+    argv += [*_flags(settings), *extra, *words]
+    args = parse(argv)
+    resolved = resolve(given_settings(args))
+    if resolved.sources["model"] == "default":
+        raise SettingsError(
+            "MODEL_PATH is not set: give a hub id (-e MODEL_PATH=org/name), a mounted folder, or 'default' "
+            "for a small model to try things out."
+        )
+    if args.served_model_name is None:
+        argv.append(f"--served-model-name={wanted.served_name or base_name(resolved.settings.model)}")
+    return argv, resolved, notes
+
+
+def _engine(argv: Sequence[str]) -> str:
+    """Which engine it will be, as a flag, the environment or a recipe says."""
+    given = given_settings(parse(argv))
+    # Not the others yet: whether they suit an engine is judged once it is known.
+    return resolve({name: given[name] for name in ("engine", "recipe") if name in given}).settings.engine
+
+
+def _flags(settings: Mapping[str, str]) -> list[str]:
+    return [f"{flag_of(name)}={text}" for name, text in settings.items()]
+
+
+def _fetch(settings: Settings, child: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Download what is on the hub; flags and environment by which exactly that is served."""
+    from blockdraft.models.fetch import hub_folder
+
+    is_native = settings.engine == "native"
+    if not is_native and any(word.partition("=")[0] in REVISIONS for word in settings.engine_args):
+        _say(f"{settings.engine} fetches the revision of EXTRA_ARGS by itself")
+        return [], child
+    flags = []
+    for name in ("model", "draft"):
+        source = getattr(settings, name)
+        found = hub_id(source) if source not in (None, "none", "auto", "default") else None
+        if found is None:
+            continue
+        repo, revision = found
+        _say(f"fetching {source}")
+        commit = hub_folder(repo, revision=revision, is_whole=not is_native).name
+        _say(f"{repo} is {repo}@{commit}")
+        flags += [f"{flag_of(name)}={repo}@{commit}"] if is_native else []
+    # Another engine takes a hub id alone; offline, that is what has just been fetched.
+    is_cached = not is_native and hub_id(settings.model) is not None
+    return flags, child | ({"HF_HUB_OFFLINE": "1"} if is_cached else {})
+
+
+def _say(text: str) -> None:
+    print(f"blockdraft: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
