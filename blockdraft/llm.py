@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
@@ -18,7 +17,8 @@ from blockdraft.engine.request import (
 )
 from blockdraft.engine.start import plain_engine
 from blockdraft.errors import RequestError, SettingsError
-from blockdraft.settings import SETTING_NAMES, Settings
+from blockdraft.layers import resolve
+from blockdraft.settings import DEFAULTS, SETTING_NAMES, suggestion
 
 Prompt = str | Items[int]
 Message = Mapping[str, object]
@@ -66,21 +66,25 @@ class Result:
 
 
 class LLM:
-    """A target and its drafter, ready to answer. Keyword arguments are the fields of Settings."""
+    """A target and its drafter (None or "none": without), ready to answer.
+
+    Keyword arguments are the fields of Settings.
+    """
 
     def __init__(
         self,
         model: str = "default",
-        draft: str | None = None,
+        draft: str | None = "auto",
         report: Callable[[str], None] = lambda _: None,
         **settings: object,
     ) -> None:
         for name in settings:
             if name not in SETTING_NAMES:
-                close = difflib.get_close_matches(name, SETTING_NAMES, 1)
-                hint = f": did you mean '{close[0]}'?" if close else "."
-                raise SettingsError(f"LLM has no setting '{name}'{hint}")
-        self.settings = Settings(model=model, draft=draft, **settings)  # type: ignore[arg-type]
+                raise SettingsError(f"LLM has no setting '{name}'{suggestion(name, SETTING_NAMES) or '.'}")
+        for name, value in {"model": model, "draft": draft}.items():
+            if value != DEFAULTS[name]:  # a default of this signature must not hide what a recipe says
+                settings[name] = value
+        self.settings = resolve(settings, uses_environment=False).settings
         self.engine = plain_engine(self.settings, report)
         self.tokenizer = self.engine.models.tokenizer
         self._inbox: dict[str, deque[Delta]] = {}

@@ -92,18 +92,28 @@ class Rows:
 
         Penalty counts are rebuilt from the tokens, so a preempted sequence resumes where it was.
         """
-        self.length[row] = length
-        self.anchor[row] = token_ids[-1]
-        self._host[row] = sampling
-        self._write_numbers(row, sampling)
-        bias = sorted(sampling.bias)
-        self._write_list(self._stop_ids[row], sorted(sampling.stop_ids), padding=-1)
-        self._write_list(self._bias_ids[row], [token for token, _ in bias], padding=-1)
-        self._write_list(self._bias_values[row], [value for _, value in bias], padding=0)
-        if sampling.is_penalised:
-            self._count(row, token_ids, sampling.output_start)
+        self.place_all([(row, token_ids, length, sampling)])
 
-    def _write_numbers(self, row: int, sampling: RowSampling) -> None:
+    def place_all(self, entries: Items[tuple[int, Items[int], int, RowSampling]]) -> None:
+        """The same for several rows, in as many copies as for one."""
+        if not entries:
+            return
+        index = self._tensor([row for row, *_ in entries])
+        samplings = [sampling for *_, sampling in entries]
+        self.length[index] = self._tensor([length for _, _, length, _ in entries])
+        self.anchor[index] = self._tensor([token_ids[-1] for _, token_ids, _, _ in entries])
+        self._real[index] = self._table([self._reals(one) for one in samplings], torch.float32)
+        self._whole[index] = self._table([self._wholes(one) for one in samplings])
+        bias = [sorted(one.bias) for one in samplings]
+        self._write_lists(self._stop_ids, index, [sorted(one.stop_ids) for one in samplings], padding=-1)
+        self._write_lists(self._bias_ids, index, [[token for token, _ in one] for one in bias], padding=-1)
+        self._write_lists(self._bias_values, index, [[value for _, value in one] for one in bias], padding=0)
+        for row, token_ids, _, sampling in entries:
+            self._host[row] = sampling
+            if sampling.is_penalised:
+                self._count(row, token_ids, sampling.output_start)
+
+    def _reals(self, sampling: RowSampling) -> list[float]:
         real = {
             Real.TEMPERATURE: sampling.temperature,
             Real.TOP_P: sampling.top_p,
@@ -112,6 +122,9 @@ class Rows:
             Real.PRESENCE: sampling.presence,
             Real.FREQUENCY: sampling.frequency,
         }
+        return [real[column] for column in Real]
+
+    def _wholes(self, sampling: RowSampling) -> list[int]:
         whole = {
             Whole.SEED: sampling.seed,
             Whole.TOP_K: min(sampling.top_k, self.vocab_size) if sampling.top_k > 0 else self.vocab_size,
@@ -122,8 +135,20 @@ class Rows:
             Whole.IS_FILTERED: sampling.is_filtered,
             Whole.IS_PENALISED: sampling.is_penalised,
         }
-        self._real[row] = self._tensor([real[column] for column in Real], dtype=torch.float32)
-        self._whole[row] = self._tensor([whole[column] for column in Whole])
+        return [int(whole[column]) for column in Whole]
+
+    def _table(self, values: Items[Items[float]], dtype: torch.dtype = torch.int64) -> Tensor:
+        """[n, k] of n lists of k values."""
+        return self._tensor([value for one in values for value in one], dtype).view(len(values), -1)
+
+    def _write_lists(self, table: Tensor, index: Tensor, lists: Items[Items[float]], padding: int) -> None:
+        """`lists` at the front of the rows `index` of `table`, and nothing of what was there before."""
+        longest = max(len(one) for one in lists)
+        assert longest <= MAX_LISTED, "Engine._check lets no longer list through"
+        table[index] = padding
+        if longest:
+            padded = [[*one, *(padding,) * (longest - len(one))] for one in lists]
+            table[index, :longest] = self._table(padded, table.dtype)
 
     def _count(self, row: int, token_ids: Items[int], output_start: int) -> None:
         self._prompt_seen[row] = False
@@ -134,13 +159,6 @@ class Rows:
 
     def _tensor(self, values: Items[float], dtype: torch.dtype = torch.int64) -> Tensor:
         return to_device(values, self.device, dtype)
-
-    def _write_list(self, entries: Tensor, values: Items[float], padding: int) -> None:
-        """`values` at the front of `entries` [MAX_LISTED], and nothing of what was there before."""
-        assert len(values) <= MAX_LISTED, "Engine._check lets no longer list through"
-        entries.fill_(padding)
-        if values:
-            entries[: len(values)] = self._tensor(values, dtype=entries.dtype)
 
     def set_pages(self, entries: Items[tuple[int, int, Items[int]]]) -> None:
         """(row, first, pages): page-table entries [first, first + len(pages)) of `row`."""

@@ -24,26 +24,33 @@ class DFlashDrafter:
         self.target = target
         self.vocab_map = vocab_map
         self.block = model.config.block
+        # No column then reads a later one, so the later ones need not be there.
+        self.is_causal = all(model.config.is_causal)
 
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
-        """Always runs the block it was trained for and returns its first `width` columns."""
+        """Runs its whole block, or only the first `width` columns where that gives the same drafts."""
         anchor = rows.anchor[rows.active][:, None]  # [R, 1]
         if width == 1:
             return anchor
-        own = view if width == self.block else cache.view(rows, self.block)
-        logits = self.block_logits(anchor, own)[:, : width - 1]
+        num_columns = width if self.is_causal else self.block
+        own = view if width == num_columns else cache.view(rows, num_columns)
+        logits = self.block_logits(anchor, own, num_columns)[:, : width - 1]
         proposals = choose(logits, view.starts, anchor, rows.sampling())
         return torch.cat((anchor, proposals), dim=1)
 
-    def block_logits(self, anchor: Tensor, view: View) -> Tensor:
-        """[R, block - 1, V]: what the drafter believes of columns 1 … block - 1, given column 0 [R, 1]."""
-        masks = anchor.new_full((len(anchor), self.block - 1), self.model.config.mask_token_id)
-        block = torch.cat((anchor, masks), dim=1)  # [R, block]
-        hidden = self.model(self._embed(block.flatten()), view)
-        hidden = hidden.unflatten(0, block.shape)[:, 1:]
-        return self._logits(hidden.flatten(0, 1)).view(len(anchor), self.block - 1, -1)
+    def block_logits(self, anchor: Tensor, view: View, num_columns: int | None = None) -> Tensor:
+        """[R, B - 1, V]: what the drafter believes of columns 1 … B - 1, given column 0 [R, 1].
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+        B, for which `view` is made, is `num_columns`, or the whole block.
+        """
+        num_masks = (self.block if num_columns is None else num_columns) - 1
+        masks = anchor.new_full((len(anchor), num_masks), self.model.config.mask_token_id)
+        block = torch.cat((anchor, masks), dim=1)  # [R, B]
+        hidden = self.model(self.embed(block.flatten()), view)
+        hidden = hidden.unflatten(0, block.shape)[:, 1:]
+        return self._logits(hidden.flatten(0, 1)).view(len(anchor), num_masks, -1)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
         """The target's embeddings, scaled as in the drafter's training: as the target does, or as it says."""
         scale = self.model.config.embedding_scale
         return self.target.embed(token_ids) if scale is None else self.target.embedding(token_ids) * scale

@@ -176,6 +176,7 @@ class Engine:
                 skip_special_tokens=params.skip_special_tokens,
             ),
             leader=leader,
+            is_width_ours=params.width is None,
         )
 
     # ---- steps

@@ -23,7 +23,8 @@ class EngineInfo:
     draft_hash: str | None  # which weights, whatever their name
     family: str
     vocab_size: int
-    width: int
+    width: int  # of requests that do not ask for one; 1: plain decoding
+    width_reason: str  # empty where nothing was measured
     block: int
     dtype: str
     device: str
@@ -48,6 +49,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         family=models.config.family,
         vocab_size=models.config.vocab_size,
         width=plan.width,
+        width_reason=plan.width_reason,
         block=plan.block,
         dtype=plan.dtype,
         device=str(models.device),

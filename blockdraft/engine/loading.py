@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair, read_draft_config
+from blockdraft.models.draft_fit import Acceptance, read_fit
 from blockdraft.models.dummy import byte_tokenizer, fill, vocab_map
 from blockdraft.models.families import read_model_config
 from blockdraft.models.layers import Embedding, Linear
@@ -31,6 +32,7 @@ from blockdraft.models.registry import build_decoder
 from blockdraft.models.weights import load_decoder, load_drafter
 from blockdraft.plan import Plan, Weights, make_plan
 from blockdraft.settings import Settings
+from blockdraft.shipped import with_drafter
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -57,6 +59,7 @@ class Models:
     device: torch.device
     rates: tuple[float, ...] | None = None  # synthetic acceptance, for timing alone; None: real
     labels: Labels = Labels()
+    acceptance: Acceptance = field(default_factory=dict)  # of its drafts, by category; empty: not known
 
     def __post_init__(self) -> None:
         assert self.rates is None or len(self.rates) >= self.plan.block - 1, "a rate for each draft"
@@ -90,6 +93,7 @@ class Opened:
     device: torch.device
     rates: tuple[float, ...] | None
     labels: Labels
+    acceptance: Acceptance
 
 
 def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
@@ -99,7 +103,7 @@ def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
 
 def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     """Find (or download) both checkpoints, check that they belong together, and plan."""
-    settings = replace(settings, device=resolve_device(settings.device))
+    settings = with_drafter(replace(settings, device=resolve_device(settings.device)), report)
     device, is_dummy = _device(settings.device), settings.load_format == "dummy"
     report(f"opening {settings.model}")
     checkpoint = open_checkpoint(settings.model, report=report, needs_weights=not is_dummy)
@@ -117,11 +121,13 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     )
     draft_checkpoint = None
     draft_config = None
+    acceptance: Acceptance = {}
     if settings.draft not in (None, "none"):
         report(f"opening {settings.draft}")
         draft_checkpoint = open_checkpoint(settings.draft, report=report, needs_weights=not is_dummy)
         draft_config = read_draft_config(draft_checkpoint.config, name=draft_checkpoint.name)
         check_pair(draft_config, config, tokenizer.eos_ids)
+        acceptance = read_fit(draft_checkpoint.fit_file, name=draft_checkpoint.name)
     weights = _weights(checkpoint, functools.partial(_decoder, config, (), 1, device))
     draft_weights = None
     if draft_checkpoint is not None and draft_config is not None:
@@ -134,14 +140,38 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
         settings, weights, draft_weights = _unpacked(settings, weights, draft_weights)
     machine = read_machine()
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = gpu_memory(device)
         machine = replace(machine, gpu_bytes=total, gpu_free_bytes=free)
     plan = make_plan(settings, machine, config, draft_config, weights=weights, draft_weights=draft_weights)
     rates, profile = None, settings.synthetic_acceptance
     if profile is not None:
         rates = acceptance_rates(profile, width=plan.width, block=plan.block)
     labels = Labels(is_dummy, profile, notices)
-    return Opened(checkpoint, config, draft_checkpoint, draft_config, tokenizer, plan, device, rates, labels)
+    return Opened(
+        checkpoint,
+        config,
+        draft_checkpoint,
+        draft_config,
+        tokenizer,
+        plan,
+        device,
+        rates,
+        labels,
+        acceptance,
+    )
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU that are free, and all of them.
+
+    CUDA counts the page cache as used. Where the card's memory is the machine's, that may be most of it once
+    a model was read; the kernel says what can really be had.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    gpus, index = read_machine().gpus, device.index or 0
+    if index < len(gpus) and gpus[index].is_unified:
+        free = min(gpus[index].free_bytes, total)
+    return free, total
 
 
 def resolve_device(name: str) -> str:
@@ -209,6 +239,7 @@ def read_weights(
         device,
         rates=opened.rates,
         labels=opened.labels,
+        acceptance=opened.acceptance,
     )
 
 

@@ -61,6 +61,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
+        self.max_drafting_rows: int | None = None  # more rows than these decode plainly; None: no limit
         self._free_rows = list(reversed(range(max_rows)))
         self._last_kind: Literal["prefill", "decode"] = "decode"
         self._last_width = 0
@@ -191,17 +192,23 @@ class Scheduler:
 
     def _decode(self, sequences: list[Sequence]) -> Batch | None:
         """All rows of one width; widths take turns."""
-        widths = sorted({sequence.width for sequence in sequences})
+        of = {id(sequence): self._width(sequence, len(sequences)) for sequence in sequences}
+        widths = sorted(set(of.values()))
         width = next((w for w in widths if w > self._last_width), widths[0])
         self._last_width = width
         for sequence in sequences:
-            if sequence.width == width and sequence.row is not None:
+            if of[id(sequence)] == width and sequence.row is not None:
                 self._grow(sequence)
-        chosen = [s for s in sequences if s.width == width and s.row is not None]
+        chosen = [s for s in sequences if of[id(s)] == width and s.row is not None]
         if not chosen:
             return None
         starts = [sequence.length for sequence in chosen]
         return self._batch("decode", chosen, starts, [width] * len(chosen), width=width)
+
+    def _width(self, sequence: Sequence, num_rows: int) -> int:
+        limit = self.max_drafting_rows
+        is_plain = sequence.is_width_ours and limit is not None and num_rows > limit
+        return 1 if is_plain else sequence.width
 
     def _batch(
         self,

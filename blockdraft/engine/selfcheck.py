@@ -7,6 +7,7 @@ time, so it is dropped: `Verification.keeps_drafter` is false, and `without_draf
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -67,6 +68,9 @@ class Verification:
     tokens_per_step: float | None  # None: no drafter, or one whose acceptance is synthetic
     keeps_drafter: bool  # False: serve without_drafter(models)
     reason: str | None  # why the drafter is dropped
+    accepted: tuple[
+        float, ...
+    ] = ()  # [i]: share of the steps that accepted draft i + 1, where it was looked at
 
 
 def verify(engine: Engine, note: Note, *, min_tokens_per_step: float = MIN_TOKENS_PER_STEP) -> Verification:
@@ -83,10 +87,11 @@ def verify(engine: Engine, note: Note, *, min_tokens_per_step: float = MIN_TOKEN
         return Verification(tuple(checks), tokens_per_step=None, keeps_drafter=True, reason=None)
     if labels.is_dummy:  # it knows nothing; that it changes no token holds all the same
         min_tokens_per_step = 0.0
-    check, tokens_per_step = _drafter(engine, min_tokens_per_step)
+    check, accepted = _drafter(engine, min_tokens_per_step)
     note(f"{check.name}: {check.detail}")
+    tokens_per_step = 1 + sum(accepted)
     reason = None if check.is_passed else _misfit(engine, tokens_per_step, min_tokens_per_step)
-    return Verification((*checks, check), tokens_per_step, check.is_passed, reason)
+    return Verification((*checks, check), tokens_per_step, check.is_passed, reason, accepted)
 
 
 def _checks_of_target(engine: Engine) -> Iterator[Check]:
@@ -290,16 +295,18 @@ class _Answer:
     metrics: Metrics
 
 
-def _drafter(engine: Engine, min_tokens_per_step: float) -> tuple[Check, float]:
+def _drafter(engine: Engine, min_tokens_per_step: float) -> tuple[Check, tuple[float, ...]]:
     """Built-in prompts, one at a time and greedily, with and without the drafter at equal width.
 
     One row and one width give both the same shapes, so that the bits can be compared and not only the text.
+    Beside the check: the share of the steps that accepted each draft.
     """
     begun_s, models = time.monotonic(), engine.models
     width = models.plan.width if models.plan.width > 1 else models.plan.block
     prompts = [ids[-max(1, max_tokens(engine) // 2) :] for ids in _prompts(models)]
     drafted = [_answer(twin(engine), ids, width, ANSWER_TOKENS) for ids in prompts]
-    tokens_per_step = _tokens_per_step(drafted)
+    accepted = _accepted(drafted)
+    tokens_per_step = 1 + sum(accepted)
     plain_s, num_compared, num_ties = time.monotonic(), 0, 0
     for number, (ids, answer) in enumerate(zip(prompts, drafted, strict=True)):
         if time.monotonic() - plain_s > PLAIN_SECONDS:
@@ -313,7 +320,7 @@ def _drafter(engine: Engine, min_tokens_per_step: float) -> tuple[Check, float]:
         + (f", {num_ties} of them up to a tie" if num_ties else "")
     )
     is_passed = tokens_per_step >= min_tokens_per_step
-    return _check("drafter", detail, begun_s, is_passed=is_passed), tokens_per_step
+    return _check("drafter", detail, begun_s, is_passed=is_passed), accepted
 
 
 def _answer(engine: Engine, prompt: list[int], width: int, num_tokens: int) -> _Answer:
@@ -332,10 +339,11 @@ def _answer(engine: Engine, prompt: list[int], width: int, num_tokens: int) -> _
     )
 
 
-def _tokens_per_step(answers: list[_Answer]) -> float:
-    """Accepted drafts and the target's own token, whether or not the answer's end cut some of them off."""
-    num_accepted = sum(sum(answer.metrics.accepted) for answer in answers)
-    return 1 + num_accepted / sum(answer.metrics.steps for answer in answers)
+def _accepted(answers: list[_Answer]) -> tuple[float, ...]:
+    """By position, whether or not the answer's end cut some of them off."""
+    num_steps = sum(answer.metrics.steps for answer in answers)
+    by_position = itertools.zip_longest(*(answer.metrics.accepted for answer in answers), fillvalue=0)
+    return tuple(sum(counts) / num_steps for counts in by_position)
 
 
 def _compare(engine: Engine, number: int, drafted: _Answer, plain: _Answer, width: int) -> bool:

@@ -11,12 +11,15 @@ from blockdraft.engine.selfcheck import verify, without_drafter
 from blockdraft.engine.stall import bound_chunk
 from blockdraft.engine.startup import Startup
 from blockdraft.engine.warm import warm
+from blockdraft.engine.width import is_ours_to_choose, settle_width
+from blockdraft.errors import SettingsError
 from blockdraft.runtime.graphs import row_sizes
 from blockdraft.settings import Settings
 
 
 def start_engine(settings: Settings, startup: Startup) -> Engine:
     """Raises what loading raises, and ModelError for a model or a kernel that computes nonsense."""
+    _check_native(settings)
     with startup.phase("fetch"):
         opened = open_models(settings, startup.note)
     with memory_explained(settings, opened.device):
@@ -29,6 +32,7 @@ def start_engine(settings: Settings, startup: Startup) -> Engine:
 
 def plain_engine(settings: Settings, note: Callable[[str], None]) -> Engine:
     """The same without warm-up and checks, for one who waits for the first answer alone."""
+    _check_native(settings)
     opened = open_models(settings, note)
     with memory_explained(settings, opened.device):
         models = read_weights(opened, note)
@@ -37,7 +41,17 @@ def plain_engine(settings: Settings, note: Callable[[str], None]) -> Engine:
         engine = Engine(fit_pages(models, settings, note))
         if why_no_graphs(engine.models, settings) is None:
             _capture(engine, note)
+        if engine.models.acceptance and is_ours_to_choose(engine, settings):
+            settle_width(engine, engine.models.acceptance, uses_stored=True)
+            note(engine.models.plan.width_reason)
     return engine
+
+
+def _check_native(settings: Settings) -> None:
+    if settings.engine != "native":
+        raise SettingsError(
+            f"engine = '{settings.engine}' does not run in this process: `blockdraft serve` starts it."
+        )
 
 
 def _prepared(models: Models, settings: Settings, startup: Startup) -> Engine:
@@ -52,8 +66,13 @@ def _prepared(models: Models, settings: Settings, startup: Startup) -> Engine:
     else:
         startup.skip("capture", reason)
     with startup.phase("warm"):
+        if models.acceptance and is_ours_to_choose(engine, settings):
+            startup.note("measuring steps of different widths")
+            settle_width(engine, models.acceptance)
         warm(engine, startup.note)
         _bound(engine, settings, startup)
+        if engine.models.plan.width_reason:
+            startup.note(engine.models.plan.width_reason)
     if not settings.verify:
         startup.skip("verify", "switched off")
         return engine
@@ -69,10 +88,27 @@ def _prepared(models: Models, settings: Settings, startup: Startup) -> Engine:
                 _capture(engine, startup.note)
             warm(engine, startup.note)
             _bound(engine, settings, startup)
+        elif _is_without_fit(engine, settings) and verification.accepted:
+            _settle_without_fit(engine, verification.accepted, startup.note)
         found = verification.tokens_per_step
         fit = "" if found is None else f", {found:.2f} tokens committed per step"
-        startup.note(f"{len(verification.checks)} checks{fit}")
+        width = engine.models.plan.width_reason
+        startup.note(f"{len(verification.checks)} checks{fit}" + (f"; {width}" if width else ""))
     return engine
+
+
+def _is_without_fit(engine: Engine, settings: Settings) -> bool:
+    """On a GPU a whole block costs little more than a plain step: what fits at all is kept at its width."""
+    is_known = bool(engine.models.acceptance) or engine.models.device.type != "cpu"
+    return not is_known and is_ours_to_choose(engine, settings)
+
+
+def _settle_without_fit(engine: Engine, accepted: tuple[float, ...], note: Callable[[str], None]) -> None:
+    """By what the built-in prompts accepted, where nobody has measured more."""
+    before = engine.models.plan.width
+    settle_width(engine, {"the built-in prompts": accepted}, stores=False)
+    if engine.models.plan.width != before:
+        warm(engine, note)
 
 
 def _bound(engine: Engine, settings: Settings, startup: Startup) -> None:

@@ -40,11 +40,13 @@ def use(path: Literal["reference", "triton"]) -> Iterator[None]:
 
 
 def takes_reference(*tensors: Tensor) -> bool:
-    """What every dispatch asks: inside `use("reference")`, or a gradient may be asked of `tensors`.
+    """What every dispatch asks: inside `use("reference")` or torch.compile, or a gradient may be asked for.
 
     The kernels have no gradient. One function, not two: this runs before every operation of a step.
+    Compiled code makes kernels of its own out of the references, and does not see what `use` has chosen: the
+    compiler of PyTorch 2.11 reads a thread's variable as if it had never been set.
     """
-    if _choice.is_reference:
+    if torch.compiler.is_compiling() or _choice.is_reference:
         return True
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 

@@ -1,0 +1,113 @@
+"""A drafter that is causal inside its block runs no more columns than are verified, for the same drafts."""
+
+import contextlib
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blockdraft.cache.rows import RowSampling
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.engine.request import SamplingParams
+from blockdraft.kernels.choice import use
+from blockdraft.models.dflash import DFlash
+from tests import tiny
+
+PROMPTS = [[3, 5, 7, 9, 11, 13, 15, 17, 2, 4], [40, 41, 42]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@functools.cache
+def drafter(dtype, windows=(None, None), is_causal=(True, True)):
+    """The trained one with other masks: it drafts worse, but not at random."""
+    trained = tiny.load(dtype).drafter
+    config = replace(trained.model.config, windows=windows, is_causal=is_causal)
+    model = DFlash(config, first_layer=4, max_positions=256, has_head=False, device=torch.device("cpu"))
+    model = model.to(getattr(torch, dtype))
+    model.load_state_dict(trained.model.state_dict())
+    return DFlashDrafter(model.requires_grad_(False), trained.target)
+
+
+def whole_block(narrow):
+    """The same drafter, told that its columns may read each other."""
+    wide = DFlashDrafter(narrow.model, narrow.target)
+    wide.is_causal = False
+    return wide
+
+
+def watched(one):
+    """The number of columns that each of its forwards has."""
+    seen, run = [], one.block_logits
+    one.block_logits = lambda anchor, view, count=None: (
+        seen.append(len(view.positions)) or run(anchor, view, count)
+    )
+    return seen
+
+
+@torch.inference_mode()
+def drafts(one, dtype, width):
+    """Two prompts in the cache, and what is drafted after them."""
+    engine = tiny.engine(one, dtype=dtype, page_size=4)
+    for row, prompt in enumerate(PROMPTS):
+        pages = engine.scheduler.pages.allocate(8)
+        engine.rows.place(row, prompt, 0, RowSampling(seed=row, temperature=float(row)))
+        engine.rows.set_pages([(row, 0, pages)])
+        engine.rows.activate([row])
+        view = engine.cache.view(engine.rows, len(prompt) - 1, is_known=True)
+        _, features = engine.models.target(torch.tensor(prompt[:-1]), view)
+        one.absorb(features, view)
+        engine.rows.extend((len(prompt) - 1,))
+    engine.rows.activate([0, 1])
+    return one.draft(engine.rows, engine.cache, engine.cache.view(engine.rows, width), width)
+
+
+PATHS = {"kernels": contextlib.nullcontext, "reference": functools.partial(use, "reference")}
+
+
+@pytest.mark.parametrize("windows", [(None, None), (3, 6)], ids=str)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_fewer_columns_draft_the_same(dtype, path, windows):
+    narrow = drafter(dtype, windows)
+    with PATHS[path]():
+        for width in range(2, tiny.BLOCK + 1):
+            expected = drafts(whole_block(narrow), dtype, width)
+            assert drafts(narrow, dtype, width).tolist() == expected.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a card the kernels run on it")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+def test_fewer_columns_draft_the_same_on_the_gpu_kernels():
+    pytest.importorskip("triton")
+    narrow = drafter("float32")
+    with use("triton"):
+        assert drafts(narrow, "float32", 3).tolist() == drafts(whole_block(narrow), "float32", 3).tolist()
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "num_columns"),
+    [((True, True), 3), ((True, False), tiny.BLOCK), ((False, False), tiny.BLOCK)],
+)
+def test_only_where_every_layer_is_causal(is_causal, num_columns):
+    one = drafter("float64", is_causal=is_causal)
+    one = DFlashDrafter(one.model, one.target)
+    seen = watched(one)
+    drafts(one, "float64", 3)
+    assert seen == [len(PROMPTS) * num_columns]
+
+
+@pytest.mark.parametrize("width", [2, 5])
+def test_answers_and_acceptance_do_not_change(width):
+    narrow = drafter("float32")
+    found = []
+    for one in (narrow, whole_block(narrow)):
+        engine = tiny.engine(one, dtype="float32", width=width)
+        for prompt in PROMPTS:
+            engine.add(prompt, GREEDY)
+        deltas = tiny.drain(engine)
+        metrics = [delta.metrics for delta in deltas if delta.metrics is not None]
+        found.append(([d.token_ids for d in deltas], [(m.accepted, m.steps) for m in metrics]))
+    assert found[0] == found[1]
+    assert any(sum(accepted) for accepted, _ in found[0][1]), "nothing was accepted"

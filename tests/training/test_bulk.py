@@ -1,0 +1,161 @@
+"""Bulk against LLM.generate: the same tokens for the same questions, whatever shares rows and rounds."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from blockdraft import LLM, CapacityError, RequestError, SamplingParams
+from blockdraft.cache.cache import NUM_RESERVED_PAGES
+from blockdraft.engine import bulk as module
+from blockdraft.engine.bulk import ROUND, Question, make_bulk
+from tests.training import pairs
+
+CONTEXT = 100
+ENDS = (0, 41)  # the target's greedy answers pass them every few tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return pairs.write_ending_target(tmp_path_factory.mktemp("ending"), *ENDS)
+
+
+@pytest.fixture(scope="module")
+def models(folder):
+    return pairs.load_target(folder, max_rows=3, max_context=CONTEXT, chunk=24, page_size=16)
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    llm = LLM(str(folder), "none", device="cpu", dtype="float64", max_context=300, width=1)
+
+    @functools.cache
+    def answer(question):
+        params = SamplingParams(
+            temperature=question.temperature,
+            top_p=question.top_p,
+            seed=question.seed,
+            max_tokens=question.max_tokens,
+        )
+        result = llm.generate([list(question.prompt_ids)], params)[0]
+        return result.token_ids, result.finish_reason == "stop"
+
+    return answer
+
+
+def questions():
+    """More than there are rows: greedy and sampled, prompts and answers of one token, early ends."""
+    wishes = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.7}]
+    prompts = [
+        (5,),
+        (2, 4, 6, 8),
+        (7,),
+        tuple(range(1, 41, 2)),
+        (9, 8),
+        (3, 6, 9, 12, 15),
+        (11,),
+        (50, 51, 52),
+    ]
+    limits = [1, ROUND, ROUND + 1, 2 * ROUND, 3, 40, ROUND - 1]
+    return [
+        Question(
+            key=100 + number,
+            prompt_ids=prompts[number % len(prompts)],
+            max_tokens=limits[number % len(limits)],
+            seed=number,
+            **wishes[number % len(wishes)],
+        )
+        for number in range(17)
+    ]
+
+
+def check(answers, asked, expected):
+    assert sorted(answer.question.key for answer in answers) == sorted(one.key for one in asked)
+    for answer in answers:
+        assert (answer.token_ids, answer.is_whole) == expected(answer.question), answer.question
+
+
+def test_answers_are_those_of_generate(models, expected):
+    asked = questions()
+    answers = list(make_bulk(models).answer(asked))
+    check(answers, asked, expected)
+    sizes = [len(answer.token_ids) for answer in answers if answer.is_whole]
+    assert any(size % ROUND for size in sizes), "some end inside a round"
+    assert any(size > ROUND for size in sizes), "some take several rounds"
+    assert any(not answer.is_whole for answer in answers)
+    assert {answer.token_ids[-1] for answer in answers if answer.is_whole} <= set(ENDS)
+
+
+def test_two_halves_give_the_same_answers(models, expected):
+    """As on a GPU, where one half is looked after while the other runs."""
+    bulk = make_bulk(models)
+    bulk._halves = [module._Half(range(1)), module._Half(range(1, 3))]
+    asked = questions()
+    check(list(bulk.answer(asked)), asked, expected)
+
+
+def test_one_bulk_answers_again_and_again(models, expected):
+    bulk = make_bulk(models)
+    asked = questions()
+    for part in (asked[:4], asked[4:5], [], asked[5:9]):
+        check(list(bulk.answer(part)), part, expected)
+
+
+def test_questions_may_depend_on_answers_that_came_before(models, expected):
+    first, second = questions()[1], questions()[3]
+
+    class Waiting:
+        def __init__(self):
+            self.listed = [first]
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self.listed:
+                raise StopIteration
+            return self.listed.pop()
+
+    waiting, answers = Waiting(), []
+    for answer in make_bulk(models).answer(waiting):
+        answers.append(answer)
+        if answer.question == first:
+            waiting.listed.append(second)
+    check(answers, [first, second], expected)
+
+
+@pytest.mark.parametrize("max_tokens", [1, ROUND - 1, ROUND, ROUND + 1, 2 * ROUND + 1])
+def test_a_row_holds_the_whole_context_and_the_rest_of_its_last_round(models, expected, max_tokens):
+    """Rows that have ended run on in vain: past their answer, but never past what rows and tables hold."""
+    bulk = make_bulk(models)
+    prompt = tuple((3 * place) % 60 for place in range(bulk.max_context - max_tokens))
+    asked = [Question(key, prompt, max_tokens) for key in range(3)]
+    check(list(bulk.answer(asked)), asked, expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_there_are_as_many_rows_as_asked_for(folder, page_size):
+    models = pairs.load_target(folder, max_rows=3, max_context=CONTEXT, page_size=page_size)
+    bulk = make_bulk(models)
+    assert [row for half in bulk._halves for row in half.places] == [0, 1, 2]
+    pages = bulk._engine.rows.page_table[:3]
+    assert len(set(pages.flatten().tolist())) == pages.numel(), "no page has two owners"
+    assert pages.max() < bulk._engine.cache.num_pages
+    assert pages.min() >= NUM_RESERVED_PAGES
+
+
+def test_a_context_of_nearly_what_was_asked_for_can_be_answered(models):
+    assert CONTEXT - ROUND <= make_bulk(models).max_context <= CONTEXT
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [((), 5), ((1,) * CONTEXT, 20), ((1,), 2 * CONTEXT)])
+def test_what_no_row_holds_is_refused(models, prompt, max_tokens):
+    with pytest.raises(RequestError, match="a row holds"):
+        list(make_bulk(models).answer([Question(0, prompt, max_tokens)]))
+
+
+def test_a_cache_too_small_for_one_row_is_refused(folder):
+    models = pairs.load_target(folder, max_rows=3, max_context=CONTEXT, page_size=4)
+    models = replace(models, plan=replace(models.plan, num_pages=20))
+    with pytest.raises(CapacityError, match="20 pages"):
+        make_bulk(models)
