@@ -1,0 +1,253 @@
+"""Short training runs that differ in one thing each: what the choices in docs/training.md rest on.
+
+    python -m benchmarks.drafter_experiments answers --prompts FILE --evaluate NAME=F --out DIR --seconds 60
+    python -m benchmarks.drafter_experiments run --out DIR --steps 200 base rate-1e-3 …
+
+`answers` lets the target answer prompts; `run` trains a fresh drafter for each variant, all for as many
+steps, and prints the tokens that it would commit per step on each evaluation set (greedy answers, width 16).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from blockdraft.engine.bulk import make_bulk
+from blockdraft.engine.loading import load_models
+from blockdraft.models.draft_config import read_draft_config
+from blockdraft.settings import Settings
+from blockdraft.training.answers import read_conversations, read_shard
+from blockdraft.training.drafter import draft_json, new_drafter
+from blockdraft.training.evaluate import simulate
+from blockdraft.training.objective import block_loss
+from blockdraft.training.packing import pack
+from blockdraft.training.recipe import Manner, Objective, Recipe, Shape
+from blockdraft.training.regenerate import regenerate
+from blockdraft.training.trainer import Trainer
+
+T = TypeVar("T")
+
+BASE = Recipe(warm_up=0.05)
+OLD = replace(BASE, rate=2e-3)  # with a start from the target's layers: the first table of docs/training.md
+BOTH_WAYS = Shape(is_causal=False)
+# name -> (shape, recipe, how the weights begin, share of the documents)
+VARIANTS = {
+    "base": (Shape(), BASE, "random", 1.0),
+    "target-start": (BOTH_WAYS, OLD, "target", 1.0),
+    "target-start-causal": (Shape(), OLD, "target", 1.0),
+    "target-start-4e-3": (BOTH_WAYS, replace(OLD, rate=4e-3), "target", 1.0),
+    "target-start-adamw": (BOTH_WAYS, replace(OLD, optimizer="adamw", rate=1e-3), "target", 1.0),
+    "bidirectional-2e-3": (BOTH_WAYS, OLD, "random", 1.0),
+    "bidirectional": (BOTH_WAYS, BASE, "random", 1.0),
+    "adamw-1e-3": (Shape(), replace(BASE, optimizer="adamw", rate=1e-3), "random", 1.0),
+    "rate-1.5e-3": (Shape(), replace(BASE, rate=1.5e-3), "random", 1.0),
+    "rate-6e-3": (Shape(), replace(BASE, rate=6e-3), "random", 1.0),
+    "decay-7": (Shape(), replace(BASE, objective=Objective("decay")), "random", 1.0),
+    "distill-half": (Shape(), replace(BASE, objective=Objective(distill=0.5)), "random", 1.0),
+    "distill-all": (Shape(), replace(BASE, objective=Objective(distill=1.0)), "random", 1.0),
+    "average": (Shape(), replace(BASE, average=0.99), "random", 1.0),
+    "hardness-2": (Shape(), replace(BASE, objective=Objective(hardness=2.0)), "random", 1.0),
+    "walk": (Shape(), replace(BASE, anchoring="walk"), "random", 1.0),
+    "walk-hardness-1": (
+        Shape(),
+        replace(BASE, anchoring="walk", objective=Objective(hardness=1.0)),
+        "random",
+        1.0,
+    ),
+    "layers-3": (Shape(num_layers=3), BASE, "random", 1.0),
+    "layers-8": (Shape(num_layers=8, inner_size=768), BASE, "random", 1.0),
+    "taps-3": (Shape(num_taps=3), BASE, "random", 1.0),
+    "taps-to-the-end": (Shape(taps=(5, 11, 17, 23, 29)), BASE, "random", 1.0),
+    "taps-8": (Shape(num_taps=8), BASE, "random", 1.0),
+    "data-eighth": (Shape(), BASE, "random", 0.125),
+    "anchors-256": (Shape(), replace(BASE, rows_per_step=12, num_anchors=256), "random", 1.0),
+}
+
+
+def write_answers(args: argparse.Namespace) -> None:
+    """The target's answers to training and evaluation prompts, as shards under --out."""
+    conversations = read_conversations(args.prompts)
+    random.Random(0).shuffle(conversations)
+    settings = Settings(
+        model=args.model,
+        draft="none",
+        device=args.device,
+        max_rows=args.rows,
+        max_context=args.context,
+        chunk=args.chunk,
+        prefix_cache=False,
+    )
+    begin = time.monotonic()
+    models = load_models(settings, print)
+    bulk = make_bulk(models)
+    print(f"engine: {time.monotonic() - begin:.1f} s")
+    tokenizer = models.tokenizer
+    evaluation = []
+    for item in args.evaluate:
+        name, _, path = item.partition("=")
+        listed = read_conversations(Path(path))[: args.limit]
+        evaluation += [
+            replace(one, turns=one.turns[:1], category=one.category if name == "pool" else name)
+            for one in listed
+        ]
+    begin = time.monotonic()
+    found = regenerate(bulk, tokenizer, evaluation, args.out / "evaluate", Manner(max_tokens=512))
+    print(f"evaluation: {len(found)} documents, {time.monotonic() - begin:.1f} s")
+    begin = time.monotonic()
+    found = regenerate(
+        bulk,
+        tokenizer,
+        conversations,
+        args.out / "train",
+        Manner(max_tokens=args.max_tokens, sampled=args.sampled),
+        seconds=args.seconds,
+        report=lambda tally: print(
+            f"  {tally.num_documents} documents, {tally.num_answer_tokens} tokens, "
+            f"{time.monotonic() - begin:.1f} s"
+        ),
+    )
+    taken = time.monotonic() - begin
+    num_tokens = sum(len(document.answer_ids) for document in found)
+    print(f"training: {len(found)} documents, {num_tokens} tokens, {num_tokens / taken:.0f} tok/s")
+
+
+def run_variants(args: argparse.Namespace) -> None:
+    """Train each variant, evaluate, write JSON."""
+    settings = Settings(
+        model=args.model, draft="none", device=args.device, max_rows=1, max_context=args.length
+    )
+    models = load_models(settings, print)
+    target = models.target
+    train = [one for path in sorted((args.out / "train").glob("*.npz")) for one in read_shard(path)]
+    evaluate = [one for path in sorted((args.out / "evaluate").glob("*.npz")) for one in read_shard(path)]
+    random.Random(1).shuffle(evaluate)
+    length = args.length
+    results = []
+    for name in args.variants:
+        gc.collect()
+        shape, recipe, init, share = VARIANTS[name]
+        recipe = replace(recipe, rows_per_step=max(1, int(recipe.rows_per_step * args.scale)))
+        raw = draft_json(shape, models.config, {}, 16)
+        config = read_draft_config(raw, name=name)
+        target.taps = config.taps
+        model = new_drafter(
+            config, target, max_positions=length + 64, device=models.device, init=init, seed=0
+        )
+        documents = train[: args.documents]
+        rows, _ = pack(documents[: int(len(documents) * share)], length)
+        trainer = Trainer(model, target, rows.to(models.device), recipe)
+        begin = time.monotonic()
+        trainer.step(0.0)  # what has to be compiled
+        _wait()
+        compiled = time.monotonic() - begin
+        begin = time.monotonic()
+        last = None
+        for progress in trainer.run(steps=args.steps):
+            last = progress
+        _wait()
+        taken = time.monotonic() - begin
+        print(
+            name, trainer.step_number, "steps", round(taken, 1), "s, compile", round(compiled, 1), flush=True
+        )
+        begin = time.monotonic()
+        with trainer.averaged():
+            fits = simulate(
+                trainer.forward,
+                evaluate[:700],
+                length=length,
+                rows_per_step=recipe.rows_per_step,
+                num_anchors=recipe.num_anchors,
+            )
+        if args.profile:
+            print(json.dumps(_parts_of_a_step(trainer)), flush=True)
+        result = {
+            "variant": name,
+            "steps": trainer.step_number,
+            "seconds": round(taken, 1),
+            "compile_s": round(compiled, 1),
+            "evaluate_s": round(time.monotonic() - begin, 1),
+            "ms_per_step": round(1e3 * taken / max(trainer.step_number - 1, 1), 1),
+            "loss": None if last is None else round(last.loss.item(), 4),
+            "committed": {key: round(fit.committed, 3) for key, fit in fits.items()},
+        }
+        results.append(result)
+        print(json.dumps(result), flush=True)
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+def _parts_of_a_step(trainer: Trainer) -> dict[str, float]:
+    """Milliseconds of each part, waiting for the device between them: the median of seven steps."""
+    parts: dict[str, list[float]] = {}
+
+    def timed(name: str, work: Callable[[], T]) -> T:
+        _wait()
+        begin = time.monotonic()
+        result = work()
+        _wait()
+        parts.setdefault(name, []).append(1e3 * (time.monotonic() - begin))
+        return result
+
+    head = trainer.forward.head()
+    for _ in range(7):
+        batch = timed("batch", lambda: trainer._batch(trainer._chosen()))
+        _, features = timed("target", lambda batch=batch: trainer._reader.read(batch))
+        hidden = timed("drafter", lambda batch=batch, features=features: trainer.forward(batch, features))
+        scores = timed(
+            "loss",
+            lambda batch=batch, hidden=hidden: block_loss(
+                hidden, batch.labels.flatten(0, 1), head, trainer.recipe.objective
+            ),
+        )
+        timed("backward", scores.loss.backward)
+        timed("optimizer", lambda: [optimizer.step() for optimizer in trainer._optimizers])
+        trainer.model.zero_grad()
+    return {name: round(sorted(values)[3], 2) for name, values in parts.items()}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    answers = commands.add_parser("answers")
+    answers.add_argument("--prompts", type=Path, required=True)
+    answers.add_argument("--evaluate", action="append", default=[], metavar="NAME=FILE")
+    answers.add_argument("--limit", type=int, default=100_000, help="prompts of each evaluation set")
+    answers.add_argument("--seconds", type=float, default=60)
+    answers.add_argument("--sampled", type=float, default=0.0)
+    answers.add_argument("--max-tokens", type=int, default=400)
+    answers.add_argument("--rows", type=int, default=2048)
+    answers.add_argument("--context", type=int, default=1024)
+    answers.add_argument("--chunk", type=int, default=16384)
+    run = commands.add_parser("run")
+    run.add_argument("variants", nargs="+", choices=sorted(VARIANTS))
+    run.add_argument("--steps", type=int, default=200)
+    run.add_argument("--profile", action="store_true", help="time the parts of a step, too")
+    run.add_argument("--documents", type=int, help="train on this many of them")
+    run.add_argument("--length", type=int, default=1024)
+    run.add_argument("--scale", type=float, default=1.0, help="of the rows per step, to try it on a CPU")
+    run.add_argument("--json", type=Path, default=Path("experiments.json"))
+    for command in (answers, run):
+        command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--model", default="default")
+        command.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    {"answers": write_answers, "run": run_variants}[args.command](args)
+
+
+if __name__ == "__main__":
+    main()

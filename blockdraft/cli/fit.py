@@ -1,0 +1,172 @@
+"""blockdraft fit: does this drafter fit this target and this workload, and if not, why?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockdraft.cli.flags import add_verbose, bind_threads, reporter
+from blockdraft.settings import DTYPES, QUANTIZATIONS, Settings
+
+if TYPE_CHECKING:
+    from blockdraft.training.evaluate import Fit
+    from blockdraft.training.fit import Report
+
+SUMMARY = "say whether a drafter fits a target and a workload, and why not"
+USAGE = "blockdraft fit TARGET DRAFTER --prompts FILE [flags]"
+DESCRIPTION = (
+    "Answer the prompts with the drafter and say what it commits, by category and position. Then change in "
+    "turn what may be wrong (taps, causality, mask token, embedding scale, chat template, quantisation), say "
+    "which change commits more, and else whether training further is worth it. Exits with 0 where the "
+    "drafter fits, and with 1 where a step commits fewer than 1.2 tokens."
+)
+EXIT_DOES_NOT_FIT = 1
+SHOWN_POSITIONS = 15
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="folder, hub id, GGUF file, or 'default'")
+    add("drafter", metavar="DRAFTER", help="folder or hub id")
+    add(
+        "--prompts",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help='JSON lines of {"messages": […], "category": "…"}, .gz or .xz too; first turns are asked',
+    )
+    add("--limit", type=int, default=16, metavar="N", help="prompts of each category (default: 16)")
+    add("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
+    add("--width", type=int, metavar="N", help="tokens verified per step (default: the drafter's block)")
+    add("--temperature", type=float, default=0.0, metavar="N", help="(default: 0, greedy)")
+    add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
+    add("--dtype", default="auto", choices=DTYPES, help="of both (default: auto)")
+    add("--quantization", default="auto", choices=QUANTIZATIONS, help="the target's (default: auto)")
+    add("--quick", action="store_true", help="the numbers only: do not look for what is wrong")
+    add("--json", action="store_true", help="print one JSON object, not the text")
+    add_verbose(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    bind_threads(Settings(device=args.device))
+    from blockdraft.training.fit import Question, fit
+
+    question = Question(
+        target=args.target,
+        drafter=args.drafter,
+        prompts=args.prompts,
+        limit=args.limit,
+        max_tokens=args.max_tokens,
+        width=args.width,
+        temperature=args.temperature,
+        device=args.device,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        is_quick=args.quick,
+    )
+    report = fit(question, reporter(args))
+    if args.json:
+        if report.agreement is not None and not report.agreement.agrees:
+            print(f"warning: {_disagreement(report)}", file=sys.stderr)
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        for line in lines(report):
+            print(line)
+    return 0 if report.fits else EXIT_DOES_NOT_FIT
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The report as text."""
+    question = report.question
+    yield f"{question.drafter} for {question.target}: width {report.width}, {report.dtype}"
+    yield ""
+    yield from _table(
+        [
+            ("category", "prompts", "per step", "accepted by position, %"),
+            *(_row(name, fit) for name, fit in report.categories.items()),
+            _row("all", report.overall),
+        ]
+    )
+    if report.num_left_out:
+        yield f"{report.num_left_out} prompts are too long for the context and were left out."
+    yield ""
+    yield from _speed(report)
+    yield from _tried(report)
+    yield ""
+    yield from _verdict(report)
+
+
+def _row(name: str, fit: Fit) -> tuple[str, str, str, str]:
+    positions = " ".join(f"{100 * rate:3.0f}" for rate in fit.by_position[:SHOWN_POSITIONS])
+    return name, str(fit.num_documents), f"{fit.committed:.2f}", positions
+
+
+def _speed(report: Report) -> Iterator[str]:
+    if not report.costs:
+        yield "Speed: unknown, there was no room to time a step."
+        return
+    rows = [("width", "step", "breaks even at", "commits", "against plain decoding")]
+    for cost in report.costs:
+        about = "" if cost.width == report.width else "about "
+        rows.append(
+            (
+                str(cost.width),
+                f"{cost.step_ms:.1f} ms",
+                f"{cost.break_even:.2f}",
+                f"{about}{cost.committed:.2f}",
+                f"{about}{cost.speed_up:.2f}x",
+            )
+        )
+    yield "One stream on this machine:"
+    yield from _table(rows)
+
+
+def _tried(report: Report) -> Iterator[str]:
+    if not report.tried:
+        return
+    yield ""
+    yield "What if, on greedy answers:"
+    rows = [(one.name, one.what, f"{one.before:.2f} → {one.after:.2f}") for one in report.tried]
+    yield from _table(rows)
+    yield from (f"not tried: {text}" for text in report.untried)
+
+
+def _verdict(report: Report) -> Iterator[str]:
+    committed, cause, prospect = report.overall.committed, report.cause, report.prospect
+    word = "FITS" if report.fits else "DOES NOT FIT"
+    yield f"{word}: {committed:.2f} tokens committed per step of {report.width}"
+    if report.agreement is not None and not report.agreement.agrees:
+        yield f"WARNING: {_disagreement(report)}"
+    if cause is not None:
+        yield (
+            f"Likely cause: {cause.name}. Where it {cause.what}, it commits {cause.after:.2f} "
+            f"instead of {cause.before:.2f} on greedy answers."
+        )
+        yield f"Do: {cause.advice}; then ask again."
+    if prospect is not None:
+        if report.tried:
+            yield "No change of its configuration commits more."
+        worth = {True: "worth it", False: "not worth it", None: "unknown"}[prospect.is_worth_it]
+        yield f"Training further: {worth}."
+        yield from (f"  {reason}" for reason in prospect.reasons)
+        yield f"  {prospect.command}"
+
+
+def _disagreement(report: Report) -> str:
+    found = report.agreement
+    assert found is not None
+    return (
+        f"on the same {found.num_documents} greedy answers the engine commits {found.engine:.3f} per step "
+        f"and the simulation {found.simulated:.3f}: a bug, or arithmetic that is too coarse "
+        "(try --dtype float32)."
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,1 @@
+"""Drafters: made from a target and prompts, measured, written down."""

@@ -1,0 +1,143 @@
+"""What a target answered to prompts: the drafter's whole training set, and how it is kept on disk.
+
+A document is one prompt, chat template applied, and the answer the target itself wrote to it. Each turn of a
+conversation is a document of its own, with everything before it as its prompt. A shard is one .npz file:
+
+    tokens [T] uint32, prompt_sizes [D], answer_sizes [D], categories [D], is_greedy [D], keys [D], names [C]
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from blockdraft.errors import SettingsError
+
+_OPENERS: Mapping[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The user's turns, in order; the target writes what comes between."""
+
+    name: str
+    category: str
+    turns: tuple[str, ...]
+    system: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A prompt and the target's own answer to it."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    category: str
+    is_greedy: bool
+    key: int = 0  # which turn of which conversation, in whatever way its writer counts
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Lines of {"messages": [{"role": "user", "content": …}, …], "category": …}; .xz and .gz are unpacked.
+
+    Assistant turns are dropped: the target writes its own. A "prompt" string does for one user message.
+    """
+    found = [_conversation(path, number, line) for number, line in _lines(path)]
+    if not found:
+        raise SettingsError(f"'{path}' holds no prompts.")
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Those that are not blank, with their numbers in the file."""
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read prompts from '{path}': {error}.") from None
+
+
+def _conversation(path: Path, number: int, line: str) -> Conversation:
+    def wrong(what: str) -> SettingsError:
+        return SettingsError(
+            f"'{path}', line {number}: {what}. A line is "
+            '{"messages": [{"role": "user", "content": "…"}], "category": "…"}.'
+        )
+
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise wrong(f"not JSON ({error.msg})") from None
+    if not isinstance(row, dict):
+        raise wrong("not an object")
+    messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise wrong("'messages' is not a list of objects")
+    texts: dict[str, list[str]] = {"user": [], "system": [], "assistant": []}
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or role not in texts or not isinstance(content, str):
+            raise wrong(f"a message of role {role!r} with content {type(content).__name__}")
+        texts[role].append(content)
+    if not texts["user"]:
+        raise wrong("no user message")
+    return Conversation(
+        name=str(row.get("id", number)),
+        category=str(row.get("category", "all")),
+        turns=tuple(texts["user"]),
+        system=texts["system"][0] if texts["system"] else None,
+    )
+
+
+def write_shard(path: Path, documents: Iterable[Document]) -> None:
+    """All of `documents` in one file, which is there whole or not at all."""
+    listed = list(documents)
+    names = sorted({document.category for document in listed})
+    tokens = [token for document in listed for token in (*document.prompt_ids, *document.answer_ids)]
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        np.savez_compressed(
+            file,
+            tokens=np.array(tokens, dtype=np.uint32),
+            prompt_sizes=np.array([len(document.prompt_ids) for document in listed], dtype=np.int32),
+            answer_sizes=np.array([len(document.answer_ids) for document in listed], dtype=np.int32),
+            categories=np.array([names.index(document.category) for document in listed], dtype=np.int32),
+            is_greedy=np.array([document.is_greedy for document in listed], dtype=bool),
+            keys=np.array([document.key for document in listed], dtype=np.int64),
+            names=np.array(names, dtype=str),
+        )
+    partial.rename(path)
+
+
+def read_shard(path: Path) -> list[Document]:
+    try:
+        with np.load(path, allow_pickle=False) as shard:
+            arrays = {name: shard[name] for name in shard.files}
+        names = [str(name) for name in arrays["names"]]
+        rows = zip(
+            arrays["prompt_sizes"].tolist(),
+            arrays["answer_sizes"].tolist(),
+            arrays["categories"].tolist(),
+            arrays["is_greedy"].tolist(),
+            arrays["keys"].tolist(),
+            strict=True,
+        )
+        tokens = arrays["tokens"].tolist()
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise SettingsError(f"'{path}' is not a shard of answers ({error}): delete it.") from None
+    documents, begin = [], 0
+    for prompt_size, answer_size, category, is_greedy, key in rows:
+        middle, end = begin + prompt_size, begin + prompt_size + answer_size
+        prompt_ids, answer_ids = tuple(tokens[begin:middle]), tuple(tokens[middle:end])
+        documents.append(Document(prompt_ids, answer_ids, names[category], is_greedy, key))
+        begin = end
+    return documents

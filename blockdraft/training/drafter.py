@@ -1,0 +1,129 @@
+"""A new drafter: its configuration in z-lab's layout, and the weights it starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from blockdraft.errors import ModelError, SettingsError
+from blockdraft.models.config import AttentionConfig, ModelConfig
+from blockdraft.models.decoder import Decoder
+from blockdraft.models.dflash import DFlash, DFlashLayer
+from blockdraft.models.draft_config import DraftConfig, default_taps
+from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
+from blockdraft.training.recipe import Shape
+
+
+def draft_json(
+    shape: Shape, target: ModelConfig, raw: Mapping[str, object], mask_id: int
+) -> dict[str, object]:
+    """config.json of a drafter for `target`, whose own config.json is `raw`."""
+    attention = next((one.mixer for one in target.layers if isinstance(one.mixer, AttentionConfig)), None)
+    inner = next((one.mlp.inner_size for one in target.layers if one.mlp is not None), None)
+    if attention is None:
+        raise ModelError(f"'{target.name}' has no attention layer whose heads a drafter could have.")
+    taps = shape.taps
+    if taps is None:  # a shallow target has fewer places than were asked for
+        taps = tuple(dict.fromkeys(default_taps(target.num_layers, shape.num_taps)))
+    if min(taps) < 0 or max(taps) >= target.num_layers or len(set(taps)) != len(taps):
+        raise SettingsError(
+            f"taps {list(taps)} are not layers 0 to {target.num_layers - 1} of '{target.name}'."
+        )
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": shape.inner_size or inner or 3 * target.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads or attention.num_heads,
+        "num_key_value_heads": shape.num_kv_heads or attention.num_kv_heads,
+        "head_dim": shape.head_dim or attention.head_dim,
+        "rms_norm_eps": float(f"{target.norm_eps:.6g}"),  # a GGUF file has it in float32
+        "rope_theta": attention.rope.theta if attention.rope.kind == "default" else 10000.0,
+        "max_position_embeddings": target.max_positions,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "layer_types": ["full_attention"] * shape.num_layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": shape.num_layers,
+        "bos_token_id": raw.get("bos_token_id"),
+        "eos_token_id": raw.get("eos_token_id"),
+        "pad_token_id": raw.get("pad_token_id"),
+        "block_size": shape.block,
+        "num_target_layers": target.num_layers,
+        "is_causal": shape.is_causal,
+        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": list(taps)},
+    }
+
+
+def new_drafter(
+    config: DraftConfig, target: Decoder, *, max_positions: int, device: torch.device, init: str, seed: int
+) -> DFlash:
+    """A drafter in float32 with fresh weights: `init` is "random", or "target" for the target's last layers.
+
+    Norms over keys stay at one: queries have a scale of their own, and vLLM's CPU build reads the first
+    layer's for all layers.
+    """
+    with torch.device(device):
+        model = DFlash(config, first_layer=0, max_positions=max_positions, has_head=False, device=device)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, Linear):
+            weight = _plain(module)
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.data.copy_(noise * weight.shape[1] ** -0.5)
+    for layer in model.layers:
+        assert isinstance(layer, DFlashLayer)
+        nn.init.zeros_(_plain(layer.out))
+        nn.init.zeros_(_plain(layer.mlp.down))
+        layer.k_norm.weight.requires_grad_(False)
+    if init == "target":
+        _copy_layers(model, target)
+    return model
+
+
+def _plain(linear: Linear) -> nn.Parameter:
+    assert isinstance(linear.weight, nn.Parameter)
+    return linear.weight
+
+
+def _copy_layers(model: DFlash, target: Decoder) -> None:
+    """The target's last layers, where they have the drafter's shape."""
+    last = list(target.layers)[-len(model.layers) :]
+    if len(last) < len(model.layers):
+        raise SettingsError(
+            f"--init target: the target has {len(last)} layers, the drafter {len(model.layers)}. "
+            "Use fewer, or --init random."
+        )
+    for layer, source in zip(model.layers, last, strict=True):
+        assert isinstance(layer, DFlashLayer)
+        if not isinstance(source, DecoderLayer) or not isinstance(source.mixer, Attention):
+            raise SettingsError("--init target: the target's last layers are not plain attention layers.")
+        if not isinstance(source.mlp, GatedMLP):
+            raise SettingsError("--init target: the target's last layers have experts.")
+        pairs = (
+            (layer.qkv, source.mixer.qkv),
+            (layer.out, source.mixer.out),
+            (layer.mlp.gate_up, source.mlp.gate_up),
+            (layer.mlp.down, source.mlp.down),
+            (layer.attention_norm, source.mixer_norm),
+            (layer.mlp_norm, source.mlp_norm),
+        )
+        for mine, theirs in pairs:
+            assert isinstance(mine.weight, nn.Parameter)
+            if not isinstance(theirs.weight, nn.Parameter) or mine.weight.shape != theirs.weight.shape:
+                raise SettingsError(
+                    "--init target: drafter and target layers differ in shape, or are packed."
+                )
+            mine.weight.data.copy_(theirs.weight.data)

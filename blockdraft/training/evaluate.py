@@ -1,0 +1,140 @@
+"""What a drafter would commit on documents that the target wrote greedily, without running the engine.
+
+Every answer token is tried as an anchor, all at once; then each document is walked as the engine would walk
+it: from the last prompt token on, each step commits the drafts that match and one token more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from blockdraft.training.answers import Document
+from blockdraft.training.features import FeatureReader
+from blockdraft.training.packing import Place, Rows, pack, with_anchors
+from blockdraft.training.trainer import BlockForward
+
+SLICE = 512  # blocks whose logits are there at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How drafts fared: tokens committed over steps, and what was accepted at each position."""
+
+    num_documents: int
+    num_tokens: int
+    num_steps: int
+    accepted: tuple[int, ...]  # [i]: steps whose draft at position i + 1 was accepted
+
+    @property
+    def committed(self) -> float:
+        """Mean tokens per step, the target's own included."""
+        return self.num_tokens / max(self.num_steps, 1)
+
+    @property
+    def by_position(self) -> tuple[float, ...]:
+        """Share of the steps that accepted each position."""
+        return tuple(count / max(self.num_steps, 1) for count in self.accepted)
+
+
+def walk(runs: Sequence[int], width: int) -> list[int]:
+    """Tokens committed by each step over an answer; `runs[i]` drafts match after its token i - 1.
+
+    runs[0] belongs to the last prompt token as the anchor, and len(runs) is the answer's length.
+    """
+    place, steps = 0, []
+    while place < len(runs):
+        committed = min(runs[place], width - 1, len(runs) - place - 1) + 1
+        steps.append(committed)
+        place += committed
+    return steps
+
+
+def simulate(
+    forward: BlockForward,
+    documents: Sequence[Document],
+    *,
+    length: int,
+    width: int | None = None,
+    rows_per_step: int = 8,
+    num_anchors: int = 128,
+) -> dict[str, Fit]:
+    """By category, and "all". Documents longer than `length` are cut.
+
+    With the rows and anchors of the training steps before it, nothing has to be compiled again.
+    """
+    device = forward.head().weight.device
+    rows, places = pack(documents, length)
+    runs = _runs(forward, rows.to(device), rows_per_step, num_anchors)
+    steps: dict[str, list[list[int]]] = defaultdict(list)
+    everything: list[list[int]] = []
+    for place in places:
+        mine = walk(_of(place, documents, rows, runs), width or forward.block)
+        steps[documents[place.document].category].append(mine)
+        everything.append(mine)
+    steps["all"] = everything  # and so are documents of no other category
+    return {name: _fit(listed, forward.block) for name, listed in sorted(steps.items())}
+
+
+def _of(place: Place, documents: Sequence[Document], rows: Rows, runs: Tensor) -> list[int]:
+    first = place.begin + len(documents[place.document].prompt_ids) - 1
+    end = int(rows.ends[place.row, place.begin])
+    return runs[place.row, first : end - 1].tolist()
+
+
+def _fit(steps: list[list[int]], block: int) -> Fit:
+    accepted = [0] * (block - 1)
+    for step in (step for document in steps for step in document):
+        for position in range(step - 1):
+            accepted[position] += 1
+    return Fit(
+        num_documents=len(steps),
+        num_tokens=sum(sum(document) for document in steps),
+        num_steps=sum(len(document) for document in steps),
+        accepted=tuple(accepted),
+    )
+
+
+def _runs(forward: BlockForward, rows: Rows, rows_per_step: int, num_anchors: int) -> Tensor:
+    """[rows, length]: how many drafts match the document after each place."""
+    length, device = rows.tokens.shape[1], rows.tokens.device
+    head = forward.head()
+    reader = FeatureReader(
+        forward.target, num_rows=rows_per_step, length=length, dtype=head.weight.dtype, device=device
+    )
+    out = torch.zeros(rows.tokens.shape, dtype=torch.int64)
+    for first in range(0, len(rows), rows_per_step):
+        chosen = list(range(first, min(first + rows_per_step, len(rows))))
+        chosen += [chosen[-1]] * (rows_per_step - len(chosen))  # one shape for all
+        places = _anchor_places(rows, chosen)
+        features: Tensor | None = None
+        for anchors in torch.split(places, num_anchors, dim=1):
+            missing = num_anchors - anchors.shape[1]
+            batch = with_anchors(
+                rows, chosen, functional.pad(anchors, (0, missing), value=length), forward.block
+            )
+            if features is None:
+                _, features = reader.read(batch)
+            # Not under no_grad: what was compiled for training serves here, too.
+            hidden = forward(batch, features).detach()
+            best = torch.cat([head.logits(part).argmax(dim=-1) for part in torch.split(hidden, SLICE)])
+            matches = best == batch.labels.flatten(0, 1)
+            found = matches.long().cumprod(dim=1).sum(dim=1).view(batch.anchors.shape)
+            row = torch.tensor(chosen)[:, None].expand(batch.anchors.shape)
+            is_real = batch.is_real.cpu()
+            out[row[is_real], batch.anchors.cpu()[is_real]] = found.cpu()[is_real]
+    return out
+
+
+def _anchor_places(rows: Rows, chosen: list[int]) -> Tensor:
+    """[R, n]: every place that can be an anchor, in order, padded with the row's length."""
+    length = rows.tokens.shape[1]
+    is_anchor = rows.is_anchor[torch.tensor(chosen, device=rows.tokens.device)]
+    place = torch.arange(length, device=is_anchor.device)
+    places = torch.where(is_anchor, place, length).sort(dim=1).values
+    return places[:, : int(is_anchor.sum(dim=1).max())]

@@ -1,0 +1,127 @@
+"""A trained drafter as a folder in z-lab's layout, which this engine, vLLM and SGLang load.
+
+config.json          DFlashDraftModel
+model.safetensors    bfloat16, without embedding and head: those are the target's
+fit.json             tokens committed per step and acceptance by position, for each category
+README.md            the model card: data, recipe, numbers
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from blockdraft.models.dflash import DFlash
+from blockdraft.models.weights import slots_of
+from blockdraft.training.evaluate import Fit
+
+FIT_FILE = "fit.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What a card tells beside the numbers."""
+
+    target: str
+    command: str
+    data: str
+    recipe: Mapping[str, object]
+    history: tuple[str, ...] = ()  # one line for each run that led here
+
+
+def named_weights(model: DFlash, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parameters under their names in a checkpoint, stacked ones apart."""
+    return {
+        piece.tensor: slot.parameter.detach()[piece.begin : piece.begin + piece.shape[0]]
+        .to("cpu", dtype)
+        .contiguous()
+        for slot in slots_of(model, {})
+        for piece in slot.pieces
+    }
+
+
+def export(
+    folder: Path, model: DFlash, config: Mapping[str, object], fits: Mapping[str, Fit], story: Story
+) -> None:
+    """Write or replace the drafter in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = named_weights(model, torch.bfloat16)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / FIT_FILE).write_text(json.dumps(fit_json(fits), indent=1) + "\n")
+    (folder / "README.md").write_text(card(weights, config, fits, story))
+
+
+def fit_json(fits: Mapping[str, Fit]) -> dict[str, object]:
+    """Greedy, at the drafter's whole width: by category, and "all"."""
+    return {
+        name: {
+            "committed_per_step": round(fit.committed, 4),
+            "accepted_by_position": [round(share, 4) for share in fit.by_position],
+            "documents": fit.num_documents,
+            "tokens": fit.num_tokens,
+        }
+        for name, fit in fits.items()
+    }
+
+
+def card(
+    weights: Mapping[str, Tensor], config: Mapping[str, object], fits: Mapping[str, Fit], story: Story
+) -> str:
+    num_values = sum(weight.numel() for weight in weights.values())
+    dflash = config["dflash_config"]
+    assert isinstance(dflash, Mapping)
+    rows = [
+        f"| {name} | {fit.num_documents} | **{fit.committed:.2f}** | "
+        + " | ".join(f"{fit.by_position[place]:.0%}" for place in _shown(fit))
+        + " |"
+        for name, fit in fits.items()
+    ]
+    places = _shown(next(iter(fits.values()))) if fits else []
+    head = " | ".join(f"draft {place + 1}" for place in places)
+    history = "".join(f"\n{number}. {line}" for number, line in enumerate(story.history, 1))
+    return f"""---
+library_name: blockdraft
+tags: [dflash, speculative-decoding, block-diffusion]
+---
+# A DFlash drafter for {story.target}
+
+It proposes blocks of {config["block_size"]} tokens (the anchor included) in one forward, from the target's
+own hidden states; the target verifies them. It changes how fast the target answers, never what it says.
+
+    blockdraft generate --model {story.target} --draft PATH_OF_THIS_FOLDER "…"
+
+{num_values / 1e6:.1f} M parameters in bfloat16, {config["num_hidden_layers"]} layers, taps
+{dflash["target_layer_ids"]} (0-based target layers), mask token {dflash["mask_token_id"]},
+{"causal" if config.get("is_causal") else "bidirectional"} inside the block. Embedding and head are the
+target's.
+
+## What it commits
+Tokens per step, the target's own included, on held-out prompts: greedy, width {config["block_size"]}, and
+the share of steps in which the draft at a position was accepted.
+
+| prompts | documents | per step | {head} |
+|---|---|---|{"---|" * len(places)}
+{chr(10).join(rows)}
+
+## How it was made
+{story.data}
+{history}
+
+    {story.command}
+
+| setting | value |
+|---|---|
+{chr(10).join(f"| {name} | {value} |" for name, value in story.recipe.items())}
+"""
+
+
+def _shown(fit: Fit) -> list[int]:
+    """Positions of a card's table: enough to see the slope."""
+    return [place for place in (0, 1, 2, 3, 5, 7, 11, 14) if place < len(fit.accepted)]

@@ -1,0 +1,183 @@
+"""Documents in rows of equal length, and batches of them with their anchors drawn anew each time.
+
+Row r holds several documents one after another. Positions count from a document's own beginning, and nothing
+is ever seen across documents. Where documents leave room at the end of a row, tokens are zero and belong to a
+document that no anchor is drawn from.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.transfer import to_device
+from blockdraft.training.answers import Document
+
+MIN_ANSWER = 2  # tokens left of an answer once a row cut it; a shorter one has nothing to draft
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """All documents, packed; every tensor is [rows, length], with length below 2^15."""
+
+    tokens: Tensor  # int32
+    starts: Tensor  # int16: where the document of this place begins in its row
+    ends: Tensor  # int16: where it ends
+    is_anchor: Tensor  # bool: the last prompt token and every answer token but the last
+    spans: tuple[tuple[tuple[int, int], ...], ...]  # of each row: where its documents begin and end
+
+    def to(self, device: torch.device) -> Rows:
+        return Rows(
+            tokens=self.tokens.to(device),
+            starts=self.starts.to(device),
+            ends=self.ends.to(device),
+            is_anchor=self.is_anchor.to(device),
+            spans=self.spans,
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows [R, L] with A blocks each: anchors [R, A] are places in their row, in order."""
+
+    tokens: Tensor  # [R, L] int64
+    starts: Tensor  # [R, L] int64
+    positions: Tensor  # [R, L] int64: in the document
+    anchors: Tensor  # [R, A] int64
+    is_real: Tensor  # [R, A]: fewer anchors than A fill the rest with place 0, which counts for nothing
+    block_starts: Tensor  # [R, A]: where the anchor's document begins
+    labels: Tensor  # [R, A, B - 1] int64; -1 past the document's end
+    spans: tuple[tuple[tuple[int, int], ...], ...]  # of each row: where its documents begin and end
+
+    def block_positions(self, block: int) -> Tensor:
+        """[R * A * B]: where each block token sits in its document."""
+        offset = torch.arange(block, device=self.anchors.device)
+        return ((self.anchors - self.block_starts)[..., None] + offset).flatten()
+
+    def block_ids(self, block: int, mask_id: int) -> Tensor:
+        """[R, A, B]: the anchor, then masks."""
+        anchor = self.tokens.gather(1, self.anchors)[..., None]
+        return torch.cat((anchor, anchor.new_full((*anchor.shape[:2], block - 1), mask_id)), dim=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a document landed."""
+
+    document: int
+    row: int
+    begin: int
+
+
+def pack(documents: Sequence[Document], length: int) -> tuple[Rows, list[Place]]:
+    """Each document into the fullest row that still has room for it, the longest first.
+
+    Documents longer than a row lose the end of their answer, or are left out where that is all of it.
+    """
+    sizes = [min(len(one.prompt_ids) + len(one.answer_ids), length) for one in documents]
+    usable = [
+        index
+        for index, one in enumerate(documents)
+        if sizes[index] - len(one.prompt_ids) >= MIN_ANSWER and one.prompt_ids
+    ]
+    places = _fit(sorted(usable, key=lambda index: -sizes[index]), sizes, length)
+    num_rows = max((place.row for place in places), default=-1) + 1
+    tokens = np.zeros((num_rows, length), dtype=np.int32)
+    starts, ends = (
+        np.full((num_rows, length), length, np.int16),
+        np.full((num_rows, length), length, np.int16),
+    )
+    is_anchor = np.zeros((num_rows, length), dtype=bool)
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(num_rows)]
+    for place in places:
+        one, end = documents[place.document], place.begin + sizes[place.document]
+        spans[place.row].append((place.begin, end))
+        span = (place.row, slice(place.begin, end))
+        tokens[span] = (*one.prompt_ids, *one.answer_ids)[: sizes[place.document]]
+        starts[span], ends[span] = place.begin, end
+        is_anchor[place.row, place.begin + len(one.prompt_ids) - 1 : end - 1] = True
+    _start_rest(starts, length)
+    rows = Rows(
+        tokens=torch.from_numpy(tokens),
+        starts=torch.from_numpy(starts),
+        ends=torch.from_numpy(ends),
+        is_anchor=torch.from_numpy(is_anchor),
+        spans=tuple(tuple(row) for row in spans),
+    )
+    return rows, places
+
+
+def _fit(order: list[int], sizes: list[int], length: int) -> list[Place]:
+    places: list[Place] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), ascending
+    num_rows = 0
+    for document in order:
+        at = bisect_left(room, (sizes[document], -1))
+        if at == len(room):
+            free, row = length, num_rows
+            num_rows += 1
+        else:
+            free, row = room.pop(at)
+        places.append(Place(document, row, length - free))
+        insort(room, (free - sizes[document], row))
+    return places
+
+
+def _start_rest(starts: np.ndarray, length: int) -> None:
+    """What is left of a row is one more document: it begins where the last one ended."""
+    is_rest = starts == length
+    first = length - is_rest.sum(axis=1, keepdims=True)
+    np.copyto(starts, first.astype(starts.dtype), where=is_rest)
+
+
+def draw(
+    rows: Rows,
+    chosen: Sequence[int],
+    num_anchors: int,
+    block: int,
+    generator: torch.Generator,
+    weights: Tensor | None = None,
+) -> Batch:
+    """A batch of the rows `chosen`, with anchors drawn by `generator`, in order.
+
+    With weights [R, L] above zero a place is drawn the more often, the more it weighs; never twice.
+    """
+    is_anchor = rows.is_anchor[to_device(chosen, rows.tokens.device)]
+    key = torch.rand(is_anchor.shape, generator=generator, device=is_anchor.device)
+    if weights is not None:
+        key = key.clamp(min=1e-9) ** (1 / weights)  # Efraimidis and Spirakis
+    key = torch.where(is_anchor, key, -1.0)
+    best, anchors = key.topk(min(num_anchors, key.shape[1]), dim=1)
+    anchors = torch.where(best >= 0, anchors, key.shape[1]).sort(dim=1).values
+    return with_anchors(rows, chosen, anchors, block)
+
+
+def with_anchors(rows: Rows, chosen: Sequence[int], anchors: Tensor, block: int) -> Batch:
+    """A batch with given anchors [R, A]; places past the row's end are none."""
+    index = to_device(chosen, rows.tokens.device)
+    tokens, starts, ends = (part[index].long() for part in (rows.tokens, rows.starts, rows.ends))
+    is_real = anchors < tokens.shape[1]
+    anchors = torch.where(is_real, anchors, 0)
+    offset = torch.arange(1, block, device=anchors.device)
+    place = anchors[..., None] + offset  # [R, A, B - 1]
+    inside = (place < ends.gather(1, anchors)[..., None]) & is_real[..., None]
+    place = place.clamp(max=tokens.shape[1] - 1)
+    labels = tokens.gather(1, place.flatten(1)).view(place.shape)
+    return Batch(
+        tokens=tokens,
+        starts=starts,
+        positions=torch.arange(tokens.shape[1], device=tokens.device) - starts,
+        anchors=anchors,
+        is_real=is_real,
+        block_starts=starts.gather(1, anchors),
+        labels=torch.where(inside, labels, -1),
+        spans=tuple(rows.spans[row] for row in chosen),
+    )

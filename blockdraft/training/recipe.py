@@ -1,0 +1,123 @@
+"""What a training run is asked to do. No torch: the command line reads its defaults here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from blockdraft.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a drafter looks like; whatever is None follows the target."""
+
+    block: int = 16
+    num_layers: int = 5
+    taps: tuple[int, ...] | None = None  # 0-based target layers; None: `num_taps` evenly spaced
+    num_taps: int = 5
+    inner_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    is_causal: bool = True  # inside the block
+    mask_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How the target answers."""
+
+    max_tokens: int = 400
+    sampled: float = 0.0  # share of the conversations answered at `temperature`, the others greedily
+    temperature: float = 0.7
+    top_p: float = 0.95
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Which loss, and how its columns are weighted."""
+
+    weighting: Literal["dpace", "decay", "uniform"] = "dpace"
+    alpha: float = 0.5
+    gamma: float = 7.0
+    hardness: float = 0.0  # of dpace: how much more a block counts where drafts end early
+    distill: float = 0.0  # share of the divergence from the target's own distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything about a run but its data and its length."""
+
+    rows_per_step: int = 24
+    num_anchors: int = 128  # per row
+    anchoring: Literal["even", "walk"] = "even"  # anchors anywhere, or mostly where the drafter's steps begin
+    optimizer: str = "muon"  # or adamw
+    rate: float = 3e-3
+    warm_up: float = 0.03  # share of the run
+    floor: float = 0.0  # share of the rate at the end
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    average: float = 0.0  # decay of a moving average of the weights, which is then what counts; 0: none
+    objective: Objective = field(default_factory=Objective)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run, as asked."""
+
+    out: Path
+    prompts: tuple[Path, ...] = ()
+    held_out: tuple[tuple[str | None, Path], ...] = ()  # with a name: the category of them all
+    model: str = "default"
+    start_from: str | None = None  # a drafter to continue from
+    device: str = "auto"
+    dtype: str = "auto"
+    steps: int | None = None
+    minutes: float | None = None
+    answer_minutes: float | None = None  # of them, for answers; None: a fifth
+    max_prompts: int | None = None
+    length: int = 1024  # of a packed row: the longest prompt and answer together
+    bulk_rows: int | None = None  # sequences answered at once
+    init: str = "random"
+    shape: Shape = field(default_factory=Shape)
+    manner: Manner = field(default_factory=Manner)
+    recipe: Recipe = field(default_factory=Recipe)
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.minutes is None):
+            raise SettingsError("give either --steps or --minutes.")
+        if not self.prompts and not any(self.out.glob("answers/shard-*.npz")):
+            raise SettingsError("no prompts: give --prompts FILE.")
+        _check("--length", self.length, 64, 32767)
+        _check("--steps", self.steps, 1)
+        _check("--minutes", self.minutes, 0)
+        _check("--answer-minutes", self.answer_minutes, 0)
+        _check("--max-prompts", self.max_prompts, 1)
+        _check("--rows", self.bulk_rows, 1)
+        # What a row must hold beside the answer: a prompt, and what is left of a round of engine/bulk.py.
+        _check("--max-answer", self.manner.max_tokens, 1, self.length - 16)
+        _check("--sampled", self.manner.sampled, 0, 1)
+        _check("--temperature", self.manner.temperature, 0)
+        _check("--top-p", self.manner.top_p, 0, 1)
+        _check("--rows-per-step", self.recipe.rows_per_step, 1)
+        _check("--anchors", self.recipe.num_anchors, 1)
+        _check("--average", self.recipe.average, 0, 1)
+        _check("--distill", self.recipe.objective.distill, 0, 1)
+
+    def fingerprint(self) -> dict[str, object]:
+        """What must be the same for a run to be continued."""
+        free = ("out", "command", "minutes", "prompts", "held_out", "device", "bulk_rows", "answer_minutes")
+        kept = {name: value for name, value in asdict(self).items() if name not in free}
+        return json.loads(json.dumps(kept, default=str))  # type: ignore[no-any-return]
+
+
+def _check(flag: str, value: float | None, least: float, most: float | None = None) -> None:
+    if value is not None and not (value >= least and (most is None or value <= most)):
+        allowed = f"{least} or more" if most is None else f"{least} to {most}"
+        raise SettingsError(f"{flag} {value} is outside {allowed}.")

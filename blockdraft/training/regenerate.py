@@ -1,0 +1,166 @@
+"""The target's own answers to prompts: what a drafter is trained on, and the stage that can be interrupted.
+
+A drafter learns to predict its target, so the target's own answers are worth more than better ones: on the
+original answers of a corpus JetSpec's drafter reached 3.36 instead of 7.82 on GSM8K.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockdraft.engine.bulk import Answer, Bulk, Question
+from blockdraft.engine.tokenizer import Tokenizer
+from blockdraft.training.answers import Conversation, Document, read_shard, write_shard
+from blockdraft.training.recipe import Manner
+
+SHARD = 8192  # documents per file
+AHEAD = 2048  # prompts made ready before they are asked for
+MAX_TURNS = 64  # of one conversation; a key is conversation * MAX_TURNS + turn
+
+
+@dataclass(slots=True)
+class Tally:
+    """How far it is; `report` hears it after every shard."""
+
+    num_documents: int = 0
+    num_answer_tokens: int = 0
+
+
+def regenerate(
+    bulk: Bulk,
+    tokenizer: Tokenizer,
+    conversations: Sequence[Conversation],
+    folder: Path,
+    manner: Manner,
+    *,
+    seconds: float | None = None,
+    report: Callable[[Tally], None] = lambda tally: None,
+) -> list[Document]:
+    """Answers to all of `conversations`, those already in `folder` read back; new ones are kept there.
+
+    They come in the order of the conversations, so a stage that was interrupted ends as any other.
+    With `seconds`, no new conversation begins once they are over; those under way are finished.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = sorted(folder.glob("shard-*.npz"))
+    done = [document for path in shards for document in read_shard(path)]
+    known = {document.key for document in done}
+    asker = _Asker(bulk, tokenizer, conversations, manner, known, seconds)
+    tally = Tally(len(done), sum(len(document.answer_ids) for document in done))
+    fresh: list[Document] = []
+    number = int(shards[-1].stem.removeprefix("shard-")) + 1 if shards else 0
+    with closing(asker):
+        for answer in bulk.answer(asker):
+            document = asker.hear(answer)
+            if document.key in known:
+                continue
+            fresh.append(document)
+            tally.num_documents += 1
+            tally.num_answer_tokens += len(document.answer_ids)
+            if len(fresh) == SHARD:
+                write_shard(folder / f"shard-{number:04}.npz", fresh)
+                done, fresh, number = done + fresh, [], number + 1
+                report(tally)
+    if fresh:
+        write_shard(folder / f"shard-{number:04}.npz", fresh)
+    report(tally)
+    return sorted(done + fresh, key=lambda document: document.key)
+
+
+class _Asker:
+    """An iterator of questions that has more to ask once answers have come: the next turns."""
+
+    def __init__(
+        self,
+        bulk: Bulk,
+        tokenizer: Tokenizer,
+        conversations: Sequence[Conversation],
+        manner: Manner,
+        known: set[int],
+        seconds: float | None,
+    ) -> None:
+        self._tokenizer, self._conversations, self._manner = tokenizer, conversations, manner
+        self._max_prompt = bulk.max_context - manner.max_tokens
+        self._ready: deque[Question] = deque()
+        self._said: dict[int, list[str]] = {}  # of conversations with turns to come
+        self._end_s = None if seconds is None else time.monotonic() + seconds
+        missing = [index for index, one in enumerate(conversations) if not _is_done(index, one, known)]
+        self._new = iter(missing)
+        self._encoder = ThreadPoolExecutor(2)  # while the device works
+        self._ahead: deque[Future[Question | None]] = deque()
+
+    def close(self) -> None:
+        """What was made ready and never asked is forgotten."""
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+
+    def __iter__(self) -> Iterator[Question]:
+        return self
+
+    def __next__(self) -> Question:
+        if self._ready:
+            return self._ready.popleft()
+        if self._end_s is not None and time.monotonic() >= self._end_s:
+            raise StopIteration
+        while len(self._ahead) < AHEAD and (index := next(self._new, None)) is not None:
+            self._ahead.append(self._encoder.submit(self._question, index, []))
+        while self._ahead:
+            question = self._ahead.popleft().result()
+            if question is not None:
+                return question
+        raise StopIteration
+
+    def hear(self, answer: Answer) -> Document:
+        """Keep an answer, and prepare the turn after it."""
+        question = answer.question
+        index, turn = divmod(question.key, MAX_TURNS)
+        one = self._conversations[index]
+        said = self._said.pop(index, [])
+        if answer.is_whole and turn + 1 < min(len(one.turns), MAX_TURNS):
+            said = [*said, self._tokenizer.decode(answer.token_ids)]
+            following = self._question(index, said)
+            if following is not None:
+                self._said[index] = said
+                self._ready.append(following)
+        return Document(
+            question.prompt_ids, answer.token_ids, one.category, question.temperature == 0, question.key
+        )
+
+    def _question(self, index: int, said: list[str]) -> Question | None:
+        """The next turn of a conversation; None where its prompt is too long."""
+        one, manner = self._conversations[index], self._manner
+        messages: list[dict[str, object]] = []
+        if one.system is not None:
+            messages.append({"role": "system", "content": one.system})
+        for turn, text in enumerate(one.turns[: len(said) + 1]):
+            messages.append({"role": "user", "content": text})
+            if turn < len(said):
+                messages.append({"role": "assistant", "content": said[turn]})
+        prompt_ids = self._encode(messages)
+        if not 2 <= len(prompt_ids) <= self._max_prompt:
+            return None
+        is_sampled = random.Random(manner.seed * 1_000_003 + index).random() < manner.sampled
+        return Question(
+            key=index * MAX_TURNS + len(said),
+            prompt_ids=tuple(prompt_ids),
+            max_tokens=manner.max_tokens,
+            temperature=manner.temperature if is_sampled else 0.0,
+            top_p=manner.top_p if is_sampled else 1.0,
+            seed=index,
+        )
+
+    def _encode(self, messages: list[dict[str, object]]) -> list[int]:
+        if self._tokenizer.has_chat_template:
+            return self._tokenizer.encode_chat(messages)
+        return self._tokenizer.encode("\n".join(str(message["content"]) for message in messages))
+
+
+def _is_done(index: int, one: Conversation, known: set[int]) -> bool:
+    """Whether all its turns are answered; else it begins anew, and what is known is not kept twice."""
+    return all(index * MAX_TURNS + turn in known for turn in range(min(len(one.turns), MAX_TURNS)))

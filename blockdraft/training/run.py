@@ -1,0 +1,317 @@
+"""A training run, stage by stage, in a folder that remembers how far it is.
+
+answers/shard-*.npz   the target's answers to the training prompts       (stage 1: regenerate)
+held-out/shard-*.npz  its greedy answers to prompts kept apart
+checkpoint.pt         weights, optimizer, step                           (stage 2: train)
+drafter/              the export, with its numbers and its card          (stages 3 and 4: evaluate, export)
+run.json              what was asked for: a run continues only as it began
+log.txt               everything that was said
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from blockdraft.engine.bulk import make_bulk
+from blockdraft.engine.loading import Models, load_models
+from blockdraft.engine.memory import release
+from blockdraft.errors import ModelError, SettingsError
+from blockdraft.models.checkpoint import open_checkpoint
+from blockdraft.models.dflash import DFlash
+from blockdraft.models.draft_config import DraftConfig, check_pair, read_draft_config
+from blockdraft.models.weights import load_drafter
+from blockdraft.settings import Settings
+from blockdraft.training.answers import Conversation, Document, read_conversations
+from blockdraft.training.check import fit_in_engine, sample
+from blockdraft.training.drafter import draft_json, new_drafter
+from blockdraft.training.evaluate import Fit, simulate
+from blockdraft.training.export import Story, export
+from blockdraft.training.packing import pack
+from blockdraft.training.recipe import Job
+from blockdraft.training.regenerate import Tally, regenerate
+from blockdraft.training.trainer import Progress, Trainer
+
+HELD_OUT = 20  # prompts of each category that are never trained on, where no file is given
+REGENERATE_SHARE = 0.2  # of the minutes given
+NUM_CHECKED = 32  # held-out answers that the engine gives once more
+DISAGREEMENT = 0.05  # between engine and simulation, before it is worth a warning
+CLOSING_S = 60.0  # kept for evaluation and export; arbitrary
+CHECKPOINT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ears:
+    """Who hears how it goes: lines for the log, and (stage, share done, what to show) for a bar."""
+
+    say: Callable[[str], None] = lambda line: None
+    show: Callable[[str, float | None, str], None] = lambda stage, share, detail: None
+
+
+def train(job: Job, ears: Ears, *, resume: bool = False) -> dict[str, Fit]:
+    """Every stage of `job` that is not done yet; the numbers of the exported drafter."""
+    begin_s = time.monotonic()
+    _open_folder(job, resume=resume)
+    budget_s = None if job.minutes is None else 60 * job.minutes
+    models = _load_target(job, ears)
+    _describe(job, models, ())  # what is wrong with it is said before the target answers for an hour
+    documents, held_out = _answers(job, models, ears, budget_s)
+    raw, config = _describe(job, models, documents)
+    models.target.taps = config.taps
+    trainer = _trainer(job, models, documents, config)
+    if resume:
+        _load_checkpoint(job, trainer, ears)
+    left_s = None if budget_s is None else budget_s - (time.monotonic() - begin_s) - CLOSING_S
+    if left_s is not None and left_s <= 0:
+        raise SettingsError(f"--minutes {job.minutes} are over before training began: give more.")
+    _run(job, trainer, ears, left_s)
+    with trainer.averaged():
+        ears.show("evaluate", None, f"{len(held_out)} held-out answers")
+        fits = _simulated(job, trainer, held_out)
+        export(job.out / "drafter", trainer.model, raw, fits, _story(job, documents, trainer))
+        for name, fit in fits.items():
+            ears.say(f"{name}: {fit.committed:.3f} tokens committed per step ({fit.num_documents} documents)")
+        ears.say(f"exported to {job.out / 'drafter'}")
+        _check(job, trainer, held_out, ears, models)
+    return fits
+
+
+def _check(job: Job, trainer: Trainer, held_out: list[Document], ears: Ears, models: Models) -> None:
+    """The export in the engine, on a few of the same prompts."""
+    few = sample(held_out, NUM_CHECKED)
+    ears.show("check", None, f"{len(few)} answers in the engine")
+    expected = _simulated(job, trainer, few)["all"]
+    config = trainer.model.config
+    found = fit_in_engine(job.out / "drafter", few, model=job.model, config=config, like=models)
+    line = (
+        f"{found.committed:.3f} tokens committed per step in the engine, {expected.committed:.3f} simulated"
+    )
+    if abs(found.committed / expected.committed - 1) > DISAGREEMENT:
+        line = f"warning: {line}: they should agree. Near-ties in half precision, or a bug: please report it"
+    ears.say(line)
+
+
+def _simulated(job: Job, trainer: Trainer, documents: Sequence[Document]) -> dict[str, Fit]:
+    return simulate(
+        trainer.forward,
+        documents,
+        length=job.length,
+        rows_per_step=job.recipe.rows_per_step,
+        num_anchors=job.recipe.num_anchors,
+    )
+
+
+# ---- the folder
+
+
+def _open_folder(job: Job, *, resume: bool) -> None:
+    job.out.mkdir(parents=True, exist_ok=True)
+    path = job.out / "run.json"
+    if not resume:
+        has_answers = any(job.out.glob("*/shard-*.npz"))
+        if (job.out / "checkpoint.pt").exists() or (path.exists() and has_answers):
+            raise SettingsError(f"'{job.out}' holds a run already: add --resume, or choose another --out.")
+        path.write_text(json.dumps(job.fingerprint(), indent=1))
+        return
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise SettingsError(f"cannot resume '{job.out}': {error}. Start it without --resume.") from None
+    asked = job.fingerprint()
+    wrong = sorted(name for name in asked if asked[name] != known.get(name))
+    if wrong:
+        raise SettingsError(
+            f"cannot resume '{job.out}' with another {wrong[0]}: it began with {known.get(wrong[0])!r}, and "
+            f"{asked[wrong[0]]!r} was asked for. Ask for the same, or train --from its drafter."
+        )
+
+
+def _save_checkpoint(job: Job, trainer: Trainer) -> None:
+    partial = job.out / "checkpoint.partial"
+    torch.save(trainer.state(), partial)
+    partial.rename(job.out / "checkpoint.pt")
+
+
+def _load_checkpoint(job: Job, trainer: Trainer, ears: Ears) -> None:
+    path = job.out / "checkpoint.pt"
+    if path.exists():
+        trainer.load_state(torch.load(path, map_location=trainer.device, weights_only=True))
+        ears.say(f"continuing at step {trainer.step_number}")
+
+
+# ---- stage 1: answers
+
+
+def _load_target(job: Job, ears: Ears) -> Models:
+    on_gpu = torch.cuda.is_available() and job.device != "cpu"
+    rows = job.bulk_rows or (2048 if on_gpu else 16)
+    settings = Settings(
+        model=job.model,
+        draft="none",
+        device=job.device,
+        dtype=job.dtype,
+        quantization="none",
+        max_rows=rows,
+        max_context=job.length,
+        chunk=16384 if on_gpu else 512,
+        prefix_cache=False,
+    )
+    ears.show("load", None, job.model)
+    return load_models(settings, ears.say)
+
+
+def _answers(
+    job: Job, models: Models, ears: Ears, budget_s: float | None
+) -> tuple[list[Document], list[Document]]:
+    """Documents to train on, and greedy ones that are held out."""
+    training, held_out = _conversations(job)
+    bulk, tokenizer = make_bulk(models), models.tokenizer
+    greedy = replace(job.manner, sampled=0.0)
+    kept = regenerate(bulk, tokenizer, held_out, job.out / "held-out", greedy)
+    seconds = None if job.answer_minutes is None else 60 * job.answer_minutes
+    if seconds is None and budget_s is not None:
+        seconds = REGENERATE_SHARE * budget_s
+    begin_s = time.monotonic()
+
+    def report(tally: Tally) -> None:
+        taken = time.monotonic() - begin_s
+        share = tally.num_documents / max(len(training), 1)
+        if seconds:
+            share = max(share, taken / seconds)
+        ears.show("regenerate", min(share, 1.0), f"{tally.num_answer_tokens / 1e6:.1f} M tokens")
+        ears.say(f"answers: {tally.num_documents} documents, {tally.num_answer_tokens} tokens, {taken:.0f} s")
+
+    documents = regenerate(
+        bulk, tokenizer, training, job.out / "answers", job.manner, seconds=seconds, report=report
+    )
+    if not documents or not kept:
+        raise SettingsError("the target answered nothing: give more --prompts or more --minutes.")
+    bulk.close()
+    del bulk
+    release()
+    return documents, kept
+
+
+def _conversations(job: Job) -> tuple[list[Conversation], list[Conversation]]:
+    """Shuffled training prompts, and those that are held out of them."""
+    found = [one for path in job.prompts for one in read_conversations(path)]
+    random.Random(job.manner.seed).shuffle(found)
+    if job.held_out:
+        held_out = [
+            one if name is None else replace(one, category=name)
+            for name, path in job.held_out
+            for one in read_conversations(path)
+        ]
+    else:
+        seen: Counter[str] = Counter()
+        held_out = []
+        rest: list[Conversation] = []
+        share = max(1, min(HELD_OUT, len(found) // 20))
+        for one in found:
+            (held_out if seen[one.category] < share else rest).append(one)
+            seen[one.category] += 1
+        found = rest or found
+    return found[: job.max_prompts], held_out
+
+
+# ---- stage 2: training
+
+
+def _describe(
+    job: Job, models: Models, documents: Sequence[Document]
+) -> tuple[Mapping[str, object], DraftConfig]:
+    """config.json of the drafter, and what we read in it."""
+    if job.start_from is not None:
+        raw = open_checkpoint(job.start_from).config
+    else:
+        own = open_checkpoint(job.model).config
+        raw = draft_json(job.shape, models.config, own, _mask_id(job, models, documents))
+    config = read_draft_config(raw, name=job.start_from or "the new drafter")
+    check_pair(config, models.config, models.tokenizer.eos_ids)
+    if config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None:
+        raise ModelError(f"'{config.name}' has a head or an embedding scale of its own: not trained here.")
+    return raw, config
+
+
+def _mask_id(job: Job, models: Models, documents: Sequence[Document]) -> int:
+    """A special token that no document uses; the highest, which is seldom one of the template's."""
+    if job.shape.mask_token_id is not None:
+        return job.shape.mask_token_id
+    tokenizer, size = models.tokenizer, models.config.vocab_size
+    used = {token for one in documents for token in (*one.prompt_ids, *one.answer_ids)}
+    unused = [one for one in (*tokenizer.special_ids, size - 1) if one not in used and one < size]
+    free = [one for one in unused if one not in tokenizer.eos_ids]
+    if not free:
+        raise SettingsError("no token is free to be the mask: choose one with --mask-token.")
+    special = [one for one in free if one in tokenizer.special_ids]
+    return max(special or free)
+
+
+def _trainer(job: Job, models: Models, documents: list[Document], config: DraftConfig) -> Trainer:
+    model = new_drafter(
+        config,
+        models.target,
+        max_positions=job.length + config.block,
+        device=models.device,
+        init="random" if job.start_from is not None else job.init,
+        seed=job.recipe.seed,
+    )
+    if job.start_from is not None:
+        _load_weights(model, job.start_from, models.device)
+    rows, _ = pack(documents, job.length)
+    if not len(rows):
+        raise SettingsError(f"--length {job.length}: every answer is longer. Raise it.")
+    return Trainer(model, models.target, rows.to(models.device), job.recipe)
+
+
+def _load_weights(model: DFlash, source: str, device: torch.device) -> None:
+    """A drafter's weights, as float32 that can be trained."""
+    trained = {name: one.requires_grad for name, one in model.named_parameters()}
+    load_drafter(model, open_checkpoint(source), storage="none", device=device)
+    for name, one in model.named_parameters():
+        one.requires_grad_(trained[name])
+
+
+def _run(job: Job, trainer: Trainer, ears: Ears, seconds: float | None) -> None:
+    said_s = saved_s = time.monotonic()
+    for progress in trainer.run(steps=job.steps, seconds=seconds):
+        now_s = time.monotonic()
+        if now_s - said_s >= 5:
+            _say(progress, ears)
+            said_s = now_s
+        if now_s - saved_s >= CHECKPOINT_S:
+            _save_checkpoint(job, trainer)
+            saved_s = now_s
+    _save_checkpoint(job, trainer)
+
+
+def _say(progress: Progress, ears: Ears) -> None:
+    line = f"loss {progress.loss.item():.4f}, {progress.committed():.3f} per step, rate {progress.rate:.2e}"
+    ears.show("train", progress.share, line)
+    ears.say(f"step {progress.step}: {line}")
+
+
+def _story(job: Job, documents: Sequence[Document], trainer: Trainer) -> Story:
+    counts = Counter(one.category for one in documents)
+    num_tokens = sum(len(one.answer_ids) for one in documents)
+    num_greedy = sum(one.is_greedy for one in documents)
+    data = (
+        f"{len(documents):,} answers of the target itself, {num_tokens / 1e6:.1f} M tokens, "
+        f"{num_greedy / len(documents):.0%} of them greedy: "
+        + ", ".join(f"{name} {count:,}" for name, count in counts.most_common())
+        + "."
+    )
+    recipe = {
+        **{name: value for name, value in asdict(job.recipe).items() if name != "objective"},
+        **asdict(job.recipe.objective),
+        "steps": trainer.step_number,
+        "length": job.length,
+        "start": job.start_from or job.init,
+    }
+    return Story(target=job.model, command=job.command, data=data, recipe=recipe)

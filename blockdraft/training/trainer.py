@@ -1,0 +1,278 @@
+"""Training a drafter: the target's features, blocks at random anchors, one loss, one step. Frozen target.
+
+The step is: draw anchors, read features, draft every block at once, weigh what was wrong, move. The drafter
+is the same module that serves; only its view differs (training/view.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.engine.engine import mix
+from blockdraft.kernels.choice import use
+from blockdraft.models.decoder import Decoder
+from blockdraft.models.dflash import DFlash, DFlashLayer
+from blockdraft.training.features import FeatureReader
+from blockdraft.training.objective import Head, Teacher, block_loss
+from blockdraft.training.optimizer import make_optimizers, rate_at
+from blockdraft.training.packing import Batch, Rows, draw
+from blockdraft.training.recipe import Recipe
+from blockdraft.training.view import BlockView, ContextView, Seen, block_masks
+from blockdraft.training.walk import Walk
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """After one step. Reading a tensor waits for the device, so most steps should not."""
+
+    step: int
+    share: float  # of the run
+    rate: float
+    loss: Tensor
+    matches: Tensor  # [blocks, B - 1]
+    is_real: Tensor  # [blocks]
+
+    def committed(self) -> float:
+        """Tokens that a step with these anchors would commit on average, the target's own included."""
+        runs = self.matches.long().cumprod(dim=1).sum(dim=1)
+        return 1 + (runs * self.is_real).sum().item() / max(int(self.is_real.sum()), 1)
+
+
+class BlockForward:
+    """A drafter over packed rows: hidden states of all blocks at once."""
+
+    def __init__(self, model: DFlash, target: Decoder) -> None:
+        self.model, self.target = model, target
+        self.block = model.config.block
+        self._drafter = DFlashDrafter(model, target)
+        self._masks = {one.layer: one.mask for one in model.layers if isinstance(one, DFlashLayer)}
+        self._run = _compiled() if next(model.parameters()).is_cuda else _hidden
+
+    def head(self) -> Head:
+        """The head that serves this drafter: the target's, dense."""
+        config, target = self.model.config, self.target
+        module = target.embedding if target.head is None else target.head
+        assert isinstance(module.weight, nn.Parameter), "a training target is loaded unpacked"
+        cap = config.logit_softcap if config.logit_softcap is not None else target.config.logit_softcap
+        return Head(module.weight.data, config.logit_scale, cap)
+
+    def __call__(self, batch: Batch, features: Tensor) -> Tensor:
+        """[R * A, B - 1, E]: what the drafter makes of columns 1 … B - 1 of every block."""
+        ids = batch.block_ids(self.block, self.model.config.mask_token_id)
+        x = self._drafter.embed(ids.flatten())
+        masks = block_masks(batch, self.block, self._masks)
+        with _half(x), use("reference"):
+            hidden = self._run(
+                self.model,
+                features,
+                x,
+                batch.positions.flatten(),
+                batch.block_positions(self.block),
+                len(batch.tokens),
+                masks,
+            )
+        return hidden.view(-1, self.block, x.shape[1])[:, 1:]
+
+
+def _hidden(
+    model: DFlash,
+    features: Tensor,
+    x: Tensor,
+    context_positions: Tensor,
+    block_positions: Tensor,
+    num_rows: int,
+    masks: dict[int, Seen],
+) -> Tensor:
+    context = ContextView(context_positions)
+    model.absorb(features, context)
+    hidden: Tensor = model(x, BlockView(context, block_positions, num_rows, masks))
+    return hidden
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    """One for all drafters: those of one shape share what was compiled."""
+    return torch.compile(_hidden, dynamic=False)
+
+
+def _half(x: Tensor) -> AbstractContextManager[object]:
+    """Products in the stream's half precision; the weights that move are float32."""
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return torch.autocast(x.device.type, dtype=x.dtype)
+    return nullcontext()
+
+
+class Trainer:
+    """Moves `model` towards what `target` says in `rows`."""
+
+    def __init__(self, model: DFlash, target: Decoder, rows: Rows, recipe: Recipe) -> None:
+        self.model, self.recipe, self.rows = model, recipe, rows
+        self.step_number = 0
+        self.forward = BlockForward(model, target)
+        self._head = self.forward.head()
+        self.device = rows.tokens.device
+        self._reader = FeatureReader(
+            target,
+            num_rows=recipe.rows_per_step,
+            length=rows.tokens.shape[1],
+            dtype=self._head.weight.dtype,
+            device=self.device,
+        )
+        self._optimizers = make_optimizers(
+            model, name=recipe.optimizer, rate=recipe.rate, weight_decay=recipe.weight_decay
+        )
+        self._trained = [one for one in model.parameters() if one.requires_grad]
+        self._walk = Walk(rows.tokens.shape, self.device) if recipe.anchoring == "walk" else None
+        self._average = [one.detach().clone() for one in self._trained] if recipe.average else []
+
+    # ---- a run
+
+    def run(self, *, steps: int | None = None, seconds: float | None = None) -> Iterator[Progress]:
+        """Steps until `steps` are done in all, or this call has taken `seconds`; the rate ends with it."""
+        begin = time.monotonic()
+        while True:
+            if steps is not None:
+                share = self.step_number / steps
+            else:
+                assert seconds is not None
+                share = (time.monotonic() - begin) / seconds
+            if share >= 1:
+                return
+            yield self.step(share)
+
+    def step(self, share: float) -> Progress:
+        recipe = self.recipe
+        rate = recipe.rate * rate_at(share, warm_up=recipe.warm_up, floor=recipe.floor)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        chosen = self._chosen()
+        batch = self._batch(chosen)
+        hidden, features = self._reader.read(batch)
+        scores = block_loss(
+            self.forward(batch, features),
+            batch.labels.flatten(0, 1),
+            self._head,
+            recipe.objective,
+            self._teacher(batch, hidden),
+        )
+        scores.loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._trained, recipe.clip)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self._follow()
+        if self._walk is not None:
+            self._walk.learn(chosen, batch, scores.matches)
+        self.step_number += 1
+        return Progress(
+            self.step_number, share, rate, scores.loss.detach(), scores.matches, batch.is_real.flatten()
+        )
+
+    def _chosen(self) -> list[int]:
+        """The same rows for the same step, whenever it is run."""
+        recipe = self.recipe
+        per_epoch = max(1, len(self.rows) // recipe.rows_per_step)
+        epoch, place = divmod(self.step_number, per_epoch)
+        order = torch.randperm(len(self.rows), generator=_seeded("cpu", recipe.seed, 2 * epoch))
+        return order.roll(-place * recipe.rows_per_step)[: recipe.rows_per_step].tolist()
+
+    def _batch(self, chosen: list[int]) -> Batch:
+        generator = _seeded(self.device.type, self.recipe.seed, 2 * self.step_number + 1)
+        weights = None if self._walk is None else self._walk.weights(chosen)
+        return draw(self.rows, chosen, self.recipe.num_anchors, self.forward.block, generator, weights)
+
+    def _teacher(self, batch: Batch, hidden: Tensor) -> Teacher | None:
+        if self.recipe.objective.distill == 0:
+            return None
+        offset = torch.arange(self.forward.block - 1, device=self.device)
+        place = (batch.anchors[..., None] + offset).clamp(max=batch.tokens.shape[1] - 1)
+        first = torch.arange(len(batch.tokens), device=self.device)[:, None, None] * batch.tokens.shape[1]
+        head = Head(
+            self._head.weight, cap=self.forward.target.config.logit_softcap
+        )  # not the drafter's scale
+        with torch.no_grad():
+            return Teacher(head.logits(hidden), (first + place).flatten(0, 1))
+
+    # ---- the moving average
+
+    def _follow(self) -> None:
+        if self._average:
+            decay = min(self.recipe.average, (1 + self.step_number) / (10 + self.step_number))
+            torch._foreach_lerp_(self._average, [one.detach() for one in self._trained], 1 - decay)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside the `with`, the model has the averaged weights, if there are any."""
+        return _Swapped(self._trained, self._average)
+
+    # ---- to be continued
+
+    def state(self) -> dict[str, object]:
+        """Everything that a later run needs to go on from here."""
+        return {
+            "step": self.step_number,
+            "model": self.model.state_dict(),
+            "average": self._average,
+            "walk": None if self._walk is None else self._walk.chance,
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+
+    def load_state(self, state: Mapping[str, object]) -> None:
+        step, average, optimizers = state["step"], state["average"], state["optimizers"]
+        assert isinstance(step, int)
+        assert isinstance(average, list)
+        assert isinstance(optimizers, list)
+        self.step_number = step
+        self.model.load_state_dict(state["model"])  # type: ignore[arg-type]
+        for mine, theirs in zip(self._average, average, strict=True):
+            mine.copy_(theirs)
+        for optimizer, saved in zip(self._optimizers, optimizers, strict=True):
+            optimizer.load_state_dict(saved)
+        if self._walk is not None:
+            walk = state["walk"]
+            assert isinstance(walk, Tensor)
+            self._walk.chance.copy_(walk)
+
+
+class _Swapped:
+    def __init__(self, weights: list[nn.Parameter], others: list[Tensor]) -> None:
+        self._pairs = list(zip(weights, others, strict=True)) if others else []
+
+    def _swap(self) -> None:
+        for weight, other in self._pairs:
+            kept = weight.detach().clone()
+            weight.data.copy_(other)
+            other.copy_(kept)
+
+    def __enter__(self) -> None:
+        self._swap()
+
+    def __exit__(self, *_: object) -> None:
+        self._swap()
+
+
+def _seeded(device: str, seed: int, number: int) -> torch.Generator:
+    # PyTorch's generator on a CPU looks at the lower 32 bits alone.
+    return torch.Generator(device=device).manual_seed(mix(seed, number) % 2**32)
+
+
+def follow(
+    trainer: Trainer, progress: Iterator[Progress], every_s: float, say: Callable[[str], None]
+) -> None:
+    """Run to the end, with a line now and then."""
+    last = time.monotonic()
+    for one in progress:
+        if time.monotonic() - last >= every_s:
+            say(
+                f"step {one.step}, {one.share:.0%}: loss {one.loss.item():.4f}, "
+                f"{one.committed():.3f} committed per step, rate {one.rate:.2e}"
+            )
+            last = time.monotonic()

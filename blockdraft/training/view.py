@@ -1,0 +1,176 @@
+"""What a drafter sees in training: no cache, the whole batch at once, and never the anchor's own feature.
+
+A batch is R rows of L tokens and A blocks of B. Queries are the A * B block tokens of a row; keys are its L
+context vectors followed by those same block tokens. Block j, whose anchor sits at place a of a document that
+begins at s, may see
+
+    context vectors [s, a)     strictly before the anchor: its feature nearly spells out the first draft
+    its own block              all of it, or up to the query where the layer is causal
+
+which is what `cache.view.CacheView` shows it when it serves. On a GPU FlexAttention skips what is hidden; on
+a CPU the mask is spelled out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from blockdraft.kernels.attention import Mask
+from blockdraft.kernels.gated_delta import DeltaWeights
+from blockdraft.kernels.heads import HeadNorms
+from blockdraft.kernels.rows import Angles, reference_rms_norm, reference_rotate
+from blockdraft.training.packing import Batch
+
+TILE = 128  # of FlexAttention's block masks
+
+Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, head, query, key) -> bool, elementwise
+Seen = Tensor | BlockMask
+
+
+def block_masks(batch: Batch, block: int, layers: Mapping[int, Mask]) -> dict[int, Seen]:
+    """What every block of `batch` sees in each layer; layers of one kind share it."""
+    build: Callable[[Batch, int, Sees], Seen] = _tiles if batch.tokens.is_cuda else _dense
+    kinds = {kind: build(batch, block, sees(batch, block, kind)) for kind in set(layers.values())}
+    return {layer: kinds[kind] for layer, kind in layers.items()}
+
+
+def sees(batch: Batch, block: int, mask: Mask) -> Sees:
+    """The rule at the top of this file, for one kind of layer."""
+    length, anchors, starts = batch.tokens.shape[1], batch.anchors, batch.block_starts
+    window = mask.window
+
+    def see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        number = query // block
+        anchor, start = anchors[row, number], starts[row, number]
+        in_context = (key >= start) & (key < anchor)
+        own = (key >= length) & ((key - length) // block == number)
+        if mask.is_causal:
+            own = own & (key - length <= query)
+        seen = in_context | own
+        if window is None:
+            return seen
+        place = torch.where(key < length, key, anchor + (key - length) % block)
+        if mask.is_anchored:
+            return seen & (place >= anchor - window)
+        at = anchor + query % block
+        return seen & (place > at - window) & (place < at + window)
+
+    return see
+
+
+def _dense(batch: Batch, block: int, see: Sees) -> Tensor:
+    """[R, 1, A * B, L + A * B]"""
+    num_rows, length = batch.tokens.shape
+    size = batch.anchors.shape[1] * block
+    row = torch.arange(num_rows, device=batch.tokens.device)[:, None, None, None]
+    query = torch.arange(size, device=row.device)[:, None]
+    return see(row, row, query, torch.arange(length + size, device=row.device))
+
+
+def _tiles(batch: Batch, block: int, see: Sees) -> BlockMask:
+    """The same for FlexAttention: which tiles hold anything at all, without looking at every pair."""
+    length, device = batch.tokens.shape[1], batch.tokens.device
+    size = batch.anchors.shape[1] * block
+    first = torch.arange(0, length + size, TILE, device=device)  # the first key of each tile
+    anchors, starts = batch.anchors[..., None], batch.block_starts[..., None]
+    own = torch.arange(length, length + size, block, device=device)[:, None]
+    context = (starts < anchors) & (first < anchors) & (first + TILE > starts)
+    itself = (first < own + block) & (first + TILE > own)
+    by_query = (context | itself).repeat_interleave(block, dim=1)  # [R, A * B, key tiles]
+    by_query = functional.pad(by_query, (0, 0, 0, -size % TILE))
+    is_used = by_query.view(len(batch.tokens), -1, TILE, len(first)).any(dim=2)[
+        :, None
+    ]  # [R, 1, query tiles, key tiles]
+    counts = is_used.sum(dim=-1, dtype=torch.int32)
+    order = is_used.int().argsort(dim=-1, descending=True, stable=True).int()
+    return BlockMask.from_kv_blocks(
+        counts, order, BLOCK_SIZE=TILE, mask_mod=see, seq_lengths=(size, length + size)
+    )
+
+
+class ContextView:
+    """The side of a training forward that only leaves keys and values behind."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions  # [R * L]
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
+        self.kept[layer] = _placed(k, None if norms is None else norms.k, norms, angles), v
+
+    def attend(  # noqa: PLR0913
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        mask: Mask,
+        *,
+        angles: Angles | None,
+        norms: HeadNorms | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        raise AssertionError("context vectors are read, they do not attend")
+
+    def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
+        raise AssertionError("a drafter has no recurrent layers")
+
+
+class BlockView(ContextView):
+    """The blocks' side: positions [R * A * B], and attention over the context and the block itself."""
+
+    def __init__(
+        self, context: ContextView, positions: Tensor, num_rows: int, masks: Mapping[int, Seen]
+    ) -> None:
+        super().__init__(positions)
+        self.kept = context.kept
+        self._num_rows = num_rows
+        self._masks = masks
+
+    def attend(  # noqa: PLR0913
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        mask: Mask,
+        *,
+        angles: Angles | None,
+        norms: HeadNorms | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert k is not None
+        assert v is not None
+        assert angles is not None
+        assert sinks is None
+        q = _placed(q, None if norms is None else norms.q, norms, angles)
+        k = _placed(k, None if norms is None else norms.k, norms, angles)
+        seen_k, seen_v = self.kept[layer]
+        keys = torch.cat((self._by_row(seen_k), self._by_row(k)), dim=2)
+        values = torch.cat((self._by_row(seen_v), self._by_row(v)), dim=2)
+        out = _attend(self._by_row(q), keys, values, self._masks[layer], mask.scale)
+        return out.transpose(1, 2).reshape(q.shape)
+
+    def _by_row(self, x: Tensor) -> Tensor:
+        """[R, H, T, D] of a stream [R * T, H, D]."""
+        return x.view(self._num_rows, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Seen, scale: float) -> Tensor:
+    if isinstance(mask, BlockMask):
+        out = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+        assert isinstance(out, Tensor)
+        return out
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+
+def _placed(x: Tensor, weight: Tensor | None, norms: HeadNorms | None, angles: Angles) -> Tensor:
+    """Normalised over each head's values and rotated to its position, in the dtype it came in."""
+    if norms is not None:
+        x = reference_rms_norm(x, weight, norms.eps)
+    return reference_rotate(x, angles).to(x.dtype)

@@ -1,0 +1,100 @@
+"""The fixture's target, drafters of any shape for it, and packed rows: what the tests of training share."""
+
+import functools
+import json
+import shutil
+
+import torch
+from safetensors.torch import save_file
+
+from blockdraft.engine.loading import load_models
+from blockdraft.models.draft_config import read_draft_config
+from blockdraft.settings import Settings
+from blockdraft.training.answers import Document
+from blockdraft.training.drafter import new_drafter
+from blockdraft.training.export import named_weights
+from tests import tiny
+
+CPU = torch.device("cpu")
+TAPS = (0, 1, 2)
+HIDDEN, VOCAB = 32, 64
+
+
+def load_target(path=tiny.TARGET, **settings):
+    """A target alone, as training loads it."""
+    settings = {"device": "cpu", "dtype": "float64", "max_context": 128, "prefix_cache": False, **settings}
+    return load_models(Settings(model=str(path), draft="none", **settings), lambda _: None)
+
+
+@functools.cache
+def target():
+    models = load_target()
+    models.target.taps = TAPS
+    return models.target
+
+
+def write_ending_target(folder, *end_ids):
+    """The fixture's target in `folder`, but these tokens end a text: it says them often."""
+    shutil.copytree(tiny.TARGET, folder, dirs_exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": list(end_ids)}))
+    return folder
+
+
+def draft_json(*, top=(), dflash=(), speculators=None):
+    """config.json of a drafter for the fixture's target, in z-lab's layout or in the other one."""
+    config = json.loads((tiny.PAIR / "draft" / "config.json").read_text()) | dict(top)
+    config["dflash_config"] |= dict(dflash)
+    if speculators is None:
+        return config
+    body = {k: v for k, v in config.items() if k not in ("architectures", "block_size", "dflash_config")}
+    return {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashDraftModel"],
+        "transformer_layer_config": body,
+        "block_size": config["block_size"],
+        "mask_token_id": config["dflash_config"]["mask_token_id"],
+        "aux_hidden_state_layer_ids": [k + 1 for k in config["dflash_config"]["target_layer_ids"]],
+        "draft_vocab_size": VOCAB,
+        **speculators,
+    }
+
+
+def random_drafter(raw, *, dtype=torch.float64, seed=6, max_positions=256, decoder=None):
+    """A drafter to be trained, every weight random: norms around one, the rest scaled to its inputs."""
+    config = read_draft_config(raw, name="random")
+    model = new_drafter(
+        config, decoder or target(), max_positions=max_positions, device=CPU, init="random", seed=0
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.3 * noise if parameter.ndim == 1 else noise * parameter.shape[1] ** -0.5
+    return model.to(dtype)
+
+
+def write_drafter(folder, raw, model, dtype=torch.float32):
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(named_weights(model, dtype), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def random_documents(sizes, *, seed=0, category="all"):
+    """Documents of (prompt, answer) sizes, tokens drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Document(
+            tuple(torch.randint(0, 60, (prompt,), generator=generator).tolist()),
+            tuple(torch.randint(0, 60, (answer,), generator=generator).tolist()),
+            category,
+            is_greedy=True,
+            key=index,
+        )
+        for index, (prompt, answer) in enumerate(sizes)
+    ]
+
+
+def random_features(batch, *, seed=1, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch.tokens.numel(), len(TAPS) * HIDDEN, generator=generator, dtype=dtype)

@@ -1,0 +1,476 @@
+"""blockdraft fit: numbers of the engine, suspects tried one by one, and what it advises."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockdraft.cli.fit import lines
+from blockdraft.cli.main import main
+from blockdraft.engine.request import SamplingParams
+from blockdraft.llm import LLM
+from blockdraft.models.draft_config import read_draft_config
+from blockdraft.models.families import read_model_config
+from blockdraft.training import fit as fit_module
+from blockdraft.training import variations as variations_module
+from blockdraft.training.answers import Document
+from blockdraft.training.evaluate import Fit
+from blockdraft.training.fit import Cost, Question, fit
+from blockdraft.training.variations import variations
+
+PAIR = Path(__file__).parents[1] / "fixtures" / "pair"
+TARGET, DRAFT = PAIR / "target", PAIR / "draft"
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_work():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_module, "TIMED_STEPS", 4)
+        patch.setitem(fit_module.PROBES, "cpu", (3, 64))
+        patch.setattr(variations_module, "NUM_ANCHORS", 24)
+        yield
+
+
+@pytest.fixture
+def _nothing_timed(monkeypatch):
+    monkeypatch.setattr(fit_module._Session, "costs", lambda *_: ())
+
+
+@pytest.fixture
+def _no_variations(monkeypatch):
+    monkeypatch.setattr(fit_module, "variations", lambda *_: [])
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def good(prompts, _little_work):
+    """The report of the drafter as it is."""
+    return ask(DRAFT, prompts)
+
+
+def write_prompts(path, steps=(1, 2, 3), starts=range(0, 60, 20)):
+    """Runs of the kind the target has learnt to continue, a category per step."""
+    rows = [
+        {"prompt": " ".join(f"t{(start + step * k) % 60}" for k in range(4)), "category": f"step {step}"}
+        for step in steps
+        for start in starts
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def drafter(folder, weights=None, **changes):
+    """The fixture's drafter with other values in config.json, and other weights."""
+    shutil.copytree(DRAFT, folder)
+    change(folder, **changes)
+    if weights is not None:
+        save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def change(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in changes.items():
+        place = config["dflash_config"] if key in DFLASH_KEYS else config
+        place[key] = value
+        if value is None:
+            del place[key]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+DFLASH_KEYS = ("target_layer_ids", "mask_token_id", "input_embedding_scale")
+
+
+def ask(draft, prompts, target=TARGET, **options):
+    options = {"max_tokens": MAX_TOKENS, "dtype": "float64"} | options
+    return fit(Question(target=str(target), drafter=str(draft), prompts=prompts, **options))
+
+
+def command(draft, prompts, *flags, target=TARGET):
+    fixed = ("--prompts", str(prompts), "--max-tokens", str(MAX_TOKENS), "--dtype", "float64")
+    return main(["fit", str(target), str(draft), *fixed, *flags])
+
+
+# ---- numbers
+
+
+def test_a_good_drafter_fits_and_nothing_is_found_wrong(good):
+    assert good.fits
+    assert good.cause is None
+    text = "\n".join(lines(good))
+    assert "FITS: 6." in text
+    assert "DOES NOT" not in text
+    assert "Likely cause" not in text
+    assert "blockdraft train" not in text
+    assert "WARNING" not in text
+    for name in ("step 1", "step 2", "step 3", "all"):
+        assert any(line.strip().startswith(name) for line in text.splitlines())
+
+
+def test_the_numbers_are_those_of_the_engine(prompts):
+    report = ask(DRAFT, prompts, is_quick=True, limit=2, width=4, temperature=0.5)
+    llm = LLM(str(TARGET), str(DRAFT), dtype="float64", width=4, prefix_cache=False)
+    texts = [json.loads(line) for line in prompts.read_text().splitlines()]
+    for step in (1, 2, 3):
+        # The first two of each category, in the order of the file: noise is drawn by request number.
+        mine = [row for row in texts if row["category"] == f"step {step}"][:2]
+        assert report.categories[f"step {step}"].num_documents == len(mine)
+    chosen = [row["prompt"] for index, row in enumerate(texts) if index % 3 < 2]
+    params = SamplingParams(temperature=0.5, max_tokens=MAX_TOKENS, width=4)
+    metrics = [one.metrics for one in llm.generate(chosen, params)]
+    assert report.overall.num_tokens == sum(one.num_tokens for one in metrics)
+    assert report.overall.num_steps == sum(one.steps for one in metrics)
+    accepted = [one.accepted for one in metrics]
+    assert list(report.overall.accepted) == [sum(each) for each in zip(*accepted, strict=True)]
+    for name in ("num_tokens", "num_steps", "num_documents"):
+        parts = report.categories.values()
+        assert sum(getattr(one, name) for one in parts) == getattr(report.overall, name)
+
+
+def own_head():
+    """A head of its own over three quarters of the tokens: the others are never drafted."""
+    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
+    ids = torch.tensor([one for one in range(60) if one % 4])
+    return load_file(DRAFT / "model.safetensors") | {
+        "lm_head.weight": embedding[ids].clone(),
+        "d2t": ids - torch.arange(len(ids)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights"),
+    [
+        ({}, None),
+        ({"is_causal": True}, None),
+        ({"target_layer_ids": [2, 0, 1], "input_embedding_scale": 0.5}, None),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}, None),
+        ({"draft_vocab_size": 45}, own_head),
+    ],
+    ids=["narrow", "causal", "taps and scale", "window", "own head"],
+)
+@pytest.mark.usefixtures("_no_variations", "_nothing_timed")
+def test_simulation_and_engine_agree(tmp_path, prompts, changes, weights):
+    made = drafter(tmp_path / "draft", None if weights is None else weights(), **changes)
+    agreement = ask(made, prompts, width=6).agreement
+    assert agreement.num_documents == 3
+    assert agreement.engine > 1
+    assert agreement.simulated == pytest.approx(agreement.engine, rel=1e-12)
+
+
+@pytest.mark.usefixtures("_no_variations", "_nothing_timed")
+def test_a_disagreement_is_said_with_both_numbers(prompts, capsys, monkeypatch):
+    monkeypatch.setattr(fit_module, "try_on", lambda *_: Fit(8, 300, 100, ()))
+    assert command(DRAFT, prompts, "--json") == 0
+    out, err = capsys.readouterr()
+    assert "simulation 3.000" in err
+    assert json.loads(out)["agreement"]["agrees"] is False
+
+
+def test_a_disagreement_is_part_of_the_report(good):
+    assert good.agreement.agrees
+    wrong = replace(good, agreement=replace(good.agreement, simulated=1.02 * good.agreement.engine))
+    assert any(line.startswith("WARNING") for line in lines(wrong))
+
+
+# ---- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "key", "value"),
+    [
+        ({"target_layer_ids": [1, 2, 3]}, "tap offset -1", "target_layer_ids", [0, 1, 2]),
+        ({"mask_token_id": 5}, "mask token", "mask_token_id", 63),
+        ({"is_causal": True}, "in-block causality", "is_causal", False),
+        ({"input_embedding_scale": 5.6}, "embedding scale", "input_embedding_scale", None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+@pytest.mark.usefixtures("_nothing_timed")
+def test_a_wrong_key_is_named_and_the_advice_repairs_it(tmp_path, prompts, good, wrong, name, key, value):
+    made = drafter(tmp_path / "draft", **wrong)
+    report = ask(made, prompts)
+    cause = report.cause
+    assert (cause.name, cause.key.rpartition(".")[2], cause.value) == (name, key, value)
+    assert cause.before == pytest.approx(report.agreement.engine)
+    assert cause.after == pytest.approx(good.agreement.engine)
+    assert report.prospect is None  # the repair comes before any training
+    text = "\n".join(lines(report))
+    assert f"Likely cause: {name}" in text
+    assert f'"{cause.key}"' in text
+    change(made, **{key: value})
+    assert read_config(made) == read_config(DRAFT)
+
+
+def read_config(folder):
+    return read_draft_config(json.loads((folder / "config.json").read_text()), name="draft")
+
+
+def scrambled():
+    """Another drafter of the same shape."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5
+        for name, weight in load_file(DRAFT / "model.safetensors").items()
+    }
+
+
+@pytest.mark.usefixtures("_nothing_timed")
+def test_a_drafter_that_knows_nothing_is_sent_to_training(tmp_path, prompts, capsys):
+    made = drafter(tmp_path / "draft", scrambled())
+    assert command(made, prompts) == 1
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT" in text
+    assert "Likely cause" not in text
+    assert "No change of its configuration commits more." in text
+    assert "every category is low" in text
+    assert f"blockdraft train {TARGET} --from {made} --prompts {prompts} --out " in text
+
+
+@pytest.mark.usefixtures("_no_variations", "_nothing_timed")
+def test_train_is_not_told_to_continue_what_it_refuses(tmp_path, prompts):
+    weights = scrambled() | {name: own_head()[name] for name in ("lm_head.weight", "d2t")}
+    made = drafter(tmp_path / "draft", weights, draft_vocab_size=45)
+    prospect = ask(made, prompts).prospect
+    assert "--from" not in prospect.command
+    assert any("head" in reason for reason in prospect.reasons)
+
+
+def test_low_categories_are_named(good):
+    low = {"easy": Fit(1, 300, 100, (100, 100)), "hard": Fit(1, 110, 100, (10, 0))}
+    prospect = fit_module._prospect(good.question, read_config(DRAFT), low, (), good.overall, None)
+    assert "1 of 2 categories are low, and it does not know those: hard" in prospect.reasons
+
+
+def test_what_the_temperature_costs_is_not_blamed_on_the_drafter(good):
+    costs = [Cost(8, 10.0, 1.5, 1.8, 1.2)]
+    low = {"all": Fit(1, 180, 100, (50, 30))}
+    config = read_config(DRAFT)
+    assert fit_module._prospect(good.question, config, low, costs, low["all"], None).is_worth_it is True
+    assert fit_module._prospect(good.question, config, low, costs, low["all"], 1.8).is_worth_it is True
+    assert fit_module._prospect(good.question, config, low, costs, low["all"], 5.0).is_worth_it is False
+
+
+@pytest.mark.usefixtures("_no_variations", "_nothing_timed")
+def test_an_int8_target_is_compared_with_the_plain_one(prompts, good, monkeypatch):
+    load, loaded = fit_module._load, []
+
+    def recorded(question, quantization, say):
+        loaded.append(quantization)
+        return load(question, quantization, say)
+
+    monkeypatch.setattr(fit_module, "_load", recorded)
+    tried = ask(DRAFT, prompts, quantization="int8").tried
+    assert loaded == ["int8", "none"]
+    assert [one.name for one in tried] == ["quantised target"]
+    assert tried[0].after == good.agreement.engine
+    assert "int8" in tried[0].advice
+
+
+def target_with(folder, template):
+    shutil.copytree(TARGET, folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return folder
+
+
+@pytest.mark.usefixtures("_no_variations", "_nothing_timed")
+def test_other_prompts_are_tried_where_they_differ_and_it_is_low(tmp_path, prompts):
+    template = (
+        "{% for m in messages %}t1 {{ m.content }} {% endfor %}{% if enable_thinking is false %}t5{% endif %}"
+    )
+    other = target_with(tmp_path / "target", template)
+    made = drafter(tmp_path / "draft", scrambled())
+    names = [one.name for one in ask(made, prompts, target=other).tried]
+    assert names == ["chat template", "thinking off"]  # on is what it is without a word
+    assert ask(DRAFT, prompts, target=other).tried == ()  # not low
+
+
+@pytest.mark.usefixtures("_no_variations", "_nothing_timed")
+def test_a_template_that_the_drafter_never_saw_is_named(tmp_path, prompts, good):
+    numbers = torch.randint(60, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    noise = " ".join(f"t{number}" for number in numbers)
+    template = "{% for m in messages %}{{ m.content }} " + noise + "{% endfor %}"
+    report = ask(DRAFT, prompts, target=target_with(tmp_path / "target", template))
+    assert report.overall.committed < fit_module.LOW
+    assert report.cause.name == "chat template"
+    assert report.cause.after == good.agreement.engine  # the fixture's own template adds nothing
+
+
+def test_a_trial_leaves_the_target_as_it_was(monkeypatch):
+    models = LLM(str(TARGET), str(DRAFT)).engine.models
+    seen = []
+
+    def simulate(forward, *_, **__):
+        seen.append(forward.target.taps)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(variations_module, "simulate", simulate)
+    document = Document((1, 2), (3, 4), "all", True)
+    with pytest.raises(KeyboardInterrupt):
+        variations_module.try_on(models.drafter, replace(models.draft_config, taps=(3, 2)), [document], 8)
+    assert seen == [(3, 2)]
+    assert models.target.taps == (0, 1, 2)
+    assert models.drafter.model.config == models.draft_config
+
+
+# ---- layouts of config.json
+
+
+def found_variations(**changes):
+    raw = json.loads((DRAFT / "config.json").read_text())
+    raw["dflash_config"] |= changes.pop("dflash_config", {})
+    target = read_model_config(json.loads((TARGET / "config.json").read_text()), name="target")
+    tokenizer = LLM(str(TARGET)).tokenizer
+    return list(variations(read_draft_config(raw | changes, name="draft"), target, tokenizer, []))
+
+
+def test_speculators_are_advised_in_their_own_words():
+    raw = json.loads((DRAFT / "config.json").read_text())
+    body = {
+        name: raw[name] for name in raw if name not in ("dflash_config", "architectures", "num_target_layers")
+    }
+    body |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    config = read_draft_config(
+        {
+            "speculators_model_type": "dflash",
+            "transformer_layer_config": body,
+            "aux_hidden_state_layer_ids": [1, 2, 3],
+            "mask_token_id": 5,
+            "block_size": 8,
+        },
+        name="draft",
+    )
+    target = read_model_config(json.loads((TARGET / "config.json").read_text()), name="target")
+    found = {one.name: one for one in variations(config, target, LLM(str(TARGET)).tokenizer, [])}
+    assert (found["tap offset +1"].key, found["tap offset +1"].value) == (
+        "aux_hidden_state_layer_ids",
+        [2, 3, 4],
+    )
+    assert found["tap offset +1"].config.taps == (1, 2, 3)
+    assert found["mask token"].key == "mask_token_id"
+    causality = found["in-block causality"]
+    assert (causality.key, causality.value) == ("sliding_window_non_causal", True)
+    assert causality.config.is_causal == (False, False)
+
+
+def test_taps_outside_the_target_are_not_tried():
+    names = [one.name for one in found_variations(dflash_config={"target_layer_ids": [0, 3]})]
+    assert not any(name.startswith("tap offset") for name in names)
+    assert "taps at z-lab's default layers" not in names  # four layers have only one of those
+
+
+def test_the_end_token_is_never_tried_as_a_mask():
+    tried = [one.value for one in found_variations(dflash_config={"mask_token_id": 5})]
+    assert 63 in tried
+    assert 62 not in tried
+
+
+# ---- whether training pays
+
+
+def test_training_pays_only_where_a_good_drafter_would_be_faster():
+    assert fit_module._pays(())[0] is None
+    assert fit_module._pays([Cost(8, 10.0, 2.0, 1.1, 0.55)])[0] is True
+    assert fit_module._pays([Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is False
+    # A narrow step may pay where a wide one does not: two tokens for 1.5 steps.
+    assert fit_module._pays([Cost(2, 1.0, 1.5, 1.1, 0.7), Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is True
+
+
+def test_a_block_that_fails_after_its_first_draft_is_told_from_one_that_fails_at_it():
+    knows_nothing = Fit(1, 110, 100, (10, 5, 2))
+    knows_one = Fit(1, 190, 100, (80, 10, 0))
+    assert "does not know what this target says" in fit_module._depth(knows_nothing)
+    assert "not the block" in fit_module._depth(knows_one)
+
+
+# ---- input
+
+
+def test_a_drafter_of_another_target_is_refused(tmp_path, prompts, capsys):
+    made = drafter(tmp_path / "draft", num_target_layers=36)
+    assert command(made, prompts) == 2
+    assert "does not match" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read prompts"),
+        ("", "holds no prompts"),
+        ("{]", "line 1: not JSON"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "no user message"),
+        (json.dumps({"prompt": "t1 " * 600}), "longer than the context"),
+    ],
+)
+def test_bad_prompts_are_refused(tmp_path, capsys, text, message):
+    path = tmp_path / "prompts.jsonl"
+    if text is not None:
+        path.write_text(text)
+    assert command(DRAFT, path) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags", [("--limit", "0"), ("--max-tokens", "0"), ("--width", "1"), ("--width", "9")]
+)
+def test_impossible_flags_are_refused(prompts, capsys, flags):
+    assert command(DRAFT, prompts, *flags) == 2
+    assert flags[1] in capsys.readouterr().err
+
+
+def test_no_drafter_is_refused(prompts):
+    assert command("none", prompts) == 2
+
+
+def test_prompts_that_are_too_long_are_counted(tmp_path, capsys):
+    path = write_prompts(tmp_path / "prompts.jsonl", steps=(1,))
+    path.write_text(path.read_text() + json.dumps({"prompt": "t1 " * 600}) + "\n")
+    assert command(DRAFT, path, "--quick") == 0
+    assert "1 prompts are too long" in capsys.readouterr().out
+
+
+# ---- JSON
+
+
+def test_json_has_everything(prompts, capsys):
+    assert command(DRAFT, prompts, "--json", "--limit", "1") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {
+        "question",
+        "width",
+        "dtype",
+        "verdict",
+        "overall",
+        "categories",
+        "prompts_left_out",
+        "speed",
+        "agreement",
+        "tried",
+        "untried",
+        "cause",
+        "training",
+    }
+    assert report["verdict"] == "fits"
+    assert report["cause"] is report["training"] is None
+    assert set(report["categories"]) == {"step 1", "step 2", "step 3"}
+    overall = report["overall"]
+    assert overall["prompts"] == 3
+    assert overall["committed_per_step"] == overall["tokens"] / overall["steps"]
+    assert len(overall["accepted_by_position"]) == 7
+    assert [cost["width"] for cost in report["speed"]] == [2, 4, 8]
+    for cost in report["speed"]:
+        assert set(cost) == {"width", "step_ms", "break_even", "committed", "speed_up"}
+        assert cost["speed_up"] == pytest.approx(cost["committed"] / cost["break_even"])
+    assert report["agreement"]["agrees"] is True
+    fields = {"name", "what", "before", "after", "advice", "key", "value", "needed", "is_cause"}
+    assert all(set(one) == fields for one in report["tried"])
+    assert {one["name"] for one in report["tried"]} >= {"tap offset +1", "in-block causality"}

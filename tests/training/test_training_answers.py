@@ -1,0 +1,317 @@
+"""Prompts that are read, answers that are kept, and the stage that asks for them and can be interrupted."""
+
+import gzip
+import json
+import lzma
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from blockdraft.engine.bulk import make_bulk
+from blockdraft.errors import SettingsError
+from blockdraft.training import regenerate as module
+from blockdraft.training.answers import (
+    Conversation,
+    Document,
+    read_conversations,
+    read_shard,
+    write_shard,
+)
+from blockdraft.training.recipe import Manner
+from blockdraft.training.regenerate import regenerate
+from tests.training import pairs
+
+# ---- files of prompts
+
+LINE = {"messages": [{"role": "user", "content": "hello"}], "category": "chat"}
+
+
+@pytest.mark.parametrize(("suffix", "opener"), [("", open), (".gz", gzip.open), (".xz", lzma.open)])
+def test_conversations_are_read_packed_or_not(tmp_path, suffix, opener):
+    lines = [
+        LINE,
+        {"prompt": "just this"},
+        {
+            "id": "third",
+            "category": "turns",
+            "messages": [
+                {"role": "system", "content": "be brief"},
+                {"role": "user", "content": "one"},
+                {"role": "assistant", "content": "of somebody else: dropped"},
+                {"role": "user", "content": "two"},
+            ],
+        },
+    ]
+    path = tmp_path / f"prompts.jsonl{suffix}"
+    with opener(path, "wt", encoding="utf-8") as file:
+        file.write("\n\n".join(json.dumps(line) for line in lines))
+    assert read_conversations(path) == [
+        Conversation("1", "chat", ("hello",)),
+        Conversation("3", "all", ("just this",)),
+        Conversation("third", "turns", ("one", "two"), "be brief"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 3: not JSON"),
+        ("[]", "line 3: not an object"),
+        ("{}", "line 3: a message of role 'user' with content NoneType"),
+        ('{"messages": null}', "line 3: 'messages' is not a list of objects"),
+        ('{"messages": ["hello"]}', "line 3: 'messages' is not a list of objects"),
+        ('{"messages": []}', "line 3: no user message"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "line 3: no user message"),
+        ('{"messages": [{"role": "tool", "content": "x"}]}', "a message of role 'tool' with content str"),
+        ('{"messages": [{"role": "user", "content": ["x"]}]}', "role 'user' with content list"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', "a message of role"),
+        ('{"prompt": 5}', "role 'user' with content int"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number_in_the_file(tmp_path, line, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f"{json.dumps(LINE)}\n\n{line}\n")
+    with pytest.raises(SettingsError, match=r"prompts\.jsonl") as error:
+        read_conversations(path)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"", "holds no prompts"),
+        ("blank.jsonl", b"\n  \n", "holds no prompts"),
+        ("latin.jsonl", b'{"prompt": "caf\xe9"}', "cannot read prompts"),
+        ("not.jsonl.gz", b'{"prompt": "x"}', "cannot read prompts"),
+        (
+            "damaged.jsonl.gz",
+            gzip.compress(b'{"prompt": "x"}' * 99)[:12] + b"\xff" * 20,
+            "cannot read prompts",
+        ),
+        ("not.jsonl.xz", b'{"prompt": "x"}', "cannot read prompts"),
+        ("cut.jsonl.xz", lzma.compress(b'{"prompt": "x"}' * 99)[:-40], "cannot read prompts"),
+    ],
+)
+def test_a_file_without_prompts_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SettingsError, match=message):
+        read_conversations(tmp_path / name)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "none.jsonl"):
+        with pytest.raises(SettingsError, match="cannot read prompts"):
+            read_conversations(path)
+
+
+# ---- shards
+
+
+def test_a_shard_gives_back_what_was_written(tmp_path):
+    documents = [
+        Document((1, 2, 3), (4, 5), "math", is_greedy=True, key=7),
+        Document((9,), (70_000,), "code", is_greedy=False, key=1 << 40),
+        Document((9, 9), (), "math", is_greedy=False, key=0),
+    ]
+    write_shard(tmp_path / "shard-0000.npz", documents)
+    assert read_shard(tmp_path / "shard-0000.npz") == documents
+    assert [path.name for path in tmp_path.iterdir()] == ["shard-0000.npz"]
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "cut", "other"])
+def test_a_damaged_shard_is_refused(tmp_path, damage):
+    path = tmp_path / "shard-0000.npz"
+    write_shard(path, [Document((1, 2, 3) * 50, (4, 5) * 50, "math", is_greedy=True, key=7)])
+    whole = path.read_bytes()
+    contents = {"empty": b"", "text": b"hello", "cut": whole[: len(whole) // 2], "other": whole}
+    path.write_bytes(contents[damage])
+    if damage == "other":
+        with path.open("wb") as file:
+            np.savez(file, tokens=np.zeros(3))
+    with pytest.raises(SettingsError, match="not a shard of answers"):
+        read_shard(path)
+
+
+# ---- regeneration
+
+END = 20
+MANNER = Manner(max_tokens=24)
+CONVERSATIONS = [
+    *(Conversation(str(n), "runs", (f"t{n} t{n + 2} t{n + 4}",)) for n in range(0, 12, 2)),
+    Conversation("turns", "turns", ("t2 t4 t6", "t10 t12", "t1 t4")),
+    Conversation("system", "turns", ("t4 t6", "t8"), "t0 t2"),
+    *(Conversation(str(n), "threes", (f"t{n} t{n + 3} t{n + 6} t{n + 9}",)) for n in range(1, 9)),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = pairs.write_ending_target(tmp_path_factory.mktemp("ending"), END)
+    return pairs.load_target(folder, max_rows=3, max_context=120)
+
+
+@pytest.fixture
+def bulk(models):
+    return Spy(make_bulk(models))
+
+
+class Spy:
+    """A Bulk that remembers what it was asked."""
+
+    def __init__(self, bulk):
+        self._bulk, self.max_context, self.asked = bulk, bulk.max_context, []
+
+    def answer(self, questions):
+        asker = iter(questions)
+
+        class Heard:
+            def __iter__(mine):
+                return mine
+
+            def __next__(mine):
+                self.asked.append(next(asker))
+                return self.asked[-1]
+
+        return self._bulk.answer(Heard())
+
+
+def ask(bulk, models, folder, conversations=CONVERSATIONS, manner=MANNER, **more):
+    return regenerate(bulk, models.tokenizer, conversations, folder, manner, **more)
+
+
+def test_every_turn_is_a_document_with_all_before_it_as_its_prompt(bulk, models, tmp_path):
+    documents = {one.key: one for one in ask(bulk, models, tmp_path)}
+    encode, decode = models.tokenizer.encode_chat, models.tokenizer.decode
+    num_turns = []
+    for index, one in enumerate(CONVERSATIONS):
+        messages = [] if one.system is None else [{"role": "system", "content": one.system}]
+        for turn, text in enumerate(one.turns):
+            document = documents.pop(index * module.MAX_TURNS + turn, None)
+            if document is None:
+                break
+            messages.append({"role": "user", "content": text})
+            assert document.prompt_ids == tuple(encode(messages))
+            assert document.category == one.category
+            messages.append({"role": "assistant", "content": decode(document.answer_ids)})
+            is_whole = document.answer_ids[-1] == END
+            assert is_whole or len(document.answer_ids) == MANNER.max_tokens
+            num_turns.append(turn + 1)
+            assert is_whole or index * module.MAX_TURNS + turn + 1 not in documents
+    assert documents == {}
+    assert max(num_turns) == 3
+    assert num_turns.count(1) == len(CONVERSATIONS)
+
+
+def test_an_interrupted_stage_ends_with_the_same_documents_in_the_same_order(
+    bulk, models, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "SHARD", 5)
+    manner = Manner(max_tokens=24, sampled=0.5, temperature=1.0, seed=3)
+    whole = ask(bulk, models, tmp_path / "whole", manner=manner)
+    assert {one.is_greedy for one in whole} == {True, False}
+    for num_shards in (1, 2):
+        folder = tmp_path / str(num_shards)
+
+        def stop(tally, num_shards=num_shards):
+            if tally.num_documents == 5 * num_shards:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            ask(bulk, models, folder, manner=manner, report=stop)
+        assert len(list(folder.iterdir())) == num_shards
+        bulk = Spy(make_bulk(models))
+        assert ask(bulk, models, folder, manner=manner) == whole
+        assert len(bulk.asked) < len(whole)
+        again = Spy(make_bulk(models))
+        assert ask(again, models, folder, manner=manner) == whole
+
+
+def test_what_is_known_is_not_asked_again_and_never_kept_twice(models, tmp_path):
+    short = [Conversation(str(n), "runs", (f"t{n} t{n + 2}",)) for n in range(6)]
+    ask(Spy(make_bulk(models)), models, tmp_path, short[:4])
+    bulk = Spy(make_bulk(models))
+    documents = ask(bulk, models, tmp_path, short)
+    assert sorted(one.key // module.MAX_TURNS for one in bulk.asked) == [4, 5]
+    assert [one.key // module.MAX_TURNS for one in documents] == list(range(6))
+    kept = [one for path in sorted(tmp_path.iterdir()) for one in read_shard(path)]
+    assert sorted(one.key for one in kept) == [one.key for one in documents]
+
+
+def test_a_shard_that_was_deleted_is_made_anew_and_none_is_overwritten(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SHARD", 4)
+    whole = ask(Spy(make_bulk(models)), models, tmp_path)
+    (tmp_path / "shard-0001.npz").unlink()
+    bulk = Spy(make_bulk(models))
+    assert ask(bulk, models, tmp_path) == whole
+    assert 0 < len(bulk.asked) < len(whole)
+    kept = [one for path in sorted(tmp_path.iterdir()) for one in read_shard(path)]
+    assert sorted(one.key for one in kept) == [one.key for one in whole]
+
+
+def test_no_thread_is_left_behind(bulk, models, tmp_path):
+    before = threading.active_count()
+    ask(bulk, models, tmp_path)
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_shards_of_a_stage_are_reported_and_add_up(bulk, models, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SHARD", 5)
+    heard = []
+    documents = ask(
+        bulk,
+        models,
+        tmp_path,
+        report=lambda tally: heard.append((tally.num_documents, tally.num_answer_tokens)),
+    )
+    assert [count for count, _ in heard[:-1]] == list(range(5, len(documents), 5))
+    assert heard[-1] == (len(documents), sum(len(one.answer_ids) for one in documents))
+
+
+def test_prompts_that_no_row_holds_are_left_out(bulk, models, tmp_path):
+    longest = bulk.max_context - MANNER.max_tokens
+    texts = [" ".join(["t5"] * size) for size in (longest + 1, longest, 1, 2)]
+    documents = ask(bulk, models, tmp_path, [Conversation("", "all", (text,)) for text in texts])
+    assert [len(one.prompt_ids) for one in documents] == [longest, 2]
+
+
+def test_a_later_turn_that_is_too_long_ends_its_conversation(bulk, models, tmp_path):
+    one = Conversation("", "all", ("t2 t4 t6", " ".join(["t5"] * bulk.max_context), "t1"))
+    assert [document.key for document in ask(bulk, models, tmp_path, [one])] == [0]
+
+
+def test_once_time_is_over_no_conversation_begins_and_those_under_way_end(
+    bulk, models, tmp_path, monkeypatch
+):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    conversations = [Conversation("", "turns", ("t2 t4 t6", "t10 t12", "t2 t4"))] * 9
+
+    def answer(questions):
+        for answer in bulk.answer(questions):
+            clock.now = 11.0
+            yield answer
+
+    limited = SimpleNamespace(answer=answer, max_context=bulk.max_context)
+    documents = ask(limited, models, tmp_path, conversations, seconds=10.0)
+    begun = {one.key // module.MAX_TURNS for one in documents}
+    assert len(begun) == 3, "the rows there are"
+    assert len(documents) == 9, "and each with all of its turns"
+    clock.now = 0.0
+    assert ask(bulk, models, tmp_path / "none", conversations, seconds=0.0) == []
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_share_of_the_conversations_is_sampled(bulk, models, tmp_path, share):
+    conversations = [Conversation("", "all", (f"t{n} t{n + 1}",)) for n in range(30)]
+    manner = Manner(max_tokens=4, sampled=share, temperature=0.9, top_p=0.8)
+    documents = ask(bulk, models, tmp_path, conversations, manner)
+    num_sampled = sum(not one.is_greedy for one in documents)
+    assert {0.0: num_sampled == 0, 1.0: num_sampled == 30}.get(share, 8 <= num_sampled <= 22)
+    assert {(one.temperature, one.top_p) for one in bulk.asked} <= {(0.0, 1.0), (0.9, 0.8)}
+    assert len({one.seed for one in bulk.asked}) == 30

@@ -1,0 +1,127 @@
+"""The chunked loss against plain autograd over all logits at once, with weights spelled out."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from blockdraft.training import objective
+from blockdraft.training.objective import Head, Teacher, block_loss, column_weights
+from blockdraft.training.recipe import Objective
+
+BLOCKS, WIDTH, HIDDEN, VOCAB = 7, 5, 12, 40
+
+
+def numbers(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture
+def labels():
+    """With documents that end inside a block, and one block that is all past the end."""
+    drawn = torch.randint(0, VOCAB, (BLOCKS, WIDTH), generator=torch.Generator().manual_seed(3))
+    drawn[1, 2:] = drawn[4, 1:] = drawn[6] = -1
+    return drawn
+
+
+def weights_by_hand(confidence, labels, wanted):
+    rows = []
+    for q, row in zip(confidence.tolist(), labels.tolist(), strict=True):
+        size = sum(label >= 0 for label in row)
+        if wanted.weighting == "dpace":
+            smooth = [(1 - wanted.alpha) * one + wanted.alpha for one in q[:size]]
+            mine = [sum(math.prod(smooth[: m + 1]) for m in range(j, size)) for j in range(size)]
+        elif wanted.weighting == "decay":
+            mine = [math.exp(-j / wanted.gamma) for j in range(size)]
+        else:
+            mine = [1.0] * size
+        rows.append(mine + [0.0] * (len(row) - size))
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def plain_loss(hidden, labels, head, wanted, teacher):
+    """Cross-entropy, or its mixture with the divergence from the teacher, by autograd."""
+    logits = hidden @ head.weight.T * head.scale
+    if head.cap is not None:
+        logits = head.cap * torch.tanh(logits / head.cap)
+    chances = F.log_softmax(logits, dim=-1)
+    entropy = -chances.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    weights = weights_by_hand(torch.exp(-entropy.detach()), labels, wanted)
+    loss = entropy
+    if teacher is not None:
+        said = F.log_softmax(teacher.logits, dim=-1)[teacher.rows]
+        divergence = F.kl_div(chances, said, log_target=True, reduction="none").sum(dim=-1)
+        loss = (1 - wanted.distill) * entropy + wanted.distill * divergence
+    return (weights * loss).sum() / weights.sum(), logits
+
+
+HEADS = {"plain": {}, "scaled": {"scale": 1.7}, "capped": {"scale": 0.6, "cap": 1.3}}
+WANTED = {
+    "dpace": Objective("dpace"),
+    "dpace, little smoothing": Objective("dpace", alpha=0.1),
+    "decay": Objective("decay", gamma=2.5),
+    "uniform": Objective("uniform"),
+    "half distilled": Objective("dpace", distill=0.5),
+    "all distilled": Objective("decay", distill=1.0),
+}
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 3 * WIDTH * VOCAB * 8, 1 << 30])  # a block, three, all
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("wanted", WANTED)
+def test_loss_and_gradient_are_those_of_autograd(monkeypatch, labels, wanted, head, chunk_bytes):
+    monkeypatch.setattr(objective, "CHUNK_BYTES", chunk_bytes)
+    wanted, head = WANTED[wanted], Head(numbers(VOCAB, HIDDEN, seed=1), **HEADS[head])
+    teacher = None
+    if wanted.distill:
+        rows = torch.randint(0, 20, labels.shape, generator=torch.Generator().manual_seed(5))
+        teacher = Teacher(numbers(20, VOCAB, seed=4), rows)
+    mine = numbers(BLOCKS, WIDTH, HIDDEN, seed=2).requires_grad_()
+    theirs = mine.detach().clone().requires_grad_()
+    scores = block_loss(mine, labels, head, wanted, teacher)
+    expected, logits = plain_loss(theirs, labels, head, wanted, teacher)
+    torch.testing.assert_close(scores.loss.double(), expected, rtol=1e-6, atol=1e-6)
+    (3 * scores.loss).backward()
+    (3 * expected).backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-9)
+    assert theirs.grad.abs().max() > 1e-3
+    assert not mine.grad[labels < 0].any()
+    assert torch.equal(scores.matches, (logits.argmax(dim=-1) == labels) & (labels >= 0))
+
+
+def test_matches_are_where_the_best_guess_is_the_label(labels):
+    head = Head(torch.eye(VOCAB, dtype=torch.float64))
+    hidden = F.one_hot(labels.clamp(min=0), VOCAB).double() * 5
+    hidden[2, 3] = hidden[2, 3].roll(1)
+    matches = block_loss(hidden, labels, head, Objective()).matches
+    expected = labels >= 0
+    expected[2, 3] = False
+    assert torch.equal(matches, expected)
+
+
+def test_a_batch_without_any_label_has_no_loss_and_no_gradient(labels):
+    hidden = numbers(BLOCKS, WIDTH, HIDDEN, seed=2).requires_grad_()
+    scores = block_loss(
+        hidden, torch.full_like(labels, -1), Head(numbers(VOCAB, HIDDEN, seed=1)), Objective()
+    )
+    scores.loss.backward()
+    assert scores.loss == 0
+    assert not hidden.grad.any()
+
+
+def test_dpace_weights_by_hand():
+    confidence = torch.tensor([[0.5, 0.2, 1.0], [0.5, 0.2, 1.0]], dtype=torch.float64)
+    is_label = torch.tensor([[True, True, True], [True, True, False]])
+    # s = 0.75, 0.6, 1.0: reach 0.75, 0.45, 0.45
+    expected = [[1.65, 0.9, 0.45], [1.2, 0.45, 0.0]]
+    weights = column_weights(confidence, is_label, Objective("dpace", alpha=0.5))
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_decaying_and_uniform_weights_by_hand():
+    confidence, is_label = torch.rand(1, 4), torch.tensor([[True, True, True, False]])
+    decay = column_weights(confidence, is_label, Objective("decay", gamma=2.0))
+    torch.testing.assert_close(decay, torch.tensor([[1.0, math.exp(-0.5), math.exp(-1.0), 0.0]]))
+    uniform = column_weights(confidence, is_label, Objective("uniform"))
+    assert uniform.tolist() == [[1.0, 1.0, 1.0, 0.0]]

@@ -1,0 +1,357 @@
+"""A whole run: its stages, what an interruption leaves behind, what it exports, and what it refuses."""
+
+import functools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockdraft import LLM, SamplingParams
+from blockdraft.cli.main import main
+from blockdraft.errors import ModelError, SettingsError
+from blockdraft.training import regenerate, run
+from blockdraft.training.answers import read_shard
+from blockdraft.training.packing import MIN_ANSWER
+from blockdraft.training.recipe import Job, Manner, Objective, Recipe, Shape
+from blockdraft.training.run import Ears, train
+from blockdraft.training.trainer import Trainer
+from tests import tiny
+from tests.training import pairs
+
+STEPS = 6
+SHAPE = Shape(block=4, num_layers=2, taps=(0, 2))
+RECIPE = Recipe(rows_per_step=2, num_anchors=8, average=0.5, objective=Objective(distill=0.3))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [
+        {"category": "even" if n % 2 else "odd", "prompt": f"t{n} t{n + 1 + n % 3} t{n + 2 + 2 * (n % 3)}"}
+        for n in range(40)
+    ]
+    turns = [("t2 t4", "t6 t8"), ("t3 t6", "t9 t12"), ("t5 t6", "t7 t8")]
+    lines += [{"messages": [{"role": "user", "content": text} for text in texts]} for texts in turns]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """Its answers have many lengths, so they do not end in the order of the questions."""
+    return str(pairs.write_ending_target(tmp_path_factory.mktemp("ending"), 20, 41, 62))
+
+
+@pytest.fixture
+def job(prompts, target, tmp_path):
+    return Job(
+        out=tmp_path / "run",
+        prompts=(prompts,),
+        model=target,
+        device="cpu",
+        dtype="float32",
+        steps=STEPS,
+        length=64,
+        bulk_rows=4,
+        shape=SHAPE,
+        manner=Manner(max_tokens=12, sampled=0.4, temperature=1.0),
+        recipe=RECIPE,
+        command="blockdraft train …",
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(prompts, target, tmp_path_factory):
+    """The folders of runs that nobody interrupted, one per kind of recipe."""
+
+    @functools.cache
+    def make(optimizer):
+        out = tmp_path_factory.mktemp("whole") / optimizer
+        job = Job(
+            out=out,
+            prompts=(prompts,),
+            model=target,
+            device="cpu",
+            dtype="float32",
+            steps=STEPS,
+            length=64,
+            bulk_rows=4,
+            shape=SHAPE,
+            manner=Manner(max_tokens=12, sampled=0.4, temperature=1.0),
+            recipe=replace(RECIPE, optimizer=optimizer),
+        )
+        train(job, Ears())
+        return out
+
+    return make
+
+
+def assert_same_run(out, expected):
+    mine, theirs = (torch.load(one / "checkpoint.pt", weights_only=True) for one in (out, expected))
+    assert mine["step"] == theirs["step"] == STEPS
+    flat, other = (list(leaves(state)) for state in (mine, theirs))
+    assert len(flat) == len(other) > 50
+    for (path, one), (also, two) in zip(flat, other, strict=True):
+        assert path == also
+        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two, path
+    weights, others = (load_file(one / "drafter" / "model.safetensors") for one in (out, expected))
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert (out / "drafter" / "fit.json").read_text() == (expected / "drafter" / "fit.json").read_text()
+
+
+def leaves(value, path=()):
+    if isinstance(value, dict):
+        for name in value:
+            yield from leaves(value[name], (*path, name))
+    elif isinstance(value, list | tuple):
+        for place, one in enumerate(value):
+            yield from leaves(one, (*path, place))
+    else:
+        yield path, value
+
+
+# ---- interrupted and resumed
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_run_killed_between_checkpoints_ends_with_the_same_weights(job, whole, monkeypatch, optimizer):
+    job = replace(job, recipe=replace(RECIPE, optimizer=optimizer))
+    save, step = run._save_checkpoint, Trainer.step
+
+    def save_at_2(job, trainer):
+        if trainer.step_number == 2:
+            save(job, trainer)
+
+    def die_in_5(trainer, share):
+        if trainer.step_number == 4:
+            raise KeyboardInterrupt
+        return step(trainer, share)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "CHECKPOINT_S", 0.0)
+        patch.setattr(run, "_save_checkpoint", save_at_2)
+        patch.setattr(Trainer, "step", die_in_5)
+        with pytest.raises(KeyboardInterrupt):
+            train(job, Ears())
+    lines = []
+    train(job, Ears(say=lines.append), resume=True)
+    assert "continuing at step 2" in lines
+    assert_same_run(job.out, whole(optimizer))
+
+
+def test_a_run_killed_while_the_target_answers_ends_with_the_same_weights(job, whole, monkeypatch):
+    monkeypatch.setattr(regenerate, "SHARD", 5)
+    write, count = regenerate.write_shard, iter(range(100))
+
+    def die(path, documents):
+        write(path, documents)
+        if path.parent.name == "answers" and next(count) == 0:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(regenerate, "write_shard", die)
+        with pytest.raises(KeyboardInterrupt):
+            train(job, Ears())
+    assert len(list((job.out / "answers").iterdir())) == 1
+    assert not (job.out / "checkpoint.pt").exists()
+    train(job, Ears(), resume=True)
+    assert_same_run(job.out, whole("muon"))
+
+
+def test_a_finished_run_that_is_resumed_changes_nothing(job, whole, tmp_path):
+    shutil.copytree(whole("muon"), job.out)
+    train(replace(job, prompts=()), Ears(), resume=True)
+    assert_same_run(job.out, whole("muon"))
+
+
+def test_a_run_that_is_over_before_it_begins_says_so(job):
+    with pytest.raises(SettingsError, match="over before training began"):
+        train(replace(job, steps=None, minutes=0.01), Ears())
+
+
+# ---- what comes out
+
+
+def test_the_exported_drafter_drafts_what_was_trained(whole):
+    """bfloat16 is what an export rounds to; from there nothing changes on the way through files."""
+    folder = whole("muon") / "drafter"
+    exported = load_file(folder / "model.safetensors")
+    assert {weight.dtype for weight in exported.values()} == {torch.bfloat16}
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw["architectures"] == ["DFlashDraftModel"]
+    assert raw["block_size"] == 4
+    assert raw["dflash_config"] == {"mask_token_id": 63, "target_layer_ids": [0, 2]}
+    llm = LLM(tiny.TARGET, str(folder), device="cpu", dtype="float32", max_context=100, width=4)
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    plain = LLM(tiny.TARGET, "none", device="cpu", dtype="float32", max_context=100)
+    asked = [[2, 4, 6, 8], [5], [1, 4, 7]]
+    assert [one.token_ids for one in llm.generate(asked, greedy)] == [
+        one.token_ids for one in plain.generate(asked, greedy)
+    ]
+    model = llm.engine.models.drafter.model
+    named = pairs.named_weights(model, torch.bfloat16)
+    assert named.keys() == exported.keys()
+    assert all(torch.equal(named[name], exported[name]) for name in named)
+
+
+def test_weights_that_bfloat16_holds_come_back_bit_by_bit_and_draft_alike(tmp_path):
+    raw = pairs.draft_json(top={"is_causal": True})
+    model = pairs.random_drafter(raw, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    story = run.Story(target="pair", command="", data="", recipe={})
+    run.export(tmp_path / "drafter", model, raw, {}, story)
+    again = pairs.random_drafter(raw, dtype=torch.float32, seed=7)
+    run._load_weights(again, str(tmp_path / "drafter"), pairs.CPU)
+    mine, theirs = model.state_dict(), again.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert [one.requires_grad for one in again.parameters()] == [
+        one.requires_grad for one in model.parameters()
+    ]
+
+
+def test_a_run_tells_its_story(whole):
+    folder = whole("muon") / "drafter"
+    fits = json.loads((folder / "fit.json").read_text())
+    assert set(fits) == {"all", "even", "odd"}
+    held_out = [one for path in (whole("muon") / "held-out").iterdir() for one in read_shard(path)]
+    held_out = [one for one in held_out if len(one.answer_ids) >= MIN_ANSWER]
+    assert fits["all"]["documents"] == len(held_out) > fits["even"]["documents"] + fits["odd"]["documents"]
+    assert fits["all"]["tokens"] == sum(len(one.answer_ids) for one in held_out)
+    assert len(fits["all"]["accepted_by_position"]) == 3
+    card = (folder / "README.md").read_text()
+    assert "blocks of 4 tokens" in card
+    assert f"| all | {fits['all']['documents']} | **{fits['all']['committed_per_step']:.2f}** |" in card
+    assert f"| steps | {STEPS} |" in card
+
+
+def test_held_out_prompts_are_never_trained_on(whole):
+    trained, held_out = (
+        [one for path in (whole("muon") / part).iterdir() for one in read_shard(path)]
+        for part in ("answers", "held-out")
+    )
+    assert {one.prompt_ids for one in trained}.isdisjoint({one.prompt_ids for one in held_out})
+    assert {one.is_greedy for one in trained} == {True, False}
+    assert {one.is_greedy for one in held_out} == {True}
+
+
+def test_training_goes_on_from_a_drafter(job, whole):
+    source = whole("muon") / "drafter"
+    recipe = replace(RECIPE, rate=0.0, average=0.0, weight_decay=0.0)
+    job = replace(job, start_from=str(source), recipe=recipe)
+    train(job, Ears())
+    before, after = (load_file(one / "model.safetensors") for one in (source, job.out / "drafter"))
+    assert all(torch.equal(before[name], after[name]) for name in before), "at a rate of zero it stays"
+    moved = replace(job, out=job.out.parent / "moved", recipe=replace(recipe, rate=1e-2))
+    train(moved, Ears())
+    after = load_file(moved.out / "drafter" / "model.safetensors")
+    assert not torch.equal(before["fc.weight"], after["fc.weight"])
+    for name in before:
+        assert torch.equal(before[name], after[name]) == name.endswith("k_norm.weight"), name
+
+
+# ---- what is refused
+
+
+def command(job, *more, prompts=True):
+    flags = ["--out", str(job.out), "--device", "cpu", "--dtype", "float32", "--length", "64", "--rows", "4"]
+    flags += ["--block", "4", "--layers", "2", "--max-answer", "12", "--rows-per-step", "2", "--anchors", "8"]
+    flags += ["--prompts", str(job.prompts[0])] if prompts else []
+    return main(["train", job.model, *flags, *more])
+
+
+TAPS = ("--taps", "0,2")
+STEPS_FLAG = ("--steps", "2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((*TAPS,), "either --steps or --minutes"),
+        ((*TAPS, *STEPS_FLAG, "--minutes", "3"), "either --steps or --minutes"),
+        ((*TAPS, "--steps", "0"), "--steps 0"),
+        ((*TAPS, "--minutes", "-1"), "--minutes -1"),
+        ((*TAPS, *STEPS_FLAG, "--length", "63"), "--length 63 is outside 64 to 32767"),
+        ((*TAPS, *STEPS_FLAG, "--length", "32768"), "--length 32768 is outside"),
+        ((*TAPS, *STEPS_FLAG, "--max-answer", "0"), "--max-answer 0"),
+        ((*TAPS, *STEPS_FLAG, "--max-answer", "64"), "--max-answer 64"),
+        ((*TAPS, *STEPS_FLAG, "--sampled", "1.5"), "--sampled 1.5"),
+        ((*TAPS, *STEPS_FLAG, "--rows-per-step", "0"), "--rows-per-step 0"),
+        ((*TAPS, *STEPS_FLAG, "--anchors", "0"), "--anchors 0"),
+        ((*TAPS, *STEPS_FLAG, "--block", "1"), "a block is an anchor and at least one draft"),
+        ((*TAPS, *STEPS_FLAG, "--layers", "0"), "num_hidden_layers"),
+        ((*TAPS, *STEPS_FLAG, "--init", "target", "--layers", "5"), "--init target"),
+        ((*TAPS, *STEPS_FLAG, "--init", "target", "--inner-size", "48"), "--init target"),
+        (("--taps", "0,4", *STEPS_FLAG), "taps [0, 4] are not layers 0 to 3"),
+        (("--taps=-1", *STEPS_FLAG), "taps [-1] are not layers 0 to 3"),
+        (("--taps", "1,1", *STEPS_FLAG), "taps [1, 1] are not"),
+        ((*TAPS, *STEPS_FLAG, "--mask-token", "64"), "masks with token 64"),
+        ((*TAPS, *STEPS_FLAG, "--mask-token", "62"), "which ends the target's text"),
+        ((*TAPS, *STEPS_FLAG, "--resume"), "cannot resume"),
+        ((*TAPS, *STEPS_FLAG, "--prompts", "/nowhere.jsonl"), "cannot read prompts from '/nowhere.jsonl'"),
+        ((*TAPS, *STEPS_FLAG, "--held-out", "x=/nowhere.jsonl"), "cannot read prompts from '/nowhere.jsonl'"),
+        ((*TAPS, *STEPS_FLAG, "--from", "/nowhere"), "/nowhere"),
+    ],
+)
+def test_the_command_line_refuses_in_one_line(job, capsys, flags, message):
+    assert command(job, *flags) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("blockdraft: error:")
+    assert message in error
+    assert not (job.out / "drafter").exists()
+
+
+def test_no_prompts_are_refused(job, capsys):
+    assert command(job, *TAPS, *STEPS_FLAG, prompts=False) == 2
+    assert "no prompts: give --prompts FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("taps", ["", "one", "1,", "1.5"])
+def test_taps_that_are_no_numbers_are_refused(job, capsys, taps):
+    with pytest.raises(SystemExit):
+        command(job, "--taps", taps, *STEPS_FLAG)
+    assert "is not a list of layers" in capsys.readouterr().err
+
+
+def test_the_command_trains_logs_and_will_not_train_over_it(job, capsys):
+    assert command(job, *TAPS, *STEPS_FLAG, "--quiet") == 0
+    assert capsys.readouterr().err == ""
+    assert (job.out / "drafter" / "model.safetensors").exists()
+    log = (job.out / "log.txt").read_text()
+    assert "exported to" in log
+    assert "all: " in log
+    assert command(job, *TAPS, *STEPS_FLAG) == 2
+    assert "holds a run already: add --resume" in capsys.readouterr().err
+    assert command(job, *TAPS, "--steps", "2", "--rate", "0.5", "--resume") == 2
+    assert "with another recipe" in capsys.readouterr().err
+    assert command(job, *TAPS, "--steps", "2", "--resume", "--quiet") == 0
+
+
+def test_answers_of_another_run_are_never_taken_for_this_ones(job, monkeypatch):
+    """Interrupted while the target answered, then started anew with other wishes in the same folder."""
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_trainer", lambda *_: pytest.fail("stop here"))
+        with pytest.raises(pytest.fail.Exception):
+            train(job, Ears())
+    other = replace(job, manner=replace(job.manner, temperature=0.2))
+    with pytest.raises(SettingsError, match="holds a run already"):
+        train(other, Ears())
+
+
+def test_a_drafter_of_another_target_is_refused(job, tmp_path):
+    other = json.loads(Path(tiny.DRAFT, "config.json").read_text())
+    for name, value, message in (
+        ("vocab_size", 65, "vocabulary 65"),
+        ("hidden_size", 64, "hidden size 64"),
+        ("num_target_layers", 5, "for a target of 5 layers"),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(tiny.DRAFT, folder)
+        (folder / "config.json").write_text(json.dumps(other | {name: value}))
+        with pytest.raises(ModelError, match=message):
+            train(replace(job, out=tmp_path / f"out-{name}", start_from=str(folder)), Ears())
