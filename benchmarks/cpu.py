@@ -257,7 +257,9 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     result = context()
-    models = load_models(Settings(device="cpu", prefix_cache=False, max_context=2048), lambda _: None)
+    models = load_models(
+        Settings(draft="none", device="cpu", prefix_cache=False, max_context=2048), lambda _: None
+    )
     engine, hf = Engine(models), hf_model(models.target)
     speeds: dict[str, list[float]] = {"blockdraft": [], "lean": [], "transformers": [], "blockdraft x8": []}
     for _ in range(options.rounds):

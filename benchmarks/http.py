@@ -213,7 +213,12 @@ def main() -> None:
 
     result = context()
     settings = Settings(
-        model=options.model, device="cpu", max_context=256, max_rows=options.clients, prefix_cache=False
+        model=options.model,
+        draft="none",
+        device="cpu",
+        max_context=256,
+        max_rows=options.clients,
+        prefix_cache=False,
     )
     # In a thread of its own, as in the server: whoever starts OpenMP is bound to a core, and the event loop
     # must not be.

@@ -9,7 +9,20 @@ import blockdraft
 
 ROOT = Path(blockdraft.__file__).parent
 LAYERS = ["kernels", "cache", "models", "drafters", "runtime", "engine"]
-ALONE = {"settings", "errors", "machine", "acceptance_profile"}  # standard library (and each other) only
+# The standard library, and each other.
+ALONE = {
+    "settings",
+    "exposition",
+    "errors",
+    "machine",
+    "cards",
+    "nvml",
+    "limits",
+    "recipe",
+    "acceptance_profile",
+    "shipped",
+}
+LAUNCH_USES = {"launch", "cards", "errors", "machine", "settings", "acceptance_profile", "shipped"}
 BENCH_USES = {"blockdraft", "aiohttp", "numpy", "rich", "huggingface_hub", "pyarrow"}
 TORCH_FREE = {
     "plan",
@@ -50,13 +63,28 @@ def test_imports_point_down():
             if package in LAYERS and top in LAYERS:
                 assert LAYERS.index(top) <= LAYERS.index(package), f"{name} imports {imported}"
             if package in LAYERS:
-                assert top not in {"cli", "server", "bench", "llm"}, f"{name} imports {imported}"
+                assert top not in {
+                    "cli",
+                    "server",
+                    "bench",
+                    "llm",
+                    "doctor",
+                    "launch",
+                    "planner",
+                    "training",
+                }, f"{name} imports {imported}"
             if package in ALONE:
                 assert top in ALONE, f"{name} imports {imported}"
             if package == "server":
-                assert top not in {"cli", "bench", "llm"}, f"{name} imports {imported}"
+                assert top not in {"cli", "bench", "llm", "doctor", "launch"}, f"{name} imports {imported}"
+            if package == "launch":  # it starts engines of others; ours lends it the phases of a start
+                assert top in LAUNCH_USES or imported == "engine.startup", f"{name} imports {imported}"
+            if package in {"planner", "doctor"}:
+                assert top not in {"cli", "server", "bench", "llm"}, f"{name} imports {imported}"
             if package == "bench":  # it sees a server as any client does
-                assert top in {"bench", "errors", "machine", "hub"}, f"{name} imports {imported}"
+                assert top in {"bench", "errors", "machine", "hub", "exposition"}, (
+                    f"{name} imports {imported}"
+                )
             assert package != "hub", f"{name} imports {imported}"
 
 

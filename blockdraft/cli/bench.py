@@ -10,14 +10,16 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from blockdraft.cli.flags import add_settings, settings_from
+from blockdraft.cli.flags import add_settings, flags_of, given_settings, settings_from
+from blockdraft.cli.masking import masked
 from blockdraft.errors import BenchError
-from blockdraft.settings import Settings, environment_api_key
+from blockdraft.layers import flag_of
+from blockdraft.settings import environment_api_key, forget_environment_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -161,6 +163,7 @@ class _Bench:
 
     args: argparse.Namespace
     preset: Preset | None = None
+    server_flags: list[str] = field(default_factory=list)  # of the server that we start
 
     def grid(self) -> Grid:
         from blockdraft.bench.presets import preset
@@ -247,19 +250,24 @@ class _Bench:
         from blockdraft.bench.served import our_command, served
 
         args = self.args
-        flags = _flags(settings_from(args))
-        _check_server(args, flags)
+        _check_server(args, [flag_of(*item) for item in given_settings(args).items()])
         if args.target:
             yield args.target[0], None
             return
-        command, label = our_command(flags), "blockdraft serve"
-        if args.start is not None:
+        if args.start is None:
+            settings = settings_from(args)
+            forget_environment_settings()  # they are among the flags now
+            self.server_flags = flags_of(settings)
+            command, label = our_command(self.server_flags), "blockdraft serve"
+        else:
             command = _words(args.start)
             label = command[0]
         if args.also_eager:
             console.print("starting blockdraft serve --no-graphs …")
             async with served(
-                our_command([*flags, "--no-graphs"]), "blockdraft serve --no-graphs", args.start_timeout
+                our_command([*self.server_flags, "--no-graphs"]),
+                "blockdraft serve --no-graphs",
+                args.start_timeout,
             ) as eager:
                 starts.append(eager.facts(await self._first_answer(eager.url, grid)))
         console.print(f"starting {label} …")
@@ -337,7 +345,7 @@ class _Bench:
                 "temperatures": list(grid.temperatures),
                 "max_turns": self.args.max_turns,
                 "timeout_s": self.args.timeout,
-                "engine": _flags(settings_from(self.args)),
+                "engine": list(masked(self.server_flags)),
                 "max_tokens": grid.max_tokens,
                 "num_requests": grid.num_requests,
                 "ignores_eos": grid.ignores_eos,
@@ -481,18 +489,3 @@ def _numbers(flag: str, text: str, kind: type[_Number], low: float, high: float)
     if not all(low <= number <= high for number in found):
         raise BenchError(f"{flag} '{text}': each must be between {low:g} and {high:g}.")
     return found
-
-
-def _flags(settings: Settings) -> list[str]:
-    """The flags of `blockdraft serve` that ask for these settings."""
-    flags: list[str] = []
-    for item in fields(Settings):
-        value = getattr(settings, item.name)
-        if value == item.default:
-            continue
-        name = item.name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            flags += [f"--{name}", str(value)]
-    return flags

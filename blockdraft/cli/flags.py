@@ -3,41 +3,104 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import get_type_hints
+from functools import partial
+from typing import Any
 
+from blockdraft.cards import CARDS, Card, card_by_key
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import SettingsError
+from blockdraft.layers import ADDED_UP, Resolved, flag_of, resolve
 from blockdraft.machine import may_have_gpu
-from blockdraft.settings import CHOICES, SETTING_NAMES, Auto, Settings, pin_threads
+from blockdraft.settings import (
+    CHOICES,
+    DEFAULTS,
+    LAUNCH_SETTINGS,
+    SETTING_NAMES,
+    SETTING_TYPES,
+    Auto,
+    Settings,
+    pin_threads,
+    read_setting,
+    read_variable,
+    suggestion,
+)
 
 
-def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) -> None:
+def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
     """One flag per field of Settings; its help is the field's own."""
     group = parser.add_argument_group("engine")
-    hints = get_type_hints(Settings)
+    launched = [name for name in SETTING_NAMES if name in LAUNCH_SETTINGS and name not in leave_out]
+    other = parser.add_argument_group("vllm and sglang") if launched else group
     for item in fields(Settings):
         if item.name in leave_out:
             continue
-        flag = f"--{item.name.replace('_', '-')}"
         text = f"{item.metadata['help']} (default: {_shown(item.default)})".replace("%", "%%")
-        if hints[item.name] in (bool, bool | Auto):
-            action = argparse.BooleanOptionalAction
-            group.add_argument(flag, action=action, default=item.default, help=text)
-        elif item.name in CHOICES:
-            group.add_argument(flag, choices=CHOICES[item.name], default=item.default, help=text)
-        else:
-            kind = _READERS.get(hints[item.name], str)
-            metavar = "N" if kind is not str else _METAVARS.get(item.name, "NAME")
-            group.add_argument(flag, type=kind, default=item.default, metavar=metavar, help=text)
+        where = other if item.name in launched else group
+        # What is not given is not there: other layers may say it.
+        where.add_argument(flag_of(item.name), default=argparse.SUPPRESS, help=text, **_options(item.name))
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model as the first word, as well as by --model."""
+    parser.add_argument("model_first", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, object]:
+    """What the flags ask for, by field name, and nothing that they do not mention."""
+    given = {name: value for name, value in vars(args).items() if name in SETTING_NAMES}
+    for name in ADDED_UP:
+        if name in given:
+            given[name] = tuple(given[name])
+    first = getattr(args, "model_first", None)
+    if first is not None:
+        if given.get("model", first) != first:
+            raise SettingsError(f"two models, '{first}' and '{given['model']}': give one.")
+        given["model"] = first
+    return given
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """The Settings that the flags ask for; fields without a flag keep their default."""
-    given = vars(args)
-    return Settings(**{name: given[name] for name in SETTING_NAMES if name in given})
+    """The Settings of the recipe, the environment and the flags together."""
+    return noted(resolve(given_settings(args)))
+
+
+def noted(resolved: Resolved) -> Settings:
+    """The Settings, once what was left out of a recipe has been said."""
+    for note in resolved.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return resolved.settings
+
+
+def flags_of(settings: Settings) -> list[str]:
+    """The flags of `blockdraft serve` that ask for these settings, without their recipe."""
+    flags: list[str] = []
+    for name, default in DEFAULTS.items():
+        value = getattr(settings, name)
+        if value == default or name == "recipe":
+            continue
+        if isinstance(value, bool):
+            flags.append(flag_of(name, value))
+        elif name == "engine_args":
+            flags.append(f"{flag_of(name)}={shlex.join(value)}")
+        elif name == "engine_env":
+            flags += [f"{flag_of(name)}={variable}={text}" for variable, text in value]
+        else:
+            flags += [flag_of(name), "none" if value is None else str(value)]
+    return flags
+
+
+def card_named(name: str) -> Card:
+    """The card of --card. Raises SettingsError."""
+    card = card_by_key(name)
+    if card is None:
+        keys = [key for known in CARDS for key in (known.key, *known.aliases)]
+        hint = suggestion(name.lower(), keys) or f": use one of {', '.join(keys)}"
+        raise SettingsError(f"card '{name}' is unknown{hint}")
+    return card
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -124,16 +187,33 @@ def prompt_from(text: str) -> str:
 def _shown(default: object) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
-    return "none" if default is None else str(default)
+    return "none" if default in (None, ()) else str(default)
 
 
-def _int_or_auto(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number or 'auto'") from None
+def _options(name: str) -> dict[str, Any]:
+    """How argparse reads the flag of a setting."""
+    hint = SETTING_TYPES[name]
+    if hint in (bool, bool | Auto):
+        return {"action": argparse.BooleanOptionalAction}
+    if name in CHOICES:
+        return {"choices": CHOICES[name]}
+    if name == "engine_env":
+        return {"action": "append", "type": _reader(read_variable), "metavar": "NAME=VALUE"}
+    action = "extend" if name in ADDED_UP else "store"
+    metavar = _METAVARS.get(name, "NAME" if hint in (str, str | None) else "N")
+    return {"action": action, "type": _reader(partial(read_setting, name)), "metavar": metavar}
+
+
+def _reader(read: Callable[[str], object]) -> Callable[[str], object]:
+    """The same, with errors as argparse wants them."""
+
+    def reads(text: str) -> object:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return reads
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -144,10 +224,9 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"'{text}' is not ID=VALUE, such as 42=-100") from None
 
 
-_METAVARS = {"synthetic_acceptance": "PROFILE"}
-_READERS: dict[object, Callable[[str], object]] = {
-    int: int,
-    int | None: int,
-    float: float,
-    int | Auto: _int_or_auto,
+_METAVARS = {
+    "synthetic_acceptance": "PROFILE",
+    "engine_args": "TEXT",
+    "engine_version": "VERSION",
+    "head_address": "HOST",
 }

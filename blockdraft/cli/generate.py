@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from blockdraft.cli.flags import (
@@ -16,13 +16,15 @@ from blockdraft.cli.flags import (
     add_settings,
     add_verbose,
     bind_threads,
+    given_settings,
     prompt_from,
     reporter,
     sampling_from,
-    settings_from,
 )
 from blockdraft.engine.request import Delta, SamplingParams
 from blockdraft.errors import RequestError, SettingsError
+from blockdraft.layers import resolve
+from blockdraft.settings import LAUNCH_SETTINGS
 
 if TYPE_CHECKING:
     from blockdraft.llm import LLM
@@ -42,18 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, not the text")
     add_verbose(parser)
     add_sampling(parser)
-    add_settings(parser, leave_out=("seed",))  # of one request, --seed is the sampling seed
+    # Of one request, --seed is the sampling seed; and only our own engine runs in this process.
+    add_settings(parser, leave_out=("seed", "engine", *LAUNCH_SETTINGS))
 
 
 def run(args: argparse.Namespace) -> int:
-    settings, sampling = settings_from(args), sampling_from(args)
+    settings = resolve(given_settings(args) | {"engine": "native"}).settings
+    sampling = sampling_from(args)
     if sampling.logprobs is not None and not args.json:
         raise SettingsError("--logprobs has no place in plain text: add --json.")
     prompt = prompt_from(args.prompt)
     bind_threads(settings)
     from blockdraft.llm import LLM
 
-    llm = LLM(report=reporter(args), **asdict(settings))
+    llm = LLM(report=reporter(args), **asdict(replace(settings, recipe=None)))  # it is among them already
     for notice in llm.engine.models.labels.notices:
         print(f"warning: {notice}", file=sys.stderr)
     deltas = _stream(llm, prompt, sampling, is_raw=args.raw)

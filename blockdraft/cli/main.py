@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import sys
@@ -11,8 +10,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from blockdraft import __version__
-from blockdraft.cli import bench, fetch, generate, models, serve
+from blockdraft.cli import bench, doctor, fetch, fit, generate, models, plan, serve, settings, train
 from blockdraft.errors import BlockdraftError
+from blockdraft.settings import suggestion
 
 EXIT_ERROR = 2
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it
@@ -31,13 +31,9 @@ class Parser(argparse.ArgumentParser):
         """The error for arguments nobody understood; the first flag among them is the one to fix."""
         name = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
         if not name.startswith("-"):
-            self.error(f"unexpected argument '{name}': quote a prompt of several words")
+            hint = ": quote a prompt of several words" if self.prog.endswith(" generate") else ""
+            self.error(f"unexpected argument '{name}'{hint}")
         self.error(f"unknown flag {name}{suggestion(name, list(self._option_string_actions))}")
-
-
-def suggestion(wrong: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(wrong, names, 1, cutoff=0.7)
-    return f": did you mean {close[0]}?" if close else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +63,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"blockdraft {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     parsers = {}
-    for command in (generate, serve, bench, fetch, models):
+    for command in (generate, serve, bench, train, fit, fetch, models, settings, plan, doctor):
         name = command.__name__.rpartition(".")[2]
         parsers[name] = commands.add_parser(
             name,

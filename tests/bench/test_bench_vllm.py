@@ -10,6 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,7 @@ MAX_TOKENS, NUM_DRAFTS = 64, 7  # of the pair
 RUNS = [
     " ".join(f"t{(start + step * i) % 60}" for i in range(4)) for start, step in ((3, 1), (10, 2), (50, 3))
 ] + ["t7 t7 t9", "t20 t40 t1 t2", "t59 t58 t57 t0 t1 t2"]
+DRAFTER = Path(__file__).parents[2] / "drafters/smollm2-135m-instruct"
 OURS = ["--device", "cpu", "--dtype", "float32", "--max-context", "512"]
 
 
@@ -127,7 +129,9 @@ def test_acceptance_of_a_drafter_in_vllm_is_near_ours(vllm, tmp_path, flags, sou
     load = ["--workload", prompts, "--num-prompts", NUM_PROMPTS, "--max-tokens", MAX_TOKENS, "--cached"]
     speculation = {"method": "dflash", "model": str(draft), "num_speculative_tokens": NUM_DRAFTS}
     command = vllm_command(vllm, target, "--speculative-config", json.dumps(speculation), *flags)
-    with our_server("--model", str(target), "--draft", str(draft), *OURS) as url:
+    # Not "auto", which on so small a pair may be plain decoding.
+    ours_too = ("--draft", str(draft), "--width", str(NUM_DRAFTS + 1), *OURS)
+    with our_server("--model", str(target), *ours_too) as url:
         theirs = bench(tmp_path / "theirs", "--start", command, "--baseline", url, *load)
         ours = bench(tmp_path / "ours", url, "--no-baseline", *load)
     assert (theirs["endpoint"]["is_metered"], theirs["endpoint"]["is_speculative"]) == (True, True)
@@ -152,3 +156,19 @@ def test_acceptance_of_a_drafter_in_vllm_is_near_ours(vllm, tmp_path, flags, sou
     assert drafts[0]["steps"] + drafts[0]["accepted"] == pytest.approx(
         NUM_PROMPTS * (MAX_TOKENS - 1), abs=NUM_PROMPTS * NUM_DRAFTS
     )
+
+
+@pytest.mark.skipif(not DRAFTER.exists(), reason="the default drafter is not in this checkout")
+def test_vllm_commits_as_much_per_step_with_our_default_drafter(vllm, tmp_path):
+    folder = write_default_model(tmp_path / "smollm2")
+    load = ["--workload", "code", "--num-prompts", 12, "--max-tokens", 96]
+    speculation = {"method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": 15}
+    flags = ["--speculative-config", json.dumps(speculation), "--per-request-spec-decode-metrics", "summary"]
+    command = vllm_command(vllm, folder, *flags)
+    theirs = bench(tmp_path / "theirs", "--start", command, "--no-baseline", *load)
+    with our_server("--model", str(folder), "--draft", str(DRAFTER), "--width", "16", *OURS) as url:
+        ours = bench(tmp_path / "ours", url, "--no-baseline", *load)
+    found = [report["cells"][0]["speculation"]["committed_per_step"]["value"] for report in (theirs, ours)]
+    sys.stdout.write(f"committed per step: vLLM {found[0]:.3f}, ours {found[1]:.3f}\n")
+    assert found[1] > 2
+    assert found[0] == pytest.approx(found[1], rel=0.02)

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import httpx
@@ -17,7 +17,7 @@ import pytest
 
 import blockdraft
 from blockdraft.cli import flags as flags_module
-from blockdraft.cli.flags import sampling_from, settings_from
+from blockdraft.cli.flags import flags_of, sampling_from, settings_from
 from blockdraft.cli.generate import speed_line
 from blockdraft.cli.main import main, parse
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
@@ -185,15 +185,20 @@ def test_every_setting_has_a_flag():
     values = {"model": "m", "draft": "d", "device": "cuda", "dtype": "float16"}
     values |= {"quantization": "fp8", "draft_quantization": "keep"}
     values |= {"load_format": "dummy", "synthetic_acceptance": "0.7", "gpu_memory_utilization": "0.5"}
-    flags = ["--no-prefix-cache", "--overlap", "--no-verify", "--no-graphs"]
+    values |= {"engine": "vllm", "node_rank": "6", "engine_args": "--a 'b c'", "engine_env": "A=b=c d"}
+    flags = ["--no-prefix-cache", "--overlap", "--no-verify", "--no-graphs", "--recipe", "smollm2"]
     for item in fields(Settings):
-        if item.name not in ("prefix_cache", "overlap", "verify", "graphs"):
+        if item.name not in ("prefix_cache", "overlap", "verify", "graphs", "recipe"):
             flags += [f"--{item.name.replace('_', '-')}", values.get(item.name, "7")]
     settings = settings_from(parse(["serve", *flags]))
     for item in fields(Settings):
         assert getattr(settings, item.name) != item.default
     assert settings.chunk == 7
     assert (settings.quantization, settings.draft_quantization) == ("fp8", "keep")
+    assert settings.engine_args == ("--a", "b c")
+    assert settings.engine_env == (("A", "b=c d"),)
+    again = settings_from(parse(["serve", *flags_of(settings)]))
+    assert again == replace(settings, recipe=None), "flags_of leaves something out"
 
 
 @pytest.mark.parametrize("flag", ["--dtype", "--quantization", "--draft-quantization", "--load-format"])

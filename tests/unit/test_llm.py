@@ -106,7 +106,7 @@ def test_prompts_that_are_not_token_ids_are_refused(llm, prompt):
 
 
 def test_an_unknown_setting_is_an_error_with_a_suggestion():
-    with pytest.raises(SettingsError, match="did you mean 'width'"):
+    with pytest.raises(SettingsError, match="did you mean width"):
         LLM(tiny.TARGET, widht=3)
 
 

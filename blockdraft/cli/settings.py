@@ -1,0 +1,97 @@
+"""blockdraft settings: what every setting is, and which of flags, environment and recipe said so."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+
+from blockdraft.cli.flags import add_model, add_settings, given_settings
+from blockdraft.cli.masking import HIDDEN, is_secret, masked
+from blockdraft.errors import SettingsError
+from blockdraft.layers import Resolved, resolve
+from blockdraft.recipe import load_recipe, recipe_names
+from blockdraft.settings import SETTING_NAMES
+
+SUMMARY = "show every setting and where its value comes from"
+USAGE = "blockdraft settings [MODEL] [flags]"
+DESCRIPTION = (
+    "Show what `blockdraft serve` would be asked for with the same flags, and where each value comes from: a "
+    "flag, else the environment (BLOCKDRAFT_MAX_ROWS is --max-rows), else the recipe, else the default. "
+    "Nothing is loaded. `auto` is resolved by `blockdraft plan`."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--show", action="store_true", help="every setting, not only those that somebody set")
+    parser.add_argument("--recipes", action="store_true", help="list the known recipes instead")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not the text")
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.recipes:
+        return _list_recipes(is_json=args.json)
+    resolved = resolve(given_settings(args))
+    if args.json:
+        print(json.dumps(as_json(resolved), indent=2))
+        return 0
+    for line in lines(resolved, shows_all=args.show):
+        print(line)
+    return 0
+
+
+def as_json(resolved: Resolved) -> dict[str, object]:
+    settings = {
+        name: {"value": _value(resolved, name), "source": resolved.sources[name]} for name in SETTING_NAMES
+    }
+    return {"settings": settings, "notes": list(resolved.notes)}
+
+
+def lines(resolved: Resolved, *, shows_all: bool) -> Iterator[str]:
+    """A row per setting: name, value, source."""
+    names = [name for name in SETTING_NAMES if shows_all or resolved.sources[name] != "default"]
+    rows = [(name, _shown(_value(resolved, name)), resolved.sources[name]) for name in names]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    for name, value, source in rows:
+        yield f"{name:{widths[0]}}  {value:{widths[1]}}  {source}"
+    if not shows_all:
+        others = len(SETTING_NAMES) - len(rows)
+        yield f"{others} settings at their defaults: add --show to see them"
+    for note in resolved.notes:
+        yield f"note: {note}"
+
+
+def _value(resolved: Resolved, name: str) -> object:
+    """Without what may be a secret."""
+    value = getattr(resolved.settings, name)
+    if name == "engine_env":
+        return {key: HIDDEN if is_secret(key) else text for key, text in value}
+    return masked(value) if name == "engine_args" else value
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, dict):
+        return " ".join(f"{key}={text}" for key, text in value.items()) or "none"
+    if isinstance(value, tuple):
+        return " ".join(value) or "none"
+    return "none" if value is None else str(value)
+
+
+def _list_recipes(*, is_json: bool) -> int:
+    recipes = [load_recipe(name) for name in recipe_names()]
+    if not recipes:
+        raise SettingsError("no recipes were installed: give the path of one with --recipe.")
+    if is_json:
+        listed = [
+            {"name": r.name, "title": r.title, "cards": r.cards, "settings": r.settings} for r in recipes
+        ]
+        print(json.dumps({"recipes": listed}, indent=2))
+        return 0
+    width = max(len(recipe.name) for recipe in recipes)
+    for recipe in recipes:
+        print(f"{recipe.name:{width}}  {recipe.title} ({', '.join(recipe.cards) or 'any card'})")
+    return 0
