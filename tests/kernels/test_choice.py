@@ -281,3 +281,14 @@ def test_every_operation_of_a_gpu_takes_its_kernel_outside_and_its_reference_ins
             operation()
         with choice.use("reference"):
             assert operation().isfinite().all()
+
+
+def test_compiled_code_takes_the_references():
+    """PyTorch 2.11's compiler does not see what `use` has set, so it must not matter there."""
+
+    def traced(x):
+        return x + choice.takes_reference(x)
+
+    compiled = torch.compile(traced, backend="eager")
+    assert compiled(torch.zeros(2)).tolist() == [1, 1]
+    assert traced(torch.zeros(2)).tolist() == [0, 0]

@@ -1,6 +1,7 @@
 """What a drafter is said to commit against what the engine commits with it; and that training gets there."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ from blockdraft import LLM, SamplingParams
 from blockdraft.models.draft_config import read_draft_config
 from blockdraft.training import features as features_module
 from blockdraft.training.answers import Document
-from blockdraft.training.drafter import new_drafter
+from blockdraft.training.check import fit_in_engine
+from blockdraft.training.drafter import draft_json, new_drafter
 from blockdraft.training.evaluate import Fit, simulate, walk
 from blockdraft.training.features import FeatureReader
 from blockdraft.training.packing import pack, with_anchors
-from blockdraft.training.recipe import Objective, Recipe
+from blockdraft.training.recipe import Objective, Recipe, Shape
 from blockdraft.training.run import _load_weights
 from blockdraft.training.trainer import BlockForward, Trainer
 from tests import tiny
@@ -226,3 +228,28 @@ def test_64_memorised_answers_are_accepted_in_full_blocks(tmp_path):
         one.answer_ids for one in documents
     ]
     assert llm.engine.snapshot().num_blocks == 64
+
+
+def test_the_exported_drafter_in_the_engine_commits_what_was_simulated(trained):
+    llm = tiny.engine("trained", max_rows=4)
+    asked = prompts(5)
+    names = [llm.add(prompt, SamplingParams(temperature=0.0, max_tokens=40, width=1)) for prompt in asked]
+    steps = tiny.drain(llm)
+    documents = [
+        Document(tuple(prompt), ids_of(steps, name), "all", is_greedy=True)
+        for name, prompt in zip(names, asked, strict=True)
+    ]
+    found = fit_in_engine(
+        Path(tiny.DRAFT), documents, model=tiny.TARGET, config=trained.model.config, like=pairs.load_target()
+    )
+    expected = simulate(trained, documents, length=96)["all"]
+    assert (found.num_steps, found.num_tokens) == (expected.num_steps, expected.num_tokens)
+    assert found.committed > 2
+
+
+def test_a_shallow_target_is_tapped_at_different_layers():
+    config = pairs.load_target().config
+    raw = draft_json(Shape(), config, {}, mask_id=63)
+    taps = raw["dflash_config"]["target_layer_ids"]
+    assert len(set(taps)) == len(taps)
+    assert set(taps) <= set(range(config.num_layers))

@@ -278,6 +278,7 @@ def test_a_server_says_which_width_it_serves_and_why(fitted, monkeypatch):
     reason = engine.models.plan.width_reason
     assert reason.startswith("width 3: ")
     assert details["warm"] == reason
+    assert engine.scheduler.max_drafting_rows == 1  # it is a CPU
     assert details["verify"].endswith(f"; {reason}")
     assert startup.warnings == ()
     assert warmed == [3], "what is served is what was warmed"
