@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from blockdraft.launch.command import Command, is_secret
 
-# Downloads and compiled kernels outlive the container.
+# Downloads and compiled kernels outlive the container, whose home this is, whoever its user may be.
+HOME = "/cache"
 CACHES = (".cache/huggingface", ".cache/vllm", ".cache/flashinfer", ".triton")
 BREAK = " \\\n  "
 
@@ -27,7 +28,7 @@ def docker_run(command: Command) -> str:
     # Docker takes the value of a variable that is named alone from the environment it is started in.
     options += [
         f"-e {name}" if is_secret(name) else f"-e {shlex.quote(f'{name}={value}')}"
-        for name, value in sorted(command.env.items())
+        for name, value in _inside(command)
     ]
     head, *rest = command.argv
     return BREAK.join([*options, f"--entrypoint {head} {command.image}", *_lines(rest)])
@@ -51,9 +52,8 @@ def compose(command: Command) -> str:
         *(f"      - {json.dumps(volume)}" for volume in _caches(home="${HOME}")),
         *(f"      - {_literal(volume)}" for volume in _folders(command)),
     ]
-    if command.env:
-        lines.append("    environment:")
-        lines += [f"      {name}: {_value(name, value)}" for name, value in sorted(command.env.items())]
+    lines.append("    environment:")
+    lines += [f"      {name}: {_value(name, value)}" for name, value in _inside(command)]
     lines += [
         "    deploy:",
         "      resources:",
@@ -80,8 +80,13 @@ def _lines(argv: Iterable[str]) -> list[str]:
     return [" ".join(line) for line in lines]
 
 
+def _inside(command: Command) -> list[tuple[str, str]]:
+    """The environment in a container."""
+    return sorted({"HOME": HOME, **command.env}.items())
+
+
 def _caches(*, home: str) -> list[str]:
-    return [f"{home}/{name}:/root/{name}" for name in CACHES]
+    return [f"{home}/{name}:{HOME}/{name}" for name in CACHES]
 
 
 def _folders(command: Command) -> list[str]:

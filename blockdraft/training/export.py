@@ -18,10 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.models.dflash import DFlash
+from blockdraft.models.draft_fit import FIT_FILE
 from blockdraft.models.weights import slots_of
 from blockdraft.training.evaluate import Fit
-
-FIT_FILE = "fit.json"
 
 
 @dataclass(frozen=True, slots=True)

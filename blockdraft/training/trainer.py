@@ -25,7 +25,7 @@ from blockdraft.training.objective import Head, Teacher, block_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at
 from blockdraft.training.packing import Batch, Rows, draw
 from blockdraft.training.recipe import Recipe
-from blockdraft.training.view import BlockView, ContextView, Seen, block_masks
+from blockdraft.training.view import Kept, Seen, TrainView, block_masks
 from blockdraft.training.walk import Walk
 
 
@@ -54,7 +54,7 @@ class BlockForward:
         self.block = model.config.block
         self._drafter = DFlashDrafter(model, target)
         self._masks = {one.layer: one.mask for one in model.layers if isinstance(one, DFlashLayer)}
-        self._run = _compiled() if next(model.parameters()).is_cuda else _hidden
+        self._run = _compiled() if next(model.parameters()).is_cuda else block_hidden
 
     def head(self) -> Head:
         """The head that serves this drafter: the target's, dense."""
@@ -82,7 +82,7 @@ class BlockForward:
         return hidden.view(-1, self.block, x.shape[1])[:, 1:]
 
 
-def _hidden(
+def block_hidden(
     model: DFlash,
     features: Tensor,
     x: Tensor,
@@ -91,16 +91,17 @@ def _hidden(
     num_rows: int,
     masks: dict[int, Seen],
 ) -> Tensor:
-    context = ContextView(context_positions)
-    model.absorb(features, context)
-    hidden: Tensor = model(x, BlockView(context, block_positions, num_rows, masks))
+    """Hidden states [R * A * B, E] of blocks that begin as x, over the context that `features` make."""
+    kept: Kept = {}
+    model.absorb(features, TrainView(context_positions, kept, num_rows=num_rows, masks=masks))
+    hidden: Tensor = model(x, TrainView(block_positions, kept, num_rows=num_rows, masks=masks))
     return hidden
 
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
     """One for all drafters: those of one shape share what was compiled."""
-    return torch.compile(_hidden, dynamic=False)
+    return torch.compile(block_hidden, dynamic=False)
 
 
 def _half(x: Tensor) -> AbstractContextManager[object]:

