@@ -82,17 +82,20 @@ def test_a_bad_line_is_named_with_its_number_in_the_file(tmp_path, line, message
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", b"", "holds no prompts"),
-        ("blank.jsonl", b"\n  \n", "holds no prompts"),
-        ("latin.jsonl", b'{"prompt": "caf\xe9"}', "cannot read prompts"),
-        ("not.jsonl.gz", b'{"prompt": "x"}', "cannot read prompts"),
-        (
-            "damaged.jsonl.gz",
-            gzip.compress(b'{"prompt": "x"}' * 99)[:12] + b"\xff" * 20,
-            "cannot read prompts",
-        ),
-        ("not.jsonl.xz", b'{"prompt": "x"}', "cannot read prompts"),
-        ("cut.jsonl.xz", lzma.compress(b'{"prompt": "x"}' * 99)[:-40], "cannot read prompts"),
+        pytest.param(name, content, message, id=name)  # named: packed bytes differ from second to second
+        for name, content, message in [
+            ("empty.jsonl", b"", "holds no prompts"),
+            ("blank.jsonl", b"\n  \n", "holds no prompts"),
+            ("latin.jsonl", b'{"prompt": "caf\xe9"}', "cannot read prompts"),
+            ("not.jsonl.gz", b'{"prompt": "x"}', "cannot read prompts"),
+            (
+                "damaged.jsonl.gz",
+                gzip.compress(b'{"prompt": "x"}' * 99)[:12] + b"\xff" * 20,
+                "cannot read prompts",
+            ),
+            ("not.jsonl.xz", b'{"prompt": "x"}', "cannot read prompts"),
+            ("cut.jsonl.xz", lzma.compress(b'{"prompt": "x"}' * 99)[:-40], "cannot read prompts"),
+        ]
     ],
 )
 def test_a_file_without_prompts_is_refused(tmp_path, name, content, message):
