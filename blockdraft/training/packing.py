@@ -57,15 +57,19 @@ class Batch:
     labels: Tensor  # [R, A, B - 1] int64; -1 past the document's end
     spans: tuple[tuple[tuple[int, int], ...], ...]  # of each row: where its documents begin and end
 
-    def block_positions(self, block: int) -> Tensor:
+    @property
+    def block(self) -> int:
+        return self.labels.shape[2] + 1
+
+    def block_positions(self) -> Tensor:
         """[R * A * B]: where each block token sits in its document."""
-        offset = torch.arange(block, device=self.anchors.device)
+        offset = torch.arange(self.block, device=self.anchors.device)
         return ((self.anchors - self.block_starts)[..., None] + offset).flatten()
 
-    def block_ids(self, block: int, mask_id: int) -> Tensor:
+    def block_ids(self, mask_id: int) -> Tensor:
         """[R, A, B]: the anchor, then masks."""
         anchor = self.tokens.gather(1, self.anchors)[..., None]
-        return torch.cat((anchor, anchor.new_full((*anchor.shape[:2], block - 1), mask_id)), dim=2)
+        return torch.cat((anchor, anchor.new_full(self.labels.shape, mask_id)), dim=2)
 
 
 @dataclass(frozen=True, slots=True)

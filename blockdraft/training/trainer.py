@@ -66,20 +66,20 @@ class BlockForward:
 
     def __call__(self, batch: Batch, features: Tensor) -> Tensor:
         """[R * A, B - 1, E]: what the drafter makes of columns 1 … B - 1 of every block."""
-        ids = batch.block_ids(self.block, self.model.config.mask_token_id)
+        ids = batch.block_ids(self.model.config.mask_token_id)
         x = self._drafter.embed(ids.flatten())
-        masks = block_masks(batch, self.block, self._masks)
+        masks = block_masks(batch, self._masks)
         with _half(x), use("reference"):
             hidden = self._run(
                 self.model,
                 features,
                 x,
                 batch.positions.flatten(),
-                batch.block_positions(self.block),
+                batch.block_positions(),
                 len(batch.tokens),
                 masks,
             )
-        return hidden.view(-1, self.block, x.shape[1])[:, 1:]
+        return hidden.view(-1, batch.block, x.shape[1])[:, 1:]
 
 
 def block_hidden(
@@ -194,7 +194,7 @@ class Trainer:
     def _teacher(self, batch: Batch, hidden: Tensor) -> Teacher | None:
         if self.recipe.objective.distill == 0:
             return None
-        offset = torch.arange(self.forward.block - 1, device=self.device)
+        offset = torch.arange(batch.block - 1, device=self.device)
         place = (batch.anchors[..., None] + offset).clamp(max=batch.tokens.shape[1] - 1)
         first = torch.arange(len(batch.tokens), device=self.device)[:, None, None] * batch.tokens.shape[1]
         head = Head(

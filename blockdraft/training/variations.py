@@ -193,13 +193,10 @@ class _Tried(BlockForward):
 
     @torch.no_grad()
     def __call__(self, batch: Batch, features: Tensor) -> Tensor:
-        ids = batch.block_ids(self.block, self.model.config.mask_token_id)
+        ids = batch.block_ids(self.model.config.mask_token_id)
         x = self._served.embed(ids.flatten())
-        kinds = {
-            kind: dense_mask(batch, self.block, sees(batch, self.block, kind))
-            for kind in set(self._masks.values())
-        }
+        kinds = {kind: dense_mask(batch, sees(batch, kind)) for kind in set(self._masks.values())}
         masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}
-        positions = batch.positions.flatten(), batch.block_positions(self.block)
+        positions = batch.positions.flatten(), batch.block_positions()
         hidden = block_hidden(self.model, features, x, *positions, len(batch.tokens), masks)
-        return hidden.view(-1, self.block, x.shape[1])[:, 1:]
+        return hidden.view(-1, batch.block, x.shape[1])[:, 1:]

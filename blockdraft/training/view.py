@@ -33,16 +33,16 @@ Seen = Tensor | BlockMask
 Kept = dict[int, tuple[Tensor, Tensor]]  # keys and values of the context, by layer
 
 
-def block_masks(batch: Batch, block: int, layers: Mapping[int, Mask]) -> dict[int, Seen]:
+def block_masks(batch: Batch, layers: Mapping[int, Mask]) -> dict[int, Seen]:
     """What every block of `batch` sees in each layer; layers of one kind share it."""
-    build: Callable[[Batch, int, Sees], Seen] = _tiles if batch.tokens.is_cuda else dense_mask
-    kinds = {kind: build(batch, block, sees(batch, block, kind)) for kind in set(layers.values())}
+    build: Callable[[Batch, Sees], Seen] = _tiles if batch.tokens.is_cuda else dense_mask
+    kinds = {kind: build(batch, sees(batch, kind)) for kind in set(layers.values())}
     return {layer: kinds[kind] for layer, kind in layers.items()}
 
 
-def sees(batch: Batch, block: int, mask: Mask) -> Sees:
+def sees(batch: Batch, mask: Mask) -> Sees:
     """The rule at the top of this file, for one kind of layer."""
-    length, anchors, starts = batch.tokens.shape[1], batch.anchors, batch.block_starts
+    length, block, anchors, starts = batch.tokens.shape[1], batch.block, batch.anchors, batch.block_starts
     window = mask.window
 
     def see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -64,18 +64,18 @@ def sees(batch: Batch, block: int, mask: Mask) -> Sees:
     return see
 
 
-def dense_mask(batch: Batch, block: int, see: Sees) -> Tensor:
+def dense_mask(batch: Batch, see: Sees) -> Tensor:
     """[R, 1, A * B, L + A * B]"""
     num_rows, length = batch.tokens.shape
-    size = batch.anchors.shape[1] * block
+    size = batch.anchors.shape[1] * batch.block
     row = torch.arange(num_rows, device=batch.tokens.device)[:, None, None, None]
     query = torch.arange(size, device=row.device)[:, None]
     return see(row, row, query, torch.arange(length + size, device=row.device))
 
 
-def _tiles(batch: Batch, block: int, see: Sees) -> BlockMask:
+def _tiles(batch: Batch, see: Sees) -> BlockMask:
     """The same for FlexAttention: which tiles hold anything at all, without looking at every pair."""
-    length, device = batch.tokens.shape[1], batch.tokens.device
+    length, block, device = batch.tokens.shape[1], batch.block, batch.tokens.device
     size = batch.anchors.shape[1] * block
     first = torch.arange(0, length + size, TILE, device=device)  # the first key of each tile
     anchors, starts = batch.anchors[..., None], batch.block_starts[..., None]

@@ -238,8 +238,8 @@ def test_tiles_hold_every_pair_that_the_dense_mask_shows(kind, shape):
     sizes = [size for size in sizes if sum(size) <= length]
     rows, _ = pack(pairs.random_documents(sizes), length)
     batch = draw(rows, range(len(rows)), num_anchors, block, torch.Generator().manual_seed(0))
-    see = view.sees(batch, block, KINDS[kind])
-    dense, tiles = view.dense_mask(batch, block, see), view._tiles(batch, block, see)
+    see = view.sees(batch, KINDS[kind])
+    dense, tiles = view.dense_mask(batch, see), view._tiles(batch, see)
     size = batch.anchors.shape[1] * block
     assert dense.shape == (len(rows), 1, size, length + size)
     assert tuple(tiles.shape) == (len(rows), 1, size, length + size)
@@ -262,6 +262,6 @@ def test_layers_of_one_kind_share_their_mask():
     rows, _ = pack(pairs.random_documents(SIZES), LENGTH)
     batch = with_anchors(rows, [0], torch.tensor([[5, 6]]), 4)
     full, causal = KINDS["full"], KINDS["causal"]
-    masks = view.block_masks(batch, 4, {0: full, 1: causal, 2: full})
+    masks = view.block_masks(batch, {0: full, 1: causal, 2: full})
     assert masks[0] is masks[2]
     assert not torch.equal(masks[0], masks[1])

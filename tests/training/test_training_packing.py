@@ -103,14 +103,14 @@ def test_a_batch_says_where_its_blocks_are_and_what_they_should_draft():
         [tokens[3:6], [tokens[11], -1, -1], tokens[14:17], [tokens[19], -1, -1], [-1, -1, -1]]
     ]
     assert batch.positions.tolist() == [[*range(12), *range(8), *range(4)]]
-    assert batch.block_positions(4).view(5, 4).tolist() == [
+    assert batch.block_positions().view(5, 4).tolist() == [
         [2, 3, 4, 5],
         [10, 11, 12, 13],
         [1, 2, 3, 4],
         [6, 7, 8, 9],
         [0, 1, 2, 3],
     ]
-    ids = batch.block_ids(4, 63)
+    ids = batch.block_ids(63)
     assert ids[0, :4].tolist() == [[tokens[place], 63, 63, 63] for place in (2, 10, 13, 18)]
     assert batch.spans == (((0, 12), (12, 20)),)
 
