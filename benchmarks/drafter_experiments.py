@@ -3,14 +3,14 @@
     python -m benchmarks.drafter_experiments answers --prompts FILE --evaluate NAME=F --out DIR --seconds 60
     python -m benchmarks.drafter_experiments run --out DIR --steps 200 base rate-1e-3 …
 
-`answers` lets the target answer prompts; `run` trains a fresh drafter for each variant, all for as many
-steps, and prints the tokens that it would commit per step on each evaluation set (greedy answers, width 16).
+`answers` lets the target answer prompts; `run` trains a fresh drafter (or, with --from, one that knows
+something) for each variant, all for as many steps, and prints the tokens that it would commit per step on
+each evaluation set (greedy answers, width 16).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import time
@@ -22,11 +22,12 @@ from typing import TypeVar
 import torch
 
 from blockdraft.engine.bulk import make_bulk
-from blockdraft.engine.loading import load_models
+from blockdraft.engine.loading import Models, load_models
+from blockdraft.engine.memory import release
 from blockdraft.models.draft_config import read_draft_config
 from blockdraft.settings import Settings
-from blockdraft.training.answers import read_conversations, read_shard
-from blockdraft.training.drafter import draft_json, new_drafter
+from blockdraft.training.answers import Document, read_conversations, read_shard
+from blockdraft.training.drafter import draft_json, load_weights, new_drafter
 from blockdraft.training.evaluate import simulate
 from blockdraft.training.objective import block_loss
 from blockdraft.training.packing import pack
@@ -36,6 +37,7 @@ from blockdraft.training.trainer import Trainer
 
 T = TypeVar("T")
 
+MASK_ID = 16  # a reserved token of SmolLM2
 BASE = Recipe(warm_up=0.05)
 OLD = replace(BASE, rate=2e-3)  # with a start from the target's layers: the first table of docs/training.md
 BOTH_WAYS = Shape(is_causal=False)
@@ -63,6 +65,7 @@ VARIANTS = {
         "random",
         1.0,
     ),
+    "short-blocks": (Shape(), replace(BASE, short_blocks=0.7), "random", 1.0),
     "layers-3": (Shape(num_layers=3), BASE, "random", 1.0),
     "layers-8": (Shape(num_layers=8, inner_size=768), BASE, "random", 1.0),
     "taps-3": (Shape(num_taps=3), BASE, "random", 1.0),
@@ -122,66 +125,77 @@ def write_answers(args: argparse.Namespace) -> None:
 
 def run_variants(args: argparse.Namespace) -> None:
     """Train each variant, evaluate, write JSON."""
+    torch._dynamo.config.recompile_limit = 64  # every objective and shape; past it, silently not compiled
     settings = Settings(
         model=args.model, draft="none", device=args.device, max_rows=1, max_context=args.length
     )
     models = load_models(settings, print)
-    target = models.target
     train = [one for path in sorted((args.out / "train").glob("*.npz")) for one in read_shard(path)]
     evaluate = [one for path in sorted((args.out / "evaluate").glob("*.npz")) for one in read_shard(path)]
     random.Random(1).shuffle(evaluate)
-    length = args.length
     results = []
     for name in args.variants:
-        gc.collect()
-        shape, recipe, init, share = VARIANTS[name]
-        recipe = replace(recipe, rows_per_step=max(1, int(recipe.rows_per_step * args.scale)))
-        raw = draft_json(shape, models.config, {}, 16)
-        config = read_draft_config(raw, name=name)
-        target.taps = config.taps
-        model = new_drafter(
-            config, target, max_positions=length + 64, device=models.device, init=init, seed=0
-        )
-        documents = train[: args.documents]
-        rows, _ = pack(documents[: int(len(documents) * share)], length)
-        trainer = Trainer(model, target, rows.to(models.device), recipe)
-        begin = time.monotonic()
-        trainer.step(0.0)  # what has to be compiled
-        _wait()
-        compiled = time.monotonic() - begin
-        begin = time.monotonic()
-        last = None
-        for progress in trainer.run(steps=args.steps):
-            last = progress
-        _wait()
-        taken = time.monotonic() - begin
-        print(
-            name, trainer.step_number, "steps", round(taken, 1), "s, compile", round(compiled, 1), flush=True
-        )
-        begin = time.monotonic()
-        with trainer.averaged():
-            fits = simulate(
-                trainer.forward,
-                evaluate[:700],
-                length=length,
-                rows_per_step=recipe.rows_per_step,
-                num_anchors=recipe.num_anchors,
-            )
-        if args.profile:
-            print(json.dumps(_parts_of_a_step(trainer)), flush=True)
-        result = {
-            "variant": name,
-            "steps": trainer.step_number,
-            "seconds": round(taken, 1),
-            "compile_s": round(compiled, 1),
-            "evaluate_s": round(time.monotonic() - begin, 1),
-            "ms_per_step": round(1e3 * taken / max(trainer.step_number - 1, 1), 1),
-            "loss": None if last is None else round(last.loss.item(), 4),
-            "committed": {key: round(fit.committed, 3) for key, fit in fits.items()},
-        }
+        result = _run_variant(name, args, models, train[: args.documents], evaluate[: args.evaluate])
         results.append(result)
         print(json.dumps(result), flush=True)
         args.json.write_text(json.dumps(results, indent=1))
+
+
+def _run_variant(
+    name: str, args: argparse.Namespace, models: Models, train: list[Document], evaluate: list[Document]
+) -> dict[str, object]:
+    release()
+    trainer = _trainer(name, args, models, train)
+    begin = time.monotonic()
+    run = trainer.run(steps=args.steps)
+    last = next(run)  # with what has to be compiled
+    _wait()
+    compiled = time.monotonic() - begin
+    begin = time.monotonic()
+    for progress in run:
+        last = progress
+    _wait()
+    taken = time.monotonic() - begin
+    trainer.features.forget()
+    if args.profile:
+        print(json.dumps(_parts_of_a_step(trainer)), flush=True)
+    begin = time.monotonic()
+    recipe = trainer.recipe
+    with trainer.averaged():
+        fits = simulate(
+            trainer.forward,
+            evaluate,
+            length=args.length,
+            rows_per_step=recipe.rows_per_step,
+            num_anchors=recipe.num_anchors,
+        )
+    return {
+        "variant": name,
+        "start": args.start_from or VARIANTS[name][2],
+        "steps": trainer.step_number,
+        "seconds": round(taken, 1),
+        "compile_s": round(compiled, 1),
+        "evaluate_s": round(time.monotonic() - begin, 1),
+        "ms_per_step": round(1e3 * taken / max(trainer.step_number - 1, 1), 1),
+        "rate": recipe.rate,
+        "loss": round(last.loss.item(), 4),
+        "committed": {key: round(fit.committed, 3) for key, fit in fits.items()},
+    }
+
+
+def _trainer(name: str, args: argparse.Namespace, models: Models, documents: list[Document]) -> Trainer:
+    shape, recipe, init, share = VARIANTS[name]
+    recipe = replace(recipe, rows_per_step=max(1, int(recipe.rows_per_step * args.scale)))
+    config = read_draft_config(draft_json(shape, models.config, {}, MASK_ID), name=name)
+    models.target.taps = config.taps
+    model = new_drafter(
+        config, models.target, max_positions=args.length + 64, device=models.device, init=init, seed=0
+    )
+    if args.start_from is not None:
+        load_weights(model, args.start_from, models.device)
+        recipe = replace(recipe, rate=args.rate)
+    rows, _ = pack(documents[: int(len(documents) * share)], args.length)
+    return Trainer(model, models.target, rows.to(models.device), recipe)
 
 
 def _parts_of_a_step(trainer: Trainer) -> dict[str, float]:
@@ -198,8 +212,9 @@ def _parts_of_a_step(trainer: Trainer) -> dict[str, float]:
 
     head = trainer.forward.head()
     for _ in range(7):
-        batch = timed("batch", lambda: trainer._batch(trainer._chosen()))
-        _, features = timed("target", lambda batch=batch: trainer._reader.read(batch))
+        chosen = trainer._chosen()
+        batch = timed("batch", lambda chosen=chosen: trainer._batch(chosen, trainer.forward.block))
+        _, features = timed("target", lambda chosen=chosen: trainer._reader.read(trainer.rows, chosen))
         hidden = timed("drafter", lambda batch=batch, features=features: trainer.forward(batch, features))
         scores = timed(
             "loss",
@@ -237,6 +252,9 @@ def main() -> None:
     run.add_argument("variants", nargs="+", choices=sorted(VARIANTS))
     run.add_argument("--steps", type=int, default=200)
     run.add_argument("--profile", action="store_true", help="time the parts of a step, too")
+    run.add_argument("--from", dest="start_from", metavar="DRAFTER", help="begin with its weights, not noise")
+    run.add_argument("--rate", type=float, default=1e-3, help="with --from (default: 1e-3)")
+    run.add_argument("--evaluate", type=int, default=700, help="held-out answers (default: 700)")
     run.add_argument("--documents", type=int, help="train on this many of them")
     run.add_argument("--length", type=int, default=1024)
     run.add_argument("--scale", type=float, default=1.0, help="of the rows per step, to try it on a CPU")

@@ -107,6 +107,13 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
     )
     add("--anchors", type=int, default=recipe.num_anchors, metavar="N", help="blocks per row, drawn anew")
     add(
+        "--short-blocks",
+        type=float,
+        default=recipe.short_blocks,
+        metavar="SHARE",
+        help="of the run, at its beginning, with blocks of half the length: steps take half as long",
+    )
+    add(
         "--anchoring",
         choices=("even", "walk"),
         default=recipe.anchoring,
@@ -158,6 +165,7 @@ def _job(args: argparse.Namespace) -> Job:
     recipe = Recipe(
         rows_per_step=args.rows_per_step,
         num_anchors=args.anchors,
+        short_blocks=args.short_blocks,
         anchoring=args.anchoring,
         optimizer=args.optimizer,
         rate=args.rate,

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from blockdraft.errors import ModelError, SettingsError
+from blockdraft.models.checkpoint import open_checkpoint
 from blockdraft.models.config import AttentionConfig, ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import DraftConfig, default_taps
 from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
+from blockdraft.models.weights import load_drafter
 from blockdraft.training.recipe import Shape
 
 
@@ -91,6 +93,14 @@ def new_drafter(
     if init == "target":
         _copy_layers(model, target)
     return model
+
+
+def load_weights(model: DFlash, source: str, device: torch.device) -> None:
+    """The weights of a drafter of the same shape, as float32 that can be trained."""
+    trained = {name: one.requires_grad for name, one in model.named_parameters()}
+    load_drafter(model, open_checkpoint(source), storage="none", device=device)
+    for name, one in model.named_parameters():
+        one.requires_grad_(trained[name])
 
 
 def _plain(linear: Linear) -> nn.Parameter:

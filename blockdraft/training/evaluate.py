@@ -119,7 +119,7 @@ def _runs(forward: BlockForward, rows: Rows, rows_per_step: int, num_anchors: in
                 rows, chosen, functional.pad(anchors, (0, missing), value=length), forward.block
             )
             if features is None:
-                _, features = reader.read(batch)
+                _, features = reader.read(rows, chosen)
             # Not under no_grad: what was compiled for training serves here, too.
             hidden = forward(batch, features).detach()
             best = torch.cat([head.logits(part).argmax(dim=-1) for part in torch.split(hidden, SLICE)])

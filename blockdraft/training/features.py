@@ -7,6 +7,7 @@ experts, recurrent layers) reads here as it does when it serves, and so do its f
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,13 +15,17 @@ from torch import Tensor
 
 from blockdraft.cache.cache import NUM_RESERVED_PAGES, SCRATCH_PAGE, Cache
 from blockdraft.cache.rows import Rows as CacheRows
+from blockdraft.engine.loading import gpu_memory
 from blockdraft.kernels.transfer import to_device
+from blockdraft.machine import read_machine
 from blockdraft.models.decoder import Decoder
-from blockdraft.training.packing import Batch
+from blockdraft.training.packing import Rows
 
 PAGE = 16
 MAX_DOCUMENTS = 256  # of one forward; arbitrary
 MAX_STATES = 16  # the same where each document has a recurrent state, which is large
+KEPT_SHARE = 0.9  # of a GPU's free memory, for features that are kept
+KEPT_SHARE_OF_ALL = 0.5  # the same where other programs live in that memory, too
 
 
 class FeatureReader:
@@ -49,15 +54,18 @@ class FeatureReader:
         )
 
     @torch.no_grad()
-    def read(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Hidden states before the head [R * L, E] and features [R * L, taps * E]; zero outside documents."""
-        length = batch.tokens.shape[1]
+    def read(self, rows: Rows, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Of the rows `chosen`: hidden states before the head [R * L, E] and features [R * L, taps * E].
+
+        Zero outside documents.
+        """
+        length = rows.tokens.shape[1]
         spans = [
-            (row * length + begin, row * length + end)
-            for row, documents in enumerate(batch.spans)
-            for begin, end in documents
+            (place * length + begin, place * length + end)
+            for place, row in enumerate(chosen)
+            for begin, end in rows.spans[row]
         ]
-        tokens = batch.tokens.flatten()
+        tokens = rows.tokens[to_device(chosen, self._device)].flatten().long()
         parts = [self._forward(tokens, spans[i : i + self._limit]) for i in range(0, len(spans), self._limit)]
         hidden, features = (torch.cat(part) for part in zip(*(part[1:] for part in parts), strict=True))
         index = torch.cat([part[0] for part in parts])
@@ -83,3 +91,53 @@ def _spread(values: Tensor, index: Tensor, length: int) -> Tensor:
     out = values.new_zeros(length, values.shape[1])
     out[index] = values
     return out
+
+
+class KeptFeatures:
+    """Features of rows that are trained on again and again: read once, and kept as far as memory goes."""
+
+    def __init__(self, reader: FeatureReader, rows: Rows) -> None:
+        self._reader, self._rows = reader, rows
+        self._kept: Tensor | None = None  # [rows that there is room for, L, taps * E]
+        self._known: set[int] = set()  # of them, those that were read
+
+    def read(self, chosen: Sequence[int]) -> Tensor:
+        """[R * L, taps * E] of the rows `chosen`."""
+        new = [row for row in chosen if row not in self._known]
+        if not new:
+            assert self._kept is not None
+            return self._kept[to_device(chosen, self._kept.device)].flatten(0, 1)
+        _, features = self._reader.read(self._rows, new)
+        if self._kept is None:
+            return features
+        read = dict(zip(new, features.chunk(len(new)), strict=True))
+        parts = [read[row] if row in read else self._kept[row] for row in chosen]
+        for row in new:
+            if row < len(self._kept):
+                self._kept[row] = read[row]
+                self._known.add(row)
+        return torch.cat(parts)
+
+    def keep(self, like: Tensor) -> None:
+        """Keep what is read from now on, as far as free memory goes; features are like these."""
+        length, size = self._rows.tokens.shape[1], like.shape[1]
+        num_kept = _room_bytes(like.device) // (length * size * like.element_size())
+        self._kept = like.new_empty(min(len(self._rows), num_kept), length, size)
+
+    @property
+    def num_kept(self) -> int:
+        """Rows that have room."""
+        return 0 if self._kept is None else len(self._kept)
+
+    def forget(self) -> None:
+        """Give the memory back."""
+        self._kept = None
+        self._known.clear()
+
+
+def _room_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return int(KEPT_SHARE_OF_ALL * read_machine().memory_bytes)
+    gpus, index = read_machine().gpus, device.index or 0
+    is_unified = index < len(gpus) and gpus[index].is_unified
+    return int((KEPT_SHARE_OF_ALL if is_unified else KEPT_SHARE) * gpu_memory(device)[0])

@@ -55,7 +55,6 @@ class Batch:
     is_real: Tensor  # [R, A]: fewer anchors than A fill the rest with place 0, which counts for nothing
     block_starts: Tensor  # [R, A]: where the anchor's document begins
     labels: Tensor  # [R, A, B - 1] int64; -1 past the document's end
-    spans: tuple[tuple[tuple[int, int], ...], ...]  # of each row: where its documents begin and end
 
     @property
     def block(self) -> int:
@@ -183,5 +182,4 @@ def with_anchors(rows: Rows, chosen: Sequence[int], anchors: Tensor, block: int)
         is_real=is_real,
         block_starts=starts.gather(1, anchors),
         labels=torch.where(inside, labels, -1),
-        spans=tuple(rows.spans[row] for row in chosen),
     )

@@ -54,6 +54,7 @@ class Recipe:
 
     rows_per_step: int = 24
     num_anchors: int = 128  # per row
+    short_blocks: float = 0.0  # share of the run, from its beginning, with blocks of half the length
     anchoring: Literal["even", "walk"] = "even"  # anchors anywhere, or mostly where the drafter's steps begin
     optimizer: str = "muon"  # or adamw
     rate: float = 3e-3
@@ -107,6 +108,7 @@ class Job:
         _check("--top-p", self.manner.top_p, 0, 1)
         _check("--rows-per-step", self.recipe.rows_per_step, 1)
         _check("--anchors", self.recipe.num_anchors, 1)
+        _check("--short-blocks", self.recipe.short_blocks, 0, 1)
         _check("--average", self.recipe.average, 0, 1)
         _check("--distill", self.recipe.objective.distill, 0, 1)
 

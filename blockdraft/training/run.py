@@ -24,13 +24,11 @@ from blockdraft.engine.loading import Models, load_models
 from blockdraft.engine.memory import release
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.checkpoint import open_checkpoint
-from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair, read_draft_config
-from blockdraft.models.weights import load_drafter
 from blockdraft.settings import Settings
 from blockdraft.training.answers import Conversation, Document, read_conversations
 from blockdraft.training.check import fit_in_engine, sample
-from blockdraft.training.drafter import draft_json, new_drafter
+from blockdraft.training.drafter import draft_json, load_weights, new_drafter
 from blockdraft.training.evaluate import Fit, simulate
 from blockdraft.training.export import Story, export
 from blockdraft.training.packing import pack
@@ -71,6 +69,8 @@ def train(job: Job, ears: Ears, *, resume: bool = False) -> dict[str, Fit]:
     if left_s is not None and left_s <= 0:
         raise SettingsError(f"--minutes {job.minutes} are over before training began: give more.")
     _run(job, trainer, ears, left_s)
+    trainer.features.forget()
+    release()
     with trainer.averaged():
         ears.show("evaluate", None, f"{len(held_out)} held-out answers")
         fits = _simulated(job, trainer, held_out)
@@ -236,6 +236,11 @@ def _describe(
     check_pair(config, models.config, models.tokenizer.eos_ids)
     if config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None:
         raise ModelError(f"'{config.name}' has a head or an embedding scale of its own: not trained here.")
+    if job.recipe.short_blocks and not (all(config.is_causal) and config.block >= 4):
+        raise SettingsError(
+            f"--short-blocks {job.recipe.short_blocks} is for causal drafters with blocks of 4 or more: the "
+            "drafts of others depend on the whole block. Leave it out."
+        )
     return raw, config
 
 
@@ -263,25 +268,22 @@ def _trainer(job: Job, models: Models, documents: list[Document], config: DraftC
         seed=job.recipe.seed,
     )
     if job.start_from is not None:
-        _load_weights(model, job.start_from, models.device)
+        load_weights(model, job.start_from, models.device)
     rows, _ = pack(documents, job.length)
     if not len(rows):
         raise SettingsError(f"--length {job.length}: every answer is longer. Raise it.")
     return Trainer(model, models.target, rows.to(models.device), job.recipe)
 
 
-def _load_weights(model: DFlash, source: str, device: torch.device) -> None:
-    """A drafter's weights, as float32 that can be trained."""
-    trained = {name: one.requires_grad for name, one in model.named_parameters()}
-    load_drafter(model, open_checkpoint(source), storage="none", device=device)
-    for name, one in model.named_parameters():
-        one.requires_grad_(trained[name])
-
-
 def _run(job: Job, trainer: Trainer, ears: Ears, seconds: float | None) -> None:
     said_s = saved_s = time.monotonic()
+    first = trainer.step_number + 1
     for progress in trainer.run(steps=job.steps, seconds=seconds):
         now_s = time.monotonic()
+        if progress.step == first:
+            ears.say(
+                f"features of {trainer.features.num_kept} of {len(trainer.rows)} rows are kept in memory"
+            )
         if now_s - said_s >= 5:
             _say(progress, ears)
             said_s = now_s

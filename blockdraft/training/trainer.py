@@ -20,8 +20,8 @@ from blockdraft.engine.engine import mix
 from blockdraft.kernels.choice import use
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
-from blockdraft.training.features import FeatureReader
-from blockdraft.training.objective import Head, Teacher, block_loss
+from blockdraft.training.features import FeatureReader, KeptFeatures
+from blockdraft.training.objective import Head, Scores, Teacher, block_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at
 from blockdraft.training.packing import Batch, Rows, draw
 from blockdraft.training.recipe import Recipe
@@ -127,6 +127,7 @@ class Trainer:
             dtype=self._head.weight.dtype,
             device=self.device,
         )
+        self.features = KeptFeatures(self._reader, rows)
         self._optimizers = make_optimizers(
             model, name=recipe.optimizer, rate=recipe.rate, weight_decay=recipe.weight_decay
         )
@@ -138,6 +139,7 @@ class Trainer:
 
     def run(self, *, steps: int | None = None, seconds: float | None = None) -> Iterator[Progress]:
         """Steps until `steps` are done in all, or this call has taken `seconds`; the rate ends with it."""
+        self._rehearse()
         begin = time.monotonic()
         while True:
             if steps is not None:
@@ -156,15 +158,8 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate
         chosen = self._chosen()
-        batch = self._batch(chosen)
-        hidden, features = self._reader.read(batch)
-        scores = block_loss(
-            self.forward(batch, features),
-            batch.labels.flatten(0, 1),
-            self._head,
-            recipe.objective,
-            self._teacher(batch, hidden),
-        )
+        batch = self._batch(chosen, self._block(share))
+        scores, _ = self._draft(chosen, batch)
         scores.loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self._trained, recipe.clip)
         for optimizer in self._optimizers:
@@ -178,6 +173,29 @@ class Trainer:
             self.step_number, share, rate, scores.loss.detach(), scores.matches, batch.is_real.flatten()
         )
 
+    def _draft(self, chosen: list[int], batch: Batch) -> tuple[Scores, Tensor]:
+        """How every block of the rows `chosen` fared, and their features."""
+        objective, teacher = self.recipe.objective, None
+        if objective.distill:
+            hidden, features = self._reader.read(self.rows, chosen)
+            teacher = self._teacher(batch, hidden)
+        else:
+            features = self.features.read(chosen)
+        drafts = self.forward(batch, features)
+        return block_loss(drafts, batch.labels.flatten(0, 1), self._head, objective, teacher), features
+
+    def _rehearse(self) -> None:
+        """The largest step, and nothing moves: it is compiled, has its memory, the rest is for features."""
+        chosen = self._chosen()
+        scores, features = self._draft(chosen, self._batch(chosen, self.forward.block))
+        scores.loss.backward()  # type: ignore[no-untyped-call]
+        self.model.zero_grad()
+        if not self.recipe.objective.distill:
+            self.features.keep(features)
+
+    def _block(self, share: float) -> int:
+        return self.forward.block // 2 if share < self.recipe.short_blocks else self.forward.block
+
     def _chosen(self) -> list[int]:
         """The same rows for the same step, whenever it is run."""
         recipe = self.recipe
@@ -186,14 +204,12 @@ class Trainer:
         order = torch.randperm(len(self.rows), generator=_seeded("cpu", recipe.seed, 2 * epoch))
         return order.roll(-place * recipe.rows_per_step)[: recipe.rows_per_step].tolist()
 
-    def _batch(self, chosen: list[int]) -> Batch:
+    def _batch(self, chosen: list[int], block: int) -> Batch:
         generator = _seeded(self.device.type, self.recipe.seed, 2 * self.step_number + 1)
         weights = None if self._walk is None else self._walk.weights(chosen)
-        return draw(self.rows, chosen, self.recipe.num_anchors, self.forward.block, generator, weights)
+        return draw(self.rows, chosen, self.recipe.num_anchors, block, generator, weights)
 
-    def _teacher(self, batch: Batch, hidden: Tensor) -> Teacher | None:
-        if self.recipe.objective.distill == 0:
-            return None
+    def _teacher(self, batch: Batch, hidden: Tensor) -> Teacher:
         offset = torch.arange(batch.block - 1, device=self.device)
         place = (batch.anchors[..., None] + offset).clamp(max=batch.tokens.shape[1] - 1)
         first = torch.arange(len(batch.tokens), device=self.device)[:, None, None] * batch.tokens.shape[1]

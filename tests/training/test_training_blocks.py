@@ -163,13 +163,15 @@ def test_tokens_after_the_anchor_and_other_documents_change_nothing_through_the_
     reader = FeatureReader(
         pairs.target(), num_rows=len(scene.rows), length=LENGTH, dtype=torch.float64, device=pairs.CPU
     )
-    before = scene.hidden(reader.read(scene.batch)[1])
+    everything = range(len(scene.rows))
+    before = scene.hidden(reader.read(scene.rows, everything)[1])
     generator = torch.Generator().manual_seed(4)
     for number, row, start, anchor in list(scene.blocks())[::3]:
         tokens = torch.randint(0, 60, scene.batch.tokens.shape, generator=generator)
         tokens[row, start : anchor + 1] = scene.batch.tokens[row, start : anchor + 1]
         batch = replace(scene.batch, tokens=tokens)
-        after = scene.hidden(reader.read(batch)[1], batch)
+        disturbed = replace(scene.rows, tokens=tokens.int())
+        after = scene.hidden(reader.read(disturbed, everything)[1], batch)
         torch.testing.assert_close(after[number], before[number], rtol=0, atol=1e-12)
 
 

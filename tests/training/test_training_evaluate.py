@@ -14,7 +14,7 @@ from blockdraft.training.check import fit_in_engine
 from blockdraft.training.drafter import draft_json, new_drafter
 from blockdraft.training.evaluate import Fit, simulate, walk
 from blockdraft.training.features import FeatureReader
-from blockdraft.training.packing import pack, with_anchors
+from blockdraft.training.packing import pack
 from blockdraft.training.recipe import Objective, Recipe, Shape
 from blockdraft.training.run import _load_weights
 from blockdraft.training.trainer import BlockForward, Trainer
@@ -119,9 +119,8 @@ def test_features_are_those_of_the_prefill_that_serves(name, monkeypatch):
     documents = pairs.random_documents([(5, 14), (1, 9), (7, 20), (3, 8), (9, 4)])
     rows, places = pack(documents, 48)
     reader = FeatureReader(models.target, num_rows=len(rows), length=48, dtype=torch.float64, device=CPU)
-    batch = with_anchors(rows, range(len(rows)), torch.zeros(len(rows), 1, dtype=torch.int64), 4)
-    reader.read(batch)
-    hidden, features = reader.read(batch)
+    reader.read(rows, range(len(rows)))
+    hidden, features = reader.read(rows, range(len(rows)))
     taken = torch.zeros(len(hidden), dtype=torch.bool)
     for place in places:
         one = documents[place.document]
@@ -158,8 +157,9 @@ def test_the_teacher_of_a_column_is_the_target_one_place_before_it():
     recipe = Recipe(rows_per_step=2, num_anchors=9, objective=Objective(distill=1.0))
     documents = pairs.random_documents([(5, 14), (1, 9), (7, 20), (3, 8)])
     trainer = make_trainer(documents, recipe, length=40, dflash=dflash)
-    batch = trainer._batch(trainer._chosen())
-    hidden, _ = trainer._reader.read(batch)
+    chosen = trainer._chosen()
+    batch = trainer._batch(chosen, trainer.forward.block)
+    hidden, _ = trainer._reader.read(trainer.rows, chosen)
     teacher = trainer._teacher(batch, hidden)
     logits = pairs.target().logits(hidden)
     said = teacher.logits[teacher.rows].view(*batch.labels.shape, -1)
@@ -174,7 +174,7 @@ def test_every_row_is_read_once_per_epoch_and_steps_repeat_exactly():
 
     def batch(step):
         trainer.step_number = step
-        return trainer._batch(trainer._chosen())
+        return trainer._batch(trainer._chosen(), 4)
 
     for epoch in range(3):
         seen = torch.cat([batch(3 * epoch + step).tokens for step in range(3)])
@@ -182,7 +182,49 @@ def test_every_row_is_read_once_per_epoch_and_steps_repeat_exactly():
     assert torch.equal(batch(4).anchors, batch(4).anchors)
     assert not torch.equal(batch(4).anchors, batch(7).anchors)
     other = make_trainer(documents, Recipe(rows_per_step=2, num_anchors=9, seed=5))
-    assert not torch.equal(batch(0).anchors, other._batch(other._chosen()).anchors)
+    assert not torch.equal(batch(0).anchors, other._batch(other._chosen(), 4).anchors)
+
+
+@pytest.mark.parametrize("num_rows_kept", [0, 2, 3])
+def test_kept_features_change_nothing_and_are_read_once(monkeypatch, num_rows_kept):
+    documents = pairs.random_documents([(9, 50)] * 3)
+    recipe = Recipe(rows_per_step=2, num_anchors=9, rate=1e-2)
+    read: list[int] = []
+    reading = FeatureReader.read
+
+    def counted(reader, rows, chosen):
+        read.extend(chosen)
+        return reading(reader, rows, chosen)
+
+    monkeypatch.setattr(FeatureReader, "read", counted)
+    row_bytes = 64 * len(pairs.TAPS) * pairs.HIDDEN * 8
+    monkeypatch.setattr(features_module, "_room_bytes", lambda _: num_rows_kept * row_bytes + 1)
+    trainer, plain = make_trainer(documents, recipe), make_trainer(documents, recipe)
+    found = [progress.loss.item() for progress in trainer.run(steps=9)]
+    assert trainer.features.num_kept == num_rows_kept
+    rehearsed, reads = read[:2], read[2:]
+    assert len(rehearsed) == 2
+    assert all(reads.count(row) == 1 for row in range(num_rows_kept))
+    assert all(reads.count(row) > 1 for row in range(num_rows_kept, 3))
+    assert found == [plain.step(step / 9).loss.item() for step in range(9)]
+    trainer.features.forget()
+    assert trainer.features.num_kept == 0
+    assert trainer.step(0.5).loss.item() == plain.step(0.5).loss.item()
+
+
+def test_short_blocks_are_the_beginnings_of_whole_ones():
+    documents = pairs.random_documents([(9, 50)] * 2)
+    recipe = Recipe(rows_per_step=2, num_anchors=9, short_blocks=0.5)
+    trainer = make_trainer(documents, recipe, top={"is_causal": True})
+    chosen, block = trainer._chosen(), trainer.forward.block
+    features = trainer.features.read(chosen)
+    whole, short = (
+        trainer.forward(trainer._batch(chosen, size), features) for size in (block, trainer._block(0.49))
+    )
+    assert short.shape[1] == block // 2 - 1
+    torch.testing.assert_close(short, whole[:, : short.shape[1]], rtol=0, atol=1e-12)
+    sizes = [progress.matches.shape[1] + 1 for progress in trainer.run(steps=4)]
+    assert sizes == [block // 2, block // 2, block, block]
 
 
 def test_averaged_weights_follow_and_are_there_only_inside():

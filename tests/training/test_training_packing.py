@@ -112,7 +112,6 @@ def test_a_batch_says_where_its_blocks_are_and_what_they_should_draft():
     ]
     ids = batch.block_ids(63)
     assert ids[0, :4].tolist() == [[tokens[place], 63, 63, 63] for place in (2, 10, 13, 18)]
-    assert batch.spans == (((0, 12), (12, 20)),)
 
 
 def test_drawn_anchors_are_allowed_sorted_unique_and_all_there_when_they_fit(documents):

@@ -15,6 +15,7 @@ from blockdraft.cli.main import main
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.training import regenerate, run
 from blockdraft.training.answers import read_shard
+from blockdraft.training.drafter import load_weights
 from blockdraft.training.packing import MIN_ANSWER
 from blockdraft.training.recipe import Job, Manner, Objective, Recipe, Shape
 from blockdraft.training.run import Ears, train
@@ -24,7 +25,9 @@ from tests.training import pairs
 
 STEPS = 6
 SHAPE = Shape(block=4, num_layers=2, taps=(0, 2))
-RECIPE = Recipe(rows_per_step=2, num_anchors=8, average=0.5, objective=Objective(distill=0.3))
+RECIPE = Recipe(
+    rows_per_step=2, num_anchors=8, short_blocks=0.5, average=0.5, objective=Objective(distill=0.3)
+)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +210,7 @@ def test_weights_that_bfloat16_holds_come_back_bit_by_bit_and_draft_alike(tmp_pa
     story = run.Story(target="pair", command="", data="", recipe={})
     run.export(tmp_path / "drafter", model, raw, {}, story)
     again = pairs.random_drafter(raw, dtype=torch.float32, seed=7)
-    run._load_weights(again, str(tmp_path / "drafter"), pairs.CPU)
+    load_weights(again, str(tmp_path / "drafter"), pairs.CPU)
     mine, theirs = model.state_dict(), again.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert [one.requires_grad for one in again.parameters()] == [
@@ -283,6 +286,9 @@ STEPS_FLAG = ("--steps", "2")
         ((*TAPS, *STEPS_FLAG, "--sampled", "1.5"), "--sampled 1.5"),
         ((*TAPS, *STEPS_FLAG, "--rows-per-step", "0"), "--rows-per-step 0"),
         ((*TAPS, *STEPS_FLAG, "--anchors", "0"), "--anchors 0"),
+        ((*TAPS, *STEPS_FLAG, "--short-blocks", "1.5"), "--short-blocks 1.5 is outside 0 to 1"),
+        ((*TAPS, *STEPS_FLAG, "--short-blocks", "0.5", "--bidirectional"), "for causal drafters"),
+        ((*TAPS, *STEPS_FLAG, "--short-blocks", "0.5", "--block", "3"), "with blocks of 4 or more"),
         ((*TAPS, *STEPS_FLAG, "--block", "1"), "a block is an anchor and at least one draft"),
         ((*TAPS, *STEPS_FLAG, "--layers", "0"), "num_hidden_layers"),
         ((*TAPS, *STEPS_FLAG, "--init", "target", "--layers", "5"), "--init target"),
