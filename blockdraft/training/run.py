@@ -66,8 +66,6 @@ def train(job: Job, ears: Ears, *, resume: bool = False) -> dict[str, Fit]:
     if resume:
         _load_checkpoint(job, trainer, ears)
     left_s = None if budget_s is None else budget_s - (time.monotonic() - begin_s) - CLOSING_S
-    if left_s is not None and left_s <= 0:
-        raise SettingsError(f"--minutes {job.minutes} are over before training began: give more.")
     _run(job, trainer, ears, left_s)
     trainer.features.forget()
     release()
@@ -290,6 +288,8 @@ def _run(job: Job, trainer: Trainer, ears: Ears, seconds: float | None) -> None:
         if now_s - saved_s >= CHECKPOINT_S:
             _save_checkpoint(job, trainer)
             saved_s = now_s
+    if seconds is not None and trainer.step_number < first:
+        raise SettingsError(f"--minutes {job.minutes} are over before training began: give more.")
     _save_checkpoint(job, trainer)
 
 

@@ -139,17 +139,18 @@ class Trainer:
 
     def run(self, *, steps: int | None = None, seconds: float | None = None) -> Iterator[Progress]:
         """Steps until `steps` are done in all, or this call has taken `seconds`; the rate ends with it."""
+        if steps is not None:
+            if self.step_number < steps:
+                self._rehearse()
+            while self.step_number < steps:
+                yield self.step(self.step_number / steps)
+            return
+        assert seconds is not None
+        end = time.monotonic() + seconds
         self._rehearse()
         begin = time.monotonic()
-        while True:
-            if steps is not None:
-                share = self.step_number / steps
-            else:
-                assert seconds is not None
-                share = (time.monotonic() - begin) / seconds
-            if share >= 1:
-                return
-            yield self.step(share)
+        while (now := time.monotonic()) < end:
+            yield self.step((now - begin) / (end - begin))
 
     def step(self, share: float) -> Progress:
         recipe = self.recipe
@@ -185,11 +186,12 @@ class Trainer:
         return block_loss(drafts, batch.labels.flatten(0, 1), self._head, objective, teacher), features
 
     def _rehearse(self) -> None:
-        """The largest step, and nothing moves: it is compiled, has its memory, the rest is for features."""
+        """Steps that move nothing: all is compiled and has its memory, and the rest is for features."""
         chosen = self._chosen()
-        scores, features = self._draft(chosen, self._batch(chosen, self.forward.block))
-        scores.loss.backward()  # type: ignore[no-untyped-call]
-        self.model.zero_grad()
+        for block in sorted({self._block(0.0), self.forward.block}):
+            scores, features = self._draft(chosen, self._batch(chosen, block))
+            scores.loss.backward()  # type: ignore[no-untyped-call]
+            self.model.zero_grad()
         if not self.recipe.objective.distill:
             self.features.keep(features)
 

@@ -9,14 +9,14 @@ import torch
 from blockdraft import LLM, SamplingParams
 from blockdraft.models.draft_config import read_draft_config
 from blockdraft.training import features as features_module
+from blockdraft.training import trainer as trainer_module
 from blockdraft.training.answers import Document
 from blockdraft.training.check import fit_in_engine
-from blockdraft.training.drafter import draft_json, new_drafter
+from blockdraft.training.drafter import draft_json, load_weights, new_drafter
 from blockdraft.training.evaluate import Fit, simulate, walk
 from blockdraft.training.features import FeatureReader
 from blockdraft.training.packing import pack
 from blockdraft.training.recipe import Objective, Recipe, Shape
-from blockdraft.training.run import _load_weights
 from blockdraft.training.trainer import BlockForward, Trainer
 from tests import tiny
 from tests.lossless import families
@@ -32,7 +32,7 @@ def trained():
     """The fixture's own drafter, as training loads one to go on from."""
     config = read_draft_config(PAIR_JSON, name="pair")
     model = new_drafter(config, pairs.target(), max_positions=256, device=CPU, init="random", seed=0)
-    _load_weights(model, tiny.DRAFT, CPU)
+    load_weights(model, tiny.DRAFT, CPU)
     return BlockForward(model.double(), pairs.target())
 
 
@@ -188,7 +188,7 @@ def test_every_row_is_read_once_per_epoch_and_steps_repeat_exactly():
 @pytest.mark.parametrize("num_rows_kept", [0, 2, 3])
 def test_kept_features_change_nothing_and_are_read_once(monkeypatch, num_rows_kept):
     documents = pairs.random_documents([(9, 50)] * 3)
-    recipe = Recipe(rows_per_step=2, num_anchors=9, rate=1e-2)
+    recipe = Recipe(rows_per_step=2, num_anchors=9, rate=1e-2, clip=1e9)  # what is left of a gradient shows
     read: list[int] = []
     reading = FeatureReader.read
 
@@ -225,6 +225,29 @@ def test_short_blocks_are_the_beginnings_of_whole_ones():
     torch.testing.assert_close(short, whole[:, : short.shape[1]], rtol=0, atol=1e-12)
     sizes = [progress.matches.shape[1] + 1 for progress in trainer.run(steps=4)]
     assert sizes == [block // 2, block // 2, block, block]
+
+
+def test_time_for_compiling_is_part_of_a_run_but_not_of_its_schedule(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(trainer_module.time, "monotonic", lambda: clock[0])
+    trainer = make_trainer(pairs.random_documents([(9, 50)]), Recipe(rows_per_step=1, num_anchors=4))
+    rehearse, step = trainer._rehearse, trainer.step
+    shares = []
+
+    def slow_rehearsal():
+        rehearse()
+        clock[0] += 6.0
+
+    def slow_step(share):
+        clock[0] += 1.0
+        shares.append(share)
+        return step(share)
+
+    monkeypatch.setattr(trainer, "_rehearse", slow_rehearsal)
+    monkeypatch.setattr(trainer, "step", slow_step)
+    assert len(list(trainer.run(seconds=10))) == 4
+    assert shares == [0.0, 0.25, 0.5, 0.75]
+    assert list(trainer.run(seconds=5)) == []  # over while it was compiled
 
 
 def test_averaged_weights_follow_and_are_there_only_inside():
