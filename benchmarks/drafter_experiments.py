@@ -56,6 +56,12 @@ VARIANTS = {
     "decay-7": (Shape(), replace(BASE, objective=Objective("decay")), "random", 1.0),
     "distill-half": (Shape(), replace(BASE, objective=Objective(distill=0.5)), "random", 1.0),
     "distill-all": (Shape(), replace(BASE, objective=Objective(distill=1.0)), "random", 1.0),
+    "walk-hardness-1-distill-half": (
+        Shape(),
+        replace(BASE, anchoring="walk", objective=Objective(hardness=1.0, distill=0.5)),
+        "random",
+        1.0,
+    ),
     "average": (Shape(), replace(BASE, average=0.99), "random", 1.0),
     "hardness-2": (Shape(), replace(BASE, objective=Objective(hardness=2.0)), "random", 1.0),
     "walk": (Shape(), replace(BASE, anchoring="walk"), "random", 1.0),
@@ -214,7 +220,7 @@ def _parts_of_a_step(trainer: Trainer) -> dict[str, float]:
     for _ in range(7):
         chosen = trainer._chosen()
         batch = timed("batch", lambda chosen=chosen: trainer._batch(chosen, trainer.forward.block))
-        _, features = timed("target", lambda chosen=chosen: trainer._reader.read(trainer.rows, chosen))
+        _, features = timed("target", lambda chosen=chosen: trainer.features.read(chosen))
         hidden = timed("drafter", lambda batch=batch, features=features: trainer.forward(batch, features))
         scores = timed(
             "loss",

@@ -35,6 +35,7 @@ class FeatureReader:
         self, target: Decoder, *, num_rows: int, length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._target, self._device = target, device
+        self.hidden_size = target.config.hidden_size
         self._limit = MAX_STATES if target.config.is_hybrid else MAX_DOCUMENTS
         max_pages = -(-length // PAGE)
         self._cache = Cache(
@@ -94,23 +95,30 @@ def _spread(values: Tensor, index: Tensor, length: int) -> Tensor:
 
 
 class KeptFeatures:
-    """Features of rows that are trained on again and again: read once, and kept as far as memory goes."""
+    """What is read of rows that are trained on again and again: once, and kept as far as memory goes."""
 
-    def __init__(self, reader: FeatureReader, rows: Rows) -> None:
+    def __init__(self, reader: FeatureReader, rows: Rows, *, has_hidden: bool) -> None:
         self._reader, self._rows = reader, rows
-        self._kept: Tensor | None = None  # [rows that there is room for, L, taps * E]
+        self._has_hidden = has_hidden  # or features only
+        self._kept: Tensor | None = None  # [rows that there is room for, L, all that is kept of a token]
         self._known: set[int] = set()  # of them, those that were read
 
-    def read(self, chosen: Sequence[int]) -> Tensor:
-        """[R * L, taps * E] of the rows `chosen`."""
+    def read(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Hidden states [R * L, E, or none] and features [R * L, taps * E] of the rows `chosen`."""
+        both = self._both(chosen)
+        size = self._reader.hidden_size if self._has_hidden else 0
+        return both[:, :size], both[:, size:].contiguous()
+
+    def _both(self, chosen: Sequence[int]) -> Tensor:
         new = [row for row in chosen if row not in self._known]
         if not new:
             assert self._kept is not None
             return self._kept[to_device(chosen, self._kept.device)].flatten(0, 1)
-        _, features = self._reader.read(self._rows, new)
+        hidden, features = self._reader.read(self._rows, new)
+        both = torch.cat((hidden, features), dim=1) if self._has_hidden else features
         if self._kept is None:
-            return features
-        read = dict(zip(new, features.chunk(len(new)), strict=True))
+            return both
+        read = dict(zip(new, both.chunk(len(new)), strict=True))
         parts = [read[row] if row in read else self._kept[row] for row in chosen]
         for row in new:
             if row < len(self._kept):
@@ -118,11 +126,11 @@ class KeptFeatures:
                 self._known.add(row)
         return torch.cat(parts)
 
-    def keep(self, like: Tensor) -> None:
-        """Keep what is read from now on, as far as free memory goes; features are like these."""
-        length, size = self._rows.tokens.shape[1], like.shape[1]
-        num_kept = _room_bytes(like.device) // (length * size * like.element_size())
-        self._kept = like.new_empty(min(len(self._rows), num_kept), length, size)
+    def keep(self) -> None:
+        """Keep what is read from now on, as far as free memory goes."""
+        like = self._both([0])  # [L, all that is kept of a token]
+        num_kept = _room_bytes(like.device) // like.nbytes
+        self._kept = like.new_empty(min(len(self._rows), num_kept), *like.shape)
 
     @property
     def num_kept(self) -> int:

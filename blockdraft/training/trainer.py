@@ -120,14 +120,14 @@ class Trainer:
         self.forward = BlockForward(model, target)
         self._head = self.forward.head()
         self.device = rows.tokens.device
-        self._reader = FeatureReader(
+        reader = FeatureReader(
             target,
             num_rows=recipe.rows_per_step,
             length=rows.tokens.shape[1],
             dtype=self._head.weight.dtype,
             device=self.device,
         )
-        self.features = KeptFeatures(self._reader, rows)
+        self.features = KeptFeatures(reader, rows, has_hidden=recipe.objective.distill > 0)
         self._optimizers = make_optimizers(
             model, name=recipe.optimizer, rate=recipe.rate, weight_decay=recipe.weight_decay
         )
@@ -160,7 +160,7 @@ class Trainer:
                 group["lr"] = rate
         chosen = self._chosen()
         batch = self._batch(chosen, self._block(share))
-        scores, _ = self._draft(chosen, batch)
+        scores = self._draft(chosen, batch)
         scores.loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self._trained, recipe.clip)
         for optimizer in self._optimizers:
@@ -174,26 +174,24 @@ class Trainer:
             self.step_number, share, rate, scores.loss.detach(), scores.matches, batch.is_real.flatten()
         )
 
-    def _draft(self, chosen: list[int], batch: Batch) -> tuple[Scores, Tensor]:
-        """How every block of the rows `chosen` fared, and their features."""
-        objective, teacher = self.recipe.objective, None
-        if objective.distill:
-            hidden, features = self._reader.read(self.rows, chosen)
-            teacher = self._teacher(batch, hidden)
-        else:
-            features = self.features.read(chosen)
-        drafts = self.forward(batch, features)
-        return block_loss(drafts, batch.labels.flatten(0, 1), self._head, objective, teacher), features
+    def _draft(self, chosen: list[int], batch: Batch) -> Scores:
+        """How every block of the rows `chosen` fares."""
+        hidden, features = self.features.read(chosen)
+        return block_loss(
+            self.forward(batch, features),
+            batch.labels.flatten(0, 1),
+            self._head,
+            self.recipe.objective,
+            self._teacher(batch, hidden),
+        )
 
     def _rehearse(self) -> None:
         """Steps that move nothing: all is compiled and has its memory, and the rest is for features."""
         chosen = self._chosen()
         for block in sorted({self._block(0.0), self.forward.block}):
-            scores, features = self._draft(chosen, self._batch(chosen, block))
-            scores.loss.backward()  # type: ignore[no-untyped-call]
+            self._draft(chosen, self._batch(chosen, block)).loss.backward()  # type: ignore[no-untyped-call]
             self.model.zero_grad()
-        if not self.recipe.objective.distill:
-            self.features.keep(features)
+        self.features.keep()
 
     def _block(self, share: float) -> int:
         return self.forward.block // 2 if share < self.recipe.short_blocks else self.forward.block
@@ -211,7 +209,9 @@ class Trainer:
         weights = None if self._walk is None else self._walk.weights(chosen)
         return draw(self.rows, chosen, self.recipe.num_anchors, block, generator, weights)
 
-    def _teacher(self, batch: Batch, hidden: Tensor) -> Teacher:
+    def _teacher(self, batch: Batch, hidden: Tensor) -> Teacher | None:
+        if self.recipe.objective.distill == 0:
+            return None
         offset = torch.arange(batch.block - 1, device=self.device)
         place = (batch.anchors[..., None] + offset).clamp(max=batch.tokens.shape[1] - 1)
         first = torch.arange(len(batch.tokens), device=self.device)[:, None, None] * batch.tokens.shape[1]
