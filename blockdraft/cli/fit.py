@@ -14,7 +14,7 @@ from blockdraft.settings import DTYPES, QUANTIZATIONS, Settings
 
 if TYPE_CHECKING:
     from blockdraft.training.evaluate import Fit
-    from blockdraft.training.fit import Report
+    from blockdraft.training.fit_report import Report
 
 SUMMARY = "say whether a drafter fits a target and a workload, and why not"
 USAGE = "blockdraft fit TARGET DRAFTER --prompts FILE [flags]"
@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     bind_threads(Settings(device=args.device))
-    from blockdraft.training.fit import Question, fit
+    from blockdraft.training.fit import fit
+    from blockdraft.training.fit_report import Question
 
     question = Question(
         target=args.target,

@@ -19,7 +19,8 @@ from blockdraft.training import fit as fit_module
 from blockdraft.training import variations as variations_module
 from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import Fit
-from blockdraft.training.fit import Cost, Question, fit
+from blockdraft.training.fit import fit
+from blockdraft.training.fit_report import LOW, Cost, Question, depth, pays, prospect_of
 from blockdraft.training.variations import variations
 
 PAIR = Path(__file__).parents[1] / "fixtures" / "pair"
@@ -246,7 +247,7 @@ def test_train_is_not_told_to_continue_what_it_refuses(tmp_path, prompts):
 
 def test_low_categories_are_named(good):
     low = {"easy": Fit(1, 300, 100, (100, 100)), "hard": Fit(1, 110, 100, (10, 0))}
-    prospect = fit_module._prospect(good.question, read_config(DRAFT), low, (), good.overall, None)
+    prospect = prospect_of(good.question, read_config(DRAFT), low, (), good.overall, None)
     assert "1 of 2 categories are low, and it does not know those: hard" in prospect.reasons
 
 
@@ -254,9 +255,9 @@ def test_what_the_temperature_costs_is_not_blamed_on_the_drafter(good):
     costs = [Cost(8, 10.0, 1.5, 1.8, 1.2)]
     low = {"all": Fit(1, 180, 100, (50, 30))}
     config = read_config(DRAFT)
-    assert fit_module._prospect(good.question, config, low, costs, low["all"], None).is_worth_it is True
-    assert fit_module._prospect(good.question, config, low, costs, low["all"], 1.8).is_worth_it is True
-    assert fit_module._prospect(good.question, config, low, costs, low["all"], 5.0).is_worth_it is False
+    assert prospect_of(good.question, config, low, costs, low["all"], None).is_worth_it is True
+    assert prospect_of(good.question, config, low, costs, low["all"], 1.8).is_worth_it is True
+    assert prospect_of(good.question, config, low, costs, low["all"], 5.0).is_worth_it is False
 
 
 @pytest.mark.usefixtures("_no_variations", "_nothing_timed")
@@ -300,7 +301,7 @@ def test_a_template_that_the_drafter_never_saw_is_named(tmp_path, prompts, good)
     noise = " ".join(f"t{number}" for number in numbers)
     template = "{% for m in messages %}{{ m.content }} " + noise + "{% endfor %}"
     report = ask(DRAFT, prompts, target=target_with(tmp_path / "target", template))
-    assert report.overall.committed < fit_module.LOW
+    assert report.overall.committed < LOW
     assert report.cause.name == "chat template"
     assert report.cause.after == good.agreement.engine  # the fixture's own template adds nothing
 
@@ -378,18 +379,18 @@ def test_the_end_token_is_never_tried_as_a_mask():
 
 
 def test_training_pays_only_where_a_good_drafter_would_be_faster():
-    assert fit_module._pays(())[0] is None
-    assert fit_module._pays([Cost(8, 10.0, 2.0, 1.1, 0.55)])[0] is True
-    assert fit_module._pays([Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is False
+    assert pays(())[0] is None
+    assert pays([Cost(8, 10.0, 2.0, 1.1, 0.55)])[0] is True
+    assert pays([Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is False
     # A narrow step may pay where a wide one does not: two tokens for 1.5 steps.
-    assert fit_module._pays([Cost(2, 1.0, 1.5, 1.1, 0.7), Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is True
+    assert pays([Cost(2, 1.0, 1.5, 1.1, 0.7), Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is True
 
 
 def test_a_block_that_fails_after_its_first_draft_is_told_from_one_that_fails_at_it():
     knows_nothing = Fit(1, 110, 100, (10, 5, 2))
     knows_one = Fit(1, 190, 100, (80, 10, 0))
-    assert "does not know what this target says" in fit_module._depth(knows_nothing)
-    assert "not the block" in fit_module._depth(knows_one)
+    assert "does not know what this target says" in depth(knows_nothing)
+    assert "not the block" in depth(knows_one)
 
 
 # ---- input
