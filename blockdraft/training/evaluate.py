@@ -78,7 +78,7 @@ def simulate(
         steps[documents[place.document].category].append(mine)
         everything.append(mine)
     steps["all"] = everything  # and so are documents of no other category
-    return {name: _fit(listed, forward.block) for name, listed in sorted(steps.items())}
+    return {name: fit_of(listed, forward.block) for name, listed in sorted(steps.items())}
 
 
 def _of(place: Place, documents: Sequence[Document], rows: Rows, runs: Tensor) -> list[int]:
@@ -87,7 +87,8 @@ def _of(place: Place, documents: Sequence[Document], rows: Rows, runs: Tensor) -
     return runs[place.row, first : end - 1].tolist()
 
 
-def _fit(steps: list[list[int]], block: int) -> Fit:
+def fit_of(steps: Sequence[Sequence[int]], block: int) -> Fit:
+    """Of documents whose steps committed so many tokens each."""
     accepted = [0] * (block - 1)
     for step in (step for document in steps for step in document):
         for position in range(step - 1):

@@ -1,7 +1,7 @@
 """Does a drafter fit a target and a workload? What it commits, and what it would commit otherwise.
 
 The numbers are the engine's own. The suspects of a low one are then tried on greedy answers without the
-engine (training/variations.py); the same answers, tried with nothing changed, must give the engine's number.
+engine (training/probe.py); the same answers, tried with nothing changed, must give the engine's number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from blockdraft.training.fit_report import (
     prospect_of,
 )
 from blockdraft.training.packing import MIN_ANSWER
-from blockdraft.training.variations import try_on, variations
+from blockdraft.training.probe import Probe
+from blockdraft.training.variations import variations
 
 # Greedy answers on which the suspects are tried, and their tokens: on two CPU cores a trial of a 135M target
 # takes some 15 s.
@@ -223,11 +224,14 @@ class _Session:
         engine = _fit_of(results).committed
         drafter = models.drafter
         assert isinstance(drafter, DFlashDrafter)
-        simulated = try_on(drafter, self.config, documents, self.width).committed
+        suspects = list(variations(self.config, models.config, tokenizer, documents))
+        taps = [tap for config in (self.config, *(one.config for one in suspects)) for tap in config.taps]
+        probe = Probe(drafter, documents, taps)
+        simulated = probe.walk(self.config, self.width).committed
         tried = []
-        for one in variations(self.config, models.config, tokenizer, documents):
+        for one in suspects:
             self._say(f"trying {one.name}: {one.what}")
-            after = try_on(drafter, one.config, documents, self.width).committed
+            after = probe.walk(one.config, self.width).committed
             tried.append(Tried(one.name, one.what, simulated, after, one.advice, one.key, one.value))
         if is_low:
             tried += self._other_prompts(conversations, prompts, engine)

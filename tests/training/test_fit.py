@@ -16,8 +16,6 @@ from blockdraft.llm import LLM
 from blockdraft.models.draft_config import read_draft_config
 from blockdraft.models.families import read_model_config
 from blockdraft.training import fit as fit_module
-from blockdraft.training import variations as variations_module
-from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import Fit
 from blockdraft.training.fit import fit
 from blockdraft.training.fit_report import LOW, Cost, Question, depth, pays, prospect_of
@@ -33,7 +31,6 @@ def _little_work():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_module, "TIMED_STEPS", 4)
         patch.setitem(fit_module.PROBES, "cpu", (3, 64))
-        patch.setattr(variations_module, "NUM_ANCHORS", 24)
         yield
 
 
@@ -169,7 +166,7 @@ def test_simulation_and_engine_agree(tmp_path, prompts, changes, weights):
 
 @pytest.mark.usefixtures("_no_variations", "_nothing_timed")
 def test_a_disagreement_is_said_with_both_numbers(prompts, capsys, monkeypatch):
-    monkeypatch.setattr(fit_module, "try_on", lambda *_: Fit(8, 300, 100, ()))
+    monkeypatch.setattr(fit_module.Probe, "walk", lambda *_: Fit(8, 300, 100, ()))
     assert command(DRAFT, prompts, "--json") == 0
     out, err = capsys.readouterr()
     assert "simulation 3.000" in err
@@ -304,23 +301,6 @@ def test_a_template_that_the_drafter_never_saw_is_named(tmp_path, prompts, good)
     assert report.overall.committed < LOW
     assert report.cause.name == "chat template"
     assert report.cause.after == good.agreement.engine  # the fixture's own template adds nothing
-
-
-def test_a_trial_leaves_the_target_as_it_was(monkeypatch):
-    models = LLM(str(TARGET), str(DRAFT)).engine.models
-    seen = []
-
-    def simulate(forward, *_, **__):
-        seen.append(forward.target.taps)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(variations_module, "simulate", simulate)
-    document = Document((1, 2), (3, 4), "all", True)
-    with pytest.raises(KeyboardInterrupt):
-        variations_module.try_on(models.drafter, replace(models.draft_config, taps=(3, 2)), [document], 8)
-    assert seen == [(3, 2)]
-    assert models.target.taps == (0, 1, 2)
-    assert models.drafter.model.config == models.draft_config
 
 
 # ---- layouts of config.json
