@@ -4,11 +4,13 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from blockdraft.cli import training_progress
 from blockdraft.cli.fit import lines
 from blockdraft.cli.main import main
 from blockdraft.engine.request import SamplingParams
@@ -177,6 +179,92 @@ def test_a_disagreement_is_part_of_the_report(good):
     assert good.agreement.agrees
     wrong = replace(good, agreement=replace(good.agreement, simulated=1.02 * good.agreement.engine))
     assert any(line.startswith("WARNING") for line in lines(wrong))
+
+
+@pytest.mark.usefixtures("_no_variations", "_nothing_timed")
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_probes_are_the_first_tokens_of_greedy_answers(prompts, monkeypatch, temperature):
+    """Those that were measured, where they are greedy; else they are asked for."""
+    monkeypatch.setitem(fit_module.PROBES, "cpu", (3, 10))
+    asked = []
+    answer = fit_module._Session.answer
+    monkeypatch.setattr(
+        fit_module._Session, "answer", lambda *args: (asked.append(args[1]), answer(*args))[1]
+    )
+    report = ask(DRAFT, prompts, width=5, temperature=temperature)
+    assert asked == (["answer"] if temperature == 0 else ["answer", "probe"])
+    llm = LLM(str(TARGET), str(DRAFT), dtype="float64", width=5)
+    texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
+    params = SamplingParams(temperature=0.0, max_tokens=10, width=5)
+    metrics = [one.metrics for one in llm.generate([texts[0], texts[3], texts[6]], params)]
+    assert report.agreement.engine == sum(m.num_tokens for m in metrics) / sum(m.steps for m in metrics)
+    assert report.agreement.simulated == report.agreement.engine
+
+
+# ---- how far it is
+
+
+def test_every_stage_says_how_far_it_is(tmp_path, prompts):
+    shown = []
+    question = Question(
+        target=str(TARGET), drafter=str(DRAFT), prompts=prompts, max_tokens=MAX_TOKENS, dtype="float64"
+    )
+    fit(question, lambda *args: shown.append(args))
+    assert list(dict.fromkeys(stage for stage, _, _ in shown)) == ["load", "answer", "time", "read", "try"]
+    for stage in ("answer", "time", "try"):
+        shares = [share for name, share, _ in shown if name == stage]
+        assert shares == sorted(shares)
+        assert len(set(shares)) > 3
+    assert [share for name, share, _ in shown if name == "answer"][-1] == 1
+    tried = [detail for name, _, detail in shown if name == "try"]
+    assert any(detail.startswith("tap offset +1: reads layers") for detail in tried)
+
+
+def test_an_answer_that_ends_early_counts_as_done(prompts, monkeypatch):
+    shown = []
+    session = fit_module._Session(
+        Question(target=str(TARGET), drafter=str(DRAFT), prompts=prompts), lambda *args: shown.append(args)
+    )
+    end = session._llm.generate([[5, 10]], SamplingParams(temperature=0.0, max_tokens=4))[0].token_ids[-1]
+    monkeypatch.setattr(
+        fit_module, "SamplingParams", lambda **fields: SamplingParams(**fields, stop_token_ids=(end,))
+    )
+    (answer,) = session.answer("answer", [fit_module._Prompt(None, [5, 10])], 50, 0.0)
+    assert answer.metrics.num_tokens < 10
+    assert shown[-1] == ("answer", 1.0, "1 of 1 prompts answered")
+
+
+@pytest.mark.usefixtures("_nothing_timed")
+def test_lines_go_to_stderr_and_quiet_has_none(prompts, capsys):
+    assert command(DRAFT, prompts, "--json", "--limit", "1") == 0
+    out, err = capsys.readouterr()
+    json.loads(out)
+    for word in ("load", "answer", "read", "try"):
+        assert f" s  {word} " in err
+    assert command(DRAFT, prompts, "--json", "--limit", "1", "--quiet") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_lines_of_a_stage_are_seconds_apart_where_they_could_be_many(monkeypatch, capsys):
+    clock = iter((100.0, 100.0, 100.1, 100.2, 100.3, 106.0, 106.1))
+    monkeypatch.setattr(training_progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    show = training_progress.stage_shower(training_progress.stage_bars(is_quiet=False), is_quiet=False)
+    for stage, share in (
+        ("load", None),
+        ("load", None),
+        ("answer", 0.0),
+        ("answer", 0.1),
+        ("answer", 0.5),
+        ("try", 0.0),
+    ):
+        show(stage, share, "x")
+    assert capsys.readouterr().err.splitlines() == [
+        "    0.0 s  load  x",
+        "    0.1 s  load  x",
+        "    0.2 s  answer   0%  x",
+        "    6.0 s  answer  50%  x",
+        "    6.1 s  try   0%  x",
+    ]
 
 
 # ---- what is wrong

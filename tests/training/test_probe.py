@@ -66,13 +66,13 @@ def test_a_walk_takes_the_steps_of_the_engine(tmp_path, name, width):
 
 
 def test_another_configuration_is_tried_as_if_it_were_loaded(llm, tmp_path):
-    """Taps in another order and another mask: on the same documents, with the same features."""
+    """Taps in another order, another mask, causal: on the same documents, with the same features."""
     documents, own = answered(llm, 8)
     models = llm.engine.models
     raw = json.loads((tiny.PAIR / "draft" / "config.json").read_text())["dflash_config"]
     dflash = raw | {"target_layer_ids": [2, 0, 1], "mask_token_id": 5}
-    other = load(tmp_path / "draft", dflash_config=dflash)
-    config = replace(models.draft_config, taps=(2, 0, 1), mask_token_id=5)
+    other = load(tmp_path / "draft", dflash_config=dflash, is_causal=True)
+    config = replace(models.draft_config, taps=(2, 0, 1), mask_token_id=5, is_causal=(True, True))
     assert config == replace(other.engine.models.draft_config, name=config.name)
     again, found = answered(other, 8)
     assert again == documents
