@@ -60,7 +60,6 @@ def simulate(
     documents: Sequence[Document],
     *,
     length: int,
-    width: int | None = None,
     rows_per_step: int = 8,
     num_anchors: int = 128,
 ) -> dict[str, Fit]:
@@ -74,7 +73,7 @@ def simulate(
     steps: dict[str, list[list[int]]] = defaultdict(list)
     everything: list[list[int]] = []
     for place in places:
-        mine = walk(_of(place, documents, rows, runs), width or forward.block)
+        mine = walk(_of(place, documents, rows, runs), forward.block)
         steps[documents[place.document].category].append(mine)
         everything.append(mine)
     steps["all"] = everything  # and so are documents of no other category
