@@ -78,8 +78,8 @@ def test_another_configuration_is_tried_as_if_it_were_loaded(llm, tmp_path):
     assert again == documents
     assert found != own
     probe = Probe(models.drafter, documents, (3, 2, 1, 0))
-    assert probe.walk(config, 8) == found
     assert probe.walk(models.draft_config, 8) == own
+    assert probe.walk(config, 8) == found
     assert models.drafter.model.config == models.draft_config
 
 
