@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import add_verbose, bind_threads, reporter
+from blockdraft.cli.flags import bind_threads
 from blockdraft.settings import DTYPES, QUANTIZATIONS, Settings
 
 if TYPE_CHECKING:
     from blockdraft.training.evaluate import Fit
-    from blockdraft.training.fit import Report
+    from blockdraft.training.fit_report import Report
 
 SUMMARY = "say whether a drafter fits a target and a workload, and why not"
 USAGE = "blockdraft fit TARGET DRAFTER --prompts FILE [flags]"
@@ -48,12 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quantization", default="auto", choices=QUANTIZATIONS, help="the target's (default: auto)")
     add("--quick", action="store_true", help="the numbers only: do not look for what is wrong")
     add("--json", action="store_true", help="print one JSON object, not the text")
-    add_verbose(parser)
+    add("--quiet", action="store_true", help="do not say on stderr how far it is")
 
 
 def run(args: argparse.Namespace) -> int:
     bind_threads(Settings(device=args.device))
-    from blockdraft.training.fit import Question, fit
+    from blockdraft.cli.training_progress import stage_bars, stage_shower
+    from blockdraft.training.fit import fit
+    from blockdraft.training.fit_report import Question
 
     question = Question(
         target=args.target,
@@ -68,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
         quantization=args.quantization,
         is_quick=args.quick,
     )
-    report = fit(question, reporter(args))
+    with stage_bars(is_quiet=args.quiet) as bars:
+        report = fit(question, stage_shower(bars, is_quiet=args.quiet))
     if args.json:
         if report.agreement is not None and not report.agreement.agrees:
             print(f"warning: {_disagreement(report)}", file=sys.stderr)

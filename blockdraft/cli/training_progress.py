@@ -1,15 +1,20 @@
-"""A training run on a terminal: one bar per stage; and every line of it in a log."""
+"""A long run in stages: bars on a terminal, lines elsewhere; a training run has a log, too."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from blockdraft.training.run import Ears
+
+LINE_S = 5.0  # between two lines of one stage
+
+Show = Callable[[str, float | None, str], None]  # stage, share done, what to show
 
 
 def stage_bars(*, is_quiet: bool) -> Progress:
@@ -25,23 +30,49 @@ def stage_bars(*, is_quiet: bool) -> Progress:
     return Progress(*columns, console=console, disable=is_quiet or not console.is_terminal)
 
 
-def ears(log: TextIO, bar: Progress, *, is_quiet: bool) -> Ears:
+def stage_shower(bars: Progress, *, is_quiet: bool) -> Show:
+    """The bars where they are drawn; else a line when a stage begins, and every few seconds."""
+    return _lines() if bars.disable and not is_quiet else _bars(bars)
+
+
+def ears(log: TextIO, bars: Progress, *, is_quiet: bool) -> Ears:
     """Every line into the log and, where no bar is drawn, to stderr."""
     begin_s = time.monotonic()
-    stages: dict[str, TaskID] = {}
 
     def say(line: str) -> None:
         text = f"{time.monotonic() - begin_s:7.1f} s  {line}"
         print(text, file=log, flush=True)
-        if bar.disable and not is_quiet:
+        if bars.disable and not is_quiet:
             print(text, file=sys.stderr, flush=True)
+
+    return Ears(say=say, show=_bars(bars))
+
+
+def _bars(bars: Progress) -> Show:
+    stages: dict[str, TaskID] = {}
 
     def show(stage: str, share: float | None, detail: str) -> None:
         if stage not in stages:
             for task in stages.values():
-                bar.update(task, total=1.0, completed=1.0)
-            stages[stage] = bar.add_task(stage, total=None, detail="")
+                bars.update(task, total=1.0, completed=1.0)
+            stages[stage] = bars.add_task(stage, total=None, detail="")
         total = None if share is None else 1.0
-        bar.update(stages[stage], total=total, completed=share or 0.0, detail=detail)
+        bars.update(stages[stage], total=total, completed=share or 0.0, detail=detail)
 
-    return Ears(say=say, show=show)
+    return show
+
+
+def _lines() -> Show:
+    begin_s = time.monotonic()
+    last, last_s = "", begin_s
+
+    def show(stage: str, share: float | None, detail: str) -> None:
+        nonlocal last, last_s
+        now_s = time.monotonic()
+        if stage == last and share is not None and now_s - last_s < LINE_S:
+            return
+        last, last_s = stage, now_s
+        done = "" if share is None else f" {share:4.0%}"
+        print(f"{now_s - begin_s:7.1f} s  {stage}{done}  {detail}", file=sys.stderr, flush=True)
+
+    return show

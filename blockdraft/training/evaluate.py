@@ -60,7 +60,6 @@ def simulate(
     documents: Sequence[Document],
     *,
     length: int,
-    width: int | None = None,
     rows_per_step: int = 8,
     num_anchors: int = 128,
 ) -> dict[str, Fit]:
@@ -74,11 +73,11 @@ def simulate(
     steps: dict[str, list[list[int]]] = defaultdict(list)
     everything: list[list[int]] = []
     for place in places:
-        mine = walk(_of(place, documents, rows, runs), width or forward.block)
+        mine = walk(_of(place, documents, rows, runs), forward.block)
         steps[documents[place.document].category].append(mine)
         everything.append(mine)
     steps["all"] = everything  # and so are documents of no other category
-    return {name: _fit(listed, forward.block) for name, listed in sorted(steps.items())}
+    return {name: fit_of(listed, forward.block) for name, listed in sorted(steps.items())}
 
 
 def _of(place: Place, documents: Sequence[Document], rows: Rows, runs: Tensor) -> list[int]:
@@ -87,7 +86,8 @@ def _of(place: Place, documents: Sequence[Document], rows: Rows, runs: Tensor) -
     return runs[place.row, first : end - 1].tolist()
 
 
-def _fit(steps: list[list[int]], block: int) -> Fit:
+def fit_of(steps: Sequence[Sequence[int]], block: int) -> Fit:
+    """Of documents whose steps committed so many tokens each."""
     accepted = [0] * (block - 1)
     for step in (step for document in steps for step in document):
         for position in range(step - 1):

@@ -1,195 +1,76 @@
-"""Does a drafter fit a target and a workload? What it commits, what may be wrong, and whether training pays.
+"""Does a drafter fit a target and a workload? What it commits, and what it would commit otherwise.
 
 The numbers are the engine's own. The suspects of a low one are then tried on greedy answers without the
-engine (training/variations.py); the same answers, tried with nothing changed, must give the engine's number.
+engine (training/probe.py); the same answers, tried with nothing changed, must give the engine's number.
 """
 
 from __future__ import annotations
 
 import itertools
-import shlex
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.engine.memory import release
-from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.request import Metrics, SamplingParams
 from blockdraft.engine.tokenizer import Tokenizer
 from blockdraft.errors import SettingsError
-from blockdraft.llm import LLM, Result
+from blockdraft.llm import LLM
 from blockdraft.models.checkpoint import open_checkpoint
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.quantization import read_quantization
 from blockdraft.training.answers import Conversation, Document, read_conversations
-from blockdraft.training.evaluate import Fit
+from blockdraft.training.evaluate import Fit, fit_of
+from blockdraft.training.fit_report import (
+    LOW,
+    RAISES_ELSEWHERE,
+    Agreement,
+    Cost,
+    Question,
+    Report,
+    Tried,
+    likely,
+    prospect_of,
+)
 from blockdraft.training.packing import MIN_ANSWER
-from blockdraft.training.variations import try_on, variations
+from blockdraft.training.probe import Probe
+from blockdraft.training.variations import variations
 
-FITS = 1.2  # tokens committed per step: below it no width pays anywhere
-LOW = 2.0  # below it training, or another drafter, should do better
-RAISES = 1.1  # times as much, on the same answers, is no chance
-RAISES_ELSEWHERE = 1.25  # the same for other answers, which may be easier by themselves
-AGREES = 0.01  # share by which engine and simulation may differ
-# A first drafter for SmolLM2-135M: 2.5 to 3.4 by kind of prompt, after 640 s of training on an H200.
-REACHABLE = 3.0
-# Greedy answers on which the suspects are tried, and their tokens: on two CPU cores a trial of a 135M target
-# takes some 15 s.
+# Greedy answers on which the suspects are tried, and their tokens: on one CPU core a trial of a 135M target
+# takes some 6 s.
 PROBES = {"cpu": (6, 64), "cuda": (16, 128)}
 TIMED_STEPS = 16
 GPU_SHARE = 0.8  # of the GPU's memory for the engine: the trials need some beside it
 
-Say = Callable[[str], None]
+Show = Callable[[str, float | None, str], None]  # the stage, the share of it that is done, and what it does
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is asked about which pair."""
-
-    target: str
-    drafter: str
-    prompts: Path
-    limit: int = 16  # prompts of each category, the first ones of the file
-    max_tokens: int = 256
-    width: int | None = None  # None: the drafter's block
-    temperature: float = 0.0
-    device: str = "auto"
-    dtype: str = "auto"
-    quantization: str = "auto"
-    is_quick: bool = False  # numbers only: no simulation, no suspects
-
-    def __post_init__(self) -> None:
-        for name, value in (("--limit", self.limit), ("--max-tokens", self.max_tokens)):
-            if value < 1:
-                raise SettingsError(f"{name} {value} is not at least 1.")
-        if self.width is not None and self.width < 2:
-            raise SettingsError(f"--width {self.width} drafts nothing: give 2 or more.")
-        if self.drafter == "none":
-            raise SettingsError("'none' is no drafter: give a folder or a hub id.")
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The engine and the simulation on the same greedy answers."""
-
-    num_documents: int
-    engine: float
-    simulated: float
-
-    @property
-    def agrees(self) -> bool:
-        return abs(self.simulated / self.engine - 1) <= AGREES
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A suspect: tokens committed per step as it is, and with the change."""
-
-    name: str
-    what: str
-    before: float
-    after: float
-    advice: str
-    key: str | None = None  # of config.json
-    value: object = None
-    needed: float = RAISES
-
-    @property
-    def is_cause(self) -> bool:
-        return self.after >= self.needed * self.before
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """One stream at one width: what a step takes and commits, and how that compares with width 1."""
-
-    width: int
-    step_ms: float
-    break_even: float  # tokens per step at which it is as fast as plain decoding
-    committed: float  # of narrower widths than the measured one: an estimate from its positions
-    speed_up: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prospect:
-    """Whether to train; None: unknown."""
-
-    is_worth_it: bool | None
-    reasons: tuple[str, ...]
-    command: str
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The answer."""
-
-    question: Question
-    width: int
-    dtype: str
-    num_left_out: int  # prompts that are too long
-    categories: Mapping[str, Fit]
-    overall: Fit
-    costs: tuple[Cost, ...]
-    agreement: Agreement | None
-    tried: tuple[Tried, ...]
-    untried: tuple[str, ...]
-    prospect: Prospect | None
-
-    @property
-    def fits(self) -> bool:
-        return self.overall.committed >= FITS
-
-    @property
-    def cause(self) -> Tried | None:
-        """The suspect whose change commits the most, relative to what it was compared with."""
-        return _likely(self.tried)
-
-    def to_json(self) -> dict[str, object]:
-        question = asdict(self.question) | {"prompts": str(self.question.prompts)}
-        agreement, prospect = self.agreement, self.prospect
-        return {
-            "question": question,
-            "width": self.width,
-            "dtype": self.dtype,
-            "verdict": "fits" if self.fits else "does not fit",
-            "overall": _fit_json(self.overall),
-            "categories": {name: _fit_json(fit) for name, fit in self.categories.items()},
-            "prompts_left_out": self.num_left_out,
-            "speed": [asdict(cost) for cost in self.costs],
-            "agreement": None if agreement is None else asdict(agreement) | {"agrees": agreement.agrees},
-            "tried": [asdict(one) | {"is_cause": one.is_cause} for one in self.tried],
-            "untried": list(self.untried),
-            "cause": None if self.cause is None else self.cause.name,
-            "training": None if prospect is None else asdict(prospect),
-        }
-
-
-def fit(question: Question, say: Say = lambda line: None) -> Report:
+def fit(question: Question, show: Show = lambda stage, share, detail: None) -> Report:
     """Measure, and find out why where it is low."""
     conversations = _chosen(read_conversations(question.prompts), question.limit)
-    session = _Session(question, say)
-    usable = [one for one in conversations if session.has_room(one)]
+    session = _Session(question, show)
+    usable = session.prompts(conversations)
     if not usable:
         raise SettingsError(
             f"every prompt of '{question.prompts}' is longer than the context of {session.max_prompt} tokens."
         )
-    say(f"answering {len(usable)} prompts")
-    overall, categories = session.measure(usable)
+    answers = session.answer("answer", usable, question.max_tokens, question.temperature)
+    overall, categories = _fit_of(answers), _by_category(answers)
     costs = session.costs(usable[0], overall)
     agreement, tried = None, list[Tried]()
     if not question.is_quick:
-        probes = session.probes(usable)
+        probes = session.probes(answers)
         agreement, tried = session.diagnose(probes, is_low=overall.committed < LOW)
         if agreement is not None and session.is_quantised_here:
             tried.append(session.unquantised(probes, agreement.engine))
     untried = () if question.is_quick else _untried(question)
     prospect = None
-    if _likely(tried) is None and min(one.committed for one in categories.values()) < LOW:
+    if likely(tried) is None and min(one.committed for one in categories.values()) < LOW:
         greedy = agreement.engine if agreement is not None and question.temperature > 0 else None
-        prospect = _prospect(question, session.config, categories, costs, overall, greedy)
+        prospect = prospect_of(question, session.config, categories, costs, overall, greedy)
     return Report(
         question=question,
         width=session.width,
@@ -219,13 +100,12 @@ def _chosen(conversations: Iterable[Conversation], limit: int) -> list[Conversat
     return chosen
 
 
-def _spread(conversations: Sequence[Conversation], count: int) -> list[Conversation]:
-    """`count` of them, of as many categories as there are."""
-    groups: dict[str, list[Conversation]] = defaultdict(list)
-    for one in conversations:
-        groups[one.category].append(one)
-    rounds = itertools.zip_longest(*groups.values())
-    return [one for each in rounds for one in each if one is not None][:count]
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A first turn as the target reads it."""
+
+    conversation: Conversation
+    ids: list[int]
 
 
 def _messages(one: Conversation) -> list[dict[str, object]]:
@@ -249,12 +129,29 @@ def _prompt_ids(tokenizer: Tokenizer, one: Conversation) -> list[int]:
 # ---- the engine
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the engine said, and in which steps."""
+
+    prompt: _Prompt
+    steps: tuple[tuple[int, ...], ...]  # the tokens that each committed
+    metrics: Metrics
+
+    def first(self, count: int) -> list[tuple[int, ...]]:
+        """The steps of an answer that ends after `count` tokens."""
+        kept = []
+        for step in self.steps:
+            kept.append(step[:count])
+            count -= len(kept[-1])
+        return [step for step in kept if step]
+
+
 class _Session:
     """The pair in an engine, and everything that is measured with it."""
 
-    def __init__(self, question: Question, say: Say) -> None:
-        self._question, self._say = question, say
-        self._llm = _load(question, question.quantization, say)
+    def __init__(self, question: Question, show: Show) -> None:
+        self._question, self._show = question, show
+        self._llm = _load(question, question.quantization, show)
         models = self._llm.engine.models
         assert models.draft_config is not None
         assert isinstance(models.drafter, DFlashDrafter)
@@ -266,46 +163,67 @@ class _Session:
         # Room for one token at least: shorter answers than asked for are answers, too.
         self.max_prompt = models.plan.max_context - 1
 
-    def has_room(self, one: Conversation) -> bool:
-        return 1 <= len(_prompt_ids(self._llm.tokenizer, one)) <= self.max_prompt
-
-    def probes(self, conversations: Sequence[Conversation]) -> list[Conversation]:
-        """Some of each category; short ones, which are read in every trial."""
+    def prompts(self, conversations: Sequence[Conversation]) -> list[_Prompt]:
+        """Those that leave room for an answer."""
         tokenizer = self._llm.tokenizer
-        ordered = sorted(conversations, key=lambda one: len(_prompt_ids(tokenizer, one)))
-        return _spread(ordered, self._num_probes)
+        return self._with_room(_Prompt(one, _prompt_ids(tokenizer, one)) for one in conversations)
 
-    def measure(self, conversations: Sequence[Conversation]) -> tuple[Fit, dict[str, Fit]]:
-        question = self._question
-        prompts = [_prompt_ids(self._llm.tokenizer, one) for one in conversations]
-        results = self._answer(prompts, question.max_tokens, question.temperature)
-        groups: dict[str, list[Result]] = defaultdict(list)
-        for one, result in zip(conversations, results, strict=True):
-            groups[one.category].append(result)
-        categories = {name: _fit_of(groups[name]) for name in sorted(groups)}
-        return _fit_of(results), categories
+    def _with_room(self, prompts: Iterable[_Prompt]) -> list[_Prompt]:
+        return [one for one in prompts if 1 <= len(one.ids) <= self.max_prompt]
 
-    def _answer(self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float) -> list[Result]:
+    def answer(
+        self, stage: str, prompts: Sequence[_Prompt], max_tokens: int, temperature: float
+    ) -> list[_Answer]:
+        engine = self._llm.engine
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, width=self.width)
-        return self._llm.generate([list(ids) for ids in prompts], params)
+        waiting, asked = deque(prompts), dict[str, _Prompt]()
+        steps: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+        finished: dict[str, Metrics] = {}
+        num_done, num_all = 0, max_tokens * len(prompts)
+        while waiting or engine.has_work:
+            while waiting and engine.scheduler.has_room(1):
+                prompt = waiting.popleft()
+                asked[engine.add(prompt.ids, params)] = prompt
+            for delta in engine.step():
+                if delta.token_ids:
+                    steps[delta.request_id].append(delta.token_ids)
+                    num_done += len(delta.token_ids)
+                if delta.metrics is not None:
+                    finished[delta.request_id] = delta.metrics
+                    num_done += max_tokens - delta.metrics.num_tokens
+            self._show(stage, num_done / num_all, f"{len(finished)} of {len(prompts)} prompts answered")
+        return [_Answer(prompt, tuple(steps[name]), finished[name]) for name, prompt in asked.items()]
+
+    def probes(self, answers: Sequence[_Answer]) -> list[_Answer]:
+        """Greedy ones of every category, to short prompts; their first tokens are enough."""
+        groups: dict[str, list[_Answer]] = defaultdict(list)
+        for one in sorted(answers, key=lambda one: len(one.prompt.ids)):
+            groups[one.prompt.conversation.category].append(one)
+        rounds = itertools.zip_longest(*groups.values())
+        chosen = [one for each in rounds for one in each if one is not None][: self._num_probes]
+        if self._question.temperature == 0:
+            return chosen
+        return self._greedy("probe", [one.prompt for one in chosen])
+
+    def _greedy(self, stage: str, prompts: Sequence[_Prompt]) -> list[_Answer]:
+        return self.answer(stage, prompts, self._probe_tokens, 0.0)
 
     # ---- what steps cost
 
-    def costs(self, one: Conversation, overall: Fit) -> tuple[Cost, ...]:
+    def costs(self, prompt: _Prompt, overall: Fit) -> tuple[Cost, ...]:
         """Of width 1, and of each width that the engine runs at full speed."""
-        prompt_ids = _prompt_ids(self._llm.tokenizer, one)
         widths = {self.width}
         if self._llm.engine.models.device.type == "cpu":  # on a GPU other widths have no graph
             widths |= {width for width in (2, 4, 8, 16) if width < self.width}
-        self._say(f"timing steps of width 1 and {', '.join(map(str, sorted(widths)))}")
-        plain_ms = self._step_ms(prompt_ids, 1)
-        if plain_ms is None:
-            return ()
-        costs = []
-        for width in sorted(widths):
-            step_ms = self._step_ms(prompt_ids, width)
+        times_ms: dict[int, float] = {}
+        for width in (1, *sorted(widths)):
+            self._show("time", len(times_ms) / (1 + len(widths)), f"steps of width {width}")
+            step_ms = self._step_ms(prompt.ids, width)
             if step_ms is None:
                 return ()
+            times_ms[width] = step_ms
+        plain_ms, costs = times_ms.pop(1), []
+        for width, step_ms in times_ms.items():
             committed = overall.committed
             if width < self.width:
                 committed = 1 + sum(overall.by_position[: width - 1])
@@ -331,36 +249,40 @@ class _Session:
 
     # ---- why it is low
 
-    def diagnose(
-        self, conversations: Sequence[Conversation], *, is_low: bool
-    ) -> tuple[Agreement | None, list[Tried]]:
+    def diagnose(self, answers: Sequence[_Answer], *, is_low: bool) -> tuple[Agreement | None, list[Tried]]:
         tokenizer, models = self._llm.tokenizer, self._llm.engine.models
-        prompts = [_prompt_ids(tokenizer, one) for one in conversations]
-        results = self._answer(prompts, self._probe_tokens, 0.0)
-        results = [one for one in results if len(one.token_ids) >= MIN_ANSWER]
-        if not results:
+        probes = [one for one in answers if one.metrics.num_tokens >= MIN_ANSWER]
+        if not probes:
             return None, []
-        documents = [Document(one.prompt_token_ids, one.token_ids, "probe", True) for one in results]
-        engine = _fit_of(results).committed
-        drafter = models.drafter
-        assert isinstance(drafter, DFlashDrafter)
-        simulated = try_on(drafter, self.config, documents, self.width).committed
+        steps = [one.first(self._probe_tokens) for one in probes]
+        documents = [
+            Document(tuple(one.prompt.ids), tuple(itertools.chain(*mine)), "probe", True)
+            for one, mine in zip(probes, steps, strict=True)
+        ]
+        engine = fit_of([[len(step) for step in mine] for mine in steps], self.width).committed
+        suspects = list(variations(self.config, models.config, tokenizer, documents))
+        taps = [tap for config in (self.config, *(one.config for one in suspects)) for tap in config.taps]
+        self._show("read", None, f"{len(documents)} answers, for the target's features")
+        assert isinstance(models.drafter, DFlashDrafter)
+        probe = Probe(models.drafter, documents, taps)
+        self._show("try", 0.0, "the drafter as it is")
+        simulated = probe.walk(self.config, self.width).committed
         tried = []
-        for one in variations(self.config, models.config, tokenizer, documents):
-            self._say(f"trying {one.name}: {one.what}")
-            after = try_on(drafter, one.config, documents, self.width).committed
+        for number, one in enumerate(suspects, 1):
+            self._show("try", number / (len(suspects) + 1), f"{one.name}: {one.what}")
+            after = probe.walk(one.config, self.width).committed
             tried.append(Tried(one.name, one.what, simulated, after, one.advice, one.key, one.value))
+        self._show("try", 1.0, f"{len(suspects)} changes")
         if is_low:
-            tried += self._other_prompts(conversations, prompts, engine)
+            tried += self._other_prompts([one.prompt for one in answers], engine)
         return Agreement(len(documents), engine, simulated), tried
 
-    def _other_prompts(
-        self, conversations: Sequence[Conversation], prompts: Sequence[list[int]], engine: float
-    ) -> list[Tried]:
+    def _other_prompts(self, prompts: Sequence[_Prompt], engine: float) -> list[Tried]:
         """The same questions as the drafter may have learnt them. The answers differ: the engine runs."""
         tokenizer, tried = self._llm.tokenizer, []
         if not tokenizer.has_chat_template:
             return []
+        conversations = [one.conversation for one in prompts]
         ways: dict[str, tuple[list[list[int]], str]] = {
             "chat template": (
                 [_raw_ids(tokenizer, one) for one in conversations],
@@ -373,12 +295,11 @@ class _Session:
                 f'ask with chat_template_kwargs {{"enable_thinking": {str(flag).lower()}}}',
             )
         for name, (others, advice) in ways.items():
-            usable = [ids for ids in others if 1 <= len(ids) <= self.max_prompt]
-            if others == list(prompts) or not usable:
+            usable = self._with_room(map(_Prompt, conversations, others))
+            if others == [one.ids for one in prompts] or not usable:
                 continue
             what = "gets raw prompts" if name == "chat template" else f"gets prompts with {name}"
-            self._say(f"trying {name}: {what}")
-            after = _fit_of(self._answer(usable, self._probe_tokens, 0.0)).committed
+            after = _fit_of(self._greedy(name, usable)).committed
             tried.append(Tried(name, what, engine, after, advice, needed=RAISES_ELSEWHERE))
         return tried
 
@@ -386,26 +307,24 @@ class _Session:
     def is_quantised_here(self) -> bool:
         return self._llm.engine.models.plan.quantization in ("fp8", "int8")
 
-    def unquantised(self, conversations: Sequence[Conversation], engine: float) -> Tried:
+    def unquantised(self, answers: Sequence[_Answer], engine: float) -> Tried:
         """The same prompts without it. Comes last: the engine makes room for another."""
         quantization = self._llm.engine.models.plan.quantization
-        prompts = [_prompt_ids(self._llm.tokenizer, one) for one in conversations]
-        self._say(f"trying the target without --quantization {quantization}")
         self._llm.engine.graphs = None  # they hold the engine, and with it the cache
         del self._llm
         release()
-        self._llm = _load(self._question, "none", self._say)
-        after = _fit_of(self._answer(prompts, self._probe_tokens, 0.0)).committed
+        self._llm = _load(self._question, "none", self._show)
+        after = _fit_of(self._greedy("as stored", [one.prompt for one in answers])).committed
         advice = f"serve without --quantization {quantization}, or train further with it"
         what = f"has the target as stored, not in {quantization}"
         return Tried("quantised target", what, engine, after, advice, needed=RAISES_ELSEWHERE)
 
 
-def _load(question: Question, quantization: str, say: Say) -> LLM:
+def _load(question: Question, quantization: str, show: Show) -> LLM:
     return LLM(
         question.target,
         question.drafter,
-        report=say,
+        report=lambda line: show("load", None, line),
         width="auto" if question.width is None else question.width,
         device=question.device,
         dtype=question.dtype,
@@ -415,9 +334,16 @@ def _load(question: Question, quantization: str, say: Say) -> LLM:
     )
 
 
-def _fit_of(results: Sequence[Result]) -> Fit:
+def _by_category(answers: Sequence[_Answer]) -> dict[str, Fit]:
+    groups: dict[str, list[_Answer]] = defaultdict(list)
+    for one in answers:
+        groups[one.prompt.conversation.category].append(one)
+    return {name: _fit_of(groups[name]) for name in sorted(groups)}
+
+
+def _fit_of(answers: Sequence[_Answer]) -> Fit:
     """The engine's counters of these answers together."""
-    metrics = [result.metrics for result in results]
+    metrics = [one.metrics for one in answers]
     positions = itertools.zip_longest(*(one.accepted for one in metrics), fillvalue=0)
     return Fit(
         num_documents=len(metrics),
@@ -439,80 +365,3 @@ def _untried(question: Question) -> tuple[str, ...]:
         return ()
     method = "GGUF" if found is None else found.name
     return (f"the target's file is quantised ({method}): ask again with the unquantised one to compare",)
-
-
-# ---- what to make of it
-
-
-def _likely(tried: Iterable[Tried]) -> Tried | None:
-    causes = [one for one in tried if one.is_cause]
-    return max(causes, key=lambda one: one.after / one.before, default=None)
-
-
-def _prospect(
-    question: Question,
-    config: DraftConfig,
-    categories: Mapping[str, Fit],
-    costs: Sequence[Cost],
-    overall: Fit,
-    greedy: float | None,
-) -> Prospect:
-    """`greedy`: tokens per step of greedy answers, where `overall` is of sampled ones."""
-    low = [name for name, one in categories.items() if one.committed < LOW]
-    reasons = [_depth(overall)]
-    if len(low) == len(categories):
-        reasons.append("every category is low: it does not know this target or this workload")
-    else:
-        share = f"{len(low)} of {len(categories)} categories are low"
-        reasons.append(f"{share}, and it does not know those: {', '.join(low)}")
-    is_worth_it, reason = _pays(costs)
-    reasons.append(reason)
-    if greedy is not None and greedy >= LOW:
-        is_worth_it = False
-        reasons.append(f"greedy answers commit {greedy:.2f}: the temperature costs the rest, training little")
-    # `blockdraft train --from` refuses those two.
-    has_own_parts = config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None
-    if has_own_parts:
-        reasons.append("it has a head or an embedding scale of its own: a new one would have to be trained")
-    start = [] if has_own_parts else ["--from", question.drafter]
-    words = ["blockdraft", "train", question.target, *start, "--prompts", str(question.prompts)]
-    return Prospect(is_worth_it, tuple(reasons), shlex.join([*words, "--out", "trained", "--minutes", "30"]))
-
-
-def _depth(overall: Fit) -> str:
-    """Where along the block it fails."""
-    rates = overall.by_position
-    first = rates[0] if rates else 0.0
-    reached = sum(rates[:-1])
-    deeper = sum(rates[1:]) / reached if reached else 0.0
-    text = (
-        f"the first draft is right in {first:.0%} of the steps, a later one in {deeper:.0%} where it counts"
-    )
-    if first < 0.5:
-        return f"{text}: it does not know what this target says here"
-    if deeper < 0.75 * first:
-        return f"{text}: it knows the next token, not the block; longer training helps, and a narrow width"
-    return f"{text}: it fails evenly along the block"
-
-
-def _pays(costs: Sequence[Cost]) -> tuple[bool | None, str]:
-    """Whether a drafter as good as one becomes with little training would be faster than none, here."""
-    if not costs:
-        return None, "steps could not be timed: whether a better drafter would be faster here is unknown"
-    best = max(costs, key=lambda one: min(REACHABLE, one.width) / one.break_even)
-    speed_up = min(REACHABLE, best.width) / best.break_even
-    where = f"a step of width {best.width} costs {best.break_even:.2f} plain ones here"
-    told = f"{where}: at {min(REACHABLE, best.width):g} tokens per step, {speed_up:.2f}x"
-    if speed_up > 1:
-        return True, f"{told} of plain decoding"
-    return False, f"{told}: even a good drafter is no faster here"
-
-
-def _fit_json(one: Fit) -> dict[str, object]:
-    return {
-        "prompts": one.num_documents,
-        "tokens": one.num_tokens,
-        "steps": one.num_steps,
-        "committed_per_step": one.committed,
-        "accepted_by_position": list(one.by_position),
-    }

@@ -1,32 +1,20 @@
-"""What a drafter's config.json may say wrongly, and how the drafter would fare if it said something else.
+"""What a drafter's config.json may say wrongly.
 
 A wrong key is no error: the drafter runs and commits less. So each suspect is changed in turn, and the
-drafter is tried on documents that the target wrote greedily, without the engine (training/evaluate.py).
+drafter is tried on documents that the target wrote greedily, without the engine (training/probe.py).
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
-from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.engine.tokenizer import Tokenizer
 from blockdraft.models.config import ModelConfig
-from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import DraftConfig, default_taps
 from blockdraft.training.answers import Document
-from blockdraft.training.evaluate import Fit, simulate
-from blockdraft.training.objective import Head
-from blockdraft.training.packing import Batch
-from blockdraft.training.trainer import BlockForward, block_hidden
-from blockdraft.training.view import Seen, dense_mask, sees
 
-NUM_ANCHORS = 32  # tried at a time; masks grow with the square, logits with the number
 MAX_MASKS = 4  # mask tokens tried
 
 
@@ -55,26 +43,6 @@ def variations(
     yield from _causality(config)
     yield from _masks(config, tokenizer, documents)
     yield from _scales(config, target)
-
-
-def try_on(drafter: DFlashDrafter, config: DraftConfig, documents: Sequence[Document], width: int) -> Fit:
-    """How `drafter` fares on `documents` with `config` instead of its own. The target's taps are put back."""
-    target = drafter.target
-    taps, target.taps = target.taps, config.taps
-    try:
-        return simulate(
-            _Tried(drafter, config),
-            documents,
-            length=max(len(one.prompt_ids) + len(one.answer_ids) for one in documents),
-            width=width,
-            rows_per_step=1,
-            num_anchors=NUM_ANCHORS,
-        )["all"]
-    finally:
-        target.taps = taps
-
-
-# ---- what to try
 
 
 def _taps(config: DraftConfig, target: ModelConfig) -> Iterator[Variation]:
@@ -151,52 +119,3 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _json(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# ---- how to try it
-
-
-@dataclass(frozen=True, slots=True)
-class _ServedHead(Head):
-    """The head that serves the drafter, packed or reduced; `weight` says only its dtype and device."""
-
-    served: Callable[[Tensor], Tensor] = lambda hidden: hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.served(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
-
-
-class _ServedDrafter(DFlashDrafter):
-    def head(self, dtype_of: Tensor) -> Head:
-        return _ServedHead(dtype_of, served=self._logits)
-
-
-class _Tried(BlockForward):
-    """A drafter as it serves, its weights shared, under another configuration.
-
-    Few blocks are tried, so masks are spelled out on a GPU too: nothing has to be compiled.
-    """
-
-    def __init__(self, drafter: DFlashDrafter, config: DraftConfig) -> None:
-        model: DFlash = copy.copy(drafter.model)
-        model.config = config
-        super().__init__(model, drafter.target)
-        self._served = _ServedDrafter(model, drafter.target, drafter.vocab_map)
-        layers = [one for one in model.layers if isinstance(one, DFlashLayer)]
-        self._masks = {
-            one.layer: replace(one.mask, is_causal=is_causal)
-            for one, is_causal in zip(layers, config.is_causal, strict=True)
-        }
-
-    def head(self) -> Head:
-        return self._served.head(self.target.norm.weight)
-
-    @torch.no_grad()
-    def __call__(self, batch: Batch, features: Tensor) -> Tensor:
-        ids = batch.block_ids(self.model.config.mask_token_id)
-        x = self._served.embed(ids.flatten())
-        kinds = {kind: dense_mask(batch, sees(batch, kind)) for kind in set(self._masks.values())}
-        masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}
-        positions = batch.positions.flatten(), batch.block_positions()
-        hidden = block_hidden(self.model, features, x, *positions, len(batch.tokens), masks)
-        return hidden.view(-1, batch.block, x.shape[1])[:, 1:]

@@ -4,11 +4,13 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from blockdraft.cli import training_progress
 from blockdraft.cli.fit import lines
 from blockdraft.cli.main import main
 from blockdraft.engine.request import SamplingParams
@@ -16,10 +18,9 @@ from blockdraft.llm import LLM
 from blockdraft.models.draft_config import read_draft_config
 from blockdraft.models.families import read_model_config
 from blockdraft.training import fit as fit_module
-from blockdraft.training import variations as variations_module
-from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import Fit
-from blockdraft.training.fit import Cost, Question, fit
+from blockdraft.training.fit import fit
+from blockdraft.training.fit_report import LOW, Cost, Question, depth, pays, prospect_of
 from blockdraft.training.variations import variations
 
 PAIR = Path(__file__).parents[1] / "fixtures" / "pair"
@@ -32,7 +33,6 @@ def _little_work():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_module, "TIMED_STEPS", 4)
         patch.setitem(fit_module.PROBES, "cpu", (3, 64))
-        patch.setattr(variations_module, "NUM_ANCHORS", 24)
         yield
 
 
@@ -168,7 +168,7 @@ def test_simulation_and_engine_agree(tmp_path, prompts, changes, weights):
 
 @pytest.mark.usefixtures("_no_variations", "_nothing_timed")
 def test_a_disagreement_is_said_with_both_numbers(prompts, capsys, monkeypatch):
-    monkeypatch.setattr(fit_module, "try_on", lambda *_: Fit(8, 300, 100, ()))
+    monkeypatch.setattr(fit_module.Probe, "walk", lambda *_: Fit(8, 300, 100, ()))
     assert command(DRAFT, prompts, "--json") == 0
     out, err = capsys.readouterr()
     assert "simulation 3.000" in err
@@ -179,6 +179,92 @@ def test_a_disagreement_is_part_of_the_report(good):
     assert good.agreement.agrees
     wrong = replace(good, agreement=replace(good.agreement, simulated=1.02 * good.agreement.engine))
     assert any(line.startswith("WARNING") for line in lines(wrong))
+
+
+@pytest.mark.usefixtures("_no_variations", "_nothing_timed")
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_probes_are_the_first_tokens_of_greedy_answers(prompts, monkeypatch, temperature):
+    """Those that were measured, where they are greedy; else they are asked for."""
+    monkeypatch.setitem(fit_module.PROBES, "cpu", (3, 10))
+    asked = []
+    answer = fit_module._Session.answer
+    monkeypatch.setattr(
+        fit_module._Session, "answer", lambda *args: (asked.append(args[1]), answer(*args))[1]
+    )
+    report = ask(DRAFT, prompts, width=5, temperature=temperature)
+    assert asked == (["answer"] if temperature == 0 else ["answer", "probe"])
+    llm = LLM(str(TARGET), str(DRAFT), dtype="float64", width=5)
+    texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
+    params = SamplingParams(temperature=0.0, max_tokens=10, width=5)
+    metrics = [one.metrics for one in llm.generate([texts[0], texts[3], texts[6]], params)]
+    assert report.agreement.engine == sum(m.num_tokens for m in metrics) / sum(m.steps for m in metrics)
+    assert report.agreement.simulated == report.agreement.engine
+
+
+# ---- how far it is
+
+
+def test_every_stage_says_how_far_it_is(tmp_path, prompts):
+    shown = []
+    question = Question(
+        target=str(TARGET), drafter=str(DRAFT), prompts=prompts, max_tokens=MAX_TOKENS, dtype="float64"
+    )
+    fit(question, lambda *args: shown.append(args))
+    assert list(dict.fromkeys(stage for stage, _, _ in shown)) == ["load", "answer", "time", "read", "try"]
+    for stage in ("answer", "time", "try"):
+        shares = [share for name, share, _ in shown if name == stage]
+        assert shares == sorted(shares)
+        assert len(set(shares)) > 3
+    assert [share for name, share, _ in shown if name == "answer"][-1] == 1
+    tried = [detail for name, _, detail in shown if name == "try"]
+    assert any(detail.startswith("tap offset +1: reads layers") for detail in tried)
+
+
+def test_an_answer_that_ends_early_counts_as_done(prompts, monkeypatch):
+    shown = []
+    session = fit_module._Session(
+        Question(target=str(TARGET), drafter=str(DRAFT), prompts=prompts), lambda *args: shown.append(args)
+    )
+    end = session._llm.generate([[5, 10]], SamplingParams(temperature=0.0, max_tokens=4))[0].token_ids[-1]
+    monkeypatch.setattr(
+        fit_module, "SamplingParams", lambda **fields: SamplingParams(**fields, stop_token_ids=(end,))
+    )
+    (answer,) = session.answer("answer", [fit_module._Prompt(None, [5, 10])], 50, 0.0)
+    assert answer.metrics.num_tokens < 10
+    assert shown[-1] == ("answer", 1.0, "1 of 1 prompts answered")
+
+
+@pytest.mark.usefixtures("_nothing_timed")
+def test_lines_go_to_stderr_and_quiet_has_none(prompts, capsys):
+    assert command(DRAFT, prompts, "--json", "--limit", "1") == 0
+    out, err = capsys.readouterr()
+    json.loads(out)
+    for word in ("load", "answer", "read", "try"):
+        assert f" s  {word} " in err
+    assert command(DRAFT, prompts, "--json", "--limit", "1", "--quiet") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_lines_of_a_stage_are_seconds_apart_where_they_could_be_many(monkeypatch, capsys):
+    clock = iter((100.0, 100.0, 100.1, 100.2, 100.3, 106.0, 106.1))
+    monkeypatch.setattr(training_progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    show = training_progress.stage_shower(training_progress.stage_bars(is_quiet=False), is_quiet=False)
+    for stage, share in (
+        ("load", None),
+        ("load", None),
+        ("answer", 0.0),
+        ("answer", 0.1),
+        ("answer", 0.5),
+        ("try", 0.0),
+    ):
+        show(stage, share, "x")
+    assert capsys.readouterr().err.splitlines() == [
+        "    0.0 s  load  x",
+        "    0.1 s  load  x",
+        "    0.2 s  answer   0%  x",
+        "    6.0 s  answer  50%  x",
+        "    6.1 s  try   0%  x",
+    ]
 
 
 # ---- what is wrong
@@ -246,7 +332,7 @@ def test_train_is_not_told_to_continue_what_it_refuses(tmp_path, prompts):
 
 def test_low_categories_are_named(good):
     low = {"easy": Fit(1, 300, 100, (100, 100)), "hard": Fit(1, 110, 100, (10, 0))}
-    prospect = fit_module._prospect(good.question, read_config(DRAFT), low, (), good.overall, None)
+    prospect = prospect_of(good.question, read_config(DRAFT), low, (), good.overall, None)
     assert "1 of 2 categories are low, and it does not know those: hard" in prospect.reasons
 
 
@@ -254,9 +340,9 @@ def test_what_the_temperature_costs_is_not_blamed_on_the_drafter(good):
     costs = [Cost(8, 10.0, 1.5, 1.8, 1.2)]
     low = {"all": Fit(1, 180, 100, (50, 30))}
     config = read_config(DRAFT)
-    assert fit_module._prospect(good.question, config, low, costs, low["all"], None).is_worth_it is True
-    assert fit_module._prospect(good.question, config, low, costs, low["all"], 1.8).is_worth_it is True
-    assert fit_module._prospect(good.question, config, low, costs, low["all"], 5.0).is_worth_it is False
+    assert prospect_of(good.question, config, low, costs, low["all"], None).is_worth_it is True
+    assert prospect_of(good.question, config, low, costs, low["all"], 1.8).is_worth_it is True
+    assert prospect_of(good.question, config, low, costs, low["all"], 5.0).is_worth_it is False
 
 
 @pytest.mark.usefixtures("_no_variations", "_nothing_timed")
@@ -300,26 +386,9 @@ def test_a_template_that_the_drafter_never_saw_is_named(tmp_path, prompts, good)
     noise = " ".join(f"t{number}" for number in numbers)
     template = "{% for m in messages %}{{ m.content }} " + noise + "{% endfor %}"
     report = ask(DRAFT, prompts, target=target_with(tmp_path / "target", template))
-    assert report.overall.committed < fit_module.LOW
+    assert report.overall.committed < LOW
     assert report.cause.name == "chat template"
     assert report.cause.after == good.agreement.engine  # the fixture's own template adds nothing
-
-
-def test_a_trial_leaves_the_target_as_it_was(monkeypatch):
-    models = LLM(str(TARGET), str(DRAFT)).engine.models
-    seen = []
-
-    def simulate(forward, *_, **__):
-        seen.append(forward.target.taps)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(variations_module, "simulate", simulate)
-    document = Document((1, 2), (3, 4), "all", True)
-    with pytest.raises(KeyboardInterrupt):
-        variations_module.try_on(models.drafter, replace(models.draft_config, taps=(3, 2)), [document], 8)
-    assert seen == [(3, 2)]
-    assert models.target.taps == (0, 1, 2)
-    assert models.drafter.model.config == models.draft_config
 
 
 # ---- layouts of config.json
@@ -378,18 +447,18 @@ def test_the_end_token_is_never_tried_as_a_mask():
 
 
 def test_training_pays_only_where_a_good_drafter_would_be_faster():
-    assert fit_module._pays(())[0] is None
-    assert fit_module._pays([Cost(8, 10.0, 2.0, 1.1, 0.55)])[0] is True
-    assert fit_module._pays([Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is False
+    assert pays(())[0] is None
+    assert pays([Cost(8, 10.0, 2.0, 1.1, 0.55)])[0] is True
+    assert pays([Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is False
     # A narrow step may pay where a wide one does not: two tokens for 1.5 steps.
-    assert fit_module._pays([Cost(2, 1.0, 1.5, 1.1, 0.7), Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is True
+    assert pays([Cost(2, 1.0, 1.5, 1.1, 0.7), Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is True
 
 
 def test_a_block_that_fails_after_its_first_draft_is_told_from_one_that_fails_at_it():
     knows_nothing = Fit(1, 110, 100, (10, 5, 2))
     knows_one = Fit(1, 190, 100, (80, 10, 0))
-    assert "does not know what this target says" in fit_module._depth(knows_nothing)
-    assert "not the block" in fit_module._depth(knows_one)
+    assert "does not know what this target says" in depth(knows_nothing)
+    assert "not the block" in depth(knows_one)
 
 
 # ---- input

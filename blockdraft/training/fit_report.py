@@ -1,0 +1,219 @@
+"""What was found out about a pair, and what to make of it: the likely cause, and whether training pays."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from blockdraft.errors import SettingsError
+from blockdraft.models.draft_config import DraftConfig
+from blockdraft.training.evaluate import Fit
+
+FITS = 1.2  # tokens committed per step: below it no width pays anywhere
+LOW = 2.0  # below it training, or another drafter, should do better
+RAISES = 1.1  # times as much, on the same answers, is no chance
+RAISES_ELSEWHERE = 1.25  # the same for other answers, which may be easier by themselves
+AGREES = 0.01  # share by which engine and simulation may differ
+# A first drafter for SmolLM2-135M: 2.5 to 3.4 by kind of prompt, after 640 s of training on an H200.
+REACHABLE = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked about which pair."""
+
+    target: str
+    drafter: str
+    prompts: Path
+    limit: int = 16  # prompts of each category, the first ones of the file
+    max_tokens: int = 256
+    width: int | None = None  # None: the drafter's block
+    temperature: float = 0.0
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str = "auto"
+    is_quick: bool = False  # numbers only: no simulation, no suspects
+
+    def __post_init__(self) -> None:
+        for name, value in (("--limit", self.limit), ("--max-tokens", self.max_tokens)):
+            if value < 1:
+                raise SettingsError(f"{name} {value} is not at least 1.")
+        if self.width is not None and self.width < 2:
+            raise SettingsError(f"--width {self.width} drafts nothing: give 2 or more.")
+        if self.drafter == "none":
+            raise SettingsError("'none' is no drafter: give a folder or a hub id.")
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The engine and the simulation on the same greedy answers."""
+
+    num_documents: int
+    engine: float
+    simulated: float
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.simulated / self.engine - 1) <= AGREES
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A suspect: tokens committed per step as it is, and with the change."""
+
+    name: str
+    what: str
+    before: float
+    after: float
+    advice: str
+    key: str | None = None  # of config.json
+    value: object = None
+    needed: float = RAISES
+
+    @property
+    def is_cause(self) -> bool:
+        return self.after >= self.needed * self.before
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One stream at one width: what a step takes and commits, and how that compares with width 1."""
+
+    width: int
+    step_ms: float
+    break_even: float  # tokens per step at which it is as fast as plain decoding
+    committed: float  # of narrower widths than the measured one: an estimate from its positions
+    speed_up: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """Whether to train; None: unknown."""
+
+    is_worth_it: bool | None
+    reasons: tuple[str, ...]
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The answer."""
+
+    question: Question
+    width: int
+    dtype: str
+    num_left_out: int  # prompts that are too long
+    categories: Mapping[str, Fit]
+    overall: Fit
+    costs: tuple[Cost, ...]
+    agreement: Agreement | None
+    tried: tuple[Tried, ...]
+    untried: tuple[str, ...]
+    prospect: Prospect | None
+
+    @property
+    def fits(self) -> bool:
+        return self.overall.committed >= FITS
+
+    @property
+    def cause(self) -> Tried | None:
+        """The suspect whose change commits the most, relative to what it was compared with."""
+        return likely(self.tried)
+
+    def to_json(self) -> dict[str, object]:
+        question = asdict(self.question) | {"prompts": str(self.question.prompts)}
+        agreement, prospect = self.agreement, self.prospect
+        return {
+            "question": question,
+            "width": self.width,
+            "dtype": self.dtype,
+            "verdict": "fits" if self.fits else "does not fit",
+            "overall": _fit_json(self.overall),
+            "categories": {name: _fit_json(fit) for name, fit in self.categories.items()},
+            "prompts_left_out": self.num_left_out,
+            "speed": [asdict(cost) for cost in self.costs],
+            "agreement": None if agreement is None else asdict(agreement) | {"agrees": agreement.agrees},
+            "tried": [asdict(one) | {"is_cause": one.is_cause} for one in self.tried],
+            "untried": list(self.untried),
+            "cause": None if self.cause is None else self.cause.name,
+            "training": None if prospect is None else asdict(prospect),
+        }
+
+
+# ---- what to make of it
+
+
+def likely(tried: Iterable[Tried]) -> Tried | None:
+    causes = [one for one in tried if one.is_cause]
+    return max(causes, key=lambda one: one.after / one.before, default=None)
+
+
+def prospect_of(
+    question: Question,
+    config: DraftConfig,
+    categories: Mapping[str, Fit],
+    costs: Sequence[Cost],
+    overall: Fit,
+    greedy: float | None,
+) -> Prospect:
+    """`greedy`: tokens per step of greedy answers, where `overall` is of sampled ones."""
+    low = [name for name, one in categories.items() if one.committed < LOW]
+    reasons = [depth(overall)]
+    if len(low) == len(categories):
+        reasons.append("every category is low: it does not know this target or this workload")
+    else:
+        share = f"{len(low)} of {len(categories)} categories are low"
+        reasons.append(f"{share}, and it does not know those: {', '.join(low)}")
+    is_worth_it, reason = pays(costs)
+    reasons.append(reason)
+    if greedy is not None and greedy >= LOW:
+        is_worth_it = False
+        reasons.append(f"greedy answers commit {greedy:.2f}: the temperature costs the rest, training little")
+    # `blockdraft train --from` refuses those two.
+    has_own_parts = config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None
+    if has_own_parts:
+        reasons.append("it has a head or an embedding scale of its own: a new one would have to be trained")
+    start = [] if has_own_parts else ["--from", question.drafter]
+    words = ["blockdraft", "train", question.target, *start, "--prompts", str(question.prompts)]
+    return Prospect(is_worth_it, tuple(reasons), shlex.join([*words, "--out", "trained", "--minutes", "30"]))
+
+
+def depth(overall: Fit) -> str:
+    """Where along the block it fails."""
+    rates = overall.by_position
+    first = rates[0] if rates else 0.0
+    reached = sum(rates[:-1])
+    deeper = sum(rates[1:]) / reached if reached else 0.0
+    text = (
+        f"the first draft is right in {first:.0%} of the steps, a later one in {deeper:.0%} where it counts"
+    )
+    if first < 0.5:
+        return f"{text}: it does not know what this target says here"
+    if deeper < 0.75 * first:
+        return f"{text}: it knows the next token, not the block; longer training helps, and a narrow width"
+    return f"{text}: it fails evenly along the block"
+
+
+def pays(costs: Sequence[Cost]) -> tuple[bool | None, str]:
+    """Whether a drafter as good as one becomes with little training would be faster than none, here."""
+    if not costs:
+        return None, "steps could not be timed: whether a better drafter would be faster here is unknown"
+    best = max(costs, key=lambda one: min(REACHABLE, one.width) / one.break_even)
+    speed_up = min(REACHABLE, best.width) / best.break_even
+    where = f"a step of width {best.width} costs {best.break_even:.2f} plain ones here"
+    told = f"{where}: at {min(REACHABLE, best.width):g} tokens per step, {speed_up:.2f}x"
+    if speed_up > 1:
+        return True, f"{told} of plain decoding"
+    return False, f"{told}: even a good drafter is no faster here"
+
+
+def _fit_json(one: Fit) -> dict[str, object]:
+    return {
+        "prompts": one.num_documents,
+        "tokens": one.num_tokens,
+        "steps": one.num_steps,
+        "committed_per_step": one.committed,
+        "accepted_by_position": list(one.by_position),
+    }

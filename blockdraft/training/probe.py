@@ -1,0 +1,131 @@
+"""What a drafter would commit on a few documents under several configurations, each at the cost of its steps.
+
+The target's features do not depend on the drafter, so they are read once, of every layer that a configuration
+taps. A trial then walks all documents side by side, as the engine would: one block per document and round,
+and of its drafts only those up to the first that is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from blockdraft.drafters.dflash import DFlashDrafter
+from blockdraft.models.dflash import DFlash, DFlashLayer
+from blockdraft.models.draft_config import DraftConfig
+from blockdraft.training.answers import Document
+from blockdraft.training.evaluate import Fit, fit_of
+from blockdraft.training.features import FeatureReader
+from blockdraft.training.packing import Batch, Rows, pack, with_anchors
+from blockdraft.training.view import Kept, Seen, TrainView, dense_mask, sees
+
+
+class Probe:
+    """Documents that the target wrote greedily, with its features of the layers `taps`."""
+
+    def __init__(self, drafter: DFlashDrafter, documents: Sequence[Document], taps: Iterable[int]) -> None:
+        self._drafter, self._documents = drafter, documents
+        self._taps = tuple(sorted(set(taps)))
+        self._rows = _one_per_row(documents).to(drafter.target.norm.weight.device)
+        self._features = self._read()
+
+    @torch.inference_mode()
+    def walk(self, config: DraftConfig, width: int) -> Fit:
+        """What the drafter commits in steps of `width`, with `config` instead of its own."""
+        trial = _Trial(self._drafter, config)
+        kept = trial.keep(self._features[:, :, [self._taps.index(tap) for tap in config.taps]])
+        num_columns = width if trial.is_causal else trial.block  # as it drafts when it serves
+        anchors = [len(one.prompt_ids) - 1 for one in self._documents]
+        lasts = [len(one.prompt_ids) + len(one.answer_ids) - 1 for one in self._documents]
+        steps: list[list[int]] = [[] for _ in self._documents]
+        while rows := [row for row, last in enumerate(lasts) if anchors[row] < last]:
+            places = torch.tensor([[anchors[row]] for row in rows], device=self._features.device)
+            batch = with_anchors(self._rows, rows, places, num_columns)
+            runs = trial.runs(batch, _of_rows(kept, rows, len(lasts)), width)
+            for row, run in zip(rows, runs, strict=True):
+                committed = min(run + 1, lasts[row] - anchors[row])
+                steps[row].append(committed)
+                anchors[row] += committed
+        return fit_of(steps, trial.block)
+
+    def _read(self) -> Tensor:
+        """[R, L, taps, E], row by row: prompts may be long, and a target large."""
+        target, rows = self._drafter.target, self._rows
+        weight, length = target.norm.weight, rows.tokens.shape[1]
+        reader = FeatureReader(target, num_rows=1, length=length, dtype=weight.dtype, device=weight.device)
+        nowhere = rows.tokens.new_full((1, 1), length, dtype=torch.int64)
+        own, target.taps = target.taps, self._taps
+        try:
+            read = [reader.read(with_anchors(rows, [row], nowhere, 2))[1] for row in range(len(rows))]
+        finally:
+            target.taps = own
+        return torch.stack(read).view(*rows.tokens.shape, len(self._taps), -1)
+
+
+def _one_per_row(documents: Sequence[Document]) -> Rows:
+    length = max(len(one.prompt_ids) + len(one.answer_ids) for one in documents)
+    rows = [pack([one], length)[0] for one in documents]
+    return Rows(
+        tokens=torch.cat([one.tokens for one in rows]),
+        starts=torch.cat([one.starts for one in rows]),
+        ends=torch.cat([one.ends for one in rows]),
+        is_anchor=torch.cat([one.is_anchor for one in rows]),
+        spans=tuple(span for one in rows for span in one.spans),
+    )
+
+
+def _of_rows(kept: Kept, rows: Sequence[int], num_rows: int) -> Kept:
+    """The context of some rows only."""
+
+    def chosen(stream: Tensor) -> Tensor:  # [R * L, H, D]
+        return stream.view(num_rows, -1, *stream.shape[1:])[rows].flatten(0, 1)
+
+    return {layer: (chosen(k), chosen(v)) for layer, (k, v) in kept.items()}
+
+
+class _Trial(DFlashDrafter):
+    """A drafter as it serves, its weights shared, under another configuration.
+
+    Few blocks are tried, so masks are spelled out on a GPU too: nothing has to be compiled.
+    """
+
+    def __init__(self, drafter: DFlashDrafter, config: DraftConfig) -> None:
+        model: DFlash = copy.copy(drafter.model)
+        model.config = config
+        super().__init__(model, drafter.target, drafter.vocab_map)
+        layers = [one for one in model.layers if isinstance(one, DFlashLayer)]
+        self._masks = {
+            one.layer: replace(one.mask, is_causal=is_causal)
+            for one, is_causal in zip(layers, config.is_causal, strict=True)
+        }
+
+    def keep(self, features: Tensor) -> Kept:
+        """Keys and values of the context that features [R, L, taps, E] make."""
+        kept: Kept = {}
+        num_rows, length = features.shape[:2]
+        positions = torch.arange(length, device=features.device).repeat(num_rows)
+        view = TrainView(positions, kept, num_rows=num_rows, masks={})
+        self.absorb(features.flatten(2).flatten(0, 1), view)
+        return kept
+
+    def runs(self, batch: Batch, kept: Kept, width: int) -> list[int]:
+        """How many of the width - 1 drafts match after the anchor of each row of `batch`."""
+        kinds = {kind: dense_mask(batch, sees(batch, kind)) for kind in set(self._masks.values())}
+        masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}
+        view = TrainView(batch.block_positions(), kept, num_rows=len(batch.tokens), masks=masks)
+        ids = batch.block_ids(self.model.config.mask_token_id)
+        hidden = self.model(self.embed(ids.flatten()), view).view(len(batch.tokens), batch.block, -1)
+        runs = [0] * len(hidden)
+        rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far
+        for column in range(1, width):
+            best = self._logits(hidden[rows, column]).argmax(dim=-1)
+            rows = rows[best == batch.labels[rows, 0, column - 1]]
+            for row in rows.tolist():
+                runs[row] = column
+            if not len(rows):
+                break
+        return runs
