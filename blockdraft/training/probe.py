@@ -57,10 +57,9 @@ class Probe:
         target, rows = self._drafter.target, self._rows
         weight, length = target.norm.weight, rows.tokens.shape[1]
         reader = FeatureReader(target, num_rows=1, length=length, dtype=weight.dtype, device=weight.device)
-        nowhere = rows.tokens.new_full((1, 1), length, dtype=torch.int64)
         own, target.taps = target.taps, self._taps
         try:
-            read = [reader.read(with_anchors(rows, [row], nowhere, 2))[1] for row in range(len(rows))]
+            read = [reader.read(rows, [row])[1] for row in range(len(rows))]
         finally:
             target.taps = own
         return torch.stack(read).view(*rows.tokens.shape, len(self._taps), -1)
