@@ -106,7 +106,7 @@ def test_features_are_read_once_and_only_blocks_of_steps_are_drafted(llm, monkey
 def test_the_target_keeps_its_taps(llm, monkeypatch):
     models, seen = llm.engine.models, []
 
-    def interrupted(reader, batch):
+    def interrupted(reader, rows, chosen):
         seen.append(models.target.taps)
         raise KeyboardInterrupt
 
