@@ -24,9 +24,9 @@ from blockdraft.cli.serve import bind, exit_code, serve_until_told, set_up_logs
 from blockdraft.errors import SettingsError
 from blockdraft.launch.command import Command
 from blockdraft.launch.installed import Installed, find_engine
-from blockdraft.launch.order import draft_block
 from blockdraft.launch.shell import compose, docker_run, shell_line
 from blockdraft.launch.supervisor import Launch, Supervisor
+from blockdraft.models.draft_config import draft_block
 from blockdraft.settings import Settings
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from blockdraft.errors import SettingsError
-from blockdraft.launch.order import Raw, draft_block
+from blockdraft.launch.order import Raw
 from blockdraft.launch.versions import NEWEST, Version, read_version
 from blockdraft.machine import Machine
+from blockdraft.models.draft_config import draft_block
 from blockdraft.settings import Settings
 from blockdraft.shipped import with_drafter
 

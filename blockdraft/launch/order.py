@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from blockdraft.cards import Capability
 from blockdraft.errors import SettingsError
 from blockdraft.launch.versions import Version
+from blockdraft.models.draft_config import draft_block
 from blockdraft.settings import DEFAULTS, Settings
 
 HOST = "127.0.0.1"  # clients talk to our server, and only it to the engine
 MEETING_PORT = 29501  # where machines meet when --head-address names no port; vLLM's own
 SECRET_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
-DEFAULT_BLOCK = 16  # of a z-lab drafter whose config names none
 
 Raw = Mapping[str, object]
 
@@ -87,16 +87,6 @@ class Order:
         """The setting where it is neither "auto" nor the default, else None."""
         value: object = getattr(self.settings, name)
         return None if value in ("auto", DEFAULTS[name]) else value
-
-
-def draft_block(draft: Raw) -> int:
-    """The block that a drafter was trained for, anchor included, in either layout."""
-    inner = draft.get("dflash_config")
-    for section in (inner if isinstance(inner, Mapping) else {}, draft):
-        block = section.get("block_size")
-        if isinstance(block, int) and not isinstance(block, bool) and block > 1:
-            return block
-    return DEFAULT_BLOCK
 
 
 def arguments(pairs: Iterable[tuple[str, object]]) -> tuple[str, ...]:

@@ -60,7 +60,9 @@ def test_without_drafts_nothing_is_said_of_speculation(engine, values):
         ({"block_size": 10}, 10),
         ({"dflash_config": {"block_size": 8}, "block_size": 16}, 8),
         ({"dflash_config": {}, "architectures": ["DFlashDraftModel"]}, 16),
-        ({"speculators_model_type": "dflash", "block_size": 8}, 8),
+        ({"speculators_model_type": "dflash", "block_size": 6}, 6),
+        ({"speculators_model_type": "dflash"}, 8),
+        ({"block_size": True}, 16),
     ],
 )
 def test_width_auto_is_the_drafters_block(config, width):
