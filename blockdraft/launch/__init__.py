@@ -13,7 +13,7 @@ from blockdraft.launch.order import Order
 from blockdraft.launch.sglang import sglang_command
 from blockdraft.launch.versions import read_version
 from blockdraft.launch.vllm import vllm_command
-from blockdraft.machine import Machine
+from blockdraft.machine import Machine, told_share
 from blockdraft.settings import Settings
 from blockdraft.shipped import with_drafter
 
@@ -44,6 +44,7 @@ def translate(
         version=read_version(settings.engine, settings.engine_version),
         served_name=served_name,
         port=port,
+        memory_share=told_share(settings, machine),
         api_key=api_key,
         capability=gpu.capability if gpu is not None else None,
         has_gpu=machine is None or gpu is not None,

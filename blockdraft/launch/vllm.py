@@ -78,7 +78,7 @@ def _limits(order: Order) -> list[tuple[str, object]]:
     overlap = settings.overlap
     # Its own default differs between versions, so the share is always said; on a CPU it would be of the
     # machine's whole memory.
-    share = order.changed("gpu_memory_utilization") if order.is_cpu else settings.gpu_memory_utilization
+    share = order.changed("gpu_memory_utilization") if order.is_cpu else order.memory_share
     return [
         ("--max-model-len", order.changed("max_context")),
         ("--max-num-seqs", order.changed("max_rows")),

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from blockdraft.cache.spec import Paged, Recurrent, Windowed
 from blockdraft.errors import SettingsError
-from blockdraft.machine import Machine
+from blockdraft.machine import Machine, told_share
 from blockdraft.planner.fit import Fit, Footprint, budget_how, gpu_name
 from blockdraft.planner.memory import DRIVER_BYTES, Item, served_parts, step_items, weight_how
 from blockdraft.planner.pair import Pair
@@ -38,7 +38,7 @@ def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
     footprint = _footprint(settings, pair, width)
     parts = _parts(settings, pair, num_gpus)
     fixed = _items(pair, parts, chunk=chunk, logits=max_rows * width * pair.target.shape.vocab_size)
-    share = settings.gpu_memory_utilization  # unified memory or not: the engines do as they are told
+    share = told_share(settings, machine)
     budget = int(machine.gpu_bytes * share) - (machine.gpu_bytes - machine.gpu_free_bytes)
     room = budget - sum(item.num_bytes for item in fixed)
     limit = pair.target.shape.max_positions

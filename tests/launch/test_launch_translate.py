@@ -54,6 +54,14 @@ def test_without_drafts_nothing_is_said_of_speculation(engine, values):
     assert "specul" not in " ".join(command(engine, **values).argv)
 
 
+def test_on_unified_memory_vllm_gets_a_share_that_leaves_the_system_alive():
+    spark, flag = machine_with("gb10"), "--gpu-memory-utilization"
+    assert value(command("vllm", machine=spark), flag) == "0.8"
+    assert value(command("vllm", machine=spark, gpu_memory_utilization=0.6), flag) == "0.6"
+    assert value(command("vllm", machine=machine_with("h100")), flag) == "0.9"
+    assert value(command("vllm"), flag) == "0.9"
+
+
 @pytest.mark.parametrize(
     ("config", "width"),
     [

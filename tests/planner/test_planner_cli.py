@@ -104,14 +104,15 @@ def test_what_does_not_fit_ends_with_code_1_and_a_way_out():
 
 def test_known_bad_combinations_are_refused_with_their_thread():
     flags = ("--engine", "vllm", "--card", "dgx-spark")
-    code, text, _, has_torch, _ = plan(*dummy("qwen3-8b"), *flags)
+    code, text, _, has_torch, _ = plan(*dummy("qwen3-8b"), *flags, "--gpu-memory-utilization", "0.95")
     assert code == 1
     assert "FITS, BUT IS KNOWN TO GO WRONG" in text
     assert "REFUSE unified-memory-freeze" in text
     assert "https://github.com/vllm-project/vllm/issues/46307" in text
     assert not has_torch
-    code, text, _, _, _ = plan(*dummy("qwen3-8b"), *flags, "--gpu-memory-utilization", "0.8")
+    code, text, _, _, _ = plan(*dummy("qwen3-8b"), *flags)
     assert code == 0
+    assert "(0.8 of 128.5 GB)" in text
     assert "REFUSE" not in text
     assert "KNOWN TO GO WRONG" not in text
     assert "vllm's were not measured by us" in text

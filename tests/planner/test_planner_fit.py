@@ -118,8 +118,16 @@ def test_unified_memory_leaves_more_to_the_system():
     assert share.value == "0.85"
     assert "unified" in share.reason
     told = replace(wanted_settings, engine="vllm")
-    found = choices(told, spark, pair, fit_external(told, spark, pair))
-    assert next(choice for choice in found if choice.name == "gpu_memory_utilization").value == "0.9"
+    for share, value in ((0.9, "0.8"), (0.85, "0.85"), (0.95, "0.95")):  # 0.9 is the default: nobody asked
+        told = replace(told, gpu_memory_utilization=share)
+        fit = fit_external(told, spark, pair)
+        found = next(one for one in choices(told, spark, pair, fit) if one.name == "gpu_memory_utilization")
+        assert found.value == value
+        assert ("unified" in found.reason) is (share == 0.9)
+        assert fit.budget == int(spark.gpu_bytes * float(value))
+    assert fit_external(replace(told, gpu_memory_utilization=0.9), card, pair).budget == int(
+        card.gpu_bytes * 0.9
+    )
 
 
 def test_every_auto_has_a_value_and_a_reason():
