@@ -79,9 +79,9 @@ def _check_pin(source: str, engine: str) -> None:
 
 def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Resolved, list[str]]:
     """The command line of the server, its settings, and what was left out of it."""
-    for word in words:
-        if word.partition("=")[0] in ("--host", "--port"):
-            raise SettingsError(f"{word}: set PORT instead, which the health check asks too.")
+    for flag in (word.partition("=")[0] for word in (*wanted.extra_args, *words)):
+        if flag in ("--host", "--port"):
+            raise SettingsError(f"{flag}: set PORT instead, which the health check asks too.")
     argv = ["serve", "--host=0.0.0.0", f"--port={wanted.port}"]
     settings, notes = dict(wanted.settings), []
     if _engine([*argv, *words]) == "native":
