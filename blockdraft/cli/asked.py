@@ -10,6 +10,7 @@ from blockdraft.cli.flags import card_named
 from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
 from blockdraft.launch import Command, translate
 from blockdraft.launch.oracle import Finding, check_settings, refuse
+from blockdraft.launch.order import HOST
 from blockdraft.machine import Machine, read_machine
 from blockdraft.models.source import find_source
 from blockdraft.planner.external import fit_external
@@ -32,11 +33,12 @@ class Asked:
     findings: tuple[Finding, ...]  # of the oracle; none that refuses
     warnings: tuple[str, ...] = ()
 
-    def command(self, *, port: int, api_key: str | None) -> Command:
+    def command(self, *, port: int, api_key: str | None, host: str = HOST) -> Command:
         return translate(
             self.settings,
             served_name=self.name,
             port=port,
+            host=host,
             api_key=api_key,
             machine=self.machine,
             target=self.target,

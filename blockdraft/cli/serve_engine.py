@@ -52,7 +52,8 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
     if args.dry_run is not None:
         key = options.api_keys[0] if options.api_keys else None
         asked = ask_to_print(settings, name, args.card)
-        _print_command(args.dry_run, asked, port=args.port or DEFAULT_PORT, api_key=key)
+        command = asked.command(port=args.port or DEFAULT_PORT, api_key=key, host=args.host)
+        _print(args.dry_run, asked, command)
         return 0
     if args.card is not None:
         raise SettingsError("--card is for --dry-run: a start is on the cards that are here.")
@@ -69,13 +70,12 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
         return _serve(args, replace(options, max_body_bytes=MAX_BODY_BYTES), asked, launch, listener, write)
 
 
-def _print_command(form: str, asked: Asked, *, port: int, api_key: str | None) -> None:
-    printed = PRINTERS[form](asked.command(port=port, api_key=api_key))
+def _print(form: str, asked: Asked, command: Command) -> None:
     for warning in asked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     for finding in asked.findings:
         print(f"{_LABELS[finding.severity]}: {finding}", file=sys.stderr)
-    print(printed.rstrip("\n"))
+    print(PRINTERS[form](command).rstrip("\n"))
 
 
 def _launch(args: argparse.Namespace, asked: Asked, installed: Installed, command: Command) -> Launch:

@@ -27,6 +27,7 @@ class Order:
     version: Version
     served_name: str
     port: int
+    host: str
     memory_share: float  # of the card
     api_key: str | None = None
     capability: Capability | None = None  # of the card; None: not known

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from blockdraft.acceptance_profile import acceptance_rates
 from blockdraft.launch.command import Command
-from blockdraft.launch.order import HOST, Order, arguments, check_model, mounts, passed_on, visible_devices
+from blockdraft.launch.order import Order, arguments, check_model, mounts, passed_on, visible_devices
 from blockdraft.launch.versions import Version
 
 IMAGE = "vllm/vllm-openai"
@@ -51,7 +51,7 @@ def _tag(version: Version) -> str:
 
 
 def _address(order: Order) -> list[tuple[str, object]]:
-    return [("--host", HOST), ("--port", order.port), ("--served-model-name", order.served_name)]
+    return [("--host", order.host), ("--port", order.port), ("--served-model-name", order.served_name)]
 
 
 def _model(order: Order) -> list[tuple[str, object]]:

@@ -16,9 +16,8 @@ PAIR = {"model": "Qwen/Qwen3-8B", "draft": "z-lab/Qwen3-8B-DFlash-b16", "width":
 
 
 def command(engine, *, port=18000, served_name="name", **values):
-    known = {
-        key: values.pop(key) for key in ("machine", "target", "draft_config", "api_key") if key in values
-    }
+    names = ("machine", "target", "draft_config", "api_key", "host")
+    known = {key: values.pop(key) for key in names if key in values}
     if "draft_config" in known:
         known["draft"] = known.pop("draft_config")
     settings = Settings(**{**PAIR, "engine": engine, **values})
@@ -199,6 +198,16 @@ def test_api_key_is_never_an_argument_nor_shown(engine):
     assert "very-secret" not in " ".join(found.argv)
     assert "very-secret" not in repr(found)
     assert "very-secret" not in str(found.shown_env)
+
+
+def test_an_engine_listens_for_us_alone_unless_it_is_told_where():
+    for engine in ("vllm", "sglang"):
+        assert value(command(engine), "--host") == "127.0.0.1"
+        assert value(command(engine, host="0.0.0.0"), "--host") == "0.0.0.0"
+    assert value(command("vllm", host="0.0.0.0", api_key="very-secret"), "--host") == "0.0.0.0"
+    with pytest.raises(SettingsError, match=r"would answer everybody on 0\.0\.0\.0") as caught:
+        command("sglang", host="0.0.0.0", api_key="very-secret")
+    assert "very-secret" not in str(caught.value)
 
 
 def test_vllm_reads_the_key_from_its_environment_and_sglang_cannot():

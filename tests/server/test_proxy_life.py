@@ -186,11 +186,12 @@ def test_a_port_in_use_and_a_model_that_is_not_there_start_no_engine(tmp_path):
     ("form", "beginning"), [("shell", "VLLM"), ("docker", "docker run"), ("compose", "services:")]
 )
 def test_a_dry_run_prints_the_command_and_starts_nothing(form, beginning):
-    flags = ("--engine", "vllm", "--api-key", KEY, "--card", "h200", "--dry-run", form)
+    flags = ("--engine", "vllm", "--api-key", KEY, "--card", "h200", "--host", "::1", "--dry-run", form)
     code, output, errors = serve(MODEL, *flags)
     assert (code, errors) == (0, "")
     assert output.startswith(beginning)
     assert MODEL in output
+    assert "::1" in output
     assert KEY not in output
 
 
