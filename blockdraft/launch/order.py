@@ -69,6 +69,11 @@ class Order:
         return self.settings.device == "cpu" or (self.settings.device == "auto" and not self.has_gpu)
 
     @property
+    def has_image(self) -> bool:
+        """Published ones are for GPUs, and hold no pull requests."""
+        return not self.is_cpu and not self.version.carried
+
+    @property
     def head(self) -> tuple[str, int]:
         """The address where machines meet."""
         address = self.settings.head_address

@@ -37,7 +37,7 @@ def sglang_command(order: Order) -> Command:
         argv=("sglang", "serve", "--model-path", settings.model, *written, *passed_on(order, written)),
         env={**visible_devices(order), **dict(settings.engine_env)},
         port=order.port,
-        image=f"{IMAGE}:v{order.version.text.partition('+')[0]}",
+        image=f"{IMAGE}:v{order.version.text.partition('+')[0]}" if order.has_image else None,
         mounts=mounts(order),
     )
 

@@ -37,7 +37,7 @@ def vllm_command(order: Order) -> Command:
         argv=("vllm", "serve", settings.model, *written, *passed_on(order, written)),
         env=env,
         port=order.port,
-        image=f"{IMAGE}:{_tag(order.version)}",
+        image=f"{IMAGE}:{_tag(order.version)}" if order.has_image else None,
         mounts=mounts(order),
     )
 

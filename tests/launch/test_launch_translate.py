@@ -185,7 +185,10 @@ def test_versions_are_read_as_packages_write_them():
 
 def test_image_is_the_versions_own():
     assert command("vllm").image == "vllm/vllm-openai:v0.32.0"
-    assert command("vllm", engine_version="0.32.0+pr41703").image == "vllm/vllm-openai:v0.32.0"
+    assert command("vllm", engine_version="0.32.0+cu130").image == "vllm/vllm-openai:v0.32.0"
+    assert command("vllm", engine_version="0.32.0+pr41703").image is None  # nobody publishes one
+    assert command("vllm", device="cpu").image is None
+    assert command("sglang", machine=Machine(memory_bytes=1 << 34)).image is None
     assert command("sglang").image == "lmsysorg/sglang:v0.5.23"
 
 
