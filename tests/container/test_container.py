@@ -161,6 +161,12 @@ def test_a_plan_that_does_not_fit_starts_and_fetches_nothing(place):
     assert "fetching" not in done.stdout
 
 
+def test_the_default_model_is_fetched_before_the_plan_reads_it(place):
+    done = place.run(MODEL_PATH="default")
+    assert done.returncode == 0, done.stderr
+    assert [words[0] for words, _ in place.calls()] == ["fetch", "plan", "serve"]
+
+
 def test_a_model_of_the_hub_is_fetched_into_the_cache_and_served_as_it_was_fetched(place):
     place.cached("org/name")
     place.cached("org/draft")
@@ -285,7 +291,7 @@ def test_the_port_is_a_variable(place, flag):
     assert done.returncode == 2
     assert "set PORT instead" in done.stderr
     place.run(MODEL_PATH="default", PORT=9000)
-    assert "--port=9000" in place.calls()[1][0]
+    assert "--port=9000" in place.calls()[-1][0]
 
 
 def test_keys_in_extra_arguments_and_flags_are_not_printed(place):
