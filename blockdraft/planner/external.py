@@ -69,12 +69,14 @@ def _limited(fit: Fit, settings: Settings, room: int, asked: int) -> Fit:
     longest = fit.longest(1, asked)
     if settings.max_context == "auto" and longest >= 2:
         return replace(fit, max_context=longest)
-    needed = fit.footprint.at(asked)
-    problem = (
-        f"a context of {asked} tokens needs {needed / 1e9:.1f} GB of cache, and {max(room, 0) / 1e9:.1f} GB "
-        f"are left of {fit.budget / 1e9:.1f} GB ({fit.budget_how})."
-    )
-    return replace(fit, problem=problem)
+    budget = f"{fit.budget / 1e9:.1f} GB ({fit.budget_how})"
+    if room <= 0:
+        taken = (fit.budget - room) / 1e9
+        return replace(
+            fit, problem=f"weights and working memory take {taken:.1f} GB, but the budget is {budget}."
+        )
+    needed = f"a context of {asked:,} tokens needs {fit.footprint.at(asked) / 1e9:.1f} GB of cache"
+    return replace(fit, problem=f"{needed}, and {room / 1e9:.1f} GB are left of {budget}.")
 
 
 def _parts(settings: Settings, pair: Pair, num_gpus: int) -> tuple[Parts, ...]:

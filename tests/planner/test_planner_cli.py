@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from blockdraft.models.fetch import SMOLLM2
+from blockdraft.settings import cache_dir
 from tests import tiny
 from tests.planner.shapes import folders
 
@@ -65,6 +67,14 @@ def test_the_table_says_what_fits_and_that_speeds_are_estimates():
     assert len(text.splitlines()) < 30
 
 
+@pytest.mark.skipif(not (cache_dir() / SMOLLM2.gguf).exists(), reason="default model not fetched")
+def test_the_drafter_that_comes_with_the_default_model_is_named_as_such():
+    code, text, _, _, _ = plan("--card", "h100")
+    assert code == 0
+    assert text.startswith("default + the drafter that comes with it, native on H100 SXM\n")
+    assert "measured by us" in text
+
+
 def test_a_recipe_brings_its_published_numbers():
     code, text, _, _, _ = plan(*dummy("qwen3-8b"), "--recipe", "qwen3-8b", "--card", "h100")
     assert code == 0
@@ -100,6 +110,7 @@ def test_what_does_not_fit_ends_with_code_1_and_a_way_out():
     assert code == 1
     assert "DOES NOT FIT" in text
     assert "--tensor-parallel" in text
+    assert "0 tokens" not in text.replace("0,960 tokens", "")
 
 
 def test_known_bad_combinations_are_refused_with_their_thread():
