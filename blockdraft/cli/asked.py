@@ -79,6 +79,8 @@ def ask_to_print(settings: Settings, name: str, card: str | None) -> Asked:
     ]
     if machine is None:
         warnings.append("there is no GPU here: the command is for a machine with one; --card says which")
+    elif not unread:
+        warnings += _room_or_why_not(settings, machine)
     return replace(_asked(settings, name, machine, target, draft), warnings=tuple(warnings))
 
 
@@ -136,6 +138,13 @@ def _check_num_gpus(settings: Settings, machine: Machine) -> None:
             f"{settings.num_nodes} machine(s) takes {needed} GPUs of each, but this one has "
             f"{len(machine.gpus)}: lower them, or add machines (--num-nodes)."
         )
+
+
+def _room_or_why_not(settings: Settings, machine: Machine) -> tuple[str, ...]:
+    try:
+        return _room(settings, machine)
+    except CapacityError as error:
+        return (str(error),)
 
 
 def _room(settings: Settings, machine: Machine) -> tuple[str, ...]:

@@ -176,13 +176,15 @@ def _memory(report: Report) -> Iterator[str]:
 
 
 def _cache_note(report: Report) -> str:
-    target = sum(kind.bytes_per_token for kind in report.caches.target)
-    draft = sum(kind.bytes_per_token for kind in report.caches.draft)
-    text = f"{_kb(target + draft)} a token"
+    footprint, context = report.fit.footprint, report.fit.max_context
+    target, draft = (
+        sum(kind.bytes_per_token for kind in kinds if kind.window is None or not footprint.windows)
+        for kinds in (report.caches.target, report.caches.draft)
+    )
+    text = f"{_kb(footprint.per_token)} a token{' past the windows' if footprint.windows else ''}"
     if draft:
-        text += f", {_kb(draft)} of them the drafter's"
-    context = report.fit.max_context
-    return f"{text}; {_gb(report.fit.footprint.at(context))} for {context:,} tokens" if context else text
+        text += f", {_kb(footprint.per_token * draft // (target + draft))} of them the drafter's"
+    return f"{text}; {_gb(footprint.at(context))} for {context:,} tokens" if context else text
 
 
 def _speed(report: Report) -> Iterator[str]:

@@ -92,7 +92,12 @@ def test_weights_that_are_too_large_are_refused_and_a_cache_that_is_too_small_is
     pair_of(40 * 10**9)
     with pytest.raises(CapacityError, match=r"the weights take 40\.0 GB of .*5090.*blockdraft plan"):
         ask(WHOLE, "x")
+    (warning,) = ask_to_print(WHOLE, "x", "rtx-5090").warnings
+    assert "the weights take 40.0 GB" in warning
+    assert ask_to_print(WHOLE, "x", "h200").warnings == ()
     pair_of(30 * 10**9)
+    (warning,) = ask_to_print(WHOLE, "x", "rtx-5090").warnings
+    assert "by the plan it does not fit" in warning
     (warning,) = ask(WHOLE, "x").warnings
     assert "by the plan it does not fit" in warning
     on(monkeypatch)

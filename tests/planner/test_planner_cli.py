@@ -105,6 +105,30 @@ def test_json_is_one_object_with_everything():
     assert not has_torch
 
 
+@pytest.mark.parametrize(
+    ("shape", "flags", "note"),
+    [
+        ("qwen3-8b", (), "167.9 kB a token, 20.5 kB of them the drafter's; 6.9 GB for 40,960 tokens"),
+        (
+            "qwen3-8b",
+            ("--engine", "vllm", "--tensor-parallel", "2"),
+            "84.0 kB a token, 10.2 kB of them the drafter's; 3.4 GB for 40,960 tokens",
+        ),
+        (
+            "gpt-oss-20b",
+            ("--engine", "vllm", "--draft", "none"),
+            "24.6 kB a token past the windows; 3.2 GB for 131,072 tokens",
+        ),
+        ("gpt-oss-20b", ("--draft", "none"), "49.2 kB a token; 6.4 GB for 131,072 tokens"),
+    ],
+)
+def test_a_token_costs_what_it_costs_on_one_card(shape, flags, note):
+    target, draft = folders(shape)
+    words = (target, "--draft", draft, "--load-format", "dummy", "--card", "h200", *flags)
+    _, text, _, _, _ = plan(*words)
+    assert note in text
+
+
 def test_what_does_not_fit_ends_with_code_1_and_a_way_out():
     code, text, _, _, _ = plan(*dummy("qwen3-8b"), "--card", "rtx-4080")
     assert code == 1
