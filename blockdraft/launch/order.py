@@ -123,7 +123,7 @@ def passed_on(order: Order, written: Iterable[str]) -> tuple[str, ...]:
         if flag.startswith("--") and flag in written:
             raise SettingsError(
                 f"engine_args repeats {flag}, which is written from a setting: use the setting alone. "
-                "`blockdraft settings` lists them."
+                "`blockdraft settings --show` lists them."
             )
     return order.settings.engine_args
 

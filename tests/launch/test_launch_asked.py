@@ -32,7 +32,7 @@ def away(monkeypatch):
 
     def opened(source, *, needs_weights):
         if source.startswith("org/"):
-            raise FetchError(f"the hub cannot be reached to plan '{source}'.")
+            raise FetchError(f"the hub cannot be reached for '{source}'.")
         return open_stored(source, needs_weights=needs_weights)
 
     monkeypatch.setattr(module, "open_stored", opened)
