@@ -14,7 +14,7 @@ from blockdraft.launch.order import HOST
 from blockdraft.machine import Machine, read_machine
 from blockdraft.models.source import find_source
 from blockdraft.planner.external import fit_external
-from blockdraft.planner.fit import Fit, machine_of
+from blockdraft.planner.fit import Fit, fit_native, machine_of
 from blockdraft.planner.pair import check_stored, open_pair
 from blockdraft.planner.stored import Stored, open_stored
 from blockdraft.settings import Settings
@@ -165,6 +165,22 @@ def _room(settings: Settings, machine: Machine) -> tuple[str, ...]:
     if fit.problem is None:
         return ()
     return (f"by the plan it does not fit: {fit.problem} `blockdraft plan` says what would.",)
+
+
+def check_native(settings: Settings) -> None:
+    """For a start of our own engine here: raises for weights that are too large and for a pair that does not
+    match, before anything is downloaded. The rest is left to the start, which measures, fetches and says so.
+    """
+    machine = read_machine()
+    is_other_card = ":" in settings.device or (settings.device == "cuda" and not machine.gpu_bytes)
+    if settings.model == "default" or is_other_card:
+        return
+    try:
+        fit = fit_native(settings, machine, open_pair(settings))
+    except FetchError:
+        return
+    if fit.problem is not None and _weight_bytes(fit) > fit.budget:
+        raise CapacityError(f"{fit.problem} `blockdraft plan` with the same flags says more.")
 
 
 def _weight_bytes(fit: Fit) -> int:

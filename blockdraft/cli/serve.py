@@ -153,6 +153,9 @@ def run(args: argparse.Namespace) -> int:
 
         return serve_engine.run(args, settings, options)
     _refuse_engine_flags(args)
+    from blockdraft.cli.asked import check_native
+
+    check_native(settings)
     with bind(args.host, args.port) as listener:
         bind_threads(settings)
         return _serve(args, settings, options, listener)
