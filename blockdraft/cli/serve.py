@@ -155,8 +155,8 @@ def run(args: argparse.Namespace) -> int:
     _refuse_engine_flags(args)
     from blockdraft.cli.asked import check_native
 
-    check_native(settings)
     with bind(args.host, args.port) as listener:
+        check_native(settings)
         bind_threads(settings)
         return _serve(args, settings, options, listener)
 

@@ -172,12 +172,10 @@ NATIVE = Settings(model=TARGET, draft=DRAFT)
         (Machine(memory_bytes=1 << 34, gpu_bytes=4096, gpu_free_bytes=4096), "gpu-memory-utilization"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_before_our_own_server_listens(
-    monkeypatch, capsys, machine, what
-):
+def test_weights_that_do_not_fit_are_refused_before_our_own_server_starts(monkeypatch, capsys, machine, what):
     monkeypatch.setattr(module, "read_machine", lambda: machine)
-    monkeypatch.setattr("blockdraft.cli.serve.bind", lambda host, port: pytest.fail("it listens"))
-    assert main(["serve", TARGET, "--draft", DRAFT]) == 2
+    monkeypatch.setattr("blockdraft.cli.serve._serve", lambda *words: pytest.fail("it starts"))
+    assert main(["serve", TARGET, "--draft", DRAFT, "--port", "0"]) == 2
     errors = capsys.readouterr().err
     assert what in errors
     assert "`blockdraft plan` with the same flags" in errors
