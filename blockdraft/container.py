@@ -46,6 +46,8 @@ TURBOQUANT = (
 )
 VARIABLES = (*OTHERS, *SAME, *TURBOQUANT)
 OUR_PREFIXES = ("DFLASH_", "TQ_")  # a name that begins so and is not known was misspelt
+OTHER_PREFIXES = ("BLOCKDRAFT_", "SGLANG_", "VLLM_")  # read by somebody else
+LEAST_LENGTH = 9  # of a name, below which likeness is chance: PORT, SUPPORT
 OFF = ("", "0", "off", "false", "no", "none")
 
 
@@ -165,9 +167,13 @@ def _check_folder(path: Path, *, variable: str) -> None:
 
 
 def _check_names(environment: Mapping[str, str]) -> None:
-    for name in environment:
-        if name.startswith(OUR_PREFIXES) and name not in VARIABLES:
-            hint = suggestion(name, VARIABLES) or ": see docs/container.md for those that are."
+    for name in sorted(environment.keys() - set(VARIABLES)):
+        is_ours = name.startswith(OUR_PREFIXES)
+        if not is_ours and (name.startswith(OTHER_PREFIXES) or len(name) < LEAST_LENGTH):
+            continue
+        hint = suggestion(name, VARIABLES, cutoff=0.7 if is_ours else 0.88)
+        if is_ours or hint:
+            hint = hint or ": see docs/container.md for those that are."
             raise SettingsError(f"{name} is no variable of this container{hint}")
 
 

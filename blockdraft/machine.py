@@ -11,12 +11,14 @@ from pathlib import Path
 from blockdraft import nvml
 from blockdraft.cards import Capability, Card, find_card
 from blockdraft.limits import Limits, read_limits, read_text
-from blockdraft.settings import visible_gpus
+from blockdraft.settings import DEFAULTS, Settings, visible_gpus
 
 ROOT = Path("/")
 NO_LIMITS = Limits()
 DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")  # NVIDIA's, AMD's, that of WSL
 
+# What engines of others are told of memory that the system lives in too; they take more than they are told.
+UNIFIED_SHARE = 0.8
 # CPU implementer and part, where the kernel gives no name.
 ARM_CPUS = {
     ("0x41", "0xd0c"): "Neoverse N1",
@@ -73,6 +75,16 @@ class Machine:
     cpu: Cpu = UNKNOWN_CPU
     limits: Limits = NO_LIMITS
     kernel: str = ""
+
+    @property
+    def is_unified(self) -> bool:
+        return any(gpu.is_unified for gpu in self.gpus)
+
+
+def told_share(settings: Settings, machine: Machine | None) -> float:
+    """The share of a card's memory that vLLM and SGLang plan with; less than the default if unified."""
+    asked, default = settings.gpu_memory_utilization, DEFAULTS["gpu_memory_utilization"]
+    return UNIFIED_SHARE if asked == default and machine is not None and machine.is_unified else asked
 
 
 def read_machine(root: Path = ROOT, query: Callable[[str | None], nvml.Answer] = nvml.query) -> Machine:

@@ -143,8 +143,7 @@ def _quantization(name: str, asked: str, weights: Weights, unpackable: int) -> S
 
 def memory_share(settings: Settings, machine: Machine) -> float:
     """The share of the GPU's memory that may be in use; less where it is the CPU's memory too."""
-    is_unified = any(gpu.is_unified for gpu in machine.gpus)
-    return min(settings.gpu_memory_utilization, UNIFIED_SHARE if is_unified else 1.0)
+    return min(settings.gpu_memory_utilization, UNIFIED_SHARE if machine.is_unified else 1.0)
 
 
 def gpu_budget(settings: Settings, machine: Machine) -> int:

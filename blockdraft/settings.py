@@ -199,9 +199,9 @@ _WORDS = {
 }
 
 
-def suggestion(wrong: str, names: Iterable[str]) -> str:
+def suggestion(wrong: str, names: Iterable[str], *, cutoff: float = 0.7) -> str:
     """ ": did you mean x?" for the closest name, or nothing."""
-    close = difflib.get_close_matches(wrong, list(names), 1, cutoff=0.7)
+    close = difflib.get_close_matches(wrong, list(names), 1, cutoff)
     return f": did you mean {close[0]}?" if close else ""
 
 

@@ -10,10 +10,11 @@ from blockdraft.cli.flags import card_named
 from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
 from blockdraft.launch import Command, translate
 from blockdraft.launch.oracle import Finding, check_settings, refuse
+from blockdraft.launch.order import HOST
 from blockdraft.machine import Machine, read_machine
 from blockdraft.models.source import find_source
 from blockdraft.planner.external import fit_external
-from blockdraft.planner.fit import Fit, machine_of
+from blockdraft.planner.fit import Fit, fit_native, machine_of
 from blockdraft.planner.pair import check_stored, open_pair
 from blockdraft.planner.stored import Stored, open_stored
 from blockdraft.settings import Settings
@@ -32,11 +33,12 @@ class Asked:
     findings: tuple[Finding, ...]  # of the oracle; none that refuses
     warnings: tuple[str, ...] = ()
 
-    def command(self, *, port: int, api_key: str | None) -> Command:
+    def command(self, *, port: int, api_key: str | None, host: str = HOST) -> Command:
         return translate(
             self.settings,
             served_name=self.name,
             port=port,
+            host=host,
             api_key=api_key,
             machine=self.machine,
             target=self.target,
@@ -77,6 +79,8 @@ def ask_to_print(settings: Settings, name: str, card: str | None) -> Asked:
     ]
     if machine is None:
         warnings.append("there is no GPU here: the command is for a machine with one; --card says which")
+    elif not unread:
+        warnings += _room_or_why_not(settings, machine)
     return replace(_asked(settings, name, machine, target, draft), warnings=tuple(warnings))
 
 
@@ -136,6 +140,13 @@ def _check_num_gpus(settings: Settings, machine: Machine) -> None:
         )
 
 
+def _room_or_why_not(settings: Settings, machine: Machine) -> tuple[str, ...]:
+    try:
+        return _room(settings, machine)
+    except CapacityError as error:
+        return (str(error),)
+
+
 def _room(settings: Settings, machine: Machine) -> tuple[str, ...]:
     """Raises CapacityError where the weights alone are too large; what is only estimated is a warning."""
     if not machine.gpu_bytes or settings.device == "cpu":
@@ -154,6 +165,22 @@ def _room(settings: Settings, machine: Machine) -> tuple[str, ...]:
     if fit.problem is None:
         return ()
     return (f"by the plan it does not fit: {fit.problem} `blockdraft plan` says what would.",)
+
+
+def check_native(settings: Settings) -> None:
+    """For a start of our own engine here: raises for weights that are too large and for a pair that does not
+    match, before anything is downloaded. The rest is left to the start, which measures, fetches and says so.
+    """
+    machine = read_machine()
+    is_other_card = ":" in settings.device or (settings.device == "cuda" and not machine.gpu_bytes)
+    if settings.model == "default" or is_other_card:
+        return
+    try:
+        fit = fit_native(settings, machine, open_pair(settings))
+    except FetchError:
+        return
+    if fit.problem is not None and _weight_bytes(fit) > fit.budget:
+        raise CapacityError(f"{fit.problem} `blockdraft plan` with the same flags says more.")
 
 
 def _weight_bytes(fit: Fit) -> int:

@@ -58,14 +58,21 @@ def _start(wanted: Wanted, words: Sequence[str], environment: Mapping[str, str])
     for note in (*wanted.notes, *resolved.notes, *notes):
         _say(note)
     child = child_environment(environment, wanted)
-    plan = subprocess.run([program, "plan", *flags_of(settings)], env=without_settings(child), check=False)
-    if plan.returncode != 0:
-        raise SystemExit(plan.returncode)
+    if settings.model == "default":  # a file of ours, without which there is nothing to plan
+        _run([program, "fetch"], child)
+    _run([program, "plan", *flags_of(settings)], child)
     more, child = _fetch(settings, child)
     argv += more
     _say(f"starting: {shlex.join(['blockdraft', *masked(argv)])}")
     # The server takes this process over, and with it the signals of the container's engine.
     os.execve(program, [program, *argv], child)
+
+
+def _run(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Ends with its exit code where it fails."""
+    done = subprocess.run(words, env=without_settings(environment), check=False)
+    if done.returncode != 0:
+        raise SystemExit(done.returncode)
 
 
 def _check_pin(source: str, engine: str) -> None:
@@ -79,9 +86,9 @@ def _check_pin(source: str, engine: str) -> None:
 
 def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Resolved, list[str]]:
     """The command line of the server, its settings, and what was left out of it."""
-    for word in words:
-        if word.partition("=")[0] in ("--host", "--port"):
-            raise SettingsError(f"{word}: set PORT instead, which the health check asks too.")
+    for flag in (word.partition("=")[0] for word in (*wanted.extra_args, *words)):
+        if flag in ("--host", "--port"):
+            raise SettingsError(f"{flag}: set PORT instead, which the health check asks too.")
     argv = ["serve", "--host=0.0.0.0", f"--port={wanted.port}"]
     settings, notes = dict(wanted.settings), []
     if _engine([*argv, *words]) == "native":

@@ -72,25 +72,27 @@ def _note(text: str) -> None:
 
 def _show(report: Report) -> None:
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    table = Table("format", "hardware", "this engine", "vLLM, SGLang", box=None, pad_edge=False)
+    for ability in report.abilities:
+        table.add_row(ability.name, ability.state, ability.native_engine, ability.others)
     for area, title in AREAS.items():
         found = [finding for finding in report.findings if finding.area == area]
-        if not found and area != "known":
+        if area == "known":
+            console.print("[bold]Number formats[/bold]", Padding(table, (0, 0, 1, 2)), sep="\n")
+        elif not found:
             continue
-        console.print(f"\n[bold]{title}[/bold]")
+        console.print(f"[bold]{title}[/bold]")
         if not found:
             console.print("  none for this driver, kernel, card and these libraries")
         for finding in found:
             for text in _lines(finding):
                 console.print(text, soft_wrap=True)
-        if area == "kernels":
-            table = Table("format", "hardware", "this engine", "vLLM, SGLang", box=None, pad_edge=False)
-            for ability in report.abilities:
-                table.add_row(ability.name, ability.state, ability.native_engine, ability.others)
-            console.print(table)
-    console.print(f"\n[{STYLES[report.verdict]}]{VERDICTS[report.verdict]}[/]")
+        console.print()
+    console.print(f"[{STYLES[report.verdict]}]{VERDICTS[report.verdict]}[/]")
 
 
 def _lines(finding: Finding) -> Iterator[str]:

@@ -148,7 +148,8 @@ def _head(report: Report, *, is_refused: bool) -> Iterator[str]:
     settings, fit = report.settings, report.fit
     pair = report.pair.target.shape.name
     if report.pair.draft is not None:
-        pair += f" + {report.pair.draft.shape.name}"
+        is_shipped = settings.draft == "auto"
+        pair += f" + {'the drafter that comes with it' if is_shipped else report.pair.draft.shape.name}"
     yield f"{pair}, {settings.engine} on {fit.device}"
     known = ", BUT IS KNOWN TO GO WRONG (below)" if is_refused else ""
     yield f"{report.verdict.upper()}{known}: {report.sentence}"
@@ -175,13 +176,15 @@ def _memory(report: Report) -> Iterator[str]:
 
 
 def _cache_note(report: Report) -> str:
-    target = sum(kind.bytes_per_token for kind in report.caches.target)
-    draft = sum(kind.bytes_per_token for kind in report.caches.draft)
-    text = f"{_kb(target + draft)} a token"
+    footprint, context = report.fit.footprint, report.fit.max_context
+    target, draft = (
+        sum(kind.bytes_per_token for kind in kinds if kind.window is None or not footprint.windows)
+        for kinds in (report.caches.target, report.caches.draft)
+    )
+    text = f"{_kb(footprint.per_token)} a token{' past the windows' if footprint.windows else ''}"
     if draft:
-        text += f", {_kb(draft)} of them the drafter's"
-    each = report.fit.footprint.at(report.fit.max_context)
-    return f"{text}; {_gb(each)} for {report.fit.max_context:,} tokens"
+        text += f", {_kb(footprint.per_token * draft // (target + draft))} of them the drafter's"
+    return f"{text}; {_gb(footprint.at(context))} for {context:,} tokens" if context else text
 
 
 def _speed(report: Report) -> Iterator[str]:

@@ -153,7 +153,10 @@ def run(args: argparse.Namespace) -> int:
 
         return serve_engine.run(args, settings, options)
     _refuse_engine_flags(args)
+    from blockdraft.cli.asked import check_native
+
     with bind(args.host, args.port) as listener:
+        check_native(settings)
         bind_threads(settings)
         return _serve(args, settings, options, listener)
 

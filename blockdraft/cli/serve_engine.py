@@ -24,9 +24,10 @@ from blockdraft.cli.serve import bind, exit_code, serve_until_told, set_up_logs
 from blockdraft.errors import SettingsError
 from blockdraft.launch.command import Command
 from blockdraft.launch.installed import Installed, find_engine
-from blockdraft.launch.order import draft_block
 from blockdraft.launch.shell import compose, docker_run, shell_line
 from blockdraft.launch.supervisor import Launch, Supervisor
+from blockdraft.launch.versions import TITLES, read_version
+from blockdraft.models.draft_config import draft_block
 from blockdraft.settings import Settings
 
 if TYPE_CHECKING:
@@ -52,14 +53,15 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
     if args.dry_run is not None:
         key = options.api_keys[0] if options.api_keys else None
         asked = ask_to_print(settings, name, args.card)
-        _print_command(args.dry_run, asked, port=args.port or DEFAULT_PORT, api_key=key)
+        command = asked.command(port=args.port or DEFAULT_PORT, api_key=key, host=args.host)
+        _print(args.dry_run, asked, command)
         return 0
     if args.card is not None:
         raise SettingsError("--card is for --dry-run: a start is on the cards that are here.")
     installed = find_engine(settings.engine, args.engine_python)
-    if settings.engine_version is None:
-        settings = replace(settings, engine_version=installed.version)
+    settings, warnings = as_installed(settings, installed)
     asked = ask(settings, name)
+    asked = replace(asked, warnings=(*warnings, *asked.warnings))
     with ExitStack() as opened:
         listener = opened.enter_context(bind(args.host, args.port))
         # The engine is for us alone, and other users of this machine reach its port as well.
@@ -69,13 +71,35 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
         return _serve(args, replace(options, max_body_bytes=MAX_BODY_BYTES), asked, launch, listener, write)
 
 
-def _print_command(form: str, asked: Asked, *, port: int, api_key: str | None) -> None:
-    printed = PRINTERS[form](asked.command(port=port, api_key=api_key))
+def as_installed(settings: Settings, installed: Installed) -> tuple[Settings, tuple[str, ...]]:
+    """With the version that flags are written for, and warnings. A name of the same release is believed: only
+    its user knows which pull requests a build carries.
+    """
+    asked, found = settings.engine_version, installed.version
+    if found is None or (asked is not None and not _is_another(settings.engine, asked, found)):
+        return settings, ()
+    settings = replace(settings, engine_version=found)
+    if asked is None:
+        return settings, ()
+    return settings, (
+        f"{TITLES[installed.engine]} {found} is installed, not {asked}: its flags are written for {found}",
+    )
+
+
+def _is_another(engine: str, asked: str, found: str) -> bool:
+    try:
+        release = read_version(engine, found).release
+    except SettingsError:  # a build that does not know its own version
+        return False
+    return read_version(engine, asked).release != release
+
+
+def _print(form: str, asked: Asked, command: Command) -> None:
     for warning in asked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     for finding in asked.findings:
         print(f"{_LABELS[finding.severity]}: {finding}", file=sys.stderr)
-    print(printed.rstrip("\n"))
+    print(PRINTERS[form](command).rstrip("\n"))
 
 
 def _launch(args: argparse.Namespace, asked: Asked, installed: Installed, command: Command) -> Launch:

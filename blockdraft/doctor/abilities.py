@@ -8,6 +8,7 @@ from typing import Literal
 
 from blockdraft.cards import Capability, has_bf16, has_fp4, has_fp8, has_tma
 
+ATTENTION = {9: "FlashAttention 3", 10: "FlashAttention 4"}  # by major capability; elsewhere 2
 BF16_FEATURES = ("bf16", "avx512_bf16", "amx_bf16")
 State = Literal["native", "emulated", "no"]
 
@@ -57,7 +58,7 @@ def abilities(capability: Capability | None, cpu_features: frozenset[str]) -> It
         "TMA",
         "native" if has_tma(capability) else "no",
         tma if has_tma(capability) else "the plain kernels",
-        "FlashAttention 3 and CUTLASS" if has_tma(capability) else "FlashAttention 2",
+        ATTENTION.get(capability[0], "FlashAttention 2") + (" and CUTLASS" if has_tma(capability) else ""),
     )
     yield _launches(capability)
 

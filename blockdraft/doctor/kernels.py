@@ -40,9 +40,8 @@ def torch_findings(machine: Machine, probe: Probe) -> Iterator[Finding]:
     if torch is None:
         return
     build = f"CUDA {torch.cuda}" if torch.cuda else "ROCm" if torch.hip else "no GPU"
-    yield Finding(
-        "libraries", "torch", "ok", f"{torch.version}, built for {build}; {torch.num_threads} threads"
-    )
+    threads = f"{torch.num_threads} thread{'s' if torch.num_threads != 1 else ''}"
+    yield Finding("libraries", "torch", "ok", f"{torch.version}, built for {build}; {threads}")
     if machine.gpus and not torch.has_gpu:
         yield _unseen(torch)
     if torch.has_gpu and not _has_code(torch):

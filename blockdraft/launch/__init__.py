@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from blockdraft.launch.command import Command
-from blockdraft.launch.order import Order
+from blockdraft.launch.order import HOST, Order
 from blockdraft.launch.sglang import sglang_command
 from blockdraft.launch.versions import read_version
 from blockdraft.launch.vllm import vllm_command
-from blockdraft.machine import Machine
+from blockdraft.machine import Machine, told_share
 from blockdraft.settings import Settings
 from blockdraft.shipped import with_drafter
 
@@ -22,11 +22,12 @@ __all__ = ["Command", "translate"]
 _WRITERS = {"vllm": vllm_command, "sglang": sglang_command}
 
 
-def translate(
+def translate(  # noqa: PLR0913  # all that is known
     settings: Settings,
     *,
     served_name: str,
     port: int,
+    host: str = HOST,
     api_key: str | None = None,
     machine: Machine | None = None,
     target: Mapping[str, object] | None = None,
@@ -44,6 +45,8 @@ def translate(
         version=read_version(settings.engine, settings.engine_version),
         served_name=served_name,
         port=port,
+        host=host,
+        memory_share=told_share(settings, machine),
         api_key=api_key,
         capability=gpu.capability if gpu is not None else None,
         has_gpu=machine is None or gpu is not None,

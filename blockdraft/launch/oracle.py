@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from blockdraft.errors import SettingsError
-from blockdraft.launch.order import Raw, draft_block
+from blockdraft.launch.order import Raw
 from blockdraft.launch.versions import NEWEST, Version, read_version
-from blockdraft.machine import Machine
+from blockdraft.machine import Machine, told_share
+from blockdraft.models.draft_config import draft_block
 from blockdraft.settings import Settings
 from blockdraft.shipped import with_drafter
 
@@ -280,7 +281,7 @@ def _draft_backend(found: Combination, wanted: object) -> bool:
 
 
 def _is_unified(found: Combination) -> bool:
-    return found.machine is not None and any(gpu.is_unified for gpu in found.machine.gpus)
+    return found.machine is not None and found.machine.is_unified
 
 
 CONDITIONS: Mapping[str, Callable[[Combination, object], bool]] = {
@@ -309,7 +310,7 @@ CONDITIONS: Mapping[str, Callable[[Combination, object], bool]] = {
     "chunk_above": lambda found, wanted: _more(found.settings.chunk, wanted),
     "nodes_above": lambda found, wanted: _more(found.settings.num_nodes, wanted),
     "pipeline_above": lambda found, wanted: _more(found.settings.pipeline_parallel, wanted),
-    "memory_above": lambda found, wanted: found.settings.gpu_memory_utilization > float(str(wanted)),
+    "memory_above": lambda found, wanted: told_share(found.settings, found.machine) > float(str(wanted)),
     "env": _env,
     "env_unset": lambda found, wanted: not _env(found, wanted),
     "args_unset": lambda found, wanted: not _args(found, wanted),

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from blockdraft.cards import Capability
 from blockdraft.errors import SettingsError
 from blockdraft.launch.versions import Version
+from blockdraft.models.draft_config import draft_block
 from blockdraft.settings import DEFAULTS, Settings
 
 HOST = "127.0.0.1"  # clients talk to our server, and only it to the engine
 MEETING_PORT = 29501  # where machines meet when --head-address names no port; vLLM's own
 SECRET_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
-DEFAULT_BLOCK = 16  # of a z-lab drafter whose config names none
 
 Raw = Mapping[str, object]
 
@@ -27,6 +27,8 @@ class Order:
     version: Version
     served_name: str
     port: int
+    host: str
+    memory_share: float  # of the card
     api_key: str | None = None
     capability: Capability | None = None  # of the card; None: not known
     has_gpu: bool = True
@@ -67,6 +69,11 @@ class Order:
         return self.settings.device == "cpu" or (self.settings.device == "auto" and not self.has_gpu)
 
     @property
+    def has_image(self) -> bool:
+        """Published ones are for GPUs, and hold no pull requests."""
+        return not self.is_cpu and not self.version.carried
+
+    @property
     def head(self) -> tuple[str, int]:
         """The address where machines meet."""
         address = self.settings.head_address
@@ -87,16 +94,6 @@ class Order:
         """The setting where it is neither "auto" nor the default, else None."""
         value: object = getattr(self.settings, name)
         return None if value in ("auto", DEFAULTS[name]) else value
-
-
-def draft_block(draft: Raw) -> int:
-    """The block that a drafter was trained for, anchor included, in either layout."""
-    inner = draft.get("dflash_config")
-    for section in (inner if isinstance(inner, Mapping) else {}, draft):
-        block = section.get("block_size")
-        if isinstance(block, int) and not isinstance(block, bool) and block > 1:
-            return block
-    return DEFAULT_BLOCK
 
 
 def arguments(pairs: Iterable[tuple[str, object]]) -> tuple[str, ...]:
@@ -126,7 +123,7 @@ def passed_on(order: Order, written: Iterable[str]) -> tuple[str, ...]:
         if flag.startswith("--") and flag in written:
             raise SettingsError(
                 f"engine_args repeats {flag}, which is written from a setting: use the setting alone. "
-                "`blockdraft settings` lists them."
+                "`blockdraft settings --show` lists them."
             )
     return order.settings.engine_args
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from blockdraft.errors import SettingsError
 from blockdraft.launch.command import Command
 from blockdraft.launch.order import HOST, Order, arguments, check_model, mounts, passed_on, visible_devices
 
@@ -36,7 +37,7 @@ def sglang_command(order: Order) -> Command:
         argv=("sglang", "serve", "--model-path", settings.model, *written, *passed_on(order, written)),
         env={**visible_devices(order), **dict(settings.engine_env)},
         port=order.port,
-        image=f"{IMAGE}:v{order.version.text.partition('+')[0]}",
+        image=f"{IMAGE}:v{order.version.text.partition('+')[0]}" if order.has_image else None,
         mounts=mounts(order),
     )
 
@@ -49,13 +50,18 @@ def _refuse(order: Order) -> None:
         raise order.refusal("cache_bytes", "it sizes its cache by a share; use --gpu-memory-utilization")
     if settings.synthetic_acceptance is not None:
         raise order.refusal("synthetic_acceptance", "its simulation takes no such profile; use --engine vllm")
+    if order.api_key is not None and order.host != HOST:
+        raise SettingsError(
+            f"{order.version} would answer everybody on {order.host}: it takes keys as arguments only, where "
+            "all can read them, so it gets none. Leave out --host, or the key."
+        )
     if settings.dtype == "float64":
         raise order.refusal("dtype", "it computes in float32 at most")
 
 
 def _address(order: Order) -> list[tuple[str, object]]:
     return [
-        ("--host", HOST),
+        ("--host", order.host),
         ("--port", order.port),
         ("--served-model-name", order.served_name),
         ("--enable-metrics", True),  # else /metrics is empty

@@ -6,7 +6,9 @@ import json
 import shlex
 from collections.abc import Iterable
 
+from blockdraft.errors import SettingsError
 from blockdraft.launch.command import Command, is_secret
+from blockdraft.launch.versions import TITLES
 
 # Downloads and compiled kernels outlive the container, whose home this is, whoever its user may be.
 HOME = "/cache"
@@ -21,7 +23,7 @@ def shell_line(command: Command) -> str:
 
 def docker_run(command: Command) -> str:
     """The same in a container that sees the card, this machine's network and the caches."""
-    assert command.image is not None
+    image = _image(command)
     options = ["docker run --rm --gpus all --network host --ipc host --ulimit memlock=-1:-1"]
     options += [f'-v "{volume}"' for volume in _caches(home="$HOME")]
     options += [f"-v {shlex.quote(volume)}" for volume in _folders(command)]
@@ -31,17 +33,17 @@ def docker_run(command: Command) -> str:
         for name, value in _inside(command)
     ]
     head, *rest = command.argv
-    return BREAK.join([*options, f"--entrypoint {head} {command.image}", *_lines(rest)])
+    return BREAK.join([*options, f"--entrypoint {head} {image}", *_lines(rest)])
 
 
 def compose(command: Command) -> str:
     """A compose file with one service. Every value is JSON, which is YAML as well."""
-    assert command.image is not None
+    image = _image(command)
     head, *rest = command.argv
     lines = [
         "services:",
         f"  {command.engine}:",
-        f"    image: {json.dumps(command.image)}",
+        f"    image: {json.dumps(image)}",
         f"    entrypoint: [{_literal(head)}]",
         "    command:",
         *(f"      - {_literal(argument)}" for argument in rest),
@@ -61,6 +63,14 @@ def compose(command: Command) -> str:
         "          devices: [{driver: nvidia, count: all, capabilities: [gpu]}]",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _image(command: Command) -> str:
+    if command.image is None:
+        kind = "" if "+pr" in command.version else " for a CPU"
+        name = f"{TITLES[command.engine]} {command.version}{kind}"
+        raise SettingsError(f"we know no image of {name}: use --dry-run shell.")
+    return command.image
 
 
 def _variables(command: Command) -> list[str]:

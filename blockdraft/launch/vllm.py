@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from blockdraft.acceptance_profile import acceptance_rates
 from blockdraft.launch.command import Command
-from blockdraft.launch.order import HOST, Order, arguments, check_model, mounts, passed_on, visible_devices
+from blockdraft.launch.order import Order, arguments, check_model, mounts, passed_on, visible_devices
 from blockdraft.launch.versions import Version
 
 IMAGE = "vllm/vllm-openai"
@@ -37,7 +37,7 @@ def vllm_command(order: Order) -> Command:
         argv=("vllm", "serve", settings.model, *written, *passed_on(order, written)),
         env=env,
         port=order.port,
-        image=f"{IMAGE}:{_tag(order.version)}",
+        image=f"{IMAGE}:{_tag(order.version)}" if order.has_image else None,
         mounts=mounts(order),
     )
 
@@ -51,7 +51,7 @@ def _tag(version: Version) -> str:
 
 
 def _address(order: Order) -> list[tuple[str, object]]:
-    return [("--host", HOST), ("--port", order.port), ("--served-model-name", order.served_name)]
+    return [("--host", order.host), ("--port", order.port), ("--served-model-name", order.served_name)]
 
 
 def _model(order: Order) -> list[tuple[str, object]]:
@@ -78,7 +78,7 @@ def _limits(order: Order) -> list[tuple[str, object]]:
     overlap = settings.overlap
     # Its own default differs between versions, so the share is always said; on a CPU it would be of the
     # machine's whole memory.
-    share = order.changed("gpu_memory_utilization") if order.is_cpu else settings.gpu_memory_utilization
+    share = order.changed("gpu_memory_utilization") if order.is_cpu else order.memory_share
     return [
         ("--max-model-len", order.changed("max_context")),
         ("--max-num-seqs", order.changed("max_rows")),

@@ -23,6 +23,10 @@ from blockdraft.models.config import (
     read_windows,
 )
 
+# Where a config.json names no block.
+ZLAB_BLOCK = 16
+SPECULATORS_BLOCK = 8
+
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
@@ -64,6 +68,16 @@ def read_draft_config(raw: Mapping[str, object], *, name: str) -> DraftConfig:
     if "speculators_model_type" in raw:
         return _speculators(fields)
     return _zlab(fields)
+
+
+def draft_block(raw: Mapping[str, object]) -> int:
+    """The block of any drafter, anchor included, whether or not we compute it."""
+    section = raw.get("dflash_config")
+    for place in (section, raw):
+        block = place.get("block_size") if isinstance(place, Mapping) else None
+        if isinstance(block, int) and not isinstance(block, bool) and block > 1:
+            return block
+    return SPECULATORS_BLOCK if "speculators_model_type" in raw else ZLAB_BLOCK
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -116,7 +130,7 @@ def _zlab(fields: Fields) -> DraftConfig:
             raise fields.error("has neither dflash_config.target_layer_ids nor num_target_layers")
         taps = default_taps(num_target_layers, len(windows))
     block = dflash.optional("block_size", int)
-    block = fields.get("block_size", int, 16) if block is None else block
+    block = fields.get("block_size", int, ZLAB_BLOCK) if block is None else block
     mask = dflash.optional("mask_token_id", int)
     mask = fields.get("mask_token_id", int) if mask is None else mask
     causal = fields.optional("is_causal", bool)
@@ -156,7 +170,7 @@ def _speculators(fields: Fields) -> DraftConfig:
     is_bidirectional = fields.get("sliding_window_non_causal", bool, False)
     return _draft(
         _Source(fields, dflash=fields, body=body),
-        block=fields.positive("block_size", 8),
+        block=fields.positive("block_size", SPECULATORS_BLOCK),
         mask_token_id=fields.get("mask_token_id", int),
         taps=tuple(layer - 1 for layer in ids),
         windows=windows,

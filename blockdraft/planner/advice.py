@@ -152,12 +152,26 @@ def _fleet(case: Case) -> Advice | None:
     fit = _tried(_with(case, max_rows=FLEET_ROWS, max_context=context))
     count = 0 if fit is None else fit.sequences(context)
     if fit is None or count < FLEET_MIN:
-        asked = _with(case, max_rows=FLEET_MIN, max_context=context)
-        way_out = next((fix.flags for fix in fixes(asked, serves_less=False)), "more or larger cards")
-        return Advice("agent fleet", way_out, f"as it is, {count} sequences of {context:,} tokens fit")
+        return _smallest_fleet(_with(case, max_rows=FLEET_MIN, max_context=context), context)
     width, speed = best_width(case, fit, rows=count, context=context)
     flags = f"--max-rows {count} --max-context {context}{_width_flag(case, fit, width)}"
     return Advice("agent fleet", flags, f"{count} sequences of {context:,} tokens{_speed_text(speed, count)}")
+
+
+def _smallest_fleet(case: Case, context: int) -> Advice | None:
+    """What would make it one; None where nothing does, and nothing fits as it is."""
+    fit = _tried(case)
+    count = 0 if fit is None else fit.sequences(context)
+    asked = f"--max-rows {FLEET_MIN} --max-context {context}"
+    if count == FLEET_MIN:
+        return Advice("agent fleet", asked, f"{count} sequences of {context:,} tokens")
+    for fix in fixes(case, serves_less=False):
+        result = f"{FLEET_MIN} sequences of {context:,} tokens (as it is, {count})"
+        return Advice("agent fleet", f"{fix.flags} {asked}", result)
+    if count == 0:
+        return None
+    more = "more or larger cards" if case.machine.gpu_bytes else "more memory"
+    return Advice("agent fleet", more, f"as it is, {count} sequences of {context:,} tokens fit")
 
 
 def _long(case: Case) -> Advice | None:
@@ -212,10 +226,11 @@ def _width_flag(case: Case, fit: Fit, width: int) -> str:
 def fixes(case: Case, *, serves_less: bool = True) -> tuple[Fix, ...]:
     """Single changes after which what is asked for fits; with `serves_less`, also what asks for less."""
     context, rows = wanted(case)
-    found = []
+    found: list[Fix] = []
     smaller = _smaller(case) if serves_less else ()
     for flags, changed in (*_savings(case), *smaller, *_other_engines(case), *_without_drafter(case)):
-        fit = _tried(changed)
+        has_enough_cards = found and "--tensor-parallel" in found[-1].flags and "--tensor-parallel" in flags
+        fit = None if has_enough_cards else _tried(changed)
         if fit is None:
             continue
         target = min(context, fit.max_context) if "--max-context" in flags else context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blockdraft.machine import Machine
+from blockdraft.machine import Machine, told_share
 from blockdraft.plan import CACHE_SHARE, CPU_WIDTH, UNIFIED_SHARE, UNPACK_SHARE, memory_share
 from blockdraft.planner.external import DEFAULT_CHUNK, DEFAULT_ROWS
 from blockdraft.planner.fit import Fit
@@ -59,12 +59,11 @@ def _device(settings: Settings, machine: Machine, fit: Fit) -> Choice:
 
 
 def _share(settings: Settings, machine: Machine) -> Choice:
-    share, name = settings.gpu_memory_utilization, "gpu_memory_utilization"
-    if settings.engine == "native":  # the others do as they are told
-        share = memory_share(settings, machine)
+    is_native, name = settings.engine == "native", "gpu_memory_utilization"
+    share = memory_share(settings, machine) if is_native else told_share(settings, machine)
     if share < settings.gpu_memory_utilization:
-        why = f"unified memory: the system lives in it too, so never above {UNIFIED_SHARE}"
-        return Choice(name, f"{share:g}", why)
+        limit = f", so never above {UNIFIED_SHARE}" if is_native else ""
+        return Choice(name, f"{share:g}", f"unified memory: the system lives in it too{limit}")
     is_default = settings.gpu_memory_utilization == DEFAULTS[name]
     return Choice(name, f"{share:g}", "the default" if is_default else ASKED)
 

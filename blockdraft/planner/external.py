@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from blockdraft.cache.spec import Paged, Recurrent, Windowed
 from blockdraft.errors import SettingsError
-from blockdraft.machine import Machine
+from blockdraft.machine import Machine, told_share
 from blockdraft.planner.fit import Fit, Footprint, budget_how, gpu_name
 from blockdraft.planner.memory import DRIVER_BYTES, Item, served_parts, step_items, weight_how
 from blockdraft.planner.pair import Pair
@@ -38,7 +38,7 @@ def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
     footprint = _footprint(settings, pair, width)
     parts = _parts(settings, pair, num_gpus)
     fixed = _items(pair, parts, chunk=chunk, logits=max_rows * width * pair.target.shape.vocab_size)
-    share = settings.gpu_memory_utilization  # unified memory or not: the engines do as they are told
+    share = told_share(settings, machine)
     budget = int(machine.gpu_bytes * share) - (machine.gpu_bytes - machine.gpu_free_bytes)
     room = budget - sum(item.num_bytes for item in fixed)
     limit = pair.target.shape.max_positions
@@ -69,12 +69,14 @@ def _limited(fit: Fit, settings: Settings, room: int, asked: int) -> Fit:
     longest = fit.longest(1, asked)
     if settings.max_context == "auto" and longest >= 2:
         return replace(fit, max_context=longest)
-    needed = fit.footprint.at(asked)
-    problem = (
-        f"a context of {asked} tokens needs {needed / 1e9:.1f} GB of cache, and {max(room, 0) / 1e9:.1f} GB "
-        f"are left of {fit.budget / 1e9:.1f} GB ({fit.budget_how})."
-    )
-    return replace(fit, problem=problem)
+    budget = f"{fit.budget / 1e9:.1f} GB ({fit.budget_how})"
+    if room <= 0:
+        taken = (fit.budget - room) / 1e9
+        return replace(
+            fit, problem=f"weights and working memory take {taken:.1f} GB, but the budget is {budget}."
+        )
+    needed = f"a context of {asked:,} tokens needs {fit.footprint.at(asked) / 1e9:.1f} GB of cache"
+    return replace(fit, problem=f"{needed}, and {room / 1e9:.1f} GB are left of {budget}.")
 
 
 def _parts(settings: Settings, pair: Pair, num_gpus: int) -> tuple[Parts, ...]:

@@ -119,7 +119,7 @@ def fit_native(settings: Settings, machine: Machine, pair: Pair) -> Fit:
         problem = str(error)
         plan = _plan(replace(settings, cache_bytes=_BOUNDLESS), machine, pair)
     fit = _cpu_fit(machine, pair, plan) if is_cpu else _gpu_fit(settings, machine, pair, plan)
-    problem = problem if is_cpu else _too_old(machine) or problem
+    problem = fit.problem or problem if is_cpu else _too_old(machine) or problem
     return fit if problem is None else replace(fit, problem=problem)
 
 

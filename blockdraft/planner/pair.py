@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from blockdraft.errors import ModelError
 from blockdraft.models.config import ModelConfig
-from blockdraft.models.draft_config import DraftConfig, check_pair, read_draft_config
+from blockdraft.models.draft_config import DraftConfig, check_pair, draft_block, read_draft_config
 from blockdraft.models.families import read_model_config
 from blockdraft.plan import Weights
 from blockdraft.planner.shape import Shape, draft_shape, raw_shape, target_shape
@@ -56,7 +56,7 @@ def open_pair(settings: Settings) -> Pair:
     draft_stored = open_stored(settings.draft, needs_weights=has_files)
     draft_config, draft = _draft(draft_stored, is_native=is_native)
     _check_size(draft)
-    block = draft_config.block if draft_config is not None else _raw_block(draft_stored)
+    block = draft_config.block if draft_config is not None else draft_block(draft_stored.config)
     pair = Pair(target, draft, config, draft_config, block)
     _check_match(pair)
     return pair
@@ -123,13 +123,3 @@ def _draft(stored: Stored, *, is_native: bool) -> tuple[DraftConfig | None, Mode
         stored.tensors is None and config.draft_vocab_size != config.vocab_size
     )
     return config, Model(stored, draft_shape(config, has_head=has_head))
-
-
-def _raw_block(stored: Stored) -> int:
-    """The block of a drafter that we do not compute; 16 where it does not say."""
-    section = stored.config.get("dflash_config")
-    for place in (section, stored.config):
-        block = place.get("block_size") if isinstance(place, dict) else None
-        if isinstance(block, int) and block > 1:
-            return block
-    return 16

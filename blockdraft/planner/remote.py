@@ -102,7 +102,7 @@ def _planning_error(error: Exception, repo: str, revision: str | None) -> Blockd
     if not is_answer or isinstance(error, errors.LocalEntryNotFoundError):
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return FetchError(
-            f"the hub cannot be reached to plan '{repo}' ({reason}): check the network, HF_ENDPOINT and "
+            f"the hub cannot be reached for '{repo}' ({reason}): check the network, HF_ENDPOINT and "
             "HF_HUB_OFFLINE, or give a folder."
         )
     return hub_error(error, repo, revision)

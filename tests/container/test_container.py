@@ -161,6 +161,12 @@ def test_a_plan_that_does_not_fit_starts_and_fetches_nothing(place):
     assert "fetching" not in done.stdout
 
 
+def test_the_default_model_is_fetched_before_the_plan_reads_it(place):
+    done = place.run(MODEL_PATH="default")
+    assert done.returncode == 0, done.stderr
+    assert [words[0] for words, _ in place.calls()] == ["fetch", "plan", "serve"]
+
+
 def test_a_model_of_the_hub_is_fetched_into_the_cache_and_served_as_it_was_fetched(place):
     place.cached("org/name")
     place.cached("org/draft")
@@ -253,6 +259,14 @@ def test_a_first_word_that_is_no_flag_is_a_command(place):
             "DFLASH_DRAFTR is no variable of this container: did you mean",
         ),
         ({"MODEL_PATH": "default", "BLOCKDRAFT_WIDHT": "8"}, "did you mean BLOCKDRAFT_WIDTH?"),
+        ({"MODEL_PATH": "default", "MAX_NUM_SEQ": "8"}, "did you mean MAX_NUM_SEQS?"),
+        ({"MODEL_PATH": "default", "MAX_MODEL_LENGTH": "8"}, "did you mean MAX_MODEL_LEN?"),
+        ({"MODELPATH": "default"}, "did you mean MODEL_PATH?"),
+        ({"MODEL_PATH": "default", "EXTRA_ARGS": "--port 9000"}, "--port: set PORT instead"),
+        (
+            {"MODEL_PATH": "default", "BLOCKDRAFT_ENGINE": "vllm", "EXTRA_ARGS": "--host=::"},
+            "set PORT instead",
+        ),
         (
             {"MODEL_PATH": "default", "MAX_MODEL_LEN": "64k"},
             "MAX_MODEL_LEN: '64k' is not a whole number or 'auto'.",
@@ -277,7 +291,7 @@ def test_the_port_is_a_variable(place, flag):
     assert done.returncode == 2
     assert "set PORT instead" in done.stderr
     place.run(MODEL_PATH="default", PORT=9000)
-    assert "--port=9000" in place.calls()[1][0]
+    assert "--port=9000" in place.calls()[-1][0]
 
 
 def test_keys_in_extra_arguments_and_flags_are_not_printed(place):
@@ -308,6 +322,19 @@ def test_keys_in_extra_arguments_and_flags_are_not_printed(place):
 )
 def test_a_variable_becomes_a_setting(variables, settings):
     assert read_container(variables).settings == settings
+
+
+def test_variables_of_others_are_none_of_ours():
+    others = (
+        "VLLM_API_KEYS",
+        "MODULEPATH",
+        "MODEL_NAME",
+        "SUPPORT",
+        "EXTRA_CFLAGS",
+        "MODEL_SERVICE_PORT",
+        "REPORT",
+    )
+    assert read_container(dict.fromkeys(others, "x")).settings == {}
 
 
 def test_turboquant_without_its_switch_has_no_effect_and_says_so():

@@ -109,10 +109,17 @@ def test_the_text_has_every_finding_with_its_advice_and_thread(monkeypatch, caps
         assert f"{finding.name}: {finding.says}" in text
         for line in filter(None, (finding.advice, finding.thread)):
             assert line in text
-    for title in ("Machine", "Limits", "Disk", "Libraries", "Kernels", "Known problems"):
-        assert f"\n{title}\n" in text
-    assert "NVFP4" in text
+    for title in ("Machine", "Limits", "Disk", "Libraries", "Kernels", "Number formats", "Known problems"):
+        assert f"\n{title}\n" in f"\n{text}"
     assert text.endswith("There are problems: what to do stands below each.\n")
+
+
+def test_formats_are_told_without_a_torch_that_could_be_asked(monkeypatch, capsys):
+    run(monkeypatch, found=diagnose(SPARK, VERSIONS, replace(GOOD, torch=None, paths=(), checks=())))
+    text = capsys.readouterr().out
+    assert text.startswith("Machine\n")
+    assert "\nKernels\n" not in text
+    assert "  NVFP4 " in text.partition("\n\nNumber formats\n")[2]
 
 
 def test_brackets_in_a_finding_are_not_markup(monkeypatch, capsys):

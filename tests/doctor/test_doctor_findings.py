@@ -225,6 +225,8 @@ def test_what_a_card_computes_in(capability, expected):
     found = {ability.name: ability for ability in abilities(capability, frozenset())}
     assert [found[name].state for name in ("bf16", "fp8", "NVFP4", "MXFP4", "TMA")] == expected
     assert found["programmatic dependent launch"].state == found["TMA"].state, "both came with Hopper"
+    newest = {9: "FlashAttention 3 ", 10: "FlashAttention 4 "}.get(capability[0], "FlashAttention 2")
+    assert found["TMA"].others.startswith(newest)
     assert ("17 to 128" in found["TMA"].native_engine) is (capability[0] == 9), "that kernel is Hopper's"
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from blockdraft.cards import card_by_key
 from blockdraft.cli import asked as module
-from blockdraft.cli.asked import ask, ask_to_print
+from blockdraft.cli.asked import ask, ask_to_print, check_native
+from blockdraft.cli.main import main
 from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
 from blockdraft.machine import Machine
 from blockdraft.planner.fit import machine_of
@@ -32,7 +33,7 @@ def away(monkeypatch):
 
     def opened(source, *, needs_weights):
         if source.startswith("org/"):
-            raise FetchError(f"the hub cannot be reached to plan '{source}'.")
+            raise FetchError(f"the hub cannot be reached for '{source}'.")
         return open_stored(source, needs_weights=needs_weights)
 
     monkeypatch.setattr(module, "open_stored", opened)
@@ -92,7 +93,12 @@ def test_weights_that_are_too_large_are_refused_and_a_cache_that_is_too_small_is
     pair_of(40 * 10**9)
     with pytest.raises(CapacityError, match=r"the weights take 40\.0 GB of .*5090.*blockdraft plan"):
         ask(WHOLE, "x")
+    (warning,) = ask_to_print(WHOLE, "x", "rtx-5090").warnings
+    assert "the weights take 40.0 GB" in warning
+    assert ask_to_print(WHOLE, "x", "h200").warnings == ()
     pair_of(30 * 10**9)
+    (warning,) = ask_to_print(WHOLE, "x", "rtx-5090").warnings
+    assert "by the plan it does not fit" in warning
     (warning,) = ask(WHOLE, "x").warnings
     assert "by the plan it does not fit" in warning
     on(monkeypatch)
@@ -151,3 +157,53 @@ def test_without_a_gpu_a_printed_command_is_not_taken_for_one_of_the_cpu(monkeyp
         ask_to_print(replace(settings, device="cpu"), "x", None)
     with pytest.raises(SettingsError, match="no DFLASH on a CPU"):
         ask(settings, "x")
+
+
+# ---- our own engine
+
+
+NATIVE = Settings(model=TARGET, draft=DRAFT)
+
+
+@pytest.mark.parametrize(
+    ("machine", "what"),
+    [
+        (Machine(memory_bytes=1000), "free"),
+        (Machine(memory_bytes=1 << 34, gpu_bytes=4096, gpu_free_bytes=4096), "gpu-memory-utilization"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_our_own_server_starts(monkeypatch, capsys, machine, what):
+    monkeypatch.setattr(module, "read_machine", lambda: machine)
+    monkeypatch.setattr("blockdraft.cli.serve._serve", lambda *words: pytest.fail("it starts"))
+    assert main(["serve", TARGET, "--draft", DRAFT, "--port", "0"]) == 2
+    errors = capsys.readouterr().err
+    assert what in errors
+    assert "`blockdraft plan` with the same flags" in errors
+
+
+def test_what_may_fit_is_left_to_the_start_which_measures(monkeypatch):
+    monkeypatch.setattr(module, "read_machine", lambda: Machine(memory_bytes=1 << 34))
+    check_native(NATIVE)
+    small = Machine(
+        memory_bytes=1 << 34, gpu_bytes=1 << 29, gpu_free_bytes=1 << 29
+    )  # the driver alone is more
+    monkeypatch.setattr(module, "read_machine", lambda: small)
+    check_native(NATIVE)
+    monkeypatch.setattr(module, "read_machine", lambda: Machine(memory_bytes=1000))
+    check_native(replace(NATIVE, device="cuda"))
+    check_native(replace(NATIVE, device="cuda:1"))
+    check_native(Settings(model="default"))
+
+
+def test_a_hub_out_of_reach_is_left_to_the_start_and_a_pair_that_does_not_match_is_not(monkeypatch, tmp_path):
+    def unreachable(settings):
+        raise FetchError("the hub cannot be reached.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "open_pair", unreachable)
+        check_native(replace(NATIVE, model="org/name"))
+    config = json.loads((PAIR / "draft/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 2 * config["hidden_size"]}))
+    (tmp_path / "model.safetensors").write_bytes((PAIR / "draft/model.safetensors").read_bytes())
+    with pytest.raises(ModelError, match="does not match"):
+        check_native(replace(NATIVE, draft=str(tmp_path)))

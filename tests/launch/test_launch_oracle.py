@@ -94,7 +94,7 @@ CASES = {
         {"machine": machine_with("h200")},
     ),
     "unified-memory-freeze": (
-        {**QWEN, **SPARK, "gpu_memory_utilization": 0.9},
+        {**QWEN, **SPARK, "gpu_memory_utilization": 0.89},
         {"gpu_memory_utilization": 0.85},
     ),
     "coder-next-gb10-memory": (

@@ -16,9 +16,8 @@ PAIR = {"model": "Qwen/Qwen3-8B", "draft": "z-lab/Qwen3-8B-DFlash-b16", "width":
 
 
 def command(engine, *, port=18000, served_name="name", **values):
-    known = {
-        key: values.pop(key) for key in ("machine", "target", "draft_config", "api_key") if key in values
-    }
+    names = ("machine", "target", "draft_config", "api_key", "host")
+    known = {key: values.pop(key) for key in names if key in values}
     if "draft_config" in known:
         known["draft"] = known.pop("draft_config")
     settings = Settings(**{**PAIR, "engine": engine, **values})
@@ -54,13 +53,23 @@ def test_without_drafts_nothing_is_said_of_speculation(engine, values):
     assert "specul" not in " ".join(command(engine, **values).argv)
 
 
+def test_on_unified_memory_vllm_gets_a_share_that_leaves_the_system_alive():
+    spark, flag = machine_with("gb10"), "--gpu-memory-utilization"
+    assert value(command("vllm", machine=spark), flag) == "0.8"
+    assert value(command("vllm", machine=spark, gpu_memory_utilization=0.6), flag) == "0.6"
+    assert value(command("vllm", machine=machine_with("h100")), flag) == "0.9"
+    assert value(command("vllm"), flag) == "0.9"
+
+
 @pytest.mark.parametrize(
     ("config", "width"),
     [
         ({"block_size": 10}, 10),
         ({"dflash_config": {"block_size": 8}, "block_size": 16}, 8),
         ({"dflash_config": {}, "architectures": ["DFlashDraftModel"]}, 16),
-        ({"speculators_model_type": "dflash", "block_size": 8}, 8),
+        ({"speculators_model_type": "dflash", "block_size": 6}, 6),
+        ({"speculators_model_type": "dflash"}, 8),
+        ({"block_size": True}, 16),
     ],
 )
 def test_width_auto_is_the_drafters_block(config, width):
@@ -176,7 +185,10 @@ def test_versions_are_read_as_packages_write_them():
 
 def test_image_is_the_versions_own():
     assert command("vllm").image == "vllm/vllm-openai:v0.32.0"
-    assert command("vllm", engine_version="0.32.0+pr41703").image == "vllm/vllm-openai:v0.32.0"
+    assert command("vllm", engine_version="0.32.0+cu130").image == "vllm/vllm-openai:v0.32.0"
+    assert command("vllm", engine_version="0.32.0+pr41703").image is None  # nobody publishes one
+    assert command("vllm", device="cpu").image is None
+    assert command("sglang", machine=Machine(memory_bytes=1 << 34)).image is None
     assert command("sglang").image == "lmsysorg/sglang:v0.5.23"
 
 
@@ -189,6 +201,16 @@ def test_api_key_is_never_an_argument_nor_shown(engine):
     assert "very-secret" not in " ".join(found.argv)
     assert "very-secret" not in repr(found)
     assert "very-secret" not in str(found.shown_env)
+
+
+def test_an_engine_listens_for_us_alone_unless_it_is_told_where():
+    for engine in ("vllm", "sglang"):
+        assert value(command(engine), "--host") == "127.0.0.1"
+        assert value(command(engine, host="0.0.0.0"), "--host") == "0.0.0.0"
+    assert value(command("vllm", host="0.0.0.0", api_key="very-secret"), "--host") == "0.0.0.0"
+    with pytest.raises(SettingsError, match=r"would answer everybody on 0\.0\.0\.0") as caught:
+        command("sglang", host="0.0.0.0", api_key="very-secret")
+    assert "very-secret" not in str(caught.value)
 
 
 def test_vllm_reads_the_key_from_its_environment_and_sglang_cannot():

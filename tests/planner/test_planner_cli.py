@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from blockdraft.models.fetch import SMOLLM2
+from blockdraft.settings import cache_dir
 from tests import tiny
 from tests.planner.shapes import folders
 
@@ -65,6 +67,14 @@ def test_the_table_says_what_fits_and_that_speeds_are_estimates():
     assert len(text.splitlines()) < 30
 
 
+@pytest.mark.skipif(not (cache_dir() / SMOLLM2.gguf).exists(), reason="default model not fetched")
+def test_the_drafter_that_comes_with_the_default_model_is_named_as_such():
+    code, text, _, _, _ = plan("--card", "h100")
+    assert code == 0
+    assert text.startswith("default + the drafter that comes with it, native on H100 SXM\n")
+    assert "measured by us" in text
+
+
 def test_a_recipe_brings_its_published_numbers():
     code, text, _, _, _ = plan(*dummy("qwen3-8b"), "--recipe", "qwen3-8b", "--card", "h100")
     assert code == 0
@@ -95,23 +105,49 @@ def test_json_is_one_object_with_everything():
     assert not has_torch
 
 
+@pytest.mark.parametrize(
+    ("shape", "flags", "note"),
+    [
+        ("qwen3-8b", (), "167.9 kB a token, 20.5 kB of them the drafter's; 6.9 GB for 40,960 tokens"),
+        (
+            "qwen3-8b",
+            ("--engine", "vllm", "--tensor-parallel", "2"),
+            "84.0 kB a token, 10.2 kB of them the drafter's; 3.4 GB for 40,960 tokens",
+        ),
+        (
+            "gpt-oss-20b",
+            ("--engine", "vllm", "--draft", "none"),
+            "24.6 kB a token past the windows; 3.2 GB for 131,072 tokens",
+        ),
+        ("gpt-oss-20b", ("--draft", "none"), "49.2 kB a token; 6.4 GB for 131,072 tokens"),
+    ],
+)
+def test_a_token_costs_what_it_costs_on_one_card(shape, flags, note):
+    target, draft = folders(shape)
+    words = (target, "--draft", draft, "--load-format", "dummy", "--card", "h200", *flags)
+    _, text, _, _, _ = plan(*words)
+    assert note in text
+
+
 def test_what_does_not_fit_ends_with_code_1_and_a_way_out():
     code, text, _, _, _ = plan(*dummy("qwen3-8b"), "--card", "rtx-4080")
     assert code == 1
     assert "DOES NOT FIT" in text
     assert "--tensor-parallel" in text
+    assert "0 tokens" not in text.replace("0,960 tokens", "")
 
 
 def test_known_bad_combinations_are_refused_with_their_thread():
     flags = ("--engine", "vllm", "--card", "dgx-spark")
-    code, text, _, has_torch, _ = plan(*dummy("qwen3-8b"), *flags)
+    code, text, _, has_torch, _ = plan(*dummy("qwen3-8b"), *flags, "--gpu-memory-utilization", "0.95")
     assert code == 1
     assert "FITS, BUT IS KNOWN TO GO WRONG" in text
     assert "REFUSE unified-memory-freeze" in text
     assert "https://github.com/vllm-project/vllm/issues/46307" in text
     assert not has_torch
-    code, text, _, _, _ = plan(*dummy("qwen3-8b"), *flags, "--gpu-memory-utilization", "0.8")
+    code, text, _, _, _ = plan(*dummy("qwen3-8b"), *flags)
     assert code == 0
+    assert "(0.8 of 128.5 GB)" in text
     assert "REFUSE" not in text
     assert "KNOWN TO GO WRONG" not in text
     assert "vllm's were not measured by us" in text

@@ -1,6 +1,7 @@
 """What fits: kinds of cache, shared GPUs, unified memory, and changes that really make a pair fit."""
 
 import argparse
+import re
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from blockdraft.planner.report import make_report
 from blockdraft.planner.shape import kinds, raw_shape
 from blockdraft.planner.stored import Size, Stored, stored_parts
 from blockdraft.settings import DEFAULTS, Settings
+from blockdraft.shipped import shipped_drafter
 from tests import tiny
 from tests.planner.shapes import folders, on, opened
 
@@ -118,8 +120,16 @@ def test_unified_memory_leaves_more_to_the_system():
     assert share.value == "0.85"
     assert "unified" in share.reason
     told = replace(wanted_settings, engine="vllm")
-    found = choices(told, spark, pair, fit_external(told, spark, pair))
-    assert next(choice for choice in found if choice.name == "gpu_memory_utilization").value == "0.9"
+    for share, value in ((0.9, "0.8"), (0.85, "0.85"), (0.95, "0.95")):  # 0.9 is the default: nobody asked
+        told = replace(told, gpu_memory_utilization=share)
+        fit = fit_external(told, spark, pair)
+        found = next(one for one in choices(told, spark, pair, fit) if one.name == "gpu_memory_utilization")
+        assert found.value == value
+        assert ("unified" in found.reason) is (share == 0.9)
+        assert fit.budget == int(spark.gpu_bytes * float(value))
+    assert fit_external(replace(told, gpu_memory_utilization=0.9), card, pair).budget == int(
+        card.gpu_bytes * 0.9
+    )
 
 
 def test_every_auto_has_a_value_and_a_reason():
@@ -218,15 +228,35 @@ def test_nothing_is_advised_that_cannot_start():
     found = {advice.who for advice in advise(case_of(settings, pair, on(card), card))}
     assert not found & {"one user, chat", "4-16 users", "long context"}
     assert "out of memory" in found
+    small = replace(on(card), gpu_bytes=1 << 30, gpu_free_bytes=1 << 30)
+    found = {advice.who for advice in advise(case_of(settings, pair, small, card))}
+    assert found == {"out of memory"}, "no flag makes a fleet of it"
 
 
 def test_a_fleet_that_does_not_fit_is_told_what_would():
     settings, pair = opened("qwen3-8b")
-    (fleet,) = [
-        one for one in advise(case_of(settings, pair, on("rtx-5090"), "rtx-5090")) if "fleet" in one.who
-    ]
-    assert "--tensor-parallel" in fleet.flags
-    assert "2 sequences of 16,384" in fleet.result
+    case = case_of(settings, pair, on("rtx-5090"), "rtx-5090")
+    (fleet,) = [one for one in advise(case) if "fleet" in one.who]
+    assert fleet.flags == "--engine vllm --tensor-parallel 8 --max-rows 32 --max-context 16384"
+    changed = parsed(settings, fleet.flags)
+    assert fit_pair(changed, case.machine, pair).sequences(16384) == 32
+    assert fleet.result == "32 sequences of 16,384 tokens (as it is, 3)"
+    as_it_is = replace(settings, max_rows=32, max_context=16384)
+    assert fit_pair(as_it_is, case.machine, pair).sequences(16384) == 3
+
+
+def test_no_more_cards_are_named_than_are_needed():
+    settings, pair = opened("qwen3-8b", max_context=16384, max_rows=8)
+    found = [fix.flags for fix in fixes(case_of(settings, pair, on("rtx-5090"), "rtx-5090"))]
+    assert [flags for flags in found if "parallel" in flags] == ["--engine vllm --tensor-parallel 2"]
+
+
+def test_what_is_too_large_for_another_engine_is_told_from_a_context_that_is_too_long():
+    settings, pair = opened("qwen3-8b", engine="vllm")
+    problem = fit_external(settings, on("rtx-4080"), pair).problem
+    assert problem.startswith("weights and working memory take 27.7 GB, but the budget is 15.5 GB (0.9 of")
+    problem = fit_external(replace(settings, max_context=40960), on("rtx-5090"), pair).problem
+    assert problem.startswith("a context of 40,960 tokens needs 6.9 GB of cache, and 3.0 GB are left of")
 
 
 def test_the_more_rows_the_narrower_the_best_width():
@@ -248,6 +278,11 @@ def test_acceptance_fades_and_is_known_by_name():
     assert published_acceptance("/models/Qwen3-8B", "").code == 6.50
     assert published_acceptance("/models/target", "z-lab/Qwen3-4B-DFlash-b16").code == 6.64
     assert not published_acceptance("/models/target", "mine").is_of_pair
+    shipped = published_acceptance("default", str(shipped_drafter("default")))
+    assert shipped.is_of_pair
+    card = (shipped_drafter("default") / "README.md").read_text()
+    for prompts, mean in (("humaneval", shipped.code), ("math", shipped.maths), ("mt-bench", shipped.chat)):
+        assert re.search(rf"\| {prompts} \| \d+ \| \*\*{mean:.2f}\*\* ", card)
     assert published_acceptance("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash").is_of_pair
     other = published_acceptance("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash")
     assert not other.is_of_pair

@@ -12,6 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from blockdraft.cli.serve_engine import as_installed
+from blockdraft.launch.installed import Installed
+from blockdraft.settings import Settings
 from tests.server.proxied import CHAT, HELLO, KEY, MODEL, STREAM, events, running, serve, texts
 from tests.server.stub_install import install_stub, is_alive
 from tests.server.test_life import PAIR, ROOT, health, wait_for
@@ -182,15 +185,58 @@ def test_a_port_in_use_and_a_model_that_is_not_there_start_no_engine(tmp_path):
     assert not started.exists()
 
 
+def test_flags_are_for_the_version_that_is_installed_and_so_is_what_is_known_of_it(tmp_path):
+    python = install_stub(tmp_path / "engine", version="0.23.0")
+    flags = ("--engine", "vllm", "--engine-python", python, "--engine-version", "0.32.0", "--port", 0)
+    # Not before 0.24.0, whatever is asked for.
+    bad = ("--draft", PAIR / "draft", "--draft-attention-backend", "triton")
+    code, _, errors = serve(MODEL, *flags, *bad)
+    assert code == 2
+    assert "https://github.com/vllm-project/vllm/issues/42068" in errors
+
+
+@pytest.mark.parametrize(
+    ("asked", "installed", "written"),
+    [
+        (None, "0.30.1+cu130", "0.30.1+cu130"),
+        ("0.32.0", "0.30.1+cu130", "0.30.1+cu130"),
+        ("0.32.0+pr41703", "0.32.0+cpu", "0.32.0+pr41703"),
+        ("0.32.0+pr41703", "0.32.1", "0.32.1"),
+        ("0.32.0", "0.1.dev1+g123", "0.32.0"),  # built from a clone without tags
+        ("0.32.0", None, "0.32.0"),
+        (None, None, None),
+    ],
+)
+def test_a_name_of_another_release_than_the_installed_one_is_not_believed(asked, installed, written):
+    settings = Settings(engine="vllm", model=MODEL, engine_version=asked)
+    found, warnings = as_installed(settings, Installed("vllm", Path("python"), installed))
+    assert found.engine_version == written
+    assert [asked in warning and installed in warning for warning in warnings] == (
+        [True] if asked not in (None, written) else []
+    )
+
+
+@pytest.mark.parametrize("form", ["docker", "compose"])
+def test_no_image_is_named_that_does_not_hold_what_is_asked_for(form):
+    code, output, errors = serve(MODEL, "--engine", "vllm", "--device", "cpu", "--dry-run", form)
+    assert (code, output) == (2, "")
+    assert "no image of vLLM 0.32.0 for a CPU: use --dry-run shell" in errors
+    flags = ("--card", "h200", "--engine-version", "0.32.0+pr41703")
+    code, output, errors = serve(MODEL, "--engine", "vllm", *flags, "--dry-run", form)
+    assert (code, output) == (2, "")
+    assert "no image of vLLM 0.32.0+pr41703" in errors
+
+
 @pytest.mark.parametrize(
     ("form", "beginning"), [("shell", "VLLM"), ("docker", "docker run"), ("compose", "services:")]
 )
 def test_a_dry_run_prints_the_command_and_starts_nothing(form, beginning):
-    flags = ("--engine", "vllm", "--api-key", KEY, "--card", "h200", "--dry-run", form)
+    flags = ("--engine", "vllm", "--api-key", KEY, "--card", "h200", "--host", "::1", "--dry-run", form)
     code, output, errors = serve(MODEL, *flags)
     assert (code, errors) == (0, "")
     assert output.startswith(beginning)
     assert MODEL in output
+    assert "::1" in output
     assert KEY not in output
 
 
