@@ -222,7 +222,7 @@ CASES = {  # name -> the file, the dtype of the model, the quantisation
         "bfloat16",
         "none",
     ),
-    "dense-to-fp8": (folder_case(llama, layers(LLAMA, 10)), "bfloat16", "fp8"),
+    "dense-to-fp8": (folder_case(llama, layers(LLAMA, 16)), "bfloat16", "fp8"),
     "gguf-kept": (lambda folder: write_gguf(folder, 16, gguf_files.Type.Q4_0), "bfloat16", "keep"),
     "gguf-unpacked": (lambda folder: write_gguf(folder, 3, gguf_files.Type.Q8_0), "float32", "none"),
 }
