@@ -1,13 +1,18 @@
-"""Published acceptance: tokens committed per step, the target's own included, by kind of text.
+"""Acceptance: tokens committed per step, the target's own included, by kind of text. Greedy decoding.
 
-Greedy decoding. Only the last pair was measured by us; where a pair is not listed, what drafters of its kind
-reach stands in, and the estimate says so.
+A drafter that `blockdraft train` made says its own (fit.json). Of others it is what was published, nothing of
+it measured by us; where a pair is not listed, what drafters of its kind reach stands in, and the estimate
+says so.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from statistics import mean
+
+from blockdraft.models.draft_fit import FIT_FILE, read_fit
 
 PAPER = "DFlash paper (arXiv 2602.06036)"
 
@@ -42,12 +47,15 @@ _PUBLISHED: tuple[tuple[str, Acceptance], ...] = (
     (r"gpt-oss-120b", Acceptance(4.4, 5.4, 3.7, f"{PAPER}, table 11")),
     (r"llama-3\.1-8b", Acceptance(4.91, 4.32, 3.73, f"{PAPER}, table 5 (block 10)")),
     (r"gemma-4-31b", Acceptance(8.00, 8.59, 4.23, "card of z-lab/gemma-4-31B-it-DFlash")),
-    (
-        r"shipped_drafters/smollm2-135m-instruct$",
-        Acceptance(3.32, 3.78, 3.20, "measured by us, in its README"),
-    ),
 )
 _TYPICAL = Acceptance(6.5, 7.0, 4.2, "typical of published drafters: yours may differ", is_of_pair=False)
+
+# Categories of prompts in fit.json that stand for a kind of text; where it has none of them, all do.
+_CATEGORIES = {
+    "code": ("code", "humaneval", "mbpp"),
+    "maths": ("math", "gsm8k"),
+    "chat": ("dialogue", "qa", "mt-bench"),
+}
 
 # Of a drafter that was not tuned for long texts (paper, table 4: HotpotQA to 16K, GovReport at 32K).
 _FADING = ((1024, 1.0), (4096, 1.0), (8192, 0.91), (16384, 0.74), (32768, 0.46))
@@ -55,6 +63,17 @@ _FADING = ((1024, 1.0), (4096, 1.0), (8192, 0.91), (16384, 0.74), (32768, 0.46))
 
 # Whose drafters the published numbers are not of.
 _OTHERS = re.compile(r"redhat|speculator|dspark|dflash2|nvidia/|dogacel|aeon")
+
+
+def own_acceptance(fit_file: Mapping[str, object], *, name: str) -> Acceptance:
+    """By fit.json of the drafter."""
+    committed = {category: 1 + sum(shares) for category, shares in read_fit(fit_file, name=name).items()}
+
+    def of(categories: Iterable[str]) -> float:
+        return mean([committed[one] for one in categories if one in committed] or committed.values())
+
+    code, maths, chat = (of(_CATEGORIES[kind]) for kind in KINDS)
+    return Acceptance(code, maths, chat, f"held-out prompts, in the drafter's {FIT_FILE}")
 
 
 def published_acceptance(target: str, draft: str) -> Acceptance:

@@ -9,7 +9,7 @@ from typing import Literal
 from blockdraft.cards import Card
 from blockdraft.machine import Machine
 from blockdraft.plan import ELEMENT_BYTES
-from blockdraft.planner.acceptance import Acceptance, published_acceptance
+from blockdraft.planner.acceptance import Acceptance, own_acceptance, published_acceptance
 from blockdraft.planner.advice import (
     TYPICAL_CONTEXT,
     Advice,
@@ -93,6 +93,8 @@ def make_report(
 
 def _acceptance(pair: Pair) -> Acceptance:
     draft = "" if pair.draft is None else pair.draft.shape.name
+    if pair.draft is not None and pair.draft.stored.fit_file:
+        return own_acceptance(pair.draft.stored.fit_file, name=draft)
     return published_acceptance(pair.target.shape.name, draft)
 
 

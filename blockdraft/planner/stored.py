@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from blockdraft.errors import FetchError
+from blockdraft.models.draft_fit import FIT_FILE
 from blockdraft.models.fetch import SMOLLM2
 from blockdraft.models.gguf_config import hugging_face_names, read_config
 from blockdraft.models.gguf_header import GgufHeader
@@ -46,6 +47,7 @@ class Stored:
     quant_file: Mapping[str, object] | None
     tensors: Mapping[str, Size] | None  # None: only the configuration was asked for
     eos_ids: tuple[int, ...]
+    fit_file: Mapping[str, object] = field(default_factory=dict)  # of a drafter of ours
 
     @property
     def method(self) -> str | None:
@@ -96,7 +98,9 @@ def _gguf_size(file: GgufHeader, name: str) -> Size:
 def _folder(folder: ModelFolder, where: str, *, needs_weights: bool) -> Stored:
     tensors = _sizes(folder.tensors()) if needs_weights else None
     eos_ids = tuple(folder.eos_ids())
-    return Stored(folder.name, where, folder.config, folder.quant_file, tensors, eos_ids)
+    return Stored(
+        folder.name, where, folder.config, folder.quant_file, tensors, eos_ids, folder.json(FIT_FILE)
+    )
 
 
 def _remote(source: Source, *, needs_weights: bool) -> Stored:

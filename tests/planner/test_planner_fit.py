@@ -1,7 +1,7 @@
 """What fits: kinds of cache, shared GPUs, unified memory, and changes that really make a pair fit."""
 
 import argparse
-import re
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,7 @@ from blockdraft.errors import ModelError, SettingsError
 from blockdraft.machine import Machine
 from blockdraft.models.quantization import read_quantization
 from blockdraft.plan import UNIFIED_SHARE, gpu_budget
-from blockdraft.planner.acceptance import fading, published_acceptance
+from blockdraft.planner.acceptance import fading, own_acceptance, published_acceptance
 from blockdraft.planner.advice import Case, advise, best_width, fit_pair, fixes, wanted
 from blockdraft.planner.choices import choices
 from blockdraft.planner.external import fit_external
@@ -20,7 +20,7 @@ from blockdraft.planner.fit import Footprint, fit_native, machine_of
 from blockdraft.planner.pair import Model, Pair, open_pair
 from blockdraft.planner.report import make_report
 from blockdraft.planner.shape import kinds, raw_shape
-from blockdraft.planner.stored import Size, Stored, stored_parts
+from blockdraft.planner.stored import Size, Stored, open_stored, stored_parts
 from blockdraft.settings import DEFAULTS, Settings
 from blockdraft.shipped import shipped_drafter
 from tests import tiny
@@ -278,15 +278,22 @@ def test_acceptance_fades_and_is_known_by_name():
     assert published_acceptance("/models/Qwen3-8B", "").code == 6.50
     assert published_acceptance("/models/target", "z-lab/Qwen3-4B-DFlash-b16").code == 6.64
     assert not published_acceptance("/models/target", "mine").is_of_pair
-    shipped = published_acceptance("default", str(shipped_drafter("default")))
-    assert shipped.is_of_pair
-    card = (shipped_drafter("default") / "README.md").read_text()
-    for prompts, mean in (("humaneval", shipped.code), ("math", shipped.maths), ("mt-bench", shipped.chat)):
-        assert re.search(rf"\| {prompts} \| \d+ \| \*\*{mean:.2f}\*\* ", card)
     assert published_acceptance("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash").is_of_pair
     other = published_acceptance("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash")
     assert not other.is_of_pair
     assert "of z-lab's drafter: yours may differ" in other.source
+
+
+def test_a_drafter_of_ours_says_its_own_acceptance():
+    shares = {"code": [0.8, 0.4], "humaneval": [0.6, 0.2], "prose": [0.5, 0.0], "all": [0.1, 0.1]}
+    fit_file = {category: {"accepted_by_position": listed} for category, listed in shares.items()}
+    found = own_acceptance(fit_file, name="mine")
+    assert found.is_of_pair
+    assert found.code == pytest.approx((2.2 + 1.8) / 2)
+    assert found.maths == found.chat == pytest.approx((2.2 + 1.8 + 1.5) / 3)  # neither is in it: all of them
+    folder = shipped_drafter("default")
+    stored = open_stored(str(folder), needs_weights=False)
+    assert stored.fit_file == json.loads((folder / "fit.json").read_text())
 
 
 def test_a_card_that_our_kernels_do_not_know_is_named_however_much_it_holds():
