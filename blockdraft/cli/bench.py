@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -127,12 +127,21 @@ def run(args: argparse.Namespace) -> int:
     before = {number: signal.signal(number, signal.default_int_handler) for number in ENDINGS}
     try:
         return asyncio.run(_Bench(args).run())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     except BenchError as error:  # a server's log may hold the key
         key = _api_key(args)
         raise BenchError(str(error).replace(key, "***") if key else str(error)) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _on_endings(act: Callable[[], object]) -> None:
+    """From now on the loop acts so when somebody wants us to end."""
+    with contextlib.suppress(NotImplementedError):  # no signals on Windows' loop
+        for number in (signal.SIGINT, *ENDINGS):
+            asyncio.get_running_loop().add_signal_handler(number, act)
 
 
 def _compare(paths: Sequence[str], *, prints_json: bool) -> int:
@@ -212,6 +221,10 @@ class _Bench:
         from blockdraft.bench.live import Watch
         from blockdraft.bench.run import Runner
 
+        task = asyncio.current_task()
+        assert task is not None
+        # Between two steps of the loop, not in the middle of starting a process that then nobody ends.
+        _on_endings(task.cancel)
         grid = self.grid()
         paths = self._paths()
         begin_s = time.monotonic()
@@ -227,9 +240,7 @@ class _Bench:
         ):
             servers = await self._servers(url, clock, stack)
             stop = asyncio.Event()
-            with contextlib.suppress(NotImplementedError):  # no signals on Windows' loop
-                for number in (signal.SIGINT, *ENDINGS):
-                    asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            _on_endings(stop.set)
             total = sum(grid.num_conversations(point.load) for point in grid.points()) * len(servers)
             with Watch(total, console) as watch:
                 outcome = await Runner(grid, servers, clock=clock, watcher=watch, stop=stop).run()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from blockdraft.bench import served
 from blockdraft.bench.report import load_report
 from blockdraft.cli.main import main
 from blockdraft.models.fetch import SMOLLM2
@@ -445,6 +446,25 @@ def test_an_interrupt_while_a_server_starts_ends_it():
     assert process.returncode == 130, err
     assert "Traceback" not in err
     wait_for(lambda: not is_alive(Path("parent").read_text().strip()))
+
+
+def test_a_signal_that_comes_while_the_server_is_being_started_leaves_nothing_behind(monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0)  # where a handler of Python's would run
+
+    monkeypatch.setattr(served.subprocess, "Popen", Interrupted)
+    assert bench("--start", "sh -c 'sleep 100' {port}") == 130
+    (process,) = started
+    try:
+        assert process.poll() is not None
+    finally:
+        process.kill()
 
 
 # ---- our real server, over the tiny pair
