@@ -110,6 +110,7 @@ class Job:
         _check("--anchors", self.recipe.num_anchors, 1)
         _check("--short-blocks", self.recipe.short_blocks, 0, 1)
         _check("--average", self.recipe.average, 0, 1)
+        _check("--hardness", self.recipe.objective.hardness, 0)
         _check("--distill", self.recipe.objective.distill, 0, 1)
 
     def fingerprint(self) -> dict[str, object]:

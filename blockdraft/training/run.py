@@ -175,7 +175,7 @@ def _load_target(job: Job, ears: Ears) -> Models:
     return load_models(settings, ears.say)
 
 
-def _answers(  # noqa: PLR0913
+def _answers(
     job: Job,
     models: Models,
     training: list[Conversation],
