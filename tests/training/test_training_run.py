@@ -287,6 +287,7 @@ STEPS_FLAG = ("--steps", "2")
         ((*TAPS, *STEPS_FLAG, "--rows-per-step", "0"), "--rows-per-step 0"),
         ((*TAPS, *STEPS_FLAG, "--anchors", "0"), "--anchors 0"),
         ((*TAPS, *STEPS_FLAG, "--hardness", "-1"), "--hardness -1.0 is outside 0 or more"),
+        ((*TAPS, *STEPS_FLAG, "--hardness", "1", "--weighting", "decay"), "is for --weighting dpace"),
         ((*TAPS, *STEPS_FLAG, "--short-blocks", "1.5"), "--short-blocks 1.5 is outside 0 to 1"),
         ((*TAPS, *STEPS_FLAG, "--short-blocks", "0.5", "--bidirectional"), "for causal drafters"),
         ((*TAPS, *STEPS_FLAG, "--short-blocks", "0.5", "--block", "3"), "with blocks of 4 or more"),
