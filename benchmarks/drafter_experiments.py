@@ -195,7 +195,12 @@ def _trainer(name: str, args: argparse.Namespace, models: Models, documents: lis
     config = read_draft_config(draft_json(shape, models.config, {}, MASK_ID), name=name)
     models.target.taps = config.taps
     model = new_drafter(
-        config, models.target, max_positions=args.length + 64, device=models.device, init=init, seed=0
+        config,
+        models.target,
+        max_positions=args.length + config.block,  # as `train` has it: what is compiled here serves there
+        device=models.device,
+        init=init,
+        seed=0,
     )
     if args.start_from is not None:
         load_weights(model, args.start_from, models.device)
@@ -220,12 +225,16 @@ def _parts_of_a_step(trainer: Trainer) -> dict[str, float]:
     for _ in range(7):
         chosen = trainer._chosen()
         batch = timed("batch", lambda chosen=chosen: trainer._batch(chosen, trainer.forward.block))
-        _, features = timed("target", lambda chosen=chosen: trainer.features.read(chosen))
+        states, features = timed("target", lambda chosen=chosen: trainer.features.read(chosen))
         hidden = timed("drafter", lambda batch=batch, features=features: trainer.forward(batch, features))
         scores = timed(
             "loss",
-            lambda batch=batch, hidden=hidden: block_loss(
-                hidden, batch.labels.flatten(0, 1), head, trainer.recipe.objective
+            lambda batch=batch, hidden=hidden, states=states: block_loss(
+                hidden,
+                batch.labels.flatten(0, 1),
+                head,
+                trainer.recipe.objective,
+                trainer._teacher(batch, states),
             ),
         )
         timed("backward", scores.loss.backward)

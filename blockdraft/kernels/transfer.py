@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,3 +14,9 @@ def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype 
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def array_to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """The same for an array, in its own dtype."""
+    held = torch.from_numpy(values)
+    return (held.pin_memory() if device.type == "cuda" else held).to(device, non_blocking=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from blockdraft.cache.cache import NUM_RESERVED_PAGES, SCRATCH_PAGE, Cache
 from blockdraft.cache.rows import Rows as CacheRows
 from blockdraft.engine.loading import gpu_memory
-from blockdraft.kernels.transfer import to_device
+from blockdraft.kernels.transfer import array_to_device, to_device
 from blockdraft.machine import read_machine
 from blockdraft.models.decoder import Decoder
 from blockdraft.training.packing import Rows
@@ -80,10 +80,10 @@ class FeatureReader:
         for row, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
             table[row, :size] = range(first, first + size)
         places = np.concatenate([np.arange(begin, end) for begin, end in spans])
-        self._rows.page_table[: len(spans)] = torch.from_numpy(table).to(self._device)
+        self._rows.page_table[: len(spans)] = array_to_device(table, self._device)
         self._rows.length.zero_()
         self._rows.activate(range(len(spans)))
-        index = to_device(places.tolist(), self._device)
+        index = array_to_device(places, self._device)
         hidden, features = self._target(tokens[index], self._cache.view(self._rows, counts, is_known=True))
         return index, hidden, features
 

@@ -110,6 +110,11 @@ class Job:
         _check("--anchors", self.recipe.num_anchors, 1)
         _check("--short-blocks", self.recipe.short_blocks, 0, 1)
         _check("--average", self.recipe.average, 0, 1)
+        _check("--hardness", self.recipe.objective.hardness, 0)
+        if self.recipe.objective.hardness and self.recipe.objective.weighting != "dpace":
+            raise SettingsError(
+                f"--hardness {self.recipe.objective.hardness} is for --weighting dpace. Leave it out."
+            )
         _check("--distill", self.recipe.objective.distill, 0, 1)
 
     def fingerprint(self) -> dict[str, object]:

@@ -10,6 +10,7 @@ log.txt               everything that was said
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import time
@@ -55,11 +56,12 @@ class Ears:
 def train(job: Job, ears: Ears, *, resume: bool = False) -> dict[str, Fit]:
     """Every stage of `job` that is not done yet; the numbers of the exported drafter."""
     begin_s = time.monotonic()
-    _open_folder(job, resume=resume)
+    training, held_out = _conversations(job)
+    _open_folder(job, job.fingerprint() | _digest(training + held_out), resume=resume)
     budget_s = None if job.minutes is None else 60 * job.minutes
     models = _load_target(job, ears)
     _describe(job, models, ())  # what is wrong with it is said before the target answers for an hour
-    documents, held_out = _answers(job, models, ears, budget_s)
+    documents, kept = _answers(job, models, training, held_out, ears, budget_s)
     raw, config = _describe(job, models, documents)
     models.target.taps = config.taps
     trainer = _trainer(job, models, documents, config)
@@ -70,13 +72,13 @@ def train(job: Job, ears: Ears, *, resume: bool = False) -> dict[str, Fit]:
     trainer.features.forget()
     release()
     with trainer.averaged():
-        ears.show("evaluate", None, f"{len(held_out)} held-out answers")
-        fits = _simulated(job, trainer, held_out)
+        ears.show("evaluate", None, f"{len(kept)} held-out answers")
+        fits = _simulated(job, trainer, kept)
         export(job.out / "drafter", trainer.model, raw, fits, _story(job, documents, trainer))
         for name, fit in fits.items():
             ears.say(f"{name}: {fit.committed:.3f} tokens committed per step ({fit.num_documents} documents)")
         ears.say(f"exported to {job.out / 'drafter'}")
-        _check(job, trainer, held_out, ears, models)
+        _check(job, trainer, kept, ears, models)
     return fits
 
 
@@ -108,26 +110,35 @@ def _simulated(job: Job, trainer: Trainer, documents: Sequence[Document]) -> dic
 # ---- the folder
 
 
-def _open_folder(job: Job, *, resume: bool) -> None:
+def _open_folder(job: Job, asked: Mapping[str, object], *, resume: bool) -> None:
     job.out.mkdir(parents=True, exist_ok=True)
     path = job.out / "run.json"
     if not resume:
         has_answers = any(job.out.glob("*/shard-*.npz"))
         if (job.out / "checkpoint.pt").exists() or (path.exists() and has_answers):
             raise SettingsError(f"'{job.out}' holds a run already: add --resume, or choose another --out.")
-        path.write_text(json.dumps(job.fingerprint(), indent=1))
+        path.write_text(json.dumps(asked, indent=1))
         return
     try:
         known = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise SettingsError(f"cannot resume '{job.out}': {error}. Start it without --resume.") from None
-    asked = job.fingerprint()
     wrong = sorted(name for name in asked if asked[name] != known.get(name))
     if wrong:
         raise SettingsError(
             f"cannot resume '{job.out}' with another {wrong[0]}: it began with {known.get(wrong[0])!r}, and "
             f"{asked[wrong[0]]!r} was asked for. Ask for the same, or train --from its drafter."
         )
+
+
+def _digest(conversations: Sequence[Conversation]) -> dict[str, object]:
+    """What answers are filed by is a prompt's place in their list; without any, those that are there do."""
+    if not conversations:
+        return {}
+    digest = hashlib.sha256()
+    for one in conversations:
+        digest.update(repr(one).encode())
+    return {"prompts": digest.hexdigest()[:16]}
 
 
 def _save_checkpoint(job: Job, trainer: Trainer) -> None:
@@ -165,10 +176,14 @@ def _load_target(job: Job, ears: Ears) -> Models:
 
 
 def _answers(
-    job: Job, models: Models, ears: Ears, budget_s: float | None
+    job: Job,
+    models: Models,
+    training: list[Conversation],
+    held_out: list[Conversation],
+    ears: Ears,
+    budget_s: float | None,
 ) -> tuple[list[Document], list[Document]]:
     """Documents to train on, and greedy ones that are held out."""
-    training, held_out = _conversations(job)
     bulk, tokenizer = make_bulk(models), models.tokenizer
     greedy = replace(job.manner, sampled=0.0)
     kept = regenerate(bulk, tokenizer, held_out, job.out / "held-out", greedy)

@@ -286,6 +286,8 @@ STEPS_FLAG = ("--steps", "2")
         ((*TAPS, *STEPS_FLAG, "--sampled", "1.5"), "--sampled 1.5"),
         ((*TAPS, *STEPS_FLAG, "--rows-per-step", "0"), "--rows-per-step 0"),
         ((*TAPS, *STEPS_FLAG, "--anchors", "0"), "--anchors 0"),
+        ((*TAPS, *STEPS_FLAG, "--hardness", "-1"), "--hardness -1.0 is outside 0 or more"),
+        ((*TAPS, *STEPS_FLAG, "--hardness", "1", "--weighting", "decay"), "is for --weighting dpace"),
         ((*TAPS, *STEPS_FLAG, "--short-blocks", "1.5"), "--short-blocks 1.5 is outside 0 to 1"),
         ((*TAPS, *STEPS_FLAG, "--short-blocks", "0.5", "--bidirectional"), "for causal drafters"),
         ((*TAPS, *STEPS_FLAG, "--short-blocks", "0.5", "--block", "3"), "with blocks of 4 or more"),
@@ -361,3 +363,21 @@ def test_a_drafter_of_another_target_is_refused(job, tmp_path):
         (folder / "config.json").write_text(json.dumps(other | {name: value}))
         with pytest.raises(ModelError, match=message):
             train(replace(job, out=tmp_path / f"out-{name}", start_from=str(folder)), Ears())
+
+
+@pytest.mark.parametrize("flag", ["prompts", "held_out"])
+def test_a_run_is_not_resumed_with_other_prompts(job, whole, prompts, tmp_path, flag):
+    """Their answers would be filed under the numbers of the first ones'."""
+    shutil.copytree(whole("muon"), job.out)
+    other = tmp_path / "other.jsonl"
+    other.write_text(prompts.read_text().replace("t2 t4", "t2 t5"))
+    asked = replace(job, **{flag: (other,) if flag == "prompts" else ((None, other),)})
+    with pytest.raises(SettingsError, match="with another prompts"):
+        train(asked, Ears(), resume=True)
+
+
+def test_prompts_that_moved_are_the_same(job, whole, prompts, tmp_path):
+    shutil.copytree(whole("muon"), job.out)
+    moved = shutil.copy(prompts, tmp_path / "moved.jsonl")
+    train(replace(job, prompts=(Path(moved),)), Ears(), resume=True)
+    assert_same_run(job.out, whole("muon"))
