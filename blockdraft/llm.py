@@ -112,10 +112,14 @@ class LLM:
 
     def stream(self, prompt: Prompt | Items[Message], params: SamplingParams | None = None) -> DeltaStream:
         """Deltas of one prompt or conversation as they are committed; closing it aborts the request."""
-        sampling = params if params is not None else SamplingParams()
+        sampling = params if params is not None else self.default_sampling()
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         ids = self.tokenizer.encode_chat(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
         return DeltaStream(self, self._add(ids, sampling), sampling.n)
+
+    def default_sampling(self) -> SamplingParams:
+        """What is used where no parameters are given: the model's own, if its makers recommend any."""
+        return SamplingParams(**self.engine.models.sampling)  # type: ignore[arg-type]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -147,7 +151,7 @@ class LLM:
         self, prompts: list[list[int]], params: SamplingParams | Items[SamplingParams] | None
     ) -> list[Result]:
         if params is None or isinstance(params, SamplingParams):
-            params = [params if params is not None else SamplingParams()] * len(prompts)
+            params = [params if params is not None else self.default_sampling()] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling parameters.")
         streams: list[DeltaStream] = []

@@ -16,6 +16,7 @@ from blockdraft.errors import SettingsError
 Auto = Literal["auto"]
 T = TypeVar("T")
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+SAMPLING_DEFAULTS = ("model", "openai")
 QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
 LOAD_FORMATS = ("auto", "dummy")
 ENGINES = ("native", "vllm", "sglang")
@@ -89,6 +90,10 @@ class Settings:
     )
     graphs: bool = _setting(True, "on a GPU, run each decode step as one CUDA graph")
     verify: bool = _setting(True, "check kernels, model and drafter before serving")
+    sampling_defaults: str = _setting(
+        "model",
+        "of requests that do not say: the model's own (generation_config.json), or openai's (temperature 1)",
+    )
     seed: int = _setting(0, "where requests without a seed draw theirs from")
     engine: str = _setting("native", "native is ours; vllm and sglang are started and served through")
     engine_version: str | None = _setting(
@@ -165,6 +170,7 @@ CHOICES = {
     "quantization": QUANTIZATIONS,
     "draft_quantization": QUANTIZATIONS,
     "load_format": LOAD_FORMATS,
+    "sampling_defaults": SAMPLING_DEFAULTS,
     "engine": ENGINES,
 }
 

@@ -109,7 +109,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     def add(flag: str, kind: Callable[[str], object], default: object, text: str) -> None:
         group.add_argument(flag, type=kind, default=default, metavar="N", help=text)
 
-    add("--temperature", float, 0.0, "0 is greedy, and the default here (the server's is OpenAI's 1.0)")
+    add("--temperature", float, 0.0, "0 is greedy, and the default here (the server's is the model's own)")
     add("--top-p", float, 1.0, "sample from the likeliest tokens that hold this much probability")
     add("--top-k", int, 0, "sample from this many likeliest tokens; 0: all")
     add("--min-p", float, 0.0, "drop tokens less likely than this share of the likeliest")

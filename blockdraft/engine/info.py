@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,7 @@ class EngineInfo:
     has_prefix_cache: bool
     is_dummy: bool  # random weights, for timing only
     synthetic_acceptance: str | None  # the profile by which drafts are kept, for timing only
+    sampling: Mapping[str, float]  # of requests that do not say
     notices: tuple[str, ...]  # what a reader of any output must know
 
 
@@ -62,6 +64,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         has_prefix_cache=plan.prefix_cache,
         is_dummy=models.labels.is_dummy,
         synthetic_acceptance=models.labels.synthetic_acceptance,
+        sampling=models.sampling,
         notices=models.labels.notices,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from blockdraft.acceptance_profile import acceptance_rates
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.drafter import Drafter, NoDrafter
+from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.engine.tokenizer import Tokenizer
 from blockdraft.errors import ModelError
 from blockdraft.machine import read_machine
@@ -60,6 +61,7 @@ class Models:
     rates: tuple[float, ...] | None = None  # synthetic acceptance, for timing alone; None: real
     labels: Labels = Labels()
     acceptance: Acceptance = field(default_factory=dict)  # of its drafts, by category; empty: not known
+    sampling: Mapping[str, float] = field(default_factory=dict)  # of requests that do not say
 
     def __post_init__(self) -> None:
         assert self.rates is None or len(self.rates) >= self.plan.block - 1, "a rate for each draft"
@@ -94,6 +96,7 @@ class Opened:
     rates: tuple[float, ...] | None
     labels: Labels
     acceptance: Acceptance
+    sampling: Mapping[str, float]
 
 
 def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
@@ -119,6 +122,8 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     tokenizer = Tokenizer(
         checkpoint.tokenizer_parts() if has_tokenizer else byte_tokenizer(config.vocab_size)
     )
+    is_asked = settings.sampling_defaults == "model"
+    sampling = sampling_defaults(checkpoint.generation_file, name=checkpoint.name) if is_asked else {}
     draft_checkpoint = None
     draft_config = None
     acceptance: Acceptance = {}
@@ -158,6 +163,7 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
         rates,
         labels,
         acceptance,
+        sampling,
     )
 
 
@@ -240,6 +246,7 @@ def read_weights(
         rates=opened.rates,
         labels=opened.labels,
         acceptance=opened.acceptance,
+        sampling=opened.sampling,
     )
 
 

@@ -79,6 +79,7 @@ def _model(order: Order) -> list[tuple[str, object]]:
         ("--load-format", order.changed("load_format")),
         ("--kv-cache-dtype", KV_DTYPES.get(settings.kv_dtype)),
         ("--attention-backend", _backend(order, "attention_backend")),
+        ("--sampling-defaults", order.changed("sampling_defaults")),
         ("--random-seed", order.changed("seed")),
     ]
 

@@ -63,6 +63,7 @@ def _model(order: Order) -> list[tuple[str, object]]:
         ("--load-format", order.changed("load_format")),
         ("--kv-cache-dtype", order.changed("kv_dtype")),
         ("--attention-backend", _backend(order.settings.attention_backend)),
+        ("--generation-config", "vllm" if order.settings.sampling_defaults == "openai" else None),
         ("--seed", order.changed("seed")),
     ]
 

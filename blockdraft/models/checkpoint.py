@@ -59,6 +59,7 @@ class Checkpoint(Protocol):
     config: Mapping[str, object]  # config.json, or its equivalent built from GGUF metadata
     quant_file: Mapping[str, object] | None  # hf_quant_config.json, where a folder has one
     fit_file: Mapping[str, object]  # a drafter's fit.json; empty where there is none
+    generation_file: Mapping[str, object]  # generation_config.json; empty where there is none
 
     def tensors(self) -> Mapping[str, TensorInfo]: ...
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor: ...
@@ -136,7 +137,8 @@ def open_checkpoint(
 
     found = find_source(source)
     if found.kind == "default":
-        return GgufCheckpoint(fetch.default_gguf(report), name=found.name)
+        path = fetch.default_gguf(report)
+        return GgufCheckpoint(path, name=found.name, generation_file=fetch.SMOLLM2.generation_file)
     if found.kind == "hub":
         folder = fetch.hub_folder(found.repo, revision=found.revision, needs_weights=needs_weights)
         return FolderCheckpoint(folder, name=found.name, needs_weights=needs_weights)

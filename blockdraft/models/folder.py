@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from blockdraft.errors import ModelError
 from blockdraft.models.checkpoint import TensorInfo, TokenizerParts, read_bytes, row_range
 from blockdraft.models.draft_fit import FIT_FILE
-from blockdraft.models.model_folder import ModelFolder, check_promised, ids_in
+from blockdraft.models.model_folder import GENERATION_FILE, ModelFolder, check_promised, ids_in
 
 _TOKENIZER = "tokenizer.json"
 
@@ -66,6 +66,7 @@ class FolderCheckpoint:
         self.config = self._folder.config
         self.quant_file = self._folder.quant_file
         self.fit_file: Mapping[str, object] = self._folder.json(FIT_FILE)
+        self.generation_file: Mapping[str, object] = self._folder.json(GENERATION_FILE)
         try:
             if needs_weights:
                 self._open_shards()

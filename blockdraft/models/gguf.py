@@ -30,8 +30,11 @@ class GgufCheckpoint:
     fit_file: Mapping[str, object] = MappingProxyType({})
     has_tokenizer = True
 
-    def __init__(self, path: Path, *, name: str) -> None:
+    def __init__(
+        self, path: Path, *, name: str, generation_file: Mapping[str, object] = MappingProxyType({})
+    ) -> None:
         self.name = name
+        self.generation_file = generation_file
         self._file = GgufFile(path, name=name)
         try:
             self.config: Mapping[str, object] = read_config(self._file)

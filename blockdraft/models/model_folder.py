@@ -12,6 +12,7 @@ from blockdraft.errors import ModelError
 from blockdraft.models.shard import Damaged, Entry, read_shard
 
 _INDEX = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
 _SINGLE = "model.safetensors"
 _QUANT_FILE = "hf_quant_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -48,7 +49,7 @@ class ModelFolder:
 
     def eos_ids(self) -> list[int]:
         """Token ids that end a turn, as the configurations say."""
-        generation = self.json("generation_config.json").get("eos_token_id")
+        generation = self.json(GENERATION_FILE).get("eos_token_id")
         return ids_in(generation) + ids_in(self.config.get("eos_token_id"))
 
     def weight_map(self) -> dict[str, str]:

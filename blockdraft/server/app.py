@@ -225,7 +225,7 @@ class _Api:
 
     async def _chat(self, asked: ChatRequest, head: Head) -> Response:
         ready = self._ready()
-        sampling = asked.sampling()
+        sampling = asked.sampling(ready.info.sampling)
         check_tokens(asked, ready.info)
         # Long conversations take long to encode, and the other clients' streams must go on.
         prompt_ids = await run_in_threadpool(blaming("messages", encode_chat), asked, ready.tokenizer)
@@ -241,7 +241,7 @@ class _Api:
 
     async def _complete(self, asked: CompletionRequest, head: Head) -> Response:
         ready = self._ready()
-        sampling = asked.sampling()
+        sampling = asked.sampling(ready.info.sampling)
         check_tokens(asked, ready.info)
         prompts = await run_in_threadpool(blaming("prompt", encode_prompts), asked, ready.tokenizer)
         for prompt_ids in prompts:

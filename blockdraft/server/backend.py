@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Items
 from typing import Protocol, cast
 
@@ -24,6 +24,8 @@ class Info(Protocol):
     def block(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def sampling(self) -> Mapping[str, float]: ...
 
 
 class Backend(Protocol):

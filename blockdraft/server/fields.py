@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from blockdraft.engine.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from blockdraft.engine.sampling_defaults import NAMES
 from blockdraft.server.body import FieldError, parse_object, shown_name
 from blockdraft.server.field_types import (
     MAX_INT,
@@ -103,13 +104,14 @@ def _as_speculative(value: object) -> object:
 class _Generation(_Body):
     """The fields of chat and plain completions alike."""
 
-    temperature: float = Field(default=1.0, ge=0, le=100)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1, le=MAX_INT)
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    # These five are the model's own where a request does not say.
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_INT)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
     logit_bias: Biases = {}
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: Stops = []
@@ -146,22 +148,24 @@ class _Generation(_Body):
             )
 
     def _sampling(
-        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        defaults: Mapping[str, float],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> SamplingParams:
         if max_tokens is not None and self.min_tokens > max_tokens:
             raise FieldError(
                 f"'min_tokens' is {self.min_tokens}, more than the {max_tokens} tokens the answer may have.",
                 "min_tokens",
             )
+        asked = {name: getattr(self, name) for name in NAMES}
         return SamplingParams(
+            **{**defaults, **{name: value for name, value in asked.items() if value is not None}},
             n=self.n,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias,
             seed=self.seed,
             stop=self.stop,
@@ -213,9 +217,10 @@ class ChatRequest(_Generation):
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, float]) -> SamplingParams:
         is_new = self.max_completion_tokens is not None
         return self._sampling(
+            defaults,
             max_tokens=self.max_completion_tokens if is_new else self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
@@ -244,12 +249,12 @@ class CompletionRequest(_Generation):
         if self.is_scoring and not self.echo:
             raise FieldError("'max_tokens' is 0, which needs 'echo': true.", "max_tokens")
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, float]) -> SamplingParams:
         asked = self.prompt_logprobs
         if self.echo and self.logprobs is not None:
             asked = max(self.logprobs, asked or 0)
         return self._sampling(
-            max_tokens=max(1, self.max_tokens), logprobs=self.logprobs, prompt_logprobs=asked
+            defaults, max_tokens=max(1, self.max_tokens), logprobs=self.logprobs, prompt_logprobs=asked
         )
 
 

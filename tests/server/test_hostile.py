@@ -235,7 +235,7 @@ def test_the_ends_of_every_range_are_good_for_the_engine_too(field):
     """The ranges are written twice: for the document, and in SamplingParams."""
     for value in RANGES[field]:
         for kind, more in ((ChatRequest, {"messages": MESSAGES}), (CompletionRequest, {"prompt": "t1"})):
-            sampling = parse(kind, json.dumps({**more, field: value}).encode()).sampling()
+            sampling = parse(kind, json.dumps({**more, field: value}).encode()).sampling({})
             assert getattr(sampling, field) == value
     low, high = RANGES[field]
     step = 1 if isinstance(high, int) and isinstance(low, int) else 0.1

