@@ -18,7 +18,7 @@ NO_LIMITS = Limits()
 DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")  # NVIDIA's, AMD's, that of WSL
 
 # What engines of others are told of memory that the system lives in too; they take more than they are told.
-UNIFIED_SHARE = 0.8
+TOLD_SHARE = 0.8
 # CPU implementer and part, where the kernel gives no name.
 ARM_CPUS = {
     ("0x41", "0xd0c"): "Neoverse N1",
@@ -84,7 +84,7 @@ class Machine:
 def told_share(settings: Settings, machine: Machine | None) -> float:
     """The share of a card's memory that vLLM and SGLang plan with; less than the default if unified."""
     asked, default = settings.gpu_memory_utilization, DEFAULTS["gpu_memory_utilization"]
-    return UNIFIED_SHARE if asked == default and machine is not None and machine.is_unified else asked
+    return TOLD_SHARE if asked == default and machine is not None and machine.is_unified else asked
 
 
 def read_machine(root: Path = ROOT, query: Callable[[str | None], nvml.Answer] = nvml.query) -> Machine:

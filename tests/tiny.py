@@ -101,3 +101,18 @@ def drain(engine):
         engine.check()
     assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
     return deltas
+
+
+def to_speculators(config, extra):
+    """The same drafter in the other layout."""
+    body = {k: v for k, v in config.items() if k not in ("architectures", "block_size", "dflash_config")}
+    return {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashDraftModel"],
+        "transformer_layer_config": body,
+        "block_size": config["block_size"],
+        "mask_token_id": config["dflash_config"]["mask_token_id"],
+        "aux_hidden_state_layer_ids": [k + 1 for k in config["dflash_config"]["target_layer_ids"]],
+        "draft_vocab_size": config["vocab_size"],
+        **extra,
+    }

@@ -171,9 +171,10 @@ def check_native(settings: Settings) -> None:
     """For a start of our own engine here: raises for weights that are too large and for a pair that does not
     match, before anything is downloaded. The rest is left to the start, which measures, fetches and says so.
     """
+    if settings.model == "default" or ":" in settings.device:
+        return
     machine = read_machine()
-    is_other_card = ":" in settings.device or (settings.device == "cuda" and not machine.gpu_bytes)
-    if settings.model == "default" or is_other_card:
+    if settings.device == "cuda" and not machine.gpu_bytes:
         return
     try:
         fit = fit_native(settings, machine, open_pair(settings))

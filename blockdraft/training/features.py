@@ -144,8 +144,8 @@ class KeptFeatures:
 
 
 def _room_bytes(device: torch.device) -> int:
+    machine = read_machine()
     if device.type != "cuda":
-        return int(KEPT_SHARE_OF_ALL * read_machine().memory_bytes)
-    gpus, index = read_machine().gpus, device.index or 0
-    is_unified = index < len(gpus) and gpus[index].is_unified
-    return int((KEPT_SHARE_OF_ALL if is_unified else KEPT_SHARE) * gpu_memory(device)[0])
+        return int(KEPT_SHARE_OF_ALL * machine.memory_bytes)
+    share = KEPT_SHARE_OF_ALL if machine.is_unified else KEPT_SHARE
+    return int(share * gpu_memory(device)[0])

@@ -281,17 +281,3 @@ class _Swapped:
 def _seeded(device: str, seed: int, number: int) -> torch.Generator:
     # PyTorch's generator on a CPU looks at the lower 32 bits alone.
     return torch.Generator(device=device).manual_seed(mix(seed, number) % 2**32)
-
-
-def follow(
-    trainer: Trainer, progress: Iterator[Progress], every_s: float, say: Callable[[str], None]
-) -> None:
-    """Run to the end, with a line now and then."""
-    last = time.monotonic()
-    for one in progress:
-        if time.monotonic() - last >= every_s:
-            say(
-                f"step {one.step}, {one.share:.0%}: loss {one.loss.item():.4f}, "
-                f"{one.committed():.3f} committed per step, rate {one.rate:.2e}"
-            )
-            last = time.monotonic()

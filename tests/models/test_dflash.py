@@ -73,23 +73,8 @@ def write_random_draft(folder, *, top=(), dflash=(), speculators=None, own_head=
         weights |= {"lm_head.weight": torch.randn(len(own_head), HIDDEN, generator=generator) * 0.2}
         weights |= {"d2t": own_head - torch.arange(len(own_head))}
         weights |= {"t2d": torch.isin(torch.arange(VOCAB), own_head)}
-    write_draft(folder, config if speculators is None else to_speculators(config, speculators), weights)
+    write_draft(folder, config if speculators is None else tiny.to_speculators(config, speculators), weights)
     return config, weights
-
-
-def to_speculators(config, extra):
-    """The same drafter in the other layout."""
-    body = {k: v for k, v in config.items() if k not in ("architectures", "block_size", "dflash_config")}
-    return {
-        "speculators_model_type": "dflash",
-        "architectures": ["DFlashDraftModel"],
-        "transformer_layer_config": body,
-        "block_size": config["block_size"],
-        "mask_token_id": config["dflash_config"]["mask_token_id"],
-        "aux_hidden_state_layer_ids": [k + 1 for k in config["dflash_config"]["target_layer_ids"]],
-        "draft_vocab_size": VOCAB,
-        **extra,
-    }
 
 
 class Drafting:

@@ -45,19 +45,7 @@ def draft_json(*, top=(), dflash=(), speculators=None):
     """config.json of a drafter for the fixture's target, in z-lab's layout or in the other one."""
     config = json.loads((tiny.PAIR / "draft" / "config.json").read_text()) | dict(top)
     config["dflash_config"] |= dict(dflash)
-    if speculators is None:
-        return config
-    body = {k: v for k, v in config.items() if k not in ("architectures", "block_size", "dflash_config")}
-    return {
-        "speculators_model_type": "dflash",
-        "architectures": ["DFlashDraftModel"],
-        "transformer_layer_config": body,
-        "block_size": config["block_size"],
-        "mask_token_id": config["dflash_config"]["mask_token_id"],
-        "aux_hidden_state_layer_ids": [k + 1 for k in config["dflash_config"]["target_layer_ids"]],
-        "draft_vocab_size": VOCAB,
-        **speculators,
-    }
+    return config if speculators is None else tiny.to_speculators(config, speculators)
 
 
 def random_drafter(raw, *, dtype=torch.float64, seed=6, max_positions=256, decoder=None):

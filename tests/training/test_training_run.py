@@ -49,10 +49,9 @@ def target(tmp_path_factory):
     return str(pairs.write_ending_target(tmp_path_factory.mktemp("ending"), 20, 41, 62))
 
 
-@pytest.fixture
-def job(prompts, target, tmp_path):
+def make_job(prompts, target, out):
     return Job(
-        out=tmp_path / "run",
+        out=out,
         prompts=(prompts,),
         model=target,
         device="cpu",
@@ -67,6 +66,11 @@ def job(prompts, target, tmp_path):
     )
 
 
+@pytest.fixture
+def job(prompts, target, tmp_path):
+    return make_job(prompts, target, tmp_path / "run")
+
+
 @pytest.fixture(scope="module")
 def whole(prompts, target, tmp_path_factory):
     """The folders of runs that nobody interrupted, one per kind of recipe."""
@@ -74,20 +78,8 @@ def whole(prompts, target, tmp_path_factory):
     @functools.cache
     def make(optimizer):
         out = tmp_path_factory.mktemp("whole") / optimizer
-        job = Job(
-            out=out,
-            prompts=(prompts,),
-            model=target,
-            device="cpu",
-            dtype="float32",
-            steps=STEPS,
-            length=64,
-            bulk_rows=4,
-            shape=SHAPE,
-            manner=Manner(max_tokens=12, sampled=0.4, temperature=1.0),
-            recipe=replace(RECIPE, optimizer=optimizer),
-        )
-        train(job, Ears())
+        job = make_job(prompts, target, out)
+        train(replace(job, recipe=replace(RECIPE, optimizer=optimizer)), Ears())
         return out
 
     return make
