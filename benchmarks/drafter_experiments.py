@@ -109,7 +109,9 @@ def write_answers(args: argparse.Namespace) -> None:
             for one in listed
         ]
     begin = time.monotonic()
-    found = regenerate(bulk, tokenizer, evaluation, args.out / "evaluate", Manner(max_tokens=512))
+    found = regenerate(
+        bulk, tokenizer, evaluation, args.out / "evaluate", Manner(max_tokens=512, max_repeat=None)
+    )
     print(f"evaluation: {len(found)} documents, {time.monotonic() - begin:.1f} s")
     begin = time.monotonic()
     found = regenerate(

@@ -66,6 +66,13 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-prompts", type=int, metavar="N", help="train on this many prompts at most")
     group.add_argument("--max-answer", type=int, default=400, metavar="N", help="tokens (default: 400)")
     group.add_argument(
+        "--max-repeat",
+        type=int,
+        default=64,
+        metavar="N",
+        help="cut an answer whose last N tokens it has said before; 0: never (default: 64)",
+    )
+    group.add_argument(
         "--sampled", type=float, default=0.0, metavar="SHARE", help="answered at --temperature (default: 0)"
     )
     group.add_argument("--temperature", type=float, default=0.7, metavar="N", help="(default: 0.7)")
@@ -111,7 +118,7 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=recipe.short_blocks,
         metavar="SHARE",
-        help="of the run, at its beginning, with blocks of half the length: steps take half as long",
+        help="of the run, at its beginning, with blocks of half the length: steps cost a third less",
     )
     add(
         "--anchoring",
@@ -160,7 +167,11 @@ def _job(args: argparse.Namespace) -> Job:
         mask_token_id=args.mask_token,
     )
     manner = Manner(
-        max_tokens=args.max_answer, sampled=args.sampled, temperature=args.temperature, top_p=args.top_p
+        max_tokens=args.max_answer,
+        sampled=args.sampled,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        max_repeat=args.max_repeat or None,
     )
     recipe = Recipe(
         rows_per_step=args.rows_per_step,

@@ -29,7 +29,11 @@ ROUND = 16  # steps; longer rounds look at the host less often, and waste more o
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt. Its answer ends at an end-of-sequence token, or with `max_tokens`."""
+    """One prompt. Its answer ends at an end-of-sequence token, or with `max_tokens`.
+
+    With `max_repeat` it ends as well, at the end of a round, once so many tokens in a row were said before:
+    a greedy answer that runs in circles seldom leaves them.
+    """
 
     key: int  # whatever tells the asker which one it is
     prompt_ids: tuple[int, ...]
@@ -37,6 +41,7 @@ class Question:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    max_repeat: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,16 @@ class _Row:
     question: Question
     num_tokens: int = 0
     pieces: list[np.ndarray] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        """Whether it ends here, though the target did not say so."""
+        count = self.question.max_repeat
+        if self.num_tokens >= self.question.max_tokens:
+            return True
+        if count is None or self.num_tokens <= count:
+            return False
+        said = np.concatenate(self.pieces)
+        return said[-count:].tobytes() in said[:-1].tobytes()
 
 
 @dataclass(slots=True)
@@ -219,7 +234,7 @@ class Bulk:
             row = half.rows[number]
             row.pieces.append(tokens[:, column])
             row.num_tokens += ROUND
-            if column in ended or row.num_tokens >= row.question.max_tokens:
+            if column in ended or row.is_over():
                 del half.rows[number]
                 yield self._finished(row)
 

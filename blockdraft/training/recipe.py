@@ -35,6 +35,7 @@ class Manner:
     temperature: float = 0.7
     top_p: float = 0.95
     seed: int = 0
+    max_repeat: int | None = 64  # an answer that has said its last so many tokens before is cut there
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class Job:
         _check("--rows", self.bulk_rows, 1)
         # What a row must hold beside the answer: a prompt, and what is left of a round of engine/bulk.py.
         _check("--max-answer", self.manner.max_tokens, 1, self.length - 16)
+        _check("--max-repeat", self.manner.max_repeat, 1)
         _check("--sampled", self.manner.sampled, 0, 1)
         _check("--temperature", self.manner.temperature, 0)
         _check("--top-p", self.manner.top_p, 0, 1)

@@ -153,6 +153,7 @@ class _Asker:
             temperature=manner.temperature if is_sampled else 0.0,
             top_p=manner.top_p if is_sampled else 1.0,
             seed=index,
+            max_repeat=manner.max_repeat,
         )
 
     def _encode(self, messages: list[dict[str, object]]) -> list[int]:

@@ -185,8 +185,8 @@ def _answers(
 ) -> tuple[list[Document], list[Document]]:
     """Documents to train on, and greedy ones that are held out."""
     bulk, tokenizer = make_bulk(models), models.tokenizer
-    greedy = replace(job.manner, sampled=0.0)
-    kept = regenerate(bulk, tokenizer, held_out, job.out / "held-out", greedy)
+    served = replace(job.manner, sampled=0.0, max_repeat=None)  # a server does not cut circles either
+    kept = regenerate(bulk, tokenizer, held_out, job.out / "held-out", served)
     seconds = None if job.answer_minutes is None else 60 * job.answer_minutes
     if seconds is None and budget_s is not None:
         seconds = REGENERATE_SHARE * budget_s

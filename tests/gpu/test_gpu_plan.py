@@ -1,6 +1,7 @@
 """The memory plan against a real start: random weights of Qwen3-8B with a drafter on this card.
 
 What was planned without torch, weights, cache and all, must be within 3 % of what the start has taken.
+The card must be free: `pytest -n 0`.
 """
 
 import json

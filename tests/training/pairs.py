@@ -7,6 +7,7 @@ import shutil
 import torch
 from safetensors.torch import save_file
 
+from blockdraft.engine.bulk import ROUND
 from blockdraft.engine.loading import load_models
 from blockdraft.models.draft_config import read_draft_config
 from blockdraft.settings import Settings
@@ -39,6 +40,15 @@ def write_ending_target(folder, *end_ids):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": list(end_ids)}))
     return folder
+
+
+def cut_circles(tokens, count):
+    """Up to the first end of a round whose last `count` tokens stand somewhere before it, too."""
+    for end in range(ROUND, len(tokens), ROUND):
+        last = tokens[end - count : end]
+        if any(tokens[at : at + count] == last for at in range(end - count)):
+            return tokens[:end]
+    return tokens
 
 
 def draft_json(*, top=(), dflash=(), speculators=None):

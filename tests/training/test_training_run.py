@@ -110,6 +110,27 @@ def leaves(value, path=()):
         yield path, value
 
 
+# ---- answers
+
+
+def test_answers_that_run_in_circles_are_cut_and_held_out_ones_are_not(job, tmp_path):
+    count = 4
+    endless = str(pairs.write_ending_target(tmp_path / "endless", 63))
+    manner = Manner(max_tokens=60, max_repeat=count)
+    shape = replace(SHAPE, mask_token_id=60)
+    train(replace(job, model=endless, steps=1, length=128, manner=manner, shape=shape), Ears())
+    found = {
+        name: [one.answer_ids for path in (job.out / name).glob("*.npz") for one in read_shard(path)]
+        for name in ("answers", "held-out")
+    }
+    circles = {
+        name: [answer for answer in answers if pairs.cut_circles(answer, count) != answer]
+        for name, answers in found.items()
+    }
+    assert not circles["answers"]
+    assert circles["held-out"]
+
+
 # ---- interrupted and resumed
 
 
@@ -275,6 +296,7 @@ STEPS_FLAG = ("--steps", "2")
         ((*TAPS, *STEPS_FLAG, "--length", "32768"), "--length 32768 is outside"),
         ((*TAPS, *STEPS_FLAG, "--max-answer", "0"), "--max-answer 0"),
         ((*TAPS, *STEPS_FLAG, "--max-answer", "64"), "--max-answer 64"),
+        ((*TAPS, *STEPS_FLAG, "--max-repeat", "-1"), "--max-repeat -1 is outside 1 or more"),
         ((*TAPS, *STEPS_FLAG, "--sampled", "1.5"), "--sampled 1.5"),
         ((*TAPS, *STEPS_FLAG, "--rows-per-step", "0"), "--rows-per-step 0"),
         ((*TAPS, *STEPS_FLAG, "--anchors", "0"), "--anchors 0"),
@@ -304,6 +326,14 @@ def test_the_command_line_refuses_in_one_line(job, capsys, flags, message):
     assert error.startswith("blockdraft: error:")
     assert message in error
     assert not (job.out / "drafter").exists()
+
+
+@pytest.mark.parametrize(("flags", "expected"), [((), 64), (("--max-repeat", "0"), None)])
+def test_circles_are_cut_unless_the_command_line_says_never(job, monkeypatch, flags, expected):
+    asked = []
+    monkeypatch.setattr(run, "train", lambda job, *_, **__: asked.append(job) or {})
+    command(job, *TAPS, *STEPS_FLAG, *flags)
+    assert [one.manner.max_repeat for one in asked] == [expected]
 
 
 def test_no_prompts_are_refused(job, capsys):
