@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from blockdraft.engine.pace import Pace
 from blockdraft.engine.pages import OutOfPages, PageAllocator
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.sequence import Sequence
@@ -62,6 +63,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self.max_drafting_rows: int | None = None  # more rows than these decode plainly; None: no limit
+        self.pace: Pace | None = None  # None: a sequence keeps its width
         self._free_rows = list(reversed(range(max_rows)))
         self._last_kind: Literal["prefill", "decode"] = "decode"
         self._last_width = 0
@@ -206,9 +208,11 @@ class Scheduler:
         return self._batch("decode", chosen, starts, [width] * len(chosen), width=width)
 
     def _width(self, sequence: Sequence, num_rows: int) -> int:
-        limit = self.max_drafting_rows
-        is_plain = sequence.is_width_ours and limit is not None and num_rows > limit
-        return 1 if is_plain else sequence.width
+        if not sequence.is_width_ours:
+            return sequence.width
+        if self.max_drafting_rows is not None and num_rows > self.max_drafting_rows:
+            return 1
+        return sequence.width if self.pace is None else self.pace.next_width(sequence.tally.record)
 
     def _batch(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.detokenizer import TextStream
+from blockdraft.engine.pace import Record
 from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs
 
 
@@ -25,7 +26,7 @@ class Sequence:
     max_length: int  # tokens, prompt included
     stream: TextStream | None  # None: no tokenizer, no text
     leader: Sequence | None  # the choice whose prompt pages this one will share
-    is_width_ours: bool = False  # nobody asked for it: where drafts do not pay, it may be 1
+    is_width_ours: bool = False  # nobody asked for it: it may change from step to step
 
     token_ids: list[int] = field(default_factory=list)
     length: int = 0
@@ -143,6 +144,7 @@ class Tally:
     steps: int = 0
     drafted: int = 0
     accepted: list[int] = field(default_factory=list)
+    record: Record = field(default_factory=Record)
     preemptions: int = 0
     num_cached_tokens: int = 0
     start_s: float | None = None
@@ -152,6 +154,7 @@ class Tally:
         """One verified block: `num_committed - 1` of its `width - 1` drafts were right."""
         self.steps += 1
         self.drafted += width - 1
+        self.record.count(width, num_committed - 1)
         self.accepted.extend([0] * (width - 1 - len(self.accepted)))
         for position in range(num_committed - 1):
             self.accepted[position] += 1

@@ -5,8 +5,9 @@ step costs is measured: plain and speculative steps of one row, in turns, and th
 only ever adds. The width is the one with the best mean speed-up of those at which no category is slower than
 plain decoding. Where there is none it is 1: requests then decode plainly unless they ask for drafts.
 
-On a CPU that goes for one request alone. Two already keep it busy: with four, verifying four tokens of each
-costs nearly four plain steps. So while several decode, they do so plainly.
+On a CPU that goes for one request alone, and for its first steps: then its own drafts decide (pace.py). Two
+already keep it busy: with four, verifying four tokens of each costs nearly four plain steps. So while several
+decode, they do so plainly.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.drafter import NoDrafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import fingerprint
+from blockdraft.engine.pace import Pace
 from blockdraft.engine.twin import max_tokens, twin
 from blockdraft.machine import read_machine
 from blockdraft.models.draft_fit import Acceptance
@@ -120,10 +122,13 @@ def settle_width(
     if costs is None and engine.models.device.type != "cpu":
         return  # there a whole block costs little more than one token: it stays
     choice = TOO_BUSY if costs is None else choose_width(acceptance, costs)
-    plan = replace(engine.models.plan, width=choice.width, width_reason=choice.reason)
-    engine.models = replace(engine.models, plan=plan)
     if engine.models.device.type == "cpu":
         engine.scheduler.max_drafting_rows = 1
+        if costs is not None and choice.width > 1:
+            engine.scheduler.pace = Pace(choice.width, {1: costs.plain_s, **costs.by_width})
+            choice = replace(choice, reason=f"{choice.reason}; then by how a request's own drafts fare")
+    plan = replace(engine.models.plan, width=choice.width, width_reason=choice.reason)
+    engine.models = replace(engine.models, plan=plan)
 
 
 # ---- measuring

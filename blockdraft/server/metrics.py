@@ -141,7 +141,7 @@ def _cache_info(info: ShownInfo | None) -> Iterator[Metric]:
 def _width(info: ShownInfo | None, name: str) -> Iterator[Metric]:
     if info is None:
         return
-    text = "Tokens verified per step of a request that does not ask for a width; 1 is plain decoding."
+    text = "Tokens verified in the first steps of a request that does not ask for a width; 1: plain."
     yield _gauge("blockdraft:width", text, info.width, {"model_name": name, "engine": ENGINE})
 
 

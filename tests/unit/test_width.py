@@ -10,6 +10,7 @@ import torch
 from blockdraft import LLM, SamplingParams
 from blockdraft.engine import start, width
 from blockdraft.engine.info import engine_info
+from blockdraft.engine.pace import Pace
 from blockdraft.engine.start import start_engine
 from blockdraft.engine.startup import Startup
 from blockdraft.engine.width import TOO_BUSY, Costs, choose_width, committed, measure_costs, speedups
@@ -249,6 +250,7 @@ def test_where_drafts_lose_requests_may_still_ask_for_them(fitted, monkeypatch):
     plain = llm.generate([[3, 5, 7]], SamplingParams(temperature=0.0, max_tokens=12))[0]
     asked = llm.generate([[3, 5, 7]], SamplingParams(temperature=0.0, max_tokens=12, width=8))[0]
     assert llm.engine.models.plan.width == 1
+    assert llm.engine.scheduler.pace is None
     assert plain.metrics.drafted == 0
     assert sum(asked.metrics.accepted) > 0
     assert asked.token_ids == plain.token_ids
@@ -279,6 +281,7 @@ def test_a_server_says_which_width_it_serves_and_why(fitted, monkeypatch):
     assert reason.startswith("width 3: ")
     assert details["warm"] == reason
     assert engine.scheduler.max_drafting_rows == 1  # it is a CPU
+    assert engine.scheduler.pace == Pace(3, {1: 0.010, 2: 0.010 * 1.2, 3: 0.010 * 1.3, 8: 0.010 * 2.0})
     assert details["verify"].endswith(f"; {reason}")
     assert startup.warnings == ()
     assert warmed == [3], "what is served is what was warmed"
@@ -296,7 +299,7 @@ def test_without_a_fit_the_built_in_prompts_have_to_say(tmp_path, monkeypatch):
     assert list(acceptance) == ["the built-in prompts"]
     assert sum(acceptance["the built-in prompts"]) > 1, "the pair's drafter fits"
     assert engine.models.plan.width == 2
-    assert details["verify"].endswith("times for the built-in prompts, carefully estimated")
+    assert "times for the built-in prompts, carefully estimated; then by" in details["verify"]
     assert served(tiny.DRAFT, verify=False)[0].models.plan.width == 8
     assert len(calls) == 1
     assert list(tmp_path.iterdir()) == [], "nobody would look it up"

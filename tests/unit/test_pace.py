@@ -1,0 +1,103 @@
+"""The width of a request's next step: what is known of its drafts, what follows, and the same tokens."""
+
+import random
+
+import pytest
+
+from blockdraft import LLM, SamplingParams
+from blockdraft.engine import pace as module
+from blockdraft.engine.pace import Pace, Record
+from tests import tiny
+
+COSTS = {1: 1.0, 2: 1.42, 3: 1.53, 4: 1.68, 6: 2.0, 8: 2.4, 12: 3.4}  # two cores and the default model
+PACE = Pace(3, COSTS)
+
+
+def after(*steps):
+    record = Record()
+    for width, num_right in steps:
+        record.count(width, num_right)
+    return record
+
+
+def test_drafts_behind_the_first_wrong_one_were_not_put_to_the_test(monkeypatch):
+    monkeypatch.setattr(module, "FADE", 1.0)
+    cases = {(8, 0): (1, 0), (8, 3): (4, 3), (8, 7): (7, 7), (2, 0): (1, 0), (2, 1): (1, 1), (1, 0): (0, 0)}
+    for step, expected in cases.items():
+        record = after(step)
+        assert (record.num_tried, record.num_right) == expected, step
+    record = after(*cases)
+    assert (record.num_tried, record.num_right) == (14, 11)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 6, 8, 12])
+def test_a_request_begins_with_the_width_of_the_plan(width):
+    """Also where no chance would make it the best, as for 2."""
+    pace = Pace(width, COSTS)
+    assert pace.next_width(after()) == width
+    if width not in (1, 2):
+        assert pace.next_width(Record(1e-9, 0.0)) == width, "and it changes little by little"
+
+
+def test_good_drafts_widen_a_step_and_bad_ones_narrow_it():
+    assert PACE.next_width(after(*[(3, 2)] * 8)) == 6
+    assert PACE.next_width(after(*[(3, 2)] * 8, *[(6, 0)] * 20)) == 1
+    assert PACE.next_width(after(*[(3, 0)] * 20, *[(3, 2)] * 20)) == 6, "what was long ago is forgotten"
+
+
+def speed(choose, chance, num_tokens=96):
+    """Against plain decoding: many answers, every draft right with the same chance."""
+    draw, tokens, cost = random.Random(3), 0, 0.0
+    for _ in range(300):
+        record, end = Record(), tokens + num_tokens
+        while tokens < end:
+            width = choose(record)
+            num_right = next((n for n in range(width - 1) if draw.random() >= chance), width - 1)
+            record.count(width, num_right)
+            tokens, cost = tokens + num_right + 1, cost + COSTS[width]
+    return tokens / cost
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+def test_it_is_nearly_as_fast_as_the_best_width_would_have_been(chance):
+    """Known only afterwards; and hardly ever slower than the plan's width."""
+    fixed = {width: speed(lambda _, width=width: width, chance) for width in COSTS}
+    found = speed(PACE.next_width, chance)
+    assert found >= 0.88 * max(fixed.values())
+    assert found >= 0.98 * fixed[3]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(tiny.TARGET, tiny.DRAFT, dtype="float64", device="cpu", width=3, max_rows=4)
+
+
+@pytest.fixture
+def widths(llm, monkeypatch):
+    """The widths of all steps from here on."""
+    seen = []
+    decode = llm.engine.decode
+    monkeypatch.setattr(llm.engine, "decode", lambda width, *more: seen.append(width) or decode(width, *more))
+    return seen
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_widths_that_change_change_no_token(llm, widths, monkeypatch, temperature):
+    prompts = [[1, 2, 3], [10, 12, 14], [7], [40, 39, 38, 37]]
+    params = SamplingParams(temperature=temperature, max_tokens=80, ignore_eos=True, seed=5)
+    expected = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
+    assert set(widths) == {3}
+    widths.clear()
+    pace = Pace(3, {width: cost for width, cost in COSTS.items() if width <= llm.engine.models.plan.block})
+    monkeypatch.setattr(llm.engine.scheduler, "pace", pace)
+    assert [llm.generate([prompt], params)[0].token_ids for prompt in prompts] == expected
+    assert len(set(widths)) > 2
+    widths.clear()
+    assert [one.token_ids for one in llm.generate(prompts, params)] == expected, "together, too"
+    assert len(set(widths)) > 2
+
+
+def test_a_width_that_was_asked_for_stays(llm, widths, monkeypatch):
+    monkeypatch.setattr(llm.engine.scheduler, "pace", PACE)
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, width=5))
+    assert set(widths) == {5}
