@@ -41,7 +41,7 @@ def test_a_request_begins_with_the_width_of_the_plan(width):
 
 def test_good_drafts_widen_a_step_and_bad_ones_narrow_it():
     assert PACE.next_width(after(*[(3, 2)] * 8)) == 6
-    assert PACE.next_width(after(*[(3, 2)] * 8, *[(6, 0)] * 20)) == 1
+    assert PACE.next_width(after(*[(3, 2)] * 8, *[(6, 0)] * 30)) == 1
     assert PACE.next_width(after(*[(3, 0)] * 20, *[(3, 2)] * 20)) == 6, "what was long ago is forgotten"
 
 
