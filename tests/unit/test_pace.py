@@ -7,6 +7,7 @@ import pytest
 from blockdraft import LLM, SamplingParams
 from blockdraft.engine import pace as module
 from blockdraft.engine.pace import Pace, Record
+from blockdraft.engine.sequence import Tally
 from tests import tiny
 
 COSTS = {1: 1.0, 2: 1.42, 3: 1.53, 4: 1.68, 6: 2.0, 8: 2.4, 12: 3.4}  # two cores and the default model
@@ -30,13 +31,29 @@ def test_drafts_behind_the_first_wrong_one_were_not_put_to_the_test(monkeypatch)
     assert (record.num_tried, record.num_right) == (14, 11)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 6, 8, 12])
+def test_a_step_of_a_sequence_is_recorded():
+    """Two drafts of three were right; the third token is the target's own."""
+    tally = Tally()
+    tally.count_step(4, 3)
+    assert tally.record == Record(num_tried=3, num_right=2)
+
+
+@pytest.mark.parametrize("width", COSTS)
 def test_a_request_begins_with_the_width_of_the_plan(width):
-    """Also where no chance would make it the best, as for 2."""
     pace = Pace(width, COSTS)
     assert pace.next_width(after()) == width
-    if width not in (1, 2):
-        assert pace.next_width(Record(1e-9, 0.0)) == width, "and it changes little by little"
+    assert pace.next_width(Record(1e-9, 0.0)) == width, "and it changes little by little"
+
+
+def test_a_width_that_no_chance_makes_the_best_is_begun_with_all_the_same():
+    pace = Pace(2, {1: 1.0, 2: 1.9, 3: 1.91})
+    assert pace.next_width(after()) == 2
+    assert pace.next_width(after((2, 1))) == 3
+
+
+def test_drafts_that_lose_a_little_are_put_up_with():
+    assert PACE.next_width(Record(1000.0, 360.0)) == 3, "0.97x"
+    assert PACE.next_width(Record(1000.0, 280.0)) == 1, "0.89x"
 
 
 def test_good_drafts_widen_a_step_and_bad_ones_narrow_it():
