@@ -48,7 +48,7 @@ class DFlashDrafter:
         block = torch.cat((anchor, masks), dim=1)  # [R, B]
         hidden = self.model(self.embed(block.flatten()), view)
         hidden = hidden.unflatten(0, block.shape)[:, 1:]
-        return self._logits(hidden.flatten(0, 1)).view(len(anchor), num_masks, -1)
+        return self.logits(hidden.flatten(0, 1)).view(len(anchor), num_masks, -1)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's embeddings, scaled as in the drafter's training: as the target does, or as it says."""
@@ -58,7 +58,8 @@ class DFlashDrafter:
     def absorb(self, features: Tensor, view: View) -> None:
         self.model.absorb(features, view)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] of the target's vocabulary for hidden states [..., E]; NEVER where the head has no row."""
         config = self.model.config
         head = self.target.head_logits if self.model.head is None else self.model.head
         cap = config.logit_softcap if config.logit_softcap is not None else self.target.config.logit_softcap

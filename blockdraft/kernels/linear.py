@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import takes_reference, takes_triton
+from blockdraft.kernels.choice import has_triton, takes_reference, takes_triton
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.rows import gelu_mul, silu_mul
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from blockdraft.kernels.llvm.linear import TileLinear
 
 MAX_TOKENS = 16  # of the GPU's own kernel; for more, cuBLAS is as fast or faster (H200, benchmarks/log.md)
+WIDENED_VALUES = 1 << 26  # of a weight, where the reference computes in a wider dtype than it is stored in
 GATES: dict[Callable[[Tensor], Tensor], str] = {silu_mul: "silu", gelu_mul: "gelu"}
 
 
@@ -53,8 +54,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, onto: Tenso
 def reference_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, onto: Tensor | None = None
 ) -> Tensor:
-    out = functional.linear(x, weight, bias)
+    if weight.dtype.itemsize < x.dtype.itemsize:
+        out = _widened(x, weight, bias)
+    elif x.device.type == "cpu" and x.dtype in _slow_on_cpu():
+        out = _widened(x.float(), weight, bias).to(x.dtype)
+    else:
+        out = functional.linear(x, weight, bias)
     return out if onto is None else onto + out
+
+
+def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product in x's dtype, which is wider than the weight's: some rows at a time, never a whole copy."""
+    rows = max(1, WIDENED_VALUES // weight.shape[1])
+    out = torch.cat([functional.linear(x, part.to(x.dtype)) for part in torch.split(weight, rows)], dim=-1)
+    return out if bias is None else out + bias
+
+
+@functools.cache
+def _slow_on_cpu() -> tuple[torch.dtype, ...]:
+    """Half precision that this CPU has no products of: PyTorch's own then take up to fifty times as long."""
+    is_fast = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return (torch.float16,) if is_fast else (torch.float16, torch.bfloat16)
 
 
 def gated_linear(
@@ -90,7 +110,14 @@ def scaled_linear(
     tensor cores. Beyond, a card that multiplies fp8 natively does so: each token is rounded to fp8 by a scale
     of its own, and the result differs from the widened product by that rounding.
     """
-    if takes_reference(x) or not takes_triton(x) or x.dim() != 2:
+    if takes_reference(x):
+        if not rounds_tokens(x, values):
+            return None
+        weight = (values.float() * scale[:, None]).to(x.dtype)
+        product = reference_linear(rounded_to_fp8(x), weight, bias)
+        product = product if activate is None else activate(product)
+        return product if onto is None else onto + product
+    if not takes_triton(x) or x.dim() != 2:
         return None
     from blockdraft.kernels.triton import linear as gpu
 
@@ -108,6 +135,22 @@ def scaled_linear(
         product += bias
     product = product if activate is None else activate(product)
     return product if onto is None else onto.add_(product)
+
+
+def rounds_tokens(x: Tensor, values: Tensor) -> bool:
+    """Whether `scaled_linear` rounds these tokens to fp8."""
+    if not x.is_cuda or not has_triton() or x.dim() != 2 or _is_small(x):
+        return False
+    from blockdraft.kernels.triton.linear import has_fp8_product
+
+    return has_fp8_product(x, values)
+
+
+def rounded_to_fp8(x: Tensor) -> Tensor:
+    """Each token [..., K] as it is multiplied there: rounded by a scale that makes its largest value 448."""
+    wide = x.float()
+    scale = (wide.abs().amax(dim=-1, keepdim=True) / 448.0).clamp(min=1e-12)
+    return ((wide / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
 def _is_small(x: Tensor) -> bool:

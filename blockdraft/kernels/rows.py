@@ -45,6 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if x.dtype in (torch.float32, torch.float64):
+        weight = None if weight is None else weight.to(x.dtype)
         return functional.rms_norm(x, x.shape[-1:], weight, eps)
     normed = functional.rms_norm(x.float(), x.shape[-1:], None, eps)
     if weight is None:

@@ -49,14 +49,23 @@ class Decoder(nn.Module):
     def forward(self, token_ids: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """Hidden states [N, E] before the head, and features [N, taps * E], for token_ids [N]."""
         x = self.embed(token_ids)
-        angles: list[Angles] = [rotary(view.positions) for rotary in self.rotaries]
+        angles = self.angles(view.positions)
         tapped: dict[int, Tensor] = {}
-        for index, (layer, rotary) in enumerate(zip(self.layers, self._rotary_of, strict=True)):
-            x = layer(x, None if rotary is None else angles[rotary], view)
+        for index in range(len(self.layers)):
+            x = self.through(index, x, angles, view)
             if index in self.taps:
                 tapped[index] = x.clone()  # the next layer may add its result in place
         features = [tapped[index] for index in self.taps]
         return self.norm(x), torch.cat(features, dim=-1) if features else x[:, :0]
+
+    def angles(self, positions: Tensor) -> list[Angles]:
+        """Of every kind of rope that the layers have."""
+        return [rotary(positions) for rotary in self.rotaries]
+
+    def through(self, index: int, x: Tensor, angles: list[Angles], view: View) -> Tensor:
+        """Layer `index` of x [N, E], which may be overwritten."""
+        rotary = self._rotary_of[index]
+        return self.layers[index](x, None if rotary is None else angles[rotary], view)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] for hidden states [..., E]."""

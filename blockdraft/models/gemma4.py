@@ -67,8 +67,11 @@ class GemmaRouter(nn.Module):
         self.expert_scale = nn.Parameter(torch.empty(config.num_experts))
 
     def forward(self, x: Tensor) -> Choice:
-        x = rms_norm(x, None, self.eps) * self.scale * x.shape[-1] ** -0.5
-        return route(linear(x, self.weight), self.num_chosen, "renormalised", self.expert_scale)
+        return route(self.scores(x), self.num_chosen, "renormalised", self.expert_scale)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """[N, X]: what the experts are chosen by."""
+        return linear(rms_norm(x, None, self.eps) * self.scale * x.shape[-1] ** -0.5, self.weight)
 
 
 class GemmaFeedForward(nn.Module):

@@ -44,3 +44,7 @@ class GptOssMoE(nn.Module):
         h = norm(x)
         choice = route(linear(h, self.router, self.router_bias), self.num_chosen, "chosen")
         return self.experts(h, choice, onto=x)  # type: ignore[no-any-return]
+
+    def scores(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """[N, X]: what the experts of the same call are chosen by."""
+        return linear(norm(x), self.router, self.router_bias)

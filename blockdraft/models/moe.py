@@ -149,3 +149,7 @@ class MoE(nn.Module):
         choice = route(logits, self.num_chosen, self.weighing)
         shared = None if self.shared is None else Shared(gate, self.shared)
         return self.experts(h, choice, shared, x)  # type: ignore[no-any-return]
+
+    def scores(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """[N, X]: what the experts of the same call are chosen by."""
+        return self.router(norm(x))[:, : self.num_experts]  # type: ignore[no-any-return]

@@ -121,7 +121,7 @@ class _Trial(DFlashDrafter):
         runs = [0] * len(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far
         for column in range(1, width):
-            best = self._logits(hidden[rows, column]).argmax(dim=-1)
+            best = self.logits(hidden[rows, column]).argmax(dim=-1)
             rows = rows[best == batch.labels[rows, 0, column - 1]]
             for row in rows.tolist():
                 runs[row] = column

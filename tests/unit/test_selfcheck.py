@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from blockdraft.engine import draftcheck, selfcheck
 from blockdraft.engine import engine as engine_module
-from blockdraft.engine import selfcheck
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loading import load_models
 from blockdraft.engine.request import SamplingParams, TokenLogprobs
@@ -201,45 +201,71 @@ class Meddler:
 
     block = tiny.BLOCK
 
-    def __init__(self, drafter):
+    def __init__(self, drafter, name):
         self.drafter = drafter
+        self.name = name
 
     def draft(self, rows, cache, view, width):
-        cache.storage[1].values.mul_(-1)
+        self.meddle("draft", view)
         return self.drafter.draft(rows, cache, view, width)
 
     def absorb(self, features, view):
+        self.meddle("absorb", view)
         self.drafter.absorb(features, view)
 
+    def meddle(self, name, view):
+        if name == self.name:
+            view._storage[1].values.mul_(-1)
 
-@pytest.mark.parametrize(
-    ("dtype", "what"), [("float64", r"probabilities: in"), ("bfloat16", r"answer: token \d+ of")]
-)
-def test_a_drafter_that_touches_the_targets_cache_stops_the_start(dtype, what):
-    engine = tiny.engine(Meddler(tiny.load(dtype).drafter), dtype=dtype)
-    with pytest.raises(ModelError, match=rf"changes the (target's )?{what} built-in prompt \d"):
+
+@pytest.mark.parametrize("name", ["draft", "absorb"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_drafter_that_touches_the_targets_cache_stops_the_start(dtype, name):
+    engine = tiny.engine(Meddler(tiny.load(dtype).drafter, name), dtype=dtype)
+    with pytest.raises(ModelError, match=r"writes into layer 1 of the target's cache"):
         verify(engine, ignore)
     assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
 
 
-@pytest.mark.parametrize(
-    ("dtype", "margin", "is_tie"),
-    [("bfloat16", 0.1, True), ("bfloat16", 2.0, False), ("float32", 1e-6, False)],
-)
-def test_only_half_precision_may_part_at_a_tie(dtype, margin, is_tie):
+def answered(*token_ids, logprob=-1.0):
+    logprobs = tuple(TokenLogprobs(token, logprob, ()) for token in token_ids)
+    return draftcheck.Answer(token_ids, logprobs, metrics=None)
+
+
+@needs_llvm
+def test_where_bits_are_kept_an_answer_must_be_equal():
+    models = tiny.engine(dtype="float32").models
+    assert draftcheck.keeps_bits(models, 8)
+    assert draftcheck._is_equal(models, 0, answered(4, 5, 6), answered(4, 5), 8)
+    with pytest.raises(
+        ModelError, match=r"changes the answer: token 2 of built-in prompt 1 is 5 with it and 7"
+    ):
+        draftcheck._is_equal(models, 0, answered(4, 5, 6), answered(4, 7), 8)
+    with pytest.raises(ModelError, match=r"probabilities: by up to 1\.0e-06 nats in built-in prompt 3"):
+        draftcheck._is_equal(models, 2, answered(4, 5), answered(4, logprob=-1.000001), 8)
+
+
+def test_where_no_bits_are_kept_equal_answers_are_counted():
+    models = tiny.engine(dtype="bfloat16").models
+    assert not draftcheck.keeps_bits(models, 8)
+    assert draftcheck._is_equal(models, 0, answered(4, 5), answered(4, logprob=-1.1), 8)
+    assert not draftcheck._is_equal(models, 0, answered(4, 5), answered(6), 8)
+
+
+def test_a_captured_step_that_gives_other_tokens_stops_the_start(monkeypatch):
     engine = tiny.engine()
-    engine.models = replace(engine.models, plan=replace(engine.models.plan, dtype=dtype))
+    engine.graphs = SimpleNamespace(find=lambda *_: None)
+    verify(engine, ignore)
+    right = draftcheck.answer
 
-    def answer(*token_ids):
-        logprobs = tuple(TokenLogprobs(t, -1.0, ((t, -1.0), (t + 1, -1.0 - margin))) for t in token_ids)
-        return selfcheck._Answer(token_ids, logprobs, metrics=None)
+    def answer(*arguments, num_logprobs=None):
+        found = right(*arguments, num_logprobs=num_logprobs)
+        is_captured = num_logprobs is None and arguments[-1] == draftcheck.ANSWER_TOKENS
+        return replace(found, token_ids=(0, *found.token_ids[1:])) if is_captured else found
 
-    assert selfcheck._compare(engine, 0, answer(4, 5, 6), answer(4, 5), 8) is False
-    if is_tie:
-        assert selfcheck._compare(engine, 0, answer(4, 5, 6), answer(4, 7), 8) is True
-    else:
-        with pytest.raises(ModelError, match=r"token 2 of built-in prompt 1 is \[5\] with it and \[7\]"):
-            selfcheck._compare(engine, 0, answer(4, 5, 6), answer(4, 7), 8)
+    monkeypatch.setattr(draftcheck, "answer", answer)
+    with pytest.raises(ModelError, match=r"captured step of width 8 gives other tokens .* use --no-graphs"):
+        verify(engine, ignore)
 
 
 # ---- the checkpoint
@@ -257,7 +283,7 @@ def test_a_layer_that_overflows_is_named():
     def damage(target):
         target.layers[1].mlp.down.weight.fill_(3e38)
 
-    with pytest.raises(ModelError, match=r"undefined, first in the output of layer 1: the checkpoint"):
+    with pytest.raises(ModelError, match=r"what layer 1 of .* is infinite or undefined: the checkpoint"):
         verify(damaged(damage), ignore)
 
 
@@ -351,7 +377,7 @@ def test_a_path_that_only_the_whole_model_shows_is_caught(monkeypatch):
     """Chunks that overwrite one another: every operation is right by itself."""
     engine = tiny.engine("none", dtype="float32")
     monkeypatch.setattr(engine.rows, "extend", ignore)
-    with pytest.raises(ModelError, match=r"logits of .* are off by"):
+    with pytest.raises(ModelError, match=r"layer \d of .* is off by .* at position \d+, among"):
         verify(engine, ignore)
 
 

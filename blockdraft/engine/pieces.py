@@ -1,0 +1,117 @@
+"""In which pieces the check at the start runs its prompt: each size that serving has code of its own for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blockdraft.engine.engine import Engine
+from blockdraft.models.config import ModelConfig
+
+# A card has kernels of their own for up to 16 tokens, for gate and up of 17 to 64 and of 65 to 128, for more
+# than 64 tokens of a row in attention, and for more than 512 pairs of a token and an expert.
+LONG, RAGGED, MIDDLE, FEW = 144, (40, 25, 3), 30, 7
+MANY_PAIRS = 513
+# A CPU's kernels do not change with the number of tokens; `kernelcheck` has the heights of its tiles.
+CPU_LONG, CPU_RAGGED = 16, (6, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One forward: `counts[i]` tokens of row `rows[i]` from position `starts[i]` on.
+
+    The first `kept[i]` of them are right and stay.
+    """
+
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    kept: tuple[int, ...]
+    is_known: bool  # a prompt's; otherwise a block to verify
+
+    @property
+    def positions(self) -> list[int]:
+        """Of every token, row after row."""
+        pairs = zip(self.starts, self.counts, strict=True)
+        return [start + i for start, count in pairs for i in range(count)]
+
+    @property
+    def is_right(self) -> list[bool]:
+        return [i < kept for count, kept in zip(self.counts, self.kept, strict=True) for i in range(count)]
+
+    def kept_of(self, row: int) -> int:
+        return self.kept[self.rows.index(row)] if row in self.rows else 0
+
+    def __str__(self) -> str:
+        kind = "prompt tokens" if self.is_known else "tokens to verify"
+        rows = f"{len(self.rows)} rows" if len(self.rows) > 1 else "one row"
+        return f"among {sum(self.counts)} {kind} of {rows}"
+
+
+def pieces_for(engine: Engine) -> tuple[Piece, ...]:
+    """As far as the engine's rows, chunks and pages allow; the first row's pieces come first."""
+    plan, is_card = engine.models.plan, engine.models.device.type != "cpu"
+    num_rows = min(plan.max_rows, 3 if is_card else 2)
+    room = _room(engine, num_rows)
+    if room < 2 * plan.block:
+        num_rows, room = 1, max(1, _room(engine, 1))
+    width = max(plan.width, 2)
+    maker = _Maker(num_rows, room, plan.chunk)
+    ragged = RAGGED if is_card else CPU_RAGGED
+    # A whole block first: a short context may have no room for more.
+    maker.known({0: min(_long(engine.models.config) if is_card else CPU_LONG, max(1, room - 2 * width))})
+    maker.known(dict(enumerate(ragged)))
+    if is_card:
+        maker.known({1: MIDDLE})
+        maker.known({2: FEW})
+    maker.block(width, {0: width, 1: 1, 2: width // 2})
+    maker.block(width, {1: width})  # over the drafts that were rejected
+    maker.block(1, {0: 1, 1: 1, 2: 1})
+    maker.block(width, {0: width})
+    return tuple(maker.pieces)
+
+
+def _room(engine: Engine, num_rows: int) -> int:
+    """Tokens that each of so many rows can hold, beside a block."""
+    plan = engine.models.plan
+    pages = plan.num_pages // num_rows * plan.page_size
+    return min(plan.max_context - 1, pages - plan.block)
+
+
+def _long(config: ModelConfig) -> int:
+    chosen = [layer.moe.num_chosen for layer in config.layers if layer.moe is not None]
+    return max(LONG, -(-MANY_PAIRS // min(chosen))) if chosen else LONG
+
+
+class _Maker:
+    """Collects pieces, and leaves out what there is no room for."""
+
+    def __init__(self, num_rows: int, room: int, chunk: int) -> None:
+        self.pieces: list[Piece] = []
+        self._lengths = dict.fromkeys(range(num_rows), 0)
+        self._room = room
+        self._chunk = chunk
+
+    def known(self, counts: dict[int, int]) -> None:
+        """Prompt tokens of each row, at most a chunk together."""
+        left, fitting = self._chunk, {}
+        for row in (row for row in counts if row in self._lengths):
+            count = min(counts[row], self._room - self._lengths[row], left)
+            if count > 0:
+                fitting[row] = count
+                left -= count
+        self._add(fitting, fitting, is_known=True)
+
+    def block(self, width: int, kept: dict[int, int]) -> None:
+        """A block of the same width for each row, and how much of it is kept."""
+        rows = [row for row in kept if self._lengths.get(row, self._room) + width <= self._room]
+        self._add(dict.fromkeys(rows, width), {row: kept[row] for row in rows}, is_known=False)
+
+    def _add(self, counts: dict[int, int], kept: dict[int, int], *, is_known: bool) -> None:
+        if not counts:
+            return
+        starts = tuple(self._lengths[row] for row in counts)
+        self.pieces.append(
+            Piece(tuple(counts), starts, tuple(counts.values()), tuple(kept.values()), is_known)
+        )
+        for row, count in kept.items():
+            self._lengths[row] += count
