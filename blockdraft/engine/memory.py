@@ -19,7 +19,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loading import Models, gpu_memory
 from blockdraft.engine.warm import warm
 from blockdraft.errors import CapacityError
-from blockdraft.kernels.choice import has_triton
+from blockdraft.kernels.choice import HOST_BOUND, has_triton, switched_off
 from blockdraft.machine import read_machine
 from blockdraft.plan import ELEMENT_BYTES, MARGIN_BYTES, MIN_CONTEXT, Plan, memory_share
 from blockdraft.settings import Settings
@@ -92,6 +92,9 @@ def why_no_graphs(models: Models, settings: Settings) -> str | None:
         return "the GPU's kernels do not compute in float64"
     if not has_triton():
         return "Triton is not installed"
+    slow = [operation for operation in switched_off() if operation in HOST_BOUND]
+    if slow:
+        return f"the kernel of {slow[0]} does not compile on this card, and a graph cannot hold its reference"
     return models.why_not_captured()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loading import Models, open_models, read_weights
@@ -12,7 +13,9 @@ from blockdraft.engine.stall import bound_chunk
 from blockdraft.engine.startup import Startup
 from blockdraft.engine.warm import warm
 from blockdraft.engine.width import is_ours_to_choose, settle_width
-from blockdraft.errors import SettingsError
+from blockdraft.errors import ModelError, SettingsError
+from blockdraft.kernels.choice import Operation, is_switched_off, last_sent, switch_off
+from blockdraft.kernels.failure import kernel_errors, why_no_compiler, why_not_compiled
 from blockdraft.runtime.graphs import row_sizes
 from blockdraft.settings import Settings
 
@@ -27,24 +30,79 @@ def start_engine(settings: Settings, startup: Startup) -> Engine:
             models = read_weights(opened, startup.note, startup.progress)
         for notice in models.labels.notices:
             startup.warn(notice)
-        return _prepared(models, settings, startup)
+
+        def warn(text: str) -> None:
+            startup.warn(text)
+            startup.rewind("allocate")
+
+        return _with_kernels_that_compile(lambda: _prepared(models, settings, startup), warn)
 
 
-def plain_engine(settings: Settings, note: Callable[[str], None]) -> Engine:
-    """The same without warm-up and checks, for one who waits for the first answer alone."""
+def plain_engine(
+    settings: Settings, note: Callable[[str], None], warn: Callable[[str], None] | None = None
+) -> Engine:
+    """The same without warm-up and checks, for one who waits for the first answer alone.
+
+    `warn` hears what a user must see; without it, `note` does.
+    """
+    tell = warn if warn is not None else lambda text: note(f"warning: {text}")
     _check_native(settings)
     opened = open_models(settings, note)
     with memory_explained(settings, opened.device):
         models = read_weights(opened, note)
         for notice in models.labels.notices:
             note(notice)
-        engine = Engine(fit_pages(models, settings, note))
-        if why_no_graphs(engine.models, settings) is None:
-            _capture(engine, note)
-        if engine.models.acceptance and is_ours_to_choose(engine, settings):
-            settle_width(engine, engine.models.acceptance, uses_stored=True)
-            note(engine.models.plan.width_reason)
+        return _with_kernels_that_compile(lambda: _plain(models, settings, note), tell)
+
+
+def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> Engine:
+    engine = Engine(fit_pages(models, settings, note))
+    if models.device.type == "cuda" and settings.cache_bytes != "auto":
+        warm(engine, note)  # which measuring the pages has done otherwise: what does not compile shows now
+    if why_no_graphs(engine.models, settings) is None:
+        _capture(engine, note)
+    if engine.models.acceptance and is_ours_to_choose(engine, settings):
+        settle_width(engine, engine.models.acceptance, uses_stored=True)
+        note(engine.models.plan.width_reason)
     return engine
+
+
+# ---- kernels that do not compile on this card
+
+
+class _Failed(NamedTuple):
+    """An operation whose kernel does not compile, and the compiler's words."""
+
+    operation: Operation
+    why: str
+
+
+def _with_kernels_that_compile(prepare: Callable[[], Engine], warn: Callable[[str], None]) -> Engine:
+    """What `prepare` makes; each operation whose kernel does not compile costs one more try without it.
+
+    So the choice is made before anything is served, for the whole process and for all shapes.
+    """
+    while isinstance(made := _attempt(prepare), _Failed):
+        release()  # nobody holds the last try any more, not even its error
+        switch_off(made.operation)
+        warn(
+            f"the kernel of {made.operation} does not compile on this card ({made.why}): its reference "
+            "serves, which is slower; answers stay exact. `blockdraft doctor` says more."
+        )
+    return made
+
+
+def _attempt(prepare: Callable[[], Engine]) -> Engine | _Failed:
+    try:
+        return prepare()
+    except kernel_errors() as error:
+        missing = why_no_compiler(error)
+        if missing is not None:
+            raise ModelError(f"Triton cannot compile the GPU's kernels, {missing}.") from error
+        why, operation = why_not_compiled(error), last_sent()
+        if why is None or operation is None or is_switched_off(operation):
+            raise
+        return _Failed(operation, why)
 
 
 def _check_native(settings: Settings) -> None:

@@ -42,7 +42,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, onto: Tenso
     """The contract, on the path chosen for this dtype and device. Training takes the reference."""
     if takes_reference(x, weight):
         return reference_linear(x, weight, bias, onto=onto)
-    if takes_triton(x):
+    if takes_triton(x, "products"):
         return _on_gpu(x, weight, bias, onto)
     if (kernel := _chosen(x.dtype, x.device)) is None:
         return reference_linear(x, weight, bias, onto=onto)
@@ -64,11 +64,16 @@ def gated_linear(
     activate: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """`activate`, silu_mul or gelu_mul, of the product: the halves of [..., 2 I] joined to [..., I]."""
-    if not takes_reference(x, weight) and takes_triton(x) and activate in GATES:
+    is_small = _is_small(x)
+    if (
+        activate in GATES
+        and not takes_reference(x, weight)
+        and takes_triton(x, "gated products" if is_small else "gated tiles")
+    ):
         from blockdraft.kernels.triton import gated_tile
         from blockdraft.kernels.triton.linear import linear as multiply
 
-        if _is_small(x):
+        if is_small:
             return multiply(x, weight, bias, gate=GATES[activate])
         if gated_tile.fits(x, weight):
             return gated_tile.gated_linear(x, weight, bias, GATES[activate])
@@ -90,7 +95,7 @@ def scaled_linear(
     tensor cores. Beyond, a card that multiplies fp8 natively does so: each token is rounded to fp8 by a scale
     of its own, and the result differs from the widened product by that rounding.
     """
-    if takes_reference(x) or not takes_triton(x) or x.dim() != 2:
+    if takes_reference(x) or not takes_triton(x, "packed products") or x.dim() != 2:
         return None
     from blockdraft.kernels.triton import linear as gpu
 
