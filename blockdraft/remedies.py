@@ -1,4 +1,4 @@
-"""What stands between PyTorch and a GPU, and what to do about it: one wording, for the doctor and for a start."""
+"""What stands between PyTorch and a GPU, and what to do: one wording, for the doctor and for a start."""
 
 from __future__ import annotations
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from blockdraft.engine.card import unused_gpu
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loading import Models, open_models, read_weights
+from blockdraft.engine.loading import Models, open_models, read_weights, resolve_device
 from blockdraft.engine.memory import fit_pages, memory_explained, release, why_no_graphs
 from blockdraft.engine.selfcheck import verify, without_drafter
 from blockdraft.engine.stall import bound_chunk
@@ -23,18 +24,19 @@ from blockdraft.settings import Settings
 def start_engine(settings: Settings, startup: Startup) -> Engine:
     """Raises what loading raises, and ModelError for a model or a kernel that computes nonsense."""
     _check_native(settings)
+    _check_gpu(settings, startup.warn)
     with startup.phase("fetch"):
         opened = open_models(settings, startup.note)
-    with memory_explained(settings, opened.device):
-        with startup.phase("load"):
-            models = read_weights(opened, startup.note, startup.progress)
-        for notice in models.labels.notices:
-            startup.warn(notice)
+    with memory_explained(settings, opened.device, is_loading=True), startup.phase("load"):
+        models = read_weights(opened, startup.note, startup.progress)
+    for notice in models.labels.notices:
+        startup.warn(notice)
 
-        def warn(text: str) -> None:
-            startup.warn(text)
-            startup.rewind("allocate")
+    def warn(text: str) -> None:
+        startup.warn(text)
+        startup.rewind("allocate")
 
+    with memory_explained(settings, models.device):
         return _with_kernels_that_compile(lambda: _prepared(models, settings, startup), warn)
 
 
@@ -47,11 +49,13 @@ def plain_engine(
     """
     tell = warn if warn is not None else lambda text: note(f"warning: {text}")
     _check_native(settings)
+    _check_gpu(settings, tell)
     opened = open_models(settings, note)
-    with memory_explained(settings, opened.device):
+    with memory_explained(settings, opened.device, is_loading=True):
         models = read_weights(opened, note)
-        for notice in models.labels.notices:
-            note(notice)
+    for notice in models.labels.notices:
+        note(notice)
+    with memory_explained(settings, models.device):
         return _with_kernels_that_compile(lambda: _plain(models, settings, note), tell)
 
 
@@ -110,6 +114,14 @@ def _check_native(settings: Settings) -> None:
         raise SettingsError(
             f"engine = '{settings.engine}' does not run in this process: `blockdraft serve` starts it."
         )
+
+
+def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
+    """Nobody has asked for the CPU where "auto" means it, so a GPU that is not used has to be named."""
+    if settings.device == "auto" and resolve_device("auto") == "cpu":
+        line = unused_gpu()
+        if line is not None:
+            warn(line)
 
 
 def _prepared(models: Models, settings: Settings, startup: Startup) -> Engine:

@@ -17,7 +17,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-
 Operation = Literal[
     "attention",
     "places",
@@ -106,7 +105,7 @@ def last_sent() -> Operation | None:
 
 
 def switch_off(operation: Operation) -> None:
-    """From now on `operation` takes its reference, in every thread. For a start, before anything is served."""
+    """From now on `operation` takes its reference, in every thread. For a start, before it serves."""
     _switched_off.add(operation)
 
 

@@ -20,8 +20,8 @@ from tests import tiny
 from tests.unit.test_memory import on_gpu
 
 pytest.importorskip("triton")
-from triton.compiler.errors import CompilationError  # noqa: E402
-from triton.runtime.errors import OutOfResources, PTXASError  # noqa: E402
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 TOO_LARGE = OutOfResources(300_000, 101_376, "shared memory")
 SETTINGS = Settings(
@@ -144,11 +144,13 @@ def start(monkeypatch, **changes):
 
 @pytest.mark.parametrize(
     ("module", "name", "operation"),
-    [("attention", "attend", "attention"), ("rows", "rms_norm", "norms"), ("acceptance", "advance", "acceptance")],
+    [
+        ("attention", "attend", "attention"),
+        ("rows", "rms_norm", "norms"),
+        ("acceptance", "advance", "acceptance"),
+    ],
 )
-def test_a_start_goes_on_without_a_kernel_that_does_not_compile(
-    monkeypatch, broken, module, name, operation
-):
+def test_a_start_goes_on_without_a_kernel_that_does_not_compile(monkeypatch, broken, module, name, operation):
     calls = broken(module, name, TOO_LARGE)
     engine, startup = start(monkeypatch)
     assert switched_off() == (operation,)
