@@ -17,7 +17,7 @@ HIDDEN_SHARE = 0.75  # of the memory that is available: CUDA sees more than this
 SHAPE_NAMES = frozenset(shape.name for shape in SHAPES)
 # The first that a failure's text contains, in small letters.
 ADVICE = (
-    ("outofresources", f"a tile is too large for this card: serve with --engine vllm, and {REPORT}"),
+    ("outofresources", f"a tile is too large for this card: --engine vllm may be faster; {REPORT}"),
     (
         "ptxas",
         "use a newer Triton, or point TRITON_PTXAS_BLACKWELL_PATH (before Triton 3.6, and on older cards: "
@@ -125,6 +125,9 @@ def _path(path: Path) -> Finding:
         return Finding(
             "kernels", path.operation, "warning", f"PyTorch's own, slower: {why}", advice=_install_of(why)
         )
+    if why.startswith("does not compile"):
+        says = f"{why}: its reference serves, slower"
+        return Finding("kernels", path.operation, "warning", says, advice=_advice(why) or REPORT)
     return Finding("kernels", path.operation, "ok", f"not here: {why}")
 
 
@@ -156,8 +159,12 @@ def _checked(shape: str, checks: list[Check]) -> Iterator[Finding]:
         )
 
 
+def _advice(how: str) -> str | None:
+    return next((advice for text, advice in ADVICE if text in how.lower()), None)
+
+
 def _failed(failure: Failure) -> Finding:
-    advice = next((advice for text, advice in ADVICE if text in failure.how.lower()), None)
+    advice = _advice(failure.how)
     if advice is None:
         is_torch = failure.what == "torch"
         advice = f"torch cannot be imported: install it again, {INSTALL}" if is_torch else REPORT

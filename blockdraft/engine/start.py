@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from blockdraft.engine.card import unused_gpu
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.fallback import with_kernels_that_compile
 from blockdraft.engine.loading import Models, open_models, read_weights, resolve_device
 from blockdraft.engine.memory import fit_pages, memory_explained, release, why_no_graphs
 from blockdraft.engine.selfcheck import verify, without_drafter
@@ -14,9 +14,8 @@ from blockdraft.engine.stall import bound_chunk
 from blockdraft.engine.startup import Startup
 from blockdraft.engine.warm import warm
 from blockdraft.engine.width import is_ours_to_choose, settle_width
-from blockdraft.errors import ModelError, SettingsError
-from blockdraft.kernels.choice import Operation, is_switched_off, last_sent, switch_off
-from blockdraft.kernels.failure import kernel_errors, why_no_compiler, why_not_compiled
+from blockdraft.errors import SettingsError
+from blockdraft.kernels.choice import Operation
 from blockdraft.runtime.graphs import row_sizes
 from blockdraft.settings import Settings
 
@@ -32,12 +31,12 @@ def start_engine(settings: Settings, startup: Startup) -> Engine:
     for notice in models.labels.notices:
         startup.warn(notice)
 
-    def warn(text: str) -> None:
-        startup.warn(text)
+    def tell(operation: Operation, why: str) -> None:
+        startup.warn(_slower(operation, why))
         startup.rewind("allocate")
 
     with memory_explained(settings, models.device):
-        return _with_kernels_that_compile(lambda: _prepared(models, settings, startup), warn)
+        return with_kernels_that_compile(lambda: _prepared(models, settings, startup), tell)
 
 
 def plain_engine(
@@ -56,7 +55,9 @@ def plain_engine(
     for notice in models.labels.notices:
         note(notice)
     with memory_explained(settings, models.device):
-        return _with_kernels_that_compile(lambda: _plain(models, settings, note), tell)
+        return with_kernels_that_compile(
+            lambda: _plain(models, settings, note), lambda operation, why: tell(_slower(operation, why))
+        )
 
 
 def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> Engine:
@@ -71,42 +72,11 @@ def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> E
     return engine
 
 
-# ---- kernels that do not compile on this card
-
-
-class _Failed(NamedTuple):
-    """An operation whose kernel does not compile, and the compiler's words."""
-
-    operation: Operation
-    why: str
-
-
-def _with_kernels_that_compile(prepare: Callable[[], Engine], warn: Callable[[str], None]) -> Engine:
-    """What `prepare` makes; each operation whose kernel does not compile costs one more try without it.
-
-    So the choice is made before anything is served, for the whole process and for all shapes.
-    """
-    while isinstance(made := _attempt(prepare), _Failed):
-        release()  # nobody holds the last try any more, not even its error
-        switch_off(made.operation)
-        warn(
-            f"the kernel of {made.operation} does not compile on this card ({made.why}): its reference "
-            "serves, which is slower; answers stay exact. `blockdraft doctor` says more."
-        )
-    return made
-
-
-def _attempt(prepare: Callable[[], Engine]) -> Engine | _Failed:
-    try:
-        return prepare()
-    except kernel_errors() as error:
-        missing = why_no_compiler(error)
-        if missing is not None:
-            raise ModelError(f"Triton cannot compile the GPU's kernels, {missing}.") from error
-        why, operation = why_not_compiled(error), last_sent()
-        if why is None or operation is None or is_switched_off(operation):
-            raise
-        return _Failed(operation, why)
+def _slower(operation: Operation, why: str) -> str:
+    return (
+        f"the kernel of {operation} does not compile on this card ({why}): its reference serves, which is "
+        "slower; answers stay exact. `blockdraft doctor` says more."
+    )
 
 
 def _check_native(settings: Settings) -> None:

@@ -262,7 +262,7 @@ def test_nothing_is_said_where_there_is_no_gpu_or_the_cpu_was_asked_for(machine)
 # ---- the same by every way in
 
 
-def test_the_python_api_warns(machine):
+def test_the_python_api_warns(machine, monkeypatch):
     machine()
     told = []
     LLM(tiny.TARGET, "none", warn=told.append, **SMALL)
@@ -270,24 +270,27 @@ def test_the_python_api_warns(machine):
     with pytest.warns(UserWarning, match="so the CPU serves") as caught:
         LLM(tiny.TARGET, "none", **SMALL)
     assert caught[0].filename == __file__
+    torch_says(monkeypatch, RuntimeError(TOO_OLD))
     with pytest.raises(BlockdraftError, match="cannot be used"):
         LLM(tiny.TARGET, "none", device="cuda", **SMALL)
 
 
-def test_generate_warns_and_goes_on_or_ends_with_one_line(machine, capsys):
+def test_generate_warns_and_goes_on_or_ends_with_one_line(machine, monkeypatch, capsys):
     machine()
     model = ["generate", "--raw", "a b", "--model", tiny.TARGET, "--draft", "none", "--max-tokens", "2"]
     small = ["--dtype", "float32", "--max-context", "64", "--width", "2"]
     assert main([*model, *small]) == 0
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if line.startswith("warning: there is a GPU (NVIDIA H100")] == said[:1]
+    torch_says(monkeypatch, RuntimeError(TOO_OLD))
     assert main([*model, *small, "--device", "cuda"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("blockdraft: error: device 'cuda' cannot be used")
 
 
-def test_serve_ends_with_one_line(machine, capsys):
+def test_serve_ends_with_one_line(machine, monkeypatch, capsys):
     machine()
+    torch_says(monkeypatch, RuntimeError(TOO_OLD))
     args = SimpleNamespace(json_logs=False)
     from blockdraft.cli.serve import exit_code
     from blockdraft.engine.loop import EngineLoop
