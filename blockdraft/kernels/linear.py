@@ -64,12 +64,10 @@ def gated_linear(
     activate: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """`activate`, silu_mul or gelu_mul, of the product: the halves of [..., 2 I] joined to [..., I]."""
+    if takes_reference(x, weight) or activate not in GATES:
+        return activate(linear(x, weight, bias))
     is_small = _is_small(x)
-    if (
-        activate in GATES
-        and not takes_reference(x, weight)
-        and takes_triton(x, "gated products" if is_small else "gated tiles")
-    ):
+    if takes_triton(x, "gated products" if is_small else "gated tiles"):
         from blockdraft.kernels.triton import gated_tile
         from blockdraft.kernels.triton.linear import linear as multiply
 

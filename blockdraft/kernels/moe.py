@@ -189,8 +189,11 @@ def route(logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Ten
     those of "chosen" may have the logits' dtype. Each is multiplied by its expert's `expert_scale`.
     The kernel gives ties to the lowest id; PyTorch promises no order for them.
     """
-    is_off = is_switched_off("routing") or why_no_triton(logits.dtype, logits.device) is not None
-    if is_off or takes_reference(logits):
+    if (
+        takes_reference(logits)
+        or is_switched_off("routing")
+        or why_no_triton(logits.dtype, logits.device) is not None
+    ):
         return reference_route(logits, num_chosen, weighing, expert_scale)
     from blockdraft.kernels.triton import routing
 

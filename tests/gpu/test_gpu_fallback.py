@@ -13,8 +13,8 @@ from blockdraft.engine.startup import Startup
 from blockdraft.engine.twin import serve, twin
 from blockdraft.kernels.choice import switched_off, without
 from blockdraft.settings import Settings
-from tests import tiny
-from tests.stepping import gather, make_requests
+from tests import stepping, tiny
+from tests.stepping import CARD, FAMILY_BLOCK, gather, make_requests
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +57,7 @@ def as_before():
 
 def breaks(monkeypatch, module, name, kernel):
     def launch(*args, **kwargs):
-        kernel[(1,)](torch.zeros(256 * 512, dtype=torch.bfloat16, device="cuda"))
+        kernel[(1,)](torch.zeros(256 * 512, dtype=torch.bfloat16, device="cuda"), num_warps=8)
         raise AssertionError("the kernel was launched all the same")
 
     monkeypatch.setattr(f"blockdraft.kernels.triton.{module}.{name}", launch)
@@ -103,3 +103,27 @@ def test_the_python_api_starts_without_it_too(monkeypatch):
     assert len(warnings) == 1
     (request,) = make_requests(count=1, temperature=0.0)
     assert tokens(twin(engine), request) == tokens(twin(engine, NoDrafter(tiny.BLOCK)), request)
+
+
+@pytest.mark.parametrize(
+    "operation", ["gated delta", "gated norms", "heads' gates", "activations", "routing", "gated products"]
+)
+def test_a_graph_holds_the_references_that_ask_nobody(operation):
+    """The bits of hybrids and mixtures in graphs are those of the same step kernel by kernel."""
+    name = "qwen3_next-whole"
+    drafter = stepping.family_script(name, CARD)  # its answers are kept for other tests: with all kernels
+    with without(operation):
+        engines = [stepping.family_engine(name, CARD, drafter, is_captured=is_it) for is_it in (True, False)]
+        assert len(set(stepping.lockstep(*engines, stepping.family_requests()))) >= 4
+
+
+@pytest.mark.parametrize("operation", ["gated delta", "routing", "experts"])
+def test_hybrids_and_mixtures_emit_the_tokens_of_plain_decoding(operation):
+    name = "qwen3_next-whole"
+    drafter, requests = stepping.family_script(name, CARD), stepping.family_requests()
+    with without(operation):
+        got, plain = (
+            stepping.serve(stepping.family_engine(name, CARD, one, is_captured=False), requests)
+            for one in (drafter, NoDrafter(FAMILY_BLOCK))
+        )
+    assert stepping.tokens_of(got) == stepping.tokens_of(plain)
