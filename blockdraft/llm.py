@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
@@ -68,7 +69,8 @@ class Result:
 class LLM:
     """A target and its drafter (None or "none": without), ready to answer.
 
-    Keyword arguments are the fields of Settings.
+    Keyword arguments are the fields of Settings. `report` hears of progress, `warn` of what a user must see;
+    without `warn` that becomes a warning of Python's.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class LLM:
         model: str = "default",
         draft: str | None = "auto",
         report: Callable[[str], None] = lambda _: None,
+        warn: Callable[[str], None] | None = None,
         **settings: object,
     ) -> None:
         for name in settings:
@@ -85,7 +88,11 @@ class LLM:
             if value != DEFAULTS[name]:  # a default of this signature must not hide what a recipe says
                 settings[name] = value
         self.settings = resolve(settings, uses_environment=False).settings
-        self.engine = plain_engine(self.settings, report)
+        self.engine = plain_engine(
+            self.settings,
+            report,
+            warn if warn is not None else lambda text: warnings.warn(text, stacklevel=5),
+        )
         self.tokenizer = self.engine.models.tokenizer
         self._inbox: dict[str, deque[Delta]] = {}
 

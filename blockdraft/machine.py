@@ -110,6 +110,22 @@ def read_machine(root: Path = ROOT, query: Callable[[str | None], nvml.Answer] =
     )
 
 
+def read_holders(
+    index: int,
+    root: Path = ROOT,
+    ask: Callable[[str | None, int], tuple[nvml.Holder, ...]] = nvml.holders,
+) -> tuple[nvml.Holder, ...]:
+    """The other processes that use card `index`, the largest first; () where the driver does not tell."""
+    if not _has_driver(root, "dev/nvidiactl", "dev/dxg"):
+        return ()
+    return tuple(holder for holder in ask(visible_gpus(), index) if holder.pid != os.getpid())
+
+
+def process_name(pid: int, root: Path = ROOT) -> str:
+    """Its program; "" where this process may not see it."""
+    return read_text(root / f"proc/{pid}/comm").strip()
+
+
 def may_have_gpu(root: Path = ROOT) -> bool:
     """Whether a driver is there; torch may find no device all the same."""
     return _has_driver(root, *DRIVERS)

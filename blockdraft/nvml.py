@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ SMI = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")
 SMI_FIELDS = ("index", "uuid", "name", "compute_cap", "memory.total", "memory.free", "driver_version")
 SMI_SECONDS = 5.0
 TEXT_BYTES = 96  # the longest name or version that the library writes
+MAX_PROCESSES = 256  # of one card; more are not listed
+UNKNOWN_BYTES = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 
 # nvmlReturn_t; others are named by their number.
 ERRORS = {
@@ -41,6 +44,14 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that uses a card. None: the driver does not say how much."""
+
+    pid: int
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What was found, and what went wrong where something should have been found."""
 
@@ -53,6 +64,17 @@ class Library(Protocol):
     """libnvidia-ml: every function returns 0, or one of ERRORS."""
 
     def __getattr__(self, name: str) -> Callable[..., int]: ...
+
+
+class _Process(ctypes.Structure):
+    """nvmlProcessInfo_t, as of version 2 of its functions."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
 
 
 class _Memory(ctypes.Structure):
@@ -77,6 +99,40 @@ def query(
     if devices:
         return Answer(tuple(_chosen(devices, visible)), cuda=answer.cuda)
     return answer
+
+
+def holders(
+    visible: str | None, index: int, open_library: Callable[[], Library | None] | None = None
+) -> tuple[Holder, ...]:
+    """The processes that use card `index` of the visible ones, the largest first; never raises.
+
+    None are found where the driver does not tell, as from inside many containers.
+    """
+    library = (open_library or _open_library)()
+    if library is None or _call(library, "nvmlInit_v2") != 0:
+        return ()
+    try:
+        handle = next(itertools.islice(_handles(library, visible), index, None), None)
+        if handle is None:
+            return ()
+        found: dict[int, Holder] = {}
+        for kind in ("Compute", "Graphics"):
+            found |= {holder.pid: holder for holder in _running(library, handle, kind)}
+    finally:
+        _call(library, "nvmlShutdown")
+    return tuple(sorted(found.values(), key=lambda holder: -(holder.used_bytes or 0)))
+
+
+def _running(library: Library, handle: ctypes.c_void_p, kind: str) -> Iterator[Holder]:
+    count, processes = ctypes.c_uint(MAX_PROCESSES), (_Process * MAX_PROCESSES)()
+    for version in ("_v3", "_v2"):
+        name = f"nvmlDeviceGet{kind}RunningProcesses{version}"
+        if _call(library, name, handle, ctypes.byref(count), processes) == 0:
+            break
+    else:
+        return
+    for process in processes[: count.value]:
+        yield Holder(process.pid, None if process.used == UNKNOWN_BYTES else process.used)
 
 
 def _open_library() -> Library | None:

@@ -17,6 +17,7 @@ ALONE = {
     "machine",
     "cards",
     "nvml",
+    "remedies",
     "limits",
     "recipe",
     "acceptance_profile",

@@ -57,12 +57,15 @@ def run(args: argparse.Namespace) -> int:
     bind_threads(settings)
     from blockdraft.llm import LLM
 
-    llm = LLM(report=reporter(args), **asdict(replace(settings, recipe=None)))  # it is among them already
-    for notice in llm.engine.models.labels.notices:
-        print(f"warning: {notice}", file=sys.stderr)
+    warnings: list[str] = []
+    given = asdict(replace(settings, recipe=None))  # it is among them already
+    llm = LLM(report=reporter(args), warn=warnings.append, **given)
+    warnings += llm.engine.models.labels.notices
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     deltas = _stream(llm, prompt, sampling, is_raw=args.raw)
     if args.json:
-        return _print_json(llm, list(deltas), sampling)
+        return _print_json(llm, list(deltas), sampling, warnings)
     seen = _print_text(deltas, sampling.n)
     timing_only = f" (timing only: {settings.suffix})" if settings.suffix else ""
     line = speed_line(seen, has_drafter=llm.engine.models.draft_config is not None)
@@ -115,7 +118,7 @@ def _rate(count: int, per: float) -> float:
     return count / per if per else 0.0
 
 
-def _print_json(llm: LLM, deltas: list[Delta], sampling: SamplingParams) -> int:
+def _print_json(llm: LLM, deltas: list[Delta], sampling: SamplingParams, warnings: list[str]) -> int:
     choices = [_choice(deltas, index, sampling) for index in range(sampling.n)]
     models = llm.engine.models
     answer = {
@@ -124,8 +127,8 @@ def _print_json(llm: LLM, deltas: list[Delta], sampling: SamplingParams) -> int:
         "draft": None if models.draft_config is None else models.draft_config.name,
         "width": models.plan.width,
     }
-    if models.labels.notices:
-        answer["warnings"] = list(models.labels.notices)
+    if warnings:
+        answer["warnings"] = warnings
     if sampling.n > 1:
         answer["choices"] = choices
     print(json.dumps(answer, ensure_ascii=not _writes_unicode(), allow_nan=False))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from blockdraft.doctor.finding import Finding, Level
 from blockdraft.machine import Gpu, Machine, may_have_gpu
+from blockdraft.remedies import driver_advice
 
 GIB = 1 << 30
 MIN_CAPABILITY = (8, 0)
@@ -37,7 +38,7 @@ def _gpus(machine: Machine, root: Path) -> Iterator[Finding]:
             "driver",
             "problem",
             f"there is an NVIDIA driver, but it does not answer: {machine.gpu_error}",
-            advice=_driver_advice(machine),
+            advice=driver_advice(machine),
         )
     for index, gpu in enumerate(machine.gpus):
         yield from _gpu(index, gpu)
@@ -80,15 +81,6 @@ def _judged(gpu: Gpu) -> tuple[Level, str | None]:
     if gpu.capability < MIN_CAPABILITY:
         return "problem", "our kernels need Ampere (8.0) or newer: use --device cpu"
     return "ok", None
-
-
-def _driver_advice(machine: Machine) -> str:
-    if machine.limits.container is not None:
-        return "start the container with --gpus all (docker) or --device nvidia.com/gpu=all (podman)"
-    return (
-        "reboot if the driver was updated while running, and compare `cat /proc/driver/nvidia/version` with "
-        "nvidia-smi; Blackwell needs the open kernel modules (nvidia-driver-580-open)"
-    )
 
 
 def _no_gpu(root: Path) -> Finding:

@@ -9,23 +9,23 @@ from blockdraft.doctor.finding import Area, Finding
 from blockdraft.doctor.patient import Check, Failure, Path, Probe, Torch
 from blockdraft.doctor.shapes import SHAPES
 from blockdraft.machine import Machine
+from blockdraft.remedies import INSTALL, NO_COMPILER, NO_HEADERS, why_unseen
 
 REPORT = "please report this line with the output of `blockdraft doctor --json`"
 GIB = 1 << 30
 HIDDEN_SHARE = 0.75  # of the memory that is available: CUDA sees more than this where the page cache is small
 SHAPE_NAMES = frozenset(shape.name for shape in SHAPES)
-INSTALL = "see https://pytorch.org/get-started/locally/"
 # The first that a failure's text contains, in small letters.
 ADVICE = (
-    ("outofresources", f"a tile is too large for this card: serve with --engine vllm, and {REPORT}"),
+    ("outofresources", f"a tile is too large for this card: --engine vllm may be faster; {REPORT}"),
     (
         "ptxas",
         "use a newer Triton, or point TRITON_PTXAS_BLACKWELL_PATH (before Triton 3.6, and on older cards: "
         "TRITON_PTXAS_PATH) to the ptxas of a CUDA that knows this card",
     ),
     ("no kernel image", f"this PyTorch has no code for this card: install one that has, {INSTALL}"),
-    ("gcc", "Triton compiles a small C file: install Python's headers (python3-dev)"),
-    ("failed to find c compiler", "Triton compiles a small C file: install gcc, or set CC"),
+    ("gcc", NO_HEADERS),
+    ("failed to find c compiler", NO_COMPILER),
     ("out of memory", "free the card's memory (nvidia-smi shows who holds it) and run this again"),
     ("sigill", "a library was compiled for a newer CPU: install a build for this one"),
     ("did not end", f"nothing ends by itself here: look at dmesg for Xid errors, reboot, and {REPORT}"),
@@ -43,7 +43,7 @@ def torch_findings(machine: Machine, probe: Probe) -> Iterator[Finding]:
     threads = f"{torch.num_threads} thread{'s' if torch.num_threads != 1 else ''}"
     yield Finding("libraries", "torch", "ok", f"{torch.version}, built for {build}; {threads}")
     if machine.gpus and not torch.has_gpu:
-        yield _unseen(torch)
+        yield _unseen(machine, torch)
     if torch.has_gpu and not _has_code(torch):
         assert torch.capability is not None
         yield Finding(
@@ -82,22 +82,10 @@ def _page_cache(machine: Machine, torch: Torch) -> Iterator[Finding]:
         )
 
 
-def _unseen(torch: Torch) -> Finding:
-    if torch.cuda is None:
-        return Finding(
-            "libraries",
-            "torch and the GPU",
-            "problem",
-            f"there is a GPU, but PyTorch {torch.version} was built without CUDA",
-            advice=f"install PyTorch for CUDA: {INSTALL}",
-        )
-    return Finding(
-        "libraries",
-        "torch and the GPU",
-        "problem",
-        f"there is a GPU, but PyTorch for CUDA {torch.cuda} does not find it",
-        advice="compare with the driver's version: CUDA 13 needs 580 or newer, CUDA 12 needs 525",
-    )
+def _unseen(machine: Machine, torch: Torch) -> Finding:
+    unseen = why_unseen(machine, torch.version, torch.cuda)
+    assert unseen is not None
+    return Finding("libraries", "torch and the GPU", "problem", unseen.says, advice=unseen.advice)
 
 
 def _has_code(torch: Torch) -> bool:
@@ -137,6 +125,9 @@ def _path(path: Path) -> Finding:
         return Finding(
             "kernels", path.operation, "warning", f"PyTorch's own, slower: {why}", advice=_install_of(why)
         )
+    if why.startswith("does not compile"):
+        says = f"{why}: its reference serves, slower"
+        return Finding("kernels", path.operation, "warning", says, advice=_advice(why) or REPORT)
     return Finding("kernels", path.operation, "ok", f"not here: {why}")
 
 
@@ -168,8 +159,12 @@ def _checked(shape: str, checks: list[Check]) -> Iterator[Finding]:
         )
 
 
+def _advice(how: str) -> str | None:
+    return next((advice for text, advice in ADVICE if text in how.lower()), None)
+
+
 def _failed(failure: Failure) -> Finding:
-    advice = next((advice for text, advice in ADVICE if text in failure.how.lower()), None)
+    advice = _advice(failure.how)
     if advice is None:
         is_torch = failure.what == "torch"
         advice = f"torch cannot be imported: install it again, {INSTALL}" if is_torch else REPORT

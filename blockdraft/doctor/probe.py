@@ -1,8 +1,9 @@
 """The half of the doctor that imports torch, in a process of its own: what breaks there is a finding.
 
 `python -m blockdraft.doctor.probe` gets one JSON object as its argument and writes one per line: what torch
-is, which path each operation takes, and for each shape a `begin` and the comparisons. Nothing is caught. A
-shape that raises or crashes ends the process, and the reader (`patient.py`) knows which one it was.
+is, which path each operation takes, and for each shape a `begin` and the comparisons. A kernel that does not
+compile is a path that is not taken, as it is in a start; nothing else is caught. A shape that raises or
+crashes ends the process, and the reader (`patient.py`) knows which one it was.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ def _path(operation: str, taken: str, why_not: str | None) -> Line:
 
 def _check(shape: Shape, device_name: str) -> Iterator[Line]:
     from blockdraft.engine.engine import Engine
+    from blockdraft.engine.fallback import with_kernels_that_compile
     from blockdraft.engine.kernelcheck import check_kernels
     from blockdraft.engine.loading import load_models
     from blockdraft.settings import Settings
@@ -157,7 +159,13 @@ def _check(shape: Shape, device_name: str) -> Iterator[Line]:
             cache_bytes=CACHE_BYTES,
         )
         engine = Engine(load_models(settings, lambda text: None))
-    for found in check_kernels(engine):
+    slow: list[Line] = []
+    findings = with_kernels_that_compile(
+        lambda: list(check_kernels(engine)),
+        lambda operation, why: slow.append(_path(operation, "", f"does not compile here ({why})")),
+    )
+    yield from ({"kind": "path", **path} for path in slow)
+    for found in findings:
         yield {
             "kind": "check",
             "shape": shape.name,

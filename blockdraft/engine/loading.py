@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from blockdraft.acceptance_profile import acceptance_rates
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.drafters.drafter import Drafter, NoDrafter
+from blockdraft.engine.card import unusable, usage
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.engine.tokenizer import Tokenizer
-from blockdraft.errors import ModelError
+from blockdraft.errors import CapacityError, ModelError
 from blockdraft.machine import read_machine
 from blockdraft.models.checkpoint import Checkpoint, open_checkpoint
 from blockdraft.models.config import ModelConfig
@@ -143,11 +144,7 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     notices = timing_notices(settings, (weights, draft_weights), has_tokenizer=has_tokenizer)
     if is_dummy:
         settings, weights, draft_weights = _unpacked(settings, weights, draft_weights)
-    machine = read_machine()
-    if device.type == "cuda":
-        free, total = gpu_memory(device)
-        machine = replace(machine, gpu_bytes=total, gpu_free_bytes=free)
-    plan = make_plan(settings, machine, config, draft_config, weights=weights, draft_weights=draft_weights)
+    plan = _plan(settings, device, config, draft_config, weights, draft_weights)
     rates, profile = None, settings.synthetic_acceptance
     if profile is not None:
         rates = acceptance_rates(profile, width=plan.width, block=plan.block)
@@ -165,6 +162,29 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
         acceptance,
         sampling,
     )
+
+
+def _plan(
+    settings: Settings,
+    device: torch.device,
+    config: ModelConfig,
+    draft_config: DraftConfig | None,
+    weights: Weights,
+    draft_weights: Weights | None,
+) -> Plan:
+    """For this machine as it is now. CapacityError: with who holds what of the card."""
+    machine = read_machine()
+    if device.type == "cuda":
+        free, total = gpu_memory(device)
+        machine = replace(machine, gpu_bytes=total, gpu_free_bytes=free)
+    try:
+        return make_plan(
+            settings, machine, config, draft_config, weights=weights, draft_weights=draft_weights
+        )
+    except CapacityError as error:
+        if device.type != "cuda":
+            raise
+        raise CapacityError(f"{error} Of the card's memory, {usage(device)}.") from error
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int]:
@@ -362,9 +382,9 @@ def _vocab_map(
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(1, device=device)  # a byte of memory, so that CUDA makes its context here and now
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device '{name}' cannot be used: {str(error).splitlines()[0]}") from error
+        raise unusable(name, error) from error
     if device.type not in ("cpu", "cuda"):
         raise ModelError(f"device '{name}' is not supported: use cpu or cuda.")
     if device.type == "cuda":

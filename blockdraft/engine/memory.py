@@ -15,11 +15,12 @@ from dataclasses import replace
 import torch
 
 from blockdraft.cache.spec import bytes_per_token
+from blockdraft.engine.card import first_line, is_out_of_memory, memory_of, usage
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loading import Models, gpu_memory
 from blockdraft.engine.warm import warm
 from blockdraft.errors import CapacityError
-from blockdraft.kernels.choice import has_triton
+from blockdraft.kernels.choice import HOST_BOUND, has_triton, switched_off
 from blockdraft.machine import read_machine
 from blockdraft.plan import ELEMENT_BYTES, MARGIN_BYTES, MIN_CONTEXT, Plan, memory_share
 from blockdraft.settings import Settings
@@ -46,7 +47,8 @@ def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -
             f"a context of {plan.max_context} tokens needs {needed * page_bytes / 1e9:.1f} GB of cache, but "
             f"{max(room, 0) / 1e9:.1f} GB are left beside weights and {overhead / 1e9:.1f} GB of working "
             f"memory. The budget is {_shown_budget(settings, models.device)}: raise it, lower "
-            "--max-context, --max-rows or --chunk, or use --quantization fp8."
+            "--max-context, --max-rows or --chunk, or use --quantization fp8. Of the card's memory, "
+            f"{usage(models.device)}."
         )
     return replace(models, plan=replace(plan, num_pages=num_pages, max_context=max_context))
 
@@ -70,14 +72,25 @@ def _overhead(models: Models, settings: Settings, note: Callable[[str], None]) -
 
 
 @contextmanager
-def memory_explained(settings: Settings, device: torch.device) -> Iterator[None]:
-    """A CapacityError that says what to do, where the GPU has less than was planned with."""
+def memory_explained(settings: Settings, device: torch.device, *, is_loading: bool = False) -> Iterator[None]:
+    """A CapacityError that says what to do, where the GPU has less than was planned with.
+
+    `is_loading`: weights are being read, which a smaller cache and smaller steps would not change.
+    """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if device.type != "cuda" or not is_out_of_memory(error):
+            raise
+        state = usage(device)
+        if is_loading:
+            raise CapacityError(
+                f"the GPU ran out of memory while the weights were read ({first_line(error)}); {state}. End "
+                "what else uses the card, use --quantization fp8, or take a smaller model."
+            ) from error
         raise CapacityError(
-            f"the GPU ran out of memory ({str(error).splitlines()[0][:120]}). The budget is "
-            f"{_shown_budget(settings, device)}: lower it if other programs use the GPU too, lower "
+            f"the GPU ran out of memory ({first_line(error)}); {state}. The budget is "
+            f"{_shown_budget(settings, device)}: lower it if other programs take memory meanwhile, lower "
             "--max-rows, --max-context or --chunk, or use --quantization fp8."
         ) from error
 
@@ -92,6 +105,9 @@ def why_no_graphs(models: Models, settings: Settings) -> str | None:
         return "the GPU's kernels do not compute in float64"
     if not has_triton():
         return "Triton is not installed"
+    slow = [operation for operation in switched_off() if operation in HOST_BOUND]
+    if slow:
+        return f"the kernel of {slow[0]} does not compile on this card, and a graph cannot hold its reference"
     return models.why_not_captured()
 
 
@@ -130,6 +146,6 @@ def _budget(settings: Settings, device: torch.device) -> int:
 
 
 def _shown_budget(settings: Settings, device: torch.device) -> str:
-    total = torch.cuda.mem_get_info(device)[1] / 1e9
+    total = memory_of(device)[1] / 1e9
     share = memory_share(settings, read_machine())
     return f"--gpu-memory-utilization {share} of {total:.1f} GB = {share * total:.1f} GB"

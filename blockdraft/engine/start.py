@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from blockdraft.engine.card import unused_gpu
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loading import Models, open_models, read_weights
+from blockdraft.engine.fallback import with_kernels_that_compile
+from blockdraft.engine.loading import Models, open_models, read_weights, resolve_device
 from blockdraft.engine.memory import fit_pages, memory_explained, release, why_no_graphs
 from blockdraft.engine.selfcheck import verify, without_drafter
 from blockdraft.engine.stall import bound_chunk
@@ -13,6 +15,7 @@ from blockdraft.engine.startup import Startup
 from blockdraft.engine.warm import warm
 from blockdraft.engine.width import is_ours_to_choose, settle_width
 from blockdraft.errors import SettingsError
+from blockdraft.kernels.choice import Operation
 from blockdraft.runtime.graphs import row_sizes
 from blockdraft.settings import Settings
 
@@ -20,31 +23,60 @@ from blockdraft.settings import Settings
 def start_engine(settings: Settings, startup: Startup) -> Engine:
     """Raises what loading raises, and ModelError for a model or a kernel that computes nonsense."""
     _check_native(settings)
+    _check_gpu(settings, startup.warn)
     with startup.phase("fetch"):
         opened = open_models(settings, startup.note)
-    with memory_explained(settings, opened.device):
-        with startup.phase("load"):
-            models = read_weights(opened, startup.note, startup.progress)
-        for notice in models.labels.notices:
-            startup.warn(notice)
-        return _prepared(models, settings, startup)
+    with memory_explained(settings, opened.device, is_loading=True), startup.phase("load"):
+        models = read_weights(opened, startup.note, startup.progress)
+    for notice in models.labels.notices:
+        startup.warn(notice)
+
+    def tell(operation: Operation, why: str) -> None:
+        startup.warn(_slower(operation, why))
+        startup.rewind("allocate")
+
+    with memory_explained(settings, models.device):
+        return with_kernels_that_compile(lambda: _prepared(models, settings, startup), tell)
 
 
-def plain_engine(settings: Settings, note: Callable[[str], None]) -> Engine:
-    """The same without warm-up and checks, for one who waits for the first answer alone."""
+def plain_engine(
+    settings: Settings, note: Callable[[str], None], warn: Callable[[str], None] | None = None
+) -> Engine:
+    """The same without warm-up and checks, for one who waits for the first answer alone.
+
+    `warn` hears what a user must see; without it, `note` does.
+    """
+    tell = warn if warn is not None else lambda text: note(f"warning: {text}")
     _check_native(settings)
+    _check_gpu(settings, tell)
     opened = open_models(settings, note)
-    with memory_explained(settings, opened.device):
+    with memory_explained(settings, opened.device, is_loading=True):
         models = read_weights(opened, note)
-        for notice in models.labels.notices:
-            note(notice)
-        engine = Engine(fit_pages(models, settings, note))
-        if why_no_graphs(engine.models, settings) is None:
-            _capture(engine, note)
-        if engine.models.acceptance and is_ours_to_choose(engine, settings):
-            settle_width(engine, engine.models.acceptance, uses_stored=True)
-            note(engine.models.plan.width_reason)
+    for notice in models.labels.notices:
+        note(notice)
+    with memory_explained(settings, models.device):
+        return with_kernels_that_compile(
+            lambda: _plain(models, settings, note), lambda operation, why: tell(_slower(operation, why))
+        )
+
+
+def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> Engine:
+    engine = Engine(fit_pages(models, settings, note))
+    if models.device.type == "cuda" and settings.cache_bytes != "auto":
+        warm(engine, note)  # which measuring the pages has done otherwise: what does not compile shows now
+    if why_no_graphs(engine.models, settings) is None:
+        _capture(engine, note)
+    if engine.models.acceptance and is_ours_to_choose(engine, settings):
+        settle_width(engine, engine.models.acceptance, uses_stored=True)
+        note(engine.models.plan.width_reason)
     return engine
+
+
+def _slower(operation: Operation, why: str) -> str:
+    return (
+        f"the kernel of {operation} does not compile on this card ({why}): its reference serves, which is "
+        "slower; answers stay exact. `blockdraft doctor` says more."
+    )
 
 
 def _check_native(settings: Settings) -> None:
@@ -52,6 +84,14 @@ def _check_native(settings: Settings) -> None:
         raise SettingsError(
             f"engine = '{settings.engine}' does not run in this process: `blockdraft serve` starts it."
         )
+
+
+def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
+    """Nobody has asked for the CPU where "auto" means it, so a GPU that is not used has to be named."""
+    if settings.device == "auto" and resolve_device("auto") == "cpu":
+        line = unused_gpu()
+        if line is not None:
+            warn(line)
 
 
 def _prepared(models: Models, settings: Settings, startup: Startup) -> Engine:

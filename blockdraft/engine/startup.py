@@ -66,6 +66,13 @@ class Startup:
         detail = f": {phase.detail}" if phase.detail else ""
         self._report(f"{phase.name} {state} in {phase.seconds:.1f} s{detail}")
 
+    def rewind(self, name: str) -> None:
+        """Phase `name` and all after it wait once more: what they did has to be done again."""
+        with self._lock:
+            names = list(self._phases)
+            for later in names[names.index(name) :]:
+                self._phases[later] = Phase(later)
+
     def skip(self, name: str, why: str) -> None:
         with self._lock:
             self._phases[name].state, self._phases[name].detail = "skipped", why

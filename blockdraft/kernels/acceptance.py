@@ -19,7 +19,7 @@ _WORD = 0xFFFFFFFF
 
 def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
     """[R] tokens to commit, 1 to B, for samples and block [R, B]: the drafts that match, and one more."""
-    if is_on_gpu(sampled) and not takes_reference():
+    if not takes_reference() and is_on_gpu(sampled, "acceptance"):
         from blockdraft.kernels.triton.acceptance import count_accepted as kernel
 
         return kernel(sampled, block)
@@ -33,7 +33,7 @@ def draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor
     rates [B - 1] do not increase, as a draft counts only behind those before it. For timing alone: one number
     between 0 and 1 per row, keyed by its seed and length, decides how far the step gets.
     """
-    if is_on_gpu(starts) and not takes_reference():
+    if not takes_reference() and is_on_gpu(starts, "acceptance"):
         from blockdraft.kernels.triton.acceptance import draw_accepted as kernel
 
         return kernel(rates, starts, batch)
@@ -61,7 +61,7 @@ def advance(
     Committed outputs are counted in the tables of the rows that are penalised. The last row of the tables is
     scratch, and stays where it is.
     """
-    if is_on_gpu(block) and not takes_reference():
+    if not takes_reference() and is_on_gpu(block, "acceptance"):
         from blockdraft.kernels.triton.acceptance import advance as kernel
 
         kernel(progress, block, sampled, num_committed, batch)

@@ -203,7 +203,7 @@ class Blocks:
     @functools.cached_property
     def _located(self) -> tuple[Tensor, Tensor]:
         """Position and slot [N] of every token of the stream."""
-        if is_on_gpu(self.starts):
+        if is_on_gpu(self.starts, "places"):
             from blockdraft.kernels.triton.rows import locate
 
             return locate(
@@ -300,7 +300,7 @@ def attend_paged(
     learned = (q, keys) if sinks is None else (q, keys, sinks)
     if takes_reference(*learned):
         return _attend_groups(q, keys, values, blocks, mask, sinks)
-    if takes_triton(q):
+    if takes_triton(q, "attention"):
         return blocks.attend_on_gpu(q, keys, values, mask, sinks)
     if mask.softcap is not None:
         return _attend_groups(q, keys, values, blocks, mask, sinks)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import takes_reference, takes_triton
+from blockdraft.kernels.choice import sent, takes_reference, takes_triton
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.rows import rms_norm, sigmoid, softplus
 
@@ -136,7 +136,7 @@ def gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     The norm is that of `rms_norm`; z and the product are computed in float32 or wider.
     """
-    if not takes_reference(read, z, weight) and takes_triton(read):
+    if not takes_reference(read, z, weight) and takes_triton(read, "gated norms"):
         from blockdraft.kernels.triton import gated_delta as kernels
 
         return kernels.gated_norm(read, z, weight, eps)
@@ -172,7 +172,7 @@ class RowTape(NamedTuple):
 
 def is_in_place(x: Tensor) -> bool:
     """Whether tokens x go through `scan_rows`, rather than through `convolve`, `gates`, `scan` and `fold`."""
-    return not takes_reference(x) and takes_triton(x)
+    return not takes_reference(x) and takes_triton(x, "gated delta")
 
 
 def empty_states(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -210,6 +210,7 @@ def fold_rows(tape: RowTape, at: RowStates, counts: Tensor) -> None:
     """
     from blockdraft.kernels.triton import gated_delta as kernels
 
+    sent("gated delta")
     kernels.fold(tape, at, counts)
 
 

@@ -35,7 +35,7 @@ def enter(
     q: Tensor, k: Tensor, v: Tensor, *, norms: HeadNorms | None, angles: Angles, slots: Slots
 ) -> Tensor:
     """The queries [N, H, D] to attend with; k and v [N, G, D] are in their slots afterwards."""
-    if takes_reference(q, k, v) or not takes_triton(k):
+    if takes_reference(q, k, v) or not takes_triton(k, "heads"):
         if norms is not None:
             q = rms_norm(q, norms.q, norms.eps)
         enter_context(k, v, norms=norms, angles=angles, slots=slots)
@@ -47,7 +47,7 @@ def enter(
 
 def enter_context(k: Tensor, v: Tensor, *, norms: HeadNorms | None, angles: Angles, slots: Slots) -> None:
     """The same for keys and values [N, G, D] that no query of this forward comes with."""
-    if not takes_reference(k, v) and takes_triton(k):
+    if not takes_reference(k, v) and takes_triton(k, "heads"):
         _on_gpu(None, k, v, norms, angles, slots)
         return
     if norms is not None:
@@ -57,7 +57,7 @@ def enter_context(k: Tensor, v: Tensor, *, norms: HeadNorms | None, angles: Angl
 
 def open_heads(x: Tensor, gate: Tensor) -> Tensor:
     """x * sigmoid(gate), both [N, H, D]: what each head lets through."""
-    if takes_reference(x, gate) or not takes_triton(x):
+    if takes_reference(x, gate) or not takes_triton(x, "heads' gates"):
         return x * sigmoid(gate)
     from blockdraft.kernels.triton.rows import open_heads as kernel
 

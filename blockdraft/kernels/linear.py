@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import has_triton, takes_reference, takes_triton
+from blockdraft.kernels.choice import has_triton, is_switched_off, takes_reference, takes_triton
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.rows import gelu_mul, silu_mul
 
@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, onto: Tenso
     """The contract, on the path chosen for this dtype and device. Training takes the reference."""
     if takes_reference(x, weight):
         return reference_linear(x, weight, bias, onto=onto)
-    if takes_triton(x):
+    if takes_triton(x, "products"):
         return _on_gpu(x, weight, bias, onto)
     if (kernel := _chosen(x.dtype, x.device)) is None:
         return reference_linear(x, weight, bias, onto=onto)
@@ -84,11 +84,14 @@ def gated_linear(
     activate: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """`activate`, silu_mul or gelu_mul, of the product: the halves of [..., 2 I] joined to [..., I]."""
-    if not takes_reference(x, weight) and takes_triton(x) and activate in GATES:
+    if takes_reference(x, weight) or activate not in GATES:
+        return activate(linear(x, weight, bias))
+    is_small = _is_small(x)
+    if takes_triton(x, "gated products" if is_small else "gated tiles"):
         from blockdraft.kernels.triton import gated_tile
         from blockdraft.kernels.triton.linear import linear as multiply
 
-        if _is_small(x):
+        if is_small:
             return multiply(x, weight, bias, gate=GATES[activate])
         if gated_tile.fits(x, weight):
             return gated_tile.gated_linear(x, weight, bias, GATES[activate])
@@ -117,7 +120,7 @@ def scaled_linear(
         product = reference_linear(rounded_to_fp8(x), weight, bias)
         product = product if activate is None else activate(product)
         return product if onto is None else onto + product
-    if not takes_triton(x) or x.dim() != 2:
+    if not takes_triton(x, "packed products") or x.dim() != 2:
         return None
     from blockdraft.kernels.triton import linear as gpu
 
@@ -140,6 +143,8 @@ def scaled_linear(
 def rounds_tokens(x: Tensor, values: Tensor) -> bool:
     """Whether `scaled_linear` rounds these tokens to fp8."""
     if not x.is_cuda or not has_triton() or x.dim() != 2 or _is_small(x):
+        return False
+    if is_switched_off("packed products"):
         return False
     from blockdraft.kernels.triton.linear import has_fp8_product
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.choice import takes_reference
+from blockdraft.kernels.choice import is_switched_off, sent, takes_reference
 from blockdraft.kernels.rows import gelu_mul, sigmoid, silu_mul
 
 Groups = tuple[Tensor, Tensor]  # order and tiles, see `triton.routing`
@@ -147,6 +147,7 @@ def experts(
     from blockdraft.kernels.triton import moe
 
     beside = None if shared is None else _beside(x, shared, found, choice.ids.numel())
+    sent("experts")
     return moe.run_experts(x, found, choice, activation, beside, onto)
 
 
@@ -188,10 +189,15 @@ def route(logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Ten
     those of "chosen" may have the logits' dtype. Each is multiplied by its expert's `expert_scale`.
     The kernel gives ties to the lowest id; PyTorch promises no order for them.
     """
-    if takes_reference(logits) or why_no_triton(logits.dtype, logits.device) is not None:
+    if (
+        takes_reference(logits)
+        or is_switched_off("routing")
+        or why_no_triton(logits.dtype, logits.device) is not None
+    ):
         return reference_route(logits, num_chosen, weighing, expert_scale)
     from blockdraft.kernels.triton import routing
 
+    sent("routing")
     num_tokens, num_experts = logits.shape
     is_small = routing.can_group_at_once(num_tokens, num_experts, num_chosen)
     kernel = routing.route_and_group if is_small else routing.route
@@ -226,6 +232,8 @@ def _readable(
     reason = why_no_triton(dtype, device)
     if reason is not None:
         return reason
+    if is_switched_off("experts"):
+        return "the kernels for experts do not compile on this card"
     stacked, single = gate_up.matrices(), down.matrices()
     if stacked is None or single is None:
         return "no kernel reads the format of these experts"

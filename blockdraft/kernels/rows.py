@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     weights = () if weight is None else (weight,)
     if takes_reference(x, *weights):
         return reference_rms_norm(x, weight, eps)
-    if takes_triton(x):
+    if takes_triton(x, "norms"):
         from blockdraft.kernels.triton.rows import rms_norm as normalise
 
         return normalise(x, weight, eps)
@@ -59,7 +59,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where gate_up [..., 2 K] holds one after the other; returns [..., K]."""
     if takes_reference(gate_up):
         return reference_silu_mul(gate_up)
-    if takes_triton(gate_up):
+    if takes_triton(gate_up, "activations"):
         from blockdraft.kernels.triton.rows import gate_mul
 
         return gate_mul(gate_up, "silu")
@@ -77,7 +77,7 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, gelu by its tanh approximation; laid out as in `silu_mul`."""
     if takes_reference(gate_up):
         return reference_gelu_mul(gate_up)
-    if takes_triton(gate_up):
+    if takes_triton(gate_up, "activations"):
         from blockdraft.kernels.triton.rows import gate_mul
 
         return gate_mul(gate_up, "gelu")

@@ -81,7 +81,7 @@ def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch)
     The tokens `recent` [R, J] sit at positions starts[r], starts[r] + 1, … and are not counted in the tables
     yet: column c counts the first min(c + 1, J) of them.
     """
-    if takes_triton(logits) and not takes_reference(logits):
+    if not takes_reference(logits) and takes_triton(logits, "sampling"):
         from blockdraft.kernels.triton import sampling  # Triton is there where a CUDA device is
 
         return sampling.choose(logits, starts, recent, batch)

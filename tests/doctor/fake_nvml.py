@@ -14,6 +14,7 @@ class FakeCard:
     total: int | None = None  # MiB
     free: int | None = None
     uuid: str = "GPU-0"
+    processes: tuple[tuple[int, int | None], ...] = ()  # process id and MiB
 
 
 class FakeLibrary:
@@ -63,6 +64,13 @@ class FakeLibrary:
             return NOT_SUPPORTED
         memory._obj.total = card.total * MIB
         memory._obj.free = (card.total if card.free is None else card.free) * MIB
+        return 0
+
+    def call_nvmlDeviceGetComputeRunningProcesses_v3(self, handle, count, infos):
+        processes = self.card(handle).processes
+        for info, (pid, used) in zip(infos, processes, strict=False):
+            info.pid, info.used = pid, 2**64 - 1 if used is None else used * MIB
+        count._obj.value = len(processes)
         return 0
 
     def call_nvmlDeviceGetCudaComputeCapability(self, handle, major, minor):

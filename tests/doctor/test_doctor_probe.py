@@ -206,6 +206,14 @@ def test_a_path_that_something_installed_would_open_is_a_warning():
     assert found[0].advice == "pip install llvmlite"
 
 
+def test_a_kernel_that_does_not_compile_is_a_warning_since_its_reference_serves():
+    why = "does not compile here (OutOfResources: out of resource: shared memory, Required: 300000)"
+    (found,) = kernel_findings(Probe(paths=(Taken("attention", None, why),)))
+    assert (found.name, found.level) == ("attention", "warning")
+    assert found.says == f"{why}: its reference serves, slower"
+    assert "--engine vllm" in found.advice
+
+
 @pytest.mark.parametrize(
     ("how", "word"),
     [

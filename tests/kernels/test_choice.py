@@ -126,25 +126,25 @@ class OnGpu:
 
 
 def test_a_gpu_takes_triton_and_a_cpu_does_not(has_triton):
-    assert choice.is_on_gpu(OnGpu())
-    assert choice.takes_triton(OnGpu())
-    assert not choice.is_on_gpu(torch.zeros(1))
-    assert not choice.takes_triton(torch.zeros(1))
+    assert choice.is_on_gpu(OnGpu(), "norms")
+    assert choice.takes_triton(OnGpu(), "norms")
+    assert not choice.is_on_gpu(torch.zeros(1), "norms")
+    assert not choice.takes_triton(torch.zeros(1), "norms")
 
 
 def test_without_triton_nobody_takes_it(monkeypatch):
     monkeypatch.setattr(choice, "has_triton", lambda: False)
-    assert not choice.is_on_gpu(OnGpu())
+    assert not choice.is_on_gpu(OnGpu(), "norms")
     with choice.use("triton"):
-        assert not choice.takes_triton(torch.zeros(1))
+        assert not choice.takes_triton(torch.zeros(1), "norms")
 
 
 def test_a_cpu_takes_triton_where_it_is_asked_for(has_triton):
     with choice.use("triton"):
-        assert choice.is_on_gpu(torch.zeros(1))
-        assert choice.takes_triton(torch.zeros(1))
+        assert choice.is_on_gpu(torch.zeros(1), "norms")
+        assert choice.takes_triton(torch.zeros(1), "norms")
         assert not choice.takes_reference(torch.zeros(1))
-    assert not choice.takes_triton(torch.zeros(1))
+    assert not choice.takes_triton(torch.zeros(1), "norms")
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,10 @@ def test_a_cpu_takes_triton_where_it_is_asked_for(has_triton):
 )
 def test_triton_computes_in_float32_and_below(has_triton, dtype, is_served):
     """Whole numbers are read where they are exact: `is_on_gpu` asks nothing of the dtype."""
-    assert choice.takes_triton(OnGpu(dtype)) == is_served
+    assert choice.takes_triton(OnGpu(dtype), "norms") == is_served
     with choice.use("triton"):
-        assert choice.takes_triton(torch.zeros(1, dtype=dtype)) == is_served
-        assert choice.is_on_gpu(torch.zeros(1, dtype=dtype))
+        assert choice.takes_triton(torch.zeros(1, dtype=dtype), "norms") == is_served
+        assert choice.is_on_gpu(torch.zeros(1, dtype=dtype), "norms")
 
 
 def test_the_innermost_path_is_the_one_taken(has_triton):
@@ -171,14 +171,14 @@ def test_the_innermost_path_is_the_one_taken(has_triton):
     with choice.use("triton"):
         with choice.use("reference"):
             assert choice.takes_reference(x)
-            assert not choice.takes_triton(x)
+            assert not choice.takes_triton(x, "norms")
             with choice.use("triton"):
-                assert choice.takes_triton(x)
+                assert choice.takes_triton(x, "norms")
                 assert not choice.takes_reference(x)
             assert choice.takes_reference(x)
-        assert choice.takes_triton(x)
+        assert choice.takes_triton(x, "norms")
         assert not choice.takes_reference(x)
-    assert not choice.takes_triton(x)
+    assert not choice.takes_triton(x, "norms")
     assert not choice.takes_reference(x)
 
 
@@ -187,17 +187,17 @@ def test_triton_ends_with_an_error(has_triton):
         with pytest.raises(_Called), choice.use("triton"):
             raise _Called
         assert choice.takes_reference()
-        assert not choice.is_on_gpu(torch.zeros(1))
-    assert not choice.is_on_gpu(torch.zeros(1))
+        assert not choice.is_on_gpu(torch.zeros(1), "norms")
+    assert not choice.is_on_gpu(torch.zeros(1), "norms")
 
 
 def test_another_thread_stays_on_its_own_path(has_triton):
     found = []
     with choice.use("triton"):
-        thread = threading.Thread(target=lambda: found.append(choice.is_on_gpu(torch.zeros(1))))
+        thread = threading.Thread(target=lambda: found.append(choice.is_on_gpu(torch.zeros(1), "norms")))
         thread.start()
         thread.join()
-        assert choice.is_on_gpu(torch.zeros(1))
+        assert choice.is_on_gpu(torch.zeros(1), "norms")
     assert found == [False]
 
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockdraft.kernels.attention import Mask
+from blockdraft.kernels.failure import DoesNotFit
 from blockdraft.kernels.triton.launch import has_pdl, num_multiprocessors
 
 LOG2_E = 1 / math.log(2)
@@ -494,7 +495,7 @@ def _config(
 ) -> Config:
     """The whole block in one tile where it fits; then as many splits as keep every multiprocessor busy."""
     if shared > 128:
-        raise ValueError(f"{shared} query heads share a key/value head: paged attention takes at most 128")
+        raise DoesNotFit(f"{shared} query heads share a key/value head: paged attention takes at most 128")
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
     widest = max(_widest(row_bytes, element_size, shared_memory), triton.next_power_of_2(shared))
     block_m = min(max(16, triton.next_power_of_2(max_count * shared)), widest)
@@ -508,7 +509,7 @@ def _config(
         elif block_m // 2 >= max(16, shared):
             block_m //= 2
         else:
-            raise ValueError(
+            raise DoesNotFit(
                 f"paged attention of {shared} query heads per key/value head of size {head_dim}: "
                 f"the {shared_memory // 1024} KB of shared memory of this device are too few"
             )

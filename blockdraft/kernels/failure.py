@@ -1,0 +1,87 @@
+"""What a kernel that does not compile on this card raises, told apart from every other error, and in a line.
+
+Triton fails in several places: its front end (CompilationError), MLIR's passes (a RuntimeError), ptxas
+(PTXASError), and at the first launch, when the card has less shared memory, registers or threads than the
+kernel asks for (OutOfResources), or the driver refuses its code. A card that is out of memory, and one whose
+context is lost, are none of these: there a reference would fare no better.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+
+from blockdraft.kernels.choice import has_triton
+from blockdraft.remedies import NO_COMPILER, NO_HEADERS
+
+MAX_CHARACTERS = 160  # of a line
+# Of a RuntimeError's text. The first is MLIR's, the others the driver's when it is handed the kernel.
+REFUSALS = (
+    "PassManager::run failed",
+    "Triton Error [CUDA]: device kernel image is invalid",
+    "Triton Error [CUDA]: invalid argument",
+    "Triton Error [CUDA]: invalid device function",
+    "Triton Error [CUDA]: no kernel image is available",
+    "Triton Error [CUDA]: a PTX JIT compilation failed",
+    "Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain",
+    "Triton Error [CUDA]: too many resources requested for launch",
+)
+
+
+class DoesNotFit(ValueError):
+    """A shape for which a kernel has no tile that fits this card."""
+
+
+def why_not_compiled(error: Exception) -> str | None:
+    """The compiler's own words, in one line; None: `error` is about something else than a kernel."""
+    if isinstance(error, DoesNotFit):
+        return _shortened(str(error))
+    if isinstance(error, RuntimeError):
+        text = str(error)
+        return _shortened(text) if any(refusal in text for refusal in REFUSALS) else None
+    if not has_triton() or not isinstance(error, _compile_errors()):
+        return None
+    name, text = type(error).__name__, str(error)
+    message: str | None = getattr(error, "error_message", None)
+    if name == "PTXASError":
+        lines = (message or text).splitlines()
+        text = next((line for line in lines if line.startswith("ptxas ")), message or text)
+    elif message is not None:  # the text of a CompilationError begins with its source
+        text = message
+    elif error.__cause__ is not None and str(error.__cause__):
+        text = str(error.__cause__)
+    elif "out of resource" not in text:
+        text = text.strip().splitlines()[-1] if text.strip() else ""
+    return _shortened(f"{name}: {_first_line(text)}" if text.strip() else name)
+
+
+def why_no_compiler(error: Exception) -> str | None:
+    """What is missing on this machine, so that nothing compiles, and what to do; None: `error` is another."""
+    if isinstance(error, subprocess.CalledProcessError):  # of the C compiler: ptxas has its own error
+        return f"the C compiler ended with code {error.returncode}: {NO_HEADERS}"
+    if isinstance(error, RuntimeError) and "Failed to find C compiler" in str(error):
+        return f"there is no C compiler: {NO_COMPILER}"
+    return None
+
+
+def kernel_errors() -> tuple[type[Exception], ...]:
+    """All that the two functions above may know."""
+    own = (RuntimeError, DoesNotFit, subprocess.CalledProcessError)
+    return (*own, *_compile_errors()) if has_triton() else own
+
+
+@functools.cache
+def _compile_errors() -> tuple[type[Exception], ...]:
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return CompilationError, OutOfResources, PTXASError
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def _shortened(text: str) -> str:
+    line = _first_line(text)
+    return line if len(line) <= MAX_CHARACTERS else line[: MAX_CHARACTERS - 1] + "…"
