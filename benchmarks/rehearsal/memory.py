@@ -10,10 +10,12 @@ from pathlib import Path
 from benchmarks.rehearsal.sheet import Failure, Found
 from blockdraft.machine import read_machine
 
-TOLERANCE = {"cuda": 0.05, "cpu": 0.25}  # of the bytes taken; on a CPU the allocator and Python have a say
+# Of the planned bytes. A small model leaves a tenth of them to estimates (context, graphs, activations); on a
+# CPU the allocator and Python have a say. Not measured on a card yet.
+TOLERANCE = {"cuda": 0.10, "cpu": 0.25}
 PAGES_TOLERANCE = {"cuda": 0.05, "cpu": 0.25}  # on a CPU they follow what other programs leave free
 EXTRA_PAGES = 2  # that the cache holds beside those it gives away
-NOT_RESIDENT = ("target cache", "drafter cache", "reserve")  # on a CPU a page is there once it is written
+NOT_RESIDENT = ("target cache", "drafter cache")  # on a CPU a page is there once it is written
 MB = 1e6
 
 
@@ -56,7 +58,7 @@ def _check_cache(plan: Mapping[str, object], engine: Mapping[str, object], toler
     expected = (num_pages + EXTRA_PAGES) * engine["page_size"] * per_token  # type: ignore[operator]
     if num_bytes != expected:
         raise Failure(f"{num_pages} pages take {num_bytes:,} bytes, the plan's arithmetic says {expected:,}")
-    if abs(num_pages / expected_pages - 1) > tolerance:  # type: ignore[operator]
+    if abs(num_pages / expected_pages - 1) > tolerance:
         raise Failure(
             f"the cache has {num_pages:,} pages, {expected_pages:,} were planned (±{tolerance:.0%})"
         )
@@ -64,7 +66,7 @@ def _check_cache(plan: Mapping[str, object], engine: Mapping[str, object], toler
 
 def _planned(plan: Mapping[str, object], kind: str) -> int:
     items = plan["memory"]["items"]  # type: ignore[index]
-    left_out = NOT_RESIDENT if kind == "cpu" else ("reserve",)
+    left_out = NOT_RESIDENT if kind == "cpu" else ()
     return sum(item["num_bytes"] for item in items if item["name"] not in left_out)
 
 

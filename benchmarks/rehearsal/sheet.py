@@ -61,7 +61,7 @@ def run_steps(
 
 def _run(step: Step, take_commands: Callable[[], Sequence[str]]) -> Outcome:
     begin_s = time.monotonic()
-    found, state = Found(""), "ok"
+    state: State = "ok"
     try:
         found = step.run()
     except Failure as failure:

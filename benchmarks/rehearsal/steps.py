@@ -163,7 +163,7 @@ def plan(stage: Stage) -> Found:
 
 def generate(stage: Stage) -> Found:
     found = _generated(stage, env=stage.before)
-    stage.answer = found["text"]
+    stage.answer = str(found["text"])
     return Found(f"{found['text']!r}, {_per_step(found)}", found)
 
 
