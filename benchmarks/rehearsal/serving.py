@@ -16,7 +16,7 @@ from benchmarks.rehearsal.children import Children, last_line
 from benchmarks.rehearsal.sheet import Failure
 
 ADDRESS = re.compile(r"listening on (http://\S+):")
-WARNING = re.compile(r"\bwarning\b", re.IGNORECASE)
+WARNING = re.compile(r"warning\b", re.IGNORECASE)  # our own, and those of libraries
 POLL_S = 0.1
 HTTP_S = 30.0
 DRAIN_S = 60.0

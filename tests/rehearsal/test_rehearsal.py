@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks.rehearsal import __main__ as rehearsal
 from benchmarks.rehearsal import children as children_module
+from benchmarks.rehearsal import memory, steps
 from benchmarks.rehearsal.children import ROOT, Children
+from benchmarks.rehearsal.serving import Server, complaints
 from benchmarks.rehearsal.sheet import Failure, Found, Step, as_json, exit_code, lines, run_steps
 from blockdraft.models.fetch import SMOLLM2
 from blockdraft.settings import cache_dir
@@ -144,6 +146,62 @@ def _is_alive(pid):
 def test_a_command_that_fails_is_told_by_its_last_line():
     with pytest.raises(Failure, match=r"`blockdraft fit` ended with 2: .*required"):
         Children().blockdraft("fit", env={}, timeout_s=60)
+
+
+# ---- what steps object to
+
+
+@pytest.mark.parametrize(
+    ("draft", "warnings", "log", "found"),
+    [
+        ("shipped", [], "info ready in 15.6 s", []),
+        (None, [], "info ready in 15.6 s", ["the drafter was dropped"]),
+        ("shipped", ["it is slow"], "info warning: it is slow", ["it is slow"]),
+        ("shipped", [], "x.py:1: UserWarning: odd\nready", ["x.py:1: UserWarning: odd"]),
+        ("shipped", [], "2026-11-16T00:59:00Z warning odd\nready", ["2026-11-16T00:59:00Z warning odd"]),
+    ],
+)
+def test_a_start_that_dropped_its_drafter_or_warned_is_no_good_one(tmp_path, draft, warnings, log, found):
+    (tmp_path / "log").write_text(log)
+    server = Server("", None, tmp_path / "log", {"warnings": warnings}, {"draft": draft})
+    assert complaints(server) == found
+
+
+def bench_report(**changes):
+    lost = {"num_failed": 0, "num_not_sent": 0, "num_not_ended": 0, "errors": [], "num_requests": 4}
+    keys = [{"workload": "qa", "concurrency": number} for number in (1, 16)]
+    cells = [lost | {"key": key, "arm": arm} for key in keys for arm in ("speculative", "plain")]
+    cells[-1] |= changes
+    pairs = [
+        {"key": key, "speedup": {"tokens_per_s": {"value": value}}}
+        for key, value in zip(keys, (1.5, 0.9), strict=True)
+    ]
+    return {"cells": cells, "pairs": pairs}
+
+
+def test_a_slower_arm_is_said_and_a_lost_request_is_a_failure():
+    said = steps._benched(bench_report()).says
+    assert said == "16 requests, none failed; qa at 1: 1.50x, qa at 16: 0.90x (slower than plain)"
+    for name in ("num_failed", "num_not_sent", "num_not_ended"):
+        with pytest.raises(Failure, match=name):
+            steps._benched(bench_report(**{name: 1}))
+    with pytest.raises(Failure, match="nothing was measured"):
+        steps._benched(bench_report(arm="speculative"))
+
+
+@pytest.mark.parametrize(("taken", "is_well"), [(1000, True), (1090, True), (1110, False), (890, False)])
+def test_memory_beyond_the_plan_is_a_failure(monkeypatch, taken, is_well):
+    items = [{"name": "target weights", "num_bytes": 600}, {"name": "target cache", "num_bytes": 400}]
+    plan = {"memory": {"items": items}, "cache": {"bytes_per_token": 2}, "plan": {"num_pages": 8}}
+    engine = {"device": "cuda:0", "num_pages": 8, "page_size": 16, "num_cache_bytes": 10 * 16 * 2}
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 5000 - taken)
+    if is_well:
+        assert memory.compare(plan, engine, pid=0, free_before=5000).values["taken_bytes"] == taken
+    else:
+        with pytest.raises(Failure, match="allowed"):
+            memory.compare(plan, engine, pid=0, free_before=5000)
+    with pytest.raises(Failure, match="the cache has 8 pages, 9 were planned"):
+        memory.compare(plan | {"plan": {"num_pages": 9}}, engine, pid=0, free_before=5000)
 
 
 # ---- the real one
