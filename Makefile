@@ -1,6 +1,7 @@
 # make serve   answer on http://127.0.0.1:8000 with the embedded default model
 # make test    lint, types and the test suite        make test-all   the slow tests too
-# Both set up everything they need: .venv, the dependencies, the default weights.
+# make rehearse   every command with the shipped pair, on the device that is there (docs/develop.md)
+# All set up everything they need: .venv, the dependencies, the default weights.
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -11,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --d
 # A plain path entry: the default import hook loses to a folder named blockdraft beside a script.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: serve test test-all check bench clean
+.PHONY: serve test test-all check bench rehearse clean
 
 serve: .venv/installed
 	$(BIN)/blockdraft serve --port $(PORT) $(ARGS)
@@ -30,6 +31,10 @@ check: .venv/installed-dev
 
 bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
+
+rehearse: .venv/installed-dev
+	$(BIN)/blockdraft fetch
+	$(BIN)/python -m benchmarks.rehearsal --quick $(ARGS)
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -13,13 +13,15 @@ from blockdraft.cli.flags import bind_threads
 from blockdraft.settings import DTYPES, QUANTIZATIONS, Settings
 
 if TYPE_CHECKING:
+    from blockdraft.training.answers import Conversation
     from blockdraft.training.evaluate import Fit
     from blockdraft.training.fit_report import Report
 
 SUMMARY = "say whether a drafter fits a target and a workload, and why not"
-USAGE = "blockdraft fit TARGET DRAFTER --prompts FILE [flags]"
+USAGE = "blockdraft fit TARGET DRAFTER [flags]"
 DESCRIPTION = (
-    "Answer the prompts with the drafter and say what it commits, by category and position. Then change in "
+    "Answer prompts with the drafter, your own or the built-in ones of `blockdraft bench`, and say what it "
+    "commits, by category and position. Then change in "
     "turn what may be wrong (taps, causality, mask token, embedding scale, chat template, quantisation), say "
     "which change commits more, and else whether training further is worth it. Exits with 0 where the "
     "drafter fits, and with 1 where a step commits fewer than 1.2 tokens."
@@ -35,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompts",
         type=Path,
-        required=True,
         metavar="FILE",
-        help='JSON lines of {"messages": […], "category": "…"}, .gz or .xz too; first turns are asked',
+        help='JSON lines of {"messages": […], "category": "…"}, .gz or .xz too; first turns are asked '
+        "(default: the built-in ones, twelve of each kind)",
     )
     add("--limit", type=int, default=16, metavar="N", help="prompts of each category (default: 16)")
     add("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     bind_threads(Settings(device=args.device))
     from blockdraft.cli.training_progress import stage_bars, stage_shower
+    from blockdraft.training.answers import read_conversations
     from blockdraft.training.fit import fit
     from blockdraft.training.fit_report import Question
 
@@ -70,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
         quantization=args.quantization,
         is_quick=args.quick,
     )
+    conversations = _built_in() if args.prompts is None else read_conversations(args.prompts)
     with stage_bars(is_quiet=args.quiet) as bars:
-        report = fit(question, stage_shower(bars, is_quiet=args.quiet))
+        report = fit(question, conversations, stage_shower(bars, is_quiet=args.quiet))
     if args.json:
         if report.agreement is not None and not report.agreement.agrees:
             print(f"warning: {_disagreement(report)}", file=sys.stderr)
@@ -82,10 +86,23 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.fits else EXIT_DOES_NOT_FIT
 
 
+def _built_in() -> list[Conversation]:
+    """The benchmark's own prompts; its classes are the categories."""
+    from blockdraft.bench.workloads import load_all
+    from blockdraft.training.answers import Conversation
+
+    return [
+        Conversation(name=one.id, category=workload.name, turns=one.turns, system=one.system)
+        for workload in load_all()
+        for one in workload.prompts
+    ]
+
+
 def lines(report: Report) -> Iterator[str]:
     """The report as text."""
     question = report.question
     yield f"{question.drafter} for {question.target}: width {report.width}, {report.dtype}"
+    yield f"prompts: {question.source}"
     yield ""
     yield from _table(
         [

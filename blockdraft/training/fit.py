@@ -22,7 +22,7 @@ from blockdraft.llm import LLM
 from blockdraft.models.checkpoint import open_checkpoint
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.quantization import read_quantization
-from blockdraft.training.answers import Conversation, Document, read_conversations
+from blockdraft.training.answers import Conversation, Document
 from blockdraft.training.evaluate import Fit, fit_of
 from blockdraft.training.fit_report import (
     LOW,
@@ -48,14 +48,18 @@ GPU_SHARE = 0.8  # of the GPU's memory for the engine: the trials need some besi
 Show = Callable[[str, float | None, str], None]  # the stage, the share of it that is done, and what it does
 
 
-def fit(question: Question, show: Show = lambda stage, share, detail: None) -> Report:
-    """Measure, and find out why where it is low."""
-    conversations = _chosen(read_conversations(question.prompts), question.limit)
+def fit(
+    question: Question,
+    conversations: Iterable[Conversation],
+    show: Show = lambda stage, share, detail: None,
+) -> Report:
+    """Measure with the prompts of `question.source`, and find out why where it is low."""
+    conversations = _chosen(conversations, question.limit)
     session = _Session(question, show)
     usable = session.prompts(conversations)
     if not usable:
         raise SettingsError(
-            f"every prompt of '{question.prompts}' is longer than the context of {session.max_prompt} tokens."
+            f"every prompt of '{question.source}' is longer than the context of {session.max_prompt} tokens."
         )
     answers = session.answer("answer", usable, question.max_tokens, question.temperature)
     overall, categories = _fit_of(answers), _by_category(answers)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from blockdraft import __version__
 from blockdraft.errors import SettingsError
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.training.evaluate import Fit
@@ -18,6 +19,7 @@ RAISES_ELSEWHERE = 1.25  # the same for other answers, which may be easier by th
 AGREES = 0.01  # share by which engine and simulation may differ
 # A first drafter for SmolLM2-135M: 2.5 to 3.4 by kind of prompt, after 640 s of training on an H200.
 REACHABLE = 3.0
+OWN_PROMPTS = "prompts.jsonl"  # what the advice calls a file that the user has yet to write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class Question:
 
     target: str
     drafter: str
-    prompts: Path
+    prompts: Path | None = None  # None: those that come with blockdraft
     limit: int = 16  # prompts of each category, the first ones of the file
     max_tokens: int = 256
     width: int | None = None  # None: the drafter's block
@@ -44,6 +46,11 @@ class Question:
             raise SettingsError(f"--width {self.width} drafts nothing: give 2 or more.")
         if self.drafter == "none":
             raise SettingsError("'none' is no drafter: give a folder or a hub id.")
+
+    @property
+    def source(self) -> str:
+        """Where the prompts come from."""
+        return f"built in, blockdraft {__version__}" if self.prompts is None else str(self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +130,7 @@ class Report:
         return likely(self.tried)
 
     def to_json(self) -> dict[str, object]:
-        question = asdict(self.question) | {"prompts": str(self.question.prompts)}
+        question = asdict(self.question) | {"prompts": self.question.source}
         agreement, prospect = self.agreement, self.prospect
         return {
             "question": question,
@@ -175,8 +182,19 @@ def prospect_of(
     has_own_parts = config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None
     if has_own_parts:
         reasons.append("it has a head or an embedding scale of its own: a new one would have to be trained")
+    if question.prompts is None:
+        reasons.append(
+            f"the built-in prompts are too few to train with: write some of your workload into {OWN_PROMPTS}"
+        )
     start = [] if has_own_parts else ["--from", question.drafter]
-    words = ["blockdraft", "train", question.target, *start, "--prompts", str(question.prompts)]
+    words = [
+        "blockdraft",
+        "train",
+        question.target,
+        *start,
+        "--prompts",
+        str(question.prompts or OWN_PROMPTS),
+    ]
     return Prospect(is_worth_it, tuple(reasons), shlex.join([*words, "--out", "trained", "--minutes", "30"]))
 
 

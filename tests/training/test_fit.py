@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from blockdraft.bench.workloads import CLASSES, load
 from blockdraft.cli import training_progress
 from blockdraft.cli.fit import lines
 from blockdraft.cli.main import main
@@ -18,6 +19,7 @@ from blockdraft.llm import LLM
 from blockdraft.models.draft_config import read_draft_config
 from blockdraft.models.families import read_model_config
 from blockdraft.training import fit as fit_module
+from blockdraft.training.answers import read_conversations
 from blockdraft.training.evaluate import Fit
 from blockdraft.training.fit import fit
 from blockdraft.training.fit_report import LOW, Cost, Question, depth, pays, prospect_of
@@ -92,12 +94,15 @@ DFLASH_KEYS = ("target_layer_ids", "mask_token_id", "input_embedding_scale")
 
 def ask(draft, prompts, target=TARGET, **options):
     options = {"max_tokens": MAX_TOKENS, "dtype": "float64"} | options
-    return fit(Question(target=str(target), drafter=str(draft), prompts=prompts, **options))
+    question = Question(target=str(target), drafter=str(draft), prompts=prompts, **options)
+    return fit(question, read_conversations(prompts))
 
 
 def command(draft, prompts, *flags, target=TARGET):
-    fixed = ("--prompts", str(prompts), "--max-tokens", str(MAX_TOKENS), "--dtype", "float64")
-    return main(["fit", str(target), str(draft), *fixed, *flags])
+    """Without prompts, the built-in ones are asked."""
+    given = () if prompts is None else ("--prompts", str(prompts))
+    fixed = ("--max-tokens", str(MAX_TOKENS), "--dtype", "float64")
+    return main(["fit", str(target), str(draft), *given, *fixed, *flags])
 
 
 # ---- numbers
@@ -201,6 +206,49 @@ def test_probes_are_the_first_tokens_of_greedy_answers(prompts, monkeypatch, tem
     assert report.agreement.simulated == report.agreement.engine
 
 
+# ---- built-in prompts
+
+
+@pytest.fixture
+def asked_texts(monkeypatch):
+    """The first turns that are encoded, in order: the fixture's target knows no words, so they stand in."""
+    texts = []
+
+    def encode(tokenizer, one):
+        texts.append((one.category, one.turns[0]))
+        return [5, 10, 15]
+
+    monkeypatch.setattr(fit_module, "_prompt_ids", encode)
+    return texts
+
+
+@pytest.mark.usefixtures("_nothing_timed")
+def test_without_prompts_those_of_the_benchmark_are_asked(asked_texts, capsys):
+    assert command(DRAFT, None, "--quick", "--json", "--limit", "2") == 0
+    expected = [(name, one.turns[0]) for name in CLASSES for one in load(name).prompts[:2]]
+    assert asked_texts == expected
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["categories"]) == set(CLASSES)
+    assert {one["prompts"] for one in report["categories"].values()} == {2}
+    assert report["question"]["prompts"].startswith("built in, blockdraft ")
+
+
+@pytest.mark.usefixtures("_nothing_timed", "asked_texts")
+def test_the_report_says_which_prompts_were_asked(prompts, capsys):
+    assert command(DRAFT, None, "--quick", "--limit", "1") == 0
+    assert "prompts: built in, blockdraft " in capsys.readouterr().out
+    assert command(DRAFT, prompts, "--quick", "--limit", "1") == 0
+    assert f"prompts: {prompts}\n" in capsys.readouterr().out
+
+
+def test_built_in_prompts_are_not_what_to_train_with(good):
+    question = replace(good.question, prompts=None)
+    low = {"all": Fit(1, 110, 100, (10, 0))}
+    prospect = prospect_of(question, read_config(DRAFT), low, (), low["all"], None)
+    assert "--prompts prompts.jsonl" in prospect.command
+    assert any("prompts.jsonl" in reason for reason in prospect.reasons)
+
+
 # ---- how far it is
 
 
@@ -209,7 +257,7 @@ def test_every_stage_says_how_far_it_is(tmp_path, prompts):
     question = Question(
         target=str(TARGET), drafter=str(DRAFT), prompts=prompts, max_tokens=MAX_TOKENS, dtype="float64"
     )
-    fit(question, lambda *args: shown.append(args))
+    fit(question, read_conversations(prompts), lambda *args: shown.append(args))
     assert list(dict.fromkeys(stage for stage, _, _ in shown)) == ["load", "answer", "time", "read", "try"]
     for stage in ("answer", "time", "try"):
         shares = [share for name, share, _ in shown if name == stage]

@@ -1,0 +1,83 @@
+"""What a program that uses the `openai` package would do with the server, and what must come back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.rehearsal.sheet import Failure
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+QUESTION = "What is the capital of France?"
+MAX_TOKENS = 24
+TIMEOUT_S = 120.0
+
+
+def connect(url: str) -> OpenAI:
+    try:
+        from openai import OpenAI
+    except ImportError as error:
+        raise Failure(f"openai cannot be imported ({error}): run 'pip install openai'") from None
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
+
+
+def check(client: OpenAI, expected: str | None) -> str:
+    """Every way to ask, and the greedy answer. `expected`: what it must be; None: nobody knows."""
+    text = _text(client)
+    if not text.strip():
+        raise Failure("the chat's answer is empty")
+    if expected is not None and text != expected:
+        raise Failure(f"the server's greedy answer {text!r} is not that of `generate`, {expected!r}")
+    if (again := _text(client)) != text:
+        raise Failure(f"the same greedy request gave {text!r}, then {again!r}")
+    _check_stream(client, text)
+    _check_seed(client)
+    _check_stop(client, text)
+    _check_logprobs(client, text)
+    return text
+
+
+def _ask(client: OpenAI, **fields: object):  # noqa: ANN202 - one of the client's many types
+    asked = {
+        "model": "default",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+    }
+    return client.chat.completions.create(**{**asked, **fields})
+
+
+def _text(client: OpenAI, **fields: object) -> str:
+    return _ask(client, **fields).choices[0].message.content or ""
+
+
+def _check_stream(client: OpenAI, text: str) -> None:
+    chunks = _ask(client, stream=True)
+    joined = "".join(one.delta.content or "" for chunk in chunks for one in chunk.choices)
+    if joined != text:
+        raise Failure(f"the streamed pieces make {joined!r}, unstreamed it is {text!r}")
+
+
+def _check_seed(client: OpenAI) -> None:
+    first, second = (_text(client, temperature=1, seed=7) for _ in range(2))
+    if first != second:
+        raise Failure(f"seed 7 at temperature 1 gave {first!r}, then {second!r}")
+
+
+def _check_stop(client: OpenAI, text: str) -> None:
+    word = text.split()[-1]
+    found, expected = _text(client, stop=[word]), text.partition(word)[0]
+    if found.strip() != expected.strip():
+        raise Failure(f"with the stop string {word!r} the answer is {found!r}, not {expected!r}")
+
+
+def _check_logprobs(client: OpenAI, text: str) -> None:
+    entries = _ask(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    joined = "".join(entry.token for entry in entries)
+    if not joined.startswith(text):
+        raise Failure(f"the tokens of the log-probabilities make {joined!r}, the text is {text!r}")
+    for entry in entries:
+        # Greedy: the token is the likeliest of those that are listed.
+        if len(entry.top_logprobs) != 2 or entry.logprob > 0 or entry.token != entry.top_logprobs[0].token:
+            raise Failure(f"the log-probabilities of {entry.token!r} are wrong: {entry}")

@@ -1,0 +1,114 @@
+"""A server of the rehearsal: started as a command, followed to ready, asked how it is, ended by a signal."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.rehearsal.children import Children, last_line
+from benchmarks.rehearsal.sheet import Failure
+
+ADDRESS = re.compile(r"listening on (http://\S+):")
+WARNING = re.compile(r"warning\b", re.IGNORECASE)  # our own, and those of libraries
+POLL_S = 0.1
+HTTP_S = 30.0
+DRAIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One that is ready."""
+
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+    startup: Mapping[str, object]  # as /ready says it
+    engine: Mapping[str, object]  # as the live page gets it
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, without those that were skipped."""
+        phases = self.startup["phases"]
+        assert isinstance(phases, list)
+        return {one["name"]: one["seconds"] for one in phases if one["seconds"] is not None}
+
+
+def start(
+    children: Children, *flags: str, env: Mapping[str, str], log: Path, timeout_s: float = 300.0
+) -> Server:
+    """`blockdraft serve` on a free port, to ready. Raises Failure where it does not get there."""
+    with log.open("w") as file:
+        process = children.start("serve", "--port", "0", *flags, env=env, out=file, err=subprocess.STDOUT)
+    try:
+        url, startup = _until_ready(process, log, timeout_s)
+        return Server(url, process, log, startup, _engine(url))
+    except BaseException:
+        children.kill(process)
+        raise
+
+
+def _until_ready(
+    process: subprocess.Popen[str], log: Path, timeout_s: float
+) -> tuple[str, Mapping[str, object]]:
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        if process.poll() is not None:
+            raise Failure(f"`blockdraft serve` ended with {process.returncode}: {last_line(log.read_text())}")
+        found = ADDRESS.search(log.read_text())
+        if found is not None:
+            startup = _ready(found[1])
+            if startup is not None:
+                return found[1], startup
+        time.sleep(POLL_S)
+    said = last_line(log.read_text())
+    raise Failure(f"`blockdraft serve` was not ready within {timeout_s:.0f} s; its last line: {said}")
+
+
+def _ready(url: str) -> Mapping[str, object] | None:
+    try:
+        return get_json(f"{url}/ready")
+    except (urllib.error.URLError, OSError):  # not yet: 503, or nobody listens
+        return None
+
+
+def get_json(url: str) -> dict[str, object]:
+    with urllib.request.urlopen(url, timeout=HTTP_S) as response:
+        found: dict[str, object] = json.load(response)
+    return found
+
+
+def _engine(url: str) -> Mapping[str, object]:
+    """The first event of the live page says what runs."""
+    with urllib.request.urlopen(f"{url}/events", timeout=HTTP_S) as response:
+        for line in response:
+            if line.startswith(b"data: "):
+                found: Mapping[str, object] = json.loads(line[len(b"data: ") :])["engine"]
+                return found
+    raise Failure("/events ended without an event")
+
+
+def complaints(server: Server) -> list[str]:
+    """What is wrong with a start that got to ready: a drafter that was dropped, and every warning."""
+    found = [] if server.engine["draft"] else ["the drafter was dropped"]
+    warnings = server.startup["warnings"]
+    assert isinstance(warnings, list)
+    said = [line for line in server.log.read_text().splitlines() if WARNING.search(line)]
+    return found + (warnings or said)
+
+
+def end(children: Children, server: Server) -> int:
+    """The exit code after SIGTERM. Raises Failure where it does not end."""
+    server.process.terminate()
+    try:
+        return server.process.wait(DRAIN_S)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"the server did not end within {DRAIN_S:.0f} s of SIGTERM") from None
+    finally:
+        children.kill(server.process)

@@ -1,0 +1,372 @@
+"""The steps of a rehearsal. Each runs real commands, and returns what it found or raises with one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.rehearsal import client, memory, serving
+from benchmarks.rehearsal.children import Children, Done, fresh_environment
+from benchmarks.rehearsal.sheet import Failure, Found, Step
+from blockdraft.bench.workloads import load
+from blockdraft.shipped import shipped_drafter
+
+MODEL = "default"
+STREAMS = (1, 16)
+OUR_WARNING = re.compile(r"\bwarning:", re.IGNORECASE)  # not a UserWarning of a compiler
+TRAINED_CLASSES = ("qa", "reasoning")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of everything: enough to run every path, on a CPU within minutes."""
+
+    bench: tuple[str, ...]
+    fit: tuple[str, ...]
+    train: tuple[str, ...]
+    timeout_s: float = 300.0  # of each command but bench, fit and train
+    long_timeout_s: float = 300.0
+
+
+def sizes_of(device: str, *, is_quick: bool) -> Sizes:
+    if memory.kind_of(device) == "cpu":
+        small = (
+            "--layers",
+            "2",
+            "--rows-per-step",
+            "1",
+            "--anchors",
+            "8",
+            "--length",
+            "128",
+            "--max-answer",
+            "24",
+        )
+        if is_quick:
+            return Sizes(
+                bench=("--workload", "qa", "--num-prompts", "4", "--max-tokens", "6"),
+                fit=("--quick", "--limit", "1", "--max-tokens", "8", "--width", "4"),
+                train=("--steps", "3", "--max-prompts", "8", *small),
+            )
+        return Sizes(
+            bench=("--workload", "all", "--num-prompts", "8", "--max-tokens", "64", "--max-turns", "2"),
+            fit=("--limit", "2", "--max-tokens", "64"),
+            train=("--steps", "20", *small),
+            long_timeout_s=7200.0,
+        )
+    if is_quick:
+        return Sizes(
+            bench=("--workload", "qa", "--num-prompts", "8", "--max-tokens", "64"),
+            fit=("--quick", "--limit", "1", "--max-tokens", "64"),
+            train=("--steps", "100", "--rows-per-step", "4", "--max-answer", "128"),
+        )
+    return Sizes(
+        bench=("--workload", "all", "--num-prompts", "12", "--max-tokens", "256"),
+        fit=(
+            "--limit",
+            "12",
+        ),
+        train=("--minutes", "4"),
+        long_timeout_s=1800.0,
+    )
+
+
+@dataclass(slots=True)
+class Stage:
+    """Where a rehearsal takes place, and what its steps leave for later ones."""
+
+    children: Children
+    folder: Path
+    device: str  # "cpu", "cuda", "cuda:1"
+    sizes: Sizes
+    plan: dict[str, object] = field(default_factory=dict)
+    free_before: int | None = None  # bytes of the card before anything was started
+    answer: str | None = None  # greedy, of `generate`
+    started: dict[str, serving.Server] = field(default_factory=dict)  # that got to ready
+    server: serving.Server | None = None  # that still runs
+    before: dict[str, str] = field(init=False)  # environments: what runs before the servers
+    served: dict[str, str] = field(init=False)  # the servers', and what runs after them
+
+    def __post_init__(self) -> None:
+        # A cold start must not find what doctor and generate have compiled.
+        self.before = fresh_environment(self.folder / "before")
+        self.served = fresh_environment(self.folder / "served")
+
+    @property
+    def on_device(self) -> tuple[str, str]:
+        return "--device", self.device
+
+    @property
+    def running(self) -> serving.Server:
+        assert self.server is not None
+        return self.server
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+
+def steps_of(stage: Stage) -> Sequence[Step]:
+    """All of them, in order."""
+
+    def step(name: str, run: object, *needs: str) -> Step:
+        return Step(name, lambda: run(stage), needs)  # type: ignore[operator]
+
+    return (
+        step("doctor", examine),
+        step("plan", plan),
+        step("generate", generate),
+        step("serve, cold", serve_cold),
+        step("serve, warm", serve_warm),
+        step("clean starts", check_starts, "serve, warm"),
+        step("plan against server", compare_memory, "plan", "serve, warm"),
+        step("openai client", ask, "serve, warm"),
+        step("bench", bench, "serve, warm"),
+        step("end of server", end_server, "serve, warm"),
+        step("fit", fit),
+        step("train", train),
+        step("trained drafter", use_trained, "train"),
+    )
+
+
+# ---- before a server
+
+
+def examine(stage: Stage) -> Found:
+    done = stage.children.blockdraft(
+        "doctor", "--json", *stage.on_device, env=stage.before, timeout_s=stage.sizes.timeout_s, codes=(0, 1)
+    )
+    found = json.loads(done.out)
+    problems = [one for one in found["findings"] if one["level"] == "problem"]
+    ours = [f"{one['name']}: {one['says']}" for one in problems if one["area"] == "kernels"]
+    if ours:
+        raise Failure("; ".join(ours))
+    num_warnings = sum(one["level"] == "warning" for one in found["findings"])
+    says = f"{found['verdict']}: kernels agree, {num_warnings} warnings"
+    if problems:
+        says += f", the machine has problems: {', '.join(one['name'] for one in problems)}"
+    return Found(says, {"verdict": found["verdict"], "problems": problems})
+
+
+def plan(stage: Stage) -> Found:
+    stage.free_before = memory.free_bytes(stage.device)
+    done = stage.children.blockdraft(
+        "plan", MODEL, "--json", *stage.on_device, env=stage.before, timeout_s=stage.sizes.timeout_s
+    )
+    found = json.loads(done.out)
+    if not found["draft"]:
+        raise Failure("the plan has no drafter: the shipped one is not in blockdraft/shipped_drafters")
+    stage.plan = found
+    total = found["memory"]["total_bytes"]
+    return Found(f"{found['verdict']}: {total / 1e9:.2f} GB, {found['reason']}", {"memory": found["memory"]})
+
+
+def generate(stage: Stage) -> Found:
+    found = _generated(stage, env=stage.before)
+    stage.answer = str(found["text"])
+    return Found(f"{found['text']!r}, {_per_step(found)}", found)
+
+
+def _generated(stage: Stage, *flags: str, env: dict[str, str]) -> dict[str, object]:
+    """The greedy answer. The client asks the server the same."""
+    words = (client.QUESTION, "--json", "--temperature", "0", "--max-tokens", str(client.MAX_TOKENS), *flags)
+    done = stage.children.blockdraft(
+        "generate", *words, *stage.on_device, env=env, timeout_s=stage.sizes.timeout_s
+    )
+    _refuse_warnings(done)
+    found = json.loads(done.out)
+    if not found["text"].strip():
+        raise Failure("the answer is empty")
+    if not found["draft"]:
+        raise Failure("it ran without a drafter")
+    return dict(found)
+
+
+def _per_step(found: dict[str, object]) -> str:
+    return f"{found['metrics']['tokens_per_step']:.2f} tokens per step"  # type: ignore[index]
+
+
+def _refuse_warnings(done: Done) -> None:
+    for line in done.err.splitlines():
+        if OUR_WARNING.search(line):
+            raise Failure(f"it printed a warning: {line.strip()}")
+
+
+# ---- servers
+
+
+def serve_cold(stage: Stage) -> Found:
+    """The caches of compiled and measured things are empty."""
+    server = _start(stage, "cold")
+    _end(stage, server)
+    return _ready(server)
+
+
+def serve_warm(stage: Stage) -> Found:
+    """With the caches that the cold start has filled; left running for the steps that need one."""
+    stage.server = _start(stage, "warm")
+    return _ready(stage.server)
+
+
+def _start(stage: Stage, name: str) -> serving.Server:
+    server = serving.start(
+        stage.children,
+        MODEL,
+        *stage.on_device,
+        env=stage.served,
+        log=stage.path(f"serve-{name}.log"),
+        timeout_s=stage.sizes.timeout_s,
+    )
+    stage.started[name] = server
+    return server
+
+
+def _ready(server: serving.Server) -> Found:
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in server.phases.items())
+    engine = server.engine
+    says = (
+        f"ready in {server.startup['seconds']:.1f} s ({phases}), width {engine['width']}, {engine['dtype']}"
+    )
+    return Found(says, {"startup": server.startup, "engine": engine})
+
+
+def check_starts(stage: Stage) -> Found:
+    """Apart from the starts themselves: a server that warns can still be asked."""
+    said = [
+        f"{name}: {text}" for name, server in stage.started.items() for text in serving.complaints(server)
+    ]
+    if said:
+        raise Failure("; ".join(said))
+    return Found(f"{len(stage.started)} starts, the drafter kept, no warnings")
+
+
+def compare_memory(stage: Stage) -> Found:
+    server = stage.running
+    return memory.compare(stage.plan, server.engine, pid=server.process.pid, free_before=stage.free_before)
+
+
+def ask(stage: Stage) -> Found:
+    text = client.check(client.connect(stage.running.url), stage.answer)
+    as_generated = "" if stage.answer is None else " as `generate` answered;"
+    says = f"{text!r}{as_generated} streamed, seeded, stopped and with log-probabilities"
+    return Found(says, {"text": text})
+
+
+def bench(stage: Stage) -> Found:
+    path = stage.path("bench")
+    words = ("--concurrency", ",".join(map(str, STREAMS)), "--offline", "--out", str(path))
+    stage.children.blockdraft(
+        "bench",
+        stage.running.url,
+        *stage.sizes.bench,
+        *words,
+        env=stage.served,
+        timeout_s=stage.sizes.long_timeout_s,
+    )
+    report = json.loads(path.with_suffix(".json").read_text())
+    return _benched(report)
+
+
+def _benched(report: dict[str, list[dict[str, object]]]) -> Found:
+    cells, pairs = report["cells"], report["pairs"]
+    for cell in cells:
+        lost = {name: cell[name] for name in ("num_failed", "num_not_sent", "num_not_ended") if cell[name]}
+        if lost:
+            raise Failure(f"{cell['key']}, {cell['arm']}: {lost}, {cell['errors']}")
+    measured = {(cell["key"]["concurrency"], cell["arm"]) for cell in cells}  # type: ignore[index]
+    missing = [(n, arm) for n in STREAMS for arm in ("speculative", "plain") if (n, arm) not in measured]
+    if missing:
+        raise Failure(f"nothing was measured for {missing}")
+    num_requests = sum(cell["num_requests"] for cell in cells)  # type: ignore[misc]
+    speeds = ", ".join(_speed_up(pair) for pair in pairs)
+    return Found(f"{num_requests} requests, none failed; {speeds}", {"cells": cells, "pairs": pairs})
+
+
+def _speed_up(pair: dict[str, object]) -> str:
+    value = pair["speedup"]["tokens_per_s"]["value"]  # type: ignore[index]
+    slower = " (slower than plain)" if value is not None and round(value, 2) < 1 else ""
+    key = pair["key"]
+    speed = "unknown" if value is None else f"{value:.2f}x"
+    return f"{key['workload']} at {key['concurrency']}: {speed}{slower}"  # type: ignore[index]
+
+
+def end_server(stage: Stage) -> Found:
+    server, url = stage.running, stage.running.url
+    if serving.get_json(f"{url}/health")["status"] != "ok":
+        raise Failure("/health is not well after the benchmark")
+    _end(stage, server)
+    return Found("healthy to the end, exit code 0")
+
+
+def _end(stage: Stage, server: serving.Server) -> None:
+    code = serving.end(stage.children, server)
+    if code != 0:
+        raise Failure(f"the server ended with {code} after SIGTERM")
+
+
+# ---- drafters
+
+
+def fit(stage: Stage) -> Found:
+    drafter = shipped_drafter(MODEL)
+    if drafter is None:
+        raise Failure("no drafter ships for the default model: blockdraft/shipped_drafters is empty")
+    done = stage.children.blockdraft(
+        "fit",
+        MODEL,
+        str(drafter),
+        "--json",
+        "--quiet",
+        *stage.sizes.fit,
+        *stage.on_device,
+        env=stage.served,
+        timeout_s=stage.sizes.long_timeout_s,
+    )
+    found = json.loads(done.out)
+    _refuse_warnings(done)
+    overall = found["overall"]
+    says = (
+        f"{found['verdict']}: {overall['committed_per_step']:.2f} tokens per step of {found['width']} on "
+        f"{overall['prompts']} prompts ({found['question']['prompts']})"
+    )
+    return Found(says, found)
+
+
+def train(stage: Stage) -> Found:
+    prompts, out = stage.path("prompts.jsonl"), stage.path("run")
+    rows = [
+        {"category": name, "messages": [{"role": "user", "content": one.turns[0]}]}
+        for name in TRAINED_CLASSES
+        for one in load(name).prompts
+    ]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = stage.children.blockdraft(
+        "train",
+        MODEL,
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(out),
+        *stage.sizes.train,
+        *stage.on_device,
+        env=stage.served,
+        timeout_s=stage.sizes.long_timeout_s,
+    )
+    _refuse_warnings(done)
+    missing = [
+        name for name in ("config.json", "model.safetensors") if not (out / "drafter" / name).is_file()
+    ]
+    if missing:
+        raise Failure(f"the drafter has no {missing[0]}")
+    said = (out / "log.txt").read_text().splitlines()
+    return Found(f"exported; {said[-1].strip()}", {"log": said})
+
+
+def use_trained(stage: Stage) -> Found:
+    """It knows nothing after so short a training, and must not change a token."""
+    found = _generated(stage, "--draft", str(stage.path("run") / "drafter"), env=stage.served)
+    if stage.answer is not None and found["text"] != stage.answer:
+        raise Failure(f"with it the answer is {found['text']!r}, with the shipped one {stage.answer!r}")
+    return Found(f"it loads, and the answer is the same: {_per_step(found)}", found)
