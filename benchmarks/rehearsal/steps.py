@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,18 +34,7 @@ class Sizes:
 
 def sizes_of(device: str, *, is_quick: bool) -> Sizes:
     if memory.kind_of(device) == "cpu":
-        small = (
-            "--layers",
-            "2",
-            "--rows-per-step",
-            "1",
-            "--anchors",
-            "8",
-            "--length",
-            "128",
-            "--max-answer",
-            "24",
-        )
+        small = shlex.split("--layers 2 --rows-per-step 1 --anchors 8 --length 128 --max-answer 24")
         if is_quick:
             return Sizes(
                 bench=("--workload", "qa", "--num-prompts", "4", "--max-tokens", "6"),
@@ -59,16 +49,13 @@ def sizes_of(device: str, *, is_quick: bool) -> Sizes:
         )
     if is_quick:
         return Sizes(
-            bench=("--workload", "qa", "--num-prompts", "8", "--max-tokens", "64"),
+            bench=("--workload", "code", "--num-prompts", "8", "--max-tokens", "256"),
             fit=("--quick", "--limit", "1", "--max-tokens", "64"),
             train=("--steps", "100", "--rows-per-step", "4", "--max-answer", "128"),
         )
     return Sizes(
         bench=("--workload", "all", "--num-prompts", "12", "--max-tokens", "256"),
-        fit=(
-            "--limit",
-            "12",
-        ),
+        fit=("--limit", "12"),
         train=("--minutes", "4"),
         long_timeout_s=1800.0,
     )
@@ -88,10 +75,10 @@ class Stage:
     started: dict[str, serving.Server] = field(default_factory=dict)  # that got to ready
     server: serving.Server | None = None  # that still runs
     before: dict[str, str] = field(init=False)  # environments: what runs before the servers
-    served: dict[str, str] = field(init=False)  # the servers', and what runs after them
+    served: dict[str, str] = field(init=False)  # the servers', and what runs after the first of them
 
     def __post_init__(self) -> None:
-        # A cold start must not find what doctor and generate have compiled.
+        # A cold start must not find what the doctor has compiled.
         self.before = fresh_environment(self.folder / "before")
         self.served = fresh_environment(self.folder / "served")
 
@@ -117,8 +104,8 @@ def steps_of(stage: Stage) -> Sequence[Step]:
     return (
         step("doctor", examine),
         step("plan", plan),
-        step("generate", generate),
         step("serve, cold", serve_cold),
+        step("generate", generate),
         step("serve, warm", serve_warm),
         step("clean starts", check_starts, "serve, warm"),
         step("plan against server", compare_memory, "plan", "serve, warm"),
@@ -164,7 +151,7 @@ def plan(stage: Stage) -> Found:
 
 
 def generate(stage: Stage) -> Found:
-    found = _generated(stage, env=stage.before)
+    found = _generated(stage, env=stage.served)  # with what the cold start has compiled
     stage.answer = str(found["text"])
     return Found(f"{found['text']!r}, {_per_step(found)}", found)
 

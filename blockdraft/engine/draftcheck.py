@@ -31,10 +31,10 @@ from blockdraft.kernels.choice import has_triton, switched_off
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.linear import MAX_TOKENS
 
-PLAIN_SECONDS = 2.0  # plain decoding of the built-in prompts: no further prompt is begun after this
-ANSWER_TOKENS = 24  # of each prompt, with the drafter
-PLAIN_TOKENS = 8  # and without it, a step each
-WATCHED_TOKENS = 6  # while what the target remembers is looked at around every call
+ANSWER_TOKENS = 24  # of each prompt, as serving gives them
+PLAIN_TOKENS = 6  # and without the drafter, a step each
+PLAIN_SECONDS = 0.5  # for those: no further prompt is begun after this
+WATCHED_TOKENS = 2  # while what the target remembers is looked at around every call
 
 
 class Drafted(NamedTuple):
