@@ -9,7 +9,10 @@ from benchmarks.rehearsal.sheet import Failure
 if TYPE_CHECKING:
     from openai import OpenAI
 
-QUESTION = "What is the capital of France?"
+# Its greedy answer has no close call: each token is likelier than the next best by a nat and more. On a card
+# a prompt that is found in the prefix cache is computed by other kernels than one that is not, and rounding
+# decides close calls (docs/lossless.md).
+QUESTION = "Write a Python function is_even(n)."
 MAX_TOKENS = 24
 TIMEOUT_S = 120.0
 
