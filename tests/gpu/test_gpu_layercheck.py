@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from blockdraft.doctor.shapes import SHAPES
 from blockdraft.models.fetch import SMOLLM2
 from blockdraft.settings import cache_dir
 from tests.faults import FAULTS, engine, worst
@@ -38,6 +39,12 @@ def test_sound_models_pass(name, dtype):
 )
 def test_the_shipped_pair_passes(dtype, quantization):
     found = worst(test_layercheck.shipped(dtype, quantization, "cuda"))
+    assert found.off < test_layercheck.ROOM, found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_random_weights_of_real_shapes_pass(shape, tmp_path):
+    found = worst(test_layercheck.dummy(shape, "bfloat16", tmp_path, "cuda"))
     assert found.off < test_layercheck.ROOM, found
 
 

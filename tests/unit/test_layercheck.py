@@ -1,11 +1,13 @@
 """The check of layers: sound models pass in every dtype, and each fault is refused in every dtype."""
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
+from blockdraft.doctor.shapes import SHAPES
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.layercheck import LayerError, check_layers
 from blockdraft.engine.loading import load_models
@@ -62,6 +64,26 @@ def shipped(dtype, quantization, device="cpu"):
             del slot.module._parameters[slot.attribute]
             setattr(slot.module, slot.attribute, quantise(weight.data))
     return Engine(models)
+
+
+def dummy(shape, dtype, folder, device="cpu"):
+    """One of the doctor's shapes with random weights, target and drafter."""
+    settings = {"dtype": dtype, "device": device, "load_format": "dummy", "quantization": shape.quantization}
+    for name, config in (("model", shape.target), ("draft", shape.draft)):
+        settings[name] = "none"
+        if config is not None:
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text(json.dumps(config))
+            settings[name] = str(folder / name)
+    limits = {"max_context": 600, "max_rows": 4, "width": 8, "cache_bytes": 64 << 20}
+    return Engine(load_models(Settings(**settings, **limits), lambda text: None))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_random_weights_of_real_shapes_pass(shape, dtype, tmp_path):
+    found = worst(dummy(shape, dtype, tmp_path))
+    assert found.off < ROOM, found
 
 
 def massive(dtype, device="cpu"):
