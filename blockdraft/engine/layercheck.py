@@ -44,15 +44,18 @@ ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bflo
 # The least that is taken for what happens inside. In float32 and float64 T and R are the same, and it is all
 # there is: sums in another order, scores of some hundreds behind an exponential, a state of many tokens.
 INSIDE = {"float64": 1e-10, "float32": 1e-4, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-MAX_INSIDE = 0.5  # where R loses more than this share of what a part adds, the dtype does not hold the model
-MIN_SURE = 0.25  # share of the tokens of a mixture whose experts must be beyond doubt
+MAX_INSIDE = 0.5  # where most tokens of R lose more of what a part adds, the dtype does not hold the model
+MIN_SURE = 0.02  # share of the tokens of a mixture for which K must have T's experts
 HEAD_TOKENS = 24  # more than one block
+
+
+Why = Literal["overflow", "coarse", "flat", "unsure"]
 
 
 class LayerError(Exception):
     """Why `part` of a model cannot be compared: what is wrong there is the weights or the dtype."""
 
-    def __init__(self, part: str, why: Literal["overflow", "coarse", "flat", "unsure"]) -> None:
+    def __init__(self, part: str, why: Why) -> None:
         super().__init__(f"{part}: {why}")
         self.part, self.why = part, why
 
@@ -75,7 +78,8 @@ class Finding:
 def check_layers(engine: Engine, prompt: Callable[[int], list[int]]) -> list[Finding]:
     """A finding for each layer, router and head of both models, over so many tokens of `prompt`.
 
-    The engine must be idle, and is left as it was. LayerError: there is nothing to compare with.
+    The engine must be idle, and is left as it was. LayerError: there is nothing to compare the target with.
+    A drafter that cannot be compared is left out: what it is worth is asked elsewhere.
     """
     pieces = pieces_for(engine)
     num_rows = 1 + max(max(piece.rows) for piece in pieces)
@@ -88,7 +92,8 @@ def check_layers(engine: Engine, prompt: Callable[[int], list[int]]) -> list[Fin
         if check.drafter is not None:
             check.run_drafter(check.drafter, lengths)
     check.run_head()
-    return [part.finding() for part in check.parts]
+    findings = [part.finding() for part in check.target_parts]
+    return findings + [part.finding() for part in check.draft_parts if part.why_not() is None]
 
 
 @dataclass(slots=True)
@@ -98,7 +103,7 @@ class Part:
     name: str
     exact: Tensor  # [N, E]
     allowed: Tensor  # [N]
-    inside: Tensor  # []
+    inside: Tensor  # [N] what rounding does inside the part, as a share of what it adds
     found: list[Tensor] = field(default_factory=list)  # K's distances, in bounds
     where: list[str] = field(default_factory=list)
     sure: list[Tensor] = field(default_factory=list)  # bool: which tokens of a mixture count
@@ -109,15 +114,23 @@ class Part:
         self.found.append(off if counts is None else off.masked_fill(~counts, 0))
         self.where += where
 
-    def finding(self) -> Finding:
-        inside = float(self.inside)
-        if not inside <= MAX_INSIDE:
-            raise LayerError(self.name, "coarse" if math.isfinite(inside) else "overflow")
+    def why_not(self) -> Why | None:
+        """What makes a comparison impossible."""
+        if not bool(self.inside.isfinite().all()):
+            return "overflow"
+        if float(self.inside.median()) > MAX_INSIDE:
+            return "coarse"
         if self.sure and float(torch.cat(self.sure).double().mean()) < MIN_SURE:
-            raise LayerError(self.name, "unsure")
+            return "unsure"
+        return None
+
+    def finding(self) -> Finding:
+        why = self.why_not()
+        if why is not None:
+            raise LayerError(self.name, why)
         off = torch.cat(self.found).nan_to_num(nan=math.inf)
         worst = int(off.argmax())
-        return Finding(self.name, float(off[worst]), self.where[worst], inside)
+        return Finding(self.name, float(off[worst]), self.where[worst], float(self.inside.amax()))
 
 
 class _Check:
@@ -127,7 +140,8 @@ class _Check:
         models = engine.models
         self.engine, self.target, self.device = engine, models.target, models.device
         self.drafter = models.drafter if isinstance(models.drafter, DFlashDrafter) else None
-        self.parts: list[Part] = []
+        self.target_parts: list[Part] = []
+        self.draft_parts: list[Part] = []
         self._name = models.plan.dtype
         self._dtype: torch.dtype = getattr(torch, self._name)
         self._wide = torch.promote_types(self._dtype, torch.float32)
@@ -156,6 +170,7 @@ class _Check:
             router, agrees = self._router(index, scores)
             part = self._part(f"layer {index}", exact, rough, stream=x, counts=agrees)
             self._layers.append((part, router))
+            self.target_parts += [part] if router is None else [router.part, part]
             x = exact.to(self._dtype)
         self._inputs.append(x)
         is_finite = torch.stack([x.isfinite().all() for x in self._inputs]).tolist()
@@ -188,11 +203,9 @@ class _Check:
         off = (rough.to(exact.dtype) - exact).norm(dim=1)
         tiny = torch.finfo(exact.dtype).tiny
         share = (off - outside).clamp(min=0) / added.clamp(min=tiny)
-        inside = (share if counts is None else share.masked_fill(~counts, 0)).amax()
-        allowed = MULTIPLE * (outside + inside.clamp(min=INSIDE[self._name]) * added)
-        part = Part(name, exact, allowed.clamp(min=tiny), inside)
-        self.parts.append(part)
-        return part
+        inside = share if counts is None else share.masked_fill(~counts, 0)
+        allowed = MULTIPLE * (outside + inside.amax().clamp(min=INSIDE[self._name]) * added)
+        return Part(name, exact, allowed.clamp(min=tiny), inside)
 
     # ---- K
 
@@ -253,13 +266,9 @@ class _Check:
                 rough = _through(layer, model.rotary, x, rough_views)
             part = self._part(f"layer {number} of the drafter", exact, rough, stream=x)
             part.compare(layer(x.clone(), angles, view), index, where * len(lengths))
+            self.draft_parts.append(part)
             x = exact.to(self._dtype)
-        ids = drafter.vocab_map
-        self._head(
-            "the drafter's head",
-            x,
-            lambda x: drafter.logits(model.norm(x)) if ids is None else drafter.logits(model.norm(x))[:, ids],
-        )
+        self.draft_parts.append(self._head("the drafter's head", x, lambda x: _draft_logits(drafter, x)))
 
     def _behind(self, drafter: DFlashDrafter, lengths: list[int], dtype: torch.dtype) -> list[WholeView]:
         """A view of each row's block and of the context before it."""
@@ -277,11 +286,12 @@ class _Check:
 
     def run_head(self) -> None:
         x = self._inputs[-1][-HEAD_TOKENS:]
-        exact = self._head("the head", x, lambda x: self.target.logits(self.target.norm(x)))
-        if bool((exact.amax(dim=1) == exact.amin(dim=1)).any()):
+        part = self._head("the head", x, lambda x: self.target.logits(self.target.norm(x)))
+        if bool((part.exact.amax(dim=1) == part.exact.amin(dim=1)).any()):
             raise LayerError("the head", "flat")
+        self.target_parts.append(part)
 
-    def _head(self, name: str, x: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+    def _head(self, name: str, x: Tensor, logits: Callable[[Tensor], Tensor]) -> Part:
         """Logits of one token, of a block, and of more than that."""
         with _oracle():
             exact, rough = (logits(x.to(dtype)) for dtype in (self._wide, self._dtype))
@@ -289,7 +299,13 @@ class _Check:
         for count in sorted({1, min(self.engine.models.plan.width, len(x)), len(x)}):
             index = torch.arange(count, device=self.device)
             part.compare(logits(x[:count]), index, [f"of {count} tokens"] * count)
-        return exact
+        return part
+
+
+def _draft_logits(drafter: DFlashDrafter, x: Tensor) -> Tensor:
+    """Of the tokens that the drafter's head has rows for."""
+    logits, ids = drafter.logits(drafter.model.norm(x)), drafter.vocab_map
+    return logits if ids is None else logits[:, ids]
 
 
 def _through(layer: nn.Module, rotary: nn.Module, x: Tensor, views: list[WholeView]) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 
 from blockdraft.doctor.shapes import SHAPES
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.layercheck import LayerError, check_layers
+from blockdraft.engine.layercheck import LayerError, Part, check_layers
 from blockdraft.engine.loading import load_models
 from blockdraft.engine.pieces import pieces_for
+from blockdraft.engine.selfcheck import verify
 from blockdraft.models.weights import QUANTISERS, slots_of
 from blockdraft.settings import Settings
 from tests import tiny
@@ -161,6 +162,31 @@ def test_a_router_of_zeros_is_unsure():
         target.layers[1].mlp.router.weight.zero_()
 
     assert refused(damaged(damage, name="qwen3_next-whole")) == ("layer 1", "unsure")
+
+
+def test_a_dtype_that_loses_most_tokens_is_too_coarse_and_one_token_is_not():
+    def part(*inside):
+        return Part(
+            "layer 7", torch.ones(3, 2), torch.ones(3), torch.tensor(inside), [torch.zeros(3)], ["here"]
+        )
+
+    assert part(0.1, 0.2, 9.0).finding().inside == 9
+    assert part(0.1, 0.6, 0.7).why_not() == "coarse"
+    assert part(0.1, 0.2, torch.inf).why_not() == "overflow"
+
+
+def test_a_drafter_that_overflows_is_left_out():
+    sound = engine("pair", "float16")
+    drafter = copy.copy(sound.models.drafter)
+    drafter.model = copy.deepcopy(drafter.model)
+    with torch.no_grad():
+        drafter.model.layers[1].mlp.gate_up.weight *= 3000
+    one = Engine(replace(sound.models, drafter=drafter))
+    parts = [finding.part for finding in check_layers(one, prompt(one))]
+    assert "layer 0 of the drafter" in parts
+    assert "layer 1 of the drafter" not in parts
+    assert "the head" in parts
+    assert not verify(one, lambda text: None).keeps_drafter
 
 
 def test_the_engine_is_left_as_it_was():
