@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from blockdraft.cache.view import CacheView
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.pieces import Piece, pieces_for
-from blockdraft.engine.wholeview import WholeView
+from blockdraft.engine.wholeview import SideBySide, WholeView
 from blockdraft.kernels.choice import use
 from blockdraft.models.gemma4 import GemmaRouter
 from blockdraft.models.gpt_oss import GptOssMoE
@@ -68,6 +68,7 @@ class Finding:
     off: float  # in bounds
     where: str
     inside: float  # R's worst: what rounding does inside the part, as a share of what the part adds
+    is_draft: bool = False
 
     @property
     def is_passed(self) -> bool:
@@ -93,7 +94,8 @@ def check_layers(engine: Engine, prompt: Callable[[int], list[int]]) -> list[Fin
             check.run_drafter(check.drafter, lengths)
     check.run_head()
     findings = [part.finding() for part in check.target_parts]
-    return findings + [part.finding() for part in check.draft_parts if part.why_not() is None]
+    drafted = [part.finding() for part in check.draft_parts if part.why_not() is None]
+    return findings + [replace(finding, is_draft=True) for finding in drafted]
 
 
 @dataclass(slots=True)
@@ -258,29 +260,30 @@ class _Check:
         index = torch.arange(len(x), device=self.device)
         where = [f"in column {column} of a block of {len(lengths)} rows" for column in range(block)]
         with _oracle():
-            exact_views = self._behind(drafter, lengths, self._wide)
-            rough_views = self._behind(drafter, lengths, self._dtype)
+            exact_view = self._behind(drafter, lengths, self._wide)
+            rough_view = self._behind(drafter, lengths, self._dtype)
         for number, layer in enumerate(model.layers):
             with _oracle():
-                exact = _through(layer, model.rotary, x.to(self._wide), exact_views)
-                rough = _through(layer, model.rotary, x, rough_views)
+                exact = layer(x.to(self._wide), angles, exact_view)
+                rough = layer(x.clone(), angles, rough_view)
             part = self._part(f"layer {number} of the drafter", exact, rough, stream=x)
             part.compare(layer(x.clone(), angles, view), index, where * len(lengths))
             self.draft_parts.append(part)
             x = exact.to(self._dtype)
         self.draft_parts.append(self._head("the drafter's head", x, lambda x: _draft_logits(drafter, x)))
 
-    def _behind(self, drafter: DFlashDrafter, lengths: list[int], dtype: torch.dtype) -> list[WholeView]:
+    def _behind(self, drafter: DFlashDrafter, lengths: list[int], dtype: torch.dtype) -> SideBySide:
         """A view of each row's block and of the context before it."""
         features = torch.cat([self._inputs[tap + 1] for tap in self.target.taps], dim=1)
         context = WholeView(self._specs, count=len(self._ids), device=self.device)
         drafter.model.absorb(features.to(dtype), context)
-        return [
-            WholeView(
-                self._specs, count=drafter.block, device=self.device, start=length, context=context.kept
-            )
-            for length in lengths
-        ]
+        block, kept = drafter.block, context.kept
+        return SideBySide(
+            [
+                WholeView(self._specs, count=block, device=self.device, start=length, context=kept)
+                for length in lengths
+            ]
+        )
 
     # ---- the heads
 
@@ -306,12 +309,6 @@ def _draft_logits(drafter: DFlashDrafter, x: Tensor) -> Tensor:
     """Of the tokens that the drafter's head has rows for."""
     logits, ids = drafter.logits(drafter.model.norm(x)), drafter.vocab_map
     return logits if ids is None else logits[:, ids]
-
-
-def _through(layer: nn.Module, rotary: nn.Module, x: Tensor, views: list[WholeView]) -> Tensor:
-    """A drafter's layer, row by row."""
-    parts = zip(x.chunk(len(views)), views, strict=True)
-    return torch.cat([layer(part.clone(), rotary(view.positions), view) for part, view in parts])
 
 
 # ---- mixtures

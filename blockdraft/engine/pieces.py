@@ -55,16 +55,17 @@ def pieces_for(engine: Engine) -> tuple[Piece, ...]:
     if room < 2 * plan.block:
         num_rows, room = 1, max(1, _room(engine, 1))
     width = max(plan.width, 2)
-    maker = _Maker(num_rows, room, plan.chunk)
-    ragged = RAGGED if is_card else CPU_RAGGED
-    # A whole block first: a short context may have no room for more.
-    maker.known({0: min(_long(engine.models.config) if is_card else CPU_LONG, max(1, room - 2 * width))})
-    maker.known(dict(enumerate(ragged)))
+    maker = _Maker(num_rows, room, plan.chunk, reserve=2 * width + 1)
+    maker.known({0: _long(engine.models.config) if is_card else CPU_LONG})
+    maker.known(dict(enumerate(RAGGED if is_card else CPU_RAGGED)))
     if is_card:
         maker.known({1: MIDDLE})
         maker.known({2: FEW})
-    maker.block(width, {0: width, 1: 1, 2: width // 2})
-    maker.block(width, {1: width})  # over the drafts that were rejected
+    if num_rows == 1:
+        maker.block(width, {0: width // 2})
+    else:
+        maker.block(width, {0: width, 1: 1, 2: width // 2})
+        maker.block(width, {1: width})  # over the drafts that were rejected
     maker.block(1, {0: 1, 1: 1, 2: 1})
     maker.block(width, {0: width})
     return tuple(maker.pieces)
@@ -85,17 +86,19 @@ def _long(config: ModelConfig) -> int:
 class _Maker:
     """Collects pieces, and leaves out what there is no room for."""
 
-    def __init__(self, num_rows: int, room: int, chunk: int) -> None:
+    def __init__(self, num_rows: int, room: int, chunk: int, *, reserve: int) -> None:
+        """`reserve`: tokens of each row that prompts leave to blocks."""
         self.pieces: list[Piece] = []
         self._lengths = dict.fromkeys(range(num_rows), 0)
         self._room = room
+        self._prompt_room = max(1, room - reserve)
         self._chunk = chunk
 
     def known(self, counts: dict[int, int]) -> None:
         """Prompt tokens of each row, at most a chunk together."""
         left, fitting = self._chunk, {}
         for row in (row for row in counts if row in self._lengths):
-            count = min(counts[row], self._room - self._lengths[row], left)
+            count = min(counts[row], self._prompt_room - self._lengths[row], left)
             if count > 0:
                 fitting[row] = count
                 left -= count

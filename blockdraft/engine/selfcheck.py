@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from blockdraft.drafters.drafter import NoDrafter
-from blockdraft.engine.draftcheck import check_drafter, draft_name
+from blockdraft.engine.draftcheck import check_captured, check_drafter, draft_name
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.kernelcheck import check_kernels, models_of
-from blockdraft.engine.layercheck import LayerError, check_layers
+from blockdraft.engine.layercheck import Finding, LayerError, check_layers
 from blockdraft.engine.loading import Models
 from blockdraft.errors import BlockdraftError, ModelError
 
@@ -65,6 +65,8 @@ def verify(engine: Engine, note: Note, *, min_tokens_per_step: float = MIN_TOKEN
     for check in _checks_of_target(engine):
         checks.append(check)
         note(f"{check.name}: {check.detail}")
+        if not check.is_passed:  # of the drafter's layers: it could change the speed only
+            return Verification(tuple(checks), None, keeps_drafter=False, reason=check.detail)
     if isinstance(engine.models.drafter, NoDrafter):
         return Verification(tuple(checks), tokens_per_step=None, keeps_drafter=True, reason=None)
     labels = engine.models.labels
@@ -83,7 +85,9 @@ def verify(engine: Engine, note: Note, *, min_tokens_per_step: float = MIN_TOKEN
 def _checks_of_target(engine: Engine) -> Iterator[Check]:
     yield _weights(engine)
     yield from _kernels(engine)
-    yield _model(engine)
+    yield from _layers(engine)
+    if engine.graphs is not None:
+        yield captured(engine)
 
 
 def without_drafter(models: Models) -> Models:
@@ -154,23 +158,39 @@ def _kernels(engine: Engine) -> Iterator[Check]:
 # ---- the model
 
 
-def _model(engine: Engine) -> Check:
-    """Every layer of both models against the oracle of `layercheck`."""
+def _layers(engine: Engine) -> Iterator[Check]:
+    """Every layer of both models against the oracle of `layercheck`; a drafter's that are wrong cost it."""
     begun_s, models = time.monotonic(), engine.models
     ids = list(itertools.chain.from_iterable(_prompts(models)))
     try:
         found = check_layers(engine, lambda count: (ids * (count // len(ids) + 1))[:count])
     except LayerError as error:
         raise ModelError(_unusable(models, error)) from None
-    worst = max(found, key=lambda finding: finding.off)
+    worst = max((finding for finding in found if not finding.is_draft), key=lambda finding: finding.off)
     if not worst.is_passed:
         raise ModelError(
-            f"{worst.part} of '{models.config.name}' is off by {worst.off:.1f} times what rounding explains, "
-            f"{worst.where} ({models.plan.dtype} on {models.device}). Nothing is served, since the answers "
-            "would be wrong: please report this line."
+            f"{_off(models, worst)}. Nothing is served, since the answers would be wrong: please report "
+            "this line."
         )
     detail = f"{len(found)} parts, off by {worst.off:.2f} of what rounding explains at most ({worst.part})"
-    return _check("model", detail, begun_s)
+    yield _check("model", detail, begun_s)
+    drafted = max((finding for finding in found if finding.is_draft), key=lambda f: f.off, default=None)
+    if drafted is not None and not drafted.is_passed:
+        reason = f"draft '{draft_name(models)}' is dropped: {_off(models, drafted)}. Please report this line."
+        yield _check("draft model", reason, begun_s, is_passed=False)
+
+
+def _off(models: Models, finding: Finding) -> str:
+    return (
+        f"{finding.part} of '{models.config.name}' is off by {finding.off:.1f} times what rounding explains, "
+        f"{finding.where} ({models.plan.dtype} on {models.device})"
+    )
+
+
+def captured(engine: Engine) -> Check:
+    """The graphs that serve. ModelError: they give other tokens than the kernels that they hold."""
+    begun_s, count = time.monotonic(), check_captured(engine, _prompts(engine.models)[0])
+    return _check("graphs", f"{count} tokens as kernel by kernel", begun_s)
 
 
 def _unusable(models: Models, error: LayerError) -> str:

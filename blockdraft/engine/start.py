@@ -9,7 +9,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.fallback import with_kernels_that_compile
 from blockdraft.engine.loading import Models, open_models, read_weights, resolve_device
 from blockdraft.engine.memory import fit_pages, memory_explained, release, why_no_graphs
-from blockdraft.engine.selfcheck import verify, without_drafter
+from blockdraft.engine.selfcheck import captured, verify, without_drafter
 from blockdraft.engine.stall import bound_chunk
 from blockdraft.engine.startup import Startup
 from blockdraft.engine.warm import warm
@@ -128,6 +128,8 @@ def _prepared(models: Models, settings: Settings, startup: Startup) -> Engine:
                 _capture(engine, startup.note)
             warm(engine, startup.note)
             _bound(engine, settings, startup)
+            if engine.graphs is not None:
+                captured(engine)
         elif _is_without_fit(engine, settings) and verification.accepted:
             _settle_without_fit(engine, verification.accepted, startup.note)
         found = verification.tokens_per_step

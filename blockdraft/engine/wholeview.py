@@ -73,9 +73,9 @@ class WholeView:
         q, k = (_unit(_by_head(part, spec.num_key_heads, spec.num_heads)) for part in (q, k))  # [H, N, K]
         v = _by_head(v, spec.num_heads, spec.num_heads)  # [H, N, V]
         rates, decays = gates(beta, gate, weights)
-        rate, faded = rates.to(wide).T[..., None], decays.to(wide).cumsum(0).T  # [H, N, 1], [H, N]
+        rate, faded = rates.to(wide).T[..., None], decays.double().cumsum(0).T  # [H, N, 1], [H, N]
         # What is left at token i of what token j wrote; nothing of a later one.
-        left = (faded[:, :, None] - faded[:, None, :]).tril().exp().tril()
+        left = (faded[:, :, None] - faded[:, None, :]).tril().exp().tril().to(wide)
         seen = rate * (k @ k.mT) * left.tril(-1)
         delta = torch.linalg.solve_triangular(
             seen + torch.eye(len(x), dtype=wide, device=x.device), rate * v, upper=False, unitriangular=True
@@ -100,6 +100,44 @@ class WholeView:
         if mask.is_anchored:
             return visible & (key >= self._start - mask.window)
         return visible & ((key - query).abs() < mask.window)
+
+
+class SideBySide:
+    """Views whose tokens go through a layer together, as those of a step's rows do."""
+
+    def __init__(self, views: list[WholeView]) -> None:
+        self.positions = torch.cat([view.positions for view in views])
+        self._views = views
+        self._counts = [len(view.positions) for view in views]
+
+    def attend(  # noqa: PLR0913
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        mask: Mask,
+        *,
+        angles: Angles | None,
+        norms: HeadNorms | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert k is not None
+        assert v is not None
+        assert angles is not None
+        streams = (torch.split(x, self._counts) for x in (q, k, v, *angles))
+        return torch.cat(
+            [
+                view.attend(layer, *qkv, mask, angles=(cos, sin), norms=norms, sinks=sinks)
+                for view, *qkv, cos, sin in zip(self._views, *streams, strict=True)
+            ]
+        )
+
+    def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
+        raise AssertionError("a context is written by a view of its own")
+
+    def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
+        raise AssertionError("a drafter has no recurrent layers")
 
 
 def _entered(x: Tensor, weight: Tensor | None, norms: HeadNorms | None, angles: Angles) -> Tensor:

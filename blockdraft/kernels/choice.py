@@ -50,7 +50,7 @@ class _Choice(threading.local):
 
 
 _choice = _Choice()
-_switched_off: set[Operation] = set()  # of the process: written while an engine starts, never afterwards
+_switched_off: set[Operation] = set()  # of the process, so of every engine in it; written at a start alone
 
 
 @contextlib.contextmanager

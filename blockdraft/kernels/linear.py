@@ -116,8 +116,8 @@ def scaled_linear(
     if takes_reference(x):
         if not rounds_tokens(x, values):
             return None
-        weight = (values.float() * scale[:, None]).to(x.dtype)
-        product = reference_linear(rounded_to_fp8(x), weight, bias)
+        product = _scaled_reference(rounded_to_fp8(x), values, scale)
+        product = product if bias is None else product + bias
         product = product if activate is None else activate(product)
         return product if onto is None else onto + product
     if not takes_triton(x, "packed products") or x.dim() != 2:
@@ -138,6 +138,15 @@ def scaled_linear(
         product += bias
     product = product if activate is None else activate(product)
     return product if onto is None else onto.add_(product)
+
+
+def _scaled_reference(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """The product with the values as numbers, some rows at a time."""
+    rows = max(1, WIDENED_VALUES // values.shape[1])
+    parts = zip(torch.split(values, rows), torch.split(scale, rows), strict=True)
+    return torch.cat(
+        [reference_linear(x, part.float().mul_(by[:, None]).to(x.dtype)) for part, by in parts], dim=-1
+    )
 
 
 def rounds_tokens(x: Tensor, values: Tensor) -> bool:

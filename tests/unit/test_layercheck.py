@@ -266,9 +266,12 @@ def test_pieces_stay_within_rows_chunks_pages_and_context(device, plan):
     assert used <= limits.num_pages
 
 
-def test_rejected_drafts_are_written_over():
+@pytest.mark.parametrize(
+    "plan", [{}, {"max_rows": 1}, {"max_context": 64}, {"max_rows": 1, "max_context": 60}]
+)
+def test_rejected_drafts_are_written_over(plan):
     for device in ("cpu", "cuda"):
-        found = pieces(device=device)
+        found = pieces(device=device, **plan)
         rejected = [
             (row, s + k)
             for p in found

@@ -22,6 +22,7 @@ from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.models.packed import Scaled
 from blockdraft.settings import Settings
 from tests import tiny
+from tests.faults import FAULTS
 from tests.models.checkpoints import load, write_target
 from tests.models.families import BASE, CASES, CONFIGS
 
@@ -252,7 +253,11 @@ def test_where_no_bits_are_kept_equal_answers_are_counted():
     assert not draftcheck._is_equal(models, 0, answered(4, 5), answered(6), 8)
 
 
-def test_a_captured_step_that_gives_other_tokens_stops_the_start(monkeypatch):
+@pytest.mark.parametrize("drafter", ["trained", "none"])
+def test_a_captured_step_that_gives_other_tokens_stops_the_start(drafter, monkeypatch):
+    engine = tiny.engine(drafter)
+    engine.graphs = SimpleNamespace(find=lambda *_: None)
+    assert "graphs" in [check.name for check in verify(engine, ignore).checks]
     right = draftcheck.answer
 
     def answer(*arguments, num_logprobs=None):
@@ -260,8 +265,17 @@ def test_a_captured_step_that_gives_other_tokens_stops_the_start(monkeypatch):
         return found if num_logprobs is not None else replace(found, token_ids=(0, *found.token_ids[1:]))
 
     monkeypatch.setattr(draftcheck, "answer", answer)
-    with pytest.raises(ModelError, match=r"captured step of width 8 gives other tokens .* use --no-graphs"):
-        verify(tiny.engine(), ignore)
+    with pytest.raises(ModelError, match=r"captured step of width 1 gives other tokens .* use --no-graphs"):
+        verify(engine, ignore)
+
+
+@pytest.mark.parametrize("fault", ["a drafter's context one token late", "a drafter's block that is causal"])
+def test_a_drafter_whose_layers_are_wrong_is_dropped(fault, monkeypatch):
+    engine = tiny.engine(dtype="float32")
+    FAULTS[fault][1](monkeypatch)
+    found = verify(engine, ignore)
+    assert not found.keeps_drafter
+    assert "of the drafter of" in found.reason
 
 
 # ---- the checkpoint
