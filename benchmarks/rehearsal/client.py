@@ -27,6 +27,15 @@ def connect(url: str) -> OpenAI:
 
 def check(client: OpenAI, expected: str | None) -> str:
     """Every way to ask, and the greedy answer. `expected`: what it must be; None: nobody knows."""
+    from openai import OpenAIError
+
+    try:
+        return _check(client, expected)
+    except OpenAIError as error:
+        raise Failure(f"{type(error).__name__}: {error}") from None
+
+
+def _check(client: OpenAI, expected: str | None) -> str:
     text = _text(client)
     if not text.strip():
         raise Failure("the chat's answer is empty")
