@@ -30,7 +30,7 @@ from blockdraft.cache.view import CacheView
 from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.pieces import Piece, pieces_for
-from blockdraft.engine.wholeview import SideBySide, WholeView
+from blockdraft.engine.wholeview import WholeView
 from blockdraft.kernels.choice import use
 from blockdraft.models.gemma4 import GemmaRouter
 from blockdraft.models.gpt_oss import GptOssMoE
@@ -272,17 +272,13 @@ class _Check:
             x = exact.to(self._dtype)
         self.draft_parts.append(self._head("the drafter's head", x, lambda x: _draft_logits(drafter, x)))
 
-    def _behind(self, drafter: DFlashDrafter, lengths: list[int], dtype: torch.dtype) -> SideBySide:
+    def _behind(self, drafter: DFlashDrafter, lengths: list[int], dtype: torch.dtype) -> WholeView:
         """A view of each row's block and of the context before it."""
         features = torch.cat([self._inputs[tap + 1] for tap in self.target.taps], dim=1)
         context = WholeView(self._specs, count=len(self._ids), device=self.device)
         drafter.model.absorb(features.to(dtype), context)
-        block, kept = drafter.block, context.kept
-        return SideBySide(
-            [
-                WholeView(self._specs, count=block, device=self.device, start=length, context=kept)
-                for length in lengths
-            ]
+        return WholeView(
+            self._specs, count=drafter.block, device=self.device, starts=lengths, context=context.kept
         )
 
     # ---- the heads

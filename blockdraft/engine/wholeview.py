@@ -1,4 +1,4 @@
-"""WholeView: what a model may read and write when one sequence is there at once. No cache, no pages, no rows.
+"""WholeView: what a model may read and write when a whole sequence is there at once, without cache and pages.
 
 The oracle of the check at the start runs on it: attention is one softmax over all keys, and the gated delta
 rule is solved as one triangular system, so nothing is shared with what they are compared to. It computes in
@@ -6,6 +6,8 @@ whatever dtype the tokens come in, float32 or wider inside.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +22,10 @@ Kept = dict[int, tuple[Tensor, Tensor]]  # keys and values [N, G, D] of a layer,
 
 
 class WholeView:
-    """`count` tokens from position `start` on; the keys and values of those before are in `context`."""
+    """`count` tokens from each position of `starts` on: a row each, whose tokens go through a layer together.
+
+    The keys and values of the tokens before them are the first of `context`.
+    """
 
     def __init__(
         self,
@@ -28,13 +33,14 @@ class WholeView:
         *,
         count: int,
         device: torch.device,
-        start: int = 0,
+        starts: Sequence[int] = (0,),
         context: Kept | None = None,
     ) -> None:
-        self.positions = torch.arange(start, start + count, device=device)
+        self.positions = torch.cat([torch.arange(start, start + count, device=device) for start in starts])
         self.kept: Kept = {}
         self._specs = specs
-        self._start = start
+        self._count = count
+        self._starts = starts
         self._context = context or {}
 
     def attend(  # noqa: PLR0913
@@ -55,8 +61,21 @@ class WholeView:
             else:
                 q = _entered(q, None if norms is None else norms.q, norms, angles)
                 self.write(layer, k, v, angles=angles, norms=norms)
-        keys, values = self._in_reach(layer)
-        return _attend(q, keys, values, self._visible(mask, len(keys)), mask, sinks)
+        spec = self._specs[layer]
+        own = self.kept[spec.layer if isinstance(spec, SharedWith) else layer]
+        queries, keys, values = (torch.split(x, self._count) for x in (q, *own))
+        rows = zip(self._starts, queries, keys, values, strict=True)
+        return torch.cat([self._attend_row(layer, start, q, k, v, mask, sinks) for start, q, k, v in rows])
+
+    def _attend_row(
+        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None
+    ) -> Tensor:
+        if layer in self._context:
+            k, v = (
+                torch.cat((before[:start], own))
+                for before, own in zip(self._context[layer], (k, v), strict=True)
+            )
+        return _attend(q, k, v, _visible(mask, start, len(q), len(k), q.device), mask, sinks)
 
     def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
         self.kept[layer] = _entered(k, None if norms is None else norms.k, norms, angles), v
@@ -65,7 +84,7 @@ class WholeView:
         """The rule without its state: a token's correction follows from those of the tokens before it."""
         spec = self._specs[layer]
         assert isinstance(spec, Recurrent)
-        assert self._start == 0, "a state has no past here"
+        assert tuple(self._starts) == (0,), "a state has no past here"
         wide = torch.promote_types(x.dtype, torch.float32)
         mixed = reference_convolve(x[None], x.new_zeros(1, spec.conv_width - 1, x.shape[1]), weights.conv)[0]
         keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
@@ -83,61 +102,17 @@ class WholeView:
         read: Tensor = ((q @ k.mT) * left) @ delta * spec.key_dim**-0.5
         return read.transpose(0, 1).to(x.dtype)
 
-    def _in_reach(self, layer: int) -> tuple[Tensor, Tensor]:
-        spec = self._specs[layer]
-        own = self.kept[spec.layer if isinstance(spec, SharedWith) else layer]
-        if layer not in self._context:
-            return own
-        before = self._context[layer]
-        return torch.cat((before[0][: self._start], own[0])), torch.cat((before[1][: self._start], own[1]))
 
-    def _visible(self, mask: Mask, num_keys: int) -> Tensor:
-        """[N, L]; see Mask."""
-        query, key = self.positions[:, None], torch.arange(num_keys, device=self.positions.device)
-        visible = key <= query if mask.is_causal else torch.ones_like(key <= query)
-        if mask.window is None:
-            return visible
-        if mask.is_anchored:
-            return visible & (key >= self._start - mask.window)
-        return visible & ((key - query).abs() < mask.window)
-
-
-class SideBySide:
-    """Views whose tokens go through a layer together, as those of a step's rows do."""
-
-    def __init__(self, views: list[WholeView]) -> None:
-        self.positions = torch.cat([view.positions for view in views])
-        self._views = views
-        self._counts = [len(view.positions) for view in views]
-
-    def attend(  # noqa: PLR0913
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        mask: Mask,
-        *,
-        angles: Angles | None,
-        norms: HeadNorms | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        assert k is not None
-        assert v is not None
-        assert angles is not None
-        streams = (torch.split(x, self._counts) for x in (q, k, v, *angles))
-        return torch.cat(
-            [
-                view.attend(layer, *qkv, mask, angles=(cos, sin), norms=norms, sinks=sinks)
-                for view, *qkv, cos, sin in zip(self._views, *streams, strict=True)
-            ]
-        )
-
-    def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
-        raise AssertionError("a context is written by a view of its own")
-
-    def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
-        raise AssertionError("a drafter has no recurrent layers")
+def _visible(mask: Mask, start: int, count: int, num_keys: int, device: torch.device) -> Tensor:
+    """[N, L]: what queries from `start` on see of all keys; see Mask."""
+    query = torch.arange(start, start + count, device=device)[:, None]
+    key = torch.arange(num_keys, device=device)
+    visible = key <= query if mask.is_causal else torch.ones_like(key <= query)
+    if mask.window is None:
+        return visible
+    if mask.is_anchored:
+        return visible & (key >= start - mask.window)
+    return visible & ((key - query).abs() < mask.window)
 
 
 def _entered(x: Tensor, weight: Tensor | None, norms: HeadNorms | None, angles: Angles) -> Tensor:
