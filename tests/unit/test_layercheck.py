@@ -110,6 +110,17 @@ def test_massive_activations_hide_no_fault(name, monkeypatch):
     assert not worst(one).is_passed
 
 
+@pytest.mark.parametrize("is_anchored", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_drafters_with_windows_pass(is_anchored, is_causal):
+    sound = engine("pair", "float32")
+    drafter = copy.copy(sound.models.drafter)
+    drafter.model = copy.deepcopy(drafter.model)
+    for layer in drafter.model.layers:
+        layer.mask = replace(layer.mask, window=9, is_anchored=is_anchored, is_causal=is_causal)
+    assert worst(Engine(replace(sound.models, drafter=drafter))).off < ROOM
+
+
 # ---- what does not
 
 
