@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from blockdraft.settings import pin_threads
+from blockdraft.settings.settings import pin_threads
 
 pin_threads()
 
@@ -23,14 +23,14 @@ from torch.nn import functional as F  # noqa: E402
 
 from benchmarks.record import context, save, table  # noqa: E402
 from blockdraft.cache.rows import RowSampling  # noqa: E402
-from blockdraft.drafters.drafter import NoDrafter  # noqa: E402
 from blockdraft.engine.engine import Engine  # noqa: E402
-from blockdraft.engine.loading import load_models  # noqa: E402
 from blockdraft.engine.request import SamplingParams  # noqa: E402
 from blockdraft.models.decoder import Decoder  # noqa: E402
 from blockdraft.models.layers import attention_config  # noqa: E402
-from blockdraft.runtime.decode import decode_step  # noqa: E402
-from blockdraft.settings import Settings  # noqa: E402
+from blockdraft.settings.settings import Settings  # noqa: E402
+from blockdraft.start.loading import load_models  # noqa: E402
+from blockdraft.step.decode import decode_step  # noqa: E402
+from blockdraft.step.drafter import NoDrafter  # noqa: E402
 
 CONTEXT = 512
 WIDTHS = (1, 2, 4, 8, 16)
@@ -218,7 +218,7 @@ def memory() -> dict[str, float]:
     """Resident megabytes after an answer in a fresh process, and what accounts for them."""
     code = (
         "import json, re, pathlib\n"
-        "from blockdraft.settings import pin_threads; pin_threads()\n"
+        "from blockdraft.settings.settings import pin_threads; pin_threads()\n"
         "from blockdraft import LLM, SamplingParams\n"
         "llm = LLM(device='cpu')\n"
         "llm.generate([list(range(100, 612))], SamplingParams(temperature=0, max_tokens=32))\n"

@@ -22,11 +22,12 @@ from typing import TypeVar
 
 import torch
 
+from blockdraft.checkpoints.draft_config import read_draft_config
 from blockdraft.engine.bulk import make_bulk
-from blockdraft.engine.loading import Models, load_models
-from blockdraft.engine.memory import release
-from blockdraft.models.draft_config import read_draft_config
-from blockdraft.settings import Settings
+from blockdraft.engine.loaded import Models
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
+from blockdraft.start.memory import release
 from blockdraft.training.answers import Document, read_conversations, read_shard
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
 from blockdraft.training.evaluate import simulate

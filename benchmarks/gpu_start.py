@@ -24,10 +24,10 @@ def start(shape: str, max_rows: int, folder: str) -> dict[str, object]:
     """One start in this process."""
     import torch
 
-    from blockdraft.engine.selfcheck import verify
-    from blockdraft.engine.start import start_engine
-    from blockdraft.engine.startup import Startup
-    from blockdraft.settings import Settings
+    from blockdraft.check.selfcheck import verify
+    from blockdraft.phases import Startup
+    from blockdraft.settings.settings import Settings
+    from blockdraft.start.ready import start_engine
 
     for name, config in zip(("target", "draft"), SHAPES[shape], strict=True):
         (Path(folder) / name).mkdir(exist_ok=True)

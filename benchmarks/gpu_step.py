@@ -22,15 +22,16 @@ import torch
 
 from benchmarks import record
 from benchmarks.shapes import SHAPES
-from blockdraft.acceptance_profile import acceptance_rates
 from blockdraft.cache.rows import RowSampling
-from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loading import Models, load_models
+from blockdraft.engine.loaded import Models
 from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels.moe import Choice
 from blockdraft.models.moe import Experts
-from blockdraft.settings import Settings
+from blockdraft.settings.acceptance_profile import acceptance_rates
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
+from blockdraft.step.dflash import DFlashDrafter
 
 REPLAYS = 20
 PAGE_SIZE = 16

@@ -205,11 +205,11 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
 
-    from blockdraft.settings import Settings, pin_threads
+    from blockdraft.settings.settings import Settings, pin_threads
 
     pin_threads()
     from blockdraft.engine.engine import Engine
-    from blockdraft.engine.loading import load_models
+    from blockdraft.start.loading import load_models
 
     result = context()
     settings = Settings(

@@ -17,7 +17,7 @@ from blockdraft.errors import (
     RequestError,
     SettingsError,
 )
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
 
 if TYPE_CHECKING:
     from blockdraft.engine.request import SamplingParams

@@ -16,10 +16,10 @@ from blockdraft.engine.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from blockdraft.engine.start import plain_engine
 from blockdraft.errors import RequestError, SettingsError
-from blockdraft.layers import resolve
-from blockdraft.settings import DEFAULTS, SETTING_NAMES, suggestion
+from blockdraft.settings.resolve import resolve
+from blockdraft.settings.settings import DEFAULTS, SETTING_NAMES, suggestion
+from blockdraft.start.ready import plain_engine
 
 Prompt = str | Items[int]
 Message = Mapping[str, object]

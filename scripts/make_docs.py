@@ -7,10 +7,10 @@ import os
 import textwrap
 from pathlib import Path
 
-from blockdraft import recipe
 from blockdraft.cli.main import main as blockdraft
-from blockdraft.models import known
-from blockdraft.settings import OTHER_VARIABLES, Settings
+from blockdraft.planner import known
+from blockdraft.settings import recipe
+from blockdraft.settings.settings import OTHER_VARIABLES, Settings
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODELS_TEMPLATE = Path(__file__).parent / "models.in.md"

@@ -11,16 +11,16 @@ import torch
 
 from blockdraft.cache import paged, recurrent, view
 from blockdraft.cache.rows import Rows
+from blockdraft.check.layercheck import check_layers
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.layercheck import check_layers
-from blockdraft.engine.loading import load_models
 from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.choice import takes_reference
 from blockdraft.models import decoder, gemma4, gpt_oss, layers, moe
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.packed import Scaled
 from blockdraft.models.rotary import Rotary
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
 from tests import tiny
 from tests.lossless import families
 from tests.models.families import CASES

@@ -11,13 +11,13 @@ import torch
 
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import RowSampling
-from blockdraft.drafters.drafter import NoDrafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels.sampling import Whole
 from blockdraft.kernels.transfer import to_device
-from blockdraft.runtime.graphs import Reading, StepGraphs, pack
-from blockdraft.runtime.prefill import prefill_step
+from blockdraft.step.drafter import NoDrafter
+from blockdraft.step.graphs import Reading, StepGraphs, pack
+from blockdraft.step.prefill import prefill_step
 from tests import tiny
 from tests.lossless import families
 from tests.models.families import CASES

@@ -1,4 +1,4 @@
-"""The shape of the package: imports point down, `--help` is light, only the command line prints."""
+"""The shape of the package: who may import whom, what stays light, who prints."""
 
 import ast
 import subprocess
@@ -8,121 +8,170 @@ from pathlib import Path
 import blockdraft
 
 ROOT = Path(blockdraft.__file__).parent
-LAYERS = ["kernels", "cache", "models", "drafters", "runtime", "engine"]
-# The standard library, and each other.
-ALONE = {
-    "settings",
-    "exposition",
-    "errors",
-    "machine",
-    "cards",
-    "nvml",
-    "remedies",
-    "limits",
-    "recipe",
-    "acceptance_profile",
-    "shipped",
+
+# Each room may import the rooms of its own line (its own alone, of several) and of the lines below it.
+FLOORS = [
+    {"cli"},
+    {"training", "doctor"},
+    {"server", "bench", "launch", "llm"},
+    {"start"},
+    {"check"},
+    {"engine"},
+    {"text", "planner"},
+    {"checkpoints", "step"},
+    {"models"},
+    {"cache"},
+    {"kernels"},
+]
+ANYONE = {"errors", "phases", "exposition", "machine", "settings"}  # importable by all rooms
+ANYONE_USES = {  # and what those import in turn, beside the standard library
+    "errors": set(),
+    "phases": set(),
+    "exposition": set(),
+    "settings": {"settings", "machine", "errors"},
+    "machine": {"machine", "settings", "errors"},
 }
-LAUNCH_USES = {"launch", "cards", "errors", "machine", "settings", "acceptance_profile", "shipped"}
-LAUNCH_BORROWS = {"engine.startup", "models.draft_config"}  # the phases of a start; the size of a block
-BENCH_USES = {"blockdraft", "aiohttp", "numpy", "rich", "huggingface_hub", "pyarrow"}
+# A server is seen as any client sees it, and other engines are started, not imitated.
+BENCH_BORROWS = {"checkpoints.hub"}
+LAUNCH_BORROWS = {"checkpoints.draft_config"}  # the size of a block
+BENCH_LIBRARIES = {"blockdraft", "aiohttp", "numpy", "rich", "huggingface_hub", "pyarrow"}
 TORCH_FREE = {
-    "plan",
-    "models.config",
-    "models.draft_config",
-    "models.families",
-    "models.known",
-    "cache.spec",
-    "engine.request",
+    *("planner", "settings", "machine", "launch", "bench", "errors", "phases", "exposition"),
+    *("models.config", "models.draft_config", "cache.spec", "engine.request"),
+    *(
+        "checkpoints.config_fields",
+        "checkpoints.families",
+        "checkpoints.draft_config",
+        "checkpoints.draft_fit",
+    ),
 }
 
 
 def modules():
+    """Name and syntax tree of every module of the package; a package's own file has the package's name."""
     for path in ROOT.rglob("*.py"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        yield name, ast.parse(path.read_text())
+        yield name.removesuffix(".__init__"), ast.parse(path.read_text())
 
 
-def imports(tree):
-    """Names imported anywhere in the file, without what is only for type checkers."""
+MODULES = dict(modules())
+
+
+def imports(tree, known=MODULES):
+    """Full names of the modules that a file imports; `from package import module` names the module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
-            yield node.module
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner.removeprefix("blockdraft.") in known else node.module
 
 
-def own(name):
-    return name.removeprefix("blockdraft.") if name.startswith("blockdraft.") else None
+def own_imports(tree):
+    """Those of our own modules, without "blockdraft."; the package itself is not among them."""
+    return {name.removeprefix("blockdraft.") for name in imports(tree) if name.startswith("blockdraft.")}
+
+
+def room(name):
+    return name.split(".")[0]
+
+
+def floor_of(name):
+    return next((number for number, rooms in enumerate(FLOORS) if name in rooms), None)
+
+
+def forbidden(importer, imported):
+    """Why a module may not import another; None: it may."""
+    here, there = room(importer), room(imported)
+    if here in ("__init__", "__main__"):
+        return None
+    if here in ANYONE:
+        return None if there in ANYONE_USES[here] | {here} else "it is for anyone, and stands on nothing"
+    if there in ANYONE or here == there:
+        return None
+    if here == "bench":
+        return None if imported in BENCH_BORROWS else "a benchmark sees a server as any client does"
+    if here == "launch":
+        return None if imported in LAUNCH_BORROWS else "other engines are started from outside"
+    if floor_of(there) is None:
+        return f"'{there}' has no floor: give it one"
+    return None if floor_of(there) > floor_of(here) else "imports point down"
+
+
+def test_every_room_has_a_place():
+    rooms = {room(name) for name in MODULES} - {"__init__", "__main__"}
+    assert rooms == ANYONE | set().union(*FLOORS)
 
 
 def test_imports_point_down():
-    for name, tree in modules():
-        package = name.split(".")[0]
-        for imported in filter(None, map(own, imports(tree))):
-            top = imported.split(".")[0]
-            if package in LAYERS and top in LAYERS:
-                assert LAYERS.index(top) <= LAYERS.index(package), f"{name} imports {imported}"
-            if package in LAYERS:
-                assert top not in {
-                    "cli",
-                    "server",
-                    "bench",
-                    "llm",
-                    "doctor",
-                    "launch",
-                    "planner",
-                    "training",
-                }, f"{name} imports {imported}"
-            if package in ALONE:
-                assert top in ALONE, f"{name} imports {imported}"
-            if package == "server":
-                assert top not in {"cli", "bench", "llm", "doctor", "launch"}, f"{name} imports {imported}"
-            if package == "launch":  # it starts engines of others
-                assert top in LAUNCH_USES or imported in LAUNCH_BORROWS, f"{name} imports {imported}"
-            if package in {"planner", "doctor"}:
-                assert top not in {"cli", "server", "bench", "llm"}, f"{name} imports {imported}"
-            if package == "bench":  # it sees a server as any client does
-                assert top in {"bench", "errors", "machine", "hub", "exposition"}, (
-                    f"{name} imports {imported}"
-                )
-            assert package != "hub", f"{name} imports {imported}"
+    for name, tree in MODULES.items():
+        for imported in own_imports(tree):
+            reason = forbidden(name, imported)
+            assert reason is None, f"{name} imports {imported}: {reason}"
 
 
-def test_settings_and_friends_use_the_standard_library_only():
-    for name, tree in modules():
-        if name in ALONE:
-            foreign = {i.split(".")[0] for i in imports(tree)} - set(sys.stdlib_module_names) - {"blockdraft"}
+def test_a_module_imported_from_its_package_is_seen():
+    for line in ("from blockdraft import llm", "from blockdraft.server import app", "import blockdraft.llm"):
+        (imported,) = own_imports(ast.parse(line))
+        assert forbidden("engine.engine", imported) == "imports point down", line
+
+
+def test_there_is_no_circle_of_imports():
+    """Imports inside functions count too, except between a kernel's contract and its fast path."""
+    edges = {
+        name: {
+            to for to in own_imports(tree) if not (name.startswith("kernels.") and to.startswith("kernels."))
+        }
+        for name, tree in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def visit(name, path):
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for other in sorted(edges.get(name, ())):
+                visit(other, [*path, name])
+            done.add(name)
+
+    for name in sorted(edges):
+        visit(name, [])
+
+
+def test_what_must_stay_light_does():
+    for name, tree in MODULES.items():
+        tops = {imported.split(".")[0] for imported in imports(tree)}
+        if room(name) in ANYONE:
+            foreign = tops - set(sys.stdlib_module_names) - {"blockdraft"}
             assert not foreign, f"{name} imports {foreign}"
-        if name.split(".")[0] == "bench":
-            foreign = {i.split(".")[0] for i in imports(tree)} - set(sys.stdlib_module_names)
-            assert foreign <= BENCH_USES, f"{name} imports {foreign}"
-        if name in TORCH_FREE:
-            assert "torch" not in {i.split(".")[0] for i in imports(tree)}, name
+        if room(name) == "bench":
+            assert tops - set(sys.stdlib_module_names) <= BENCH_LIBRARIES, name
+        if name in TORCH_FREE or room(name) in TORCH_FREE:
+            assert "torch" not in tops, name
 
 
 def test_no_engine_of_others_and_no_transformers():
-    for name, tree in modules():
+    for name, tree in MODULES.items():
         tops = {imported.split(".")[0] for imported in imports(tree)}
         assert not tops & {"vllm", "sglang", "transformers", "pickle"}, name
 
 
 def test_the_environment_is_read_in_settings_only_and_print_lives_in_the_cli():
-    for name, tree in modules():
+    for name, tree in MODULES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}:
-                assert name == "settings", f"{name} reads the environment"
+                assert name == "settings.settings", f"{name} reads the environment"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 assert name.startswith("cli."), f"{name} prints"
 
 
-def test_help_does_not_import_torch():
+def test_help_and_plan_do_not_import_torch():
     code = (
         "import sys\n"
         "from blockdraft.cli.main import main\n"
         "try:\n    main(['generate', '--help'])\nexcept SystemExit:\n    pass\n"
-        "import blockdraft.plan\n"
+        "import blockdraft.cli.plan, blockdraft.planner.report\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.drafters.dflash import DFlashDrafter
-from blockdraft.drafters.drafter import NoDrafter
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loading import load_models
 from blockdraft.kernels.sampling import Whole
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
+from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.drafter import NoDrafter
 
 PAIR = Path(__file__).parent / "fixtures" / "pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")

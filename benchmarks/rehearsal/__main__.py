@@ -15,9 +15,9 @@ from benchmarks.record import context, save
 from benchmarks.rehearsal.children import Children
 from benchmarks.rehearsal.sheet import Outcome, as_json, exit_code, lines, run_steps
 from benchmarks.rehearsal.steps import Stage, sizes_of, steps_of
-from blockdraft.machine import read_machine
-from blockdraft.models.fetch import SMOLLM2
-from blockdraft.settings import cache_dir
+from blockdraft.checkpoints.fetch import SMOLLM2
+from blockdraft.machine.machine import read_machine
+from blockdraft.settings.settings import cache_dir
 
 EXIT_ERROR = 2
 EXIT_INTERRUPT = 130

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.rehearsal.sheet import Failure
-from blockdraft.settings import cache_dir
+from blockdraft.settings.settings import cache_dir
 
 ROOT = Path(__file__).parents[2]  # the package need not be installed: `-m blockdraft` finds it from here
 COMMAND = (sys.executable, "-m", "blockdraft")

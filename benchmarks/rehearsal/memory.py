@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.rehearsal.sheet import Failure, Found
-from blockdraft.machine import read_machine
+from blockdraft.machine.machine import read_machine
 
 # Of the planned bytes. A small model leaves a tenth of them to estimates (context, graphs, activations): 6 %
 # were off on an H200. On a CPU the allocator and Python have a say.

@@ -13,7 +13,7 @@ from benchmarks.rehearsal import client, memory, serving
 from benchmarks.rehearsal.children import Children, Done, fresh_environment
 from benchmarks.rehearsal.sheet import Failure, Found, Step
 from blockdraft.bench.workloads import load
-from blockdraft.shipped import shipped_drafter
+from blockdraft.settings.shipped import shipped_drafter
 
 MODEL = "default"
 STREAMS = (1, 16)
@@ -144,7 +144,7 @@ def plan(stage: Stage) -> Found:
     )
     found = json.loads(done.out)
     if not found["draft"]:
-        raise Failure("the plan has no drafter: the shipped one is not in blockdraft/shipped_drafters")
+        raise Failure("the plan has no drafter: the shipped one is not in blockdraft/drafters")
     stage.plan = found
     total = found["memory"]["total_bytes"]
     return Found(f"{found['verdict']}: {total / 1e9:.2f} GB, {found['reason']}", {"memory": found["memory"]})
@@ -299,7 +299,7 @@ def _end(stage: Stage, server: serving.Server) -> None:
 def fit(stage: Stage) -> Found:
     drafter = shipped_drafter(MODEL)
     if drafter is None:
-        raise Failure("no drafter ships for the default model: blockdraft/shipped_drafters is empty")
+        raise Failure("no drafter ships for the default model: blockdraft/drafters is empty")
     done = stage.children.blockdraft(
         "fit",
         MODEL,

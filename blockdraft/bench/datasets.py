@@ -213,7 +213,7 @@ def _hub_file(name: str, dataset: Dataset, *, data_dir: Path | None, is_offline:
         )
     import huggingface_hub
 
-    from blockdraft.hub import HUB_ERRORS
+    from blockdraft.checkpoints.hub import HUB_ERRORS
 
     try:
         return Path(huggingface_hub.hf_hub_download(dataset.hub.repo, dataset.hub.path, repo_type="dataset"))

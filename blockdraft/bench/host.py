@@ -7,7 +7,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-from blockdraft.machine import read_machine
+from blockdraft.machine.machine import read_machine
 
 
 def machine() -> dict[str, object]:

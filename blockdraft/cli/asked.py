@@ -11,14 +11,14 @@ from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsErr
 from blockdraft.launch import Command, translate
 from blockdraft.launch.oracle import Finding, check_settings, refuse
 from blockdraft.launch.order import HOST
-from blockdraft.machine import Machine, read_machine
-from blockdraft.models.source import find_source
+from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.fit import Fit, fit_native, machine_of
 from blockdraft.planner.pair import check_stored, open_pair
 from blockdraft.planner.stored import Stored, open_stored
-from blockdraft.settings import Settings
-from blockdraft.shipped import with_drafter
+from blockdraft.settings.settings import Settings
+from blockdraft.settings.shipped import with_drafter
+from blockdraft.settings.source import find_source
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 from blockdraft.cli.flags import add_settings, flags_of, given_settings, settings_from
 from blockdraft.cli.masking import masked
 from blockdraft.errors import BenchError
-from blockdraft.layers import flag_of
-from blockdraft.settings import environment_api_key, forget_environment_settings
+from blockdraft.settings.resolve import flag_of
+from blockdraft.settings.settings import environment_api_key, forget_environment_settings
 
 if TYPE_CHECKING:
     from rich.console import Console

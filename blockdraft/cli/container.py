@@ -16,7 +16,8 @@ from typing import NoReturn
 from blockdraft.cli.flags import flags_of, given_settings
 from blockdraft.cli.main import EXIT_ERROR, parse
 from blockdraft.cli.masking import masked
-from blockdraft.container import (
+from blockdraft.errors import BlockdraftError, SettingsError
+from blockdraft.settings.container import (
     Wanted,
     base_name,
     check_model,
@@ -25,9 +26,8 @@ from blockdraft.container import (
     read_container,
     without_settings,
 )
-from blockdraft.errors import BlockdraftError, SettingsError
-from blockdraft.layers import Resolved, flag_of, resolve
-from blockdraft.settings import Settings, whole_environment
+from blockdraft.settings.resolve import Resolved, flag_of, resolve
+from blockdraft.settings.settings import Settings, whole_environment
 
 REVISIONS = ("--revision", "--code-revision")
 
@@ -128,7 +128,7 @@ def _flags(settings: Mapping[str, str]) -> list[str]:
 
 def _fetch(settings: Settings, child: dict[str, str]) -> tuple[list[str], dict[str, str]]:
     """Download what is on the hub; flags and environment by which exactly that is served."""
-    from blockdraft.models.fetch import hub_folder
+    from blockdraft.checkpoints.fetch import hub_folder
 
     is_native = settings.engine == "native"
     if not is_native and any(word.partition("=")[0] in REVISIONS for word in settings.engine_args):

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from blockdraft.models.checkpoint import open_checkpoint
+    from blockdraft.checkpoints.opening import open_checkpoint
 
     for model in args.models:
         open_checkpoint(model, report=reporter(args)).close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.cli.flags import bind_threads
-from blockdraft.settings import DTYPES, QUANTIZATIONS, Settings
+from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
 
 if TYPE_CHECKING:
     from blockdraft.training.answers import Conversation

@@ -10,12 +10,12 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from blockdraft.cards import CARDS, Card, card_by_key
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import SettingsError
-from blockdraft.layers import ADDED_UP, Resolved, flag_of, resolve
-from blockdraft.machine import may_have_gpu
-from blockdraft.settings import (
+from blockdraft.machine.cards import CARDS, Card, card_by_key
+from blockdraft.machine.machine import may_have_gpu
+from blockdraft.settings.resolve import ADDED_UP, Resolved, flag_of, resolve
+from blockdraft.settings.settings import (
     CHOICES,
     DEFAULTS,
     LAUNCH_SETTINGS,

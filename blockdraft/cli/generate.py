@@ -23,8 +23,8 @@ from blockdraft.cli.flags import (
 )
 from blockdraft.engine.request import Delta, SamplingParams
 from blockdraft.errors import RequestError, SettingsError
-from blockdraft.layers import resolve
-from blockdraft.settings import LAUNCH_SETTINGS
+from blockdraft.settings.resolve import resolve
+from blockdraft.settings.settings import LAUNCH_SETTINGS
 
 if TYPE_CHECKING:
     from blockdraft.llm import LLM

@@ -12,7 +12,7 @@ from typing import NoReturn
 from blockdraft import __version__
 from blockdraft.cli import bench, doctor, fetch, fit, generate, models, plan, serve, settings, train
 from blockdraft.errors import BlockdraftError
-from blockdraft.settings import suggestion
+from blockdraft.settings.settings import suggestion
 
 EXIT_ERROR = 2
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it

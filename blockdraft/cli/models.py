@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from blockdraft.errors import SettingsError
-from blockdraft.models.known import DATE, KnownFamily, KnownPair, as_json, find
+from blockdraft.planner.known import DATE, KnownFamily, KnownPair, as_json, find
 
 SUMMARY = "list known models and drafters"
 USAGE = "blockdraft models [QUERY] [flags]"

@@ -7,18 +7,18 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from blockdraft.cards import Card, card_by_key
 from blockdraft.cli.flags import add_model, add_settings, card_named, given_settings, noted
 from blockdraft.errors import SettingsError
 from blockdraft.launch.oracle import Finding, check_settings
-from blockdraft.layers import resolve
-from blockdraft.machine import Machine, read_machine
+from blockdraft.machine.cards import Card, card_by_key
+from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.fit import machine_of
 from blockdraft.planner.pair import Pair, open_pair
 from blockdraft.planner.report import Report, as_json, make_report
 from blockdraft.planner.shape import Kind
-from blockdraft.recipe import Expectation, load_recipe
-from blockdraft.settings import Settings
+from blockdraft.settings.recipe import Expectation, load_recipe
+from blockdraft.settings.resolve import resolve
+from blockdraft.settings.settings import Settings
 
 SUMMARY = "say what fits and how fast it should be, before a start"
 USAGE = "blockdraft plan [MODEL] [flags]"

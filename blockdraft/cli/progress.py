@@ -7,7 +7,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from blockdraft.engine.startup import Startup
+from blockdraft.phases import Startup
 
 REDRAW_S = 0.1
 

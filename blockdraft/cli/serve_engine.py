@@ -19,19 +19,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blockdraft.checkpoints.draft_config import draft_block
 from blockdraft.cli.asked import Asked, ask, ask_to_print
-from blockdraft.cli.serve import bind, exit_code, serve_until_told, set_up_logs
+from blockdraft.cli.serving import bind, exit_code, serve_until_told, set_up_logs
 from blockdraft.errors import SettingsError
 from blockdraft.launch.command import Command
 from blockdraft.launch.installed import Installed, find_engine
 from blockdraft.launch.shell import compose, docker_run, shell_line
 from blockdraft.launch.supervisor import Launch, Supervisor
 from blockdraft.launch.versions import TITLES, read_version
-from blockdraft.models.draft_config import draft_block
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from blockdraft.engine.startup import Startup
+    from blockdraft.phases import Startup
     from blockdraft.server.options import ServerOptions
     from blockdraft.server.proxy import Proxy
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from blockdraft.cli.flags import add_model, add_settings, given_settings
 from blockdraft.cli.masking import HIDDEN, is_secret, masked
 from blockdraft.errors import SettingsError
-from blockdraft.layers import Resolved, resolve
-from blockdraft.recipe import load_recipe, recipe_names
-from blockdraft.settings import SETTING_NAMES
+from blockdraft.settings.recipe import load_recipe, recipe_names
+from blockdraft.settings.resolve import Resolved, resolve
+from blockdraft.settings.settings import SETTING_NAMES
 
 SUMMARY = "show every setting and where its value comes from"
 USAGE = "blockdraft settings [MODEL] [flags]"

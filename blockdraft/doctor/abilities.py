@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from blockdraft.cards import Capability, has_bf16, has_fp4, has_fp8, has_tma
+from blockdraft.machine.cards import Capability, has_bf16, has_fp4, has_fp8, has_tma
 
 ATTENTION = {9: "FlashAttention 3", 10: "FlashAttention 4"}  # by major capability; elsewhere 2
 BF16_FEATURES = ("bf16", "avx512_bf16", "amx_bf16")

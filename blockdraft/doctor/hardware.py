@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from blockdraft.doctor.finding import Finding, Level
-from blockdraft.machine import Gpu, Machine, may_have_gpu
-from blockdraft.remedies import driver_advice
+from blockdraft.machine.machine import Gpu, Machine, may_have_gpu
+from blockdraft.machine.remedies import driver_advice
 
 GIB = 1 << 30
 MIN_CAPABILITY = (8, 0)

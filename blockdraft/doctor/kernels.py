@@ -8,8 +8,8 @@ from itertools import groupby
 from blockdraft.doctor.finding import Area, Finding
 from blockdraft.doctor.patient import Check, Failure, Path, Probe, Torch
 from blockdraft.doctor.shapes import SHAPES
-from blockdraft.machine import Machine
-from blockdraft.remedies import INSTALL, NO_COMPILER, NO_HEADERS, why_unseen
+from blockdraft.machine.machine import Machine
+from blockdraft.machine.remedies import INSTALL, NO_COMPILER, NO_HEADERS, why_unseen
 
 REPORT = "please report this line with the output of `blockdraft doctor --json`"
 GIB = 1 << 30

@@ -10,7 +10,7 @@ from importlib import resources
 
 from blockdraft.doctor.finding import Finding, Level
 from blockdraft.doctor.libraries import DISTRIBUTIONS
-from blockdraft.machine import Machine
+from blockdraft.machine.machine import Machine
 
 VERSIONED = {"capability", "driver", "cuda", "kernel", "num_gpus", "python", "torch_cuda", *DISTRIBUTIONS}
 CONDITIONS: dict[str, type] = {

@@ -136,11 +136,11 @@ def _path(operation: str, taken: str, why_not: str | None) -> Line:
 
 
 def _check(shape: Shape, device_name: str) -> Iterator[Line]:
+    from blockdraft.check.kernelcheck import check_kernels
     from blockdraft.engine.engine import Engine
-    from blockdraft.engine.fallback import with_kernels_that_compile
-    from blockdraft.engine.kernelcheck import check_kernels
-    from blockdraft.engine.loading import load_models
-    from blockdraft.settings import Settings
+    from blockdraft.settings.settings import Settings
+    from blockdraft.start.fallback import with_kernels_that_compile
+    from blockdraft.start.loading import load_models
 
     with tempfile.TemporaryDirectory(prefix="blockdraft-doctor-") as folder:
         target = _write(shape.target, Path(folder) / "target")

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from blockdraft import __version__
-from blockdraft.cards import Capability
 from blockdraft.doctor.abilities import Ability, abilities
 from blockdraft.doctor.finding import Finding, Level, worst
 from blockdraft.doctor.hardware import disk_findings, limit_findings, machine_findings
@@ -15,8 +14,9 @@ from blockdraft.doctor.kernels import kernel_findings, torch_findings
 from blockdraft.doctor.known import facts_of, known_findings
 from blockdraft.doctor.libraries import library_findings, read_versions
 from blockdraft.doctor.patient import Probe, ask
-from blockdraft.machine import Machine, read_machine
-from blockdraft.settings import cache_dirs
+from blockdraft.machine.cards import Capability
+from blockdraft.machine.machine import Machine, read_machine
+from blockdraft.settings.settings import cache_dirs
 
 SCHEMA = "blockdraft-doctor/1"
 Note = Callable[[str], None]

@@ -19,10 +19,10 @@ from torch import Tensor
 from blockdraft.cache.cache import NUM_RESERVED_PAGES
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loading import Models
+from blockdraft.engine.loaded import Models
 from blockdraft.errors import CapacityError, RequestError
 from blockdraft.kernels.transfer import to_device
-from blockdraft.runtime.prefill import prefill_step
+from blockdraft.step.prefill import prefill_step
 
 ROUND = 16  # steps; longer rounds look at the host less often, and waste more of rows that have ended
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from blockdraft.cache.cache import NUM_RESERVED_PAGES, SCRATCH_PAGE, Cache
 from blockdraft.cache.rows import Rows, RowSampling
-from blockdraft.engine.detokenizer import TextStream
-from blockdraft.engine.loading import Models
+from blockdraft.engine.loaded import Models
 from blockdraft.engine.pages import PageAllocator
 from blockdraft.engine.request import Delta, Request, SamplingParams, TokenLogprobs
 from blockdraft.engine.scheduler import Batch, Outcome, Scheduler
@@ -24,10 +23,11 @@ from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.errors import RequestError
 from blockdraft.kernels.sampling import MAX_LISTED
 from blockdraft.kernels.transfer import to_device
-from blockdraft.runtime.decode import decode_step
-from blockdraft.runtime.graphs import Reading, StepGraphs, pack
-from blockdraft.runtime.prefill import prefill_step, prompt_logprobs
-from blockdraft.runtime.verify import Logprobs, Verdict
+from blockdraft.step.decode import decode_step
+from blockdraft.step.graphs import Reading, StepGraphs, pack
+from blockdraft.step.prefill import prefill_step, prompt_logprobs
+from blockdraft.step.verify import Logprobs, Verdict
+from blockdraft.text.detokenizer import TextStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.engine.engine import Engine
+from blockdraft.step.dflash import DFlashDrafter
 
 NUM_SAMPLED = 256  # bytes of each tensor that a fingerprint looks at
 

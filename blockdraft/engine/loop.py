@@ -24,10 +24,10 @@ from typing import TypeVar
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import EngineInfo, engine_info
 from blockdraft.engine.request import Delta, SamplingParams
-from blockdraft.engine.startup import Startup
 from blockdraft.engine.stats import Snapshot
-from blockdraft.engine.tokenizer import Tokenizer
 from blockdraft.errors import BlockdraftError
+from blockdraft.phases import Startup
+from blockdraft.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

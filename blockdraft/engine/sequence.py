@@ -6,9 +6,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from blockdraft.cache.rows import RowSampling
-from blockdraft.engine.detokenizer import TextStream
 from blockdraft.engine.pace import Record
 from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs
+from blockdraft.text.detokenizer import TextStream
 
 
 @dataclass(slots=True, eq=False)

@@ -6,11 +6,11 @@ import copy
 import itertools
 from dataclasses import replace
 
-from blockdraft.drafters.drafter import Drafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Delta
 from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.stats import Stats
+from blockdraft.step.drafter import Drafter
 
 _MAX_QUEUE = 4096  # room for any batch: the engine's own limit is the user's
 

@@ -1,6 +1,6 @@
 """Which implementation a call takes: the PyTorch reference, or the kernels for where its tensors live.
 
-An operation whose kernel does not compile on this card is switched off at the start (`engine/start.py`), for
+An operation whose kernel does not compile on this card is switched off at the start (`start/ready.py`), for
 the whole process and for all its shapes: from then on its reference serves. Every dispatch names its
 operation, so that the start knows which one failed.
 """

@@ -12,7 +12,7 @@ import functools
 import subprocess
 
 from blockdraft.kernels.choice import has_triton
-from blockdraft.remedies import NO_COMPILER, NO_HEADERS
+from blockdraft.machine.remedies import NO_COMPILER, NO_HEADERS
 
 MAX_CHARACTERS = 160  # of a line
 # Of a RuntimeError's text. The first is MLIR's, the others the driver's when it is handed the kernel.

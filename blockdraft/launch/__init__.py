@@ -13,9 +13,9 @@ from blockdraft.launch.order import HOST, Order
 from blockdraft.launch.sglang import sglang_command
 from blockdraft.launch.versions import read_version
 from blockdraft.launch.vllm import vllm_command
-from blockdraft.machine import Machine, told_share
-from blockdraft.settings import Settings
-from blockdraft.shipped import with_drafter
+from blockdraft.machine.machine import Machine, told_share
+from blockdraft.settings.settings import Settings
+from blockdraft.settings.shipped import with_drafter
 
 __all__ = ["Command", "translate"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from blockdraft.errors import SettingsError
 from blockdraft.launch.versions import NEWEST, TITLES
-from blockdraft.settings import child_environment
+from blockdraft.settings.settings import child_environment
 
 ASK_S = 60.0  # for a Python to say what it has: seconds on a cold disk
 _PYTHONS = ("python", "python3")

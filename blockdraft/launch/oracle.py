@@ -15,13 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from blockdraft.checkpoints.draft_config import draft_block
 from blockdraft.errors import SettingsError
 from blockdraft.launch.order import Raw
 from blockdraft.launch.versions import NEWEST, Version, read_version
-from blockdraft.machine import Machine, told_share
-from blockdraft.models.draft_config import draft_block
-from blockdraft.settings import Settings
-from blockdraft.shipped import with_drafter
+from blockdraft.machine.machine import Machine, told_share
+from blockdraft.settings.settings import Settings
+from blockdraft.settings.shipped import with_drafter
 
 FILE = Path(__file__).with_name("known_bad.toml")
 

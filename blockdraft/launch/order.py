@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from blockdraft.cards import Capability
+from blockdraft.checkpoints.draft_config import draft_block
 from blockdraft.errors import SettingsError
 from blockdraft.launch.versions import Version
-from blockdraft.models.draft_config import draft_block
-from blockdraft.settings import DEFAULTS, Settings
+from blockdraft.machine.cards import Capability
+from blockdraft.settings.settings import DEFAULTS, Settings
 
 HOST = "127.0.0.1"  # clients talk to our server, and only it to the engine
 MEETING_PORT = 29501  # where machines meet when --head-address names no port; vLLM's own

@@ -10,7 +10,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from blockdraft.engine.startup import Startup
+from blockdraft.phases import Startup
 
 PHASES = ("launch", "fetch", "load", "compile", "capture", "warm", "verify")
 _READ = PHASES[:-2]  # the last two are ours

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from blockdraft.engine.startup import Startup
 from blockdraft.errors import LaunchError
 from blockdraft.launch.command import Command
 from blockdraft.launch.phases import PHASES, Walk, is_error, read_sign
 from blockdraft.launch.process import GRACE_S, EngineProcess, shown_exit
 from blockdraft.launch.versions import TITLES
-from blockdraft.settings import child_environment
+from blockdraft.phases import Startup
+from blockdraft.settings.settings import child_environment
 
 POLL_S = 0.2
 ASK_S = 10.0  # for an answer that needs no model

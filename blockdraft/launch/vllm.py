@@ -7,10 +7,10 @@ wheels on PyPI, 0.19.0 to 0.32.0.
 
 from __future__ import annotations
 
-from blockdraft.acceptance_profile import acceptance_rates
 from blockdraft.launch.command import Command
 from blockdraft.launch.order import Order, arguments, check_model, mounts, passed_on, visible_devices
 from blockdraft.launch.versions import Version
+from blockdraft.settings.acceptance_profile import acceptance_rates
 
 IMAGE = "vllm/vllm-openai"
 DFLASH = "0.20.0"  # releases; nightly builds of 0.19.1 and 0.19.2 have it as well

@@ -28,7 +28,7 @@ class FamilyModule(Protocol):
 def build_decoder(
     config: ModelConfig, *, taps: tuple[int, ...], max_positions: int, device: torch.device
 ) -> Decoder:
-    """An empty target of `config`'s family; models/weights.py fills it. Its rope tables are on `device`."""
+    """An empty target of `config`'s family, rope tables on `device`; checkpoints/weights.py fills it."""
     name = _MODULES.get(config.family, config.family)
     family = cast(FamilyModule, importlib.import_module(f"blockdraft.models.{name}"))
     layers = [family.layer(config, index) for index in range(config.num_layers)]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from blockdraft.models.draft_fit import FIT_FILE, read_fit
+from blockdraft.checkpoints.draft_fit import FIT_FILE, read_fit
 
 PAPER = "DFlash paper (arXiv 2602.06036)"
 

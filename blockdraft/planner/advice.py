@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from blockdraft.cards import Card
 from blockdraft.errors import BlockdraftError
-from blockdraft.machine import Machine
+from blockdraft.machine.cards import Card
+from blockdraft.machine.machine import Machine
 from blockdraft.planner.acceptance import Acceptance, fading
 from blockdraft.planner.estimate import Step, committed, estimate_step, tokens_per_s
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.fit import Fit, fit_native
 from blockdraft.planner.pair import Pair
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
 
 TEAM_ROWS = 16
 FLEET_ROWS, FLEET_MIN, FLEET_CONTEXT = 128, 32, 16_384

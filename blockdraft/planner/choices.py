@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blockdraft.machine import Machine, told_share
-from blockdraft.plan import CACHE_SHARE, CPU_WIDTH, UNIFIED_SHARE, UNPACK_SHARE, memory_share
+from blockdraft.machine.machine import Machine, told_share
 from blockdraft.planner.external import DEFAULT_CHUNK, DEFAULT_ROWS
 from blockdraft.planner.fit import Fit
 from blockdraft.planner.pair import Model, Pair
-from blockdraft.settings import DEFAULTS, Settings
+from blockdraft.planner.plan import CACHE_SHARE, CPU_WIDTH, UNIFIED_SHARE, UNPACK_SHARE, memory_share
+from blockdraft.settings.settings import DEFAULTS, Settings
 
 ASKED = "asked for"
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blockdraft.acceptance_profile import acceptance_rates
 from blockdraft.cache.spec import Recurrent, Windowed
-from blockdraft.cards import Card
+from blockdraft.machine.cards import Card
 from blockdraft.planner.fit import Fit
 from blockdraft.planner.pair import Pair
 from blockdraft.planner.shape import Shape
 from blockdraft.planner.stored import Parts
+from blockdraft.settings.acceptance_profile import acceptance_rates
 
 STREAM_SHARE = 0.88  # of the published bandwidth: what a large copy reaches
 PACKED_SHARE = 0.85  # of that, for weights of a byte or less

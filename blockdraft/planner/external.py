@@ -10,13 +10,13 @@ from dataclasses import replace
 
 from blockdraft.cache.spec import Paged, Recurrent, Windowed
 from blockdraft.errors import SettingsError
-from blockdraft.machine import Machine, told_share
+from blockdraft.machine.machine import Machine, told_share
 from blockdraft.planner.fit import Fit, Footprint, budget_how, gpu_name
 from blockdraft.planner.memory import DRIVER_BYTES, Item, served_parts, step_items, weight_how
 from blockdraft.planner.pair import Pair
 from blockdraft.planner.shape import CacheSpec
 from blockdraft.planner.stored import Parts
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
 
 DEFAULT_ROWS = 256  # vLLM's max_num_seqs; SGLang finds its own
 DEFAULT_CHUNK = 8192  # tokens of a prefill step, both

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from blockdraft.cards import Card, has_bf16
 from blockdraft.errors import CapacityError, ModelError, SettingsError
-from blockdraft.machine import Gpu, Machine
-from blockdraft.plan import (
-    ELEMENT_BYTES,
-    MARGIN_BYTES,
-    MIN_CONTEXT,
-    Plan,
-    gpu_budget,
-    make_plan,
-    memory_share,
-)
+from blockdraft.machine.cards import Card, has_bf16
+from blockdraft.machine.machine import Gpu, Machine
 from blockdraft.planner.memory import (
     DRIVER_BYTES,
     Item,
@@ -28,8 +19,17 @@ from blockdraft.planner.memory import (
     weight_how,
 )
 from blockdraft.planner.pair import Pair
+from blockdraft.planner.plan import (
+    ELEMENT_BYTES,
+    MARGIN_BYTES,
+    MIN_CONTEXT,
+    Plan,
+    gpu_budget,
+    make_plan,
+    memory_share,
+)
 from blockdraft.planner.stored import Parts
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
 
 _BOUNDLESS = 1 << 60  # bytes: a plan for a cache of any size
 
@@ -105,7 +105,7 @@ def machine_of(card: Card) -> Machine:
 
 
 def fit_native(settings: Settings, machine: Machine, pair: Pair) -> Fit:
-    """As engine/memory.py would end up with; `problem` says what it would refuse. Raises SettingsError."""
+    """As start/memory.py would end up with; `problem` says what it would refuse. Raises SettingsError."""
     if pair.config is None:
         raise ModelError(f"'{pair.target.shape.name}' is not computed by our engine: use --engine vllm.")
     is_cpu = settings.device.split(":")[0] == "cpu" or (settings.device == "auto" and not machine.gpu_bytes)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from blockdraft.models.config import Storage
-from blockdraft.plan import Plan
 from blockdraft.planner.pair import Model, Pair
+from blockdraft.planner.plan import Plan
 from blockdraft.planner.shape import CacheSpec, Shape, kinds
 from blockdraft.planner.stored import Parts, stored_parts
 from blockdraft.planner.values import Values

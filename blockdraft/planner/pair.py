@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blockdraft.checkpoints.draft_config import draft_block, read_draft_config
+from blockdraft.checkpoints.families import read_model_config
 from blockdraft.errors import ModelError
 from blockdraft.models.config import ModelConfig
-from blockdraft.models.draft_config import DraftConfig, check_pair, draft_block, read_draft_config
-from blockdraft.models.families import read_model_config
-from blockdraft.plan import Weights
+from blockdraft.models.draft_config import DraftConfig, check_pair
+from blockdraft.planner.plan import Weights
 from blockdraft.planner.shape import Shape, draft_shape, raw_shape, target_shape
 from blockdraft.planner.stored import Stored, open_stored
-from blockdraft.settings import Settings
-from blockdraft.shipped import with_drafter
+from blockdraft.settings.settings import Settings
+from blockdraft.settings.shipped import with_drafter
 
 
 @dataclass(frozen=True, slots=True)

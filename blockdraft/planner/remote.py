@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from blockdraft.checkpoints.fetch import hub_error
+from blockdraft.checkpoints.shard import Entry
 from blockdraft.errors import BlockdraftError, FetchError, ModelError
-from blockdraft.models.fetch import hub_error
-from blockdraft.models.shard import Entry
 
 _TIMEOUT_S = 10.0
 _OPTIONAL = ("generation_config.json", "hf_quant_config.json")
@@ -26,7 +26,7 @@ def read_remote(repo: str, *, revision: str | None, needs_weights: bool) -> Remo
     """The hub's cache where it is complete, else the hub."""
     import huggingface_hub
 
-    from blockdraft.hub import HUB_ERRORS
+    from blockdraft.checkpoints.hub import HUB_ERRORS
 
     cached = _cached(repo, revision, needs_weights=needs_weights)
     if cached is not None:

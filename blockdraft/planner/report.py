@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from blockdraft.cards import Card
-from blockdraft.machine import Machine
-from blockdraft.plan import ELEMENT_BYTES
+from blockdraft.machine.cards import Card
+from blockdraft.machine.machine import Machine
 from blockdraft.planner.acceptance import Acceptance, own_acceptance, published_acceptance
 from blockdraft.planner.advice import (
     TYPICAL_CONTEXT,
@@ -26,8 +25,9 @@ from blockdraft.planner.choices import Choice, choices
 from blockdraft.planner.external import element_bytes_of
 from blockdraft.planner.fit import Fit
 from blockdraft.planner.pair import Pair
+from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.planner.shape import Kind, kinds
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
 
 Verdict = Literal["fits", "tight", "does not fit"]
 

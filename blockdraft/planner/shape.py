@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockdraft.cache.spec import LayerSpec, Paged, Recurrent, SharedWith, Windowed
-from blockdraft.models.config import DeltaConfig, Fields, ModelConfig, read_heads
+from blockdraft.checkpoints.config_fields import Fields, read_heads
+from blockdraft.models.config import DeltaConfig, ModelConfig
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.planner.values import Values, draft_values, target_values
 

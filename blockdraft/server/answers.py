@@ -7,7 +7,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from blockdraft.engine.request import Delta, TokenLogprobs
-from blockdraft.engine.tokenizer import Tokenizer
 from blockdraft.server.fields import ChatRequest, CompletionRequest
 from blockdraft.server.pieces import (
     Choice,
@@ -34,6 +33,7 @@ from blockdraft.server.shapes import (
     TextLogprobs,
     Usage,
 )
+from blockdraft.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

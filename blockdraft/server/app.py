@@ -20,7 +20,6 @@ from starlette.types import ASGIApp
 from blockdraft import __version__
 from blockdraft.engine.loop import EngineLoop, Stream
 from blockdraft.engine.request import SamplingParams
-from blockdraft.engine.tokenizer import Tokenizer
 from blockdraft.server.answers import ChatAnswer, Head, TextAnswer
 from blockdraft.server.backend import Backend, Info, LoopBackend
 from blockdraft.server.body import FieldError, shown
@@ -51,6 +50,7 @@ from blockdraft.server.prompts import (
 )
 from blockdraft.server.reasoning import find_tags
 from blockdraft.server.shapes import ModelCard, ModelList, Status, Text, Tokens, Version
+from blockdraft.text.tokenizer import Tokenizer
 
 LARGE_BODY_BYTES = 1 << 16  # parsed beside the event loop; arbitrary
 START_RETRY_AFTER_S = 5  # arbitrary: a start takes seconds to minutes

@@ -9,10 +9,10 @@ from typing import Protocol, cast
 from blockdraft.engine.loop import EngineLoop, Stream
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.stats import Load, Stats
-from blockdraft.engine.tokenizer import Tokenizer
 from blockdraft.server.events import live_events
 from blockdraft.server.metrics import render
 from blockdraft.server.shapes import Start
+from blockdraft.text.tokenizer import Tokenizer
 
 
 class Info(Protocol):

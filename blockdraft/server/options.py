@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from blockdraft.errors import SettingsError
-from blockdraft.settings import environment_api_key
+from blockdraft.settings.settings import environment_api_key
 
 MAX_KEY_FILE_BYTES = 1 << 20
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from blockdraft.engine.detokenizer import Detokenizer
 from blockdraft.engine.request import Delta, FinishReason, Metrics, TokenLogprobs
-from blockdraft.engine.tokenizer import REPLACEMENT, Tokenizer
 from blockdraft.server.reasoning import Splitter, ThoughtCounter
 from blockdraft.server.shapes import (
     ChatLogprobs,
@@ -23,6 +21,8 @@ from blockdraft.server.shapes import (
     TextLogprobs,
     TokenChance,
 )
+from blockdraft.text.detokenizer import Detokenizer
+from blockdraft.text.tokenizer import REPLACEMENT, Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import TypeVar
 
-from blockdraft.engine.tokenizer import Tokenizer
 from blockdraft.errors import RequestError
 from blockdraft.server.backend import Info
 from blockdraft.server.body import FieldError
 from blockdraft.server.fields import ChatRequest, CompletionRequest, TokenizeRequest
+from blockdraft.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

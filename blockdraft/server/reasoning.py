@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from blockdraft.engine.tokenizer import Tokenizer
+from blockdraft.text.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
 _TAIL_TOKENS = 8  # enough for the tag and the white space a template may write behind it

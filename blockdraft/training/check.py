@@ -8,11 +8,12 @@ from pathlib import Path
 
 from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loading import Models, load_models
+from blockdraft.engine.loaded import Models
 from blockdraft.engine.request import Metrics, SamplingParams
 from blockdraft.models.draft_config import DraftConfig
-from blockdraft.plan import ELEMENT_BYTES
-from blockdraft.settings import Settings
+from blockdraft.planner.plan import ELEMENT_BYTES
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
 from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import Fit
 

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from blockdraft.checkpoints.draft_config import default_taps
+from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.weights import load_drafter
 from blockdraft.errors import ModelError, SettingsError
-from blockdraft.models.checkpoint import open_checkpoint
 from blockdraft.models.config import AttentionConfig, ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
-from blockdraft.models.draft_config import DraftConfig, default_taps
+from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
-from blockdraft.models.weights import load_drafter
 from blockdraft.training.recipe import Shape
 
 

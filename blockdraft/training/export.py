@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from blockdraft.checkpoints.draft_fit import FIT_FILE
+from blockdraft.checkpoints.weights import slots_of
 from blockdraft.models.dflash import DFlash
-from blockdraft.models.draft_fit import FIT_FILE
-from blockdraft.models.weights import slots_of
 from blockdraft.training.evaluate import Fit
 
 

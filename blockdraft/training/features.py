@@ -15,10 +15,10 @@ from torch import Tensor
 
 from blockdraft.cache.cache import NUM_RESERVED_PAGES, SCRATCH_PAGE, Cache
 from blockdraft.cache.rows import Rows as CacheRows
-from blockdraft.engine.loading import gpu_memory
 from blockdraft.kernels.transfer import array_to_device, to_device
-from blockdraft.machine import read_machine
+from blockdraft.machine.machine import read_machine
 from blockdraft.models.decoder import Decoder
+from blockdraft.start.loading import gpu_memory
 from blockdraft.training.packing import Rows
 
 PAGE = 16

@@ -13,15 +13,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from blockdraft.drafters.dflash import DFlashDrafter
-from blockdraft.engine.memory import release
+from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.engine.request import Metrics, SamplingParams
-from blockdraft.engine.tokenizer import Tokenizer
 from blockdraft.errors import SettingsError
 from blockdraft.llm import LLM
-from blockdraft.models.checkpoint import open_checkpoint
 from blockdraft.models.draft_config import DraftConfig
-from blockdraft.models.quantization import read_quantization
+from blockdraft.start.memory import release
+from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.training.answers import Conversation, Document
 from blockdraft.training.evaluate import Fit, fit_of
 from blockdraft.training.fit_report import (

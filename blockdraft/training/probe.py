@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import DraftConfig
+from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import Fit, fit_of
 from blockdraft.training.features import FeatureReader

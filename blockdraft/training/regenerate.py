@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.engine.bulk import Answer, Bulk, Question
-from blockdraft.engine.tokenizer import Tokenizer
+from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.training.answers import Conversation, Document, read_shard, write_shard
 from blockdraft.training.recipe import Manner
 

@@ -20,13 +20,15 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from blockdraft.checkpoints.draft_config import read_draft_config
+from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.bulk import make_bulk
-from blockdraft.engine.loading import Models, load_models
-from blockdraft.engine.memory import release
+from blockdraft.engine.loaded import Models
 from blockdraft.errors import ModelError, SettingsError
-from blockdraft.models.checkpoint import open_checkpoint
-from blockdraft.models.draft_config import DraftConfig, check_pair, read_draft_config
-from blockdraft.settings import Settings
+from blockdraft.models.draft_config import DraftConfig, check_pair
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
+from blockdraft.start.memory import release
 from blockdraft.training.answers import Conversation, Document, read_conversations
 from blockdraft.training.check import fit_in_engine, sample
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter

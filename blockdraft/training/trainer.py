@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.engine.engine import mix
 from blockdraft.kernels.choice import use
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
+from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.training.features import FeatureReader, KeptFeatures
 from blockdraft.training.objective import Head, Scores, Teacher, block_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at

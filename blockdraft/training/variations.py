@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from blockdraft.engine.tokenizer import Tokenizer
+from blockdraft.checkpoints.draft_config import default_taps
 from blockdraft.models.config import ModelConfig
-from blockdraft.models.draft_config import DraftConfig, default_taps
+from blockdraft.models.draft_config import DraftConfig
+from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.training.answers import Document
 
 MAX_MASKS = 4  # mask tokens tried

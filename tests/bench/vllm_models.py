@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from blockdraft.models.checkpoint import open_checkpoint
+from blockdraft.checkpoints.opening import open_checkpoint
 
 PAIR = Path(__file__).parents[1] / "fixtures/pair"
 WIDE = 32  # the smallest head_dim of vLLM's CPU attention

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from blockdraft.settings import cache_dir
+from blockdraft.settings.settings import cache_dir
 
 VARIABLE = "BLOCKDRAFT_TEST_VLLM"
 VERSION = "0.32.0"

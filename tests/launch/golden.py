@@ -8,11 +8,11 @@ A recipe of our own engine is translated for both others, as when somebody adds 
 import json
 from pathlib import Path
 
-from blockdraft.cards import card_by_key
 from blockdraft.launch import translate
-from blockdraft.machine import Gpu, Machine
-from blockdraft.recipe import load_recipe, recipe_names
-from blockdraft.settings import Settings
+from blockdraft.machine.cards import card_by_key
+from blockdraft.machine.machine import Gpu, Machine
+from blockdraft.settings.recipe import load_recipe, recipe_names
+from blockdraft.settings.settings import Settings
 
 FOLDER = Path(__file__).parent / "golden"
 PORT = 18000

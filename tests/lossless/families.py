@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from blockdraft.cache.recurrent import RecurrentState
-from blockdraft.drafters.drafter import NoDrafter
 from blockdraft.engine.engine import Engine, mix
 from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels.sampling import Whole
+from blockdraft.step.drafter import NoDrafter
 from tests import tiny
 from tests.fixtures import make_pair
 from tests.models import families

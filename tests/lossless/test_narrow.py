@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from blockdraft.cache.rows import RowSampling
-from blockdraft.drafters.dflash import DFlashDrafter
 from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels.choice import use
 from blockdraft.models.dflash import DFlash
+from blockdraft.step.dflash import DFlashDrafter
 from tests import tiny
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 15, 17, 2, 4], [40, 41, 42]]

@@ -12,13 +12,13 @@ import torch
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.spec import Recurrent, bytes_per_row
+from blockdraft.checkpoints.families import read_model_config
 from blockdraft.kernels import gated_delta
 from blockdraft.kernels.gated_delta import DeltaWeights
-from blockdraft.models.families import read_model_config
+from tests.checkpoints.published import CONFIGS as PUBLISHED
 from tests.lossless import families
 from tests.lossless.families import HYBRID_NAMES
 from tests.models.checkpoints import CPU, Bench
-from tests.models.published import CONFIGS as PUBLISHED
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 SPECS = [

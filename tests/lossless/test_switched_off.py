@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from blockdraft.cache import recurrent
-from blockdraft.drafters.drafter import NoDrafter
 from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels import attention, gated_delta, linear, rows
 from blockdraft.kernels.choice import use, without
+from blockdraft.step.drafter import NoDrafter
 from tests import tiny
 from tests.lossless import families
 from tests.models.families import CASES

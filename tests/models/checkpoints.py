@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from blockdraft.cache.cache import NUM_RESERVED_PAGES, SCRATCH_PAGE, Cache
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import Rows
-from blockdraft.engine.loading import load_models
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from blockdraft.checkpoints.draft_config import read_draft_config
+from blockdraft.checkpoints.folder import FolderCheckpoint
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loading import load_target
 from blockdraft.engine.request import SamplingParams
-from blockdraft.models.draft_config import read_draft_config
-from blockdraft.models.folder import FolderCheckpoint
+from blockdraft.start.loading import load_target
 from tests.fixtures import make_pair
 from tests.models.checkpoints import CPU, Bench, cut, load, write_target
 from tests.models.families import BASE, CASES, CONFIGS, HYBRIDS, draw, widen

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from blockdraft.cache.rows import RowSampling
 from blockdraft.errors import ModelError
-from blockdraft.runtime.decode import decode_step
-from blockdraft.runtime.prefill import prefill_step
+from blockdraft.step.decode import decode_step
+from blockdraft.step.prefill import prefill_step
 from tests import tiny
 from tests.fixtures import make_pair
 from tests.models.checkpoints import Bench, cut, load, write_draft, write_target

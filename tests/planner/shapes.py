@@ -6,10 +6,10 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.shapes import SHAPES
-from blockdraft.cards import card_by_key
+from blockdraft.machine.cards import card_by_key
 from blockdraft.planner.fit import machine_of
 from blockdraft.planner.pair import open_pair
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
 
 _KEPT = tempfile.TemporaryDirectory(prefix="blockdraft-plan-")
 

@@ -14,8 +14,8 @@ from benchmarks.rehearsal import memory, steps
 from benchmarks.rehearsal.children import ROOT, Children
 from benchmarks.rehearsal.serving import Server, complaints
 from benchmarks.rehearsal.sheet import Failure, Found, Step, as_json, exit_code, lines, run_steps
-from blockdraft.models.fetch import SMOLLM2
-from blockdraft.settings import cache_dir
+from blockdraft.checkpoints.fetch import SMOLLM2
+from blockdraft.settings.settings import cache_dir
 
 needs_model = pytest.mark.skipif(
     not (cache_dir() / SMOLLM2.gguf).exists(), reason="default model not fetched: blockdraft fetch"

@@ -11,14 +11,14 @@ from pathlib import Path
 import tokenizers
 import uvicorn
 
+from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loading import load_models
 from blockdraft.engine.loop import EngineLoop
-from blockdraft.engine.tokenizer import Tokenizer
-from blockdraft.models.checkpoint import open_checkpoint
 from blockdraft.server.app import make_app
 from blockdraft.server.options import ServerOptions
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
+from blockdraft.text.tokenizer import Tokenizer
 
 PAIR = Path(__file__).parents[1] / "fixtures/pair"
 NAME = "org/pair"

@@ -5,9 +5,9 @@ import contextlib
 import openai
 import pytest
 
-from blockdraft.engine.loading import load_models
-from blockdraft.models.fetch import SMOLLM2
-from blockdraft.settings import Settings, cache_dir
+from blockdraft.checkpoints.fetch import SMOLLM2
+from blockdraft.settings.settings import Settings, cache_dir
+from blockdraft.start.loading import load_models
 from tests.server.pair import app_over, listening
 
 pytestmark = [

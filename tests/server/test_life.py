@@ -29,12 +29,12 @@ PATIENCE_S = 60
 # Starts without warming up; what a test puts in front of it changes the engine's behaviour.
 RUNNER = """
 import sys, time, threading
-from blockdraft.engine import start
+from blockdraft.start import ready as start
 from blockdraft.engine.engine import Engine
 start.warm = lambda *_: None
 {patch}
-from blockdraft.cli import serve
-serve.RED_S = 1.0
+from blockdraft.cli import serve, serving
+serve.UNHEALTHY_GRACE_S = serving.UNHEALTHY_GRACE_S = 1.0
 from blockdraft.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -14,7 +14,7 @@ import pytest
 
 from blockdraft.cli.serve_engine import as_installed
 from blockdraft.launch.installed import Installed
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
 from tests.server.proxied import CHAT, HELLO, KEY, MODEL, STREAM, events, running, serve, texts
 from tests.server.stub_install import install_stub, is_alive
 from tests.server.test_life import PAIR, ROOT, health, wait_for

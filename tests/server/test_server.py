@@ -11,17 +11,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loading import load_models
 from blockdraft.engine.loop import MAX_FAILURES, EngineLoop
 from blockdraft.engine.request import TokenLogprobs
-from blockdraft.engine.tokenizer import Tokenizer
-from blockdraft.models.checkpoint import open_checkpoint
 from blockdraft.server.app import make_api, make_app
 from blockdraft.server.guard import Guard
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.pieces import MIN_LOGPROB, chat_logprobs
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
+from blockdraft.text.tokenizer import Tokenizer
 from tests.server.pair import listening
 
 PAIR = Path(__file__).parents[1] / "fixtures/pair"

@@ -7,10 +7,10 @@ import shutil
 import torch
 from safetensors.torch import save_file
 
+from blockdraft.checkpoints.draft_config import read_draft_config
 from blockdraft.engine.bulk import ROUND
-from blockdraft.engine.loading import load_models
-from blockdraft.models.draft_config import read_draft_config
-from blockdraft.settings import Settings
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
 from blockdraft.training.answers import Document
 from blockdraft.training.drafter import new_drafter
 from blockdraft.training.export import named_weights

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockdraft.bench.workloads import CLASSES, load
+from blockdraft.checkpoints.draft_config import read_draft_config
+from blockdraft.checkpoints.families import read_model_config
 from blockdraft.cli import training_progress
 from blockdraft.cli.fit import lines
 from blockdraft.cli.main import main
 from blockdraft.engine.request import SamplingParams
 from blockdraft.llm import LLM
-from blockdraft.models.draft_config import read_draft_config
-from blockdraft.models.families import read_model_config
 from blockdraft.training import fit as fit_module
 from blockdraft.training.answers import read_conversations
 from blockdraft.training.evaluate import Fit

@@ -1,0 +1,1 @@
+"""Does this machine compute it right? Kernels, layers and drafts, checked before a start is over."""

@@ -1,0 +1,222 @@
+"""What a drafter is worth, and that it changes the speed only: built-in prompts answered with it and without.
+
+A drafter never writes where the target reads: that is looked at directly. Where all products are by our own
+kernels, which keep a token's bits whatever is beside it, answers and probabilities equal those without it.
+Other libraries promise no bits: there, how many answers are equal is said and not judged. And, with a drafter
+or without, a captured step gives the tokens of the same step run kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.cache import Cache
+from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.recurrent import RecurrentState
+from blockdraft.cache.rows import Rows
+from blockdraft.cache.view import CacheView, View
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loaded import Models
+from blockdraft.engine.request import Metrics, SamplingParams, TokenLogprobs
+from blockdraft.engine.twin import max_tokens, serve, twin
+from blockdraft.errors import ModelError
+from blockdraft.kernels.choice import has_triton, switched_off
+from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.linear import MAX_TOKENS
+from blockdraft.step.drafter import Drafter, NoDrafter
+
+ANSWER_TOKENS = 24  # of each prompt, as serving gives them
+PLAIN_TOKENS = 6  # and without the drafter, a step each
+PLAIN_SECONDS = 0.5  # for those: no further prompt is begun after this
+CAPTURED_TOKENS = 4  # of one prompt, at each width that was captured
+WATCHED_TOKENS = 2  # while what the target remembers is looked at around every call
+
+
+class Drafted(NamedTuple):
+    """What the built-in prompts have shown."""
+
+    accepted: tuple[float, ...]  # [i]: share of the steps that accepted draft i + 1
+    width: int
+    num_prompts: int
+    num_equal: int  # answers without the drafter that are the same
+    num_compared: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        return 1 + sum(self.accepted)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one prompt was answered with."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    metrics: Metrics
+
+
+def check_drafter(engine: Engine, prompts: list[list[int]]) -> Drafted:
+    """Prompts one at a time and greedily, with and without the drafter at equal width.
+
+    ModelError: the drafter changes more than the speed.
+    """
+    models = engine.models
+    width = models.plan.width if models.plan.width > 1 else models.plan.block
+    prompts = [ids[-max(1, max_tokens(engine) // 2) :] for ids in prompts]
+    _watch(engine, prompts[0], width)
+    drafted = [answer(twin(engine), ids, width, ANSWER_TOKENS) for ids in prompts]  # as serving does
+    begun_s, equal = time.monotonic(), []
+    for number, ids in enumerate(prompts):
+        if time.monotonic() - begun_s > PLAIN_SECONDS:
+            break
+        with_it = answer(twin(engine), ids, width, PLAIN_TOKENS, num_logprobs=0)
+        plain = answer(twin(engine, NoDrafter(models.plan.block)), ids, width, PLAIN_TOKENS, num_logprobs=0)
+        equal.append(_is_equal(models, number, with_it, plain, width))
+    return Drafted(_accepted(drafted), width, len(prompts), sum(equal), len(equal))
+
+
+def answer(
+    engine: Engine, prompt: list[int], width: int, num_tokens: int, num_logprobs: int | None = None
+) -> Answer:
+    num_tokens = max(1, min(num_tokens, max_tokens(engine) - len(prompt)))
+    sampling = SamplingParams(
+        temperature=0.0,
+        width=width,
+        max_tokens=num_tokens,
+        min_tokens=min(8, num_tokens),
+        logprobs=num_logprobs,
+    )
+    engine.add(prompt, sampling)
+    deltas = serve(engine)
+    metrics = deltas[-1].metrics
+    assert metrics is not None
+    return Answer(
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(item for delta in deltas for item in delta.logprobs),
+        metrics=metrics,
+    )
+
+
+def keeps_bits(models: Models, width: int) -> bool:
+    """Whether every product of one row's block is by kernels that keep a token's bits in any column."""
+    dtype: torch.dtype = getattr(torch, models.plan.dtype)
+    if models.device.type == "cpu":
+        return why_no_llvm(dtype, models.device) is None
+    is_ours = has_triton() and not switched_off() and models.why_not_captured() is None
+    return is_ours and dtype != torch.float64 and width <= MAX_TOKENS
+
+
+def draft_name(models: Models) -> str:
+    return type(models.drafter).__name__ if models.draft_config is None else models.draft_config.name
+
+
+def _accepted(answers: list[Answer]) -> tuple[float, ...]:
+    """By position, whether or not the answer's end cut some of them off."""
+    num_steps = sum(answer.metrics.steps for answer in answers)
+    by_position = itertools.zip_longest(*(answer.metrics.accepted for answer in answers), fillvalue=0)
+    return tuple(sum(counts) / num_steps for counts in by_position)
+
+
+def _is_equal(models: Models, number: int, drafted: Answer, plain: Answer, width: int) -> bool:
+    """Whether plain's tokens and probabilities begin the drafted answer. ModelError: they must and do not."""
+    pairs = list(zip(drafted.logprobs, plain.logprobs, strict=False))
+    at = next((at for at, (one, other) in enumerate(pairs) if one.token_id != other.token_id), None)
+    if at is None and all(one.logprob == other.logprob for one, other in pairs):
+        return True
+    if not keeps_bits(models, width):
+        return at is None
+    if at is None:
+        off = max(abs(one.logprob - other.logprob) for one, other in pairs)
+        changed = f"the target's probabilities: by up to {off:.1e} nats in built-in prompt {number + 1}"
+    else:
+        one, other = pairs[at]
+        changed = (
+            f"the answer: token {at + 1} of built-in prompt {number + 1} is {one.token_id} with it and "
+            f"{other.token_id} without it"
+        )
+    raise ModelError(
+        f"draft '{draft_name(models)}' changes {changed}, at the same width of {width}. A drafter may change "
+        "the speed only, so nothing is served: use --draft none, and please report this line."
+    )
+
+
+def check_captured(engine: Engine, prompt: list[int]) -> int:
+    """The same steps as one graph and kernel by kernel, at every captured width: how many tokens are equal.
+
+    Equal in any arithmetic. ModelError: they are not.
+    """
+    prompt, count = prompt[-max(1, max_tokens(engine) // 2) :], 0
+    for width in sorted({1, engine.models.plan.width}):
+        served = answer(twin(engine), prompt, width, CAPTURED_TOKENS).token_ids
+        # Steps that list probabilities are not captured.
+        eager = answer(twin(engine), prompt, width, CAPTURED_TOKENS, num_logprobs=0).token_ids
+        if served != eager:
+            raise ModelError(
+                f"the captured step of width {width} gives other tokens than its kernels one by one: "
+                f"{list(served)}, not {list(eager)} (on {engine.models.device}). Nothing is served: use "
+                "--no-graphs, and please report this line."
+            )
+        count += len(served)
+    return count
+
+
+# ---- what the target remembers
+
+
+def _watch(engine: Engine, prompt: list[int], width: int) -> None:
+    watched = _Watched(engine)
+    answer(twin(engine, watched), prompt, width, WATCHED_TOKENS)
+    if watched.touched is not None:
+        raise ModelError(
+            f"draft '{draft_name(engine.models)}' writes into layer {watched.touched} of the target's cache. "
+            "A drafter may change the speed only, so nothing is served: use --draft none, and please report "
+            "this line."
+        )
+
+
+class _Watched:
+    """A drafter, and whether any call of it has touched what the target remembers of the active rows."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.touched: int | None = None  # the first layer that was
+        self._engine = engine
+        self._drafter: Drafter = engine.models.drafter
+        self.block = self._drafter.block
+
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
+        before = self._remembered(0)
+        block = self._drafter.draft(rows, cache, view, width)
+        self._compare(before, self._remembered(0))
+        return block
+
+    def absorb(self, features: Tensor, view: View) -> None:
+        num_new = len(features) // len(self._engine.rows.active)
+        before = self._remembered(num_new)
+        self._drafter.absorb(features, view)
+        self._compare(before, self._remembered(num_new))
+
+    def _remembered(self, num_new: int) -> list[Tensor]:
+        """Of the one active row, in every layer of the target, up to `num_new` tokens past its length."""
+        rows, page_size = self._engine.rows, self._engine.models.plan.page_size
+        row = rows.active[:1]
+        position = torch.arange(int(rows.length[row]) + num_new, device=row.device)
+        slots = rows.page_table[row, position // page_size] * page_size + position % page_size
+        found = []
+        for storage in self._engine.cache.storage[: self._engine.models.config.num_layers]:
+            if isinstance(storage, PagedKV):
+                found.append(torch.cat((storage.keys[:, slots], storage.values[:, slots])))
+            else:
+                assert isinstance(storage, RecurrentState)
+                found.append(torch.cat((storage.state[row].flatten(), storage.tail[row].flatten())))
+        return found
+
+    def _compare(self, before: list[Tensor], after: list[Tensor]) -> None:
+        for layer, (one, other) in enumerate(zip(before, after, strict=True)):
+            if self.touched is None and not torch.equal(one.nan_to_num(), other.nan_to_num()):
+                self.touched = layer

@@ -1,0 +1,403 @@
+"""Every layer as serving computes it against an oracle, with the oracle's own rounding as the measure.
+
+One prompt, three computations:
+
+  T  the oracle: the references in float32 or wider, over the whole prompt at once (`WholeView`)
+  R  the same in the served dtype
+  K  what serves: the kernels, through rows and pages, in pieces of every size that has code of its own
+
+All three get the same input of a layer: what T made of the layers before it, rounded to the served dtype. So
+nothing adds up over depth, and R against T is what rounding does inside this very layer, with these weights
+and this prompt, however large its activations are. K may be off from T by a few times that; a fault is off by
+far more. End-to-end logits have no such measure: depth amplifies their rounding without bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.recurrent import RecurrentState
+from blockdraft.cache.rows import RowSampling
+from blockdraft.cache.view import CacheView
+from blockdraft.check.pieces import Piece, pieces_for
+from blockdraft.check.wholeview import WholeView
+from blockdraft.engine.engine import Engine
+from blockdraft.kernels.choice import use
+from blockdraft.models.gemma4 import GemmaRouter
+from blockdraft.models.gpt_oss import GptOssMoE
+from blockdraft.models.moe import MoE
+from blockdraft.step.dflash import DFlashDrafter
+
+# How far K may be from T: this many times what rounding explains. That is half of the last place of every
+# value that the part reads and writes, and, for what happens inside it, R's worst token. Of that bound sound
+# models reach a half, the faults of tests/faults.py four times as much (H200 and Neoverse, 2026-11).
+MULTIPLE = 3.0
+ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# The least that is taken for what happens inside. In float32 and float64 T and R are the same, and it is all
+# there is: sums in another order, scores of some hundreds behind an exponential, a state of many tokens.
+INSIDE = {"float64": 1e-10, "float32": 1e-4, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+MAX_INSIDE = 0.5  # where most tokens of R lose more of what a part adds, the dtype does not hold the model
+MIN_SURE = 0.02  # share of the tokens of a mixture for which K must have T's experts
+HEAD_TOKENS = 24  # more than one block
+
+
+Why = Literal["overflow", "coarse", "flat", "unsure"]
+
+
+class LayerError(Exception):
+    """Why `part` of a model cannot be compared: what is wrong there is the weights or the dtype."""
+
+    def __init__(self, part: str, why: Why) -> None:
+        super().__init__(f"{part}: {why}")
+        self.part, self.why = part, why
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The token of a part that came closest to its bound, or went past it."""
+
+    part: str
+    off: float  # in bounds
+    where: str
+    inside: float  # R's worst: what rounding does inside the part, as a share of what the part adds
+    is_draft: bool = False
+
+    @property
+    def is_passed(self) -> bool:
+        return self.off <= 1
+
+
+@torch.inference_mode()
+def check_layers(engine: Engine, prompt: Callable[[int], list[int]]) -> list[Finding]:
+    """A finding for each layer, router and head of both models, over so many tokens of `prompt`.
+
+    The engine must be idle, and is left as it was. LayerError: there is nothing to compare the target with.
+    A drafter that cannot be compared is left out: what it is worth is asked elsewhere.
+    """
+    pieces = pieces_for(engine)
+    num_rows = 1 + max(max(piece.rows) for piece in pieces)
+    lengths = [sum(piece.kept_of(row) for piece in pieces) for row in range(num_rows)]
+    check = _Check(engine, prompt(max(lengths)))
+    check.run_oracle()
+    with _borrowed_rows(engine, lengths):
+        for piece in pieces:
+            check.run_piece(piece)
+        if check.drafter is not None:
+            check.run_drafter(check.drafter, lengths)
+    check.run_head()
+    findings = [part.finding() for part in check.target_parts]
+    drafted = [part.finding() for part in check.draft_parts if part.why_not() is None]
+    return findings + [replace(finding, is_draft=True) for finding in drafted]
+
+
+@dataclass(slots=True)
+class Part:
+    """A layer, a router or a head: what T says of its tokens, and how far K was from it."""
+
+    name: str
+    exact: Tensor  # [N, E]
+    allowed: Tensor  # [N]
+    inside: Tensor  # [N] what rounding does inside the part, as a share of what it adds
+    found: list[Tensor] = field(default_factory=list)  # K's distances, in bounds
+    where: list[str] = field(default_factory=list)
+    sure: list[Tensor] = field(default_factory=list)  # bool: which tokens of a mixture count
+
+    def compare(self, got: Tensor, index: Tensor, where: list[str], counts: Tensor | None = None) -> None:
+        """K's values of the tokens `index`; those that do not count may be anything."""
+        off = (got.to(self.exact.dtype) - self.exact[index]).norm(dim=1) / self.allowed[index]
+        self.found.append(off if counts is None else off.masked_fill(~counts, 0))
+        self.where += where
+
+    def why_not(self) -> Why | None:
+        """What makes a comparison impossible."""
+        if not bool(self.inside.isfinite().all()):
+            return "overflow"
+        if float(self.inside.median()) > MAX_INSIDE:
+            return "coarse"
+        if self.sure and float(torch.cat(self.sure).double().mean()) < MIN_SURE:
+            return "unsure"
+        return None
+
+    def finding(self) -> Finding:
+        why = self.why_not()
+        if why is not None:
+            raise LayerError(self.name, why)
+        off = torch.cat(self.found).nan_to_num(nan=math.inf)
+        worst = int(off.argmax())
+        return Finding(self.name, float(off[worst]), self.where[worst], float(self.inside.amax()))
+
+
+class _Check:
+    """The three computations of one engine and prompt."""
+
+    def __init__(self, engine: Engine, prompt: list[int]) -> None:
+        models = engine.models
+        self.engine, self.target, self.device = engine, models.target, models.device
+        self.drafter = models.drafter if isinstance(models.drafter, DFlashDrafter) else None
+        self.target_parts: list[Part] = []
+        self.draft_parts: list[Part] = []
+        self._name = models.plan.dtype
+        self._dtype: torch.dtype = getattr(torch, self._name)
+        self._wide = torch.promote_types(self._dtype, torch.float32)
+        self._ids = torch.tensor(prompt, device=self.device)
+        self._specs = models.config.layer_specs()
+        if models.draft_config is not None:
+            self._specs += models.draft_config.layer_specs()
+        self._inputs: list[Tensor] = []  # [N, E] of each layer, and last what comes out of all
+        self._layers: list[tuple[Part, _Router | None]] = []
+
+    # ---- T and R
+
+    def run_oracle(self) -> None:
+        exact_view, rough_view = (
+            WholeView(self._specs, count=len(self._ids), device=self.device) for _ in range(2)
+        )
+        angles = self.target.angles(exact_view.positions)
+        x = self.target.embed(self._ids)
+        for index, layer in enumerate(self.target.layers):
+            self._inputs.append(x)
+            with _oracle(), _scores(layer) as scores:
+                exact = self.target.through(index, x.to(self._wide), angles, exact_view)
+                rough = exact
+                if self._wide != self._dtype:
+                    rough = self.target.through(index, x.clone(), angles, rough_view)
+            router, agrees = self._router(index, scores)
+            part = self._part(f"layer {index}", exact, rough, stream=x, counts=agrees)
+            self._layers.append((part, router))
+            self.target_parts += [part] if router is None else [router.part, part]
+            x = exact.to(self._dtype)
+        self._inputs.append(x)
+        is_finite = torch.stack([x.isfinite().all() for x in self._inputs]).tolist()
+        if not all(is_finite):
+            broken = is_finite.index(False)
+            raise LayerError("the embedding" if broken == 0 else f"layer {broken - 1}", "overflow")
+
+    def _router(self, index: int, scores: list[_Scores]) -> tuple[_Router | None, Tensor | None]:
+        """Of a layer, and which tokens have the same experts in R as in T."""
+        if not scores:
+            return None, None
+        exact, rough = scores[0], scores[-1]
+        router = _Router(exact, self._part(f"the router of layer {index}", exact.values, rough.values))
+        return router, router.agrees(rough, torch.arange(len(self._ids), device=self.device))
+
+    def _part(
+        self,
+        name: str,
+        exact: Tensor,
+        rough: Tensor,
+        *,
+        stream: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> Part:
+        """What T found, with the bound that R's distance from it gives; `stream` is what the part adds to."""
+        before = torch.zeros_like(exact) if stream is None else stream.to(exact.dtype)
+        added = (exact - before).norm(dim=1)
+        added = torch.maximum(added, added.median())  # beside a token that adds nothing, rounding is a lot
+        outside = ROUNDING[self._name] / 2 * (exact.norm(dim=1) + before.norm(dim=1))
+        off = (rough.to(exact.dtype) - exact).norm(dim=1)
+        tiny = torch.finfo(exact.dtype).tiny
+        share = (off - outside).clamp(min=0) / added.clamp(min=tiny)
+        inside = share if counts is None else share.masked_fill(~counts, 0)
+        allowed = MULTIPLE * (outside + inside.amax().clamp(min=INSIDE[self._name]) * added)
+        return Part(name, exact, allowed.clamp(min=tiny), inside)
+
+    # ---- K
+
+    def run_piece(self, piece: Piece) -> None:
+        """As in a step: a forward of both models, then what is right of it is committed."""
+        rows, cache = self.engine.rows, self.engine.cache
+        index = torch.tensor(piece.positions, device=self.device).clamp(max=len(self._ids) - 1)
+        is_right = torch.tensor(piece.is_right, device=self.device)
+        where = [f"at position {position}, {piece}" for position in piece.positions]
+        rows.activate(piece.rows)
+        view = cache.view(rows, piece.counts, is_known=piece.is_known)
+        angles = self.target.angles(view.positions)
+        for number, (part, router) in enumerate(self._layers):
+            with _scores(self.target.layers[number]) as scores:
+                out = self.target.through(number, self._tokens(number, index, is_right), angles, view)
+            counts = is_right
+            if router is not None:
+                router.part.compare(scores[0].values, index, where, is_right)
+                agrees = router.agrees(scores[0], index)
+                part.sure.append(agrees[is_right])
+                counts = agrees & is_right
+            part.compare(out, index, where, counts)
+        self._absorb(index, is_right, view)
+        if not piece.is_known:
+            cache.commit(rows, view.starts, torch.tensor(piece.kept, device=self.device))
+        rows.extend(piece.kept)
+
+    def _tokens(self, number: int, index: Tensor, is_right: Tensor) -> Tensor:
+        """T's input of a layer; something else for drafts that are to be rejected."""
+        x = self._inputs[number][index]
+        return torch.where(is_right[:, None], x, -x)
+
+    def _absorb(self, index: Tensor, is_right: Tensor, view: CacheView) -> None:
+        if self.drafter is not None:
+            taps = [self._tokens(tap + 1, index, is_right) for tap in self.target.taps]
+            self.drafter.absorb(torch.cat(taps, dim=1), view)
+
+    # ---- the drafter
+
+    def run_drafter(self, drafter: DFlashDrafter, lengths: list[int]) -> None:
+        """A block for each row, behind the `lengths` tokens that the pieces have left there."""
+        model, block = drafter.model, drafter.block
+        anchors = self._ids[torch.tensor(lengths, device=self.device).clamp(max=len(self._ids) - 1)]
+        masks = anchors.new_full((len(lengths), block - 1), model.config.mask_token_id)
+        x = drafter.embed(torch.cat((anchors[:, None], masks), dim=1).flatten())
+        rows = self.engine.rows
+        rows.activate(range(len(lengths)))
+        view = self.engine.cache.view(rows, block)
+        angles = model.rotary(view.positions)
+        index = torch.arange(len(x), device=self.device)
+        where = [f"in column {column} of a block of {len(lengths)} rows" for column in range(block)]
+        with _oracle():
+            exact_view = self._behind(drafter, lengths, self._wide)
+            rough_view = self._behind(drafter, lengths, self._dtype)
+        for number, layer in enumerate(model.layers):
+            with _oracle():
+                exact = layer(x.to(self._wide), angles, exact_view)
+                rough = layer(x.clone(), angles, rough_view)
+            part = self._part(f"layer {number} of the drafter", exact, rough, stream=x)
+            part.compare(layer(x.clone(), angles, view), index, where * len(lengths))
+            self.draft_parts.append(part)
+            x = exact.to(self._dtype)
+        self.draft_parts.append(self._head("the drafter's head", x, lambda x: _draft_logits(drafter, x)))
+
+    def _behind(self, drafter: DFlashDrafter, lengths: list[int], dtype: torch.dtype) -> WholeView:
+        """A view of each row's block and of the context before it."""
+        features = torch.cat([self._inputs[tap + 1] for tap in self.target.taps], dim=1)
+        context = WholeView(self._specs, count=len(self._ids), device=self.device)
+        drafter.model.absorb(features.to(dtype), context)
+        return WholeView(
+            self._specs, count=drafter.block, device=self.device, starts=lengths, context=context.kept
+        )
+
+    # ---- the heads
+
+    def run_head(self) -> None:
+        x = self._inputs[-1][-HEAD_TOKENS:]
+        part = self._head("the head", x, lambda x: self.target.logits(self.target.norm(x)))
+        if bool((part.exact.amax(dim=1) == part.exact.amin(dim=1)).any()):
+            raise LayerError("the head", "flat")
+        self.target_parts.append(part)
+
+    def _head(self, name: str, x: Tensor, logits: Callable[[Tensor], Tensor]) -> Part:
+        """Logits of one token, of a block, and of more than that."""
+        with _oracle():
+            exact, rough = (logits(x.to(dtype)) for dtype in (self._wide, self._dtype))
+        part = self._part(name, exact, rough)
+        for count in sorted({1, min(self.engine.models.plan.width, len(x)), len(x)}):
+            index = torch.arange(count, device=self.device)
+            part.compare(logits(x[:count]), index, [f"of {count} tokens"] * count)
+        return part
+
+
+def _draft_logits(drafter: DFlashDrafter, x: Tensor) -> Tensor:
+    """Of the tokens that the drafter's head has rows for."""
+    logits, ids = drafter.logits(drafter.model.norm(x)), drafter.vocab_map
+    return logits if ids is None else logits[:, ids]
+
+
+# ---- mixtures
+
+
+class _Scores(NamedTuple):
+    """Of one forward of a router."""
+
+    values: Tensor  # [N, X]
+    num_chosen: int
+
+    def chosen(self) -> tuple[Tensor, Tensor]:
+        """The experts with the largest, in order of their numbers; whether the next one has as much."""
+        count = min(self.num_chosen + 1, self.values.shape[1])
+        best = self.values.topk(count, dim=1)
+        is_tied = best.values[:, self.num_chosen - 1] == best.values[:, -1]
+        if count == self.num_chosen:  # there is no next one
+            is_tied = torch.zeros_like(is_tied)
+        return best.indices[:, : self.num_chosen].sort(dim=1).values, is_tied
+
+
+class _Router:
+    """T's scores of a layer's experts. Where two are as good as equal, rounding decides between them."""
+
+    def __init__(self, scores: _Scores, part: Part) -> None:
+        self.part = part
+        self._chosen = scores.chosen()[0]
+
+    def agrees(self, scores: _Scores, index: Tensor) -> Tensor:
+        """Which tokens have the experts that T chose."""
+        chosen, is_tied = scores.chosen()
+        return (chosen == self._chosen[index]).all(dim=1) & ~is_tied
+
+
+@contextlib.contextmanager
+def _scores(layer: nn.Module) -> Iterator[list[_Scores]]:
+    """Is filled with the scores by which the layer's experts are chosen, once for each forward."""
+    found: list[_Scores] = []
+
+    def look(router: MoE | GptOssMoE | GemmaRouter, inputs: tuple[Tensor, nn.Module]) -> None:
+        found.append(_Scores(router.scores(*inputs), router.num_chosen))  # type: ignore[call-arg, arg-type]
+
+    routers = [part for part in layer.modules() if isinstance(part, MoE | GptOssMoE | GemmaRouter)]
+    hooks = [router.register_forward_pre_hook(look) for router in routers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# ---- what the check asks and borrows
+
+
+@contextlib.contextmanager
+def _oracle() -> Iterator[None]:
+    """The references, with float32 products in float32, whatever the process has asked for."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with use("reference"):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def _borrowed_rows(engine: Engine, lengths: list[int]) -> Iterator[None]:
+    """Rows with pages for `lengths` tokens and a block each, without a number in them: a stale one shows."""
+    allocator, rows, block = engine.scheduler.pages, engine.rows, engine.models.plan.block
+    sizes = [-(-(length + block) // allocator.page_size) for length in lengths]
+    pages = allocator.allocate(sum(sizes))
+    try:
+        _spoil(engine, pages, len(lengths))
+        first = 0
+        for row, size in enumerate(sizes):
+            rows.place(row, [0], 0, RowSampling())
+            rows.set_pages([(row, 0, pages[first : first + size])])
+            first += size
+        yield
+    finally:
+        allocator.release(pages)
+
+
+def _spoil(engine: Engine, pages: list[int], num_rows: int) -> None:
+    size = engine.models.plan.page_size
+    slots = torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages])
+    slots = slots.to(engine.models.device)
+    for storage in engine.cache.storage:
+        if isinstance(storage, PagedKV):
+            storage.keys[:, slots] = math.nan
+            storage.values[:, slots] = math.nan
+        else:
+            assert isinstance(storage, RecurrentState)
+            storage.state[:num_rows] = math.nan
+            storage.tail[:num_rows] = math.nan

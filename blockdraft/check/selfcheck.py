@@ -1,0 +1,260 @@
+"""Verification at the start: kernels, checkpoint, model and drafter, each against something simpler.
+
+Whatever would make answers wrong stops the start with a ModelError. A drafter that does not fit only costs
+time, so it is dropped: `Verification.keeps_drafter` is false, and `without_drafter` gives what to serve.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from blockdraft.check.draftcheck import check_captured, check_drafter, draft_name
+from blockdraft.check.kernelcheck import check_kernels, models_of
+from blockdraft.check.layercheck import Finding, LayerError, check_layers
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loaded import Models
+from blockdraft.errors import BlockdraftError, ModelError
+from blockdraft.step.drafter import NoDrafter
+
+# Tokens committed per step. A drafter that fits commits 3 to 6, one for another target 1.0 to 1.1; drafting
+# and verifying a block cost a fifth of a plain step or more, so below this speculation only slows down.
+MIN_TOKENS_PER_STEP = 1.2
+
+PROMPTS = (
+    "Write a Python function that returns the first n prime numbers.",
+    "Count from one to thirty in words.",
+    "Explain in three sentences why the sky is blue.",
+)
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was checked; `detail` holds its numbers."""
+
+    name: str
+    is_passed: bool
+    detail: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was found. A failed check that is here, and was not raised, costs the drafter only."""
+
+    checks: tuple[Check, ...]
+    tokens_per_step: float | None  # None: no drafter, or one whose acceptance is synthetic
+    keeps_drafter: bool  # False: serve without_drafter(models)
+    reason: str | None  # why the drafter is dropped
+    accepted: tuple[
+        float, ...
+    ] = ()  # [i]: share of the steps that accepted draft i + 1, where it was looked at
+
+
+def verify(engine: Engine, note: Note, *, min_tokens_per_step: float = MIN_TOKENS_PER_STEP) -> Verification:
+    """Check an idle engine and leave it as it was. ModelError: its answers would be wrong."""
+    checks = []
+    for check in _checks_of_target(engine):
+        checks.append(check)
+        note(f"{check.name}: {check.detail}")
+        if not check.is_passed:  # of the drafter's layers: it could change the speed only
+            return Verification(tuple(checks), None, keeps_drafter=False, reason=check.detail)
+    if isinstance(engine.models.drafter, NoDrafter):
+        return Verification(tuple(checks), tokens_per_step=None, keeps_drafter=True, reason=None)
+    labels = engine.models.labels
+    if labels.synthetic_acceptance is not None:  # its answers are wrong on purpose
+        note("drafter: not checked, since acceptance is synthetic")
+        return Verification(tuple(checks), tokens_per_step=None, keeps_drafter=True, reason=None)
+    if labels.is_dummy:  # it knows nothing; that it changes no token holds all the same
+        min_tokens_per_step = 0.0
+    check, accepted = _drafter(engine, min_tokens_per_step)
+    note(f"{check.name}: {check.detail}")
+    tokens_per_step = 1 + sum(accepted)
+    reason = None if check.is_passed else _misfit(engine, tokens_per_step, min_tokens_per_step)
+    return Verification((*checks, check), tokens_per_step, check.is_passed, reason, accepted)
+
+
+def _checks_of_target(engine: Engine) -> Iterator[Check]:
+    yield _weights(engine)
+    yield from _kernels(engine)
+    yield from _layers(engine)
+    if engine.graphs is not None:
+        yield captured(engine)
+
+
+def without_drafter(models: Models) -> Models:
+    """The same target, decoding plainly. The cache can stay as large as it was planned."""
+    target = copy.copy(models.target)  # shares the weights; only the taps differ
+    target.taps = ()
+    plan = replace(models.plan, width=1, block=1)
+    return replace(models, target=target, draft_config=None, drafter=NoDrafter(), plan=plan)
+
+
+def _check(name: str, detail: str, begun_s: float, *, is_passed: bool = True) -> Check:
+    return Check(name, is_passed, detail, time.monotonic() - begun_s)
+
+
+# ---- weights
+
+
+@torch.inference_mode()
+def _weights(engine: Engine) -> Check:
+    """Every stored number is finite: a router may never choose the broken expert while we look."""
+    begun_s, num_values = time.monotonic(), 0
+    names = [f"'{engine.models.config.name}'"]
+    if engine.models.draft_config is not None:
+        names.append(f"draft '{engine.models.draft_config.name}'")
+    for model, name in zip(models_of(engine), names, strict=False):
+        for where, tensor in (*model.named_parameters(), *model.named_buffers()):
+            num_values += tensor.numel()
+            num_broken = _num_broken(tensor)
+            if num_broken:
+                raise ModelError(
+                    f"{name} holds {num_broken} values in {where} that are infinite or undefined: the "
+                    "checkpoint is damaged. Fetch it again."
+                )
+    return _check("weights", f"{num_values:,} values, all finite", begun_s)
+
+
+def _num_broken(tensor: Tensor) -> int:
+    if tensor.dtype == torch.float8_e4m3fn:  # NaN is all ones behind the sign; no infinity
+        return int((tensor.view(torch.uint8).bitwise_and(0x7F) == 0x7F).sum())
+    if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        return 0
+    # One pass without a copy. A sum may overflow where no value does, so it only clears, never accuses.
+    total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return 0 if bool(total.isfinite()) else int((~tensor.isfinite()).sum())
+
+
+# ---- kernels
+
+
+def _kernels(engine: Engine) -> Iterator[Check]:
+    models, begun_s = engine.models, time.monotonic()
+    for found in check_kernels(engine):
+        if not found.is_passed:
+            raise ModelError(
+                f"{found.operation} is wrong on this machine: at {found.where} in {models.plan.dtype} on "
+                f"{models.device} it is off by {found.error:.1e} from its reference, where "
+                f"{found.tolerance:.0e} is rounding. Nothing is served, since the answers would be wrong: "
+                "please report this line."
+            )
+        detail = (
+            f"{found.num_comparisons} comparisons, off by {found.error:.1e} at most "
+            f"({found.tolerance:.0e} allowed; {found.where})"
+        )
+        yield _check(f"kernel {found.operation}", detail, begun_s)
+        begun_s = time.monotonic()
+
+
+# ---- the model
+
+
+def _layers(engine: Engine) -> Iterator[Check]:
+    """Every layer of both models against the oracle of `layercheck`; a drafter's that are wrong cost it."""
+    begun_s, models = time.monotonic(), engine.models
+    ids = list(itertools.chain.from_iterable(_prompts(models)))
+    try:
+        found = check_layers(engine, lambda count: (ids * (count // len(ids) + 1))[:count])
+    except LayerError as error:
+        raise ModelError(_unusable(models, error)) from None
+    worst = max((finding for finding in found if not finding.is_draft), key=lambda finding: finding.off)
+    if not worst.is_passed:
+        raise ModelError(
+            f"{_off(models, worst)}. Nothing is served, since the answers would be wrong: please report "
+            "this line."
+        )
+    detail = f"{len(found)} parts, off by {worst.off:.2f} of what rounding explains at most ({worst.part})"
+    yield _check("model", detail, begun_s)
+    drafted = max((finding for finding in found if finding.is_draft), key=lambda f: f.off, default=None)
+    if drafted is not None and not drafted.is_passed:
+        reason = f"draft '{draft_name(models)}' is dropped: {_off(models, drafted)}. Please report this line."
+        yield _check("draft model", reason, begun_s, is_passed=False)
+
+
+def _off(models: Models, finding: Finding) -> str:
+    return (
+        f"{finding.part} of '{models.config.name}' is off by {finding.off:.1f} times what rounding explains, "
+        f"{finding.where} ({models.plan.dtype} on {models.device})"
+    )
+
+
+def captured(engine: Engine) -> Check:
+    """The graphs that serve. ModelError: they give other tokens than the kernels that they hold."""
+    begun_s, count = time.monotonic(), check_captured(engine, _prompts(engine.models)[0])
+    return _check("graphs", f"{count} tokens as kernel by kernel", begun_s)
+
+
+def _unusable(models: Models, error: LayerError) -> str:
+    where = f"{error.part} of '{models.config.name}'"
+    if error.why == "flat":
+        return (
+            f"'{models.config.name}' gives every token the same logit: its head or its embedding is empty. "
+            "The checkpoint is damaged: fetch it again."
+        )
+    if error.why == "unsure":
+        return (
+            f"{where} has a router that cannot tell its experts apart: their scores differ by less than "
+            "rounding. The checkpoint is damaged: fetch it again."
+        )
+    if error.why == "coarse":
+        return (
+            f"{where} loses more than half of what it computes to {models.plan.dtype}. Use --dtype float32."
+        )
+    found = f"what {where} computes is infinite or undefined"
+    if models.plan.dtype == "float16":
+        return f"{found}: float16 holds numbers up to 65,504. Use --dtype bfloat16 or float32."
+    return f"{found}: the checkpoint is damaged, or is not what its config says. Fetch it again."
+
+
+# ---- the drafter
+
+
+def _drafter(engine: Engine, min_tokens_per_step: float) -> tuple[Check, tuple[float, ...]]:
+    """Beside the check: the share of the steps that accepted each draft."""
+    begun_s, found = time.monotonic(), check_drafter(engine, _prompts(engine.models))
+    detail = (
+        f"{found.tokens_per_step:.2f} tokens committed per step at width {found.width} over "
+        f"{found.num_prompts} prompts (at least {min_tokens_per_step} asked), equal tokens without it in "
+        f"{found.num_equal} of {found.num_compared}"
+    )
+    is_passed = found.tokens_per_step >= min_tokens_per_step
+    return _check("drafter", detail, begun_s, is_passed=is_passed), found.accepted
+
+
+def _misfit(engine: Engine, tokens_per_step: float, floor: float) -> str:
+    models = engine.models
+    return (
+        f"draft '{draft_name(models)}' is dropped: it commits {tokens_per_step:.2f} tokens per step with "
+        f"'{models.config.name}', where a drafter that fits commits 3 to 6 and less than {floor} is slower "
+        "than none. It was probably trained for another target: see docs/models.md for pairs that fit."
+    )
+
+
+def _prompts(models: Models) -> list[list[int]]:
+    """The built-in prompts as this model wants them: a chat, plain text, or ids where text means nothing."""
+    found = []
+    for number, text in enumerate(PROMPTS):
+        ids = [token for token in _encode(models, text) if token < models.config.vocab_size]
+        if len(set(ids)) < 4:  # a tokenizer without words: most of the text is unknown to it
+            ids = [(3 * index + 5 * number + 1) % models.config.vocab_size for index in range(12)]
+        found.append(ids)
+    return found
+
+
+def _encode(models: Models, text: str) -> list[int]:
+    tokenizer = models.tokenizer
+    if tokenizer.has_chat_template:
+        try:
+            return tokenizer.encode_chat([{"role": "user", "content": text}])
+        except BlockdraftError:  # a template of its own mind; its users will hear of it
+            pass
+    return tokenizer.encode(text)

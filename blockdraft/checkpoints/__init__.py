@@ -1,0 +1,1 @@
+"""From files to parameters: where checkpoints are found, how they are read and unpacked."""

@@ -1,0 +1,172 @@
+"""Random weights in the place of a checkpoint's, to time a shape whose weights are not at hand.
+
+They are drawn on the device, each parameter from a seed of its own, so that two starts on one kind of device
+are equal. Matrices have a standard deviation of 1 / sqrt(inputs), norms are 1, and the rest is in _CONSTANTS.
+
+Two things are asked of them beside that. All layers of a target together add to the stream about as much as
+the embedding put there: rounding then stays rounding at any depth, and what is verified at the start can be
+verified here too. And a drafter proposes different tokens in a block, as real ones do: of a mixture, sixteen
+equal tokens would read a quarter of the experts that sixteen different ones read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+
+from blockdraft.checkpoints.checkpoint import TokenizerParts, own_memory
+from blockdraft.checkpoints.weights import QUANTISERS, Quantiser, Slot, slots_of
+from blockdraft.models.config import Storage
+from blockdraft.models.decoder import Decoder
+from blockdraft.models.dflash import DFlash, DFlashLayer
+from blockdraft.models.gemma4 import GemmaAttention, GemmaRouter
+from blockdraft.models.layers import Linear, RMSNorm
+from blockdraft.models.moe import ExpertLinear
+from blockdraft.models.packed import Packed, Scaled, join_rows
+
+_SLICE_VALUES = 1 << 24  # drawn and quantised at a time, in float32; arbitrary
+_CONSTANTS = {
+    "bias": 0.0,
+    "router_bias": 0.0,
+    "sinks": 0.0,
+    "scale": 1.0,
+    "expert_scale": 1.0,
+    "decay_log": 0.0,
+    "gate_bias": -2.0,  # with decay_log: a delta layer's state fades by an eighth per token
+}
+_INTO_STREAM = ("out", "down", "mixer_after", "after")  # what a layer's results pass through last
+_SHARPNESS = 8.0  # of a drafter's attention: what a column looks at is all that tells it from the next
+_NUM_BYTES = 256
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+
+
+def fill(
+    model: Decoder | DFlash,
+    *,
+    storage: Storage,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Fill a model that was built on the meta device; quantised are the same weights as in loading."""
+    assert storage != "keep", "there is no file whose format could be kept"
+    paths = {id(module): path for path, module in model.named_modules()}
+    slots = slots_of(model, {})
+    share = _share(model)
+    for index, slot in enumerate(slots):
+        path = paths[id(slot.module)]
+        generator = torch.Generator(device)
+        generator.manual_seed(_seed(f"{type(model).__name__}.{path}.{slot.attribute}"))
+        draw = _Draw(generator, share if path.rpartition(".")[2] in _INTO_STREAM else 1.0)
+        may_quantise = slot.may_be_quantised and slot.module is not model.head
+        quantiser = QUANTISERS.get(storage) if may_quantise else None
+        if quantiser is not None:
+            slot.put(draw.packed(slot, quantiser))
+        else:
+            slot.put(nn.Parameter(draw.dense(slot), requires_grad=False))
+        progress(index + 1, len(slots))
+    for module in model.modules():
+        _adjust(module)
+
+
+def _adjust(module: nn.Module) -> None:
+    """What is not 1 although it is a norm or a scale."""
+    if isinstance(module, GemmaAttention):  # does not scale its scores: they would be all or nothing
+        module.q_norm.weight.fill_(module.head_dim**-0.5)
+    elif isinstance(module, GemmaRouter):  # scales its logits down: every expert would be as good
+        module.scale.fill_(len(module.scale) ** 0.5)
+    elif isinstance(module, DFlashLayer):
+        module.q_norm.weight.fill_(_SHARPNESS)
+
+
+def _share(model: Decoder | DFlash) -> float:
+    """How much a mixer or a feed-forward part adds to the stream."""
+    if isinstance(model, DFlash):  # enough to drown the mask's embedding, which all its columns begin with
+        return 1.0
+    config = model.config
+    return config.embedding_scale / math.sqrt(config.hidden_size * 2 * config.num_layers)
+
+
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Where the numbers of one parameter come from, and what they are multiplied by."""
+
+    generator: torch.Generator
+    factor: float
+
+    def dense(self, slot: Slot) -> Tensor:
+        meta = slot.parameter
+        value = _memory(tuple(meta.shape), meta.dtype, self.generator.device)
+        if isinstance(slot.module, RMSNorm):
+            return value.fill_(self.factor)
+        if slot.attribute in _CONSTANTS:
+            return value.fill_(_CONSTANTS[slot.attribute])
+        assert meta.ndim > 1, f"no value for '{slot.attribute}'"
+        return self._normal(value)
+
+    def packed(self, slot: Slot, quantiser: Quantiser) -> Packed:
+        """As the loader makes it of a file with one tensor per projection: a part each."""
+        assert isinstance(slot.module, Linear | ExpertLinear)
+        *experts, _, inputs = slot.parameter.shape
+        parts = [self._scaled((*experts, rows, inputs), quantiser) for rows in slot.module.parts]
+        return join_rows(parts)
+
+    def _scaled(self, shape: tuple[int, ...], quantiser: Quantiser) -> Packed:
+        """Drawn and quantised some rows at a time: only the result is ever there as a whole."""
+        device, (num_rows, inputs) = self.generator.device, (math.prod(shape[:-1]), shape[-1])
+        values: Tensor | None = None
+        scale = _memory((num_rows, 1), torch.float32, device)
+        for begin, end in _slices(num_rows, inputs):
+            rows = torch.empty(end - begin, inputs, dtype=torch.float32, device=device)
+            part = quantiser(self._normal(rows))
+            assert isinstance(part, Scaled)
+            if values is None:
+                values = _memory((num_rows, inputs), part.values.dtype, device)
+            values[begin:end] = part.values
+            scale[begin:end] = part.scale
+        assert values is not None
+        return Scaled(values.view(shape), scale.view(*shape[:-1], 1), block=(1, inputs))
+
+    def _normal(self, value: Tensor) -> Tensor:
+        return value.normal_(0.0, self.factor * value.shape[-1] ** -0.5, generator=self.generator)
+
+
+def _slices(num_rows: int, inputs: int) -> Iterator[tuple[int, int]]:
+    count = max(1, _SLICE_VALUES // inputs)
+    return ((begin, min(begin + count, num_rows)) for begin in range(0, num_rows, count))
+
+
+def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return own_memory(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def vocab_map(draft_vocab_size: int, vocab_size: int, device: torch.device) -> Tensor | None:
+    """Target token ids for the rows of a drafter's reduced head; None where it is not reduced."""
+    if draft_vocab_size == vocab_size:
+        return None
+    return torch.arange(draft_vocab_size, device=device) * vocab_size // draft_vocab_size
+
+
+def byte_tokenizer(vocab_size: int) -> TokenizerParts:
+    """For a folder without a tokenizer: a token per byte of a text; ids past them show as numbers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert len(alphabet) == _NUM_BYTES
+    vocabulary = {token: index for index, token in enumerate(alphabet)}
+    vocabulary |= {f"Ġ{index}": index for index in range(_NUM_BYTES, vocab_size)}  # Ġ: a space
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return TokenizerParts(
+        tokenizer=tokenizer, chat_template=_CHAT_TEMPLATE, bos_token=None, eos_token=None, eos_ids=()
+    )

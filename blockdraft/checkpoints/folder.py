@@ -1,0 +1,173 @@
+"""A Hugging Face model folder: config.json, safetensors shards, and tokenizer files if it has any.
+
+Opening a folder reads the header of every shard and checks it against the shard's size, so that a
+download cut short is found before anything runs. Only safetensors are read: a pickled file (.bin, .pt, .pth)
+can run code when it is opened, and never is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+
+from blockdraft.checkpoints.checkpoint import TensorInfo, TokenizerParts, read_bytes, row_range
+from blockdraft.checkpoints.draft_fit import FIT_FILE
+from blockdraft.checkpoints.model_folder import GENERATION_FILE, ModelFolder, check_promised, ids_in
+from blockdraft.errors import ModelError
+
+_TOKENIZER = "tokenizer.json"
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+
+class _Place(NamedTuple):
+    """Where one tensor is."""
+
+    info: TensorInfo
+    shard: str
+    file: FileIO
+    offset: int  # bytes from the start of the file
+
+
+class FolderCheckpoint:
+    """One model folder with its shards open, or without any tensors where no weights are needed."""
+
+    def __init__(self, folder: Path, *, name: str, needs_weights: bool = True) -> None:
+        self.name = name
+        self._folder = ModelFolder(folder, name=name)
+        self._files: list[FileIO] = []
+        self._places: dict[str, _Place] = {}
+        self.config = self._folder.config
+        self.quant_file = self._folder.quant_file
+        self.fit_file: Mapping[str, object] = self._folder.json(FIT_FILE)
+        self.generation_file: Mapping[str, object] = self._folder.json(GENERATION_FILE)
+        try:
+            if needs_weights:
+                self._open_shards()
+        except ModelError:
+            self.close()
+            raise
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: place.info for name, place in self._places.items()}
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        place = self._places.get(name)
+        if place is None:
+            raise ModelError(
+                f"'{self.name}' has no tensor '{name}': the folder does not match its config.json."
+            )
+        shape, dtype = place.info
+        begin, end = row_range(shape, begin, end)
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        raw = read_bytes(
+            place.file,
+            offset=place.offset + begin * row_bytes,
+            num_bytes=(end - begin) * row_bytes,
+            owner=f"'{self.name}': {place.shard}",
+        )
+        return raw.view(dtype).view((end - begin, *shape[1:]) if shape else ())
+
+    def ggml_type(self, name: str) -> int | None:
+        return None
+
+    def read_packed(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        raise ModelError(f"'{self.name}' is a folder: its tensor '{name}' has no GGUF blocks to read.")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self._folder.path / _TOKENIZER).exists()
+
+    def tokenizer_parts(self) -> TokenizerParts:
+        tokenizer = self._tokenizer()
+        bos_token, eos_token = self._special_token("bos_token"), self._special_token("eos_token")
+        eos_ids = [
+            *self._folder.eos_ids(),
+            *ids_in(eos_token and tokenizer.token_to_id(eos_token)),
+        ]
+        return TokenizerParts(
+            tokenizer=tokenizer,
+            chat_template=self._chat_template(),
+            bos_token=bos_token,
+            eos_token=eos_token,
+            eos_ids=tuple(dict.fromkeys(eos_ids)),
+        )
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+        self._places.clear()
+
+    def _open_shards(self) -> None:
+        weight_map = self._folder.weight_map()
+        for shard in self._folder.shard_names(weight_map):
+            opened = self._folder.open_shard(shard)
+            self._files.append(opened.file)
+            for tensor, entry in opened.entries.items():
+                if tensor in self._places:
+                    raise ModelError(
+                        f"'{self.name}': tensor '{tensor}' is in {shard} and in another shard too."
+                    )
+                info = TensorInfo(entry.shape, _DTYPES[entry.dtype])
+                self._places[tensor] = _Place(info, shard, opened.file, opened.data_start + entry.begin)
+        check_promised(self.name, weight_map, self._places)
+
+    def _tokenizer(self) -> Tokenizer:
+        path = self._folder.path / _TOKENIZER
+        if not self.has_tokenizer:
+            raise ModelError(
+                f"'{self.name}' has no tokenizer.json, so it cannot read or write text. Add the file."
+            )
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # `tokenizers` raises nothing narrower
+            raise ModelError(
+                f"'{self.name}': tokenizer.json cannot be read ({error}). Download it again."
+            ) from error
+
+    def _chat_template(self) -> str | None:
+        if (self._folder.path / "chat_template.jinja").exists():
+            return self._folder.text("chat_template.jinja")
+        settings = self._folder.json("chat_template.json") or self._folder.json("tokenizer_config.json")
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # [{"name": ..., "template": ...}, ...]
+            named = {
+                entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
+            }
+            template = named.get("default")
+        return template if isinstance(template, str) else None
+
+    def _special_token(self, role: str) -> str | None:
+        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+            token = self._folder.json(file).get(role)
+            if isinstance(token, dict):
+                token = token.get("content")
+            if isinstance(token, str):
+                return token
+        return None

@@ -1,0 +1,105 @@
+"""GGUF files seen as Hugging Face checkpoints: their keys, their tensor names, their weight layout.
+
+llama.cpp rotates neighbouring values of a head where Hugging Face rotates its two halves, so the
+converter reorders the rows of q_proj and k_proj of `llama` models; reading one puts them back. The
+others are stored as they are. The experts of a layer are one tensor per projection, which keeps the
+file's shape [experts, rows, columns] and is called `model.layers.N.mlp.experts.gate_proj`, `up_proj` or
+`down_proj`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from blockdraft.checkpoints.checkpoint import TensorInfo, TokenizerParts, own_memory, row_range
+from blockdraft.checkpoints.gguf_config import hugging_face_names, permuted_heads, read_config
+from blockdraft.checkpoints.gguf_file import GgufFile, value_dtype
+from blockdraft.checkpoints.gguf_header import StoredTensor
+from blockdraft.checkpoints.gguf_tokenizer import tokenizer_parts
+from blockdraft.errors import ModelError
+
+
+class GgufCheckpoint:
+    """One GGUF file of a supported architecture."""
+
+    quant_file: Mapping[str, object] | None = None  # a file of folders
+    fit_file: Mapping[str, object] = MappingProxyType({})
+    has_tokenizer = True
+
+    def __init__(
+        self, path: Path, *, name: str, generation_file: Mapping[str, object] = MappingProxyType({})
+    ) -> None:
+        self.name = name
+        self.generation_file = generation_file
+        self._file = GgufFile(path, name=name)
+        try:
+            self.config: Mapping[str, object] = read_config(self._file)
+            self._stored_names = hugging_face_names(self._file)
+            self._permuted_heads = permuted_heads(self._file)
+        except ModelError:
+            self.close()
+            raise
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        stored = {name: self._file.tensors[stored] for name, stored in self._stored_names.items()}
+        return {name: TensorInfo(info.shape, value_dtype(info)) for name, info in stored.items()}
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        rows = self._read_rows(name, begin, end)
+        return self._file.decode(self._stored_names[name], rows)
+
+    def ggml_type(self, name: str) -> int | None:
+        info = self._stored(name)
+        return info.quantization if info.is_quantised else None
+
+    def read_packed(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        info = self._stored(name)
+        if not info.is_quantised:
+            raise ModelError(f"'{self.name}': tensor '{name}' is not quantised, so it has no blocks to read.")
+        rows = self._read_rows(name, begin, end)
+        row_bytes = info.num_bytes // info.num_rows
+        return rows.view(len(rows), *info.shape[1:-1], row_bytes)
+
+    def tokenizer_parts(self) -> TokenizerParts:
+        return tokenizer_parts(self._file)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _stored(self, name: str) -> StoredTensor:
+        stored = self._stored_names.get(name)
+        if stored is None:
+            raise ModelError(f"'{self.name}' has no tensor for '{name}': the file is not a complete model.")
+        return self._file.tensors[stored]
+
+    def _read_rows(self, name: str, begin: int, end: int | None) -> torch.Tensor:
+        """The bytes of rows [begin, end), in Hugging Face's order: uint8 [rows, bytes]."""
+        shape = self._stored(name).shape
+        stored = self._stored_names[name]
+        num_heads = self._permuted_heads.get(name.split(".")[-2])
+        if num_heads is None:
+            return self._file.read_rows(stored, begin, end)
+        if shape[0] % (2 * num_heads):
+            raise ModelError(
+                f"'{self.name}': '{name}' has {shape[0]} rows, which {num_heads} heads cannot share."
+            )
+        begin, end = row_range(shape, begin, end)
+        head_rows = shape[0] // num_heads
+        first = begin // head_rows * head_rows  # whole heads are read: a head's rows lie among each other
+        last = -(-end // head_rows) * head_rows
+        heads = self._file.read_rows(stored, first, last)
+        order = _stored_rows(begin, end, head_rows=head_rows) - first
+        rows = own_memory((end - begin, heads.shape[1]), heads.dtype)
+        return torch.index_select(heads, 0, order, out=rows)
+
+
+def _stored_rows(begin: int, end: int, *, head_rows: int) -> torch.Tensor:
+    """Where llama.cpp stores rows [begin, end): (pair, half) order in a head, not (half, pair)."""
+    rows = torch.arange(begin, end)
+    row_in_head = rows % head_rows
+    half, pair = row_in_head // (head_rows // 2), row_in_head % (head_rows // 2)
+    return rows - row_in_head + 2 * pair + half

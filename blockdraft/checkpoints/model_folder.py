@@ -1,0 +1,146 @@
+"""The files of a Hugging Face model folder: its JSON, and the headers of its shards. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+from blockdraft.checkpoints.shard import Damaged, Entry, read_shard
+from blockdraft.errors import ModelError
+
+_INDEX = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
+_SINGLE = "model.safetensors"
+_QUANT_FILE = "hf_quant_config.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+
+
+class Shard(NamedTuple):
+    """One open shard and what its header says."""
+
+    file: FileIO
+    entries: Mapping[str, Entry]
+    data_start: int  # byte of the file
+
+
+class ModelFolder:
+    """One model folder. Errors name it as the user wrote it."""
+
+    def __init__(self, path: Path, *, name: str) -> None:
+        self.path = path
+        self.name = name
+        self.config: Mapping[str, object] = self.json("config.json", is_required=True)
+        has_quant_file = (path / _QUANT_FILE).exists()
+        self.quant_file: Mapping[str, object] | None = self.json(_QUANT_FILE) if has_quant_file else None
+
+    def tensors(self) -> dict[str, Entry]:
+        """The tensors of all shards, by name."""
+        weight_map = self.weight_map()
+        found: dict[str, Entry] = {}
+        for name in self.shard_names(weight_map):
+            shard = self.open_shard(name)
+            shard.file.close()
+            found |= shard.entries
+        check_promised(self.name, weight_map, found)
+        return found
+
+    def eos_ids(self) -> list[int]:
+        """Token ids that end a turn, as the configurations say."""
+        generation = self.json(GENERATION_FILE).get("eos_token_id")
+        return ids_in(generation) + ids_in(self.config.get("eos_token_id"))
+
+    def weight_map(self) -> dict[str, str]:
+        """Tensor name -> shard, from the index; empty for a model in one file."""
+        if (self.path / _SINGLE).exists():
+            return {}
+        weight_map = self.json(_INDEX).get("weight_map", {})
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"'{self.name}': weight_map in {_INDEX} is not an object. Download it again.")
+        for shard in weight_map.values():
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise ModelError(
+                    f"'{self.name}': {_INDEX} names {shard!r}, which is not a file of this folder."
+                )
+        return weight_map
+
+    def shard_names(self, weight_map: Mapping[str, str]) -> list[str]:
+        if weight_map:
+            return sorted(set(weight_map.values()))
+        if (self.path / _SINGLE).exists():
+            return [_SINGLE]
+        found = sorted(path.name for path in self.path.glob("*.safetensors"))
+        if len(found) == 1:
+            return found
+        if found:
+            raise ModelError(
+                f"'{self.name}' has {len(found)} .safetensors files but no {_INDEX}. Download it too."
+            )
+        pickles = sorted(path.name for pattern in _PICKLES for path in self.path.glob(pattern))
+        if pickles:
+            raise ModelError(
+                f"'{self.name}' has only pickled weights ({pickles[0]}), which can run code and "
+                "are never opened: "
+                "convert them to safetensors."
+            )
+        raise ModelError(f"'{self.name}' has no .safetensors file in {self.path}. Download the weights.")
+
+    def open_shard(self, name: str) -> Shard:
+        owner = f"'{self.name}': {name}"
+        try:
+            file = FileIO(self.path / name)
+        except FileNotFoundError:
+            raise ModelError(f"'{self.name}' lacks its shard {name}. Download it again.") from None
+        except OSError as error:
+            raise ModelError(f"{owner} is damaged or truncated ({error}). Download it again.") from None
+        try:
+            return Shard(file, *read_shard(file, owner=owner))
+        except (Damaged, OSError) as error:
+            file.close()
+            raise ModelError(f"{owner} is damaged or truncated ({error}). Download it again.") from None
+        except ModelError:
+            file.close()
+            raise
+
+    def json(self, file: str, *, is_required: bool = False) -> dict[str, object]:
+        """The object in a JSON file; an empty one when an optional file is absent."""
+        if not is_required and not (self.path / file).exists():
+            return {}
+        try:
+            value = json.loads(self.text(file))
+        except (ValueError, RecursionError) as error:
+            raise ModelError(
+                f"'{self.name}': {file} is not valid JSON ({error}). Download it again."
+            ) from None
+        if not isinstance(value, dict):
+            raise ModelError(f"'{self.name}': {file} must hold a JSON object, not a {type(value).__name__}.")
+        return value
+
+    def text(self, file: str) -> str:
+        try:
+            return (self.path / file).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ModelError(
+                f"'{self.name}' has no {file} in {self.path}: it is not a model folder."
+            ) from None
+        except OSError as error:
+            raise ModelError(f"'{self.name}': {file} cannot be read ({error.strerror}).") from None
+        except UnicodeDecodeError:
+            raise ModelError(f"'{self.name}': {file} is not UTF-8 text. Download it again.") from None
+
+
+def check_promised(name: str, weight_map: Mapping[str, str], found: Container[str]) -> None:
+    """Raise for a tensor that the index promises and no shard holds."""
+    for tensor, shard in weight_map.items():
+        if tensor not in found:
+            raise ModelError(
+                f"'{name}': {shard} lacks '{tensor}', which {_INDEX} promises. Download it again."
+            )
+
+
+def ids_in(value: object) -> list[int]:
+    """Token ids from a field that may hold one, several or none."""
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]

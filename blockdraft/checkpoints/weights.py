@@ -1,0 +1,551 @@
+"""From a checkpoint's tensors to parameters: every shape and dtype checked, nothing left over.
+
+A model is built on the meta device, without memory. `assign` finds, for each of its parameters, the tensors
+that fill it; `Loader` then reads them one after another, in slices, and puts the result in its place: a plain
+parameter, or a Packed weight in the format of the file or of our own making. What is resident at any time
+is the weights read so far and one slice, or the packed parts of one layer's experts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.checkpoints.checkpoint import Checkpoint, TensorInfo, own_memory
+from blockdraft.checkpoints.families import read_model_config
+from blockdraft.checkpoints.module_rules import is_router
+from blockdraft.checkpoints.names import (
+    DRAFT_LAYER,
+    DRAFT_SKIPPED,
+    PREFIXES,
+    ExpertNames,
+    Names,
+    layer_names,
+    skipped,
+)
+from blockdraft.checkpoints.quantization import Quantization, read_quantization
+from blockdraft.checkpoints.schemes import Scheme, TensorSpec
+from blockdraft.errors import ModelError
+from blockdraft.models.config import Storage
+from blockdraft.models.decoder import Decoder
+from blockdraft.models.dflash import DFlash
+from blockdraft.models.layers import Embedding, Linear, RMSNorm
+from blockdraft.models.moe import ExpertLinear
+from blockdraft.models.packed import Dense, Packed, Scaled, join_rows, quantise_fp8, quantise_int8, stack_each
+from blockdraft.models.packed_gguf import GgufPacked
+from blockdraft.models.registry import build_decoder
+
+_SLICE_BYTES = 4 << 20  # read and converted at a time, in float32; arbitrary, small beside any model
+_WORK_BYTES = 1 << 20  # the same where a format takes several copies of it to unpack or to quantise
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Quantiser: TypeAlias = Callable[[Tensor], Packed]  # row by row
+QUANTISERS: Mapping[str, Quantiser] = {"fp8": quantise_fp8, "int8": quantise_int8}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One projection of the checkpoint and the part of a parameter that it fills."""
+
+    source: str  # its module, which a quantisation is asked about
+    tensor: str  # its name while it is not quantised
+    shape: tuple[int, ...]
+    expert: int | None = None  # None: all experts at once, or a parameter without any
+    begin: int = 0  # first row
+    is_transposed: bool = False
+    is_interleaved: bool = False  # rows [E, 2 x n] alternate between two parts that we stack
+    scheme: Scheme | None = None  # how the file packs it
+
+    def stored(self) -> Mapping[str, TensorSpec]:
+        """The tensors that the file must hold for it."""
+        if self.scheme is not None:
+            return {self.source + suffix: spec for suffix, spec in self.scheme.tensors(self.shape).items()}
+        shape = self.shape
+        if self.is_transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        return {self.tensor: TensorSpec(shape, _FLOATS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter and the pieces that fill it."""
+
+    module: nn.Module
+    attribute: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def parameter(self) -> Tensor:
+        parameter = getattr(self.module, self.attribute)
+        assert isinstance(parameter, Tensor)
+        return parameter
+
+    @property
+    def is_projection(self) -> bool:
+        return self.attribute == "weight" and isinstance(self.module, Linear | ExpertLinear)
+
+    @property
+    def may_be_quantised(self) -> bool:
+        """A router or a gate decides what runs and is tiny: its values are always plain."""
+        return self.is_projection and not any(is_router(piece.source) for piece in self.pieces)
+
+    def put(self, value: nn.Parameter | Packed) -> None:
+        delattr(self.module, self.attribute)  # a module does not take the place of a parameter
+        setattr(self.module, self.attribute, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What becomes of every tensor of a checkpoint."""
+
+    consumed: frozenset[str]
+    skipped: Mapping[str, str]  # name -> reason
+
+
+def load_decoder(
+    model: Decoder,
+    checkpoint: Checkpoint,
+    *,
+    storage: Storage,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Fill a target that was built on the meta device; `progress` hears of parameters done, and of all."""
+    reader = _Reader(checkpoint, storage, device, progress)
+    slots = slots_of(model, reader.tensors)
+    _load(slots, reader, skipped(model.config), head=model.head)
+    if model.head is None:
+        (embedding,) = next(slot.pieces for slot in slots if slot.module is model.embedding)
+        _check_tied(checkpoint, embedding.tensor, f"{_head_name(reader.tensors)}.weight")
+
+
+def load_drafter(model: DFlash, checkpoint: Checkpoint, *, storage: Storage, device: torch.device) -> None:
+    """Fill a drafter that was built on the meta device; both layouts use the same names."""
+    slots = slots_of(model, checkpoint.tensors())
+    _load(slots, _Reader(checkpoint, storage, device), DRAFT_SKIPPED, head=model.head)
+
+
+def account(
+    config: Mapping[str, object],
+    tensors: Mapping[str, TensorInfo],
+    *,
+    name: str,
+    quant_file: Mapping[str, object] | None = None,
+) -> Account:
+    """What loading would do with `tensors`, without reading any. Raises ModelError as loading would."""
+    model_config = read_model_config(config, name=name)
+    with torch.device("meta"):
+        model = build_decoder(model_config, taps=(), max_positions=1, device=torch.device("cpu"))
+    quantization = read_quantization(config, quant_file, name=name)
+    slots = _with_schemes(slots_of(model, tensors), quantization, tensors, name=name)
+    return _check(name, tensors, slots, skipped(model_config))
+
+
+# ---- which tensors fill which parameter
+
+
+def slots_of(model: Decoder | DFlash, tensors: Mapping[str, TensorInfo]) -> list[Slot]:
+    """Every parameter of `model`, with its pieces in a checkpoint that holds `tensors`."""
+    if isinstance(model, DFlash):
+        return _slots(model, tensors, prefix="", tables=[DRAFT_LAYER] * len(model.layers))
+    embeddings = {prefix: f"{prefix}embed_tokens.weight" for prefix in PREFIXES}
+    prefix = next((prefix for prefix, name in embeddings.items() if name in tensors), PREFIXES[0])
+    tables = [layer_names(model.config, index) for index in range(model.config.num_layers)]
+    return _slots(model, tensors, prefix=prefix, tables=tables)
+
+
+def _slots(
+    model: nn.Module, tensors: Mapping[str, TensorInfo], *, prefix: str, tables: list[Names]
+) -> list[Slot]:
+    top = {"embedding": f"{prefix}embed_tokens", "head": _head_name(tensors)}
+    slots = []
+    for path, module in model.named_modules():
+        in_layer = re.fullmatch(r"layers\.(\d+)\.?(.*)", path)
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if in_layer is None:
+                pieces = _stacked(module, attribute, parameter, (top.get(path, f"{prefix}{path}"),))
+            else:
+                base, table = f"{prefix}layers.{in_layer[1]}.", tables[int(in_layer[1])]
+                pieces = _pieces(module, (in_layer[2], attribute), parameter, table, base, tensors)
+            slots.append(Slot(module, attribute, pieces))
+    return slots
+
+
+def _head_name(tensors: Mapping[str, TensorInfo]) -> str:
+    nested = "language_model.lm_head"
+    return nested if any(name.startswith(nested) for name in tensors) else "lm_head"
+
+
+def _pieces(
+    module: nn.Module,
+    place: tuple[str, str],
+    parameter: Tensor,
+    table: Names,
+    base: str,
+    tensors: Mapping[str, TensorInfo],
+) -> tuple[Piece, ...]:
+    """The pieces of the parameter at `place`, a path inside a layer and an attribute there."""
+    path, attribute = place
+    whole = f"{path}.{attribute}".lstrip(".")
+    if whole in table:
+        (name,) = table[whole]  # type: ignore[misc]
+        return (Piece(base + name, base + name, tuple(parameter.shape)),)
+    sources = table[path]
+    if isinstance(sources, ExpertNames):
+        assert isinstance(module, ExpertLinear)
+        return _expert_pieces(module, attribute, parameter, sources, base, tensors)
+    return _stacked(module, attribute, parameter, tuple(base + source for source in sources))
+
+
+def _stacked(
+    module: nn.Module, attribute: str, parameter: Tensor, sources: tuple[str, ...]
+) -> tuple[Piece, ...]:
+    """Projections stacked along the rows."""
+    parts = module.parts if isinstance(module, Linear) else (parameter.shape[0],)
+    pieces, begin = [], 0
+    for source, rows in zip(sources, parts, strict=True):
+        shape = (rows, *parameter.shape[1:])
+        pieces.append(Piece(source, f"{source}.{attribute}", shape, begin=begin))
+        begin += rows
+    return tuple(pieces)
+
+
+def _expert_pieces(
+    module: ExpertLinear,
+    attribute: str,
+    parameter: Tensor,
+    names: ExpertNames,
+    base: str,
+    tensors: Mapping[str, TensorInfo],
+) -> tuple[Piece, ...]:
+    """Experts fused into one tensor, fused part by part, or one by one: whichever the file has."""
+    num_experts, inner = parameter.shape[0], tuple(parameter.shape[2:])
+    suffix = "" if attribute == "weight" else f"_{attribute}"
+    fused = f"{base}{names.base}.{names.fused}"
+    # GGUF: then "down_proj" is a part too, and not the fused tensor of that name, which may be transposed.
+    is_by_part = f"{base}{names.base}.gate_proj" in tensors
+    if not is_by_part and any(f"{fused}{end}" in tensors for end in ("", "_blocks")):
+        is_transposed = names.is_transposed and attribute == "weight"
+        piece = Piece(fused, f"{fused}{suffix}", tuple(parameter.shape), is_transposed=is_transposed)
+        return (replace(piece, is_interleaved=names.is_interleaved),)
+    pieces, begin = [], 0
+    for part, rows in zip(names.parts, module.parts, strict=True):
+        if is_by_part:
+            source = f"{base}{names.base}.{part}"
+            pieces.append(Piece(source, f"{source}{suffix}", (num_experts, rows, *inner), begin=begin))
+        for expert in () if is_by_part else range(num_experts):
+            source = f"{base}{names.base}.{expert}.{part}"
+            pieces.append(Piece(source, f"{source}.{attribute}", (rows, *inner), expert, begin))
+        begin += rows
+    return tuple(pieces)
+
+
+def _with_schemes(
+    slots: list[Slot], quantization: Quantization | None, tensors: Mapping[str, TensorInfo], *, name: str
+) -> list[Slot]:
+    """The same slots, each piece with the scheme that the file packs it by."""
+    if quantization is None:
+        return slots
+    found = []
+    for slot in slots:
+        pieces = slot.pieces
+        if slot.is_projection:
+            pieces = tuple(_with_scheme(piece, quantization, tensors, name) for piece in pieces)
+        found.append(replace(slot, pieces=pieces))
+    return found
+
+
+def _with_scheme(
+    piece: Piece, quantization: Quantization, tensors: Mapping[str, TensorInfo], name: str
+) -> Piece:
+    """Exporters leave some projections plain without listing them; the file itself is then unambiguous."""
+    scheme = quantization.scheme(piece.source)
+    if scheme is None:
+        return piece
+    packed = replace(piece, scheme=scheme)
+    info = tensors.get(piece.tensor)
+    is_float = info is not None and info.dtype in _FLOATS
+    try:
+        extra = set(packed.stored()) - {piece.tensor}
+    except ModelError as error:
+        if is_float:
+            return piece  # a shape that the scheme cannot hold
+        raise _named(name, piece, error) from None
+    return piece if is_float and not any(name in tensors for name in extra) else packed
+
+
+def _named(name: str, piece: Piece, error: ModelError) -> ModelError:
+    """The same error with the checkpoint and the module that it is about."""
+    return ModelError(f"'{name}': '{piece.source}': {error}")
+
+
+# ---- what must hold before anything is read
+
+
+def _check(
+    name: str,
+    tensors: Mapping[str, TensorInfo],
+    slots: list[Slot],
+    skips: Mapping[str, str],
+    is_zero: Callable[[str], bool] = lambda tensor: True,
+) -> Account:
+    """Every tensor is there in its shape and dtype, and none is left over. Raises ModelError otherwise.
+
+    GPTQ exporters write a bias of zeros for every projection; one that `is_zero` changes nothing.
+    """
+    consumed: set[str] = set()
+    ignored: dict[str, str] = {}
+    biases = {piece.tensor for slot in slots if slot.attribute == "bias" for piece in slot.pieces}
+    for piece in (piece for slot in slots for piece in slot.pieces):
+        for tensor, spec in piece.stored().items():
+            if not spec.is_optional or tensor in tensors:
+                _check_tensor(name, tensors, tensor, spec, piece)
+                consumed.add(tensor)
+        if piece.scheme is not None:
+            ignored |= {
+                piece.source + suffix: "activations are not quantised" for suffix in piece.scheme.ignored
+            }
+            bias = f"{piece.source}.bias"
+            if bias in tensors and bias not in biases and is_zero(bias):
+                ignored[bias] = "all zero"
+    patterns = {re.compile(pattern): reason for pattern, reason in skips.items()}
+    left: dict[str, str] = {}
+    unknown = []
+    for tensor in sorted(set(tensors) - consumed):
+        reasons = [reason for pattern, reason in patterns.items() if pattern.fullmatch(tensor)]
+        if tensor in ignored or reasons:
+            left[tensor] = ignored.get(tensor) or reasons[0]
+        else:
+            unknown.append(tensor)
+    if unknown:
+        raise ModelError(
+            f"'{name}': {len(unknown)} tensors that this architecture does not use, '{unknown[0]}' first: "
+            "running without them would be another model. See docs/models.md."
+        )
+    return Account(frozenset(consumed), left)
+
+
+def _check_tied(checkpoint: Checkpoint, embedding: str, head: str) -> None:
+    """A head that is stored although config.json ties it must be the embedding."""
+    info = checkpoint.tensors().get(head)
+    if info is None:
+        return
+    for begin, end in _slices(info.shape):
+        if not torch.equal(checkpoint.read(head, begin, end), checkpoint.read(embedding, begin, end)):
+            raise ModelError(
+                f"'{checkpoint.name}': config.json says tie_word_embeddings = true, but '{head}' is not the "
+                "embedding. If the head was trained, set tie_word_embeddings to false."
+            )
+
+
+def _check_tensor(
+    name: str, tensors: Mapping[str, TensorInfo], tensor: str, spec: TensorSpec, piece: Piece
+) -> None:
+    info = tensors.get(tensor)
+    if info is None:
+        packing = "" if piece.scheme is None else f" (packed as {piece.scheme.name})"
+        raise ModelError(
+            f"'{name}' has no tensor '{tensor}'{packing}: the files and config.json do not belong "
+            "together, or the download is incomplete. Fetch the checkpoint again."
+        )
+    is_right = info.shape == spec.shape if piece.scheme is None else spec.accepts(info.shape)
+    if not is_right:
+        raise ModelError(
+            f"'{name}': tensor '{tensor}' has shape {list(info.shape)}, but config.json "
+            f"asks for {list(spec.shape)}. Check that the files belong together."
+        )
+    if info.dtype not in spec.dtypes:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
+        raise ModelError(
+            f"'{name}': tensor '{tensor}' is stored as {str(info.dtype).removeprefix('torch.')}, expected "
+            f"{expected}: config.json does not describe how the file is quantised. See docs/models.md."
+        )
+
+
+# ---- reading
+
+
+def _load(slots: list[Slot], reader: _Reader, skips: Mapping[str, str], *, head: nn.Module | None) -> None:
+    checkpoint = reader.checkpoint
+    quantization = read_quantization(checkpoint.config, checkpoint.quant_file, name=checkpoint.name)
+    tensors = reader.tensors
+    slots = _with_schemes(slots, quantization, tensors, name=checkpoint.name)
+    _check(checkpoint.name, tensors, slots, skips, lambda name: not bool(checkpoint.read(name).any()))
+    for index, slot in enumerate(slots):
+        # The head decides between tokens: it is never quantised by us.
+        reader.fill(slot, may_quantise=slot.may_be_quantised and slot.module is not head)
+        reader.progress(index + 1, len(slots))
+
+
+class _Reader:
+    """Reads slots of one checkpoint into memory on `device`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        storage: Storage,
+        device: torch.device,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.tensors = checkpoint.tensors()  # once: a mixture has tens of thousands
+        self.storage = storage
+        self.device = device
+        self.progress = progress
+
+    def fill(self, slot: Slot, *, may_quantise: bool) -> None:
+        is_packed = self.storage == "keep" and any(self._is_packed(piece) for piece in slot.pieces)
+        is_packed &= slot.may_be_quantised or isinstance(slot.module, Embedding)
+        quantiser = QUANTISERS.get(self.storage) if may_quantise else None
+        value: nn.Parameter | Packed
+        if is_packed or quantiser is not None:
+            value = self._packed(slot, quantiser).to(self.device)
+        else:
+            value = nn.Parameter(self._dense(slot), requires_grad=False)
+        slot.put(value)
+
+    def _is_packed(self, piece: Piece) -> bool:
+        return piece.scheme is not None or self.checkpoint.ggml_type(piece.tensor) is not None
+
+    # ---- into a plain parameter
+
+    def _dense(self, slot: Slot) -> Tensor:
+        meta = slot.parameter
+        is_cpu = self.device.type == "cpu"
+        value = (
+            own_memory(meta.shape, meta.dtype)
+            if is_cpu
+            else torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+        )
+        for piece in slot.pieces:
+            self._copy(piece, _region(value, piece))
+        if isinstance(slot.module, RMSNorm):
+            value += slot.module.offset
+        return value
+
+    def _copy(self, piece: Piece, region: Tensor) -> None:
+        if piece.scheme is not None and region.ndim == 3:
+            for expert, part in enumerate(region):
+                _unpack(self._read_packed(piece, expert), part)
+        elif piece.scheme is not None:
+            _unpack(self._read_packed(piece), region)
+        elif region.ndim == 0:
+            region.copy_(self.checkpoint.read(piece.tensor))
+        else:
+            for begin, end in _slices(piece.stored()[piece.tensor].shape):
+                region[begin:end].copy_(self._rows(piece, begin, end))
+
+    def _rows(self, piece: Piece, begin: int, end: int) -> Tensor:
+        """Rows, or experts, of an unquantised piece in our layout."""
+        rows = self.checkpoint.read(piece.tensor, begin, end)
+        rows = rows.transpose(-1, -2) if piece.is_transposed else rows
+        return _deinterleaved(rows) if piece.is_interleaved else rows
+
+    # ---- into a Packed weight
+
+    def _packed(self, slot: Slot, quantiser: Quantiser | None) -> Packed:
+        dtype = slot.parameter.dtype
+        if quantiser is not None and slot.parameter.dim() == 2:
+            return self._quantised(slot, quantiser)
+        parts: list[Packed] = []
+        for _, group in itertools.groupby(slot.pieces, key=lambda piece: piece.begin):
+            pieces = list(group)
+            made = (self._piece(piece, dtype, quantiser) for piece in pieces)
+            parts.append(
+                next(made) if pieces[0].expert is None else stack_each(made, len(pieces), own_memory)
+            )
+        return join_rows(parts)
+
+    def _quantised(self, slot: Slot, quantiser: Quantiser) -> Packed:
+        """All pieces of a matrix as one, a slice at a time."""
+        slices = (
+            quantiser(self._rows(piece, begin, end))
+            for piece in slot.pieces
+            for begin, end in _slices(piece.shape, _WORK_BYTES)
+        )
+        return _joined(slices, tuple(slot.parameter.shape))
+
+    def _piece(self, piece: Piece, dtype: torch.dtype, quantiser: Quantiser | None) -> Packed:
+        if self.storage == "keep" and self._is_packed(piece):
+            if piece.scheme is None or len(piece.shape) < 3:
+                return self._read_packed(piece)
+            experts = (self._read_packed(piece, index) for index in range(piece.shape[0]))
+            return stack_each(experts, piece.shape[0], own_memory)
+        if quantiser is None:
+            whole = own_memory(piece.shape, dtype)
+            self._copy(piece, whole)
+            return Dense(whole)
+        if len(piece.shape) < 3:  # of one expert
+            slices = (
+                quantiser(self._rows(piece, begin, end)) for begin, end in _slices(piece.shape, _WORK_BYTES)
+            )
+            return _joined(slices, piece.shape)
+        experts = (quantiser(self._rows(piece, index, index + 1)[0]) for index in range(piece.shape[0]))
+        return stack_each(experts, piece.shape[0], own_memory)
+
+    def _read_packed(self, piece: Piece, expert: int | None = None) -> Packed:
+        """The piece in the file's format, or one expert of a piece that holds several."""
+        if piece.scheme is None:
+            kind = self.checkpoint.ggml_type(piece.tensor)
+            assert kind is not None
+            return GgufPacked(self.checkpoint.read_packed(piece.tensor), kind)
+        read = {}
+        for name in piece.stored():
+            if name not in self.tensors:
+                continue  # optional, or _check would have said so
+            begin, end = (0, None) if expert is None else (expert, expert + 1)
+            tensor = self.checkpoint.read(name, begin, end)
+            tensor = _deinterleaved(tensor) if piece.is_interleaved else tensor
+            read[name.removeprefix(piece.source)] = tensor if expert is None else tensor[0]
+        try:
+            return piece.scheme.pack(read, piece.shape if expert is None else piece.shape[1:])
+        except ModelError as error:
+            raise _named(self.checkpoint.name, piece, error) from None
+
+
+def _unpack(packed: Packed, region: Tensor) -> None:
+    """The values of one matrix, some rows at a time."""
+    for begin, end in _slices(packed.shape, _WORK_BYTES):
+        region[begin:end].copy_(packed[torch.arange(begin, end)].dequantise(region.dtype))
+
+
+def _joined(parts: Iterable[Packed], shape: tuple[int, ...]) -> Packed:
+    """Slices of rows, each quantised row by row, as one weight."""
+    values: Tensor | None = None
+    scales: list[Tensor] = []
+    begin = 0
+    for part in parts:
+        assert isinstance(part, Scaled)
+        values = own_memory(shape, part.values.dtype) if values is None else values
+        values[begin : begin + part.shape[0]] = part.values
+        scales.append(part.scale)
+        begin += part.shape[0]
+    assert values is not None
+    return Scaled(values, torch.cat(scales), block=(1, shape[1]))
+
+
+def _region(value: Tensor, piece: Piece) -> Tensor:
+    """The part of `value` that `piece` fills: stacked parts differ from the whole in one dimension."""
+    if piece.expert is not None:
+        value = value[piece.expert]
+    for axis, (have, want) in enumerate(zip(value.shape, piece.shape, strict=True)):
+        if have != want:
+            return value.narrow(axis, piece.begin, want)
+    return value
+
+
+def _deinterleaved(experts: Tensor) -> Tensor:
+    """Rows [E, 2 x n, ...] of which the even ones are the first part and the odd ones the second."""
+    return torch.cat((experts[:, 0::2], experts[:, 1::2]), dim=1)
+
+
+def _slices(shape: tuple[int, ...], num_bytes: int = _SLICE_BYTES) -> Iterable[tuple[int, int]]:
+    """Ranges of rows, each about `num_bytes` as float32."""
+    rows = max(1, num_bytes // (4 * math.prod(shape[1:])))
+    return ((begin, min(begin + rows, shape[0])) for begin in range(0, shape[0], rows))

@@ -1,1 +1,0 @@
-"""Models that propose a block for the target to verify."""

@@ -1,0 +1,1 @@
+"""What this computer is: its memory, its cards, its limits, and what to do about a bad card."""

@@ -1,0 +1,182 @@
+"""What this machine has, read without torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockdraft.machine import nvml
+from blockdraft.machine.cards import Capability, Card, find_card
+from blockdraft.machine.limits import Limits, read_limits, read_text
+from blockdraft.settings.settings import DEFAULTS, Settings, visible_gpus
+
+ROOT = Path("/")
+NO_LIMITS = Limits()
+DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")  # NVIDIA's, AMD's, that of WSL
+
+# What engines of others are told of memory that the system lives in too; they take more than they are told.
+TOLD_SHARE = 0.8
+# CPU implementer and part, where the kernel gives no name.
+ARM_CPUS = {
+    ("0x41", "0xd0c"): "Neoverse N1",
+    ("0x41", "0xd40"): "Neoverse V1",
+    ("0x41", "0xd49"): "Neoverse N2",
+    ("0x41", "0xd4f"): "Neoverse V2",
+    ("0x41", "0xd84"): "Neoverse V3",
+    ("0x41", "0xd85"): "Cortex-X925",
+    ("0x41", "0xd87"): "Cortex-A725",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One card. A unified card's memory is the machine's: free is what the kernel calls available."""
+
+    name: str
+    capability: Capability  # (0, 0): neither the driver nor our table knows
+    memory_bytes: int
+    free_bytes: int
+    driver: str
+    is_unified: bool = False
+
+    @property
+    def card(self) -> Card | None:
+        """Its line in the table of known cards."""
+        return find_card(self.name, self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """The processor, and how much of it is ours."""
+
+    name: str
+    architecture: str
+    num_cores: int  # that this process may run on
+    features: frozenset[str] = frozenset()  # as /proc/cpuinfo names them
+
+
+UNKNOWN_CPU = Cpu(name="", architecture="", num_cores=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The facts a plan is made from."""
+
+    memory_bytes: int  # free for new work, as the kernel estimates it, and within the container's limit
+    gpu_bytes: int = 0  # of the GPU in use, and what of it is free; 0: no GPU
+    gpu_free_bytes: int = 0
+    total_bytes: int = 0  # of main memory; 0: not known
+    gpus: tuple[Gpu, ...] = ()
+    gpu_error: str | None = None  # why the driver does not answer; None: it does, or there is none
+    cuda: str | None = None  # the newest CUDA that the driver runs
+    cpu: Cpu = UNKNOWN_CPU
+    limits: Limits = NO_LIMITS
+    kernel: str = ""
+
+    @property
+    def is_unified(self) -> bool:
+        return any(gpu.is_unified for gpu in self.gpus)
+
+
+def told_share(settings: Settings, machine: Machine | None) -> float:
+    """The share of a card's memory that vLLM and SGLang plan with; less than the default if unified."""
+    asked, default = settings.gpu_memory_utilization, DEFAULTS["gpu_memory_utilization"]
+    return TOLD_SHARE if asked == default and machine is not None and machine.is_unified else asked
+
+
+def read_machine(root: Path = ROOT, query: Callable[[str | None], nvml.Answer] = nvml.query) -> Machine:
+    """This machine; never fails. `root` and `query`, where /proc, /sys and the driver are, are for tests."""
+    limits = read_limits(root)
+    available, total = _memory(root)
+    answer = nvml.Answer()
+    if _has_driver(root, "dev/nvidiactl", "dev/dxg"):
+        answer = query(visible_gpus())
+    gpus = tuple(_gpu(device, available, total) for device in answer.devices)
+    free = available if limits.memory_free_bytes is None else min(available, limits.memory_free_bytes)
+    return Machine(
+        memory_bytes=free,
+        gpu_bytes=gpus[0].memory_bytes if gpus else 0,
+        gpu_free_bytes=gpus[0].free_bytes if gpus else 0,
+        total_bytes=total,
+        gpus=gpus,
+        gpu_error=answer.error,
+        cuda=answer.cuda,
+        cpu=_cpu(root),
+        limits=limits,
+        kernel=read_text(root / "proc/sys/kernel/osrelease").strip(),
+    )
+
+
+def read_holders(
+    index: int,
+    root: Path = ROOT,
+    ask: Callable[[str | None, int], tuple[nvml.Holder, ...]] = nvml.holders,
+) -> tuple[nvml.Holder, ...]:
+    """The other processes that use card `index`, the largest first; () where the driver does not tell."""
+    if not _has_driver(root, "dev/nvidiactl", "dev/dxg"):
+        return ()
+    return tuple(holder for holder in ask(visible_gpus(), index) if holder.pid != os.getpid())
+
+
+def process_name(pid: int, root: Path = ROOT) -> str:
+    """Its program; "" where this process may not see it."""
+    return read_text(root / f"proc/{pid}/comm").strip()
+
+
+def may_have_gpu(root: Path = ROOT) -> bool:
+    """Whether a driver is there; torch may find no device all the same."""
+    return _has_driver(root, *DRIVERS)
+
+
+def _has_driver(root: Path, *names: str) -> bool:
+    return any((root / name).exists() for name in names)
+
+
+def _gpu(device: nvml.Device, available: int, total: int) -> Gpu:
+    """What the driver does not say, from the table; a unified card's driver often says nothing of memory."""
+    card = find_card(device.name, device.memory_bytes or 0)
+    # A card that shares the machine's memory and is not in the table: its driver has no number of its own.
+    is_unified = device.memory_bytes is None if card is None else card.is_unified
+    if is_unified:
+        memory, free = total, available
+    else:
+        memory = device.memory_bytes or (0 if card is None else card.memory_bytes)
+        free = memory if device.free_bytes is None else device.free_bytes
+    capability = device.capability or ((0, 0) if card is None else card.capability)
+    return Gpu(device.name, capability, memory, free, device.driver, is_unified)
+
+
+def _memory(root: Path) -> tuple[int, int]:
+    """Bytes available for new work, and in all."""
+    found = {}
+    for line in read_text(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        number = value.split()[:1]
+        if number and number[0].isdigit():
+            found[name] = int(number[0]) * 1024
+    if "MemAvailable" in found:
+        return found["MemAvailable"], found.get("MemTotal", found["MemAvailable"])
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total // 2, total
+
+
+def _cpu(root: Path) -> Cpu:
+    fields: dict[str, str] = {}
+    for line in read_text(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip().lower(), value.strip())
+    features = fields.get("flags") or fields.get("features") or ""
+    part = (fields.get("cpu implementer", ""), fields.get("cpu part", ""))
+    return Cpu(
+        name=fields.get("model name") or ARM_CPUS.get(part) or platform.processor() or platform.machine(),
+        architecture=platform.machine(),
+        num_cores=_num_cores(),
+        features=frozenset(features.split()),
+    )
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,1 +1,0 @@
-"""The device side: what one step computes."""

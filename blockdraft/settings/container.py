@@ -1,0 +1,230 @@
+"""The container's variables, put into our own words. Read by its entrypoint and by nothing else.
+
+The names are those that people's `docker run` lines already hold; what is not set has the same default as
+everywhere (settings/settings.py), so there is one set of defaults. docs/container.md has the table.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockdraft.errors import SettingsError
+from blockdraft.settings.settings import SETTING_NAMES, read_setting, suggestion, variable_of
+from blockdraft.settings.source import HUB_ID, MOUNTS
+
+PORT = 8000
+# Container variable: setting with the same values.
+SAME = {
+    "MAX_MODEL_LEN": "max_context",
+    "MAX_NUM_SEQS": "max_rows",
+    "MAX_NUM_BATCHED_TOKENS": "chunk",
+    "GPU_MEMORY_UTILIZATION": "gpu_memory_utilization",
+    "ATTENTION_BACKEND": "attention_backend",
+    "KV_CACHE_DTYPE": "kv_dtype",
+}
+OTHERS = (
+    "MODEL_PATH",
+    "DFLASH_DRAFTER",
+    "DFLASH_NUM_SPEC_TOKENS",
+    "SERVED_MODEL_NAME",
+    "QUANTIZATION",
+    "VLLM_API_KEY",
+    "EXTRA_ARGS",
+    "PORT",
+)
+TURBOQUANT = (
+    "ENABLE_TURBOQUANT",
+    "TQ_MODE",
+    "TQ_KEY_BITS",
+    "TQ_VALUE_BITS",
+    "TQ_VALUE_GROUP_SIZE",
+    "TQ_RING_CAPACITY",
+    "TQ_INITIAL_LAYERS",
+)
+VARIABLES = (*OTHERS, *SAME, *TURBOQUANT)
+OUR_PREFIXES = ("DFLASH_", "TQ_")  # a name that begins so and is not known was misspelt
+OTHER_PREFIXES = ("BLOCKDRAFT_", "SGLANG_", "VLLM_")  # read by somebody else
+LEAST_LENGTH = 9  # of a name, below which likeness is chance: PORT, SUPPORT
+OFF = ("", "0", "off", "false", "no", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the variables ask for. `settings` are texts, each already known to be readable."""
+
+    settings: Mapping[str, str]
+    served_name: str | None
+    port: int
+    extra_args: tuple[str, ...]
+    quantization: str | None
+    api_key: str | None
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:  # must not show the key
+        return f"Wanted({dict(self.settings)}, port={self.port})"
+
+
+def read_container(environment: Mapping[str, str]) -> Wanted:
+    """Raises SettingsError, which names the variable and never shows a key."""
+    _check_names(environment)
+    given = {name: environment[name].strip() for name in VARIABLES if name in environment}
+    _check_turboquant(given)
+    settings = {
+        SAME[name]: _readable(name, SAME[name], text) for name, text in given.items() if name in SAME and text
+    }
+    model = given.get("MODEL_PATH")
+    if model:
+        settings["model"] = model
+    if "DFLASH_DRAFTER" in given:
+        drafter = given["DFLASH_DRAFTER"]
+        settings["draft"] = "none" if drafter.lower() in OFF else drafter
+    if given.get("DFLASH_NUM_SPEC_TOKENS"):
+        settings["width"] = str(_drafts(given["DFLASH_NUM_SPEC_TOKENS"]) + 1)
+    return Wanted(
+        settings=settings,
+        served_name=given.get("SERVED_MODEL_NAME") or base_name(model),
+        port=_port(given.get("PORT") or str(PORT)),
+        extra_args=_words(given.get("EXTRA_ARGS", "")),
+        quantization=given.get("QUANTIZATION") or None,
+        api_key=_api_key(given, environment),
+        notes=_unused(given),
+    )
+
+
+def child_environment(environment: Mapping[str, str], wanted: Wanted) -> dict[str, str]:
+    """What the server is started with: our variables instead of the container's."""
+    child = {name: value for name, value in environment.items() if name not in VARIABLES}
+    if wanted.api_key is not None:
+        child["BLOCKDRAFT_API_KEY"] = wanted.api_key
+    return child
+
+
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same without BLOCKDRAFT_ settings, for a command that gets all of them as flags."""
+    ours = {variable_of(name) for name in SETTING_NAMES}
+    return {name: value for name, value in environment.items() if name not in ours}
+
+
+# ---- models
+
+
+def check_model(source: str, *, variable: str) -> None:
+    """Raises SettingsError for a model that is neither there nor on the hub, before anything is started."""
+    if source == "default" or (source.endswith(".gguf") and Path(source).is_file()):
+        return
+    path = Path(source).expanduser()
+    if path.is_dir():
+        _check_folder(path, variable=variable)
+        return
+    head = source.partition("/")[0]
+    if HUB_ID.fullmatch(source) is None:
+        raise SettingsError(
+            f"{variable} = '{source}' is no folder in this container and no hub id (org/name): mount it with "
+            f"-v /on/the/host:{path if path.is_absolute() else '/models/target'}:ro, or give an id."
+        )
+    if MOUNTS.fullmatch(head) or Path("/", head).is_dir():
+        raise SettingsError(
+            f"{variable} = '{source}' looks like a folder in this container, not like a hub id: write "
+            f"'/{source}', and mount it with -v /on/the/host:/{source}:ro."
+        )
+
+
+def hub_id(source: str) -> tuple[str, str | None] | None:
+    """Repository and revision of a model on the hub; None for a folder, a file or the default model."""
+    found = HUB_ID.fullmatch(source)
+    if found is None or Path(source).expanduser().exists():
+        return None
+    return found["repo"], found["revision"]
+
+
+def _check_folder(path: Path, *, variable: str) -> None:
+    config = path / "config.json"
+    if config.is_file():
+        return
+    where = f"{variable} = '{path}'"
+    if config.is_symlink():
+        raise SettingsError(
+            f"{where}: config.json is a link to {config.readlink()}, which is not mounted: mount the hub's "
+            "whole cache on /cache/huggingface/hub and give the hub id instead."
+        )
+    if not any(path.iterdir()):
+        raise SettingsError(
+            f"{where} is an empty folder: engines make one where the host's folder of -v does not exist. "
+            "Check the path on the host."
+        )
+    snapshots = sorted((path / "snapshots").glob("*"))
+    if snapshots:
+        raise SettingsError(
+            f"{where} is a folder of the hub's cache, for several versions: give {snapshots[-1]}, or the id."
+        )
+    raise SettingsError(f"{where} has no config.json: it is not a model's folder.")
+
+
+# ---- single variables
+
+
+def _check_names(environment: Mapping[str, str]) -> None:
+    for name in sorted(environment.keys() - set(VARIABLES)):
+        is_ours = name.startswith(OUR_PREFIXES)
+        if not is_ours and (name.startswith(OTHER_PREFIXES) or len(name) < LEAST_LENGTH):
+            continue
+        hint = suggestion(name, VARIABLES, cutoff=0.7 if is_ours else 0.88)
+        if is_ours or hint:
+            hint = hint or ": see docs/container.md for those that are."
+            raise SettingsError(f"{name} is no variable of this container{hint}")
+
+
+def _check_turboquant(given: Mapping[str, str]) -> None:
+    if given.get("ENABLE_TURBOQUANT", "").lower() not in OFF:
+        raise SettingsError(
+            f"ENABLE_TURBOQUANT = {given['ENABLE_TURBOQUANT']}: not yet. This version does not compress the "
+            "KV cache: leave it out; fewer MAX_NUM_SEQS or a shorter MAX_MODEL_LEN need less memory."
+        )
+
+
+def _unused(given: Mapping[str, str]) -> tuple[str, ...]:
+    names = [name for name in TURBOQUANT if name.startswith("TQ_") and given.get(name)]
+    return (f"{', '.join(names)}: no effect, there is no TurboQuant yet",) if names else ()
+
+
+def _readable(variable: str, setting: str, text: str) -> str:
+    try:
+        read_setting(setting, text)
+    except ValueError as error:
+        raise SettingsError(f"{variable}: {error}.") from None
+    return text
+
+
+def _drafts(text: str) -> int:
+    """Tokens drafted per step, which do not count the target's own."""
+    if not text.isdigit():
+        raise SettingsError(f"DFLASH_NUM_SPEC_TOKENS: '{text}' is not a whole number, such as 15.")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise SettingsError(f"PORT: '{text}' is not a number between 1 and 65535.")
+    return int(text)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:  # the text itself may hold a key
+        raise SettingsError(f"EXTRA_ARGS cannot be split into words ({error}): check its quotes.") from None
+
+
+def base_name(model: str | None) -> str | None:
+    """What the model is called by clients: the last part of its path or id, without a revision."""
+    return model.rstrip("/").rpartition("/")[2].partition("@")[0] or None if model else None
+
+
+def _api_key(given: Mapping[str, str], environment: Mapping[str, str]) -> str | None:
+    key, other = given.get("VLLM_API_KEY") or None, environment.get("BLOCKDRAFT_API_KEY") or None
+    if key is not None and other is not None and key != other:
+        raise SettingsError("VLLM_API_KEY and BLOCKDRAFT_API_KEY are both set and differ: set one of them.")
+    return key or other

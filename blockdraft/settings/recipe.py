@@ -1,0 +1,239 @@
+"""Recipes: settings for one pair of models in a TOML file, with what to expect of them.
+
+    title = "Qwen3-8B with z-lab's drafter"   # one line
+    notes = "Why these values."               # optional
+    cards = ["h100", "dgx-spark"]             # where it makes sense; keys of machine/cards.py; none: anywhere
+    model = "Qwen/Qwen3-8B"                   # any field of Settings but draft and engine, which are tables
+    max_context = 32768
+
+    [draft]                                   # model, width, quantization, attention_backend
+    model = "z-lab/Qwen3-8B-DFlash-b16"
+
+    [engine]                                  # name, version, args, env
+    name = "vllm"
+    args = ["--tool-call-parser", "hermes"]
+    env = { VLLM_LOGGING_LEVEL = "INFO" }
+
+    [[expect]]                                # a published number, or several of one run
+    card = "h200"
+    workload = "code"
+    tokens_per_second = 400.0
+    source = "where it was published"
+
+Anything else is an error: a misspelt key must not be ignored.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+from blockdraft.errors import SettingsError
+from blockdraft.machine.cards import CARDS, card_by_key
+from blockdraft.settings.settings import CHOICES, SETTING_NAMES, SETTING_TYPES, Auto, suggestion
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+DRAFT_KEYS = {
+    "model": "draft",
+    "width": "width",
+    "quantization": "draft_quantization",
+    "attention_backend": "draft_attention_backend",
+}
+ENGINE_KEYS = {
+    "name": "engine",
+    "version": "engine_version",
+    "args": "engine_args",
+    "env": "engine_env",
+}
+_TABLES = {"draft": DRAFT_KEYS, "engine": ENGINE_KEYS}
+_IN_TABLES = {field: f"[{table}] {key}" for table, keys in _TABLES.items() for key, field in keys.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """Published numbers of one run. `tokens_per_step` counts the target's own token; baseline: no drafter."""
+
+    source: str
+    card: str | None = None
+    engine: str | None = None
+    workload: str | None = None
+    concurrency: int = 1
+    tokens_per_second: float | None = None
+    baseline_tokens_per_second: float | None = None
+    tokens_per_step: float | None = None
+    speedup: float | None = None
+    notes: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One file. `settings` holds the fields it sets, each of its type, and no others."""
+
+    name: str
+    title: str
+    settings: Mapping[str, object]
+    notes: str = ""
+    cards: tuple[str, ...] = ()
+    expect: tuple[Expectation, ...] = ()
+
+
+_NUMBERS = ("tokens_per_second", "baseline_tokens_per_second", "tokens_per_step", "speedup")
+_ABOUT = ("title", "notes", "cards", "expect")
+_PLAIN = tuple(name for name in SETTING_NAMES if name not in (*_IN_TABLES, "recipe"))
+
+
+def recipe_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def load_recipe(name: str) -> Recipe:
+    """A known recipe by name, or any by its path, which has a slash or ends with .toml."""
+    path = Path(name).expanduser()
+    if "/" not in name and path.suffix != ".toml":
+        path = FOLDER / f"{name}.toml"
+        if not path.is_file():
+            known = recipe_names()
+            hint = (
+                suggestion(name, known)
+                or f": known are {', '.join(known)}; or give a path such as ./my.toml."
+            )
+            raise SettingsError(f"there is no recipe '{name}'{hint}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SettingsError(f"recipe '{name}' cannot be read ({reason}): check the path.") from None
+    return read_recipe(text, name=path.stem)
+
+
+def read_recipe(text: str, *, name: str) -> Recipe:
+    """Raises SettingsError for anything that is not as the head of this file says."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"recipe '{name}' is not TOML: {error}.") from None
+    reader = _Reader(name)
+    title = table.get("title")
+    if not isinstance(title, str) or not title or "\n" in title:
+        raise reader.error("title", "must be one line of text")
+    return Recipe(
+        name=name,
+        title=title,
+        settings=reader.settings(table),
+        notes=reader.text("notes", table.get("notes", "")).strip(),
+        cards=tuple(reader.card("cards", name) for name in reader.texts("cards", table.get("cards", []))),
+        expect=tuple(map(reader.expectation, reader.tables("expect", table.get("expect", [])))),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Checks values of one recipe; its errors name it."""
+
+    name: str
+
+    def error(self, key: str, what: str) -> SettingsError:
+        return SettingsError(f"recipe '{self.name}': {key} {what}" + ("" if what.endswith("?") else "."))
+
+    def settings(self, table: Mapping[str, object]) -> dict[str, object]:
+        values: dict[str, object] = {}
+        for key, value in table.items():
+            if key in _TABLES:
+                values |= self._table(key, value)
+            elif key in _PLAIN:
+                values[key] = self.setting(key, key, value)
+            elif key in _IN_TABLES:
+                raise self.error(key, f"belongs into a table: write it as {_IN_TABLES[key]}")
+            elif key not in _ABOUT:
+                raise self._unknown(key, (*_PLAIN, *_TABLES, *_ABOUT))
+        if not values:
+            raise self.error("the file", "sets nothing: name a model at least")
+        return values
+
+    def _table(self, table: str, value: object) -> dict[str, object]:
+        if not isinstance(value, dict):
+            key = next(iter(_TABLES[table]))
+            raise self.error(table, f"is a table: write [{table}] and below it {key} = {value!r}")
+        values = {}
+        for key, inner in value.items():
+            if key not in _TABLES[table]:
+                raise self._unknown(key, _TABLES[table], f"[{table}] ")
+            values[_TABLES[table][key]] = self.setting(_TABLES[table][key], f"[{table}] {key}", inner)
+        return values
+
+    def _unknown(self, key: str, known: Iterable[str], where: str = "") -> SettingsError:
+        hint = suggestion(key, known) or f": known are {', '.join(known)}"
+        return self.error(f"{where}{key}", f"is no key of a recipe{hint}")
+
+    def setting(self, field: str, key: str, value: object) -> object:
+        """`value` as Settings wants it, if it is of the right type."""
+        if field == "engine_args":
+            return self.texts(key, value)
+        if field == "engine_env":
+            return self._variables(key, value)
+        kinds, what = _KINDS[SETTING_TYPES[field]]
+        is_auto = value == "auto" and SETTING_TYPES[field] in (int | Auto, bool | Auto)
+        if not is_auto and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+            raise self.error(key, f"= {value!r} is not {what}")
+        if field in CHOICES and value not in CHOICES[field]:
+            raise self.error(key, f"= {value!r} is unknown: use one of {', '.join(CHOICES[field])}")
+        return value
+
+    def _variables(self, key: str, value: object) -> tuple[tuple[str, str], ...]:
+        if not isinstance(value, dict):
+            raise self.error(key, 'is a table of text, such as { VLLM_LOGGING_LEVEL = "INFO" }')
+        return tuple((name, self.text(f"{key} {name}", text)) for name, text in value.items())
+
+    def text(self, key: str, value: object) -> str:
+        if not isinstance(value, str):
+            raise self.error(key, f"= {value!r} is not text: put it in quotes")
+        return value
+
+    def texts(self, key: str, value: object) -> tuple[str, ...]:
+        if not isinstance(value, list):
+            raise self.error(key, f"= {value!r} is not a list of texts")
+        return tuple(self.text(key, item) for item in value)
+
+    def card(self, key: str, name: str) -> str:
+        """The card's key, also of one of its other names."""
+        card = card_by_key(name)
+        if card is None:
+            keys = [card.key for card in CARDS]
+            raise self.error(key, f"names '{name}', a card that is not known{suggestion(name, keys)}")
+        return card.key
+
+    def tables(self, key: str, value: object) -> list[dict[str, object]]:
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise self.error(key, f"is a list of tables: write [[{key}]]")
+        return value
+
+    def expectation(self, table: dict[str, object]) -> Expectation:
+        hints = get_type_hints(Expectation)
+        for key, value in table.items():
+            if key not in hints:
+                raise self._unknown(key, hints, "[[expect]] ")
+            kinds, what = _KINDS[hints[key]]
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise self.error(f"[[expect]] {key}", f"= {value!r} is not {what}")
+        if not table.get("source"):
+            raise self.error("[[expect]]", "without source: say where the numbers were published")
+        if not any(name in table for name in _NUMBERS):
+            raise self.error("[[expect]]", f"without a number: give one of {', '.join(_NUMBERS)}")
+        card = None if "card" not in table else self.card("[[expect]] card", str(table["card"]))
+        return Expectation(**table | {"card": card})  # type: ignore[arg-type]
+
+
+_KINDS: dict[object, tuple[tuple[type, ...], str]] = {
+    str: ((str,), "text: put it in quotes"),
+    str | None: ((str,), "text: put it in quotes"),
+    int: ((int,), "a whole number"),
+    int | None: ((int,), "a whole number"),
+    int | Auto: ((int,), 'a whole number or "auto"'),
+    float: ((int, float), "a number"),
+    float | None: ((int, float), "a number"),
+    bool: ((bool,), "true or false"),
+    bool | Auto: ((bool,), 'true, false or "auto"'),
+}

@@ -1,0 +1,95 @@
+"""Where each setting comes from: defaults < recipe < environment < flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from blockdraft.errors import SettingsError
+from blockdraft.settings.recipe import Recipe, load_recipe
+from blockdraft.settings.settings import Settings, environment_settings, variable_of
+
+# A later layer adds to these instead of replacing them: more flags should not cost those of a recipe.
+ADDED_UP = ("engine_args", "engine_env")
+# In the words of one engine, so of no use to another.
+ENGINE_WORDS = ("engine_version", "engine_args", "engine_env", "attention_backend", "draft_attention_backend")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Settings, and of each field where its value comes from."""
+
+    settings: Settings
+    sources: Mapping[str, str]  # "default", "recipe NAME", "BLOCKDRAFT_WIDTH", "--width"
+    recipe: Recipe | None = None
+    notes: tuple[str, ...] = ()  # what of the recipe was left out, and why
+
+
+def resolve(flags: Mapping[str, object], *, uses_environment: bool = True) -> Resolved:
+    """The settings of all layers together. `flags` holds only what was asked for, by field name."""
+    environment = environment_settings() if uses_environment else {}
+    name = flags.get("recipe", environment.get("recipe"))
+    recipe = None if name is None else load_recipe(str(name))
+    layers = [
+        _Layer("the recipe", {} if recipe is None else recipe.settings, lambda field, _: f"recipe {name}"),
+        _Layer("the environment", environment, lambda field, _: variable_of(field)),
+        _Layer("the flags", flags, flag_of),
+    ]
+    layers, notes = _fitting(layers)
+    values: dict[str, object] = {}
+    sources = {item.name: "default" for item in fields(Settings)}
+    for layer in layers:
+        for field, value in layer.values.items():
+            source = layer.source(field, value)
+            is_more = field in ADDED_UP and field in values
+            values[field] = _added(field, values[field], value) if is_more else value
+            sources[field] = f"{sources[field]}, {source}" if is_more else source
+    return Resolved(_made(values, sources), sources, recipe, tuple(notes))
+
+
+def flag_of(field: str, value: object = None) -> str:
+    """--max-rows, and --no-verify of a switch that is turned off."""
+    return f"--{'no-' if value is False else ''}{field.replace('_', '-')}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    title: str
+    values: Mapping[str, object]
+    source: Callable[[str, object], str]
+
+
+def _fitting(layers: Sequence[_Layer]) -> tuple[list[_Layer], list[str]]:
+    """Each layer without what is in the words of an engine that a later one put another in the place of."""
+    final = next((layer.values["engine"] for layer in reversed(layers) if "engine" in layer.values), "native")
+    engine: object = "native"
+    fitting, notes = [], []
+    for layer in layers:
+        engine = layer.values.get("engine", engine)
+        # Our own engine has no such words: beside it they are meant for the one that is still to be named.
+        is_stale = engine not in ("native", final)
+        dropped = [name for name in ENGINE_WORDS if is_stale and name in layer.values]
+        if dropped:
+            notes.append(f"{', '.join(dropped)} of {layer.title} left out: for {engine}, not for {final}")
+        kept = {name: value for name, value in layer.values.items() if name not in dropped}
+        fitting.append(replace(layer, values=kept))
+    return fitting, notes
+
+
+def _added(field: str, below: object, above: object) -> object:
+    assert isinstance(below, tuple)
+    assert isinstance(above, tuple)
+    # Of a variable the last value counts; of flags each engine's own parser takes the last.
+    return tuple(dict((*below, *above)).items()) if field == "engine_env" else (*below, *above)
+
+
+def _made(values: Mapping[str, object], sources: Mapping[str, str]) -> Settings:
+    try:
+        return Settings(**values)  # type: ignore[arg-type]
+    except SettingsError as error:
+        message = str(error)
+        words = set(re.findall(r"\w+", message))
+        far = [name for name in words & set(values) if not sources[name].startswith("--")]
+        origins = ", ".join(f"{name} is from {sources[name]}" for name in sorted(far))
+        raise SettingsError(f"{message} ({origins})" if origins else message) from None

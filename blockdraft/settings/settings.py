@@ -1,0 +1,354 @@
+"""What the user asked for, and the only place where the environment is read."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal, TypeVar, get_type_hints
+
+from blockdraft.errors import SettingsError
+from blockdraft.settings.acceptance_profile import read_profile
+
+Auto = Literal["auto"]
+T = TypeVar("T")
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+SAMPLING_DEFAULTS = ("model", "openai")
+QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
+LOAD_FORMATS = ("auto", "dummy")
+ENGINES = ("native", "vllm", "sglang")
+# What only the engines we launch understand.
+LAUNCH_SETTINGS = frozenset(
+    {
+        "engine_version",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "num_nodes",
+        "node_rank",
+        "head_address",
+        "kv_dtype",
+        "attention_backend",
+        "draft_attention_backend",
+        "engine_args",
+        "engine_env",
+    }
+)
+
+
+def _setting(default: T, help_text: str) -> T:
+    """A field whose help text is also its row in --help."""
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One engine, as asked for.
+
+    "auto" is resolved by planner.plan.make_plan; the drafter's by settings/shipped.py and the device's by
+    asking torch, both before that.
+    """
+
+    model: str = _setting("default", "target: folder, hub id, GGUF file, or 'default'")
+    draft: str | None = _setting(
+        "auto", "drafter: folder or hub id; auto is the one that ships for the model, if any; or 'none'"
+    )
+    width: int | Auto = _setting("auto", "tokens verified per step, anchor included; 1 is plain decoding")
+    device: str = _setting("auto", "torch device; auto is cuda where torch finds one, else cpu")
+    dtype: str = _setting("auto", f"one of {', '.join(DTYPES)}")
+    quantization: str = _setting(
+        "auto",
+        "the target's weights: keep as stored, none (unpacked), or fp8 or int8 made while loading; "
+        "auto unpacks what fits easily",
+    )
+    draft_quantization: str = _setting("auto", "the same for the drafter's weights")
+    load_format: str = _setting(
+        "auto",
+        "dummy: random weights, for timing only; of a folder or hub id config.json is enough",
+    )
+    synthetic_acceptance: str | None = _setting(
+        None,
+        "for timing only: accept drafts by chance, with these probabilities by position (0.9,0.8,0.6) or "
+        "for this many tokens per step (mean:4.5)",
+    )
+    max_context: int | Auto = _setting("auto", "longest prompt and answer together, in tokens")
+    max_rows: int | Auto = _setting("auto", "sequences that run at once")
+    max_queue: int = _setting(1024, "sequences that may wait; more are refused")
+    page_size: int = _setting(16, "tokens per cache page")
+    cache_bytes: int | Auto = _setting("auto", "memory for the KV cache, in bytes")
+    gpu_memory_utilization: float = _setting(
+        0.9,
+        "share of the GPU's memory that may be in use, by us and by others; the cache takes what is left",
+    )
+    chunk: int | Auto = _setting("auto", "prompt tokens per prefill step")
+    max_stall_ms: int | None = _setting(
+        None, "longest that a prefill step may hold up decoding, in milliseconds; cuts the chunk"
+    )
+    prefix_cache: bool = _setting(True, "reuse the cache of common prompt beginnings")
+    overlap: bool | Auto = _setting(
+        "auto", "launch the next step before reading the last one's result; auto: on a GPU"
+    )
+    graphs: bool = _setting(True, "on a GPU, run each decode step as one CUDA graph")
+    verify: bool = _setting(True, "check kernels, model and drafter before serving")
+    sampling_defaults: str = _setting(
+        "model",
+        "of requests that do not say: the model's own (generation_config.json), or openai's (temperature 1)",
+    )
+    seed: int = _setting(0, "where requests without a seed draw theirs from")
+    engine: str = _setting("native", "native is ours; vllm and sglang are started and served through")
+    engine_version: str | None = _setting(
+        None, "of vllm or sglang, whose flags differ by version; none: the newest known"
+    )
+    tensor_parallel: int = _setting(1, "GPUs that share each layer; vllm and sglang only")
+    pipeline_parallel: int = _setting(1, "groups of GPUs that share the layers; vllm and sglang only")
+    num_nodes: int = _setting(1, "machines that share the model; vllm and sglang only")
+    node_rank: int = _setting(0, "which of the machines this is; 0 is the head, which answers clients")
+    head_address: str | None = _setting(
+        None, "HOST or HOST:PORT where the machines meet, the same on all of them"
+    )
+    kv_dtype: str = _setting("auto", "element type of the KV cache, in the words of vllm or sglang")
+    attention_backend: str | None = _setting(None, "the target's, in the words of vllm or sglang")
+    draft_attention_backend: str | None = _setting(None, "the same for the drafter")
+    engine_args: tuple[str, ...] = _setting(
+        (), "more flags for vllm or sglang, in one text after '=', passed on as they are"
+    )
+    engine_env: tuple[tuple[str, str], ...] = _setting((), "more environment variables for vllm or sglang")
+    recipe: str | None = _setting(None, "settings from a file: the name of a known one, or a path")
+
+    def __post_init__(self) -> None:
+        for name, low in _MINIMUM.items():
+            value = getattr(self, name)
+            if value == "auto" or (value is None and name == "max_stall_ms"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise SettingsError(f"{name} = {value!r} is not a whole number of at least {low}.")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise SettingsError(
+                f"gpu_memory_utilization = {share!r} is not a share: give 0.9 for nine tenths."
+            )
+        for name, known in CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                raise SettingsError(f"{name} '{value}' is unknown: use one of {', '.join(known)}.")
+        self._check_engine()
+        if self.synthetic_acceptance is not None:
+            read_profile(self.synthetic_acceptance)
+            if self.draft in (None, "none"):
+                raise SettingsError(
+                    f"synthetic_acceptance = {self.synthetic_acceptance!r}, but there is no drafter whose "
+                    "drafts could be accepted: add --draft."
+                )
+
+    def _check_engine(self) -> None:
+        """The native engine runs on one device and takes no flags of others; machines must meet somewhere."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if self.engine == "native" and item.name in LAUNCH_SETTINGS and value != item.default:
+                raise SettingsError(
+                    f"{item.name} = {value!r} is not for the native engine: add --engine vllm or "
+                    f"--engine sglang, or leave it out."
+                )
+        if self.node_rank >= self.num_nodes:
+            raise SettingsError(
+                f"node_rank = {self.node_rank} of num_nodes = {self.num_nodes}: ranks count from 0 to "
+                f"{self.num_nodes - 1}."
+            )
+        if self.num_nodes > 1 and self.head_address is None:
+            raise SettingsError(
+                f"num_nodes = {self.num_nodes}, but nobody says where they meet: add --head-address."
+            )
+
+    @property
+    def suffix(self) -> str:
+        """What the model's name ends with where answers are for timing only; empty where they are real."""
+        dummy = "+dummy" if self.load_format == "dummy" else ""
+        return dummy + ("+synthetic" if self.synthetic_acceptance is not None else "")
+
+
+CHOICES = {
+    "dtype": DTYPES,
+    "quantization": QUANTIZATIONS,
+    "draft_quantization": QUANTIZATIONS,
+    "load_format": LOAD_FORMATS,
+    "sampling_defaults": SAMPLING_DEFAULTS,
+    "engine": ENGINES,
+}
+
+_MINIMUM = {
+    "width": 1,
+    "max_context": 2,
+    "max_rows": 1,
+    "max_queue": 1,
+    "page_size": 1,
+    "cache_bytes": 1,
+    "chunk": 1,
+    "max_stall_ms": 1,
+    "seed": -(2**63),
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
+    "num_nodes": 1,
+    "node_rank": 0,
+}
+
+SETTING_NAMES = tuple(item.name for item in fields(Settings))
+SETTING_TYPES: dict[str, object] = get_type_hints(Settings)
+DEFAULTS: dict[str, object] = {item.name: item.default for item in fields(Settings)}
+_WORDS = {
+    "on": True,
+    "true": True,
+    "yes": True,
+    "1": True,
+    "off": False,
+    "false": False,
+    "no": False,
+    "0": False,
+}
+
+
+def suggestion(wrong: str, names: Iterable[str], *, cutoff: float = 0.7) -> str:
+    """ ": did you mean x?" for the closest name, or nothing."""
+    close = difflib.get_close_matches(wrong, list(names), 1, cutoff)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def read_setting(name: str, text: str) -> object:
+    """The value that `text` stands for. ValueError says what it is not; ranges are checked by Settings."""
+    hint = SETTING_TYPES[name]
+    if name == "engine_args":
+        return tuple(shlex.split(text))
+    if name == "engine_env":
+        return tuple(read_variable(word) for word in shlex.split(text))
+    if text == "auto" and hint in (int | Auto, bool | Auto):
+        return text
+    # Of a drafter, "none" is the engine's own word.
+    if text == "none" and hint in (str | None, int | None) and name != "draft":
+        return None
+    kinds, what = _KINDS.get(hint, (str, ""))
+    try:
+        return kinds(text)
+    except (ValueError, KeyError):
+        raise ValueError(f"'{text}' is not {what}") from None
+
+
+def read_variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"'{text}' is not NAME=VALUE")
+    return name, value
+
+
+def _read_bool(text: str) -> bool:
+    return _WORDS[text.lower()]
+
+
+_KINDS: dict[object, tuple[Callable[[str], object], str]] = {
+    int: (int, "a whole number"),
+    int | None: (int, "a whole number or 'none'"),
+    int | Auto: (int, "a whole number or 'auto'"),
+    float: (float, "a number"),
+    bool: (_read_bool, "on or off"),
+    bool | Auto: (_read_bool, "on, off or 'auto'"),
+}
+
+PREFIX = "BLOCKDRAFT_"
+TEST_PREFIX = "BLOCKDRAFT_TEST_"  # read by the test suite alone
+OTHER_VARIABLES = {
+    "BLOCKDRAFT_API_KEY": "what clients of the server must send",
+    "BLOCKDRAFT_CACHE": "the folder for downloads (default: `blockdraft/` in the user's cache folder)",
+}
+
+
+def environment_settings() -> dict[str, object]:
+    """Settings of BLOCKDRAFT_NAME variables, by field; an empty one counts as unset."""
+    return read_variables(os.environ)
+
+
+def read_variables(environment: Mapping[str, str]) -> dict[str, object]:
+    """The same of any environment. Raises SettingsError for a variable that nobody would read."""
+    known = {variable_of(name): name for name in SETTING_NAMES}
+    values = {}
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX) or variable.startswith(TEST_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        if variable not in known:
+            raise SettingsError(f"the environment's {variable} is no setting of ours{_near(variable)}")
+        if not text:
+            continue
+        try:
+            values[known[variable]] = read_setting(known[variable], text)
+        except ValueError as error:
+            raise SettingsError(f"the environment's {variable}: {error}.") from None
+    return values
+
+
+def _near(variable: str) -> str:
+    # Without their prefix, which makes all of them alike.
+    names = [variable_of(name).removeprefix(PREFIX) for name in SETTING_NAMES]
+    names += [name.removeprefix(PREFIX) for name in OTHER_VARIABLES]
+    hint = suggestion(variable.removeprefix(PREFIX), names)
+    return hint.replace("mean ", f"mean {PREFIX}") if hint else ": see docs/settings.md for those that are."
+
+
+def variable_of(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def forget_environment_settings() -> None:
+    """Take our settings out of the environment, so that a child that gets flags gets nothing else."""
+    for name in SETTING_NAMES:
+        os.environ.pop(variable_of(name), None)
+
+
+def cache_dir() -> Path:
+    """Where downloads are kept: $BLOCKDRAFT_CACHE, or blockdraft/ in the user's cache folder."""
+    chosen = os.environ.get("BLOCKDRAFT_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "blockdraft"
+
+
+def environment_api_key() -> str | None:
+    """$BLOCKDRAFT_API_KEY: what clients of the server must send; None when unset or empty."""
+    return os.environ.get("BLOCKDRAFT_API_KEY") or None
+
+
+def whole_environment() -> dict[str, str]:
+    """A copy, for the container's entrypoint, which puts other variables into our words."""
+    return dict(os.environ)
+
+
+def pin_threads() -> None:
+    """Bind OpenMP's threads to cores, one each; takes effect only before torch is imported.
+
+    Unbound, the kernel may pack them on one core: a small model was 2.5 times slower (2 x Neoverse-N1,
+    2026-11). Whoever set any of these variables has decided, and nothing is changed.
+    """
+    chosen = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+    if not any(name in os.environ for name in chosen):
+        os.environ.update(OMP_PROC_BIND="true", OMP_PLACES="cores")
+
+
+def child_environment(added: Mapping[str, str]) -> dict[str, str]:
+    """Our environment for a program that we start, without our own secrets, and with `added`."""
+    return {name: value for name, value in os.environ.items() if name != "BLOCKDRAFT_API_KEY"} | dict(added)
+
+
+def visible_gpus() -> str | None:
+    """$CUDA_VISIBLE_DEVICES: the cards that programs may use; None when unset, empty for none of them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def cache_dirs() -> dict[str, Path]:
+    """Every folder that a run may fill: our downloads, the hub's, and the kernels that Triton compiles."""
+    home = Path.home()
+    base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache").expanduser()
+    hub_home = Path(os.environ.get("HF_HOME") or base / "huggingface").expanduser()
+    triton_home = Path(os.environ.get("TRITON_HOME") or home).expanduser()
+    return {
+        "downloads": cache_dir(),
+        "hub": Path(os.environ.get("HF_HUB_CACHE") or hub_home / "hub").expanduser(),
+        "triton": Path(os.environ.get("TRITON_CACHE_DIR") or triton_home / ".triton" / "cache").expanduser(),
+    }

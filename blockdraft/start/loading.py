@@ -1,0 +1,349 @@
+"""Loading a pair: checkpoints in, a target, a drafter, a tokenizer and a plan out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.checkpoints.checkpoint import Checkpoint
+from blockdraft.checkpoints.draft_config import read_draft_config
+from blockdraft.checkpoints.draft_fit import Acceptance, read_fit
+from blockdraft.checkpoints.dummy import byte_tokenizer, fill, vocab_map
+from blockdraft.checkpoints.families import read_model_config
+from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.quantization import read_quantization
+from blockdraft.checkpoints.weights import load_decoder, load_drafter
+from blockdraft.engine.loaded import Labels, Models
+from blockdraft.engine.sampling_defaults import sampling_defaults
+from blockdraft.errors import CapacityError, ModelError
+from blockdraft.machine.machine import read_machine
+from blockdraft.models.config import ModelConfig
+from blockdraft.models.decoder import Decoder
+from blockdraft.models.dflash import DFlash
+from blockdraft.models.draft_config import DraftConfig, check_pair
+from blockdraft.models.registry import build_decoder
+from blockdraft.planner.plan import Plan, Weights, make_plan
+from blockdraft.settings.acceptance_profile import acceptance_rates
+from blockdraft.settings.settings import Settings
+from blockdraft.settings.shipped import with_drafter
+from blockdraft.start.card import unusable, usage
+from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.drafter import Drafter, NoDrafter
+from blockdraft.text.tokenizer import Tokenizer
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A pair that was found, checked and planned for; its weights are not read yet."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    draft_checkpoint: Checkpoint | None
+    draft_config: DraftConfig | None
+    tokenizer: Tokenizer
+    plan: Plan
+    device: torch.device
+    rates: tuple[float, ...] | None
+    labels: Labels
+    acceptance: Acceptance
+    sampling: Mapping[str, float]
+
+
+def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
+    """Open, check, plan, then read the weights: every cheap check comes before the expensive part."""
+    return read_weights(open_models(settings, report), report)
+
+
+def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
+    """Find (or download) both checkpoints, check that they belong together, and plan."""
+    settings = with_drafter(replace(settings, device=resolve_device(settings.device)), report)
+    device, is_dummy = _device(settings.device), settings.load_format == "dummy"
+    report(f"opening {settings.model}")
+    checkpoint = open_checkpoint(settings.model, report=report, needs_weights=not is_dummy)
+    config = read_model_config(checkpoint.config, name=checkpoint.name)
+    if not is_dummy and config.num_layers > len(checkpoint.tensors()):
+        raise ModelError(
+            f"'{checkpoint.name}': config.json says {config.num_layers} layers, but the files hold "
+            f"{len(checkpoint.tensors())} tensors. Fetch the checkpoint again."
+        )
+    if config.left_out:
+        report(f"text only: the {' and '.join(config.left_out)} part of {settings.model} is not loaded")
+    has_tokenizer = checkpoint.has_tokenizer or not is_dummy
+    tokenizer = Tokenizer(
+        checkpoint.tokenizer_parts() if has_tokenizer else byte_tokenizer(config.vocab_size)
+    )
+    is_asked = settings.sampling_defaults == "model"
+    sampling = sampling_defaults(checkpoint.generation_file, name=checkpoint.name) if is_asked else {}
+    draft_checkpoint = None
+    draft_config = None
+    acceptance: Acceptance = {}
+    if settings.draft not in (None, "none"):
+        report(f"opening {settings.draft}")
+        draft_checkpoint = open_checkpoint(settings.draft, report=report, needs_weights=not is_dummy)
+        draft_config = read_draft_config(draft_checkpoint.config, name=draft_checkpoint.name)
+        check_pair(draft_config, config, tokenizer.eos_ids)
+        acceptance = read_fit(draft_checkpoint.fit_file, name=draft_checkpoint.name)
+    weights = _weights(checkpoint, functools.partial(_decoder, config, (), 1, device))
+    draft_weights = None
+    if draft_checkpoint is not None and draft_config is not None:
+        build = functools.partial(
+            DFlash, draft_config, first_layer=0, max_positions=1, has_head=False, device=device
+        )
+        draft_weights = _weights(draft_checkpoint, build)
+    notices = timing_notices(settings, (weights, draft_weights), has_tokenizer=has_tokenizer)
+    if is_dummy:
+        settings, weights, draft_weights = _unpacked(settings, weights, draft_weights)
+    plan = _plan(settings, device, config, draft_config, weights, draft_weights)
+    rates, profile = None, settings.synthetic_acceptance
+    if profile is not None:
+        rates = acceptance_rates(profile, width=plan.width, block=plan.block)
+    labels = Labels(is_dummy, profile, notices)
+    return Opened(
+        checkpoint,
+        config,
+        draft_checkpoint,
+        draft_config,
+        tokenizer,
+        plan,
+        device,
+        rates,
+        labels,
+        acceptance,
+        sampling,
+    )
+
+
+def _plan(
+    settings: Settings,
+    device: torch.device,
+    config: ModelConfig,
+    draft_config: DraftConfig | None,
+    weights: Weights,
+    draft_weights: Weights | None,
+) -> Plan:
+    """For this machine as it is now. CapacityError: with who holds what of the card."""
+    machine = read_machine()
+    if device.type == "cuda":
+        free, total = gpu_memory(device)
+        machine = replace(machine, gpu_bytes=total, gpu_free_bytes=free)
+    try:
+        return make_plan(
+            settings, machine, config, draft_config, weights=weights, draft_weights=draft_weights
+        )
+    except CapacityError as error:
+        if device.type != "cuda":
+            raise
+        raise CapacityError(f"{error} Of the card's memory, {usage(device)}.") from error
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU that are free, and all of them.
+
+    CUDA counts the page cache as used. Where the card's memory is the machine's, that may be most of it once
+    a model was read; the kernel says what can really be had.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    gpus, index = read_machine().gpus, device.index or 0
+    if index < len(gpus) and gpus[index].is_unified:
+        free = min(gpus[index].free_bytes, total)
+    return free, total
+
+
+def resolve_device(name: str) -> str:
+    """ "auto" as a device: the GPU where torch finds one."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def timing_notices(
+    settings: Settings, checkpoints: tuple[Weights | None, ...], *, has_tokenizer: bool
+) -> tuple[str, ...]:
+    """What has to be said of an engine that is good for timing only, a sentence each."""
+    notices = []
+    if settings.load_format == "dummy":
+        notices.append("weights are random: every answer is nonsense; for timing only")
+        methods = [weights.method for weights in checkpoints if weights is not None and weights.method]
+        if methods:
+            stored = " and ".join(dict.fromkeys(methods))
+            notices.append(f"the checkpoint is quantised ({stored}), its dummy weights are not: times differ")
+    if not has_tokenizer:
+        notices.append("there is no tokenizer: each byte of a text is a token, so counts of tokens differ")
+    if settings.synthetic_acceptance is not None:
+        notices.append(
+            f"acceptance is synthetic ({settings.synthetic_acceptance}): drafts are kept by chance, so "
+            "answers are not the model's; for timing only"
+        )
+    return tuple(notices)
+
+
+def _unpacked(
+    settings: Settings, weights: Weights, draft_weights: Weights | None
+) -> tuple[Settings, Weights, Weights | None]:
+    """The same for random weights, of which no file says how they are packed."""
+    kept = {
+        name: "none" for name in ("quantization", "draft_quantization") if getattr(settings, name) == "keep"
+    }
+    plain = None if draft_weights is None else replace(draft_weights, method=None)
+    return replace(settings, **kept), replace(weights, method=None), plain  # type: ignore[arg-type]
+
+
+def read_weights(
+    opened: Opened,
+    report: Callable[[str], None],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Models:
+    """Read the weights of both; `progress` hears of every parameter of the target."""
+    plan, config, device = opened.plan, opened.config, opened.device
+    source = None if opened.labels.is_dummy else opened.checkpoint
+    report(f"{'loading' if source else 'drawing'} weights as {plan.dtype}{_how(plan.quantization)}")
+    target = load_target(source, config, opened.draft_config, plan, device, progress)
+    drafter: Drafter = NoDrafter(plan.width)
+    if opened.draft_checkpoint is not None and opened.draft_config is not None:
+        draft_source = None if opened.labels.is_dummy else opened.draft_checkpoint
+        drafter = load_dflash(draft_source, opened.draft_config, target, plan, device)
+        opened.draft_checkpoint.close()
+    opened.checkpoint.close()
+    return Models(
+        config,
+        opened.draft_config,
+        target,
+        drafter,
+        opened.tokenizer,
+        plan,
+        device,
+        rates=opened.rates,
+        labels=opened.labels,
+        acceptance=opened.acceptance,
+        sampling=opened.sampling,
+    )
+
+
+def _weights(checkpoint: Checkpoint, build: Callable[[], nn.Module]) -> Weights:
+    """How large a checkpoint is and how it is quantised; `build` makes its model."""
+    try:
+        num_values = sum(parameter.numel() for parameter in _empty(build, "float32").parameters())
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ModelError(
+            f"'{checkpoint.name}': config.json describes a model that no machine holds ({error}). "
+            "Fetch it again."
+        ) from None
+    quantization = read_quantization(checkpoint.config, checkpoint.quant_file, name=checkpoint.name)
+    if quantization is not None:
+        return Weights(num_values, quantization.name)
+    is_packed = any(checkpoint.ggml_type(name) is not None for name in checkpoint.tensors())
+    return Weights(num_values, "GGUF" if is_packed else None)
+
+
+def _how(quantization: str) -> str:
+    return {"none": "", "keep": ", packed as stored"}.get(quantization, f", quantised to {quantization}")
+
+
+def load_target(
+    checkpoint: Checkpoint | None,
+    config: ModelConfig,
+    draft: DraftConfig | None,
+    plan: Plan,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Decoder:
+    """The target with the weights of `checkpoint`; None: with random ones."""
+    taps = draft.taps if draft is not None else ()
+    target = _empty(lambda: _decoder(config, taps, plan.max_positions, device), plan.dtype)
+    if checkpoint is None:
+        fill(target, storage=plan.quantization, device=device, progress=progress)
+    else:
+        load_decoder(target, checkpoint, storage=plan.quantization, device=device, progress=progress)
+    return target.requires_grad_(False).eval()
+
+
+def _decoder(config: ModelConfig, taps: tuple[int, ...], max_positions: int, device: torch.device) -> Decoder:
+    return build_decoder(config, taps=taps, max_positions=max_positions, device=device)
+
+
+def load_dflash(
+    checkpoint: Checkpoint | None,
+    config: DraftConfig,
+    target: Decoder,
+    plan: Plan,
+    device: torch.device,
+) -> DFlashDrafter:
+    """The drafter with the weights of `checkpoint`; None: with random ones."""
+    if checkpoint is None:
+        has_head = config.draft_vocab_size != config.vocab_size  # only then must it have its own
+    else:
+        has_head = "lm_head.weight" in checkpoint.tensors()
+    build = functools.partial(
+        DFlash,
+        config,
+        first_layer=target.config.num_layers,
+        max_positions=plan.max_positions,
+        has_head=has_head,
+        device=device,
+    )
+    model = _empty(build, plan.dtype)
+    if checkpoint is None:
+        fill(model, storage=plan.draft_quantization, device=device)
+        ids = vocab_map(config.draft_vocab_size, config.vocab_size, device)
+    else:
+        load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
+        ids = _vocab_map(checkpoint, config, has_head, device)
+    model.requires_grad_(False).eval()
+    return DFlashDrafter(model, target, ids)
+
+
+def _empty(build: Callable[[], Module], dtype: str) -> Module:
+    """A module of `dtype` without memory for its parameters."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device("meta"):
+            return build()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _vocab_map(
+    checkpoint: Checkpoint, config: DraftConfig, has_head: bool, device: torch.device
+) -> Tensor | None:
+    """Target token id of each row of a reduced head: `d2t` stores the difference to the row number."""
+    if config.draft_vocab_size == config.vocab_size:
+        return None
+    shapes = {name: info.shape for name, info in checkpoint.tensors().items()}
+    if not has_head or shapes.get("d2t") != (config.draft_vocab_size,):
+        raise ModelError(
+            f"draft '{config.name}' has a vocabulary of {config.draft_vocab_size} of the target's "
+            f"{config.vocab_size} tokens, but no lm_head.weight and d2t of that size. See docs/models.md."
+        )
+    offsets = checkpoint.read("d2t").to(torch.int64)
+    ids = torch.arange(len(offsets)) + offsets
+    is_valid = bool((ids >= 0).all() and (ids < config.vocab_size).all())
+    if is_valid and "t2d" in shapes:
+        is_whole = shapes["t2d"] == (config.vocab_size,)
+        is_valid = is_whole and bool(checkpoint.read("t2d").bool()[ids].all())
+    if not is_valid or len(set(ids.tolist())) != len(ids):
+        raise ModelError(
+            f"draft '{config.name}': d2t does not map onto the target's vocabulary. Fetch it again."
+        )
+    return ids.to(device)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)  # a byte of memory, so that CUDA makes its context here and now
+    except (RuntimeError, AssertionError) as error:
+        raise unusable(name, error) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device '{name}' is not supported: use cpu or cuda.")
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)  # of this thread, which is the engine's: kernels and graphs go there
+    return device

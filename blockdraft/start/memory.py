@@ -1,0 +1,152 @@
+"""How many pages a GPU has room for, found by running the largest steps before the cache takes the rest.
+
+Nothing is estimated that can be measured: an engine with a small cache is warmed and its largest step
+captured, and what that left free, within the budget, becomes pages. So whatever a request may ask for has run
+once before the server is ready, and does not run out of memory later.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from blockdraft.cache.spec import bytes_per_token
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loaded import Models
+from blockdraft.errors import CapacityError
+from blockdraft.kernels.choice import HOST_BOUND, has_triton, switched_off
+from blockdraft.machine.machine import read_machine
+from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, MIN_CONTEXT, Plan, memory_share
+from blockdraft.settings.settings import Settings
+from blockdraft.start.card import first_line, is_out_of_memory, memory_of, usage
+from blockdraft.start.loading import gpu_memory
+from blockdraft.start.warm import warm
+
+
+def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -> Models:
+    """`models` with as many pages as fit; as planned where the user set the size, or there is no GPU."""
+    plan = models.plan
+    if models.device.type != "cuda" or settings.cache_bytes != "auto":
+        return models
+    note("measuring what the largest steps need")
+    overhead = _overhead(models, settings, note)
+    room = _budget(settings, models.device) - overhead - MARGIN_BYTES
+    page_bytes = _page_bytes(models)
+    num_pages = min(plan.num_pages, max(room, 0) // page_bytes)
+    max_context = plan.max_context
+    if settings.max_context == "auto":
+        max_context = min(max_context, num_pages * plan.page_size - 2 * plan.block - plan.page_size)
+    needed = -(-(plan.max_context + 2 * plan.block) // plan.page_size)
+    if max_context < min(MIN_CONTEXT, plan.max_context) or (
+        settings.max_context != "auto" and num_pages < needed
+    ):
+        raise CapacityError(
+            f"a context of {plan.max_context} tokens needs {needed * page_bytes / 1e9:.1f} GB of cache, but "
+            f"{max(room, 0) / 1e9:.1f} GB are left beside weights and {overhead / 1e9:.1f} GB of working "
+            f"memory. The budget is {_shown_budget(settings, models.device)}: raise it, lower "
+            "--max-context, --max-rows or --chunk, or use --quantization fp8. Of the card's memory, "
+            f"{usage(models.device)}."
+        )
+    return replace(models, plan=replace(plan, num_pages=num_pages, max_context=max_context))
+
+
+def _overhead(models: Models, settings: Settings, note: Callable[[str], None]) -> int:
+    """Bytes beside weights and pages: rows and states, the largest steps run eagerly, the largest graph."""
+    plan, device = models.plan, models.device
+    before = _free(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    probe = Engine(replace(models, plan=replace(plan, num_pages=_pages_to_probe(plan))))
+    held = torch.cuda.memory_reserved(device)
+    warm(probe, note)
+    # A capture hands this back; the next prefill takes it again.
+    working = torch.cuda.max_memory_reserved(device) - held
+    if why_no_graphs(models, settings) is None:
+        probe.capture([plan.max_rows], sorted({1, plan.width}))
+    kept = before - _free(device)
+    kept -= probe.cache.num_pages * _page_bytes(models)
+    probe.graphs = None
+    return kept + working
+
+
+@contextmanager
+def memory_explained(settings: Settings, device: torch.device, *, is_loading: bool = False) -> Iterator[None]:
+    """A CapacityError that says what to do, where the GPU has less than was planned with.
+
+    `is_loading`: weights are being read, which a smaller cache and smaller steps would not change.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if device.type != "cuda" or not is_out_of_memory(error):
+            raise
+        state = usage(device)
+        if is_loading:
+            raise CapacityError(
+                f"the GPU ran out of memory while the weights were read ({first_line(error)}); {state}. End "
+                "what else uses the card, use --quantization fp8, or take a smaller model."
+            ) from error
+        raise CapacityError(
+            f"the GPU ran out of memory ({first_line(error)}); {state}. The budget is "
+            f"{_shown_budget(settings, device)}: lower it if other programs take memory meanwhile, lower "
+            "--max-rows, --max-context or --chunk, or use --quantization fp8."
+        ) from error
+
+
+def why_no_graphs(models: Models, settings: Settings) -> str | None:
+    """None where a decode step can be captured, else what stands in the way."""
+    if models.device.type != "cuda":
+        return "there is no GPU"
+    if not settings.graphs:
+        return "switched off"
+    if models.plan.dtype == "float64":
+        return "the GPU's kernels do not compute in float64"
+    if not has_triton():
+        return "Triton is not installed"
+    slow = [operation for operation in switched_off() if operation in HOST_BOUND]
+    if slow:
+        return f"the kernel of {slow[0]} does not compile on this card, and a graph cannot hold its reference"
+    return models.why_not_captured()
+
+
+def _pages_to_probe(plan: Plan) -> int:
+    """Enough for every round of the warm-up."""
+    longest = -(-(plan.chunk + 1 + 3 * plan.block) // plan.page_size) + 1
+    short = -(-(8 + 4 * plan.block) // plan.page_size) + 1
+    return min(plan.num_pages, longest + plan.max_rows * short)
+
+
+def _page_bytes(models: Models) -> int:
+    specs = models.config.layer_specs()
+    if models.draft_config is not None:
+        specs += models.draft_config.layer_specs()
+    return models.plan.page_size * bytes_per_token(specs, ELEMENT_BYTES[models.plan.dtype])
+
+
+def release() -> None:
+    """Hand back what nobody holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that could be had, once everything let go of has been handed back."""
+    torch.cuda.synchronize(device)
+    release()
+    return gpu_memory(device)[0]
+
+
+def _budget(settings: Settings, device: torch.device) -> int:
+    """What we may still take: the share of the whole, less what is in use, by us or by others."""
+    free, total = _free(device), torch.cuda.mem_get_info(device)[1]
+    return int(total * memory_share(settings, read_machine())) - (total - free)
+
+
+def _shown_budget(settings: Settings, device: torch.device) -> str:
+    total = memory_of(device)[1] / 1e9
+    share = memory_share(settings, read_machine())
+    return f"--gpu-memory-utilization {share} of {total:.1f} GB = {share * total:.1f} GB"

@@ -1,0 +1,166 @@
+"""From settings to an engine that is warm and verified: the phases of a start, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from blockdraft.check.selfcheck import captured, verify, without_drafter
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loaded import Models
+from blockdraft.errors import SettingsError
+from blockdraft.kernels.choice import Operation
+from blockdraft.phases import Startup
+from blockdraft.settings.settings import Settings
+from blockdraft.start.card import unused_gpu
+from blockdraft.start.fallback import with_kernels_that_compile
+from blockdraft.start.loading import open_models, read_weights, resolve_device
+from blockdraft.start.memory import fit_pages, memory_explained, release, why_no_graphs
+from blockdraft.start.stall import bound_chunk
+from blockdraft.start.warm import warm
+from blockdraft.start.width import is_ours_to_choose, settle_width
+from blockdraft.step.graphs import row_sizes
+
+
+def start_engine(settings: Settings, startup: Startup) -> Engine:
+    """Raises what loading raises, and ModelError for a model or a kernel that computes nonsense."""
+    _check_native(settings)
+    _check_gpu(settings, startup.warn)
+    with startup.phase("fetch"):
+        opened = open_models(settings, startup.note)
+    with memory_explained(settings, opened.device, is_loading=True), startup.phase("load"):
+        models = read_weights(opened, startup.note, startup.progress)
+    for notice in models.labels.notices:
+        startup.warn(notice)
+
+    def tell(operation: Operation, why: str) -> None:
+        startup.warn(_slower(operation, why))
+        startup.rewind("allocate")
+
+    with memory_explained(settings, models.device):
+        return with_kernels_that_compile(lambda: _prepared(models, settings, startup), tell)
+
+
+def plain_engine(
+    settings: Settings, note: Callable[[str], None], warn: Callable[[str], None] | None = None
+) -> Engine:
+    """The same without warm-up and checks, for one who waits for the first answer alone.
+
+    `warn` hears what a user must see; without it, `note` does.
+    """
+    tell = warn if warn is not None else lambda text: note(f"warning: {text}")
+    _check_native(settings)
+    _check_gpu(settings, tell)
+    opened = open_models(settings, note)
+    with memory_explained(settings, opened.device, is_loading=True):
+        models = read_weights(opened, note)
+    for notice in models.labels.notices:
+        note(notice)
+    with memory_explained(settings, models.device):
+        return with_kernels_that_compile(
+            lambda: _plain(models, settings, note), lambda operation, why: tell(_slower(operation, why))
+        )
+
+
+def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> Engine:
+    engine = Engine(fit_pages(models, settings, note))
+    if models.device.type == "cuda" and settings.cache_bytes != "auto":
+        warm(engine, note)  # which measuring the pages has done otherwise: what does not compile shows now
+    if why_no_graphs(engine.models, settings) is None:
+        _capture(engine, note)
+    if engine.models.acceptance and is_ours_to_choose(engine, settings):
+        settle_width(engine, engine.models.acceptance, uses_stored=True)
+        note(engine.models.plan.width_reason)
+    return engine
+
+
+def _slower(operation: Operation, why: str) -> str:
+    return (
+        f"the kernel of {operation} does not compile on this card ({why}): its reference serves, which is "
+        "slower; answers stay exact. `blockdraft doctor` says more."
+    )
+
+
+def _check_native(settings: Settings) -> None:
+    if settings.engine != "native":
+        raise SettingsError(
+            f"engine = '{settings.engine}' does not run in this process: `blockdraft serve` starts it."
+        )
+
+
+def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
+    """Nobody has asked for the CPU where "auto" means it, so a GPU that is not used has to be named."""
+    if settings.device == "auto" and resolve_device("auto") == "cpu":
+        line = unused_gpu()
+        if line is not None:
+            warn(line)
+
+
+def _prepared(models: Models, settings: Settings, startup: Startup) -> Engine:
+    with startup.phase("allocate"):
+        models = fit_pages(models, settings, startup.note)
+        engine = Engine(models)
+        startup.note(f"{engine.cache.num_bytes / 1e9:.2f} GB of cache, {models.plan.num_pages} pages")
+    reason = why_no_graphs(models, settings)
+    if reason is None:
+        with startup.phase("capture"):
+            _capture(engine, startup.note)
+    else:
+        startup.skip("capture", reason)
+    with startup.phase("warm"):
+        if models.acceptance and is_ours_to_choose(engine, settings):
+            startup.note("measuring steps of different widths")
+            settle_width(engine, models.acceptance)
+        warm(engine, startup.note)
+        _bound(engine, settings, startup)
+        if engine.models.plan.width_reason:
+            startup.note(engine.models.plan.width_reason)
+    if not settings.verify:
+        startup.skip("verify", "switched off")
+        return engine
+    with startup.phase("verify"):
+        verification = verify(engine, startup.note)
+        if not verification.keeps_drafter:
+            startup.warn(f"the drafter is not used: {verification.reason}")
+            engine.graphs = None  # they hold the engine, and with it the cache
+            del engine
+            release()  # before another cache is made
+            engine = Engine(without_drafter(models))
+            if reason is None:
+                _capture(engine, startup.note)
+            warm(engine, startup.note)
+            _bound(engine, settings, startup)
+            if engine.graphs is not None:
+                captured(engine)
+        elif _is_without_fit(engine, settings) and verification.accepted:
+            _settle_without_fit(engine, verification.accepted, startup.note)
+        found = verification.tokens_per_step
+        fit = "" if found is None else f", {found:.2f} tokens committed per step"
+        width = engine.models.plan.width_reason
+        startup.note(f"{len(verification.checks)} checks{fit}" + (f"; {width}" if width else ""))
+    return engine
+
+
+def _is_without_fit(engine: Engine, settings: Settings) -> bool:
+    """On a GPU a whole block costs little more than a plain step: what fits at all is kept at its width."""
+    is_known = bool(engine.models.acceptance) or engine.models.device.type != "cpu"
+    return not is_known and is_ours_to_choose(engine, settings)
+
+
+def _settle_without_fit(engine: Engine, accepted: tuple[float, ...], note: Callable[[str], None]) -> None:
+    """By what the built-in prompts accepted, where nobody has measured more."""
+    before = engine.models.plan.width
+    settle_width(engine, {"the built-in prompts": accepted}, stores=False)
+    if engine.models.plan.width != before:
+        warm(engine, note)
+
+
+def _bound(engine: Engine, settings: Settings, startup: Startup) -> None:
+    if settings.max_stall_ms is not None:
+        bound_chunk(engine, settings.max_stall_ms, startup.note)
+
+
+def _capture(engine: Engine, note: Callable[[str], None]) -> None:
+    plan = engine.models.plan
+    sizes, widths = row_sizes(plan.max_rows), sorted({1, plan.width})
+    engine.capture(sizes, widths)
+    note(f"{len(sizes) * len(widths)} graphs: 1 to {plan.max_rows} rows of width {widths}")

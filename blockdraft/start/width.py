@@ -1,0 +1,242 @@
+"""How many tokens to verify per step: what a width costs on this machine against what it commits.
+
+How often drafts are accepted is known, by category of prompts (fit.json), and taken with caution. What a
+step costs is measured: plain and speculative steps of one row, in turns, and the fastest of each, as noise
+only ever adds. The width is the one with the best mean speed-up of those at which no category is slower than
+plain decoding. Where there is none it is 1: requests then decode plainly unless they ask for drafts.
+
+On a CPU that goes for one request alone, and for its first steps: then its own drafts decide (pace.py). Two
+already keep it busy: with four, verifying four tokens of each costs nearly four plain steps. So while several
+decode, they do so plainly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from blockdraft import __version__
+from blockdraft.cache.rows import RowSampling
+from blockdraft.checkpoints.draft_fit import Acceptance
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.info import fingerprint
+from blockdraft.engine.pace import Pace
+from blockdraft.engine.twin import max_tokens, twin
+from blockdraft.machine.machine import read_machine
+from blockdraft.settings.settings import Settings, cache_dir
+from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.drafter import NoDrafter
+from blockdraft.step.graphs import Reading, pack
+
+WIDTHS = (2, 3, 4, 6, 8, 12, 16)
+MIN_SPEEDUP = 1.03  # of the worst category: measuring twice differs by as much
+# A user's prompts are not those of the fit, so each draft is taken to be accepted this much less often: short
+# questions were at 0.88x with the width that suits the fit's, 6, and at 1.09x with this one's, 3.
+CAUTION = 0.75
+AS_GOOD = 0.98  # of the best mean speed-up: the narrowest of these costs least when many rows share a step
+CONTEXT = 256  # tokens before the block: a usual prompt
+MIN_ROUNDS, MAX_ROUNDS = 3, 8  # the first is cold
+MAX_SECONDS = 1.0  # no further round than the third is begun after this
+STEADY = 1.25  # of two times that are alike
+SLACK, FIRST_SLACK = 1.1, 1.3  # how far speed has to fall before no wider step is tried
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of one step of one row."""
+
+    plain_s: float
+    by_width: Mapping[int, float]  # drafting, verifying and absorbing
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A width, 1 for plain decoding, and why it is this one."""
+
+    width: int
+    reason: str
+
+
+TOO_BUSY = Choice(1, "width 1: the machine was too busy to measure what drafts cost; --width asks for them")
+
+
+def committed(shares: tuple[float, ...], width: int) -> float:
+    """Mean tokens per step, the target's own included."""
+    return 1 + sum(shares[: width - 1])
+
+
+def speedups(acceptance: Acceptance, costs: Costs, width: int) -> dict[str, float]:
+    """By category, against plain decoding."""
+    ratio = costs.by_width[width] / costs.plain_s
+    return {category: committed(shares, width) / ratio for category, shares in acceptance.items()}
+
+
+def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTION) -> Choice:
+    """The width with the best mean speed-up that slows no category down, or 1."""
+    expected = {
+        category: tuple(share * caution ** (place + 1) for place, share in enumerate(shares))
+        for category, shares in acceptance.items()
+    }
+    gains = {width: speedups(expected, costs, width) for width in costs.by_width}
+    mean = {width: fmean(found.values()) for width, found in gains.items()}
+    safe = [width for width, found in gains.items() if min(found.values()) >= MIN_SPEEDUP]
+    best = max(safe or gains, key=lambda width: mean[width])
+    width = min((one for one in safe if mean[one] >= AS_GOOD * mean[best]), default=best)
+    worst = min(gains[width], key=lambda category: gains[width][category])
+    found = (
+        f"a step of {width} costs {costs.by_width[width] / costs.plain_s:.2f} plain ones, for "
+        f"{mean[width]:.2f} times the speed in the mean and {gains[width][worst]:.2f} times for {worst}, "
+        "carefully estimated"
+    )
+    if not safe:
+        return Choice(1, f"width 1: no draft pays on this machine; at best {found}")
+    return Choice(width, f"width {width}: {found}")
+
+
+def is_ours_to_choose(engine: Engine, settings: Settings) -> bool:
+    """Not where a width was asked for, and not where drafts are random or their acceptance is drawn."""
+    labels = engine.models.labels
+    is_real = not labels.is_dummy and labels.synthetic_acceptance is None
+    return settings.width == "auto" and engine.models.draft_config is not None and is_real
+
+
+def settle_width(
+    engine: Engine, acceptance: Acceptance, *, uses_stored: bool = False, stores: bool = True
+) -> None:
+    """Give an idle engine the width that pays. `uses_stored`: what was measured before on this machine."""
+    file = cache_dir() / "widths" / f"{_key(engine, acceptance)}.json"
+    costs = _stored(file) if uses_stored else None
+    if costs is None:
+        costs = measure_costs(engine, acceptance)
+        if costs is not None and stores:
+            _store(file, costs)
+    if costs is None and engine.models.device.type != "cpu":
+        return  # there a whole block costs little more than one token: it stays
+    choice = TOO_BUSY if costs is None else choose_width(acceptance, costs)
+    if engine.models.device.type == "cpu":
+        engine.scheduler.max_drafting_rows = 1
+        if costs is not None and choice.width > 1:
+            engine.scheduler.pace = Pace(choice.width, {1: costs.plain_s, **costs.by_width})
+            choice = replace(choice, reason=f"{choice.reason}; then by how a request's own drafts fare")
+    plan = replace(engine.models.plan, width=choice.width, width_reason=choice.reason)
+    engine.models = replace(engine.models, plan=plan)
+
+
+# ---- measuring
+
+
+def measure_costs(
+    engine: Engine, acceptance: Acceptance, clock: Callable[[], float] = time.perf_counter
+) -> Costs | None:
+    """Of plain steps, and of each width that can still be the best; None: no two times of a step are alike.
+
+    The engine, which is idle, stays as it was. Where steps are captured, the planned width alone is measured:
+    others would run kernel by kernel.
+    """
+    plan, begun_s = engine.models.plan, clock()
+    widths = sorted({width for width in (*WIDTHS, plan.block) if width <= plan.block})
+    plain = twin(engine, NoDrafter())
+    if engine.graphs is not None:
+        widths, plain = [plan.width], engine  # its step of width 1 absorbs too, which is little
+    times: dict[int, list[float]] = {width: [] for width in (1, *widths)}
+    pages = engine.scheduler.pages
+    held = pages.allocate(-(-(_context(engine) + plan.block) // pages.page_size))
+    try:
+        for number in range(MAX_ROUNDS):
+            is_late = clock() - begun_s > MAX_SECONDS
+            if number >= MIN_ROUNDS and (is_late or _is_steady(times)):
+                break
+            for width in list(times):
+                times[width].append(_step_s(plain if width == 1 else engine, width, held, clock))
+                if _is_past_the_best(acceptance, times, width, slack=FIRST_SLACK if number == 0 else SLACK):
+                    times = {one: taken for one, taken in times.items() if one <= width}
+                    break
+    finally:
+        pages.release(held)
+    return _costs(times) if _is_steady(times) else None
+
+
+def _costs(times: Mapping[int, list[float]]) -> Costs:
+    return Costs(min(times[1]), {width: min(taken) for width, taken in times.items() if width > 1 and taken})
+
+
+def _is_steady(times: Mapping[int, list[float]]) -> bool:
+    """Whether the two fastest of each are alike: one alone may be chance."""
+    pairs = [sorted(taken)[:2] for taken in times.values()]
+    return all(len(pair) == 2 and pair[1] <= STEADY * pair[0] for pair in pairs)
+
+
+def _is_past_the_best(
+    acceptance: Acceptance, times: Mapping[int, list[float]], width: int, *, slack: float
+) -> bool:
+    """Whether wider steps can only be worse: speed rises with the width, then falls, as it has here."""
+    if width == 1:
+        return False
+    costs = _costs(times)
+    mean = {one: fmean(speedups(acceptance, costs, one).values()) for one in costs.by_width if one <= width}
+    return slack * mean[width] < max(mean.values())
+
+
+def _step_s(engine: Engine, width: int, pages: list[int], clock: Callable[[], float]) -> float:
+    """One step behind a context that nobody has computed: what it holds costs no time."""
+    context = _context(engine)
+    engine.rows.place(0, [0] * (context + 1), context, RowSampling())
+    engine.rows.set_pages([(0, 0, pages)])
+    engine.rows.activate([0])
+    graph = None if engine.graphs is None else engine.graphs.find(1, width)
+    engine.wait()
+    begun_s = clock()
+    Reading(pack(engine.decode(width)) if graph is None else graph.replay()).token_ids()
+    return clock() - begun_s
+
+
+def _context(engine: Engine) -> int:
+    return max(1, min(CONTEXT, max_tokens(engine) - 1))
+
+
+# ---- remembering, for starts that should take no longer than they must
+
+
+def _key(engine: Engine, acceptance: Acceptance) -> str:
+    """Whatever a measurement depends on: the machine and its threads, both models as they are loaded."""
+    models, machine = engine.models, read_machine()
+    assert isinstance(models.drafter, DFlashDrafter)
+    facts = [
+        [machine.cpu.name, machine.cpu.num_cores, *(gpu.name for gpu in machine.gpus)],
+        [__version__, torch.__version__, torch.get_num_threads()],
+        [fingerprint(models.target), fingerprint(models.drafter.model)],  # dtypes and packing included
+        [str(models.device), models.plan.page_size, models.plan.block],
+        dict(acceptance),
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _stored(file: Path) -> Costs | None:
+    """None: nothing of use is there."""
+    try:
+        raw = json.loads(file.read_text())
+        costs = Costs(
+            float(raw["plain_s"]), {int(key): float(value) for key, value in raw["by_width"].items()}
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    is_sound = costs.by_width and min(costs.plain_s, *costs.by_width.values()) > 0
+    return costs if is_sound else None
+
+
+def _store(file: Path, costs: Costs) -> None:
+    """As a whole or not at all; where the folder cannot be written, the next start measures again."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        own = file.with_suffix(f".{os.getpid()}")
+        own.write_text(json.dumps({"plain_s": costs.plain_s, "by_width": dict(costs.by_width)}))
+        own.replace(file)

@@ -1,0 +1,43 @@
+"""One decoding step: draft, verify, commit. Read this first; everything else exists to keep it this short.
+
+Three facts carry it. Length is the commit: cache slots at or past `length` are scratch, so nothing is ever
+rolled back. Noise is keyed by (seed, position): every emitted token is the target's own sample, whatever
+was drafted. And plain decoding is this same function at width 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.cache import Cache
+from blockdraft.cache.rows import Rows
+from blockdraft.models.decoder import Decoder
+from blockdraft.step.drafter import Drafter
+from blockdraft.step.verify import Verdict, verify
+
+
+@torch.inference_mode()
+def decode_step(
+    *,
+    target: Decoder,
+    drafter: Drafter,
+    cache: Cache,
+    rows: Rows,
+    width: int,
+    num_logprobs: int | None = None,
+    rates: Tensor | None = None,
+) -> Verdict:
+    """Draft a block for every active row, verify it in one target forward, commit what matched.
+
+    Fixed shapes and no word to the host: on a GPU this whole function is one graph per (rows, width).
+    """
+    view = cache.view(rows, width)  # positions length .. length + width - 1
+    block = drafter.draft(rows, cache, view, width)  # [R, B] the anchor, then width - 1 proposals
+    hidden, features = target(block.flatten(), view)  # writes scratch slots and tapes
+    logits = target.logits(hidden).view(*block.shape, -1)
+    verdict = verify(logits, block, rows, view.starts, num_logprobs=num_logprobs, rates=rates)
+    drafter.absorb(features, view)  # unmasked: rejected positions are scratch
+    cache.commit(rows, view.starts, verdict.num_committed)  # folds the tapes; keys and values stay
+    rows.advance(block, verdict.token_ids, verdict.num_committed)
+    return verdict

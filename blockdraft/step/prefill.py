@@ -1,0 +1,42 @@
+"""One prefill step: chunks of known tokens enter the cache. It never samples.
+
+A sequence is prefilled up to, but not including, its last known token: that one is the first anchor, so
+every emitted token comes out of decode_step, and a preempted sequence resumes exactly like a new one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.cache import Cache
+from blockdraft.cache.rows import Rows
+from blockdraft.models.decoder import Decoder
+from blockdraft.step.drafter import Drafter
+from blockdraft.step.verify import LOGIT_SLICE, Logprobs, joined, measure
+
+
+@torch.inference_mode()
+def prefill_step(
+    *,
+    target: Decoder,
+    drafter: Drafter,
+    cache: Cache,
+    rows: Rows,
+    token_ids: Tensor,
+    counts: tuple[int, ...],
+) -> Tensor:
+    """Run token_ids [N], `counts[r]` of them for each active row. Returns hidden states [N, E]."""
+    view = cache.view(rows, counts, is_known=True)  # nothing to verify: written is committed
+    hidden: Tensor
+    hidden, features = target(token_ids, view)
+    drafter.absorb(features, view)
+    rows.extend(counts)
+    return hidden
+
+
+@torch.inference_mode()
+def prompt_logprobs(target: Decoder, hidden: Tensor, next_ids: Tensor, num_top: int) -> Logprobs:
+    """How likely each next token was: hidden [N, E] and next_ids [N], in slices of LOGIT_SLICE."""
+    slices = zip(torch.split(hidden, LOGIT_SLICE), torch.split(next_ids, LOGIT_SLICE), strict=True)
+    return joined([measure(target.logits(part), ids, num_top) for part, ids in slices])

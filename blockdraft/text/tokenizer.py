@@ -1,0 +1,248 @@
+"""Text to token ids and back, and chat messages to a prompt.
+
+A conversation comes from anyone on the network: messages are rebuilt from plain JSON values before the
+chat template (text/template.py) sees them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import jinja2
+
+from blockdraft.checkpoints.checkpoint import TokenizerParts
+from blockdraft.errors import RequestError
+from blockdraft.text.template import compile_template, run_template
+
+REPLACEMENT = "\ufffd"  # what stands for bytes that are not UTF-8
+
+
+_RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
+_CONTINUE_TAG = "\ue000continue here\ue000"
+
+
+class Tokenizer:
+    """One checkpoint's tokenizer and chat template. Safe to share between threads.
+
+    Takes over `parts.tokenizer`: truncation and padding stored in it are switched off.
+    """
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._tokenizer = parts.tokenizer
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._chat_template = parts.chat_template
+        names = {"bos_token": parts.bos_token, "eos_token": parts.eos_token}
+        self._token_names = {name: token for name, token in names.items() if token is not None}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.eos_ids = parts.eos_ids or self._ids_of(parts.eos_token)
+        # Entries, added tokens included; a model's embedding is often padded past it.
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._byte_ids = self._find_byte_ids()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Special tokens spelled out in `text` become their ids. RequestError if not Unicode."""
+        _check_unicode(text)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; ids outside the vocabulary have none.
+
+        As `tokenizers` does it, but for one case: in a run of byte tokens (`<0xE2>`) that is not
+        valid UTF-8, only the bytes at fault become U+FFFD, as in SentencePiece, and not the whole
+        run. A later byte can then never take back a character that was already streamed.
+        """
+        try:
+            if self._byte_ids.keys().isdisjoint(ids):
+                return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self._decode_with_bytes(ids, skip_special_tokens)
+        except OverflowError:
+            raise RequestError(
+                f"a token id is outside the vocabulary (0 to {self.vocab_size - 1}): "
+                "send ids of this model's tokenizer."
+            ) from None
+
+    def shows(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether `decode` looks at this id at all."""
+        if skip_special_tokens and token_id in self.special_ids:
+            return False
+        return bool(self._tokenizer.id_to_token(token_id))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: object,
+    ) -> str:
+        """The prompt the chat template makes of `messages`.
+
+        With `continue_final_message` the prompt ends inside the last message, so that the model
+        goes on writing it; this takes the place of the generation prompt. RequestError: the
+        messages, or the template on these messages, are at fault. ModelError: the template is.
+        """
+        chat = [_check_message(message) for message in messages]
+        if not chat:
+            raise RequestError("the conversation is empty: send at least one message.")
+        if wrong := _RESERVED & template_kwargs.keys():
+            raise RequestError(f"the chat template sets {sorted(wrong)} itself: leave it out.")
+        if continue_final_message:
+            chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}{_CONTINUE_TAG} "}
+        variables = {
+            "tools": None,
+            "documents": None,
+            **{name: _plain(value) for name, value in template_kwargs.items()},
+            **self._token_names,
+            "messages": chat,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        text = run_template(self._template, variables)
+        if continue_final_message:
+            text = _cut_at_tag(text)
+        _check_unicode(text)
+        return text
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: object,
+    ) -> list[int]:
+        """`render`, as ids. The template writes its own special tokens, so none are added."""
+        text = self.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **template_kwargs,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        if self._chat_template is None:
+            raise RequestError(
+                "this model has no chat template: use generate or /v1/completions with a plain "
+                "prompt, or serve a model that has one (its name often ends in -Instruct or -it)."
+            )
+        return compile_template(self._chat_template)
+
+    def _ids_of(self, token: str | None) -> tuple[int, ...]:
+        token_id = None if token is None else self._tokenizer.token_to_id(token)
+        return () if token_id is None else (token_id,)
+
+    def _find_byte_ids(self) -> dict[int, int]:
+        """id → byte, for tokenizers that spell unknown characters as <0xNN> tokens."""
+        decoder = self._tokenizer.decoder
+        if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
+            return {}
+        ids = {self._tokenizer.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+        return {token_id: byte for token_id, byte in ids.items() if token_id is not None}
+
+    def _decode_with_bytes(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        shown = [i for i in ids if self.shows(i, skip_special_tokens)]
+        tokens = [self._tokenizer.id_to_token(i) or "" for i in shown]
+        for at in _broken_bytes([self._byte_ids.get(i) for i in shown]):
+            tokens[at] = REPLACEMENT
+        return str(self._tokenizer.decoder.decode(tokens))
+
+
+def _broken_bytes(values: Sequence[int | None]) -> Iterator[int]:
+    """Where a byte is no part of a whole UTF-8 character; None stands for any other token."""
+    at = 0
+    while at < len(values):
+        lead = values[at]
+        size = 1 if lead is None or lead < 0xC0 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+        is_whole = lead is None or _is_utf8(values[at : at + size])
+        if not is_whole:
+            yield at
+        at += size if is_whole else 1
+
+
+def _is_utf8(values: Sequence[int | None]) -> bool:
+    """A character with a byte missing is not; that is why None can simply be left out."""
+    try:
+        bytes(byte for byte in values if byte is not None).decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise RequestError(
+            f"the text is not valid Unicode (unpaired surrogate U+{ord(text[e.start]):04X} at "
+            f"character {e.start}): send whole characters; in JSON an emoji is two \\u escapes."
+        ) from None
+
+
+def _check_message(message: object) -> dict[str, object]:
+    """A copy of one message with its text as one string; keys such as tool_calls are kept."""
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            f"a message is {type(message).__name__}, not an object: send "
+            '{"role": "user", "content": "..."}.'
+        )
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"a message has the role {role!r}: use 'system', 'user' or 'assistant'.")
+    plain = {str(key): _plain(value) for key, value in message.items()}
+    return {**plain, "content": _text_of(plain.get("content"), bool(plain.get("tool_calls")))}
+
+
+def _text_of(content: object, may_be_empty: bool) -> str:
+    """Text parts are joined by a newline, as in vLLM. Only tool calls may come without text."""
+    if isinstance(content, str):
+        return content
+    if content is None and may_be_empty:
+        return ""
+    if not isinstance(content, list):
+        raise RequestError(
+            f"a message's content is {type(content).__name__}: send a string, or a list of "
+            '{"type": "text", "text": "..."} parts.'
+        )
+    return "\n".join(_text_of_part(part) for part in content)
+
+
+def _text_of_part(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text":
+        raise RequestError(
+            f"a message has a part of type {kind!r}, but only text is supported, whatever the model itself "
+            'can do: this engine is text only. Send {"type": "text", "text": "..."} parts.'
+        )
+    text = part.get("text") if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        raise RequestError(f"a text part holds {type(text).__name__}: its 'text' must be a string.")
+    return text
+
+
+def _plain(value: object) -> object:
+    """A copy made of JSON types only: the sandbox does not know other objects' methods."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise RequestError(f"a {type(value).__name__} was sent to the chat template: send JSON values only.")
+
+
+def _cut_at_tag(text: str) -> str:
+    at = text.rfind(_CONTINUE_TAG)
+    if at < 0:
+        raise RequestError(
+            "the chat template leaves out the end of the final message, so it cannot be continued: "
+            "set continue_final_message to false."
+        )
+    # A template that strips its messages has eaten the space behind the tag.
+    end = at + len(_CONTINUE_TAG)
+    return text[:at] if text[end : end + 1] == " " else text[:at].rstrip()

@@ -1,0 +1,250 @@
+"""The checks of single operations: each new fault is found, under its own name and under no other."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():  # before anything imports Triton, which other tests interpret
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from blockdraft.cache.recurrent import RecurrentStates
+from blockdraft.cache.rows import Rows
+from blockdraft.check import kernelcheck, kernelcheck_layers
+from blockdraft.check.comparison import Comparison, Numbers
+from blockdraft.check.kernelcheck import check_kernels
+from blockdraft.kernels import linear
+from blockdraft.kernels.attention import Blocks
+from blockdraft.kernels.choice import takes_reference, use
+from blockdraft.models.layers import Linear
+from blockdraft.models.moe import Experts
+from tests import tiny
+from tests.check.test_selfcheck import family_engine
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """Gated attention, gated delta layers, and experts with a shared one beside them."""
+    return family_engine("qwen3_next-whole", tmp_path_factory.mktemp("model"), width=4)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """With a drafter."""
+    return tiny.engine(dtype="float32")
+
+
+def failed(engine):
+    return {finding.operation: finding.where for finding in check_kernels(engine) if not finding.is_passed}
+
+
+def wrong(monkeypatch, owner, name, change):
+    """`owner.name` gives change(result, arguments) wherever the reference was not asked for."""
+    right = getattr(owner, name)
+
+    def call(*arguments, **options):
+        result = right(*arguments, **options)
+        return result if takes_reference() else change(result, *arguments, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def slightly(result, *arguments, **options):
+    return result * 1.001
+
+
+def test_a_right_engine_has_every_operation_checked(engine, plain):
+    found = [finding.operation for finding in check_kernels(engine)]
+    assert set(found) == set(kernelcheck._OPERATIONS) - {"packed product"}
+    assert failed(engine) == {}
+    assert failed(plain) == {}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_other_dtypes_pass(dtype, tmp_path):
+    assert failed(family_engine("qwen3_next-whole", tmp_path, width=4, dtype=dtype)) == {}
+
+
+@pytest.mark.parametrize("name", ["gpt_oss-whole", "gemma4-mixture"])
+def test_every_kind_of_mixture_is_checked(name, tmp_path):
+    engine = family_engine(name, tmp_path, width=4)
+    assert {"routing", "experts"} <= {finding.operation for finding in check_kernels(engine)}
+
+
+def test_a_product_that_forgets_the_stream(engine, monkeypatch):
+    right = linear.linear
+    monkeypatch.setattr(linear, "linear", lambda x, weight, bias=None, *, onto=None: right(x, weight, bias))
+    assert "onto the stream" in failed(engine)["linear"]
+
+
+def test_a_gated_product(engine, monkeypatch):
+    wrong(monkeypatch, Linear, "gated", slightly)
+    assert list(failed(engine)) == ["gated product", "experts"], "a shared expert has one too"
+
+
+def test_queries_that_enter_wrongly(engine, monkeypatch):
+    wrong(monkeypatch, kernelcheck_layers, "enter", slightly)
+    assert "queries" in failed(engine)["heads"]
+
+
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_a_write_beside_the_slots(engine, name, monkeypatch):
+    def spill(result, *arguments, slots, **options):
+        free = sorted(set(range(slots.keys.shape[1])) - set(slots.place.tolist()))[0]
+        getattr(slots, name)[-1, free, -1] += 1
+        return result
+
+    wrong(monkeypatch, kernelcheck_layers, "enter", spill)
+    assert name in failed(engine)["heads"]
+
+
+def test_a_context_that_is_written_elsewhere(plain, monkeypatch):
+    def move(result, *arguments, slots, **options):
+        slots.keys.copy_(slots.keys.roll(1, dims=1))
+
+    wrong(monkeypatch, kernelcheck_layers, "enter_context", move)
+    assert "context" in failed(plain)["heads"]
+
+
+def test_heads_that_are_opened_wrongly(engine, monkeypatch):
+    wrong(monkeypatch, kernelcheck_layers, "open_heads", slightly)
+    assert list(failed(engine)) == ["heads' gates"]
+
+
+def test_the_norm_behind_a_delta_layer(engine, monkeypatch):
+    wrong(monkeypatch, kernelcheck_layers, "gated_norm", slightly)
+    assert "norm" in failed(engine)["gated delta layer"]
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_commit_of_the_wrong_number_of_tokens(engine, shift, monkeypatch):
+    right = RecurrentStates.commit
+
+    def commit(self, rows, starts, counts):
+        right(self, rows, starts, (counts + shift).clamp(min=0, max=4))
+
+    monkeypatch.setattr(RecurrentStates, "commit", commit)
+    assert list(failed(engine)) == ["gated delta layer"]
+
+
+def test_a_commit_into_the_states_of_another_layer(engine, monkeypatch):
+    right = RecurrentStates.commit
+
+    def commit(self, rows, starts, counts):
+        right(self, rows, starts, counts)
+        self.state.copy_(self.state.flip(0))
+
+    monkeypatch.setattr(RecurrentStates, "commit", commit)
+    assert "state" in failed(engine)["gated delta layer"]
+
+
+def test_a_block_that_starts_from_nothing(engine, monkeypatch):
+    right = RecurrentStates.scan
+
+    def scan(self, layer, x, beta, gate, weights, where):
+        return right(self, layer, x, beta, gate, weights, where._replace(starts=where.starts * 0))
+
+    monkeypatch.setattr(RecurrentStates, "scan", scan)
+    assert "reads" in failed(engine)["gated delta layer"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda choice: choice._replace(weights=choice.weights * 1.001),
+        lambda choice: choice._replace(ids=(choice.ids + 1) % 6),
+        lambda choice: choice._replace(ids=choice.ids[:, :1].expand_as(choice.ids)),
+    ],
+    ids=["weights", "experts", "one expert twice"],
+)
+def test_a_wrong_route(engine, change, monkeypatch):
+    wrong(monkeypatch, kernelcheck_layers, "route", lambda choice, *_: change(choice))
+    assert list(failed(engine)) == ["routing"]
+
+
+def test_experts_that_are_a_little_off(engine, monkeypatch):
+    wrong(monkeypatch, Experts, "forward", slightly)
+    assert "experts" in failed(engine)
+
+
+@pytest.mark.parametrize("forgotten", ["shared", "onto"])
+def test_experts_that_forget_what_is_added(engine, forgotten, monkeypatch):
+    right = Experts.forward
+
+    def forward(self, x, choice, shared=None, onto=None):
+        added = {"shared": shared, "onto": onto} | {forgotten: None}
+        return right(self, x, choice, **added)
+
+    monkeypatch.setattr(Experts, "forward", forward)
+    assert "onto the stream" in failed(engine)["experts"]
+
+
+@pytest.mark.parametrize("name", ["positions", "write_slots"])
+def test_tokens_in_the_wrong_place(engine, name, monkeypatch):
+    right = getattr(Blocks, name).fget
+    rolled = type("Rolled", (Blocks,), {name: property(lambda blocks: right(blocks).roll(1))})
+    monkeypatch.setattr(kernelcheck_layers, "Blocks", rolled)  # not in attention: it would read out of reach
+    assert list(failed(engine)) == ["places"]
+
+
+@pytest.mark.parametrize("row", range(len(kernelcheck_layers.RULES)))
+def test_a_wrong_sample_of_any_rule(engine, row, monkeypatch):
+    def change(ids, *_):
+        ids[row, 1] = (ids[row, 1] + 1) % 96
+        return ids
+
+    wrong(monkeypatch, kernelcheck_layers, "choose", change)
+    assert list(failed(engine)) == ["sampling"]
+
+
+def test_ids_out_of_range_are_wrong_samples(engine, monkeypatch):
+    wrong(monkeypatch, kernelcheck_layers, "choose", lambda ids, *_: torch.full_like(ids, 10**6))
+    assert list(failed(engine)) == ["sampling"]
+
+
+def test_samples_as_good_as_equal_pass_and_others_do_not():
+    numbers = Numbers(tiny.engine(dtype="float32"))
+    rows = kernelcheck_layers._placed(9, numbers)
+    starts, recent = rows.length[rows.active], torch.zeros(len(rows.active), 1, dtype=torch.int64)
+    logits = torch.zeros(len(rows.active), 1, 9, dtype=torch.float64) - 20
+    logits[..., 3], logits[..., 5] = 5.0, 5.0 - 5e-5
+    batch = rows.sampling()
+    greedy = kernelcheck_layers._nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
+    assert greedy.tolist() == [5]
+    logits[..., 5] -= 1e-3
+    greedy = kernelcheck_layers._nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
+    assert greedy.tolist() == [3]
+
+
+def test_a_wrong_count(engine, monkeypatch):
+    wrong(monkeypatch, kernelcheck_layers, "count_accepted", lambda counts, *_: counts.clamp(max=3))
+    assert list(failed(engine)) == ["acceptance"]
+
+
+@pytest.mark.parametrize("name", ["length", "anchor", "_output_counts"])
+def test_rows_that_advance_wrongly(engine, name, monkeypatch):
+    def change(_, rows, *step):
+        getattr(rows, name)[1] += 1
+
+    wrong(monkeypatch, Rows, "advance", change)
+    assert list(failed(engine)) == ["acceptance"]
+
+
+def test_whole_numbers_have_no_tolerance():
+    got = torch.tensor([1, 2, 3, 4])
+    finding = kernelcheck._measure("places", Comparison("here", got, torch.tensor([1, 2, 3, 5])))
+    assert (finding.error, finding.tolerance, finding.is_passed) == (0.25, 0.0, False)
+
+
+def test_what_is_not_a_number_fails():
+    got, expected = torch.tensor([1.0, float("nan")]), torch.ones(2, dtype=torch.float64)
+    assert not kernelcheck._measure("norm", Comparison("here", got, expected)).is_passed
+
+
+def test_the_kernels_of_a_gpu_pass(plain):
+    """Interpreted where there is none."""
+    if torch.cuda.is_available():
+        pytest.skip("the card's own run is the check itself")
+    pytest.importorskip("triton")
+    with use("triton"):
+        assert failed(plain) == {}

@@ -1,0 +1,302 @@
+"""The check of layers: sound models pass in every dtype, and each fault is refused in every dtype."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blockdraft.check.layercheck import LayerError, Part, check_layers
+from blockdraft.check.pieces import pieces_for
+from blockdraft.check.selfcheck import verify
+from blockdraft.checkpoints.weights import QUANTISERS, slots_of
+from blockdraft.doctor.shapes import SHAPES
+from blockdraft.engine.engine import Engine
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
+from tests import tiny
+from tests.faults import FAULTS, engine, prompt, worst
+from tests.lossless.families import NAMES
+
+DTYPES = ["float32", "bfloat16", "float16"]
+ROOM = 0.6  # of the bound: what a sound model may use of it here, so that it has room elsewhere
+
+
+# ---- what passes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["pair", "int8", "fp8", *NAMES])
+def test_sound_models_pass(name, dtype):
+    found = worst(engine(name, dtype))
+    assert found.off < ROOM, found
+
+
+def test_an_exact_model_is_exact():
+    assert worst(engine("qwen3_next-whole", "float64")).off < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [
+        ("float32", "none"),
+        ("bfloat16", "none"),
+        pytest.param("float16", "none", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "fp8", marks=pytest.mark.slow),
+        pytest.param("float32", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_the_shipped_pair_passes(dtype, quantization):
+    found = worst(shipped(dtype, quantization))
+    assert found.off < ROOM, found
+
+
+def shipped(dtype, quantization, device="cpu"):
+    """The default model with its drafter. Its file is quantised: to be stored otherwise, it is unpacked."""
+    settings = Settings(
+        model="default", dtype=dtype, device=device, quantization="none", max_context=400, width=16
+    )
+    models = load_models(settings, lambda text: None)
+    quantise = QUANTISERS.get(quantization)
+    for slot in slots_of(models.target, {}) if quantise else ():
+        if slot.may_be_quantised and slot.module is not models.target.head:
+            weight = getattr(slot.module, slot.attribute)
+            del slot.module._parameters[slot.attribute]
+            setattr(slot.module, slot.attribute, quantise(weight.data))
+    return Engine(models)
+
+
+def dummy(shape, dtype, folder, device="cpu"):
+    """One of the doctor's shapes with random weights, target and drafter."""
+    settings = {"dtype": dtype, "device": device, "load_format": "dummy", "quantization": shape.quantization}
+    for name, config in (("model", shape.target), ("draft", shape.draft)):
+        settings[name] = "none"
+        if config is not None:
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text(json.dumps(config))
+            settings[name] = str(folder / name)
+    limits = {"max_context": 600, "max_rows": 4, "width": 8, "cache_bytes": 64 << 20}
+    return Engine(load_models(Settings(**settings, **limits), lambda text: None))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_random_weights_of_real_shapes_pass(shape, dtype, tmp_path):
+    found = worst(dummy(shape, dtype, tmp_path))
+    assert found.off < ROOM, found
+
+
+def massive(dtype, device="cpu"):
+    """One token far larger than the others, as position 0 of real checkpoints is, and channels that are."""
+    sound = engine("pair", dtype, device)
+    target = copy.deepcopy(sound.models.target)
+    with torch.no_grad():
+        target.embedding.weight[prompt(sound)(1)[0], 3] = 2000
+        target.layers[1].mlp.down.weight[7] *= 100
+    return Engine(replace(sound.models, target=target))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_massive_activations_pass(dtype):
+    found = worst(massive(dtype))
+    assert found.off < ROOM, found
+
+
+@pytest.mark.parametrize("name", ["mask off by one", "a stale page", "two tokens swapped in a piece"])
+def test_massive_activations_hide_no_fault(name, monkeypatch):
+    one = massive("bfloat16")
+    FAULTS[name][1](monkeypatch)
+    assert not worst(one).is_passed
+
+
+@pytest.mark.parametrize("is_anchored", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_drafters_with_windows_pass(is_anchored, is_causal):
+    sound = engine("pair", "float32")
+    drafter = copy.copy(sound.models.drafter)
+    drafter.model = copy.deepcopy(drafter.model)
+    for layer in drafter.model.layers:
+        layer.mask = replace(layer.mask, window=9, is_anchored=is_anchored, is_causal=is_causal)
+    assert worst(Engine(replace(sound.models, drafter=drafter))).off < ROOM
+
+
+# ---- what does not
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_refused(name, dtype, monkeypatch):
+    which, inject = FAULTS[name]
+    one = engine(which, dtype)
+    inject(monkeypatch)
+    found = worst(one)
+    assert not found.is_passed, found
+
+
+def damaged(damage, name="pair", dtype="float32"):
+    sound = engine(name, dtype)
+    target = copy.deepcopy(sound.models.target)
+    with torch.no_grad():
+        damage(target)
+    return Engine(replace(sound.models, target=target))
+
+
+def refused(one):
+    with pytest.raises(LayerError) as error:
+        worst(one)
+    return error.value.part, error.value.why
+
+
+def test_an_overflow_inside_a_layer_is_named():
+    def damage(target):
+        target.layers[2].mlp.gate_up.weight *= 3000
+        target.layers[2].mlp.down.weight *= 1e-7
+
+    assert refused(damaged(damage, dtype="float16")) == ("layer 2", "overflow")
+    assert worst(damaged(damage, dtype="bfloat16")).is_passed
+
+
+def test_an_overflow_of_the_stream_is_named():
+    def damage(target):
+        target.embedding.weight[prompt(engine("pair", "float16"))(2)[1]] = torch.inf
+
+    assert refused(damaged(damage, dtype="float16")) == ("the embedding", "overflow")
+
+
+def test_a_head_of_zeros_is_flat():
+    assert refused(damaged(lambda target: target.norm.weight.zero_())) == ("the head", "flat")
+
+
+def test_a_router_of_zeros_is_unsure():
+    def damage(target):
+        target.layers[1].mlp.router.weight.zero_()
+
+    assert refused(damaged(damage, name="qwen3_next-whole")) == ("layer 1", "unsure")
+
+
+def test_a_dtype_that_loses_most_tokens_is_too_coarse_and_one_token_is_not():
+    def part(*inside):
+        return Part(
+            "layer 7", torch.ones(3, 2), torch.ones(3), torch.tensor(inside), [torch.zeros(3)], ["here"]
+        )
+
+    assert part(0.1, 0.2, 9.0).finding().inside == 9
+    assert part(0.1, 0.6, 0.7).why_not() == "coarse"
+    assert part(0.1, 0.2, torch.inf).why_not() == "overflow"
+
+
+def test_a_drafter_that_overflows_is_left_out():
+    sound = engine("pair", "float16")
+    drafter = copy.copy(sound.models.drafter)
+    drafter.model = copy.deepcopy(drafter.model)
+    with torch.no_grad():
+        drafter.model.layers[1].mlp.gate_up.weight *= 3000
+    one = Engine(replace(sound.models, drafter=drafter))
+    parts = [finding.part for finding in check_layers(one, prompt(one))]
+    assert "layer 0 of the drafter" in parts
+    assert "layer 1 of the drafter" not in parts
+    assert "the head" in parts
+    assert not verify(one, lambda text: None).keeps_drafter
+
+
+def test_the_engine_is_left_as_it_was():
+    one = engine("qwen3_next-whole", "float32")
+    pages = one.scheduler.pages
+    worst(one)
+    assert pages.num_free == pages.num_pages
+    assert not one.models.target.layers[0].mlp._forward_pre_hooks
+    with pytest.raises(ZeroDivisionError):
+        check_layers(one, lambda count: [1 // 0])
+    assert pages.num_free == pages.num_pages
+
+
+# ---- pieces
+
+
+def planned(name="pair", device="cuda", **plan):
+    sound = engine(name, "float32")
+    models = replace(sound.models, device=torch.device(device), plan=replace(sound.models.plan, **plan))
+    return Engine(replace(models, device=torch.device("cpu"))), models
+
+
+def pieces(name="pair", device="cuda", **plan):
+    one, models = planned(name, device, **plan)
+    one.models = models
+    return pieces_for(one)
+
+
+def test_on_a_card_every_size_with_code_of_its_own_is_there():
+    known = [sum(piece.counts) for piece in pieces(width=16) if piece.is_known]
+    blocks = [sum(piece.counts) for piece in pieces(width=16) if not piece.is_known]
+    assert any(count > 128 for count in known)
+    assert any(64 < count <= 128 for count in known)
+    assert any(16 < count <= 64 for count in known)
+    assert any(count <= 16 for count in known)
+    assert {1 * 16, 3 * 16, 3 * 1} == set(blocks)
+    assert any(len(set(piece.counts)) > 1 for piece in pieces(width=16)), "a ragged one"
+
+
+def test_a_mixture_has_more_pairs_than_low_tiles_take():
+    layers = engine("qwen3_moe-some-dense", "float32").models.config.layers
+    num_chosen = min(layer.moe.num_chosen for layer in layers if layer.moe is not None)
+    longest = max(sum(piece.counts) for piece in pieces("qwen3_moe-some-dense", chunk=512))
+    assert longest * num_chosen > 512
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"max_rows": 1},
+        {"max_rows": 2, "chunk": 5},
+        {"max_context": 9},
+        {"max_context": 2},
+        {"num_pages": 12},
+        {"num_pages": 60, "width": 1},
+    ],
+    ids=str,
+)
+def test_pieces_stay_within_rows_chunks_pages_and_context(device, plan):
+    found, limits = pieces(device=device, **plan), planned(device=device, **plan)[1].plan
+    lengths = {}
+    assert found
+    for piece in found:
+        assert len(piece.rows) == len(set(piece.rows))
+        assert not piece.is_known or sum(piece.counts) <= limits.chunk
+        assert piece.is_known or len(set(piece.counts)) == 1
+        for row, start, count, kept in zip(
+            *(piece.rows, piece.starts, piece.counts, piece.kept), strict=True
+        ):
+            assert row < limits.max_rows
+            assert start == lengths.get(row, 0)
+            assert start + count < limits.max_context
+            lengths[row] = start + kept
+    used = sum(-(-(length + limits.block) // limits.page_size) for length in lengths.values())
+    assert used <= limits.num_pages
+
+
+@pytest.mark.parametrize(
+    "plan", [{}, {"max_rows": 1}, {"max_context": 64}, {"max_rows": 1, "max_context": 60}]
+)
+def test_rejected_drafts_are_written_over(plan):
+    for device in ("cpu", "cuda"):
+        found = pieces(device=device, **plan)
+        rejected = [
+            (row, s + k)
+            for p in found
+            for row, s, c, k in zip(p.rows, p.starts, p.counts, p.kept, strict=True)
+            if k < c
+        ]
+        assert rejected
+        for row, at in rejected:
+            assert any(row in piece.rows and piece.starts[piece.rows.index(row)] == at for piece in found)
+
+
+def test_the_tiny_pair_passes_with_hardly_any_room():
+    for plan in ({"max_rows": 1}, {"max_context": 9}, {"num_pages": 12}, {"chunk": 1}):
+        one = Engine(
+            replace(tiny.load("float32"), plan=replace(engine("pair", "float32").models.plan, **plan))
+        )
+        assert worst(one).is_passed

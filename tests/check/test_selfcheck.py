@@ -1,0 +1,413 @@
+"""Warm-up leaves everything ready and nothing behind; verification passes good engines and names faults."""
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from blockdraft.check import draftcheck, selfcheck
+from blockdraft.check.selfcheck import MIN_TOKENS_PER_STEP, verify, without_drafter
+from blockdraft.engine import engine as engine_module
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.request import SamplingParams, TokenLogprobs
+from blockdraft.errors import ModelError, RequestError
+from blockdraft.kernels import attention, gated_delta, linear, rows
+from blockdraft.kernels.attention import Blocks
+from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.models.packed import Scaled
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
+from blockdraft.start.warm import warm
+from tests import tiny
+from tests.faults import FAULTS
+from tests.models.checkpoints import load, write_target
+from tests.models.families import BASE, CASES, CONFIGS
+
+needs_llvm = pytest.mark.skipif(
+    why_no_llvm(torch.float32, torch.device("cpu")) is not None, reason="the CPU kernels are not chosen"
+)
+REQUESTS = [
+    ([3, 5, 7, 9], SamplingParams(max_tokens=10, ignore_eos=True)),
+    ([1, 2], SamplingParams(max_tokens=6, ignore_eos=True, width=3, top_p=0.9, repetition_penalty=1.2)),
+    (list(range(40)), SamplingParams(max_tokens=5, logprobs=2, n=2)),
+]
+
+
+def ignore(text):
+    pass
+
+
+def family_engine(name, folder, **settings):
+    family, overrides = CASES[name]
+    write_target(folder, CONFIGS[family](**BASE | overrides), seed=5)
+    settings = {"dtype": "float32", "max_context": 200, "max_rows": 3, "chunk": 16, **settings}
+    models = load(folder, **settings)
+    return Engine(replace(models, plan=replace(models.plan, num_pages=100)))
+
+
+def damaged(damage, dtype="float32", **plan):
+    """An engine on the pair, without a drafter, whose target was changed by `damage`."""
+    engine = tiny.engine("none", dtype=dtype, **plan)
+    target = copy.deepcopy(engine.models.target)
+    with torch.no_grad():
+        damage(target)
+    return Engine(replace(engine.models, target=target))
+
+
+# ---- warm-up
+
+
+@pytest.mark.parametrize("plan", [{}, {"max_rows": 1}, {"overlap": True}, {"max_context": 9}], ids=str)
+def test_warming_leaves_no_trace(plan):
+    cold, engine = (tiny.engine(prefix_cache=True, page_size=2, **plan) for _ in range(2))
+    requests = REQUESTS[:2] if "max_context" in plan else REQUESTS
+    warm(engine, ignore)
+    verify(engine, ignore)
+    pages = engine.scheduler.pages
+    assert not engine.has_work
+    assert pages.num_free == pages.num_pages
+    assert all(pages.match(prompt) == [] for prompt, _ in requests)
+    assert not pages._nodes
+    counters = [replace(e.snapshot(), time_s=0.0, recent=()) for e in (engine, cold)]
+    assert counters[0] == counters[1]
+    assert not any(point.tokens or point.steps for point in engine.snapshot().recent)
+    assert engine.add([1], SamplingParams(max_tokens=1)) == cold.add([1], SamplingParams(max_tokens=1))
+    # Requests without a seed draw it from their number: the same as without a warm-up.
+    assert tiny.run(engine, requests) == tiny.run(cold, requests)
+
+
+def test_warming_runs_every_width_and_number_of_rows(monkeypatch):
+    engine = tiny.engine(width=5, max_rows=6, chunk=16)
+    decoded, prefilled = set(), set()
+
+    def decode_step(**arguments):
+        batch = arguments["rows"].sampling()
+        kinds = (batch.has_random, batch.has_filter, batch.has_penalty, batch.has_bias, batch.has_min_end)
+        decoded.add((len(arguments["rows"].active), arguments["width"]))
+        decoded.update(zip(["random", "filter", "penalty", "bias", "minimum"], kinds, strict=True))
+        decoded.add(("logprobs", arguments["num_logprobs"] is not None))
+        return original_decode(**arguments)
+
+    def prefill_step(**arguments):
+        prefilled.add(arguments["counts"])
+        return original_prefill(**arguments)
+
+    original_decode, original_prefill = engine_module.decode_step, engine_module.prefill_step
+    monkeypatch.setattr(engine_module, "decode_step", decode_step)
+    monkeypatch.setattr(engine_module, "prefill_step", prefill_step)
+    warm(engine, ignore)
+    assert decoded >= {(1, 1), (1, 5), (1, 8), (4, 1), (4, 5), (4, 8), (6, 1), (6, 5), (6, 8)}
+    kinds = ("random", "filter", "penalty", "bias", "minimum", "logprobs")
+    assert decoded >= {(kind, is_asked) for kind in kinds for is_asked in (True, False)}
+    assert {(1,), (16,)} <= prefilled
+    assert any(len(set(counts)) == 2 for counts in prefilled)
+
+
+@needs_llvm
+@pytest.mark.parametrize("name", [None, "qwen3_5-whole"])
+def test_after_warming_nothing_is_left_to_compile(name, tmp_path, monkeypatch):
+    engine = tiny.engine(dtype="float32") if name is None else family_engine(name, tmp_path)
+    for module in (attention, gated_delta, linear, rows):
+        module._chosen.cache_clear()
+    compiled = []
+    compile_module = Jit.__init__
+
+    def init(self, source):
+        compiled.append(source)
+        compile_module(self, source)
+
+    monkeypatch.setattr(Jit, "__init__", init)
+    warm(engine, ignore)
+    assert compiled
+    compiled.clear()
+    vocab = engine.models.config.vocab_size
+    tiny.run(engine, [([i % vocab for i in prompt], replace(p, width=None)) for prompt, p in REQUESTS])
+    assert compiled == []
+
+
+# ---- what passes
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_the_trained_pair_passes_and_keeps_its_drafter(dtype):
+    notes = []
+    found = verify(tiny.engine(dtype=dtype), notes.append)
+    assert found.keeps_drafter
+    assert found.reason is None
+    assert found.tokens_per_step > 3
+    assert all(check.is_passed for check in found.checks)
+    names = [check.name for check in found.checks]
+    kernels = ["linear", "attention", "norm", "rotation", "activation", "gated product", "heads", "places"]
+    kernels += ["sampling", "acceptance"]
+    assert names == ["weights", *(f"kernel {kernel}" for kernel in kernels), "model", "drafter"]
+    assert [note.split(":")[0] for note in notes] == names
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3_next-whole", "float32"),
+        ("qwen3_5_moe-tied", "bfloat16"),
+        ("gpt_oss-whole", "float32"),
+        ("gemma4-shared", "float32"),
+        ("gemma4-mixture", "bfloat16"),
+        ("qwen2-layer-types", "float32"),
+    ],
+)
+def test_families_pass(name, dtype, tmp_path):
+    engine = family_engine(name, tmp_path, dtype=dtype, width=4)
+    warm(engine, ignore)
+    found = verify(engine, ignore)
+    assert found.keeps_drafter
+    assert found.tokens_per_step is None
+    has_delta = any(check.name == "kernel gated delta" for check in found.checks)
+    assert has_delta == engine.models.config.is_hybrid
+
+
+# ---- the drafter
+
+
+def test_a_drafter_that_does_not_fit_is_dropped_with_its_number():
+    engine = tiny.engine("random")
+    found = verify(engine, ignore)
+    assert not found.keeps_drafter
+    assert found.tokens_per_step < MIN_TOKENS_PER_STEP
+    assert f"{found.tokens_per_step:.2f} tokens per step" in found.reason
+    assert engine.models.draft_config.name in found.reason
+    assert not found.checks[-1].is_passed
+
+
+def test_the_floor_can_be_chosen():
+    assert not verify(tiny.engine(), ignore, min_tokens_per_step=8.5).keeps_drafter
+
+
+def test_without_its_drafter_a_target_decodes_plainly():
+    models = tiny.engine().models
+    plain = without_drafter(models)
+    assert (plain.plan.width, plain.plan.block, plain.draft_config) == (1, 1, None)
+    engine = Engine(plain)
+    assert len(engine.cache.storage) == plain.config.num_layers
+    assert plain.target.taps == ()
+    assert models.target.taps != ()
+    requests = [(prompt, replace(params, width=1)) for prompt, params in REQUESTS]
+    assert tiny.run(engine, requests) == tiny.run(tiny.engine("none", width=1), requests)
+    assert verify(engine, ignore).keeps_drafter
+
+
+class Meddler:
+    """A drafter that writes where it must not: into the target's committed keys and values."""
+
+    block = tiny.BLOCK
+
+    def __init__(self, drafter, name):
+        self.drafter = drafter
+        self.name = name
+
+    def draft(self, rows, cache, view, width):
+        self.meddle("draft", view)
+        return self.drafter.draft(rows, cache, view, width)
+
+    def absorb(self, features, view):
+        self.meddle("absorb", view)
+        self.drafter.absorb(features, view)
+
+    def meddle(self, name, view):
+        if name == self.name:
+            view._storage[1].values.mul_(-1)
+
+
+@pytest.mark.parametrize("name", ["draft", "absorb"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_drafter_that_touches_the_targets_cache_stops_the_start(dtype, name):
+    engine = tiny.engine(Meddler(tiny.load(dtype).drafter, name), dtype=dtype)
+    with pytest.raises(ModelError, match=r"writes into layer 1 of the target's cache"):
+        verify(engine, ignore)
+    assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
+
+
+def answered(*token_ids, logprob=-1.0):
+    logprobs = tuple(TokenLogprobs(token, logprob, ()) for token in token_ids)
+    return draftcheck.Answer(token_ids, logprobs, metrics=None)
+
+
+@needs_llvm
+def test_where_bits_are_kept_an_answer_must_be_equal():
+    models = tiny.engine(dtype="float32").models
+    assert draftcheck.keeps_bits(models, 8)
+    assert draftcheck._is_equal(models, 0, answered(4, 5, 6), answered(4, 5), 8)
+    with pytest.raises(
+        ModelError, match=r"changes the answer: token 2 of built-in prompt 1 is 5 with it and 7"
+    ):
+        draftcheck._is_equal(models, 0, answered(4, 5, 6), answered(4, 7), 8)
+    with pytest.raises(ModelError, match=r"probabilities: by up to 1\.0e-06 nats in built-in prompt 3"):
+        draftcheck._is_equal(models, 2, answered(4, 5), answered(4, logprob=-1.000001), 8)
+
+
+def test_where_no_bits_are_kept_equal_answers_are_counted():
+    models = tiny.engine(dtype="bfloat16").models
+    assert not draftcheck.keeps_bits(models, 8)
+    assert draftcheck._is_equal(models, 0, answered(4, 5), answered(4, logprob=-1.1), 8)
+    assert not draftcheck._is_equal(models, 0, answered(4, 5), answered(6), 8)
+
+
+@pytest.mark.parametrize("drafter", ["trained", "none"])
+def test_a_captured_step_that_gives_other_tokens_stops_the_start(drafter, monkeypatch):
+    engine = tiny.engine(drafter)
+    engine.graphs = SimpleNamespace(find=lambda *_: None)
+    assert "graphs" in [check.name for check in verify(engine, ignore).checks]
+    right = draftcheck.answer
+
+    def answer(*arguments, num_logprobs=None):
+        found = right(*arguments, num_logprobs=num_logprobs)
+        return found if num_logprobs is not None else replace(found, token_ids=(0, *found.token_ids[1:]))
+
+    monkeypatch.setattr(draftcheck, "answer", answer)
+    with pytest.raises(ModelError, match=r"captured step of width 1 gives other tokens .* use --no-graphs"):
+        verify(engine, ignore)
+
+
+@pytest.mark.parametrize("fault", ["a drafter's context one token late", "a drafter's block that is causal"])
+def test_a_drafter_whose_layers_are_wrong_is_dropped(fault, monkeypatch):
+    engine = tiny.engine(dtype="float32")
+    FAULTS[fault][1](monkeypatch)
+    found = verify(engine, ignore)
+    assert not found.keeps_drafter
+    assert "of the drafter of" in found.reason
+
+
+# ---- the checkpoint
+
+
+def test_an_undefined_weight_is_named():
+    def damage(target):
+        target.layers[2].mlp.down.weight[3, 4] = float("nan")
+
+    with pytest.raises(ModelError, match=r"holds 1 values in layers\.2\.mlp\.down\.weight that are infinite"):
+        verify(damaged(damage), ignore)
+
+
+def test_a_layer_that_overflows_is_named():
+    def damage(target):
+        target.layers[1].mlp.down.weight.fill_(3e38)
+
+    with pytest.raises(ModelError, match=r"what layer 1 of .* is infinite or undefined: the checkpoint"):
+        verify(damaged(damage), ignore)
+
+
+def test_a_head_of_zeros_is_caught():
+    with pytest.raises(ModelError, match="every token the same logit"):
+        verify(damaged(lambda target: target.embedding.weight.zero_()), ignore)
+
+
+# ---- kernels
+
+
+class Slightly:
+    """Every kernel of linear, rows and gated_delta, right but for `wrong`, which is off by a thousandth."""
+
+    def __init__(self, wrong):
+        self.wrong = wrong
+
+    def _maybe(self, name, result):
+        return result * 1.001 if name == self.wrong else result
+
+    def __call__(self, x, weight, bias=None):
+        return self._maybe("linear", linear.reference_linear(x, weight, bias))
+
+    def rms_norm(self, x, weight, eps):
+        return self._maybe("norm", rows.reference_rms_norm(x, weight, eps))
+
+    def silu_mul(self, x):
+        return self._maybe("activation", rows.reference_silu_mul(x))
+
+    def rotate(self, x, cos, sin):
+        return self._maybe("rotation", rows.reference_rotate(x, (cos, sin)))
+
+    def scan(self, *inputs):
+        out, tape = gated_delta.reference_scan(*inputs)
+        return self._maybe("scan", out), tape
+
+    def fold(self, state, tape, counts):
+        gated_delta.reference_fold(state, tape, counts)
+        state.copy_(self._maybe("fold", state))
+
+    def convolve(self, x, tail, weight):
+        return self._maybe("convolve", gated_delta.reference_convolve(x, tail, weight))
+
+
+@pytest.mark.parametrize("wrong", ["linear", "norm", "activation", "rotation", "scan", "fold", "convolve"])
+def test_a_wrong_kernel_is_named_with_its_error(wrong, tmp_path, monkeypatch):
+    engine = family_engine("qwen3_5-whole", tmp_path)
+    for module in (linear, rows, gated_delta):
+        monkeypatch.setattr(module, "_chosen", lambda *_: Slightly(None))
+    verify(engine, ignore)
+    for module in (linear, rows, gated_delta):
+        monkeypatch.setattr(module, "_chosen", lambda *_: Slightly(wrong))
+    name = {"scan": "gated delta", "fold": "gated delta", "convolve": "gated delta"}.get(wrong, wrong)
+    with pytest.raises(ModelError, match=rf"^{name} is wrong on this machine: .*off by \d\.\de-0\d") as error:
+        verify(engine, ignore)
+    assert wrong in str(error.value)
+
+
+@needs_llvm
+def test_attention_that_ignores_the_window_is_named(tmp_path, monkeypatch):
+    engine = family_engine("qwen3-slides", tmp_path)
+    ranges = Blocks.ranges
+    monkeypatch.setattr(Blocks, "ranges", lambda self, mask: ranges(self, replace(mask, window=None)))
+    with pytest.raises(ModelError, match=r"attention is wrong on this machine: .*window 7"):
+        verify(engine, ignore)
+
+
+def test_packed_products_are_checked(monkeypatch):
+    settings = Settings(
+        model=tiny.TARGET,
+        draft=tiny.DRAFT,
+        device="cpu",
+        dtype="float32",
+        max_context=200,
+        quantization="int8",
+        width=8,
+    )
+    engine = Engine(load_models(settings, ignore))
+    names = [check.name for check in verify(engine, ignore).checks]
+    assert "kernel packed product" in names
+    assert "kernel linear" in names  # the drafter's
+    matmul = Scaled.matmul
+    monkeypatch.setattr(
+        Scaled, "matmul", lambda self, x, *bias, **onto: matmul(self, x, *bias, **onto) * 1.01
+    )
+    with pytest.raises(ModelError, match="packed product is wrong on this machine: at Scaled"):
+        verify(engine, ignore)
+
+
+def test_a_path_that_only_the_whole_model_shows_is_caught(monkeypatch):
+    """Chunks that overwrite one another: every operation is right by itself."""
+    engine = tiny.engine("none", dtype="float32")
+    monkeypatch.setattr(engine.rows, "extend", ignore)
+    with pytest.raises(ModelError, match=r"layer \d of .* is off by .* at position \d+, among"):
+        verify(engine, ignore)
+
+
+# ---- prompts
+
+
+def test_prompts_are_a_chat_plain_text_or_ids():
+    def models(has_template, render=None):
+        tokenizer = SimpleNamespace(
+            has_chat_template=has_template,
+            encode_chat=render,
+            encode=lambda text: [5, 6, 7, 8] if "Python" in text else [1] * 9,
+        )
+        return SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(vocab_size=50))
+
+    def refuse(messages):
+        raise RequestError("no user may speak")
+
+    assert selfcheck._prompts(models(True, lambda messages: [9, 8, 7, 6, 60]))[0] == [9, 8, 7, 6]
+    assert selfcheck._prompts(models(True, refuse))[0] == [5, 6, 7, 8]
+    plain = selfcheck._prompts(models(False))
+    assert plain[0] == [5, 6, 7, 8]
+    assert all(len(set(ids)) >= 4 and max(ids) < 50 for ids in plain)

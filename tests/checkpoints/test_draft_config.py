@@ -1,0 +1,293 @@
+"""config.json of a drafter in both layouts, and whether it belongs to its target."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from blockdraft.checkpoints.draft_config import default_taps, read_draft_config
+from blockdraft.checkpoints.families import read_model_config
+from blockdraft.checkpoints.quantization import read_quantization
+from blockdraft.errors import ModelError
+from blockdraft.models.config import Rope
+from blockdraft.models.draft_config import check_pair
+
+NAME = "some/drafter"
+BODY = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rope_theta": 1e6,
+}
+ZLAB = BODY | {
+    "architectures": ["DFlashDraftModel"],
+    "block_size": 10,
+    "num_target_layers": 6,
+    "dflash_config": {"mask_token_id": 99, "target_layer_ids": [1, 3, 4]},
+}
+SPECULATORS = {
+    "speculators_model_type": "dflash",
+    "architectures": ["DFlashDraftModel"],
+    "transformer_layer_config": BODY,
+    "draft_vocab_size": 100,
+    "block_size": 10,
+    "mask_token_id": 99,
+    "aux_hidden_state_layer_ids": [2, 4, 5],
+}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+
+def zlab(*, dflash=None, **top):
+    raw = copy.deepcopy(ZLAB) | top
+    raw["dflash_config"] = {k: v for k, v in (raw["dflash_config"] | (dflash or {})).items() if v is not None}
+    return raw
+
+
+def speculators(*, body=None, **top):
+    return SPECULATORS | {"transformer_layer_config": BODY | (body or {})} | top
+
+
+def read(raw):
+    return read_draft_config(raw, name=NAME)
+
+
+def refusal(raw):
+    with pytest.raises(ModelError) as caught:
+        read(raw)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"'{NAME}'" in message
+    assert message.endswith("See docs/models.md.")
+    return message
+
+
+def test_both_layouts_describe_the_same_drafter():
+    mine, theirs = read(zlab()), read(speculators())
+    assert mine.taps == (1, 3, 4)
+    assert (mine.block, mine.mask_token_id, mine.num_layers, mine.rope.theta) == (10, 99, 2, 1e6)
+    assert replace(mine, num_target_layers=None) == replace(theirs, has_anchored_window=False)
+    assert theirs.has_anchored_window
+    assert not mine.has_anchored_window
+
+
+@pytest.mark.parametrize(
+    ("num_target_layers", "num_taps", "taps"),
+    [  # published drafters
+        (36, 5, (1, 9, 17, 25, 33)),
+        (32, 5, (1, 8, 15, 22, 29)),
+        (40, 5, (1, 10, 19, 28, 37)),
+        (64, 5, (1, 16, 31, 46, 61)),
+        (60, 6, (1, 12, 23, 35, 46, 57)),
+        (28, 1, (14,)),
+    ],
+)
+def test_default_taps_are_those_of_the_published_drafters(num_target_layers, num_taps, taps):
+    assert default_taps(num_target_layers, num_taps) == taps
+
+
+def test_taps_default_to_the_rule_with_one_per_layer():
+    raw = zlab(num_hidden_layers=5, num_target_layers=36, dflash={"target_layer_ids": None})
+    assert read(raw).taps == (1, 9, 17, 25, 33)
+    assert "num_target_layers" in refusal(zlab(num_target_layers=None, dflash={"target_layer_ids": None}))
+
+
+@pytest.mark.parametrize(
+    ("raw", "block"),
+    [
+        (zlab(dflash={"block_size": 7}), 7),  # over the top level's 10
+        (zlab(), 10),
+        (zlab(block_size=None), 16),
+        (speculators(block_size=None), 8),
+        (zlab(block_size=2), 2),
+    ],
+)
+def test_block_size_is_read_from_where_each_layout_keeps_it(raw, block):
+    assert read(raw).block == block
+
+
+@pytest.mark.parametrize(
+    "raw", [zlab(block_size=1), zlab(dflash={"block_size": -3}), speculators(block_size=1)]
+)
+def test_a_block_without_a_draft_is_refused(raw):
+    assert "block_size" in refusal(raw)
+
+
+def test_mask_id_may_be_at_the_top_and_may_be_zero():
+    assert read(zlab(mask_token_id=5, dflash={"mask_token_id": None})).mask_token_id == 5
+    assert read(zlab(mask_token_id=5, dflash={"mask_token_id": 0})).mask_token_id == 0
+    assert "has no 'mask_token_id'" in refusal(zlab(dflash={"mask_token_id": None}))
+    assert "has no 'mask_token_id'" in refusal(speculators(mask_token_id=None))
+
+
+@pytest.mark.parametrize(
+    ("raw", "is_causal"),
+    [
+        (zlab(), (False, False)),
+        (zlab(**SLIDING), (True, False)),
+        (zlab(**SLIDING, is_causal=False), (False, False)),
+        (zlab(**SLIDING, is_causal=True), (True, True)),
+        (zlab(**SLIDING, dflash={"causal": False}), (False, False)),
+        (zlab(**SLIDING, dflash={"causal": True}), (True, True)),
+        (zlab(dflash={"causal_head": True}), (True, True)),
+        (zlab(**SLIDING, is_causal=False, dflash={"causal": True}), (False, False)),  # as in vLLM
+        (zlab(**SLIDING, dflash={"causal": False, "causal_head": True}), (False, False)),
+        (speculators(), (False, False)),
+        (speculators(body=SLIDING), (True, False)),
+        (speculators(body=SLIDING, sliding_window_non_causal=False), (True, False)),
+        (speculators(body=SLIDING, sliding_window_non_causal=True), (False, False)),
+    ],
+)
+def test_causality_inside_the_block(raw, is_causal):
+    assert read(raw).is_causal == is_causal
+
+
+def test_windows_in_every_spelling():
+    assert read(zlab()).windows == (None, None)
+    assert read(zlab(**SLIDING)).windows == (6, None)
+    assert read(zlab(dflash={"use_swa": True, "swa_window_size": 4})).windows == (4, 4)
+    older = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    assert read(zlab(**older)).windows == (None, 5)
+    assert read(speculators(body=SLIDING)).windows == (6, None)
+    assert "swa_window_size" in refusal(zlab(dflash={"use_swa": True}))
+    assert "'strange'" in refusal(zlab(layer_types=["strange", "full_attention"]))
+
+
+def test_scales_and_softcap_are_read_from_either_place():
+    raw = zlab(
+        dflash={"input_embedding_scale": 73, "output_multiplier": 0.196, "final_logit_softcapping": 20}
+    )
+    config = read(raw)
+    assert (config.embedding_scale, config.logit_scale, config.logit_softcap) == (73.0, 0.196, 20.0)
+    assert read(zlab(final_logit_softcapping=30.0)).logit_softcap == 30.0
+    plain = read(zlab())
+    # None: the target's own scale.
+    assert (plain.embedding_scale, plain.logit_scale, plain.logit_softcap) == (None, 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (zlab(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"),
+        (zlab(architectures=["LiLiCorrDraftModel"]), "LiLiCorrDraftModel"),
+        (zlab(architectures=["Qwen3ForCausalLM"]), "Qwen3ForCausalLM"),
+        (zlab(architectures=None), "no architecture"),
+        (zlab(dflash={"conv_kernel_size": 2}), "dflash_config.conv_kernel_size = 2"),
+        (zlab(dflash={"selector_rank": 256}), "dflash_config.selector_rank = 256"),
+        (zlab(dflash={"projector_type": "domino"}), "dflash_config.projector_type = 'domino'"),
+        (zlab(dflash={"lilicorr_top_k": 8}), "dflash_config.lilicorr_top_k = 8"),
+        (zlab(dflash={"sample_from_anchor": True}), "dflash_config.sample_from_anchor = True"),
+        (zlab(dflash={"attention_sink_bias": True}), "dflash_config.attention_sink_bias = True"),
+        (zlab(dflash={"attention_value_scale": 0.5}), "dflash_config.attention_value_scale = 0.5"),
+        (zlab(use_gemma_norm=True), "use_gemma_norm = True"),
+        (zlab(rope_is_neox_style=False), "rope_is_neox_style = False"),
+        (zlab(attention_bias=True), "attention_bias = True"),
+        (zlab(hidden_act="gelu"), "hidden_act = 'gelu'"),
+        (zlab(rope_scaling={"rope_type": "dynamic"}), "rope_scaling.rope_type = 'dynamic'"),
+        (zlab(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
+        (zlab(num_key_value_heads=3), "4 query heads for 3 key/value heads"),
+        (zlab(head_dim=7), "head_dim = 7"),
+        (speculators(speculators_model_type="dflash2"), "'dflash2'"),
+        (speculators(speculators_model_type="dspark"), "'dspark'"),
+        (speculators(speculators_model_type="eagle3"), "'eagle3'"),
+        (speculators(sample_from_anchor=True), "sample_from_anchor = True"),
+        (speculators(selector_top_k=16), "selector_top_k = 16"),
+        (speculators(body={"hidden_act": "gelu"}), "transformer_layer_config.hidden_act = 'gelu'"),
+        (speculators(body={"partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5"),
+    ],
+)
+def test_relatives_and_variants_are_refused_by_name(raw, named):
+    assert named in refusal(raw)
+
+
+@pytest.mark.parametrize("layout", [zlab, speculators])
+def test_quantisation_is_read_on_its_own_and_refused_by_scheme(layout):
+    raw = layout(quantization_config={"quant_method": "hqq"})
+    assert read(raw) == read(layout())
+    with pytest.raises(ModelError, match="quant_method = 'hqq'"):
+        read_quantization(raw, None, name=NAME)
+
+
+def test_a_stretched_rope_is_read_in_both_layouts():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1}
+    expected = Rope(theta=1e6, kind="yarn", factor=4.0, original_max_positions=64)
+    assert read(zlab(rope_scaling=rope)).rope == expected
+    assert read(speculators(body={"rope_scaling": rope})).rope == expected
+
+
+def test_variants_switched_off_are_plain_dflash():
+    off = {"sample_from_anchor": False, "attention_sink_bias": False, "attention_value_scale": 1.0}
+    assert read(zlab(dflash=off, rope_is_neox_style=True, use_gemma_norm=False)) == read(zlab())
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (zlab(dflash={"target_layer_ids": []}), "reads target layers []"),
+        (zlab(dflash={"target_layer_ids": [-1, 2]}), "reads target layers [-1, 2]"),
+        (zlab(dflash={"target_layer_ids": "1,2"}), "dflash_config.target_layer_ids = '1,2', expected a list"),
+        (zlab(dflash={"target_layer_ids": [1.5]}), "dflash_config.target_layer_ids = 1.5, expected int"),
+        (zlab(dflash={"mask_token_id": "99"}), "dflash_config.mask_token_id = '99', expected int"),
+        (zlab(hidden_size=None), "has no 'hidden_size'"),
+        (zlab(num_hidden_layers=None), "has no 'num_hidden_layers'"),
+        (zlab(is_causal="no"), "is_causal = 'no', expected bool"),
+        (speculators(transformer_layer_config=None), "'transformer_layer_config.num_hidden_layers'"),
+        (speculators(transformer_layer_config=[1]), "transformer_layer_config = [1], expected an object"),
+        (speculators(aux_hidden_state_layer_ids=None), "has no 'aux_hidden_state_layer_ids'"),
+        (speculators(aux_hidden_state_layer_ids=[]), "has no 'aux_hidden_state_layer_ids'"),
+        (speculators(aux_hidden_state_layer_ids=[0, 2]), "reads target layers [-1, 1]"),
+    ],
+)
+def test_missing_and_wrong_values_are_named(raw, named):
+    assert named in refusal(raw)
+
+
+TARGET = read_model_config(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+    },
+    name="some/target",
+)
+
+
+@pytest.mark.parametrize("raw", [zlab(), speculators(), zlab(num_target_layers=None)])
+def test_a_pair_that_fits_is_accepted(raw):
+    check_pair(read(raw), TARGET, eos_ids=(98,))
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (zlab(hidden_size=64), "hidden size 64"),
+        (zlab(target_hidden_size=48), "reads features of 48, but the target has 32"),
+        (speculators(target_hidden_size=48), "reads features of 48"),
+        (zlab(num_target_layers=36), "a target of 36 layers, but it has 6"),
+        (zlab(dflash={"target_layer_ids": [1, 6]}), "reads layer 6, but the target has 6 layers"),
+        (speculators(aux_hidden_state_layer_ids=[2, 7]), "reads layer 6, but the target has 6 layers"),
+        (zlab(vocab_size=101), "vocabulary 101, but the target has 100"),
+        (zlab(dflash={"mask_token_id": 100}), "token 100, outside 100 tokens"),
+        (zlab(dflash={"mask_token_id": -1}), "token -1, outside 100 tokens"),
+        (zlab(dflash={"mask_token_id": 98}), "token 98, which ends the target's text"),
+    ],
+)
+def test_a_pair_that_does_not_fit_is_refused_with_both_names(raw, named):
+    with pytest.raises(ModelError) as caught:
+        check_pair(read(raw), TARGET, eos_ids=(7, 98))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert named in message
+    assert f"draft '{NAME}'" in message
+    assert "the pair does not match 'some/target'. See docs/models.md." in message
+
+
+def test_the_last_layer_may_be_tapped():
+    check_pair(read(zlab(dflash={"target_layer_ids": [0, 5]})), TARGET, eos_ids=())
+    check_pair(read(speculators(aux_hidden_state_layer_ids=[1, 6])), TARGET, eos_ids=())

@@ -1,0 +1,364 @@
+"""Quantised checkpoints end to end: packed, unpacked at load and never packed are one model, bit for bit."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.request import SamplingParams
+from blockdraft.errors import ModelError, SettingsError
+from blockdraft.models.layers import Linear
+from blockdraft.models.moe import ExpertLinear
+from blockdraft.models.packed import Packed
+from blockdraft.step.dflash import DFlashDrafter
+from tests.checkpoints.quantised import (
+    FORMATS,
+    FP8_CHANNEL,
+    GGUF_FORMATS,
+    Pair,
+    compress,
+    compressed,
+    write_pair,
+)
+from tests.fixtures import make_pair
+from tests.models.checkpoints import Bench, load, write_target
+from tests.models.families import BASE, CONFIGS, GPT_OSS, HYBRID, MOE, SHARED_EXPERT
+from tests.start.load_memory import resident_bytes
+
+LIMITS = {"max_context": 100, "page_size": 4, "chunk": 9, "max_rows": 2}
+PROMPTS = ([5, 9, 2, 40, 41, 42, 43], [1, 3])
+
+
+def loaded(folder, quantization="none", **settings):
+    return load(folder, quantization=quantization, **{"dtype": "float32", **LIMITS, **settings})
+
+
+def logits(models):
+    """Of two rows in uneven chunks."""
+    bench = Bench(
+        models.config.layer_specs(),
+        num_rows=2,
+        max_length=20,
+        vocab_size=models.config.vocab_size,
+        page_size=3,
+        dtype=getattr(torch, models.plan.dtype),
+    )
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(0, 90, (length,), generator=generator) for length in (17, 11)]
+    rows, _ = bench.prefill(models.target, sequences, [[3, 13, 1], [7, 1, 3]])
+    return torch.cat(rows)
+
+
+def tokens(models):
+    """Greedy and sampled answers."""
+    return run(models)[0]
+
+
+def run(models):
+    """The answers, and how many drafts were accepted at each position."""
+    engine = Engine(replace(models, plan=replace(models.plan, num_pages=40)))
+    answers = {}
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=7, max_tokens=8, ignore_eos=True)
+        for prompt in PROMPTS:
+            answers[engine.add(list(prompt), params)] = []
+    while engine.has_work:
+        for delta in engine.step():
+            answers[delta.request_id].extend(delta.token_ids)
+    return list(answers.values()), engine.stats.accepted
+
+
+def same(found, expected):
+    return found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+@pytest.fixture(scope="module", params=[*FORMATS, *GGUF_FORMATS])
+def pair(request, tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("pair"), request.param)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_and_unpacked_logits_are_those_of_the_dense_weights(pair, dtype):
+    expected = logits(loaded(pair.dense, dtype=dtype))
+    assert expected.isfinite().all()
+    assert expected.float().std() > 0.1  # logits that say something
+    assert same(logits(loaded(pair.packed, "none", dtype=dtype)), expected)
+    assert same(logits(loaded(pair.packed, "keep", dtype=dtype)), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_stay_packed(pair, dtype):
+    """What is not quantised takes what it takes in a dense model; the rest, what the file stores of it."""
+    dense = resident_bytes(loaded(pair.dense, dtype=dtype).target)
+    assert resident_bytes(loaded(pair.packed, "none", dtype=dtype).target) == dense
+    unpacked = sum(pair.num_dense_values.values()) * getattr(torch, dtype).itemsize
+    kept = resident_bytes(loaded(pair.packed, "keep", dtype=dtype).target)
+    assert kept == dense - unpacked + pair.packed_bytes()
+
+
+def test_packed_weights_write_the_same_tokens(pair):
+    expected = tokens(loaded(pair.dense))
+    assert tokens(loaded(pair.packed, "none")) == expected
+    assert tokens(loaded(pair.packed, "keep")) == expected
+
+
+# What cannot be read is refused, with the checkpoint and the module in the message
+
+
+def refusal(folder, **settings):
+    with pytest.raises(ModelError) as caught:
+        loaded(folder, **settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"'{folder}'")
+    return message
+
+
+GATE = "model.layers.1.mlp.gate_proj"
+Q = "model.layers.1.self_attn.q_proj"
+DOWN = "model.layers.1.mlp.experts.down_proj"
+REFUSALS = {
+    "a scale is missing": (
+        "fp8-block",
+        {f"{GATE}.weight_scale_inv": None},
+        f"'{GATE}.weight_scale_inv' (packed",
+    ),
+    "a weight is missing": ("gptq-symmetric", {f"{GATE}.qweight": None}, f"'{GATE}.qweight' (packed as gptq"),
+    "a grid has another shape": (
+        "fp8-block",
+        {f"{GATE}.weight_scale_inv": torch.ones(3, 2)},
+        f"'{GATE}.weight_scale_inv' has shape [3, 2], but config.json asks for [2, 2]",
+    ),
+    "a scale has another dtype": (
+        "nvfp4-modelopt",
+        {f"{GATE}.weight_scale": torch.ones(48, 2)},
+        f"'{GATE}.weight_scale' is stored as float32, expected float8_e4m3fn",
+    ),
+    "a plain weight is int32": (
+        "int4-hybrid",
+        {"model.layers.0.linear_attn.in_proj_a.weight": torch.ones(4, 32, dtype=torch.int32)},
+        "in_proj_a.weight' is stored as int32",
+    ),
+    "a tensor is left over": (
+        "awq-biases",
+        {f"{GATE}.g_idx": torch.ones(32)},
+        f"1 tensors that .* '{GATE}.g_idx'",
+    ),
+    "both forms of a weight are there": (
+        "awq-biases",
+        {f"{GATE}.weight": torch.ones(48, 32)},
+        f"'{GATE}.weight'",
+    ),
+    "a bias says something": (
+        "gptq-symmetric",
+        {f"{GATE}.bias": torch.arange(48.0)},
+        f"1 tensors that .* '{GATE}.bias'",
+    ),
+    "zero points are not symmetric": (
+        "auto-round-unnamed",
+        {f"{Q}.qzeros": torch.full((2, 8), 0x12345678, dtype=torch.int32)},
+        f"'{Q}': .*sym = true",
+    ),
+    "a group does not exist": (
+        "gptq-reordered",
+        {f"{Q}.g_idx": torch.full((32,), 2, dtype=torch.int32)},
+        f"'{Q}': .*g_idx names group 2",
+    ),
+    "another shape was packed": (
+        "int4-asymmetric",
+        {f"{Q}.weight_shape": torch.tensor([64, 31])},
+        f"'{Q}': .*31",
+    ),
+    "a global scale is zero": (
+        "nvfp4-compressed-moe",
+        {"model.layers.1.mlp.experts.3.up_proj.weight_global_scale": torch.zeros(1)},
+        r"'model\.layers\.1\.mlp\.experts\.3\.up_proj': .*weight_global_scale is 0",
+    ),
+    "a block scale is no number": (
+        "mxfp4-gpt-oss",
+        {f"{DOWN}_scales": torch.full((5, 32, 2), 255, dtype=torch.uint8)},
+        f"'{DOWN}': a block scale is 255",
+    ),
+}
+
+
+@pytest.mark.parametrize("storage", ["keep", "none"])
+@pytest.mark.parametrize("case", REFUSALS)
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, case, storage):
+    name, changes, words = REFUSALS[case]
+    pair = write_pair(tmp_path, name)
+    tensors = {key: value for key, value in (pair.tensors | changes).items() if value is not None}
+    pair.write(tensors)
+    assert re.search(words if ".*" in words else re.escape(words), refusal(pair.packed, quantization=storage))
+
+
+def test_biases_of_zeros_that_gptq_writes_are_passed_over(tmp_path):
+    pair = write_pair(tmp_path, "gptq-symmetric")
+    pair.write(pair.tensors | {f"{GATE}.bias": torch.zeros(48), f"{Q}.bias": torch.zeros(64)})
+    assert tokens(loaded(pair.packed, "keep")) == tokens(loaded(pair.dense))
+
+
+def change_config(folder, **changes):
+    file = folder / "config.json"
+    config = {k: v for k, v in (json.loads(file.read_text()) | changes).items() if v is not None}
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor", "gptq-symmetric", "mxfp4-gpt-oss"])
+def test_a_quantised_file_without_its_configuration_is_refused(tmp_path, name):
+    pair = write_pair(tmp_path, name)
+    change_config(pair.packed, quantization_config=None)
+    message = refusal(pair.packed)
+    if name.startswith("fp8"):
+        assert "is stored as float8_e4m3fn, expected bfloat16" in message
+    else:
+        assert "has no tensor 'model.layers.0." in message
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "quark"])
+def test_an_unknown_method_is_refused_by_name(tmp_path, method):
+    pair = write_pair(tmp_path, "fp8-block")
+    change_config(pair.packed, quantization_config={"quant_method": method})
+    message = refusal(pair.packed)
+    assert method in message
+    assert "supported: fp8" in message
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "nvfp4-modelopt", "gguf-llama-tied"])
+@pytest.mark.parametrize("storage", ["fp8", "int8"])
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path, name, storage):
+    pair = write_pair(tmp_path, name)
+    with pytest.raises(SettingsError, match=f"quantization = {storage}, but the checkpoint is quantised"):
+        loaded(pair.packed, storage)
+
+
+def test_projections_left_plain_without_being_listed_are_read_as_they_are(tmp_path):
+    """Exporters do so where a shape does not fit the format: 20 columns of down_proj are no groups of 16."""
+    form = replace(FORMATS["nvfp4-modelopt-moe"], overrides=MOE, modules=r".*\.(k|v|gate|up)_proj")
+    pair = Pair(tmp_path, form)
+    assert pair.tensors["model.layers.0.mlp.experts.0.down_proj.weight"].shape == (32, 20)
+    assert same(logits(loaded(pair.packed, "keep")), logits(loaded(pair.dense)))
+
+
+# Quantised by us
+
+
+def by_rows(weight, storage):
+    """The weight [..., rows, columns] as it is after quantisation, by the definition of each storage."""
+    largest = {"fp8": 448.0, "int8": 127.0}[storage]
+    scale = weight.float().abs().amax(-1, keepdim=True) / largest
+    scaled = weight.float() / scale
+    codes = scaled.to(torch.float8_e4m3fn) if storage == "fp8" else scaled.round()
+    return codes.float() * scale
+
+
+ALL_PROJECTIONS = r".*\.((q|k|v|o|gate|up|down|out)_proj|in_proj_\w+)(\.weight)?|.*\.gate_up_proj|fc\.weight"
+RUN_TIME = {
+    "llama": {"attention_bias": True, "tie_word_embeddings": True},
+    "qwen3_moe": MOE,
+    "qwen3_5_moe": {**HYBRID, **MOE, **SHARED_EXPERT},
+    "gpt_oss": GPT_OSS,
+}
+
+
+def quantised_twin(folder, twin, storage, dtype):
+    """Rewrite `folder` in `dtype`, and `twin` with the weights that quantisation leaves, in float32."""
+    shutil.copytree(folder, twin)
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    changed = {name: tensor.float() for name, tensor in tensors.items()}
+    for name, weight in changed.items():
+        if re.fullmatch(ALL_PROJECTIONS, name):
+            is_transposed = weight.ndim == 3  # gpt-oss alone
+            weight = weight.transpose(1, 2) if is_transposed else weight
+            found = by_rows(weight, storage)
+            changed[name] = (found.transpose(1, 2) if is_transposed else found).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    save_file(changed, twin / "model.safetensors")
+
+
+@pytest.mark.parametrize("storage", ["fp8", "int8"])
+@pytest.mark.parametrize("family", RUN_TIME)
+def test_a_target_quantised_at_load_has_the_logits_of_the_quantised_weights(tmp_path, family, storage):
+    folder, twin = tmp_path / "plain", tmp_path / "twin"
+    write_target(folder, CONFIGS[family](**BASE | RUN_TIME[family]), seed=5)
+    quantised_twin(folder, twin, storage, torch.bfloat16 if storage == "fp8" else torch.float32)
+    found = loaded(folder, storage)
+    assert same(logits(found), logits(loaded(twin)))
+    assert tokens(found) == tokens(loaded(twin))
+    projections = {
+        name
+        for name, module in found.target.named_modules()
+        if isinstance(module, Linear | ExpertLinear) and not re.search("head|router", name)
+    }
+    packed = {name.removesuffix(".weight") for name, module in top_packed(found.target)}
+    assert packed == projections
+
+
+def top_packed(model):
+    """Packed weights by name, without the parts that they are made of."""
+    packed = [(name, module) for name, module in model.named_modules() if isinstance(module, Packed)]
+    return [(name, module) for name, module in packed if ".parts" not in name]
+
+
+@pytest.fixture
+def pair_folders(tmp_path):
+    for part in ("target", "draft"):
+        shutil.copytree(make_pair.FOLDER / part, tmp_path / part)
+    return tmp_path / "target", tmp_path / "draft"
+
+
+QUANTISED_PAIRS = [("none", "fp8"), ("none", "int8"), ("fp8", "none"), ("fp8", "int8"), ("int8", "fp8")]
+
+
+@pytest.mark.parametrize(("storage", "draft_storage"), QUANTISED_PAIRS)
+def test_a_quantised_drafter_changes_no_token(pair_folders, storage, draft_storage):
+    target, draft = pair_folders
+    plain = loaded(target, storage)
+    assert not isinstance(plain.drafter, DFlashDrafter)
+    both = loaded(target, storage, draft=draft, draft_quantization=draft_storage)
+    assert bool(top_packed(both.target)) == (storage != "none")
+    assert bool(top_packed(both.drafter.model)) == (draft_storage != "none")
+    assert tokens(both) == tokens(plain)
+
+
+@pytest.mark.parametrize("storage", ["fp8", "int8"])
+def test_a_drafter_quantised_at_load_has_the_quantised_weights(pair_folders, storage):
+    target, draft = pair_folders
+    twin = draft.with_name("twin")
+    quantised_twin(draft, twin, storage, torch.float32)
+    quantised, dense = loaded(target, draft=draft, draft_quantization=storage), loaded(target, draft=twin)
+    assert run(quantised) == run(dense)
+    found, expected = quantised.drafter.model, dense.drafter.model
+    linears = {name for name, module in expected.named_modules() if isinstance(module, Linear)}
+    packed = {name.removesuffix(".weight"): module for name, module in top_packed(found)}
+    assert packed.keys() == linears
+    for name, module in packed.items():
+        assert same(module.dequantise(torch.float32), expected.get_submodule(name).weight.data), name
+
+
+def test_a_packed_drafter_drafts_as_its_dense_weights_do(pair_folders):
+    target, draft = pair_folders
+    dense = draft.with_name("dense")
+    shutil.copytree(draft, dense)
+    plain, stored = load_file(draft / "model.safetensors"), {}
+    for name, weight in plain.items():
+        if re.fullmatch(ALL_PROJECTIONS, name):
+            tensors, plain[name] = compress("float-quantized", FP8_CHANNEL)(weight, 0)
+            stored |= {name.removesuffix(".weight") + suffix: tensor for suffix, tensor in tensors.items()}
+        else:
+            stored[name] = weight
+    save_file(plain, dense / "model.safetensors")
+    save_file(stored, draft / "model.safetensors")
+    change_config(draft, quantization_config=compressed("float-quantized", FP8_CHANNEL))
+    expected = run(loaded(target, draft=dense))
+    assert sum(expected[1]) > 0
+    assert run(loaded(target, draft=draft, draft_quantization="keep")) == expected
+    assert run(loaded(target, draft=draft, draft_quantization="none")) == expected
+    assert expected[0] == tokens(loaded(target))
+    with pytest.raises(SettingsError, match="draft_quantization = int8, but the checkpoint is quantised"):
+        loaded(target, draft=draft, draft_quantization="int8")

@@ -1,0 +1,222 @@
+"""Checkpoints that also see or hear, as transformers writes them: their text part runs, the rest stays."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
+
+from blockdraft.errors import ModelError
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
+from tests.models.checkpoints import Bench, randomise, write_tokenizer
+from tests.models.families import BASE, GEMMA, GEMMA_MOE, HYBRID, MOE, PARTIAL, SHARED_EXPERT, widen
+
+NUM_WORDS = 90  # tokens above mark pictures and sounds
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+QWEN_TOKENS = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+    "vision_config": QWEN_VISION,
+}
+GEMMA_PARTS = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "audio_token_id": 92,
+    "boi_token_id": 93,
+    "eoi_token_id": 94,
+    "boa_token_id": 95,
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "position_embedding_size": 16,
+    },
+}
+AUDIO = {
+    "audio_config": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "subsampling_conv_channels": [4, 2],
+        "output_proj_dims": 16,
+    }
+}
+HYBRID_TEXT = {**BASE, **HYBRID, "rope_parameters": PARTIAL}
+GEMMA_TEXT = {**BASE, **GEMMA, "pad_token_id": 0, "use_bidirectional_attention": "vision"}
+
+# name -> class, config, the parts that are not text
+CASES = {
+    "qwen3_5": (
+        Qwen3_5ForConditionalGeneration,
+        lambda: Qwen3_5Config(text_config=HYBRID_TEXT, tie_word_embeddings=False, **QWEN_TOKENS),
+        "vision",
+    ),
+    "qwen3_5 tied": (
+        Qwen3_5ForConditionalGeneration,
+        lambda: Qwen3_5Config(text_config=HYBRID_TEXT, tie_word_embeddings=True, **QWEN_TOKENS),
+        "vision",
+    ),
+    "qwen3_5_moe": (
+        Qwen3_5MoeForConditionalGeneration,
+        lambda: Qwen3_5MoeConfig(text_config=HYBRID_TEXT | MOE | SHARED_EXPERT, **QWEN_TOKENS),
+        "vision",
+    ),
+    "gemma4": (
+        Gemma4ForConditionalGeneration,
+        lambda: Gemma4Config(text_config=GEMMA_TEXT, **GEMMA_PARTS, **AUDIO),
+        "vision and audio",
+    ),
+    "gemma4 mixture, keys are values": (
+        Gemma4ForConditionalGeneration,
+        lambda: Gemma4Config(
+            text_config=GEMMA_TEXT | GEMMA_MOE | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            **GEMMA_PARTS,
+            audio_config=None,
+        ),
+        "vision",
+    ),
+    "gemma4 untied": (
+        Gemma4ForConditionalGeneration,
+        lambda: Gemma4Config(text_config=GEMMA_TEXT, tie_word_embeddings=False, **GEMMA_PARTS),
+        "vision",
+    ),
+}
+
+
+class Case:
+    """One checkpoint in both implementations."""
+
+    def __init__(self, name, folder):
+        model_class, make_config, self.left_out = CASES[name]
+        torch.manual_seed(0)  # what is not a parameter
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.hf = model_class._from_config(make_config(), **eager).eval()
+        randomise(self.hf, seed=3)
+        self.hf.save_pretrained(folder)
+        write_tokenizer(folder, BASE["vocab_size"])
+        self.folder = folder
+        self.is_hybrid = name.startswith("qwen")
+        # mtp: the checkpoint's own draft head, which no class of transformers has
+        self.rewrite(
+            lambda tensors: tensors | {"mtp.fc.weight": torch.ones(4), "mtp.norm.weight": torch.ones(2)}
+        )
+
+    def tensors(self):
+        return load_file(self.folder / "model.safetensors")
+
+    def rewrite(self, change):
+        save_file(change(self.tensors()), self.folder / "model.safetensors", {"format": "pt"})
+
+    def load(self, dtype):
+        lines = []
+        settings = Settings(
+            model=str(self.folder),
+            device="cpu",
+            dtype=str(dtype).removeprefix("torch."),
+            max_context=200,
+            max_rows=2,
+            page_size=4,
+        )
+        return load_models(settings, lines.append), lines
+
+    def logits(self, models, ids, dtype):
+        bench = Bench(
+            models.config.layer_specs(),
+            num_rows=1,
+            max_length=len(ids),
+            vocab_size=models.config.vocab_size,
+            page_size=4,
+            dtype=dtype,
+        )
+        with torch.no_grad():
+            return bench.prefill(models.target, [ids], [[7, len(ids) - 7]])[0][0]
+
+    def compare(self, dtype):
+        models, _ = self.load(dtype)
+        ids = torch.randint(0, NUM_WORDS, (29,), generator=torch.Generator().manual_seed(5))
+        with torch.no_grad():
+            theirs = self.hf.to(dtype)(input_ids=ids[None]).logits[0]
+        assert theirs.std() > 0.1
+        # As in test_against_transformers.py.
+        wide, narrow = (2e-5, 5e-4) if self.is_hybrid else (5e-6, 1e-4)
+        tolerance = (narrow if dtype == torch.float32 else wide) * float(theirs.abs().max())
+        torch.testing.assert_close(self.logits(models, ids, dtype), theirs, rtol=0, atol=tolerance)
+        return models
+
+
+@pytest.fixture(params=CASES)
+def case(request, tmp_path, monkeypatch):
+    widen(monkeypatch)
+    return Case(request.param, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_text_gets_the_logits_of_the_whole_model(case, dtype):
+    models = case.compare(dtype)
+    is_tied = case.hf.config.tie_word_embeddings
+    assert ("lm_head.weight" in case.tensors()) is not is_tied
+    assert (models.target.head is None) is is_tied
+
+
+def test_what_is_not_loaded_is_said_and_really_there(case):
+    names = case.tensors().keys()
+    parts = {"vision": ("model.visual.", "model.vision_tower."), "audio": ("model.audio_tower.",)}
+    for part in case.left_out.split(" and "):
+        assert any(name.startswith(parts[part]) for name in names)
+    assert any(name.startswith("model.language_model.") for name in names)
+    models, lines = case.load(torch.float32)
+    assert f"text only: the {case.left_out} part of {case.folder} is not loaded" in lines
+    assert " and ".join(models.config.left_out) == case.left_out
+
+
+def test_the_older_layout_of_names_is_the_same_model(case):
+    """`language_model.model.` before the text part, and the head inside `language_model.`."""
+
+    def renamed(name):
+        if name.startswith("lm_head."):
+            return f"language_model.{name}"
+        return name.replace("model.language_model.", "language_model.model.").removeprefix("model.")
+
+    case.rewrite(lambda tensors: {renamed(name): tensor for name, tensor in tensors.items()})
+    assert any(name.startswith("language_model.model.layers.0.") for name in case.tensors())
+    case.compare(torch.float64)
+
+
+def test_parts_that_the_config_does_not_have_are_refused(case):
+    file = case.folder / "config.json"
+    raw = json.loads(file.read_text())
+    raw["vision_config"] = None
+    file.write_text(json.dumps(raw))
+    with pytest.raises(
+        ModelError, match=r"tensors that this architecture does not use, 'model\.(embed_vi|vis)"
+    ):
+        case.load(torch.float32)
+
+
+def test_a_missing_tensor_of_the_text_part_is_named(case):
+    name = "model.language_model.layers.1.input_layernorm.weight"
+    case.rewrite(lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name})
+    with pytest.raises(ModelError, match=f"has no tensor '{name}'"):
+        case.load(torch.float32)

@@ -1,0 +1,386 @@
+"""The command line: what it prints where, its exit codes, and that its flags are the settings."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+import blockdraft
+from blockdraft.cli import flags as flags_module
+from blockdraft.cli.flags import flags_of, sampling_from, settings_from
+from blockdraft.cli.generate import speed_line
+from blockdraft.cli.main import main, parse
+from blockdraft.engine.request import Delta, Metrics, SamplingParams
+from blockdraft.llm import LLM
+from blockdraft.settings.settings import Settings, pin_threads
+
+ROOT = Path(__file__).parents[2]
+PAIR = ROOT / "tests/fixtures/pair"
+TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+MODEL = ["--model", TARGET, "--device", "cpu", "--dtype", "float64"]
+PINS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """pin_threads writes here; setenv first, so that whatever it does is undone."""
+    for name in PINS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    llm = LLM(model=TARGET, draft=DRAFT, device="cpu", dtype="float64")
+    message = {"role": "user", "content": "t1 t2 t3"}
+    return llm.chat([message], SamplingParams(temperature=0.0, max_tokens=9))[0]
+
+
+def error_of(capsys):
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+# ---- generate
+
+
+def test_text_goes_to_stdout_and_one_line_of_speed_to_stderr(capsys, expected):
+    assert main(["generate", "t1 t2 t3", *MODEL, "--draft", DRAFT, "--max-tokens", "9"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected.text + "\n"
+    pattern = (
+        r"9 tokens in [\d.]+ s: [\d.]+ tok/s \([\d.]+ after the first step\), ([\d.]+) tokens per step\n"
+    )
+    found = re.fullmatch(pattern, captured.err)
+    assert found, captured.err
+    assert float(found[1]) == round(expected.metrics.tokens_per_step, 2)
+
+
+def test_without_a_drafter_the_line_says_so_and_verbose_tells_what_is_loaded(capsys, expected):
+    assert main(["generate", "t1 t2 t3", *MODEL, "--max-tokens", "9", "--verbose"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected.text + "\n"
+    assert captured.err.startswith(f"opening {TARGET}\n")
+    assert captured.err.endswith(", 1.00 tokens per step (no drafter)\n")
+
+
+def test_json_is_one_object_with_everything(capsys, expected):
+    flags = ["--draft", DRAFT, "--width", "4", "--max-tokens", "9", "--json", "--logprobs", "1"]
+    assert main(["generate", "t1 t2 t3", *MODEL, *flags]) == 0
+    captured = capsys.readouterr()
+    answer = json.loads(captured.out)
+    assert captured.err == ""
+    assert answer["text"] == expected.text
+    assert tuple(answer["token_ids"]) == expected.token_ids
+    assert answer["finish_reason"] == "length"
+    assert answer["metrics"]["num_prompt_tokens"] == 3
+    assert (answer["model"], answer["draft"], answer["width"]) == (TARGET, DRAFT, 4)
+    assert [item["token_id"] for item in answer["logprobs"]] == answer["token_ids"]
+
+
+def test_several_answers_are_told_apart(capsys):
+    flags = [*MODEL, "--n", "2", "--temperature", "1.5", "--max-tokens", "9"]
+    assert main(["generate", "t1 t2 t3", *flags, "--json"]) == 0
+    first, second = (choice["text"] for choice in json.loads(capsys.readouterr().out)["choices"])
+    assert first != second
+    assert main(["generate", "t1 t2 t3", *flags]) == 0
+    assert capsys.readouterr().out == f"[1 of 2]\n{first}\n[2 of 2]\n{second}\n"
+
+
+def test_a_dash_reads_the_prompt_from_stdin(capsys, monkeypatch, expected):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("t1 t2 t3\n"))
+    assert main(["generate", "-", *MODEL, "--max-tokens", "9"]) == 0
+    assert capsys.readouterr().out == expected.text + "\n"
+
+
+def test_a_model_without_chat_template_asks_for_raw(capsys, tmp_path, expected):
+    folder = shutil.copytree(TARGET, tmp_path / "plain")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    flags = ["generate", "t1 t2 t3", *MODEL, "--model", str(folder), "--max-tokens", "9"]
+    assert main(flags) == 2
+    assert "add --raw" in error_of(capsys)
+    assert main([*flags, "--raw"]) == 0
+    assert capsys.readouterr().out == expected.text + "\n"
+
+
+def test_answers_that_are_for_timing_only_say_so_in_every_output(capsys):
+    flags = [*MODEL, "--draft", DRAFT, "--max-tokens", "9", "--ignore-eos", "--load-format", "dummy"]
+    flags += ["--synthetic-acceptance", "mean:2"]
+    assert main(["generate", "t1 t2 t3", *flags]) == 0
+    *warnings, line = capsys.readouterr().err.splitlines()
+    assert [warning.split(":")[1] for warning in warnings] == [
+        " weights are random",
+        " acceptance is synthetic (mean",
+    ]
+    assert line.endswith("(timing only: +dummy+synthetic)")
+    assert main(["generate", "t1 t2 t3", *flags, "--json"]) == 0
+    captured = capsys.readouterr()
+    answer = json.loads(captured.out)
+    assert answer["model"] == f"{TARGET}+dummy+synthetic"
+    assert captured.err == "".join(f"warning: {warning}\n" for warning in answer["warnings"])
+    assert "nonsense" in answer["warnings"][0]
+    assert "mean:2" in answer["warnings"][1]
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "is_bound"),
+    [("cpu", True, True), ("auto", False, True), ("auto", True, False), ("cuda", True, False)],
+)
+def test_threads_are_bound_where_the_model_will_run_on_the_cpu(monkeypatch, device, has_gpu, is_bound):
+    monkeypatch.setattr(flags_module, "may_have_gpu", lambda: has_gpu)
+    flags_module.bind_threads(Settings(device=device))
+    assert ("OMP_PROC_BIND" in os.environ) == is_bound
+
+
+def metrics(num_tokens, steps, first_token_s, seconds):
+    return Metrics(
+        num_tokens=num_tokens,
+        num_prompt_tokens=3,
+        num_cached_tokens=0,
+        steps=steps,
+        drafted=0,
+        accepted=(),
+        preemptions=0,
+        queue_s=0.0,
+        first_token_s=first_token_s,
+        seconds=seconds,
+    )
+
+
+def test_the_speed_is_all_tokens_over_all_time_and_the_rate_after_the_first_step():
+    last = Delta("r", 0, "", (4, 5), finish_reason="stop", metrics=metrics(12, 3, 1.0, 3.0))
+    deltas = [Delta("r", 0, "", (1,) * 4), Delta("r", 0, "", (1,) * 6), last]
+    line = "12 tokens in 3.0 s: 4.0 tok/s (4.0 after the first step), 4.00 tokens per step"
+    assert speed_line(deltas, has_drafter=True) == line
+
+
+def test_an_answer_of_one_step_has_no_rate_after_it():
+    deltas = [Delta("r", 0, "", (1,), finish_reason="stop", metrics=metrics(1, 1, 2.0, 2.0))]
+    line = "1 tokens in 2.0 s: 0.5 tok/s, 1.00 tokens per step (no drafter)"
+    assert speed_line(deltas, has_drafter=False) == line
+
+
+# ---- flags
+
+
+def test_without_flags_the_settings_are_the_defaults():
+    for command in (["generate", "x"], ["serve"]):
+        assert settings_from(parse(command)) == Settings()
+
+
+def test_every_setting_has_a_flag():
+    values = {"model": "m", "draft": "d", "device": "cuda", "dtype": "float16"}
+    values |= {"quantization": "fp8", "draft_quantization": "keep"}
+    values |= {"sampling_defaults": "openai"}
+    values |= {"load_format": "dummy", "synthetic_acceptance": "0.7", "gpu_memory_utilization": "0.5"}
+    values |= {"engine": "vllm", "node_rank": "6", "engine_args": "--a 'b c'", "engine_env": "A=b=c d"}
+    flags = ["--no-prefix-cache", "--overlap", "--no-verify", "--no-graphs", "--recipe", "smollm2"]
+    for item in fields(Settings):
+        if item.name not in ("prefix_cache", "overlap", "verify", "graphs", "recipe"):
+            flags += [f"--{item.name.replace('_', '-')}", values.get(item.name, "7")]
+    settings = settings_from(parse(["serve", *flags]))
+    for item in fields(Settings):
+        assert getattr(settings, item.name) != item.default
+    assert settings.chunk == 7
+    assert (settings.quantization, settings.draft_quantization) == ("fp8", "keep")
+    assert settings.engine_args == ("--a", "b c")
+    assert settings.engine_env == (("A", "b=c d"),)
+    again = settings_from(parse(["serve", *flags_of(settings)]))
+    assert again == replace(settings, recipe=None), "flags_of leaves something out"
+
+
+@pytest.mark.parametrize("flag", ["--dtype", "--quantization", "--draft-quantization", "--load-format"])
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(["serve", flag, "int4"])
+    error = error_of(capsys)
+    assert f"argument {flag}: invalid choice: 'int4'" in error
+    known = {"--dtype": "'bfloat16'", "--load-format": "'auto', 'dummy'"}
+    assert known.get(flag, "'keep', 'none', 'fp8', 'int8'") in error
+
+
+def test_auto_is_accepted_where_the_setting_has_it(capsys):
+    assert settings_from(parse(["serve", "--width", "auto"])).width == "auto"
+    with pytest.raises(SystemExit, match="2"):
+        parse(["serve", "--page-size", "auto"])
+    with pytest.raises(SystemExit, match="2"):
+        parse(["serve", "--width", "wide"])
+    assert "'wide' is not a whole number or 'auto'" in error_of(capsys)
+
+
+def test_sampling_flags_become_sampling_params():
+    assert sampling_from(parse(["generate", "x"])) == SamplingParams(temperature=0.0, max_tokens=512)
+    flags = (
+        "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --presence-penalty 1 --frequency-penalty -1 "
+        "--repetition-penalty 1.1 --seed 4 --stop a --stop b --max-tokens 8 --min-tokens 2 --ignore-eos "
+        "--n 3 --logit-bias 3=-100 --logit-bias 4=1.5 --logprobs 2"
+    )
+    args = parse(["generate", "x", *flags.split()])
+    assert sampling_from(args) == SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.1,
+        seed=4,
+        stop=["a", "b"],
+        max_tokens=8,
+        min_tokens=2,
+        ignore_eos=True,
+        n=3,
+        logit_bias={3: -100.0, 4: 1.5},
+        logprobs=2,
+    )
+    assert settings_from(args).seed == Settings().seed
+
+
+# ---- errors and exits
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["generate", "x", "--max-contxt", "5"], "unknown flag --max-contxt: did you mean --max-context?"),
+        (["generate", "x", "--max-contxt=5"], "unknown flag --max-contxt: did you mean --max-context?"),
+        (["generate", "x", "--max"], "unknown flag --max"),  # no abbreviations
+        (["generate", "x", "y"], "unexpected argument 'y'"),
+        (["generat", "x"], "did you mean generate?"),
+        (["serve", "--dtype", "float31"], "did you mean float"),
+        (["generate", "x", "--logit-bias", "a"], "'a' is not ID=VALUE"),
+        ([], "COMMAND"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(capsys, argv, part):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert part in error_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["generate", "x", "--model", "./missing"], "'./missing' does not exist"),
+        (["generate", "x", "--top-p", "0"], "top_p"),
+        (["generate", "x", "--max-rows", "0"], "max_rows"),
+        (["generate", "x", "--logprobs", "1"], "add --json"),
+        (["generate", "", *MODEL, "--raw"], "empty"),
+        (["serve", "a", "--model", "b"], "two models"),
+        (["serve", "./missing", "--port", "70000"], "--port 70000"),
+        (["serve", "./missing", "--host", "256.0.0.1"], "cannot listen"),
+    ],
+)
+def test_a_users_error_is_one_line_and_exit_code_2(capsys, argv, part):
+    assert main(argv) == 2
+    error = error_of(capsys)
+    assert error.startswith("blockdraft: error: ")
+    assert part in error
+    assert error.count("\n") == 1
+
+
+def test_a_taken_port_is_found_before_the_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["serve", "./missing", "--port", str(other.getsockname()[1])]) == 2
+    assert "already in use" in error_of(capsys)
+
+
+def test_an_interrupt_exits_with_130(capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    assert main(["generate", "x", *MODEL]) == 130
+    assert error_of(capsys) == ""
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"blockdraft {blockdraft.__version__}\n"
+
+
+def test_threads_are_pinned_unless_the_user_has_decided(monkeypatch):
+    pin_threads()
+    assert (os.environ["OMP_PROC_BIND"], os.environ["OMP_PLACES"]) == ("true", "cores")
+    for name in PINS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", "0")
+    pin_threads()
+    assert "OMP_PROC_BIND" not in os.environ
+
+
+# ---- as a process
+
+
+def start(argv, **kwargs):
+    command = [sys.executable, "-m", "blockdraft", *argv]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, **kwargs)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["serve", "--help"]])
+def test_help_loads_no_torch(argv):
+    code = (
+        "import sys\nfrom blockdraft.cli.main import main\n"
+        f"try: main({argv})\nexcept SystemExit: pass\n"
+        "print([n for n in ('torch', 'numpy', 'uvicorn', 'pydantic') if n in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "usage: blockdraft" in done.stdout
+    assert done.stderr == "[]\n"
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_is_no_traceback():
+    process = start(["generate", "t1", *MODEL, "--ignore-eos"], stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 141
+
+
+@pytest.mark.slow
+def test_serve_says_where_it_listens_answers_there_and_leaves_on_interrupt():
+    flags = ["--port", "0", "--served-model-name", "tiny", "--device", "cpu", "--dtype", "float64"]
+    process = start(["serve", TARGET, *flags], stderr=subprocess.PIPE)
+    try:
+        line = process.stdout.readline()
+        found = re.fullmatch(r"'tiny' is ready: (http://127\.0\.0\.1:\d+)/ to look, .*\n", line)
+        assert found, line
+        message = {"role": "user", "content": "t1 t2 t3"}
+        body = {"model": "tiny", "messages": [message], "max_tokens": 2, "temperature": 0}
+        answer = httpx.post(f"{found[1]}/v1/chat/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"] == " t4 t5"
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert rest[0] == ""
+    assert "Traceback" not in rest[1]
+    assert process.returncode == 0
+
+
+def test_fetch_checks_a_model_and_says_so(capsys, tmp_path):
+    assert main(["fetch", TARGET]) == 0
+    assert "is ready" in capsys.readouterr().out
+    assert main(["fetch", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--step-timeout", "--drain-timeout"])
+@pytest.mark.parametrize("value", ["nan", "-1", "inf"])
+def test_time_outs_that_mean_nothing_are_refused(flag, value, capsys):
+    assert main(["serve", TARGET, "--port", "0", flag, value]) == 2
+    assert flag in capsys.readouterr().err

@@ -1,0 +1,370 @@
+"""EngineLoop over the real engine: what comes out, what an abort frees, and what a failure does."""
+
+import asyncio
+import contextlib
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loop import EngineLoop, EngineStopped, StepFailed
+from blockdraft.engine.request import SamplingParams
+from blockdraft.errors import ModelError, RequestError
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
+
+PAIR = Path(__file__).parents[1] / "fixtures/pair"
+PROMPT = [1, 2, 3]
+SHORT = SamplingParams(temperature=0.0, max_tokens=4)
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def models():
+    settings = Settings(
+        model=str(PAIR / "target"),
+        draft=str(PAIR / "draft"),
+        device="cpu",
+        dtype="float64",
+        max_rows=4,
+        max_queue=4,
+    )
+    return load_models(settings, lambda _: None)
+
+
+@pytest.fixture
+def engine(models):
+    return Engine(models)
+
+
+@pytest.fixture
+def loop(engine):
+    loop = EngineLoop(lambda startup: engine).wait()
+    yield loop
+    loop.close()
+
+
+class Gate:
+    """Lets an engine's steps through one permit at a time, and records steps and aborts."""
+
+    def __init__(self, engine, monkeypatch):
+        self.permits = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+        self.events = []
+        step, abort = engine.step, engine.abort
+
+        def gated_step():
+            self.entered.release()
+            self.permits.acquire()
+            self.events.append("step")
+            return step()
+
+        def recorded_abort(request_id):
+            self.events.append("abort")
+            return abort(request_id)
+
+        monkeypatch.setattr(engine, "step", gated_step)
+        monkeypatch.setattr(engine, "abort", recorded_abort)
+
+    async def until_in_step(self):
+        assert await asyncio.to_thread(self.entered.acquire, timeout=30)
+
+
+async def collect(loop, sampling=SHORT, prompt=PROMPT):
+    with contextlib.closing(await loop.submit(prompt, sampling)) as stream:
+        return [delta async for delta in stream]
+
+
+def ids_of(deltas, index=0):
+    return [token for delta in deltas if delta.index == index for token in delta.token_ids]
+
+
+def alone(models, sampling, prompt=PROMPT):
+    engine = Engine(models)
+    engine.add(prompt, sampling)
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    return deltas
+
+
+def test_a_stream_is_what_the_engine_gives_when_stepped_by_hand(models, loop):
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    deltas, expected = asyncio.run(collect(loop, sampling)), alone(models, sampling)
+    assert [(d.text, d.token_ids) for d in deltas] == [(d.text, d.token_ids) for d in expected]
+    assert deltas[-1].finish_reason == "length"
+    assert deltas[-1].metrics.num_tokens == 40
+
+
+def test_all_choices_arrive_and_then_the_stream_ends(models, loop):
+    sampling = SamplingParams(n=3, seed=5, max_tokens=20, ignore_eos=True)
+    deltas, expected = asyncio.run(collect(loop, sampling)), alone(models, sampling)
+    assert [ids_of(deltas, i) for i in range(3)] == [ids_of(expected, i) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error"),
+    [([], SHORT, RequestError), (PROMPT, SamplingParams(n=5), RequestError)],
+)
+def test_what_the_engine_refuses_is_raised_at_the_caller(loop, prompt, sampling, error):
+    with pytest.raises(error):
+        asyncio.run(collect(loop, sampling, prompt))
+    assert loop.error is None
+    assert len(ids_of(asyncio.run(collect(loop)))) == 4
+
+
+def test_closing_a_stream_aborts_its_request_within_one_step(engine, loop, monkeypatch):
+    gate = Gate(engine, monkeypatch)
+
+    async def leave_early():
+        stream = await loop.submit(PROMPT, LONG)
+        gate.permits.release(3)
+        await anext(stream)
+        for _ in range(4):
+            await gate.until_in_step()  # the fourth step waits for its permit
+        num_steps = len(gate.events)
+        stream.close()
+        gate.permits.release(1000)
+        await collect(loop)
+        return gate.events[num_steps:]
+
+    events = asyncio.run(leave_early())
+    assert events[:2] == ["step", "abort"]
+    assert not engine.has_work
+    engine.check()
+
+
+def test_a_submission_cancelled_before_the_engine_sees_it_never_runs(engine, loop, monkeypatch):
+    gate = Gate(engine, monkeypatch)
+
+    async def cancel_second():
+        first = await loop.submit(PROMPT, SHORT)
+        await gate.until_in_step()
+        second = asyncio.create_task(loop.submit(PROMPT, LONG))
+        await asyncio.sleep(0)  # lets the task start; the engine is inside its step
+        second.cancel()
+        gate.permits.release(1000)
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        return [delta async for delta in first]
+
+    assert len(ids_of(asyncio.run(cancel_second()))) == 4
+    assert not engine.has_work
+    assert loop.error is None
+
+
+def test_a_submission_cancelled_while_the_engine_takes_it_is_aborted(engine, loop, monkeypatch):
+    entered, cancelled, add = threading.Event(), threading.Event(), engine.add
+
+    def slow_add(*args):
+        entered.set()
+        assert cancelled.wait(30)
+        return add(*args)
+
+    async def cancel_inside():
+        task = asyncio.create_task(loop.submit(PROMPT, LONG))
+        assert await asyncio.to_thread(entered.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        cancelled.set()
+        await collect(loop)
+
+    monkeypatch.setattr(engine, "add", slow_add)
+    asyncio.run(cancel_inside())
+    assert not engine.has_work
+    engine.check()
+
+
+def test_an_abort_from_elsewhere_ends_the_stream_with_its_reason(loop):
+    async def abort_after_first():
+        stream = await loop.submit(PROMPT, LONG)
+        first = await anext(stream)
+        loop.abort(stream.request_id)
+        return [first] + [delta async for delta in stream]
+
+    deltas = asyncio.run(abort_after_first())
+    assert deltas[-1].finish_reason == "abort"
+    assert len(ids_of(deltas)) < 400
+
+
+def test_a_consumer_whose_event_loop_ended_does_not_hold_its_row(engine, loop):
+    async def leave_without_a_word():
+        await anext(await loop.submit(PROMPT, LONG))
+
+    asyncio.run(leave_without_a_word())
+    asyncio.run(collect(loop))
+    assert not engine.has_work
+    engine.check()
+
+
+class Failing:
+    """Lets the commits of an engine fail while `is_broken`."""
+
+    def __init__(self, engine, monkeypatch):
+        self.is_broken = True
+        commit = engine.scheduler.commit
+        monkeypatch.setattr(
+            engine.scheduler, "commit", lambda *args: 1 / 0 if self.is_broken else commit(*args)
+        )
+
+
+def test_the_third_failing_step_in_a_row_is_the_last(engine, loop, monkeypatch, caplog):
+    failing = Failing(engine, monkeypatch)
+
+    async def fail(advice):
+        with pytest.raises(EngineStopped, match=advice):
+            await collect(loop)
+
+    for _ in range(3):  # what succeeds in between starts the count again
+        failing.is_broken = True
+        asyncio.run(fail("ask again"))
+        asyncio.run(fail("ask again"))
+        assert loop.error is None
+        failing.is_broken = False
+        assert len(ids_of(asyncio.run(collect(loop)))) == 4
+    failing.is_broken = True
+    asyncio.run(fail("ask again"))
+    asyncio.run(fail("ask again"))
+    asyncio.run(fail("restart the server"))
+    assert loop.error == "ZeroDivisionError: division by zero"
+    assert loop.startup.snapshot()["state"] == "failed"
+    asyncio.run(fail("has failed"))
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_failing_step_ends_those_on_a_row_and_serves_those_that_wait(models, engine, loop, monkeypatch):
+    gate, failing = Gate(engine, monkeypatch), Failing(engine, monkeypatch)
+    expected = ids_of(alone(models, SHORT))
+
+    async def fail_the_first():
+        touched = [await loop.submit(PROMPT, LONG)]
+        await gate.until_in_step()  # it has been queued; the engine waits for its permit
+        adding = [asyncio.create_task(loop.submit(PROMPT, s)) for s in (LONG, LONG, LONG, SHORT)]
+        await asyncio.sleep(0)
+        failing.is_broken = False
+        gate.permits.release(1)
+        touched += [await task for task in adding[:3]]
+        waiting = await adding[3]  # four rows are taken
+        await gate.until_in_step()
+        failing.is_broken = True
+        gate.permits.release(1)
+        for stream in touched:
+            with pytest.raises(StepFailed):
+                [delta async for delta in stream]
+        failing.is_broken = False
+        gate.permits.release(1000)
+        return [delta async for delta in waiting]
+
+    try:
+        assert ids_of(asyncio.run(fail_the_first())) == expected
+    finally:
+        gate.permits.release(1000)  # or the engine's thread would not end
+    assert loop.error is None
+    assert engine.snapshot().finished == {"error": 4, "length": 1}
+    assert loop.num_live == 0
+    engine.check()
+
+
+def test_a_request_of_which_one_choice_has_a_row_ends_whole(models, monkeypatch):
+    engine = Engine(replace(models, plan=replace(models.plan, max_rows=1)))
+    engine.add(PROMPT, SamplingParams(n=3, seed=1, max_tokens=4), "touched")
+    engine.add(PROMPT, SHORT, "waiting")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "commit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert engine.live_ids == {"waiting"}
+    engine.check()
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert ids_of(deltas) == ids_of(alone(models, SHORT))
+    assert engine.snapshot().finished == {"error": 3, "length": 1}
+
+
+def test_a_failed_page_check_ends_the_engine_at_once(engine, loop, monkeypatch):
+    Failing(engine, monkeypatch)
+    monkeypatch.setattr(engine, "check", lambda: 1 / 0)
+    with pytest.raises(EngineStopped, match="restart"):
+        asyncio.run(collect(loop))
+    assert loop.error is not None
+
+
+def test_a_start_that_fails_is_answered_with_its_reason_and_one_under_way_with_its_state():
+    release = threading.Event()
+
+    def make(startup):
+        with startup.phase("load"):
+            assert release.wait(30)
+            raise ModelError("no such weights.")
+
+    loop = EngineLoop(make)
+    with pytest.raises(EngineStopped, match="starting"):
+        asyncio.run(collect(loop))
+    assert (loop.tokenizer, loop.engine_info, loop.snapshot()) == (None, None, None)
+    release.set()
+    loop.wait()
+    assert loop.error == "no such weights."
+    with pytest.raises(EngineStopped, match="failed"):
+        asyncio.run(collect(loop))
+    loop.close()
+
+
+def test_while_it_drains_no_request_is_taken_and_those_under_way_end(loop):
+    async def drain():
+        stream = await loop.submit(PROMPT, LONG)
+        await anext(stream)
+        loop.startup.drain()
+        with pytest.raises(EngineStopped, match="draining"):
+            await loop.submit(PROMPT, SHORT)
+        return [delta async for delta in stream]
+
+    assert asyncio.run(drain())[-1].finish_reason == "length"
+
+
+def test_an_unexpected_error_in_add_is_its_callers_alone(engine, loop, monkeypatch):
+    monkeypatch.setattr(engine, "add", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(collect(loop))
+    monkeypatch.undo()
+    assert loop.error is None
+    assert len(ids_of(asyncio.run(collect(loop)))) == 4
+
+
+def test_close_ends_live_requests_and_leaves_the_engine_clean(engine):
+    loop = EngineLoop(lambda startup: engine).wait()
+
+    async def close_while_running():
+        stream = await loop.submit(PROMPT, LONG)
+        await anext(stream)
+        loop.close()
+        with pytest.raises(EngineStopped):
+            [delta async for delta in stream]
+        with pytest.raises(EngineStopped):
+            await loop.submit(PROMPT, SHORT)
+
+    asyncio.run(close_while_running())
+    assert not engine.has_work
+    engine.check()
+
+
+def test_without_work_the_thread_sleeps(models):
+    class Counting(Engine):
+        num_looks = 0
+
+        @property
+        def has_work(self):
+            self.num_looks += 1
+            return super().has_work
+
+    engine = Counting(models)
+    loop = EngineLoop(lambda startup: engine).wait()
+    asyncio.run(collect(loop))
+    loop._thread.join(timeout=0.05)  # let it reach its queue
+    before = engine.num_looks
+    loop._thread.join(timeout=0.05)
+    assert engine.num_looks == before
+    loop.close()

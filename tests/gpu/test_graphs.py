@@ -1,0 +1,84 @@
+"""A captured step is the step: the same tokens, lengths, anchors, counts and cache bits as kernel by kernel.
+
+In bfloat16, at pinned (rows, width), which is where arithmetic promises equality. tests/step/test_graphs.py
+runs the same comparisons on the CPU without graphs, as a check of the comparisons themselves.
+"""
+
+import pytest
+import torch
+
+from blockdraft.step.graphs import row_sizes
+from tests import stepping
+from tests.stepping import CARD, MAX_ROWS, SCENES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+# Delta layers, mixtures, sinks, windows and shared layers: whatever a graph could hold wrongly.
+FAMILIES = ["qwen3_next-whole", "qwen3_5_moe-whole", "gpt_oss-whole", "gemma4-mixture", "gemma4-shared"]
+
+
+@pytest.fixture(scope="module")
+def captured():
+    return stepping.tiny_engine(CARD, is_captured=True)
+
+
+@pytest.fixture(scope="module")
+def eager():
+    return stepping.tiny_engine(CARD, is_captured=False)
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=range(len(SCENES)))
+def test_a_replay_is_the_eager_step_whatever_the_rows_hold(captured, eager, scene):
+    """One graph throughout: lengths, pages, tokens, sampling and the active rows change under it."""
+    expected = stepping.play_directly(eager, scene)
+    stepping.assert_same_play(stepping.play(captured, scene), expected, scene)
+    assert any(len(tokens) > 1 for rows, _ in expected for tokens in rows), "nothing was ever accepted"
+
+
+def test_a_bucket_that_is_filled_up_touches_only_the_active_rows(captured, eager):
+    stepping.check_padding(captured, eager)
+    scratch = captured.rows.max_rows
+    assert captured.rows.length[scratch] == 0
+    assert captured.rows.anchor[scratch] == 0
+    assert not captured.rows._output_counts[scratch].any()
+
+
+def test_the_smallest_bucket_with_room_is_replayed():
+    engine = stepping.tiny_engine(CARD, is_captured=False)
+    engine.capture(row_sizes(MAX_ROWS), [engine.models.plan.width])
+    assert len(engine.graphs) == 3
+    eager = stepping.tiny_engine(CARD, is_captured=False)
+    for scene, num_rows in ((SCENES[0], 4), (SCENES[2], 4), (SCENES[3], 1)):
+        expected = stepping.play_directly(eager, scene, num_rows=num_rows)
+        stepping.assert_same_play(stepping.play(engine, scene), expected, scene)
+
+
+def test_graphs_with_a_step_in_flight_serve_the_same_texts():
+    expected = stepping.serve_mixed(stepping.tiny_engine(CARD, is_captured=False))
+    got = stepping.serve_mixed(stepping.tiny_engine(CARD, is_captured=True, overlap=True), has_aborts=True)
+    stepping.assert_same_mixed(got, expected)
+
+
+@pytest.mark.parametrize("has_overlap", [False, True])
+def test_preempted_sequences_resume_in_graphs_as_they_do_without(has_overlap):
+    """Against an engine that takes the same steps: a prompt computed again has other bits than a decode."""
+    results = [
+        stepping.serve_tightly(
+            stepping.tiny_engine(
+                CARD, is_captured=is_captured, overlap=has_overlap, num_pages=stepping.FEW_PAGES
+            )
+        )
+        for is_captured in (True, False)
+    ]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hybrids_and_mixtures_are_captured_whole(name):
+    """With a scripted drafter, so that any number of drafts is accepted; a real one absorbs beside it."""
+    drafter = stepping.family_script(name, CARD)
+    engines = [stepping.family_engine(name, CARD, drafter, is_captured=is_it) for is_it in (True, False)]
+    counts = stepping.lockstep(*engines, stepping.family_requests())
+    assert len(set(counts)) >= 4

@@ -1,0 +1,317 @@
+"""Each known-bad combination is found, with its thread; the good one beside it is not."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from blockdraft.cli import asked
+from blockdraft.cli.plan import Known
+from blockdraft.errors import FetchError, SettingsError
+from blockdraft.launch.oracle import CONDITIONS, check_settings, entries, read_entries, refuse
+from blockdraft.machine.machine import Machine
+from blockdraft.planner.stored import Stored
+from blockdraft.settings.settings import Settings
+from tests.launch.golden import machine_with
+
+GEMMA = {"model": "google/gemma-4-31B-it", "draft": "z-lab/gemma-4-31B-it-DFlash"}
+REDHAT = {"model": "google/gemma-4-31B-it", "draft": "RedHatAI/gemma-4-31B-it-speculator.dflash"}
+QWEN = {"model": "Qwen/Qwen3-8B", "draft": "z-lab/Qwen3-8B-DFlash-b16"}
+CODER = {"model": "saricles/Qwen3-Coder-Next-NVFP4-GB10", "draft": "z-lab/Qwen3-Coder-Next-DFlash"}
+HYBRID = {"model": "Qwen/Qwen3.5-27B", "draft": "z-lab/Qwen3.5-27B-DFlash"}
+A3B = {"model": "Qwen/Qwen3.6-35B-A3B", "draft": "z-lab/Qwen3.6-35B-A3B-DFlash"}
+DFLASH2 = {"model": "Qwen/Qwen3.8-27B", "draft": "z-lab/Qwen3.8-27B-DFlash2"}
+OSS = {"model": "openai/gpt-oss-120b", "draft": "z-lab/gpt-oss-120b-DFlash"}
+SPARK = {"machine": machine_with("gb10"), "gpu_memory_utilization": 0.6}
+OLD_RUNNER = {"engine_env": (("VLLM_USE_V2_MODEL_RUNNER", "0"),)}
+SGLANG = {"engine": "sglang"}
+PACKED = {"draft_config": {"quantization_config": {"quant_method": "compressed-tensors"}}}
+WINDOWS = {"draft_config": {"layer_types": ["sliding_attention", "full_attention"]}}
+DSPARK = {"draft_config": {"speculators_model_type": "dspark", "block_size": 7}}
+SHORT = {"draft_config": {"max_position_embeddings": 40960}}
+LAZY = {"engine_args": ("--mamba-radix-cache-strategy", "extra_buffer_lazy")}
+
+
+def on_kernel(kernel):
+    import dataclasses
+
+    return {"machine": dataclasses.replace(machine_with("gb10"), kernel=kernel)}
+
+
+# What is bad, and what of it to change so that it is good.
+CASES = {
+    "gb10-cutlass-fp8": (
+        {**REDHAT, **SPARK, "quantization": "fp8", "engine_version": "0.21.0"},
+        {"engine_version": "0.22.0"},
+    ),
+    "draft-non-causal": (
+        {**QWEN, "draft_attention_backend": "triton", "engine_version": "0.23.0"},
+        {"engine_version": "0.24.0"},
+    ),
+    "inherited-non-causal": (
+        {**QWEN, "attention_backend": "triton", "engine_version": "0.20.2"},
+        {"attention_backend": "flash_attn"},
+    ),
+    "gemma4-one-backend": ({**REDHAT, "engine_version": "0.20.2"}, {"engine_version": "0.21.0"}),
+    "qwen3-next-eagle3": ({**CODER, "engine_version": "0.23.0"}, {"engine_version": "0.24.0"}),
+    "turboquant-speculation": ({**QWEN, "kv_dtype": "turboquant_k8v4"}, {"draft": "none"}),
+    "gemma4-embedding-scale": (GEMMA, {"draft": REDHAT["draft"]}),
+    "draft-kv-dtype-mla": ({**QWEN, "kv_dtype": "fp8_ds_mla"}, {"kv_dtype": "fp8"}),
+    "fp8-kv-non-causal": (
+        {**QWEN, "kv_dtype": "fp8", "engine_version": "0.23.0"},
+        {"engine_version": "0.24.0"},
+    ),
+    "sm100-nvfp4-fp8-kv": (
+        {**HYBRID, "model": "nvidia/Qwen3.6-27B-NVFP4", "machine": machine_with("b200")},
+        {"machine": machine_with("h200")},
+    ),
+    "quantised-drafter": ({**QWEN, **PACKED, "engine_version": "0.30.0"}, {"engine_version": "0.31.0"}),
+    "speculators-v2-runner": ({**REDHAT, "engine_version": "0.25.1"}, OLD_RUNNER),
+    "dflash2-before-support": ({**DFLASH2, "engine_version": "0.27.1"}, {"engine_version": "0.28.0"}),
+    "old-runner-dflash2": ({**DFLASH2, **OLD_RUNNER}, {"engine_env": ()}),
+    "old-runner-windows": ({**QWEN, **WINDOWS, **OLD_RUNNER}, {"engine_env": ()}),
+    "old-runner-rejected-slots": ({**QWEN, **OLD_RUNNER}, {"engine_env": ()}),
+    "windows-ignored": ({**QWEN, **WINDOWS, "engine_version": "0.24.0"}, {"engine_version": "0.25.0"}),
+    "dspark-short-block": ({**QWEN, **DSPARK, "width": 4}, {"width": 7}),
+    "int4-autoround-coder-next": (
+        {**CODER, "model": "Intel/Qwen3-Coder-Next-int4-AutoRound"},
+        {"model": CODER["model"]},
+    ),
+    "context-past-drafter": ({**QWEN, **SHORT, "max_context": 65536}, {"max_context": 40960}),
+    "width-past-block": ({**QWEN, "draft_config": {"block_size": 8}, "width": 16}, {"width": 8}),
+    "gemma4-redhat-illegal-access": ({**REDHAT, "engine_version": "0.22.0"}, {"engine_version": "0.32.0"}),
+    "moe-graphs-illegal-access": (
+        {**A3B, "engine_version": "0.22.1", "max_rows": 16},
+        {"graphs": False},
+    ),
+    "dflash2-long-sampling": (
+        {**DFLASH2, "engine_version": "0.28.0", "machine": machine_with("a100")},
+        {"engine_version": "0.32.0"},
+    ),
+    "prefix-cache-crash": ({**QWEN, "engine_version": "0.22.0"}, {"prefix_cache": False}),
+    "startup-plan-gb10": (
+        {**QWEN, **SPARK, "engine_env": (("VLLM_ENABLE_STARTUP_PLAN", "1"),)},
+        {"machine": machine_with("h200")},
+    ),
+    "unified-memory-freeze": (
+        {**QWEN, **SPARK, "gpu_memory_utilization": 0.89},
+        {"gpu_memory_utilization": 0.85},
+    ),
+    "coder-next-gb10-memory": (
+        {**CODER, **SPARK, "gpu_memory_utilization": 0.85},
+        {"gpu_memory_utilization": 0.6},
+    ),
+    "gb10-batched-tokens": ({**QWEN, **SPARK, "chunk": 65536}, {"chunk": 32768}),
+    "gb10-wheels": ({**REDHAT, **SPARK, "quantization": "fp8"}, {"machine": machine_with("rtx-5090")}),
+    "gb10-gpt-oss": ({**OSS, **SPARK, "engine_version": "0.21.0"}, {"engine_version": "0.22.0"}),
+    "gb10-multi-node-graphs": (
+        {**QWEN, **SPARK, "num_nodes": 2, "head_address": "10.0.0.1"},
+        {"graphs": False},
+    ),
+    "gb10-kernel-1019": (
+        {**QWEN, **SPARK, **on_kernel("7.0.0-1019-nvidia"), "num_nodes": 2, "head_address": "10.0.0.1"},
+        on_kernel("7.0.0-1018-nvidia"),
+    ),
+    "hybrid-prefix-cache": (HYBRID, {"prefix_cache": False}),
+    "prefix-cache-acceptance": (QWEN, {"prefix_cache": False}),
+    "moe-concurrency": ({**A3B, "max_rows": 9}, {"max_rows": 8}),
+    "long-context": ({**QWEN, "max_context": 185000}, {"max_context": 32768}),
+    "min-p-logit-bias": (QWEN, {"draft": None}),
+    "sglang-pipeline": ({**QWEN, **SGLANG, "pipeline_parallel": 2}, {"pipeline_parallel": 1}),
+    "sglang-cpu": ({**QWEN, **SGLANG, "device": "cpu"}, {"draft": None}),
+    "sglang-speculators-layout": ({**REDHAT, **SGLANG}, {"draft": GEMMA["draft"]}),
+    "sglang-quantised-drafter": ({**QWEN, **SGLANG, **PACKED}, {"draft_config": {}}),
+    "sglang-hybrid-radix": ({**HYBRID, **SGLANG}, LAZY),
+    "sglang-gemma4-26b-fp8": (
+        {**GEMMA, **SGLANG, "model": "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic"},
+        {"model": "google/gemma-4-26B-A4B-it"},
+    ),
+    "sglang-mimo-mask": ({**SGLANG, "model": "XiaomiMiMo/MiMo-V2.5", "draft": "x/y"}, {"draft": None}),
+    "sglang-kimi-prefix-cache": (
+        {**SGLANG, "model": "moonshotai/Kimi-K2.5", "draft": "z-lab/Kimi-K2.5-DFlash"},
+        {"prefix_cache": False},
+    ),
+    "sglang-dflash2-thinking": ({**DFLASH2, **SGLANG}, {"draft": HYBRID["draft"]}),
+    "sglang-min-p": ({**QWEN, **SGLANG}, {"width": 1}),
+    "sglang-moe-low-acceptance": (
+        {**A3B, **SGLANG, "machine": machine_with("a100")},
+        {"machine": machine_with("h200")},
+    ),
+}
+
+
+def findings(**values):
+    known = {key: values.pop(key) for key in ("machine", "target") if key in values}
+    draft = values.pop("draft_config", None)
+    settings = Settings(**{"engine": "vllm", "width": 8, **values})
+    return check_settings(settings, draft=draft, **known)
+
+
+def ids(**values):
+    return {finding.id for finding in findings(**values)}
+
+
+def test_every_entry_has_a_case():
+    assert {entry.finding.id for entry in entries()} == set(CASES)
+    assert len(entries()) == len(CASES)
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.finding.id)
+def test_known_bad_combination_is_found_and_the_one_beside_it_is_not(entry):
+    bad, change = CASES[entry.finding.id]
+    assert entry.finding.id in ids(**bad)
+    assert entry.finding.id not in ids(**{**bad, **change})
+
+
+REFUSED = [entry.finding for entry in entries() if entry.finding.severity == "refuse"]
+
+
+@pytest.mark.parametrize("finding", REFUSED, ids=lambda finding: finding.id)
+def test_refusal_names_the_thread_and_the_way_out(finding):
+    bad, _ = CASES[finding.id]
+    with pytest.raises(SettingsError) as caught:
+        refuse(findings(**bad))
+    assert finding.thread in str(caught.value)
+    assert finding.way_out in str(caught.value)
+
+
+@pytest.mark.parametrize("finding", REFUSED, ids=lambda finding: finding.id)
+def test_plan_and_serve_refuse_it_and_name_the_thread(monkeypatch, finding):
+    values, _ = CASES[finding.id]
+    values = dict(values)
+    machine, config = values.pop("machine", Machine(memory_bytes=1)), values.pop("draft_config", None)
+    values.pop("target", None)
+    settings = Settings(**{"engine": "vllm", "width": 8, **values})
+
+    def open_stored(source, *, needs_weights):
+        if source == settings.draft and config is not None:
+            return Stored(source, "folder", config, None, None, ())
+        raise FetchError("no hub here")
+
+    monkeypatch.setattr(asked, "open_stored", open_stored)
+    monkeypatch.setattr(asked, "read_machine", lambda: machine)
+    with pytest.raises(SettingsError) as caught:
+        asked.ask_to_print(settings, "x", None)
+    assert finding.thread in str(caught.value)
+
+    draft = None if config is None else SimpleNamespace(stored=SimpleNamespace(config=config))
+    pair = SimpleNamespace(target=SimpleNamespace(stored=SimpleNamespace(config=None)), draft=draft)
+    found = [one for one in Known(machine, pair).problems(settings) if one.id == finding.id]
+    assert [(one.severity, one.thread) for one in found] == [("refuse", finding.thread)]
+
+
+def test_what_only_warns_is_not_refused():
+    refuse(findings(**HYBRID))
+    assert [finding.severity for finding in findings(**HYBRID)] == ["warn", "note", "note"]  # worst first
+
+
+def test_silently_wrong_combinations_are_refused_in_every_version():
+    for version in ("0.20.0", "0.27.1", "0.31.0", "0.32.0", "0.32.1rc1.dev7", "0.33.0"):
+        bad = findings(**QWEN, kv_dtype="turboquant_4bit_nc", engine_version=version)
+        assert bad[0].id == "turboquant-speculation"
+        assert "gemma4-embedding-scale" in ids(**GEMMA, engine_version=version)
+
+
+def test_a_build_that_carries_the_repair_is_spared():
+    assert "gemma4-embedding-scale" in ids(**GEMMA)
+    assert "gemma4-embedding-scale" not in ids(**GEMMA, engine_version="0.32.0+pr41703")
+    assert "gemma4-embedding-scale" in ids(**GEMMA, engine_version="0.32.0+pr4170")
+    assert "qwen3-next-eagle3" not in ids(**CODER, engine_version="0.20.2+pr45319.pr39930")
+
+
+@pytest.mark.parametrize(
+    ("id", "since"),
+    [
+        ("gb10-cutlass-fp8", "0.22.0"),
+        ("draft-non-causal", "0.24.0"),
+        ("gemma4-one-backend", "0.21.0"),
+        ("qwen3-next-eagle3", "0.24.0"),
+    ],
+)
+def test_patches_are_needed_up_to_the_release_that_has_them(id, since):
+    entry = next(entry for entry in entries() if entry.finding.id == id)
+    assert entry.finding.upstream_since == since
+    bad = CASES[id][0]
+    assert id in ids(**{**bad, "engine_version": "0.19.2rc1.dev21"})
+    assert id not in ids(**{**bad, "engine_version": "0.32.0"})
+
+
+def test_a_nightly_build_just_before_the_repair_is_warned_of_and_an_older_one_refused():
+    severity = {
+        version: next(
+            f.severity for f in findings(**CODER, engine_version=version) if f.id == "qwen3-next-eagle3"
+        )
+        for version in ("0.23.0", "0.23.1rc1.dev861", "0.22.1rc1.dev5")
+    }
+    assert severity == {"0.23.0": "refuse", "0.23.1rc1.dev861": "warn", "0.22.1rc1.dev5": "refuse"}
+
+
+def test_the_models_type_goes_before_its_name():
+    gemma = {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}
+    mine = {"model": "/models/mine", "draft": "/models/drafter", "draft_config": {"block_size": 16}}
+    assert "gemma4-embedding-scale" in ids(**mine, target=gemma)
+    assert "gemma4-embedding-scale" not in ids(**mine, target={"model_type": "llama"})
+    assert "gemma4-embedding-scale" not in ids(**mine)  # nothing is known, so nothing is claimed
+    assert "gemma4-embedding-scale" not in ids(**GEMMA, target={"model_type": "qwen3"})
+    speculators = {**mine, "draft_config": {"speculators_model_type": "dflash", "block_size": 8}}
+    assert "gemma4-embedding-scale" not in ids(**speculators, target=gemma)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_bad"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, True),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}, True),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, True),
+        ({"quantization_config": {"quant_method": "gptq"}}, False),
+        ({}, False),
+    ],
+)
+def test_how_the_weights_are_packed_is_read_from_config_json(config, is_bad):
+    found = ids(**QWEN, **SPARK, engine_version="0.21.0", target=config)
+    assert ("gb10-cutlass-fp8" in found) == is_bad
+
+
+def test_kernels_that_are_switched_off_are_the_way_out_that_is_offered():
+    bad, _ = CASES["gb10-cutlass-fp8"]
+    switched = {"engine_env": (("VLLM_DISABLED_KERNELS", "CutlassFp8BlockScaledMMKernel"),)}
+    assert "gb10-cutlass-fp8" not in ids(**{**bad, **switched})
+
+
+def test_without_a_card_nothing_is_said_about_cards():
+    bad, _ = CASES["gb10-cutlass-fp8"]
+    assert "gb10-cutlass-fp8" not in ids(**{**bad, "machine": None})
+    assert "gb10-cutlass-fp8" not in ids(**{**bad, "machine": Machine(memory_bytes=1)})
+
+
+def test_our_own_engine_is_not_asked_about():
+    assert check_settings(Settings(**GEMMA), machine=machine_with("gb10")) == []
+
+
+def test_a_version_newer_than_we_know_is_said():
+    assert "unknown-version" in ids(**QWEN, engine_version="0.33.0")
+    assert "unknown-version" not in ids(**QWEN, engine_version="0.32.0")
+
+
+def test_entries_are_well_formed():
+    for entry in entries():
+        finding = entry.finding
+        assert re.fullmatch(r"[a-z0-9-]+", finding.id)
+        assert finding.severity in ("refuse", "warn", "note")
+        assert finding.thread.startswith("https://"), finding.id
+        assert finding.symptom.endswith("."), finding.id
+        assert finding.way_out.endswith("."), finding.id
+        assert entry.engine in ("vllm", "sglang")
+    assert len({entry.finding.id for entry in entries()}) == len(entries())
+
+
+def test_a_misspelt_condition_is_a_bug_that_shows():
+    about = 'id="x"\nseverity="note"\nsymptom="s"\nway_out="w"\nthread="t"\nengine="vllm"\n'
+    assert read_entries(f"[[bad]]\n{about}speculates=true\n")[0].finding.id == "x"
+    with pytest.raises(AssertionError, match="speculate"):
+        read_entries(f"[[bad]]\n{about}speculate=true\n")
+
+
+def test_every_condition_is_used():
+    used = {name for entry in entries() for name in entry.conditions}
+    assert used == set(CONDITIONS)

@@ -1,0 +1,424 @@
+"""Settings in the words of vLLM and SGLang: what is passed, what is refused, and where secrets go."""
+
+import dataclasses
+import json
+
+import pytest
+
+from blockdraft.errors import SettingsError
+from blockdraft.launch import translate
+from blockdraft.launch.versions import read_version
+from blockdraft.machine.machine import Machine
+from blockdraft.settings.settings import Settings
+from tests.launch.golden import machine_with
+
+PAIR = {"model": "Qwen/Qwen3-8B", "draft": "z-lab/Qwen3-8B-DFlash-b16", "width": 16}
+
+
+def command(engine, *, port=18000, served_name="name", **values):
+    names = ("machine", "target", "draft_config", "api_key", "host")
+    known = {key: values.pop(key) for key in names if key in values}
+    if "draft_config" in known:
+        known["draft"] = known.pop("draft_config")
+    settings = Settings(**{**PAIR, "engine": engine, **values})
+    return translate(settings, served_name=served_name, port=port, **known)
+
+
+def value(command, flag):
+    """What follows a flag; None where it is not there."""
+    argv = command.argv
+    assert argv.count(flag) <= 1
+    return argv[argv.index(flag) + 1] if flag in argv else None
+
+
+def speculative(command):
+    return json.loads(value(command, "--speculative-config"))
+
+
+def test_width_16_is_15_drafts_in_vllm_and_16_tokens_in_sglang():
+    assert speculative(command("vllm"))["num_speculative_tokens"] == 15
+    assert value(command("sglang"), "--speculative-num-draft-tokens") == "16"
+
+
+def test_drafter_is_named_with_its_method():
+    assert speculative(command("vllm"))["method"] == "dflash"
+    assert speculative(command("vllm"))["model"] == PAIR["draft"]
+    assert value(command("sglang"), "--speculative-algorithm") == "DFLASH"
+    assert value(command("sglang"), "--speculative-draft-model-path") == PAIR["draft"]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("values", [{"draft": None}, {"draft": "none"}, {"width": 1}])
+def test_without_drafts_nothing_is_said_of_speculation(engine, values):
+    assert "specul" not in " ".join(command(engine, **values).argv)
+
+
+def test_on_unified_memory_vllm_gets_a_share_that_leaves_the_system_alive():
+    spark, flag = machine_with("gb10"), "--gpu-memory-utilization"
+    assert value(command("vllm", machine=spark), flag) == "0.8"
+    assert value(command("vllm", machine=spark, gpu_memory_utilization=0.6), flag) == "0.6"
+    assert value(command("vllm", machine=machine_with("h100")), flag) == "0.9"
+    assert value(command("vllm"), flag) == "0.9"
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        ({"block_size": 10}, 10),
+        ({"dflash_config": {"block_size": 8}, "block_size": 16}, 8),
+        ({"dflash_config": {}, "architectures": ["DFlashDraftModel"]}, 16),
+        ({"speculators_model_type": "dflash", "block_size": 6}, 6),
+        ({"speculators_model_type": "dflash"}, 8),
+        ({"block_size": True}, 16),
+    ],
+)
+def test_width_auto_is_the_drafters_block(config, width):
+    vllm = command("vllm", width="auto", draft_config=config)
+    assert speculative(vllm)["num_speculative_tokens"] == width - 1
+    sglang = command("sglang", width="auto", draft_config=config)
+    assert value(sglang, "--speculative-num-draft-tokens") == str(width)
+
+
+def test_width_auto_of_an_unknown_drafter_is_asked_for():
+    with pytest.raises(SettingsError, match="give --width"):
+        command("vllm", width="auto")
+
+
+def test_attention_backends_of_target_and_drafter_are_apart_in_vllm():
+    found = command("vllm", attention_backend="triton_attn", draft_attention_backend="flash")
+    assert value(found, "--attention-backend") == "TRITON_ATTN"
+    assert speculative(found)["attention_backend"] == "FLASH_ATTN"
+
+
+@pytest.mark.parametrize(
+    ("card", "backend"), [("h100", "fa3"), ("h200", "fa3"), ("b200", "fa4"), ("b300", "fa4")]
+)
+def test_flash_attention_is_named_by_the_card_in_sglang(card, backend):
+    found = command(
+        "sglang",
+        attention_backend="triton",
+        draft_attention_backend="flash_attn",
+        machine=machine_with(card),
+    )
+    assert value(found, "--attention-backend") == "triton"
+    assert value(found, "--speculative-draft-attention-backend") == backend
+
+
+@pytest.mark.parametrize("machine", [None, machine_with("gb10"), machine_with("rtx-4090")])
+def test_flash_attention_where_sglang_has_none_is_refused(machine):
+    with pytest.raises(SettingsError, match="fa3 on Hopper"):
+        command("sglang", draft_attention_backend="flash_attn", machine=machine)
+
+
+# ---- versions
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.1"])
+def test_releases_of_vllm_0_19_have_no_dflash(version):
+    with pytest.raises(SettingsError, match=r"0\.20\.0.*pull/36847"):
+        command("vllm", engine_version=version)
+    assert "--speculative-config" not in command("vllm", engine_version=version, draft=None).argv
+
+
+@pytest.mark.parametrize("version", ["0.19.1rc1.dev110", "0.19.2rc1.dev21+g893611813"])
+def test_nightly_builds_of_vllm_0_19_have_dflash(version):
+    found = command("vllm", engine_version=version)
+    assert speculative(found) == {
+        "method": "dflash",
+        "model": PAIR["draft"],
+        "num_speculative_tokens": 15,
+    }
+    assert "--per-request-spec-decode-metrics" not in found.argv  # since 0.29
+    assert found.image == "vllm/vllm-openai:nightly"
+
+
+def test_a_drafters_own_backend_is_refused_before_vllm_0_21():
+    split = {"attention_backend": "triton", "draft_attention_backend": "flash"}
+    for version in ("0.19.2rc1.dev21", "0.20.2"):
+        with pytest.raises(SettingsError, match="pull/39930"):
+            command("vllm", engine_version=version, **split)
+    same = command(
+        "vllm", engine_version="0.20.2", attention_backend="flash", draft_attention_backend="flash"
+    )
+    assert "attention_backend" not in speculative(same)
+    assert speculative(command("vllm", engine_version="0.21.0", **split))["attention_backend"] == "FLASH_ATTN"
+
+
+def test_queue_limit_is_refused_before_vllm_0_29_and_counts_running_requests():
+    with pytest.raises(SettingsError, match=r"0\.29\.0"):
+        command("vllm", engine_version="0.28.0", max_queue=10, max_rows=4)
+    with pytest.raises(SettingsError, match="--max-rows"):
+        command("vllm", max_queue=10)
+    assert value(command("vllm", max_queue=10, max_rows=4), "--max-num-queued-reqs") == "14"
+    assert value(command("sglang", max_queue=10), "--max-queued-requests") == "10"
+
+
+def test_requests_report_acceptance_since_vllm_0_29():
+    assert value(command("vllm"), "--per-request-spec-decode-metrics") == "summary"
+    assert "--per-request-spec-decode-metrics" not in command("vllm", engine_version="0.28.0").argv
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "why"),
+    [
+        ("vllm", "0.18.1", "older than"),
+        ("sglang", "0.5.22", "older than"),
+        ("vllm", "newest", "is not a version"),
+        ("vllm", "0.32.0; rm", "is not a version"),
+    ],
+)
+def test_versions_that_are_not_known_are_refused(engine, version, why):
+    with pytest.raises(SettingsError, match=why):
+        command(engine, engine_version=version)
+
+
+def test_versions_are_read_as_packages_write_them():
+    nightly = read_version("vllm", "0.19.2rc1.dev21+g893611813")
+    assert (nightly.release, nightly.is_nightly, nightly.carried) == ((0, 19, 2), True, frozenset())
+    patched = read_version("vllm", "v0.32+pr41703.pr38484")
+    assert (patched.release, patched.is_nightly, patched.carried) == ((0, 32, 0), False, {41703, 38484})
+    assert read_version("vllm", None).text == "0.32.0"
+    assert not read_version("vllm", "0.30.0").within("<0.9.0")  # as numbers, not as text
+    assert read_version("vllm", "0.24.0").within(">=0.24.0,<0.25.0")
+    assert not read_version("vllm", "0.25.0").within(">=0.24.0,<0.25.0")
+
+
+def test_image_is_the_versions_own():
+    assert command("vllm").image == "vllm/vllm-openai:v0.32.0"
+    assert command("vllm", engine_version="0.32.0+cu130").image == "vllm/vllm-openai:v0.32.0"
+    assert command("vllm", engine_version="0.32.0+pr41703").image is None  # nobody publishes one
+    assert command("vllm", device="cpu").image is None
+    assert command("sglang", machine=Machine(memory_bytes=1 << 34)).image is None
+    assert command("sglang").image == "lmsysorg/sglang:v0.5.23"
+
+
+# ---- secrets
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_api_key_is_never_an_argument_nor_shown(engine):
+    found = command(engine, api_key="very-secret")
+    assert "very-secret" not in " ".join(found.argv)
+    assert "very-secret" not in repr(found)
+    assert "very-secret" not in str(found.shown_env)
+
+
+def test_an_engine_listens_for_us_alone_unless_it_is_told_where():
+    for engine in ("vllm", "sglang"):
+        assert value(command(engine), "--host") == "127.0.0.1"
+        assert value(command(engine, host="0.0.0.0"), "--host") == "0.0.0.0"
+    assert value(command("vllm", host="0.0.0.0", api_key="very-secret"), "--host") == "0.0.0.0"
+    with pytest.raises(SettingsError, match=r"would answer everybody on 0\.0\.0\.0") as caught:
+        command("sglang", host="0.0.0.0", api_key="very-secret")
+    assert "very-secret" not in str(caught.value)
+
+
+def test_vllm_reads_the_key_from_its_environment_and_sglang_cannot():
+    assert command("vllm", api_key="very-secret").env["VLLM_API_KEY"] == "very-secret"
+    assert command("vllm", api_key="very-secret").shown_env["VLLM_API_KEY"] == "${VLLM_API_KEY}"
+    assert "VLLM_API_KEY" not in command("vllm").env
+    assert "very-secret" not in command("sglang", api_key="very-secret").env.values()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("args", [("--api-key", "very-secret"), ("--hf-token=very-secret",)])
+def test_secrets_in_engine_args_are_refused_without_being_shown(engine, args):
+    with pytest.raises(SettingsError) as caught:
+        command(engine, engine_args=args)
+    assert "very-secret" not in str(caught.value)
+    assert "environment" in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engine_listens_on_this_machine_alone(engine):
+    found = command(engine, port=18431)
+    assert (value(found, "--host"), value(found, "--port"), found.port) == ("127.0.0.1", "18431", 18431)
+
+
+# ---- what is passed on
+
+
+def test_engine_args_and_variables_are_passed_on_as_they_are():
+    args = ("--limit-mm-per-prompt", '{"image": 4, "video": 2}', "--tool-call-parser", "qwen3_xml")
+    found = command("vllm", engine_args=args, engine_env=(("VLLM_LOGGING_LEVEL", "DEBUG"),))
+    assert found.argv[-4:] == args
+    assert found.env["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+@pytest.mark.parametrize(
+    "argument", ["--max-model-len", "--max-model-len=4096", "--speculative-config", "--host"]
+)
+def test_engine_args_that_repeat_a_setting_are_refused(argument):
+    with pytest.raises(SettingsError, match="repeats --"):
+        command("vllm", max_context=8192, engine_args=(argument, "x"))
+    if argument.startswith("--max-model-len"):
+        assert argument in command("vllm", engine_args=(argument, "4096")).argv
+
+
+VLLM = {
+    "--dtype": ({"dtype": "bfloat16"}, "bfloat16"),
+    "--quantization": ({"quantization": "fp8"}, "fp8"),
+    "--load-format": ({"load_format": "dummy"}, "dummy"),
+    "--max-model-len": ({"max_context": 4096}, "4096"),
+    "--max-num-seqs": ({"max_rows": 3}, "3"),
+    "--max-num-batched-tokens": ({"chunk": 2048}, "2048"),
+    "--block-size": ({"page_size": 32}, "32"),
+    "--kv-cache-memory-bytes": ({"cache_bytes": 123456}, "123456"),
+    "--gpu-memory-utilization": ({"gpu_memory_utilization": 0.7}, "0.7"),
+    "--kv-cache-dtype": ({"kv_dtype": "fp8"}, "fp8"),
+    "--generation-config": ({"sampling_defaults": "openai"}, "vllm"),
+    "--seed": ({"seed": 7}, "7"),
+    "--tensor-parallel-size": ({"tensor_parallel": 4}, "4"),
+    "--pipeline-parallel-size": ({"pipeline_parallel": 2}, "2"),
+}
+SGLANG = {
+    "--dtype": ({"dtype": "bfloat16"}, "bfloat16"),
+    "--quantization": ({"quantization": "fp8"}, "fp8"),
+    "--load-format": ({"load_format": "dummy"}, "dummy"),
+    "--context-length": ({"max_context": 4096}, "4096"),
+    "--max-running-requests": ({"max_rows": 3}, "3"),
+    "--chunked-prefill-size": ({"chunk": 2048}, "2048"),
+    "--page-size": ({"page_size": 32}, "32"),
+    "--mem-fraction-static": ({"gpu_memory_utilization": 0.7}, "0.7"),
+    "--kv-cache-dtype": ({"kv_dtype": "fp8"}, "fp8_e4m3"),
+    "--sampling-defaults": ({"sampling_defaults": "openai"}, "openai"),
+    "--random-seed": ({"seed": 7}, "7"),
+    "--tp-size": ({"tensor_parallel": 4}, "4"),
+    "--pp-size": ({"pipeline_parallel": 2}, "2"),
+    "--device": ({"device": "cuda"}, "cuda"),
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "flag"), [("vllm", flag) for flag in VLLM] + [("sglang", flag) for flag in SGLANG]
+)
+def test_each_setting_has_its_flag_and_only_when_it_is_set(engine, flag):
+    values, expected = (VLLM if engine == "vllm" else SGLANG)[flag]
+    assert value(command(engine, **values), flag) == expected
+    if (engine, flag) != ("vllm", "--gpu-memory-utilization"):  # whose default differs between versions
+        assert flag not in command(engine).argv
+
+
+@pytest.mark.parametrize(
+    ("values", "vllm", "sglang"),
+    [
+        ({"prefix_cache": False}, "--no-enable-prefix-caching", "--disable-radix-cache"),
+        ({"graphs": False}, "--enforce-eager", "--disable-cuda-graph"),
+        ({"overlap": False}, "--no-async-scheduling", "--disable-overlap-schedule"),
+    ],
+)
+def test_switches_are_bare_flags(values, vllm, sglang):
+    for engine, flag in (("vllm", vllm), ("sglang", sglang)):
+        assert flag in command(engine, **values).argv
+        assert flag not in command(engine).argv
+
+
+@pytest.mark.parametrize(
+    ("engine", "values"),
+    [
+        ("vllm", {"dtype": "float64"}),
+        ("sglang", {"dtype": "float64"}),
+        ("vllm", {"quantization": "int8"}),
+        ("sglang", {"quantization": "none"}),
+        ("vllm", {"draft_quantization": "int8"}),
+        ("sglang", {"draft_quantization": "int8"}),
+        ("vllm", {"max_stall_ms": 50}),
+        ("sglang", {"max_stall_ms": 50}),
+        ("sglang", {"cache_bytes": 1 << 30}),
+        ("sglang", {"kv_dtype": "turboquant_k8v4"}),
+        ("sglang", {"synthetic_acceptance": "mean:4"}),
+        ("vllm", {"device": "mps"}),
+        ("vllm", {"device": "cuda:1", "tensor_parallel": 2}),
+        ("vllm", {"model": "default"}),
+        ("sglang", {"model": "folder/model.Q4_1.gguf"}),
+    ],
+)
+def test_what_an_engine_has_no_words_for_is_refused_by_name(engine, values):
+    name = next(iter(values))
+    with pytest.raises(SettingsError, match=f"{name} = .* cannot be passed to (vLLM|SGLang) "):
+        command(engine, **values)
+
+
+def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
+    """A new setting must not be dropped in silence."""
+    ours = {"verify", "recipe", "engine", "engine_version", "node_rank", "head_address", "num_nodes", "draft"}
+    elsewhere = {"model", "width", "device", "attention_backend", "draft_attention_backend", "max_queue"}
+    elsewhere |= {"synthetic_acceptance", "draft_quantization", "max_stall_ms", "engine_args", "engine_env"}
+    elsewhere |= {"prefix_cache", "overlap", "graphs"}
+    tested = {name for values, _ in VLLM.values() for name in values}
+    assert {item.name for item in dataclasses.fields(Settings)} == ours | elsewhere | tested
+
+
+def test_synthetic_acceptance_is_the_same_profile_in_vllm():
+    config = speculative(command("vllm", width=4, synthetic_acceptance="0.9,0.5"))
+    assert config["rejection_sample_method"] == "synthetic"
+    assert config["synthetic_acceptance_rates"] == [0.9, 0.5, 0.0]  # one per draft
+    mean = speculative(command("vllm", width=8, synthetic_acceptance="mean:4.5"))[
+        "synthetic_acceptance_rates"
+    ]
+    assert len(mean) == 7
+    assert 1 + sum(mean) == pytest.approx(4.5)
+    with pytest.raises(SettingsError, match=r"before 0\.20\.0"):
+        command("vllm", engine_version="0.19.2rc1.dev21", synthetic_acceptance="mean:4.5")
+
+
+def test_a_quantised_target_does_not_make_sglang_read_its_drafter_as_quantised():
+    flag = "--speculative-draft-model-quantization"
+    assert value(command("sglang", quantization="fp8"), flag) == "unquant"
+    assert value(command("sglang", draft_quantization="fp8"), flag) == "fp8"
+    stored = {"quantization_config": {"quant_method": "fp8"}}
+    assert flag not in command("sglang", draft_config=stored).argv
+    assert "quantization" not in speculative(command("vllm", quantization="fp8"))
+    assert speculative(command("vllm", draft_quantization="fp8"))["quantization"] == "fp8"
+
+
+def test_one_card_is_chosen_by_its_number():
+    assert command("vllm", device="cuda:1").env["CUDA_VISIBLE_DEVICES"] == "1"
+    assert value(command("sglang", device="cuda:1"), "--device") == "cuda"
+    assert "CUDA_VISIBLE_DEVICES" not in command("vllm", device="cuda").env
+
+
+def test_on_a_cpu_vllm_takes_no_share_of_the_machine_unless_told():
+    flag = "--gpu-memory-utilization"
+    assert flag not in command("vllm", machine=Machine(memory_bytes=1)).argv
+    assert flag not in command("vllm", device="cpu").argv
+    assert value(command("vllm", device="cpu", gpu_memory_utilization=0.4), flag) == "0.4"
+    assert value(command("vllm", machine=machine_with("h200")), flag) == "0.9"
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [("10.0.0.1", "10.0.0.1", 29501), ("head:5000", "head", 5000), ("[fd00::1]:5000", "[fd00::1]", 5000)],
+)
+def test_machines_meet_at_the_head(address, host, port):
+    nodes = {"num_nodes": 2, "tensor_parallel": 2, "head_address": address}
+    head = command("vllm", node_rank=0, **nodes)
+    assert [value(head, flag) for flag in ("--nnodes", "--node-rank", "--master-addr", "--master-port")] == [
+        "2", "0", host, str(port),
+    ]  # fmt: skip
+    assert "--headless" not in head.argv
+    assert "--headless" in command("vllm", node_rank=1, **nodes).argv
+    second = command("sglang", node_rank=1, **nodes)
+    assert [value(second, flag) for flag in ("--nnodes", "--node-rank", "--dist-init-addr")] == [
+        "2", "1", f"{host}:{port}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_drafter_that_nobody_chose_is_none(engine):
+    chosen, none = (command(engine, draft=draft) for draft in ("auto", "none"))
+    assert chosen.argv == none.argv
+    assert not any("spec" in argument for argument in chosen.argv)
+
+
+def test_translation_does_not_import_torch_or_the_engines():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "import blockdraft.launch, blockdraft.launch.oracle, blockdraft.launch.shell\n"
+        "blockdraft.launch.oracle.entries()\n"
+        "sys.exit(bool({'torch', 'vllm', 'sglang', 'transformers'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,194 @@
+"""The list of known models: what it says is consistent, and the command prints it."""
+
+import json
+import subprocess
+import sys
+from itertools import groupby
+
+import pytest
+
+from blockdraft.checkpoints import families
+from blockdraft.cli.main import main
+from blockdraft.cli.models import WIDTH
+from blockdraft.planner import known
+from blockdraft.planner.known import FAMILIES, PAIRS, KnownPair, find
+
+
+def pair(**changes):
+    values = {"target": "a/b", "drafter": "c/d", "layout": "z-lab", "family": "qwen3"}
+    return KnownPair(**values | changes)
+
+
+def printed(capsys, *argv):
+    assert main(["models", *argv]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+# ---- the list
+
+
+def test_every_family_that_config_reads_is_listed_with_its_architectures():
+    listed = {architecture: family.name for family in FAMILIES for architecture in family.architectures}
+    for architecture, family in families.FAMILIES.items():
+        assert listed[architecture] == family
+    assert listed.keys() == families.FAMILIES.keys()
+
+
+def test_no_name_is_listed_twice():
+    for names in (
+        [family.name for family in FAMILIES],
+        [architecture for family in FAMILIES for architecture in family.architectures],
+        [known_pair.drafter for known_pair in PAIRS],
+    ):
+        assert len(names) == len(set(names))
+
+
+def test_a_pair_runs_only_if_its_family_is_computed():
+    names = {family.name for family in FAMILIES}
+    for known_pair in PAIRS:
+        assert known_pair.family in {*names, None}
+        if known_pair.runs:
+            assert known_pair.family is not None, known_pair.drafter
+            assert known_pair.layout != "other", known_pair.drafter
+
+
+def test_names_are_hub_ids_and_numbers_are_plausible():
+    for known_pair in PAIRS:
+        for name in (known_pair.target, known_pair.drafter):
+            assert name.count("/") == 1
+            assert name == name.strip()
+        assert known_pair.block is None or 2 <= known_pair.block <= 16
+        assert known_pair.draft_layers is None or 1 <= known_pair.draft_layers <= 8
+        if known_pair.target_billions is not None and known_pair.draft_billions is not None:
+            assert known_pair.draft_billions < known_pair.target_billions / 5
+
+
+def test_pairs_of_one_target_stand_together_so_that_the_command_groups_them():
+    for runs in (True, False):
+        targets = [known_pair.target for known_pair in PAIRS if known_pair.runs == runs]
+        assert len(list(groupby(targets))) == len(set(targets))
+
+
+def test_memory_is_two_bytes_per_parameter_and_unknown_stays_unknown():
+    assert pair(target_billions=8.2, draft_billions=1.05).target_gb == 16.4
+    assert pair(target_billions=8.2, draft_billions=1.05).draft_gb == 2.1
+    assert pair().target_gb is None
+    assert pair().draft_gb is None
+
+
+def test_a_reason_makes_a_pair_one_that_does_not_run():
+    assert pair().runs
+    assert not pair(refused="because").runs
+
+
+# ---- what a query finds
+
+
+def test_no_query_finds_everything():
+    assert find() == (FAMILIES, PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("query", "families", "drafter"),
+    [
+        ("gpt_oss", ["gpt_oss"], "z-lab/gpt-oss-20b-DFlash"),  # by family
+        ("GptOssForCausalLM", ["gpt_oss"], None),  # by architecture
+        ("qwen3-CODER-next", ["qwen3_next"], "z-lab/Qwen3-Coder-Next-DFlash"),  # by target, in any case
+        ("ultrachat", [], "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),  # by drafter
+        ("no such model", [], None),
+    ],
+)
+def test_a_query_is_part_of_a_name(query, families, drafter):
+    found_families, found_pairs = find(query)
+    assert [family.name for family in found_families] == families
+    drafters = [known_pair.drafter for known_pair in found_pairs]
+    assert (drafter in drafters) if drafter else not drafters
+
+
+# ---- the command
+
+
+def test_the_text_has_every_family_and_pair_and_fits_the_terminal(capsys):
+    text = printed(capsys)
+    for family in FAMILIES:
+        assert f"  {family.name} " in text
+        assert all(architecture in text for architecture in family.architectures)
+    for known_pair in PAIRS:
+        assert f"    {known_pair.drafter} " in text
+        assert f"  {known_pair.target}" in text
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= WIDTH == 110
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_columns_are_aligned(capsys):
+    lines = printed(capsys, "qwen3-8b").splitlines()
+    header = lines[1]
+    rows = [
+        line for line in lines if line.startswith(("    z-lab/", "    RedHatAI/Qwen3-8B-speculator.dflash "))
+    ]
+    assert [row[header.index("layout") :].split() for row in rows] == [
+        ["z-lab", "16", "5", "2.1"],
+        ["speculators", "8", "-", "-"],
+    ]
+    assert all(row[header.index("block") + len("block") - 1] in "68" for row in rows)
+
+
+def test_a_query_narrows_the_text_and_leaves_empty_parts_out(capsys):
+    text = printed(capsys, "Llama-3.1")
+    assert "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat" in text
+    assert "Qwen" not in text
+    assert "Families" not in text
+    assert "do not run" not in text
+
+
+def test_a_refused_pair_says_why(capsys):
+    text = printed(capsys, "Qwen3.8-27B-DFlash2")
+    assert "Refused: DFlash2 drafter" in text
+    assert "Pairs that run" not in text
+
+
+def test_json_has_the_whole_record(capsys):
+    answer = json.loads(printed(capsys, "Qwen3-8B-DFlash", "--json"))
+    assert answer["date"] == known.DATE
+    assert answer["families"] == []
+    assert answer["pairs"] == [
+        {
+            "target": "Qwen/Qwen3-8B",
+            "drafter": "z-lab/Qwen3-8B-DFlash-b16",
+            "layout": "z-lab",
+            "family": "qwen3",
+            "block": 16,
+            "draft_layers": 5,
+            "target_billions": 8.2,
+            "draft_billions": 1.05,
+            "refused": "",
+            "notes": answer["pairs"][0]["notes"],
+            "runs": True,
+            "target_gb": 16.4,
+            "draft_gb": 2.1,
+        }
+    ]
+    assert "thinking" in answer["pairs"][0]["notes"]
+
+
+def test_an_unknown_name_is_one_line_and_exit_code_2(capsys):
+    assert main(["models", "nonsense"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(
+        "blockdraft: error: no known family, target or drafter contains 'nonsense'"
+    )
+    assert captured.err.count("\n") == 1
+
+
+def test_the_command_loads_no_torch():
+    code = (
+        "import sys\nfrom blockdraft.cli.main import main\nmain(['models'])\n"
+        "print([n for n in ('torch', 'numpy', 'pydantic') if n in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "z-lab/Qwen3-8B-DFlash-b16" in done.stdout
+    assert done.stderr == "[]\n"

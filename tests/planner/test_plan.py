@@ -1,0 +1,385 @@
+"""make_plan: every "auto" gets a number, what cannot work is refused, and a lone sequence always fits."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from blockdraft.cache.spec import bytes_per_row, bytes_per_token
+from blockdraft.checkpoints.draft_config import read_draft_config
+from blockdraft.checkpoints.families import read_model_config
+from blockdraft.errors import CapacityError, SettingsError
+from blockdraft.machine.machine import Machine
+from blockdraft.planner.plan import (
+    CACHE_SHARE,
+    ELEMENT_BYTES,
+    UNPACK_SHARE,
+    WORK_BYTES,
+    Weights,
+    gpu_budget,
+    make_plan,
+)
+from blockdraft.settings.settings import Settings
+from tests.fixtures.make_pair import draft_config
+
+GIB = 1 << 30
+MACHINE = Machine(memory_bytes=8 * GIB)
+
+
+def make_model(max_positions=512):
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max_positions,
+    }
+    return read_model_config(raw, name="some/model")
+
+
+def make_draft(block=8):
+    return read_draft_config(draft_config() | {"block_size": block}, name="some/drafter")
+
+
+def make_hybrid(max_positions=512):
+    """Three delta layers and one that attends, with the caches of make_model's layers."""
+    raw = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": max_positions,
+    }
+    return read_model_config(raw, name="some/hybrid")
+
+
+GPU = replace(MACHINE, gpu_bytes=80 * 10**9, gpu_free_bytes=78 * 10**9)
+
+
+def plan(draft=None, machine=MACHINE, model=None, weights=None, draft_weights=None, **settings):
+    return make_plan(
+        Settings(**{"device": "cpu", **settings}),
+        machine,
+        model or make_model(),
+        draft,
+        weights=weights or Weights(1000),
+        draft_weights=draft_weights,
+    )
+
+
+def refusal(kind, *args, **kwargs):
+    with pytest.raises(kind) as caught:
+        plan(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_auto_on_a_cpu_without_a_drafter_is_plain_decoding():
+    made = plan()
+    assert (made.dtype, made.width, made.block, made.max_rows, made.chunk) == ("float32", 1, 1, 16, 256)
+    assert (made.max_context, made.max_positions) == (512, 514)
+
+
+def test_auto_elsewhere_is_bfloat16_and_larger_batches():
+    made = plan(make_draft(16), machine=GPU, device="cuda")
+    assert (made.dtype, made.width, made.block, made.max_rows, made.chunk) == ("bfloat16", 16, 16, 64, 2048)
+
+
+@pytest.mark.parametrize(("block", "width"), [(2, 2), (8, 8), (16, 8)])
+def test_auto_width_on_a_cpu_is_the_block_up_to_eight(block, width):
+    made = plan(make_draft(block))
+    assert (made.width, made.block) == (width, block)
+    assert made.max_positions == made.max_context + 2 * block
+
+
+@pytest.mark.parametrize(
+    "name", ["page_size", "max_rows", "chunk", "max_queue", "seed", "max_context", "width"]
+)
+def test_what_was_asked_for_is_what_is_planned(name):
+    assert getattr(plan(make_draft(), **{name: 5}), name) == 5
+
+
+@pytest.mark.parametrize("name", ["prefix_cache", "overlap"])
+@pytest.mark.parametrize("value", [True, False])
+def test_switches_are_passed_on(name, value):
+    assert getattr(plan(**{name: value}), name) is value
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_the_dtype_decides_how_many_tokens_fit(dtype):
+    made = plan(dtype=dtype, cache_bytes=1_000_000, max_rows=1000, page_size=1)
+    assert made.dtype == dtype
+    cost = 4 * 2 * 2 * 8 * ELEMENT_BYTES[dtype]  # layers, keys and values, heads, dim
+    assert made.num_pages == 1_000_000 // cost
+
+
+def test_the_drafters_layers_are_paid_for_too():
+    sizes = {"cache_bytes": 1_000_000, "max_rows": 1000, "page_size": 1}
+    # 4 layers of the target and 2 of the drafter, 128 bytes per token each.
+    assert plan(**sizes).num_pages == 1_000_000 // 512
+    assert plan(make_draft(), **sizes).num_pages == 1_000_000 // 768
+
+
+def test_auto_cache_is_a_share_of_free_memory():
+    machine = Machine(memory_bytes=4_000_000)
+    pages = plan(machine=machine, max_rows=1000, page_size=1).num_pages
+    assert pages == int(4_000_000 * CACHE_SHARE) // 512
+
+
+def test_no_more_pages_are_planned_than_all_rows_can_use():
+    made = plan(max_rows=2, max_context=100, page_size=10)
+    assert made.num_pages == 2 * (100 + 2 + 10) // 10
+
+
+def test_auto_context_shrinks_to_the_cache():
+    made = plan(cache_bytes=512 * 200, page_size=16)
+    assert made.max_context == 200 - 2 - 16
+
+
+def test_a_width_past_the_drafters_block_is_refused():
+    message = refusal(SettingsError, make_draft(8), width=9)
+    assert "width = 9" in message
+    assert "'some/drafter'" in message
+    assert "use --width 8 or less" in message
+
+
+def test_a_width_without_a_drafter_is_the_block():
+    made = plan(width=5)
+    assert (made.width, made.block) == (5, 5)
+
+
+def test_a_context_past_the_model_is_refused():
+    message = refusal(SettingsError, max_context=513)
+    assert "max_context = 513" in message
+    assert "'some/model' knows 512 positions" in message
+    assert "use --max-context 512 or less" in message
+    assert plan(max_context=512).max_context == 512
+
+
+@pytest.mark.parametrize("settings", [{"cache_bytes": 512 * 117}, {"cache_bytes": 1, "max_context": "auto"}])
+def test_too_little_memory_is_refused_with_both_ways_out(settings):
+    message = refusal(CapacityError, **{"max_context": 100, **settings})
+    assert "raise --cache-bytes or lower --max-context" in message
+
+
+def test_just_enough_memory_is_enough():
+    assert plan(max_context=100, cache_bytes=512 * 118, page_size=16).max_context == 100
+
+
+def test_a_machine_without_memory_is_refused():
+    assert "0 tokens" in refusal(CapacityError, machine=Machine(memory_bytes=0))
+
+
+# ---- states
+
+
+def state_bytes(width, element_bytes=4):
+    """Of one row of make_hybrid, by hand."""
+    wide = max(element_bytes, 4)
+    channels = 2 * 2 * 8 + 4 * 12  # queries, keys, values
+    state = 4 * 8 * 12 * wide + 3 * channels * element_bytes
+    tape = (2 * 8 + 4 * (12 + 1)) * wide + channels * element_bytes
+    return 3 * (state + width * tape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("block", [None, 8, 16])
+def test_states_are_paid_for_before_pages(dtype, block):
+    draft = None if block is None else make_draft(block)
+    size = ELEMENT_BYTES[dtype]
+    states = (7 + 1) * state_bytes(block or 1, size)  # one more row, for what runs beside the sequences
+    per_token = 2 * 2 * 8 * size * (3 if draft else 1)  # one layer that attends, and the drafter's two
+    made = plan(
+        draft,
+        model=make_hybrid(9000),
+        dtype=dtype,
+        max_rows=7,
+        page_size=1,
+        cache_bytes=states + 1000 * per_token + per_token - 1,
+    )
+    assert made.num_pages == 1000
+    assert made.max_context == 1000 - 2 * (block or 1) - 1
+
+
+def test_the_sum_of_the_states_is_that_of_the_layers():
+    specs = make_hybrid().layer_specs()
+    for size, width in [(4, 1), (2, 8), (8, 16)]:
+        assert bytes_per_row(specs, size, width) == state_bytes(width, size)
+    assert bytes_per_row(make_model().layer_specs(), 4, 8) == 0
+
+
+def test_states_that_fill_the_cache_are_refused_with_both_ways_out():
+    states = 17 * state_bytes(1)
+    for cache_bytes in (states - 1, states):
+        message = refusal(CapacityError, model=make_hybrid(), max_rows=16, cache_bytes=cache_bytes)
+        assert f"the recurrent states of all rows take {states:,} bytes" in message
+        assert f"the cache has {cache_bytes:,}" in message
+        assert "raise --cache-bytes or lower --max-rows" in message
+    assert plan(model=make_hybrid(), max_rows=16, cache_bytes=states + 128 * 100).max_context == 100 - 2 - 16
+    # Fewer rows leave room for pages.
+    assert plan(model=make_hybrid(), max_rows=1, cache_bytes=states).max_context > 100
+
+
+def test_prefixes_are_not_reused_where_states_cannot_be_restored():
+    assert not plan(model=make_hybrid()).prefix_cache
+    assert not plan(model=make_hybrid(), prefix_cache=True).prefix_cache
+    assert plan(prefix_cache=True).prefix_cache
+
+
+# ---- quantization
+
+PACKED = Weights(1000, method="gptq")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_auto_leaves_plain_weights_plain(device):
+    for num_values in (1000, 10**10):
+        made = plan(
+            make_draft(),
+            machine=GPU,
+            device=device,
+            weights=Weights(num_values),
+            draft_weights=Weights(num_values),
+        )
+        assert (made.quantization, made.draft_quantization) == ("none", "none")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_auto_unpacks_on_a_cpu_what_fits_easily(dtype):
+    most = int(MACHINE.memory_bytes * UNPACK_SHARE) // ELEMENT_BYTES[dtype]
+    assert plan(weights=Weights(most, "gptq"), dtype=dtype).quantization == "none"
+    assert plan(weights=Weights(most + 1, "gptq"), dtype=dtype).quantization == "keep"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "auto"])
+def test_auto_unpacks_on_a_gpu_what_fits_easily(device):
+    most = int(gpu_budget(Settings(), GPU) * UNPACK_SHARE) // 2
+    assert plan(machine=GPU, weights=Weights(most, "fp8"), device=device).quantization == "none"
+    assert plan(machine=GPU, weights=Weights(most + 1, "fp8"), device=device).quantization == "keep"
+
+
+# ---- a GPU's memory
+
+
+def test_a_gpu_caches_in_what_the_budget_leaves_beside_weights_and_work():
+    settings = {"max_context": 500, "max_rows": 10**6, "device": "cuda", "page_size": 16}
+    made = plan(machine=GPU, weights=Weights(10 * 10**9), gpu_memory_utilization=0.5, **settings)
+    room = int(80e9 * 0.5) - 2 * 10**9 - 20 * 10**9 - WORK_BYTES
+    assert made.num_pages == room // bytes_per_token(make_model().layer_specs(), 2) // 16
+    halved = plan(machine=GPU, weights=Weights(10 * 10**9), quantization="fp8", **settings)
+    assert halved.num_pages > made.num_pages
+
+
+def test_weights_over_the_budget_are_refused_with_the_flags_that_help():
+    for settings in ({"weights": Weights(40 * 10**9)}, {"gpu_memory_utilization": 0.01}):
+        text = refusal(CapacityError, machine=GPU, device="cuda", **settings)
+        assert all(word in text for word in ("--gpu-memory-utilization", "--quantization fp8", "80.0 GB"))
+    assert plan(machine=GPU, device="cuda", weights=Weights(40 * 10**9), quantization="fp8")
+
+
+def test_steps_overlap_on_a_gpu_unless_told_otherwise():
+    assert plan(machine=GPU, device="cuda").overlap
+    assert not plan(machine=GPU, device="cuda", overlap=False).overlap
+    assert not plan().overlap
+    assert plan(overlap=True).overlap
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.5, "most", float("nan")])
+def test_a_share_of_the_memory_is_more_than_nothing_and_at_most_all(share):
+    with pytest.raises(SettingsError, match="gpu_memory_utilization"):
+        Settings(gpu_memory_utilization=share)
+
+
+def test_target_and_drafter_are_decided_one_by_one():
+    huge = Weights(10**15, "awq")
+    made = plan(make_draft(), weights=huge, draft_weights=PACKED)
+    assert (made.quantization, made.draft_quantization) == ("keep", "none")
+    made = plan(make_draft(), weights=PACKED, draft_weights=huge)
+    assert (made.quantization, made.draft_quantization) == ("none", "keep")
+    assert plan(weights=huge).draft_quantization == "none"  # no drafter
+    made = plan(make_draft(), weights=Weights(1), quantization="fp8", draft_quantization="int8")
+    assert (made.quantization, made.draft_quantization) == ("fp8", "int8")
+
+
+@pytest.mark.parametrize("asked", ["keep", "none"])
+@pytest.mark.parametrize("weights", [Weights(1), Weights(10**15), PACKED, Weights(10**15, "GGUF")])
+def test_keep_and_none_are_done_as_asked(asked, weights):
+    made = plan(weights=weights, draft_weights=weights, quantization=asked, draft_quantization=asked)
+    assert (made.quantization, made.draft_quantization) == (asked, asked)
+
+
+@pytest.mark.parametrize("asked", ["fp8", "int8"])
+def test_packed_weights_are_not_quantised_again(asked):
+    message = refusal(SettingsError, weights=PACKED, quantization=asked)
+    assert f"quantization = {asked}, but the checkpoint is quantised already (gptq)" in message
+    assert "use keep or none" in message
+    message = refusal(SettingsError, draft_weights=PACKED, draft_quantization=asked)
+    assert message.startswith(f"draft_quantization = {asked}")
+    made = plan(weights=Weights(1), draft_weights=PACKED, quantization=asked)  # one setting each
+    assert (made.quantization, made.draft_quantization) == (asked, "none")
+
+
+@pytest.mark.parametrize("name", ["quantization", "draft_quantization"])
+def test_other_quantizations_are_not_settings(name):
+    with pytest.raises(
+        SettingsError, match=f"{name} 'int4' is unknown: use one of auto, keep, none, fp8, int8"
+    ):
+        Settings(**{name: "int4"})
+
+
+# ---- any settings
+
+
+@hypothesis_settings(max_examples=300, deadline=None)
+@given(
+    page_size=st.integers(1, 300),
+    block=st.none() | st.integers(2, 16),
+    width=st.just("auto") | st.integers(1, 16),
+    max_context=st.just("auto") | st.integers(2, 600),
+    max_rows=st.just("auto") | st.integers(1, 40),
+    cache_tokens=st.integers(1, 3000),
+    dtype=st.sampled_from(["auto", "float32", "float64", "bfloat16"]),
+    max_positions=st.integers(1, 600),
+    make=st.sampled_from([make_model, make_hybrid]),
+)
+def test_a_lone_sequence_always_has_room_for_its_context_and_two_blocks(
+    page_size, block, width, max_context, max_rows, cache_tokens, dtype, max_positions, make
+):
+    draft = None if block is None else make_draft(block)
+    model = make(max_positions)
+    specs = model.layer_specs() + (draft.layer_specs() if draft else ())
+    size = ELEMENT_BYTES["float32" if dtype == "auto" else dtype]
+    cache_bytes = cache_tokens * bytes_per_token(specs, size)
+    settings = {
+        "page_size": page_size,
+        "width": width,
+        "max_context": max_context,
+        "max_rows": max_rows,
+        "cache_bytes": cache_bytes,
+        "dtype": dtype,
+    }
+    try:
+        made = plan(draft, model=model, **settings)
+    except (SettingsError, CapacityError):
+        return
+    assert made.num_pages * page_size >= made.max_context + 2 * made.block
+    states = (made.max_rows + 1) * bytes_per_row(specs, size, made.block)
+    pages = made.num_pages * page_size * bytes_per_token(specs, size)
+    assert pages + states <= cache_bytes
+    assert made.max_positions >= made.max_context + 2 * made.block
+    assert 2 <= made.max_context <= max_positions
+    assert made.block == max(made.width, block or 1)
+    assert max_context in ("auto", made.max_context)

@@ -1,0 +1,51 @@
+"""The planner's count of values against the models that are really built, for every published shape."""
+
+import pytest
+import torch
+
+from benchmarks.shapes import SHAPES
+from blockdraft.checkpoints.draft_config import read_draft_config
+from blockdraft.checkpoints.families import read_model_config
+from blockdraft.models.dflash import DFlash
+from blockdraft.models.registry import build_decoder
+from blockdraft.planner.values import draft_values, target_values
+from tests.checkpoints.published import CONFIGS
+
+CPU = torch.device("cpu")
+
+
+def built(make):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            return make()
+    finally:
+        torch.set_default_dtype(before)
+
+
+# Gemma 4 E2B and E4B have embeddings per layer, which no file here computes.
+TARGETS = {name: config for name, config in CONFIGS.items() if "-E" not in name}
+TARGETS |= {name: pair[0] for name, pair in SHAPES.items()}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_has_as_many_values_as_are_built(name):
+    config = read_model_config(TARGETS[name], name=name)
+    model = built(lambda: build_decoder(config, taps=(), max_positions=1, device=CPU))
+    found = target_values(config)
+    assert found.total == sum(parameter.numel() for parameter in model.parameters())
+    wide = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float32)
+    assert found.wide == wide
+    experts = [module for path, module in model.named_modules() if path.endswith("experts")]
+    num_routed = sum(part.weight.numel() for one in experts for part in (one.gate_up, one.down))
+    assert found.experts == num_routed
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_drafter_has_as_many_values_as_are_built(name, has_head):
+    config = read_draft_config(SHAPES[name][1], name=name)
+    model = built(lambda: DFlash(config, first_layer=0, max_positions=1, has_head=has_head, device=CPU))
+    found = draft_values(config, has_head=has_head)
+    assert found.total == sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,182 @@
+"""Recipe files: what they may hold, how they are found, and that all of ours load."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import blockdraft
+from blockdraft.errors import SettingsError
+from blockdraft.settings import recipe as recipes
+from blockdraft.settings.recipe import Expectation, load_recipe, read_recipe, recipe_names
+from blockdraft.settings.resolve import resolve
+from blockdraft.settings.settings import SETTING_NAMES, Settings
+
+ROOT = Path(blockdraft.__file__).parents[1]
+FULL = """
+title = "Everything"
+notes = " Two\\nlines. "
+cards = ["DGX Spark", "h200"]
+model = "org/target"
+max_rows = 4
+gpu_memory_utilization = 0.85
+overlap = "auto"
+prefix_cache = false
+max_stall_ms = 50
+attention_backend = "FLASH_ATTN"
+tensor_parallel = 2
+[draft]
+model = "org/draft"
+width = 16
+quantization = "keep"
+attention_backend = "TRITON_ATTN"
+[engine]
+name = "vllm"
+version = "0.32.0"
+args = ["--limit-mm-per-prompt", '{"image": 4}']
+env = { VLLM_A = " 1" }
+[[expect]]
+card = "spark"
+workload = "code"
+tokens_per_second = 64
+source = "somewhere"
+"""
+
+
+def test_a_recipe_holds_settings_and_what_is_known_about_them():
+    recipe = read_recipe(FULL, name="full")
+    assert recipe.settings == {
+        "model": "org/target",
+        "max_rows": 4,
+        "gpu_memory_utilization": 0.85,
+        "overlap": "auto",
+        "prefix_cache": False,
+        "max_stall_ms": 50,
+        "attention_backend": "FLASH_ATTN",
+        "tensor_parallel": 2,
+        "draft": "org/draft",
+        "width": 16,
+        "draft_quantization": "keep",
+        "draft_attention_backend": "TRITON_ATTN",
+        "engine": "vllm",
+        "engine_version": "0.32.0",
+        "engine_args": ("--limit-mm-per-prompt", '{"image": 4}'),
+        "engine_env": (("VLLM_A", " 1"),),
+    }
+    Settings(**recipe.settings)
+    assert (recipe.name, recipe.title, recipe.notes) == ("full", "Everything", "Two\nlines.")
+    assert recipe.cards == ("gb10", "h200")
+    assert recipe.expect == (
+        Expectation(card="gb10", workload="code", tokens_per_second=64, source="somewhere"),
+    )
+
+
+def test_every_setting_has_its_place_in_a_recipe():
+    places = {*recipes._PLAIN, *recipes.DRAFT_KEYS.values(), *recipes.ENGINE_KEYS.values(), "recipe"}
+    assert places == set(SETTING_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('modle = "x"', "modle is no key of a recipe: did you mean model?"),
+        ("qqq = 1", "qqq is no key of a recipe: known are model, "),
+        ('recipe = "smollm2"', "recipe is no key of a recipe"),
+        ('[draft]\nmodle = "x"', "[draft] modle is no key of a recipe: did you mean model?"),
+        ('[engine]\nengine_args = ["x"]', "[engine] engine_args is no key of a recipe: known are name, "),
+        ('draft = "x"', "draft is a table: write [draft] and below it model = 'x'."),
+        ('engine = "vllm"', "engine is a table: write [engine] and below it name = 'vllm'."),
+        ("width = 16", "width belongs into a table: write it as [draft] width."),
+        ("engine_args = []", "engine_args belongs into a table: write it as [engine] args."),
+        ("[draft]\nwidth = true", '[draft] width = True is not a whole number or "auto".'),
+        ("[draft]\nwidth = 16.0", '[draft] width = 16.0 is not a whole number or "auto".'),
+        ('max_rows = "4"', "max_rows = '4' is not a whole number"),
+        ('page_size = "auto"', "page_size = 'auto' is not a whole number."),
+        ("model = 8", "model = 8 is not text: put it in quotes."),
+        ("prefix_cache = 1", "prefix_cache = 1 is not true or false."),
+        ('gpu_memory_utilization = "0.9"', "gpu_memory_utilization = '0.9' is not a number."),
+        ('dtype = "int3"', "dtype = 'int3' is unknown: use one of auto, "),
+        ('[engine]\nname = "trt"', "[engine] name = 'trt' is unknown: use one of native, vllm, sglang."),
+        ('[engine]\nargs = "--a b"', "[engine] args = '--a b' is not a list of texts."),
+        ("[engine]\nargs = [8]", "[engine] args = 8 is not text: put it in quotes."),
+        ("[engine]\nenv = { A = 1 }", "[engine] env A = 1 is not text: put it in quotes."),
+        ('[engine]\nenv = ["A=1"]', "[engine] env is a table of text"),
+        ('cards = ["h2000"]', "cards names 'h2000', a card that is not known: did you mean h200?"),
+        ('cards = "h200"', "cards = 'h200' is not a list of texts."),
+        ('[expect]\nsource = "x"', "expect is a list of tables: write [[expect]]."),
+        ("[[expect]]\nspeedup = 2.0", "[[expect]] without source"),
+        ('[[expect]]\nsource = "x"', "[[expect]] without a number: give one of tokens_per_second, "),
+        (
+            '[[expect]]\nspedup = 2.0\nsource = "x"',
+            "[[expect]] spedup is no key of a recipe: did you mean speedup?",
+        ),
+        ('[[expect]]\nspeedup = "2"\nsource = "x"', "[[expect]] speedup = '2' is not a number."),
+        ('[[expect]]\nspeedup = 2\ncard = "x"\nsource = "x"', "[[expect]] card names 'x'"),
+        ('title = "y"', "is not TOML"),
+    ],
+)
+def test_what_does_not_belong_into_a_recipe_is_named(text, message):
+    with pytest.raises(SettingsError) as error:
+        read_recipe(f'title = "x"\nseed = 1\n{text}\n', name="bad")
+    assert str(error.value).startswith("recipe 'bad'")
+    assert message in str(error.value)
+
+
+def test_a_recipe_sets_something():
+    with pytest.raises(SettingsError, match="recipe 'bad': the file sets nothing: name a model at least"):
+        read_recipe('title = "x"\nnotes = "y"\n', name="bad")
+
+
+@pytest.mark.parametrize("title", ["", 'title = ""', "title = 3", 'title = "a\\nb"'])
+def test_a_recipe_has_a_title_of_one_line(title):
+    with pytest.raises(SettingsError, match="recipe 'bad': title must be one line of text"):
+        read_recipe(f'{title}\nmodel = "x"\n', name="bad")
+
+
+# ---- where they are
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_of_ours_loads_and_makes_settings(name):
+    recipe = load_recipe(name)
+    assert resolve({"recipe": name}, uses_environment=False).settings.model == recipe.settings["model"]
+
+
+def test_recipes_are_found_by_name_and_by_path(tmp_path, monkeypatch):
+    assert load_recipe("smollm2").settings["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    monkeypatch.chdir(tmp_path)
+    Path("smollm2.toml").write_text('title = "mine"\nmodel = "mine"\n')
+    for path in ("smollm2.toml", "./smollm2.toml", str(tmp_path / "smollm2.toml")):
+        assert load_recipe(path).title == "mine"
+    assert load_recipe("smollm2").title != "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smolm2", "there is no recipe 'smolm2': did you mean smollm2?"),
+        ("zzz", "there is no recipe 'zzz': known are "),
+        ("./zzz.toml", "recipe './zzz.toml' cannot be read (No such file or directory): check the path."),
+        ("/", "recipe '/' cannot be read (Is a directory)"),
+    ],
+)
+def test_a_recipe_that_is_not_there_is_named(name, message):
+    with pytest.raises(SettingsError) as error:
+        load_recipe(name)
+    assert message in str(error.value)
+
+
+def test_a_recipe_that_is_not_text_is_named(tmp_path):
+    path = tmp_path / "x.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="it is not UTF-8 text"):
+        load_recipe(str(path))
+
+
+def test_recipes_travel_in_the_package():
+    """The folder is reached through the package, and the build's patterns take all of it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["blockdraft"]
+    taken = {path.resolve() for pattern in patterns for path in (ROOT / "blockdraft").glob(pattern)}
+    assert taken >= {path.resolve() for path in recipes.FOLDER.iterdir()}
+    assert recipes.FOLDER.is_relative_to(Path(blockdraft.__file__).parent)

@@ -1,0 +1,99 @@
+"""The drafter of "auto": the one that ships for the model, or none."""
+
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import blockdraft
+from blockdraft import LLM, SamplingParams
+from blockdraft.checkpoints.fetch import SMOLLM2
+from blockdraft.cli.flags import flags_of
+from blockdraft.errors import SettingsError
+from blockdraft.planner.pair import open_pair
+from blockdraft.settings import shipped
+from blockdraft.settings.settings import Settings, cache_dir
+from blockdraft.settings.shipped import shipped_drafter, with_drafter
+from blockdraft.start.loading import open_models
+from tests import tiny
+
+ROOT = Path(blockdraft.__file__).parents[1]
+SMALL = {"device": "cpu", "dtype": "float64", "max_context": 64}
+
+
+@pytest.fixture
+def pair_ships(tmp_path, monkeypatch):
+    """The pair's drafter as the one that ships for the pair's target."""
+    shutil.copytree(tiny.DRAFT, tmp_path / "tiny")
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "DRAFTERS", {tiny.TARGET: "tiny", "default": "not-here"})
+    return str(tmp_path / "tiny")
+
+
+def test_auto_is_the_drafter_that_ships_for_the_model(pair_ships):
+    assert with_drafter(Settings(model=tiny.TARGET)).draft == pair_ships
+    assert (
+        open_models(Settings(model=tiny.TARGET, **SMALL), lambda line: None).draft_config.name == pair_ships
+    )
+    assert open_pair(Settings(model=tiny.TARGET)).draft.stored.name == pair_ships
+    llm = LLM(tiny.TARGET, **SMALL)
+    assert llm.engine.models.draft_config.name == pair_ships
+    assert llm.engine.models.plan.width == 8
+
+
+@pytest.mark.parametrize("draft", [None, "none"])
+def test_none_is_no_drafter(pair_ships, draft):
+    assert with_drafter(Settings(model=tiny.TARGET, draft=draft)).draft == draft
+    assert LLM(tiny.TARGET, draft, **SMALL).engine.models.draft_config is None
+
+
+def test_other_models_have_none(pair_ships):
+    lines = []
+    assert with_drafter(Settings(model="org/other"), lines.append).draft == "none"
+    assert with_drafter(Settings(model="org/other", draft="org/draft"), lines.append).draft == "org/draft"
+    assert lines == []
+
+
+def test_one_that_should_be_here_and_is_not_is_missed_aloud(pair_ships):
+    lines = []
+    assert with_drafter(Settings(), lines.append).draft == "none"
+    assert len(lines) == 1
+    assert "'not-here' is not in" in lines[0]
+
+
+def test_what_needs_a_drafter_is_refused_where_none_ships(pair_ships):
+    settings = Settings(model="org/other", synthetic_acceptance="mean:3")
+    with pytest.raises(SettingsError, match="there is no drafter whose"):
+        with_drafter(settings)
+    assert with_drafter(Settings(model=tiny.TARGET, synthetic_acceptance="mean:3")).draft == pair_ships
+
+
+def test_a_server_that_is_started_by_us_hears_of_no_drafter():
+    assert flags_of(Settings(draft=None)) == ["--draft", "none"]
+    assert flags_of(Settings()) == []
+
+
+def test_drafters_travel_in_the_package():
+    """The folder is reached through the package, and the build's patterns take all of each drafter."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["blockdraft"]
+    taken = {path.resolve() for pattern in patterns for path in (ROOT / "blockdraft").glob(pattern)}
+    assert taken >= {path.resolve() for path in shipped.FOLDER.glob("*/*")}
+    assert taken
+    assert shipped.FOLDER.parent == Path(blockdraft.__file__).parent
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shipped_drafter("default") is None, reason="the default drafter is not in the package")
+@pytest.mark.skipif(not (cache_dir() / SMOLLM2.gguf).exists(), reason="default model not fetched")
+def test_the_default_model_writes_the_same_with_its_drafter():
+    llm = LLM(device="cpu", width=4, max_context=256)
+    assert llm.engine.models.draft_config.name == str(shipped_drafter("default"))
+    question = [{"role": "user", "content": "Count from one to ten in words."}]
+    drafted, plain = (
+        llm.chat(question, SamplingParams(temperature=0.0, max_tokens=24, width=width))[0] for width in (4, 1)
+    )
+    assert drafted.token_ids == plain.token_ids
+    assert sum(drafted.metrics.accepted) > 0
+    assert drafted.metrics.steps < plain.metrics.steps

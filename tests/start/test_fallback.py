@@ -1,0 +1,204 @@
+"""A kernel that does not compile on this card costs its speed: the start says so, and its reference serves.
+
+Triton's interpreter stands in for the card, and a kernel that raises for one that does not compile.
+"""
+
+import subprocess
+
+import pytest
+import torch
+
+from blockdraft.errors import ModelError
+from blockdraft.kernels import choice
+from blockdraft.kernels.choice import HOST_BOUND, OPERATIONS, switched_off, use, without
+from blockdraft.kernels.failure import DoesNotFit, why_no_compiler, why_not_compiled
+from blockdraft.phases import Startup
+from blockdraft.settings.settings import Settings
+from blockdraft.start.memory import why_no_graphs
+from blockdraft.start.ready import plain_engine, start_engine
+from tests import tiny
+from tests.start.test_memory import on_gpu
+
+pytest.importorskip("triton")
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+TOO_LARGE = OutOfResources(300_000, 101_376, "shared memory")
+SETTINGS = Settings(
+    model=tiny.TARGET, draft=tiny.DRAFT, dtype="float32", device="cpu", max_context=64, width=3, max_rows=1
+)
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    with without():
+        yield
+
+
+# ---- which errors are a kernel's
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TOO_LARGE, "out of resource: shared memory, Required: 300000, Hardware limit: 101376"),
+        (CompilationError("a = b\n", None, "b is not defined\nmore"), "CompilationError: b is not defined"),
+        (
+            PTXASError("`ptxas` failed with error code 255\n`ptxas` stderr:\nptxas fatal : no sm_121\n"),
+            "ptxas fatal : no sm_121",
+        ),
+        (RuntimeError("PassManager::run failed"), "PassManager::run failed"),
+        (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), "kernel image is invalid"),
+        (DoesNotFit("the 48 KB of shared memory are too few"), "48 KB"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_compiler_says_is_one_line(error, words):
+    line = why_not_compiled(error)
+    assert words in line
+    assert "\n" not in line
+    assert "more" not in line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("a bug of ours"),
+        ValueError("a bug of ours"),
+    ],
+    ids=str,
+)
+def test_other_errors_are_no_kernels_fault(error):
+    assert why_not_compiled(error) is None
+    assert why_no_compiler(error) is None
+
+
+def test_a_missing_c_compiler_is_about_every_kernel():
+    assert "install gcc" in why_no_compiler(RuntimeError("Failed to find C compiler. Please specify"))
+    assert "python3-dev" in why_no_compiler(subprocess.CalledProcessError(1, ["gcc", "x.c"]))
+
+
+# ---- the choice
+
+
+def test_an_operation_that_is_off_takes_its_reference_in_every_thread_and_the_others_do_not():
+    x = torch.zeros(1)
+    with use("triton"), without("norms"):
+        assert not choice.takes_triton(x, "norms")
+        assert choice.takes_triton(x, "heads")
+        assert choice.last_sent() == "heads"
+    assert switched_off() == ()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_graphs_are_left_out_where_a_reference_asks_the_host(operation):
+    assert why_no_graphs(on_gpu(), Settings()) is None
+    with without(operation):
+        reason = why_no_graphs(on_gpu(), Settings())
+    assert (reason is not None) == (operation in HOST_BOUND)
+    assert reason is None or operation in reason
+
+
+# ---- a start
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Lets the kernel of an operation raise, and counts how often it was asked."""
+    calls = []
+
+    def breaks(module, name, error):
+        def fail(*args, **kwargs):
+            calls.append(name)
+            raise error
+
+        monkeypatch.setattr(f"blockdraft.kernels.triton.{module}.{name}", fail)
+        return calls
+
+    return breaks
+
+
+def start(monkeypatch, **changes):
+    """As far as a CPU allows: steps are prepared, but neither warmed nor checked in the slow interpreter."""
+    from dataclasses import replace
+
+    from blockdraft.start import ready as module
+
+    def one_request(engine, note):
+        from blockdraft.engine.request import SamplingParams
+        from blockdraft.engine.twin import serve, twin
+
+        other = twin(engine)
+        other.add([3, 5], SamplingParams(temperature=0.0, max_tokens=1, width=2))
+        serve(other)
+
+    monkeypatch.setattr(module, "warm", one_request)
+    startup = Startup()
+    with use("triton"):
+        engine = start_engine(replace(SETTINGS, verify=False, **changes), startup)
+    return engine, startup
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "operation"),
+    [
+        ("attention", "attend", "attention"),
+        ("rows", "rms_norm", "norms"),
+        ("acceptance", "advance", "acceptance"),
+    ],
+)
+def test_a_start_goes_on_without_a_kernel_that_does_not_compile(monkeypatch, broken, module, name, operation):
+    calls = broken(module, name, TOO_LARGE)
+    engine, startup = start(monkeypatch)
+    assert switched_off() == (operation,)
+    (warning,) = startup.warnings
+    assert f"the kernel of {operation} does not compile on this card" in warning
+    assert "Required: 300000" in warning
+    assert "its reference serves" in warning
+    assert calls == [name], "the kernel is tried once in a process"
+    assert [phase.state for phase in startup.phases()] == ["done"] * 3 + ["skipped", "done", "skipped"]
+    assert not engine.has_work
+
+
+def test_each_of_several_operations_is_left_out_once(monkeypatch, broken):
+    broken("attention", "attend", TOO_LARGE)
+    broken("rows", "enter", CompilationError("", None, "unknown type"))
+    _, startup = start(monkeypatch)
+    assert set(switched_off()) == {"attention", "heads"}
+    assert len(startup.warnings) == 2
+
+
+def test_other_errors_of_a_start_stay_what_they_are(monkeypatch, broken):
+    broken("attention", "attend", RuntimeError("a bug of ours"))
+    with pytest.raises(RuntimeError, match="a bug of ours"):
+        start(monkeypatch)
+    assert switched_off() == ()
+
+
+def test_a_missing_c_compiler_ends_the_start_with_a_line(monkeypatch, broken):
+    broken("rows", "rms_norm", RuntimeError("Failed to find C compiler. Please specify via CC"))
+    with pytest.raises(ModelError, match="install gcc") as caught:
+        start(monkeypatch)
+    assert "\n" not in str(caught.value)
+    assert switched_off() == ()
+
+
+def test_the_python_api_hears_of_it_as_well(monkeypatch):
+    from blockdraft.start import ready as module
+
+    tries, warnings = [], []
+    choice.sent("sampling")
+
+    def plain(models, settings, note):
+        tries.append(switched_off())
+        if len(tries) == 1:
+            raise TOO_LARGE
+        return "the engine"
+
+    monkeypatch.setattr(module, "_plain", plain)
+    assert plain_engine(SETTINGS, lambda text: None, warnings.append) == "the engine"
+    assert tries == [(), ("sampling",)]
+    assert "the kernel of sampling" in warnings[0]

@@ -1,0 +1,338 @@
+"""The width that a start chooses: what drafts commit against what steps cost."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blockdraft import LLM, SamplingParams
+from blockdraft.checkpoints.draft_fit import read_fit
+from blockdraft.engine.info import engine_info
+from blockdraft.engine.pace import Pace
+from blockdraft.errors import ModelError
+from blockdraft.phases import Startup
+from blockdraft.server.metrics import render
+from blockdraft.settings.settings import Settings
+from blockdraft.start import ready as start
+from blockdraft.start import width
+from blockdraft.start.ready import start_engine
+from blockdraft.start.width import TOO_BUSY, Costs, choose_width, committed, measure_costs, speedups
+from tests import tiny
+
+# 1 + sum: 2.9 and 1.9 at width 4, 3.3 and 2.1 at width 8.
+CODE = (0.8, 0.6, 0.5, 0.2, 0.1, 0.05, 0.05)
+PROSE = (0.5, 0.3, 0.1, 0.1, 0.05, 0.03, 0.02)
+BOTH = {"code": CODE, "prose": PROSE}
+SMALL = {"device": "cpu", "dtype": "float64", "max_context": 128, "max_rows": 2}
+
+
+def costs(**by_width):
+    """As multiples of a plain step of 10 ms: w4=1.5."""
+    return Costs(0.010, {int(name[1:]): 0.010 * ratio for name, ratio in by_width.items()})
+
+
+# ---- the choice
+
+
+def test_the_best_mean_wins():
+    found = choose_width(BOTH, costs(w2=1.2, w4=1.5, w8=2.0), caution=1.0)
+    assert found.width == 4  # means: 1.38, 1.60, 1.35
+    assert found.reason == (
+        "width 4: a step of 4 costs 1.50 plain ones, for 1.60 times the speed in the mean and 1.27 times "
+        "for prose, carefully estimated"
+    )
+
+
+def test_a_width_that_slows_one_category_down_is_not_chosen():
+    """Width 8 has the better mean, but prose would be slower than without drafts."""
+    cheap = costs(w2=1.2, w8=2.0)
+    assert choose_width({"code": CODE, "prose": PROSE}, costs(w8=2.0), caution=1.0).width == 8
+    assert choose_width({"code": CODE, "prose": (0.5, 0.3)}, cheap, caution=1.0).width == 2
+    gains = speedups({"code": CODE, "prose": (0.5, 0.3)}, cheap, 8)
+    assert gains["prose"] < 1 < gains["code"]
+
+
+def test_less_than_the_margin_is_not_enough():
+    assert choose_width({"prose": (0.5,)}, costs(w2=1.5 / 1.029), caution=1.0).width == 1
+    assert choose_width({"prose": (0.5,)}, costs(w2=1.5 / 1.031), caution=1.0).width == 2
+
+
+def test_where_no_width_pays_decoding_is_plain():
+    found = choose_width(BOTH, costs(w2=1.9, w4=2.5, w8=4.0), caution=1.0)
+    assert found.width == 1
+    assert "at best a step of 4 costs 2.50 plain ones" in found.reason
+    assert "0.76 times for prose" in found.reason
+
+
+def test_of_widths_that_are_as_good_the_narrowest_is_taken():
+    gains = {"x": (0.5, 0.5, 0.5)}
+    assert choose_width(gains, costs(w2=1.0, w4=1.66), caution=1.0).width == 2  # 1.500 against 1.506
+    assert choose_width(gains, costs(w2=1.0, w4=1.60), caution=1.0).width == 4
+
+
+def test_prompts_may_be_harder_than_those_of_the_fit():
+    """At three quarters of the acceptance width 4 no longer pays for prose, and width 2 does."""
+    prices = costs(w2=1.3, w4=1.75)
+    assert choose_width(BOTH, prices, caution=1.0).width == 4
+    assert choose_width(BOTH, prices).width == 2
+    assert 1 + 0.75 * 0.5 > 1.03 * 1.3
+    assert 1 + 0.75 * 0.5 + 0.75**2 * 0.3 + 0.75**3 * 0.1 < 1.03 * 1.75
+
+
+@pytest.mark.parametrize(("at", "expected"), [(1, 1.0), (2, 1.8), (4, 2.9), (8, 3.3), (16, 3.3)])
+def test_a_step_commits_its_accepted_drafts_and_one_more(at, expected):
+    assert committed(CODE, at) == pytest.approx(expected)
+
+
+# ---- fit.json
+
+
+def test_the_sum_of_the_categories_is_none_of_them():
+    raw = {name: {"accepted_by_position": [0.5, 0]} for name in ("code", "all")}
+    assert read_fit(raw, name="x") == {"code": (0.5, 0.0)}
+    assert read_fit({"all": raw["all"]}, name="x") == {"all": (0.5, 0.0)}
+    assert read_fit({}, name="x") == {}
+
+
+@pytest.mark.parametrize("shares", [None, [], 0.5, [0.5, 1.5], [True], ["0.5"], [-0.1]])
+def test_a_file_that_says_nothing_of_use_is_refused(shares):
+    with pytest.raises(ModelError, match=r"'x': fit.json: code has no accepted_by_position"):
+        read_fit({"code": {"accepted_by_position": shares}}, name="x")
+
+
+# ---- measuring
+
+
+def scripted(monkeypatch, seconds):
+    """`seconds(width, number)` is what a width's number-th step takes; returns the widths as they ran."""
+    ran = []
+
+    def step_s(engine, at, pages, clock):
+        ran.append(at)
+        return seconds(at, ran.count(at) - 1)
+
+    monkeypatch.setattr(width, "_step_s", step_s)
+    return ran
+
+
+def test_widths_take_turns_and_the_fastest_counts(monkeypatch):
+    ran = scripted(monkeypatch, lambda at, number: 0.01 + 0.001 * at + (0.5, 0.0, 0.001)[number])
+    found = measure_costs(tiny.engine(), {"x": (1.0,) * 7})
+    assert ran == [1, 2, 3, 4, 6, 8] * 3
+    assert found.plain_s == pytest.approx(0.011)
+    assert found.by_width == pytest.approx({at: 0.01 + 0.001 * at for at in (2, 3, 4, 6, 8)})
+
+
+def test_what_cannot_be_the_best_is_not_run(monkeypatch):
+    """Width 3 costs more than all drafts together could commit, so nothing wider has to be looked at."""
+    ran = scripted(monkeypatch, lambda at, number: {1: 1.0, 2: 1.1}.get(at, 10.0))
+    assert set(measure_costs(tiny.engine(), BOTH).by_width) == {2, 3}
+    assert set(ran) == {1, 2, 3}
+
+
+def test_times_of_which_no_two_are_alike_decide_nothing(monkeypatch):
+    ran = scripted(monkeypatch, lambda at, number: 2.0**number)
+    assert measure_costs(tiny.engine(), BOTH) is None
+    assert ran.count(1) == width.MAX_ROUNDS
+    engine = tiny.engine()
+    monkeypatch.setattr(width, "_store", lambda file, found: pytest.fail("stored"))
+    width.settle_width(engine, BOTH)
+    assert (engine.models.plan.width, engine.models.plan.width_reason) == (1, TOO_BUSY.reason)
+
+
+def test_a_busy_gpu_keeps_the_whole_block(monkeypatch):
+    scripted(monkeypatch, lambda at, number: 2.0**number)
+    engine = tiny.engine(width=8)
+    engine.models = replace(engine.models, device=torch.device("cuda"))
+    width.settle_width(engine, BOTH)
+    assert (engine.models.plan.width, engine.models.plan.width_reason) == (8, "")
+
+
+def test_a_captured_step_is_measured_as_it_is_captured(monkeypatch):
+    """Others would run kernel by kernel, which says nothing of a graph."""
+    ran = scripted(monkeypatch, lambda at, number: 1.0 + at)
+    engine = tiny.engine(width=6)
+    engine.graphs = object()
+    assert measure_costs(engine, BOTH) == Costs(2.0, {6: 7.0})
+    assert set(ran) == {1, 6}
+
+
+def test_time_is_short(monkeypatch):
+    ran = scripted(monkeypatch, lambda at, number: 2.0**number)
+    moments = iter(range(100))
+    assert measure_costs(tiny.engine(), BOTH, clock=lambda: next(moments)) is None
+    assert ran.count(1) == width.MIN_ROUNDS
+
+
+def any_time_will_do(monkeypatch):
+    for name in ("STEADY", "SLACK", "FIRST_SLACK"):
+        monkeypatch.setattr(width, name, 1e9)
+
+
+def test_the_real_pair_is_measured_and_left_as_it_was(monkeypatch):
+    any_time_will_do(monkeypatch)
+    engine = tiny.engine()
+    free = engine.scheduler.pages.num_free
+    expected = tiny.run(tiny.engine(), [([3, 5, 7], SamplingParams(temperature=0.0, max_tokens=20))])
+    found = measure_costs(engine, {"x": (1.0,) * 7})
+    assert found.plain_s > 0
+    assert set(found.by_width) == {2, 3, 4, 6, 8}
+    assert engine.scheduler.pages.num_free == free
+    assert not engine.has_work
+    assert tiny.run(engine, [([3, 5, 7], SamplingParams(temperature=0.0, max_tokens=20))]) == expected
+
+
+def test_the_plain_step_has_no_drafter(monkeypatch):
+    any_time_will_do(monkeypatch)
+    engine, seen = tiny.engine(), []
+    absorb, draft = engine.models.drafter.absorb, engine.models.drafter.draft
+    drafter = type("Watched", (), {})()
+    drafter.block = tiny.BLOCK
+    drafter.absorb = lambda features, view: seen.append(len(view.positions)) or absorb(features, view)
+    drafter.draft = draft
+    engine.models = replace(engine.models, drafter=drafter)
+    measure_costs(engine, {"x": (1.0,) * 7})
+    assert set(seen) == {2, 3, 4, 6, 8}
+
+
+# ---- a start
+
+
+@pytest.fixture
+def fitted(tmp_path, monkeypatch):
+    """The pair's drafter with a fit.json, and a folder for what is measured."""
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(tiny.DRAFT, tmp_path / "draft")
+    fit = {name: {"accepted_by_position": list(shares)} for name, shares in BOTH.items()}
+    (tmp_path / "draft/fit.json").write_text(json.dumps(fit))
+    return str(tmp_path / "draft")
+
+
+def measured(monkeypatch, found):
+    calls = []
+    monkeypatch.setattr(width, "measure_costs", lambda engine, acceptance: calls.append(acceptance) or found)
+    return calls
+
+
+def test_the_python_api_measures_once_per_machine(fitted, monkeypatch):
+    calls = measured(monkeypatch, costs(w2=1.2, w3=1.3, w8=2.0))
+    for _ in range(2):
+        plan = LLM(tiny.TARGET, fitted, **SMALL).engine.models.plan
+        assert plan.width == 3
+        assert plan.width_reason.startswith("width 3: a step of 3 costs 1.30 plain ones")
+    assert calls == [BOTH]
+    LLM(tiny.TARGET, fitted, **SMALL | {"dtype": "float32"})
+    assert calls == [BOTH, BOTH], "another dtype is another measurement"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"plain_s": 0, "by_width": {"2": 1}}', '{"plain_s": 1, "by_width": {}}']
+)
+def test_what_was_stored_wrongly_is_measured_again(fitted, monkeypatch, tmp_path, text):
+    calls = measured(monkeypatch, costs(w2=1.2))
+    LLM(tiny.TARGET, fitted, **SMALL)
+    (file,) = (tmp_path / "cache/widths").iterdir()
+    file.write_text(text)
+    assert LLM(tiny.TARGET, fitted, **SMALL).engine.models.plan.width == 2
+    assert len(calls) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_else(fitted, monkeypatch, tmp_path):
+    measured(monkeypatch, costs(w2=1.2))
+    (tmp_path / "cache").write_text("a file")
+    assert LLM(tiny.TARGET, fitted, **SMALL).engine.models.plan.width == 2
+
+
+def test_where_drafts_lose_requests_may_still_ask_for_them(fitted, monkeypatch):
+    measured(monkeypatch, costs(w2=5.0, w8=9.0))
+    llm = LLM(tiny.TARGET, fitted, **SMALL)
+    plain = llm.generate([[3, 5, 7]], SamplingParams(temperature=0.0, max_tokens=12))[0]
+    asked = llm.generate([[3, 5, 7]], SamplingParams(temperature=0.0, max_tokens=12, width=8))[0]
+    assert llm.engine.models.plan.width == 1
+    assert llm.engine.scheduler.pace is None
+    assert plain.metrics.drafted == 0
+    assert sum(asked.metrics.accepted) > 0
+    assert asked.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    "changes", [{"width": 4}, {"synthetic_acceptance": "mean:2"}, {"load_format": "dummy"}]
+)
+def test_nothing_is_measured_where_there_is_nothing_to_choose(fitted, monkeypatch, changes):
+    calls = measured(monkeypatch, costs(w2=1.2))
+    plan = LLM(tiny.TARGET, fitted, **SMALL | changes).engine.models.plan
+    assert (plan.width, plan.width_reason) == (changes.get("width", 8), "")
+    assert calls == []
+
+
+def served(draft, **changes):
+    startup = Startup()
+    engine = start_engine(Settings(model=tiny.TARGET, draft=draft, **SMALL | changes), startup)
+    return engine, {phase.name: phase.detail for phase in startup.phases()}, startup
+
+
+def test_a_server_says_which_width_it_serves_and_why(fitted, monkeypatch):
+    warmed = []
+    monkeypatch.setattr(start, "warm", lambda engine, note: warmed.append(engine.models.plan.width))
+    measured(monkeypatch, costs(w2=1.2, w3=1.3, w8=2.0))
+    engine, details, startup = served(fitted)
+    reason = engine.models.plan.width_reason
+    assert reason.startswith("width 3: ")
+    assert details["warm"] == reason
+    assert engine.scheduler.max_drafting_rows == 1  # it is a CPU
+    assert engine.scheduler.pace == Pace(3, {1: 0.010, 2: 0.010 * 1.2, 3: 0.010 * 1.3, 8: 0.010 * 2.0})
+    assert details["verify"].endswith(f"; {reason}")
+    assert startup.warnings == ()
+    assert warmed == [3], "what is served is what was warmed"
+    info = engine_info(engine)
+    assert (info.width, info.width_reason, info.block) == (3, reason, 8)
+    assert b"blockdraft:width{" in render(engine.snapshot(), info, "x")[0]
+    assert b'model_name="x"} 3.0' in render(engine.snapshot(), info, "x")[0]
+
+
+def test_without_a_fit_the_built_in_prompts_have_to_say(tmp_path, monkeypatch):
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    calls = measured(monkeypatch, costs(w2=1.1, w8=9.0))
+    engine, details, _ = served(tiny.DRAFT)
+    (acceptance,) = calls
+    assert list(acceptance) == ["the built-in prompts"]
+    assert sum(acceptance["the built-in prompts"]) > 1, "the pair's drafter fits"
+    assert engine.models.plan.width == 2
+    assert "times for the built-in prompts, carefully estimated; then by" in details["verify"]
+    assert served(tiny.DRAFT, verify=False)[0].models.plan.width == 8
+    assert len(calls) == 1
+    assert list(tmp_path.iterdir()) == [], "nobody would look it up"
+
+
+def test_a_drafter_that_is_dropped_is_not_measured(fitted, monkeypatch):
+    calls = measured(monkeypatch, costs(w2=1.1))
+    monkeypatch.setattr(start, "verify", lambda engine, note: start_verification())
+    engine, _, startup = served(fitted)
+    assert engine.models.draft_config is None
+    assert (engine.models.plan.width, len(calls)) == (1, 1)
+    assert startup.warnings == ("the drafter is not used: no",)
+
+
+def start_verification():
+    from blockdraft.check.selfcheck import Verification
+
+    return Verification((), 1.0, keeps_drafter=False, reason="no", accepted=(0.0,) * 7)
+
+
+def test_on_a_cpu_requests_that_decode_together_do_so_plainly():
+    llm = LLM(
+        "tests/fixtures/pair/target", draft="tests/fixtures/pair/draft", dtype="float64", width=8, max_rows=4
+    )
+    prompts = [[1, 2, 3], [10, 12, 14]]
+    params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (48, 8)]
+    alone = llm.generate(prompts, [replace(one, width=1) for one in params])
+    llm.engine.scheduler.max_drafting_rows = 1
+    long, short = llm.generate(prompts, params)
+    assert [one.token_ids for one in (long, short)] == [one.token_ids for one in alone]
+    assert short.metrics.drafted == 0
+    assert long.metrics.drafted > 0  # once it is alone
+    assert long.metrics.steps < 48
+    asked = llm.generate(prompts, [replace(one, width=8) for one in params])
+    assert all(one.metrics.drafted > 0 for one in asked)

@@ -1,0 +1,132 @@
+"""StepGraphs and Reading without a card: sizes, the choice of a graph, padding, results on their way.
+
+What a graph must not change is compared here too, kernel by kernel: tests/gpu repeats it with graphs.
+"""
+
+import pytest
+import torch
+
+from blockdraft.step.graphs import Reading, pack, row_sizes
+from blockdraft.step.verify import Verdict
+from tests import stepping
+from tests.stepping import HOST, SCENES, KernelByKernel
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 2, 3]),
+        (8, [1, 2, 4, 8]),
+        (9, [1, 2, 4, 8, 9]),
+        (16, [1, 2, 4, 8, 16]),
+        (17, [1, 2, 4, 8, 16, 17]),
+        (64, [1, 2, 4, 8, 16, 24, 32, 48, 64]),
+        (100, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]),
+    ],
+)
+def test_row_sizes(max_rows, sizes):
+    assert row_sizes(max_rows) == sizes
+
+
+def test_a_bucket_is_less_than_twice_its_rows():
+    for max_rows in range(1, 200):
+        sizes = row_sizes(max_rows)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == max_rows
+        for rows in range(1, max_rows + 1):
+            bucket = min(size for size in sizes if size >= rows)
+            assert bucket < 2 * rows
+            assert rows < 16 or bucket <= 1.5 * rows
+
+
+def graphs(sizes, widths):
+    found = KernelByKernel(lambda width: None, None)
+    found.capture(sizes, widths)
+    return found
+
+
+def test_find_takes_the_smallest_graph_with_room():
+    found = graphs([8, 1, 4], [8, 1])
+    assert len(found) == 6
+    assert [found.find(rows, 8).num_rows for rows in range(1, 9)] == [1, 4, 4, 4, 8, 8, 8, 8]
+    assert found.find(3, 1) is not found.find(3, 8)
+
+
+def test_find_knows_what_was_not_captured():
+    found = graphs([1, 4], [8])
+    assert found.find(5, 8) is None
+    assert found.find(2, 4) is None
+    assert graphs([], []).find(1, 8) is None
+
+
+def test_the_largest_is_captured_first():
+    captured = []
+
+    class Watched(KernelByKernel):
+        def _capture(self, num_rows, width):
+            captured.append((num_rows, width))
+            return super()._capture(num_rows, width)
+
+    Watched(lambda width: None, None).capture([1, 4, 2], [1, 8])
+    assert captured == [(4, 8), (2, 8), (1, 8), (4, 1), (2, 1), (1, 1)]
+
+
+def test_a_reading_gives_the_committed_tokens_of_each_row():
+    token_ids = torch.tensor([[5, 6, 7], [8, 9, 10], [11, 12, 13]])
+    verdict = Verdict(token_ids, torch.tensor([1, 3, 2]), None)
+    assert pack(verdict).tolist() == [[1, 5, 6, 7], [3, 8, 9, 10], [2, 11, 12, 13]]
+    assert Reading(pack(verdict)).token_ids() == [[5], [8, 9, 10], [11, 12]]
+
+
+# ---- the comparisons of tests/gpu, kernel by kernel
+
+
+@pytest.mark.parametrize("scene", SCENES[1:3], ids=range(2))
+def test_a_bucket_runs_the_engine_s_own_step(scene):
+    engine, other = (stepping.tiny_engine(HOST) for _ in range(2))
+    expected = stepping.play_directly(other, scene)
+    stepping.assert_same_play(stepping.play(engine, scene), expected, scene)
+    assert any(len(tokens) > 1 for rows, _ in expected for tokens in rows)
+
+
+def test_a_bucket_that_is_filled_up_touches_only_the_active_rows():
+    stepping.check_padding(stepping.tiny_engine(HOST), stepping.tiny_engine(HOST))
+
+
+def test_a_step_in_flight_changes_no_text():
+    expected = stepping.serve_mixed(stepping.tiny_engine(HOST))
+    got = stepping.serve_mixed(stepping.tiny_engine(HOST, overlap=True), has_aborts=True)
+    stepping.assert_same_mixed(got, expected)
+
+
+def test_buckets_survive_preemption():
+    results = [
+        stepping.serve_tightly(stepping.tiny_engine(HOST, num_pages=stepping.FEW_PAGES)) for _ in range(2)
+    ]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("max_rows", "temperature"), [(1, 0.0), (4, 1.0)])
+def test_dflash_is_plain_decoding_at_pinned_rows_and_width(max_rows, temperature):
+    stepping.check_lossless(HOST, max_rows=max_rows, temperature=temperature)
+
+
+def test_the_bits_of_a_token_do_not_depend_on_its_column():
+    stepping.check_columns(HOST, max_rows=4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next-whole", "gemma4-mixture"])
+def test_a_scripted_drafter_changes_no_bit_of_a_family(name):
+    stepping.check_family(name, HOST)
+    drafter = stepping.family_script(name, HOST)
+    engines = [stepping.family_engine(name, HOST, drafter, is_captured=False) for _ in range(2)]
+    counts = stepping.lockstep(*engines, stepping.family_requests())
+    assert len(set(counts)) >= 4
+
+
+def test_widths_are_compared():
+    found = stepping.compare_widths(HOST, 16)
+    assert found.margins == []
+    assert "400 of 400" in found.text

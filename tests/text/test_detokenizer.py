@@ -1,0 +1,398 @@
+"""Streamed text against `decode` of the whole, and stop strings against `find` in the whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as RustTokenizer
+
+from blockdraft.checkpoints.checkpoint import TokenizerParts
+from blockdraft.errors import RequestError
+from blockdraft.text.detokenizer import Detokenizer, StopStrings, TextStream
+from blockdraft.text.tokenizer import Tokenizer
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog. The dog sleeps.",
+    "日本語のテキスト、中文文本、한국어 텍스트。日本語のテキスト。",
+    "emoji 😀😀🎉 family 👨‍👩‍👧‍👦 flag 🇫🇷 skin 👍🏽 and e\u0301 n\u0303 combining",
+    "tabs\tand\nnewlines  and   spaces \ufffd genuine replacement",
+]
+SPECIAL = ["<s>", "</s>"]
+
+
+def byte_level() -> RustTokenizer:
+    tokenizer = RustTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def bpe_with_bytes() -> RustTokenizer:
+    """Llama 2: ▁ by a normaliser, bytes for what is unknown, one leading space dropped."""
+    pieces = ["<unk>", *SPECIAL, *BYTES, "▁", *"abcdehlostw.,", "▁a", "▁t", "th", "▁▁", "é"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    model = models.BPE(
+        vocab=vocab, merges=[("▁", "a"), ("▁", "t"), ("t", "h"), ("▁", "▁")],
+        unk_token="<unk>", byte_fallback=True, fuse_unk=True,
+    )  # fmt: skip
+    tokenizer = RustTokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    return tokenizer
+
+
+def unigram_with_bytes() -> RustTokenizer:
+    """T5 and its like: Metaspace on both sides, here with bytes."""
+    pieces = ["<unk>", *SPECIAL, *BYTES, "▁", *"abcdehlostw.,", "▁the", "▁a", "▁dog"]
+    model = models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], 0, True)
+    tokenizer = RustTokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return tokenizer
+
+
+@functools.cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    make = {"byte_level": byte_level, "bpe": bpe_with_bytes, "unigram": unigram_with_bytes}[kind]
+    tokenizer = make()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_tokens(["<tool€>"])
+    return Tokenizer(TokenizerParts(tokenizer, None, None, None, ()))
+
+
+KINDS = ("byte_level", "bpe", "unigram")
+
+
+def byte_ids(kind: str, data: bytes) -> list[int]:
+    """One token per byte."""
+    tokenizer = tokenizer_of(kind)._tokenizer
+    if kind == "byte_level":
+        # The byte alphabet: printable bytes are themselves, the others follow from U+0100 on.
+        keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        rest = [byte for byte in range(256) if byte not in keep]
+        names = {b: chr(b) for b in keep} | {b: chr(256 + i) for i, b in enumerate(rest)}
+    else:
+        names = dict(enumerate(BYTES))
+    ids = [tokenizer.token_to_id(names[byte]) for byte in data]
+    assert None not in ids
+    return [i for i in ids if i is not None]
+
+
+@st.composite
+def id_lists(draw: st.DrawFn, kind: str) -> list[int]:
+    """Text, single bytes (broken UTF-8 among them), special tokens, any id, ids past the end."""
+    tokenizer = tokenizer_of(kind)
+    spaced = st.text(st.sampled_from("ab the. é€😀\u0301\u200d\ufffd日"), max_size=6)
+    evil = st.sampled_from(list("😀€éA\ufffd".encode() + b"\xff\xed\xa0\xc0"))
+    piece = st.one_of(
+        spaced.map(lambda text: tokenizer.encode(text)),
+        spaced.map(lambda text: byte_ids(kind, text.encode())),
+        st.lists(evil, max_size=8).map(lambda data: byte_ids(kind, bytes(data))),
+        st.sampled_from(sorted(tokenizer.special_ids)).map(lambda i: [i]),
+        st.integers(0, tokenizer.vocab_size + 3).map(lambda i: [i]),
+    )
+    return [i for ids in draw(st.lists(piece, max_size=12)) for i in ids]
+
+
+def split(draw: st.DrawFn, ids: list[int]) -> Iterator[list[int]]:
+    at = 0
+    while at < len(ids):
+        size = draw(st.integers(1, 16))
+        yield ids[at : at + size]
+        at += size
+
+
+def added_text(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> str:
+    before = tokenizer.decode(prompt, skip_special_tokens=skip)
+    whole = tokenizer.decode(prompt + output, skip_special_tokens=skip)
+    same = 0
+    while same < min(len(before), len(whole)) and before[same] == whole[same]:
+        same += 1
+    return whole[same:]
+
+
+@st.composite
+def streams(draw: st.DrawFn, kind: str) -> tuple[list[int], list[list[int]]]:
+    prompt, output = draw(id_lists(kind)), draw(id_lists(kind))
+    return prompt, list(split(draw, output))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_streamed_text_is_what_decode_adds_to_the_prompt(kind: str, data: st.DataObject, skip: bool):
+    tokenizer = tokenizer_of(kind)
+    prompt, blocks = data.draw(streams(kind))
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    pieces = [detokenizer.push(block) for block in blocks]
+    pieces.append(detokenizer.flush())
+    output = [i for block in blocks for i in block]
+    assert "".join(pieces) == added_text(tokenizer, prompt, output, skip)
+    assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_long_outputs_stay_exact_past_the_window(kind: str, data: st.DataObject):
+    tokenizer = tokenizer_of(kind)
+    prompt, blocks = data.draw(streams(kind))
+    output = [i for block in blocks for i in block] * 20
+    detokenizer = Detokenizer(tokenizer, prompt)
+    text = "".join(detokenizer.push((i,)) for i in output) + detokenizer.flush()
+    assert text == added_text(tokenizer, prompt, output, True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=20))
+def test_valid_text_streams_without_half_characters_and_with_no_delay(kind: str, text: str):
+    text = text.replace("\ufffd", "").replace("▁", "")
+    detokenizer = Detokenizer(tokenizer_of(kind), byte_ids(kind, b"x"))
+    seen = b""
+    streamed = ""
+    for byte in text.encode():
+        seen += bytes([byte])
+        streamed += detokenizer.push(byte_ids(kind, bytes([byte])))
+        assert streamed == seen.decode(errors="ignore")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_endless_invalid_bytes_do_not_stall_or_pile_up(kind: str):
+    detokenizer = Detokenizer(tokenizer_of(kind), [])
+    (bad,) = byte_ids(kind, b"\xff")
+    lengths = [len(detokenizer.push((bad,))) for _ in range(500)]
+    assert sum(lengths) == 497
+    assert len(detokenizer._window) <= 40
+    assert detokenizer.flush() == "\ufffd" * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_genuine_replacement_character_is_released_by_the_next_token(kind: str):
+    detokenizer = Detokenizer(tokenizer_of(kind), byte_ids(kind, b"x"))
+    assert detokenizer.push(byte_ids(kind, "\ufffd".encode())) == ""
+    assert detokenizer.push(byte_ids(kind, b"a")) == "\ufffda"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_genuine_replacement_characters_spelled_in_bytes_are_counted_once(kind: str):
+    detokenizer = Detokenizer(tokenizer_of(kind), [])
+    pieces = [detokenizer.push((i,)) for i in byte_ids(kind, "\ufffd".encode()) * 40]
+    assert "".join(pieces) + detokenizer.flush() == "\ufffd" * 40
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_leading_space_is_dropped_only_at_the_very_beginning(kind: str):
+    tokenizer = tokenizer_of(kind)
+    ids = tokenizer.encode("a")
+    assert tokenizer._tokenizer.id_to_token(ids[0]) == "▁a"
+    assert Detokenizer(tokenizer, []).push(ids) == "a"
+    assert Detokenizer(tokenizer, tokenizer.encode("the dog")).push(ids) == " a"
+
+
+def test_a_character_begun_in_the_prompt_belongs_to_the_output():
+    e2, x82, xac = byte_ids("byte_level", "€".encode())
+    detokenizer = Detokenizer(tokenizer_of("byte_level"), [e2, x82])
+    assert detokenizer.push((xac,)) == "€"
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_broken_byte_does_not_take_the_characters_before_it_along(kind: str):
+    tokenizer = tokenizer_of(kind)
+    assert tokenizer.decode(byte_ids(kind, b"\xe2\x82\xac\xff\xf0\x9fA")) == "€\ufffd\ufffd\ufffdA"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_decode_is_tokenizers_decode_unless_bytes_are_broken(kind: str, data: st.DataObject):
+    tokenizer = tokenizer_of(kind)
+    text = data.draw(st.text(max_size=20))
+    for ids in (tokenizer.encode(text), byte_ids(kind, text.encode()), data.draw(id_lists(kind))):
+        expected = tokenizer._tokenizer.decode(ids, skip_special_tokens=True)
+        if kind == "byte_level" or "\ufffd" not in expected:
+            assert tokenizer.decode(ids) == expected
+
+
+# Few letters and short strings, so that stop strings overlap, nest and repeat.
+LETTERS = st.text("abc", max_size=24)
+STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4).map(tuple)
+
+
+def first_stop(text: str, stops: tuple[str, ...], after: int = 0) -> tuple[int, int, str] | None:
+    """(end, start, stop) of the match that ends first past `after`, the longest of these."""
+    found = [
+        (end, end - len(stop), stop)
+        for stop in stops
+        for end in range(max(after, len(stop) - 1) + 1, len(text) + 1)
+        if text[:end].endswith(stop)
+    ]
+    return min(found, default=None)
+
+
+def pieces_of(draw: st.DrawFn, text: str) -> Iterator[str]:
+    while text:
+        size = draw(st.integers(1, 5))
+        yield text[:size]
+        text = text[size:]
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), text=LETTERS, stops=STOPS, include=st.booleans())
+def test_stop_strings_cut_where_a_search_in_the_whole_text_does(
+    data: st.DataObject, text: str, stops: tuple[str, ...], include: bool
+):
+    stream = StopStrings(stops, include=include)
+    out = ""
+    for piece in pieces_of(data.draw, text):
+        emitted = stream.push(piece)
+        out += emitted.text
+        if emitted.stop is not None:
+            break
+    else:
+        out += stream.flush().text
+    match = first_stop(text, stops)
+    if match is None:
+        assert (out, stream.stop_reason) == (text, None)
+    else:
+        end, start, stop = match
+        assert (out, stream.stop_reason) == (text[: end if include else start], stop)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=LETTERS, stops=STOPS)
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back(text: str, stops: tuple[str, ...]):
+    stream = StopStrings(stops, include=False)
+    out, seen = "", ""
+    for letter in text:
+        out += stream.push(letter).text
+        seen += letter
+        if stream.stop_reason is not None:
+            return
+        held = max((n for s in stops for n in range(len(s)) if seen.endswith(s[:n])), default=0)
+        assert out == seen[: len(seen) - held]
+
+
+def test_a_stop_string_that_is_included_holds_nothing_back():
+    assert StopStrings(("abc",), include=True).push("xab").text == "xab"
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(RequestError, match="empty"):
+        StopStrings(("a", ""), include=False)
+
+
+def test_a_long_repetitive_stop_string_costs_linear_time():
+    stream = StopStrings(("a" * 50_000 + "b",), include=False)
+    assert stream.push("a" * 200_000).text == "a" * 150_000
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=LETTERS, stops=STOPS, num_protected=st.integers(0, 12))
+def test_stop_strings_that_end_under_protection_are_plain_text(
+    text: str, stops: tuple[str, ...], num_protected: int
+):
+    stream = StopStrings(stops, include=False)
+    out = ""
+    for at, letter in enumerate(text):
+        out += stream.push(letter, can_stop=at >= num_protected).text
+        if stream.stop_reason is not None:
+            break
+    out += stream.flush().text
+    match = first_stop(text, stops, after=num_protected)
+    assert out == (text if match is None else text[: match[1]])
+
+
+def test_a_stop_string_let_through_may_still_begin_the_one_that_stops():
+    stream = StopStrings(("aba",), include=False)
+    assert stream.push("xaba", can_stop=False).text == "xab"
+    assert stream.push("ba").stop == "aba"
+
+
+def feed(stream: TextStream, ids: list[int], num_protected: int = 0) -> int:
+    """How many tokens it took."""
+    for at, token_id in enumerate(ids):
+        if stream.push(token_id, can_stop=at >= num_protected):
+            return at + 1
+    stream.finish()
+    return len(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), include=st.booleans())
+def test_a_text_stream_cuts_after_the_first_token_that_completes_a_stop(
+    kind: str, data: st.DataObject, include: bool
+):
+    tokenizer = tokenizer_of(kind)
+    prompt, ids = data.draw(id_lists(kind)), data.draw(id_lists(kind))
+    text = added_text(tokenizer, prompt, ids, True)
+    at = data.draw(st.integers(0, max(0, len(text) - 1)))
+    stops = tuple({text[at : at + data.draw(st.integers(1, 4))], "ab", "€"} - {""})
+    stream = TextStream(tokenizer, prompt, stops, include_stop_str_in_output=include)
+    num_tokens = feed(stream, ids)
+    match = first_stop(text, stops)
+    if match is None:
+        assert (stream.text, stream.stop_reason, num_tokens) == (text, None, len(ids))
+    else:
+        end, start, stop = match
+        assert (stream.text, stream.stop_reason) == (text[: end if include else start], stop)
+        # The first prefix of the ids whose certain text holds the stop string, if any does.
+        detokenizer = Detokenizer(tokenizer, prompt)
+        certain, expected = "", 0
+        while len(certain) < end and expected < len(ids):
+            certain += detokenizer.push((ids[expected],))
+            expected += 1
+        assert num_tokens == expected
+
+
+def test_take_returns_each_text_once_and_text_all_of_it():
+    tokenizer = tokenizer_of("byte_level")
+    stream = TextStream(tokenizer, [], ("</end>",))
+    taken = []
+    for token_id in byte_ids("byte_level", "né </enough<".encode()):
+        assert not stream.push(token_id)
+        taken.append(stream.take())
+    # "</en" begins the stop string, "</eno" does not.
+    assert taken == ["n", "", "é", " ", "", "", "", "", "</eno", "u", "g", "h", ""]
+    stream.finish()
+    stream.finish()
+    assert stream.take() == "<"
+    assert stream.text == "né </enough<"
+    assert stream.take() == ""
+
+
+def test_min_tokens_lets_a_stop_pass_and_still_cuts_one_that_ends_later():
+    tokenizer = tokenizer_of("byte_level")
+    ids = byte_ids("byte_level", b"a##b##c")
+    stream = TextStream(tokenizer, [], ("##",))
+    assert feed(stream, ids, num_protected=3) == 6
+    assert stream.text == "a##b"
+    straddling = TextStream(tokenizer, [], ("##",))
+    assert feed(straddling, ids, num_protected=2) == 3
+    assert straddling.text == "a"
+
+
+def test_special_tokens_can_be_shown():
+    tokenizer = tokenizer_of("byte_level")
+    (eos,) = [i for i in tokenizer.special_ids if tokenizer._tokenizer.id_to_token(i) == "</s>"]
+    stream = TextStream(tokenizer, [], ("</s>",), skip_special_tokens=False)
+    assert stream.push(eos)
+    hidden = TextStream(tokenizer, [], ("</s>",))
+    assert not hidden.push(eos)

@@ -1,0 +1,321 @@
+"""What a drafter is said to commit against what the engine commits with it; and that training gets there."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft import LLM, SamplingParams
+from blockdraft.checkpoints.draft_config import read_draft_config
+from blockdraft.training import features as features_module
+from blockdraft.training import trainer as trainer_module
+from blockdraft.training.answers import Document
+from blockdraft.training.check import fit_in_engine
+from blockdraft.training.drafter import draft_json, load_weights, new_drafter
+from blockdraft.training.evaluate import Fit, simulate, walk
+from blockdraft.training.features import FeatureReader
+from blockdraft.training.packing import pack
+from blockdraft.training.recipe import Objective, Recipe, Shape
+from blockdraft.training.trainer import BlockForward, Trainer
+from tests import tiny
+from tests.lossless import families
+from tests.models.checkpoints import Bench
+from tests.training import pairs
+from tests.training.pairs import CPU
+
+PAIR_JSON = json.loads((tiny.PAIR / "draft" / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The fixture's own drafter, as training loads one to go on from."""
+    config = read_draft_config(PAIR_JSON, name="pair")
+    model = new_drafter(config, pairs.target(), max_positions=256, device=CPU, init="random", seed=0)
+    load_weights(model, tiny.DRAFT, CPU)
+    return BlockForward(model.double(), pairs.target())
+
+
+def prompts(count, seed=0):
+    """The beginnings of runs, as the target knows them, and some that are no runs."""
+    generator = torch.Generator().manual_seed(seed)
+    listed = []
+    for number in range(count):
+        start, step, size, wild = torch.randint(0, 60, (4,), generator=generator).tolist()
+        run = [(start + (step % 3 + 1) * place) % 60 for place in range(1 + size % 6)]
+        listed.append(run if number % 3 else [wild, *run])
+    return listed
+
+
+def answered(llm, asked, max_tokens, **params):
+    results = llm.generate(asked, SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **params}))
+    return [
+        Document(tuple(prompt), result.token_ids, f"of {len(prompt) % 2}", is_greedy=True)
+        for prompt, result in zip(asked, results, strict=True)
+    ]
+
+
+def ids_of(deltas, request_id):
+    return tuple(token for delta in deltas if delta.request_id == request_id for token in delta.token_ids)
+
+
+def test_a_walk_commits_what_matches_and_one_more_but_never_past_the_end():
+    assert walk([3, 9, 9, 9, 0, 2, 9, 0], 8) == [4, 1, 3]
+    assert walk([3, 9, 9, 9, 0, 2, 9, 0], 3) == [3, 3, 2]
+    assert walk([7, 7, 7], 8) == [3]
+    assert walk([0], 8) == [1]
+
+
+def test_simulated_steps_are_those_of_the_engine(trained):
+    """Steps, and accepted drafts by position: exactly."""
+    engine = tiny.engine("trained", max_rows=4)
+    params = SamplingParams(temperature=0.0, max_tokens=41)
+    asked = {engine.add(prompt, params): prompt for prompt in prompts(12)}
+    steps = [delta for delta in tiny.drain(engine) if delta.token_ids]
+    documents = [
+        Document(tuple(prompt), ids_of(steps, name), "all", is_greedy=True) for name, prompt in asked.items()
+    ]
+    fit = simulate(trained, documents, length=96, rows_per_step=2, num_anchors=24)["all"]
+    accepted = [sum(len(step.token_ids) > position for step in steps) for position in range(1, tiny.BLOCK)]
+    assert fit == Fit(len(asked), 12 * 41, len(steps), tuple(accepted))
+    assert fit.num_steps == engine.snapshot().num_blocks
+    assert 0 < accepted[-1] < accepted[0] < len(steps), "some of everything"
+
+
+def test_simulation_does_not_depend_on_batches_and_adds_up_by_category(trained):
+    llm = LLM(tiny.TARGET, "none", device="cpu", dtype="float64", max_context=200)
+    documents = answered(llm, prompts(9, seed=1), 30)
+    first = simulate(trained, documents, length=128, rows_per_step=1, num_anchors=17)
+    assert simulate(trained, documents, length=64, rows_per_step=4, num_anchors=64) == first
+    assert set(first) == {"all", "of 0", "of 1"}
+    parts = [first["of 0"], first["of 1"]]
+    assert first["all"] == Fit(
+        num_documents=sum(part.num_documents for part in parts),
+        num_tokens=sum(part.num_tokens for part in parts),
+        num_steps=sum(part.num_steps for part in parts),
+        accepted=tuple(map(sum, zip(*(part.accepted for part in parts), strict=True))),
+    )
+    assert first["all"].committed == 9 * 30 / first["all"].num_steps
+
+
+def test_a_document_is_simulated_up_to_where_its_row_cuts_it(trained):
+    llm = LLM(tiny.TARGET, "none", device="cpu", dtype="float64", max_context=200)
+    (whole,) = answered(llm, [[2, 4, 6, 8]], 90)
+    cut = Document(whole.prompt_ids, whole.answer_ids[:60], whole.category, is_greedy=True)
+    small = {"rows_per_step": 1, "num_anchors": 32}
+    assert simulate(trained, [whole], length=64, **small) == simulate(trained, [cut], length=96, **small)
+
+
+# ---- features
+
+
+@pytest.mark.parametrize("name", ["llama-llama3", "qwen3-slides", "qwen3_next-whole", "gemma4-mixture"])
+def test_features_are_those_of_the_prefill_that_serves(name, monkeypatch):
+    """Windows, recurrent states, experts: each document alone, and nothing of the batch before it."""
+    monkeypatch.setattr(features_module, "MAX_STATES", 3)  # several forwards
+    monkeypatch.setattr(features_module, "MAX_DOCUMENTS", 3)
+    models = families.models(name)
+    documents = pairs.random_documents([(5, 14), (1, 9), (7, 20), (3, 8), (9, 4)])
+    rows, places = pack(documents, 48)
+    reader = FeatureReader(models.target, num_rows=len(rows), length=48, dtype=torch.float64, device=CPU)
+    reader.read(rows, range(len(rows)))
+    hidden, features = reader.read(rows, range(len(rows)))
+    taken = torch.zeros(len(hidden), dtype=torch.bool)
+    for place in places:
+        one = documents[place.document]
+        ids = torch.tensor([*one.prompt_ids, *one.answer_ids])
+        bench = Bench(
+            models.config.layer_specs(),
+            num_rows=1,
+            max_length=64,
+            vocab_size=models.config.vocab_size,
+            page_size=5,
+            dtype=torch.float64,
+        )
+        ((logits,), (expected,)) = bench.prefill(models.target, [ids], [[len(ids)]])
+        span = slice(place.row * 48 + place.begin, place.row * 48 + place.begin + len(ids))
+        torch.testing.assert_close(features[span], expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(models.target.logits(hidden[span]), logits, rtol=0, atol=1e-10)
+        taken[span] = True
+    assert not features[~taken].any()
+    assert not hidden[~taken].any()
+
+
+# ---- a trainer
+
+
+def make_trainer(documents, recipe, *, length=64, dtype=torch.float64, **files):
+    model = pairs.random_drafter(pairs.draft_json(**files), dtype=dtype)
+    rows, _ = pack(documents, length)
+    return Trainer(model, pairs.target(), rows, recipe)
+
+
+def test_the_teacher_of_a_column_is_the_target_one_place_before_it():
+    """With the target's own head, whatever the drafter's logits are scaled by."""
+    dflash = {"output_multiplier": 1.7, "final_logit_softcapping": 3.0}
+    recipe = Recipe(rows_per_step=2, num_anchors=9, objective=Objective(distill=1.0))
+    documents = pairs.random_documents([(5, 14), (1, 9), (7, 20), (3, 8)])
+    trainer = make_trainer(documents, recipe, length=40, dflash=dflash)
+    chosen = trainer._chosen()
+    batch = trainer._batch(chosen, trainer.forward.block)
+    hidden, _ = trainer.features.read(chosen)
+    teacher = trainer._teacher(batch, hidden)
+    logits = pairs.target().logits(hidden)
+    said = teacher.logits[teacher.rows].view(*batch.labels.shape, -1)
+    for row, number, column in (batch.labels >= 0).nonzero().tolist():
+        place = row * 40 + int(batch.anchors[row, number]) + column
+        torch.testing.assert_close(said[row, number, column], logits[place])
+
+
+def test_every_row_is_read_once_per_epoch_and_steps_repeat_exactly():
+    documents = pairs.random_documents([(9, 50)] * 6)
+    trainer = make_trainer(documents, Recipe(rows_per_step=2, num_anchors=9, seed=4))
+
+    def batch(step):
+        trainer.step_number = step
+        return trainer._batch(trainer._chosen(), 4)
+
+    for epoch in range(3):
+        seen = torch.cat([batch(3 * epoch + step).tokens for step in range(3)])
+        assert torch.equal(seen.unique(dim=0), trainer.rows.tokens.long().unique(dim=0))
+    assert torch.equal(batch(4).anchors, batch(4).anchors)
+    assert not torch.equal(batch(4).anchors, batch(7).anchors)
+    other = make_trainer(documents, Recipe(rows_per_step=2, num_anchors=9, seed=5))
+    assert not torch.equal(batch(0).anchors, other._batch(other._chosen(), 4).anchors)
+
+
+@pytest.mark.parametrize("num_rows_kept", [0, 2, 3])
+@pytest.mark.parametrize("distill", [0.0, 0.5])
+def test_kept_features_change_nothing_and_are_read_once(monkeypatch, distill, num_rows_kept):
+    documents = pairs.random_documents([(9, 50)] * 3)
+    objective = Objective(distill=distill)
+    # Without a clip, what is left of the rehearsal's gradient shows.
+    recipe = Recipe(rows_per_step=2, num_anchors=9, rate=1e-2, clip=1e9, objective=objective)
+    read: list[int] = []
+    reading = FeatureReader.read
+
+    def counted(reader, rows, chosen):
+        read.extend(chosen)
+        return reading(reader, rows, chosen)
+
+    monkeypatch.setattr(FeatureReader, "read", counted)
+    row_bytes = 64 * (len(pairs.TAPS) + (distill > 0)) * pairs.HIDDEN * 8
+    monkeypatch.setattr(features_module, "_room_bytes", lambda _: num_rows_kept * row_bytes + 1)
+    trainer, plain = make_trainer(documents, recipe), make_trainer(documents, recipe)
+    found = [progress.loss.item() for progress in trainer.run(steps=9)]
+    assert trainer.features.num_kept == num_rows_kept
+    reads = read[3:]  # after two for the rehearsal, and one to see its size
+    assert all(reads.count(row) == 1 for row in range(num_rows_kept))
+    assert all(reads.count(row) > 1 for row in range(num_rows_kept, 3))
+    assert found == [plain.step(step / 9).loss.item() for step in range(9)]
+    trainer.features.forget()
+    assert trainer.features.num_kept == 0
+    assert trainer.step(0.5).loss.item() == plain.step(0.5).loss.item()
+
+
+def test_short_blocks_are_the_beginnings_of_whole_ones():
+    documents = pairs.random_documents([(9, 50)] * 2)
+    recipe = Recipe(rows_per_step=2, num_anchors=9, short_blocks=0.5)
+    trainer = make_trainer(documents, recipe, top={"is_causal": True})
+    chosen, block = trainer._chosen(), trainer.forward.block
+    _, features = trainer.features.read(chosen)
+    whole, short = (
+        trainer.forward(trainer._batch(chosen, size), features) for size in (block, trainer._block(0.49))
+    )
+    assert short.shape[1] == block // 2 - 1
+    torch.testing.assert_close(short, whole[:, : short.shape[1]], rtol=0, atol=1e-12)
+    sizes = [progress.matches.shape[1] + 1 for progress in trainer.run(steps=4)]
+    assert sizes == [block // 2, block // 2, block, block]
+
+
+def test_time_for_compiling_is_part_of_a_run_but_not_of_its_schedule(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(trainer_module.time, "monotonic", lambda: clock[0])
+    trainer = make_trainer(pairs.random_documents([(9, 50)]), Recipe(rows_per_step=1, num_anchors=4))
+    rehearse, step = trainer._rehearse, trainer.step
+    shares = []
+
+    def slow_rehearsal():
+        rehearse()
+        clock[0] += 6.0
+
+    def slow_step(share):
+        clock[0] += 1.0
+        shares.append(share)
+        return step(share)
+
+    monkeypatch.setattr(trainer, "_rehearse", slow_rehearsal)
+    monkeypatch.setattr(trainer, "step", slow_step)
+    assert len(list(trainer.run(seconds=10))) == 4
+    assert shares == [0.0, 0.25, 0.5, 0.75]
+    assert list(trainer.run(seconds=5)) == []  # over while it was compiled
+
+
+def test_averaged_weights_follow_and_are_there_only_inside():
+    documents = pairs.random_documents([(9, 50)] * 2)
+    recipe = Recipe(rows_per_step=2, num_anchors=9, average=0.5, optimizer="adamw", rate=1e-2, warm_up=0.0)
+    trainer = make_trainer(documents, recipe)
+    weights = trainer.model.fc.weight
+    average = weights.detach().clone()
+    for step in range(3):
+        trainer.step(0.1)
+        decay = min(0.5, (1 + step) / (10 + step))
+        average = decay * average + (1 - decay) * weights.detach()
+    before = weights.detach().clone()
+    with trainer.averaged():
+        torch.testing.assert_close(weights.detach(), average)
+        assert not torch.equal(weights, before)
+    assert torch.equal(weights, before)
+
+
+@pytest.mark.slow
+def test_64_memorised_answers_are_accepted_in_full_blocks(tmp_path):
+    """What SpecForge calls its gate: simulated and in the engine, every draft is accepted."""
+    llm = LLM(tiny.TARGET, "none", device="cpu", dtype="float32", max_context=200)
+    asked = prompts(64, seed=2)
+    documents = answered(llm, asked, tiny.BLOCK)
+    target = pairs.load_target(dtype="float32").target
+    target.taps = pairs.TAPS
+    raw = pairs.draft_json(top={"intermediate_size": 128})
+    config = read_draft_config(raw, name="memorised")
+    model = new_drafter(config, target, max_positions=128, device=CPU, init="random", seed=0)
+    rows, _ = pack(documents, 64)
+    recipe = Recipe(rows_per_step=4, num_anchors=24, rate=2e-2, objective=Objective("uniform"))
+    trainer = Trainer(model, target, rows, recipe)
+    small = {"length": 64, "rows_per_step": 4, "num_anchors": 24}
+    assert simulate(trainer.forward, documents, **small)["all"].num_steps > 5 * 64
+    for _ in trainer.run(steps=240):
+        pass
+    fit = simulate(trainer.forward, documents, **small)["all"]
+    assert fit == Fit(64, 64 * tiny.BLOCK, 64, (64,) * (tiny.BLOCK - 1))
+    folder = pairs.write_drafter(tmp_path, raw, model)
+    llm = LLM(tiny.TARGET, str(folder), device="cpu", dtype="float32", max_context=200, width=tiny.BLOCK)
+    assert [one.answer_ids for one in answered(llm, asked, tiny.BLOCK)] == [
+        one.answer_ids for one in documents
+    ]
+    assert llm.engine.snapshot().num_blocks == 64
+
+
+def test_the_exported_drafter_in_the_engine_commits_what_was_simulated(trained):
+    llm = tiny.engine("trained", max_rows=4)
+    asked = prompts(5)
+    names = [llm.add(prompt, SamplingParams(temperature=0.0, max_tokens=40, width=1)) for prompt in asked]
+    steps = tiny.drain(llm)
+    documents = [
+        Document(tuple(prompt), ids_of(steps, name), "all", is_greedy=True)
+        for name, prompt in zip(names, asked, strict=True)
+    ]
+    found = fit_in_engine(
+        Path(tiny.DRAFT), documents, model=tiny.TARGET, config=trained.model.config, like=pairs.load_target()
+    )
+    expected = simulate(trained, documents, length=96)["all"]
+    assert (found.num_steps, found.num_tokens) == (expected.num_steps, expected.num_tokens)
+    assert found.committed > 2
+
+
+def test_a_shallow_target_is_tapped_at_different_layers():
+    config = pairs.load_target().config
+    raw = draft_json(Shape(), config, {}, mask_id=63)
+    taps = raw["dflash_config"]["target_layer_ids"]
+    assert len(set(taps)) == len(taps)
+    assert set(taps) <= set(range(config.num_layers))
