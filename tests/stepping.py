@@ -13,7 +13,7 @@ from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
-from blockdraft.kernels.sampling import Whole
+from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.kernels.transfer import to_device
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.graphs import Reading, StepGraphs, pack

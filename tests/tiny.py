@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels.sampling import Whole
+from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.step.dflash import DFlashDrafter

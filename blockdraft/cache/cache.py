@@ -18,7 +18,6 @@ from blockdraft.cache.view import CacheView, LayerStorage
 from blockdraft.kernels.attention import Blocks
 
 SCRATCH_PAGE = 1
-NUM_RESERVED_PAGES = 2
 
 
 class Cache:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.acceptance import Progress, advance
-from blockdraft.kernels.sampling import MAX_LISTED, NEVER, Real, SamplingBatch, Whole
+from blockdraft.kernels.sampling import NEVER, SamplingBatch
+from blockdraft.kernels.sampling_tables import MAX_LISTED, Real, Whole
 from blockdraft.kernels.transfer import to_device
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blockdraft.kernels.sampling_tables import MAX_LISTED, Real, Whole
+
+NUM_RESERVED_PAGES = 2  # page 0 is never written, page 1 belongs to the scratch row
+
 
 @dataclass(frozen=True, slots=True)
 class Paged:
@@ -76,3 +80,10 @@ def bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
 def bytes_per_row(specs: tuple[LayerSpec, ...], element_bytes: int, width: int) -> int:
     """What one running sequence costs beside its pages: states and the tape of a block."""
     return sum(spec.bytes_per_row(element_bytes, width) for spec in specs if isinstance(spec, Recurrent))
+
+
+def row_table_bytes(vocab_size: int, max_pages: int) -> int:
+    """What `cache.rows.Rows` holds for each row, in tensors of 8, 4 and 1 bytes."""
+    eights = 3 + max_pages + len(Whole) + 2 * MAX_LISTED  # active, length, anchor; stop and bias ids
+    fours = len(Real) + MAX_LISTED + vocab_size  # bias values; how often the answer has each token
+    return 8 * eights + 4 * fours + vocab_size  # and whether the prompt has it

@@ -26,7 +26,8 @@ from blockdraft.kernels.gated_delta import DeltaWeights, gated_norm
 from blockdraft.kernels.heads import HeadNorms, Slots, enter, enter_context, open_heads
 from blockdraft.kernels.moe import Shared, Weighing, reference_experts, reference_route, route
 from blockdraft.kernels.rows import Angles
-from blockdraft.kernels.sampling import Real, SamplingBatch, choose, choose_reference
+from blockdraft.kernels.sampling import SamplingBatch, choose, choose_reference
+from blockdraft.kernels.sampling_tables import Real
 from blockdraft.models.dflash import DFlashLayer
 from blockdraft.models.gated_delta import GatedAttention, GatedDelta
 from blockdraft.models.gemma4 import GemmaFeedForward

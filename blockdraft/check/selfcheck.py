@@ -94,7 +94,7 @@ def without_drafter(models: Models) -> Models:
     """The same target, decoding plainly. The cache can stay as large as it was planned."""
     target = copy.copy(models.target)  # shares the weights; only the taps differ
     target.taps = ()
-    plan = replace(models.plan, width=1, block=1)
+    plan = models.plan.changed({"width": "the drafter is not used"}, width=1, block=1)
     return replace(models, target=target, draft_config=None, drafter=NoDrafter(), plan=plan)
 
 

@@ -243,7 +243,7 @@ def _problems(report: Report, findings: Sequence[Finding]) -> Iterator[str]:
 def _explained(report: Report) -> Iterator[str]:
     yield ""
     yield "every choice"
-    yield from _table([(one.name, one.value, one.reason) for one in report.choices])
+    yield from _table([(one.name, one.value, one.reason) for one in report.fit.choices])
     yield ""
     yield "memory"
     rows = [

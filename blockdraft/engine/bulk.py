@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.cache.cache import NUM_RESERVED_PAGES
 from blockdraft.cache.rows import RowSampling
+from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import CapacityError, RequestError

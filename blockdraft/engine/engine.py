@@ -7,13 +7,14 @@ import operator
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from blockdraft.cache.cache import NUM_RESERVED_PAGES, SCRATCH_PAGE, Cache
+from blockdraft.cache.cache import SCRATCH_PAGE, Cache
 from blockdraft.cache.rows import Rows, RowSampling
+from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.pages import PageAllocator
 from blockdraft.engine.request import Delta, Request, SamplingParams, TokenLogprobs
@@ -21,8 +22,9 @@ from blockdraft.engine.scheduler import Batch, Outcome, Scheduler
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.errors import RequestError
-from blockdraft.kernels.sampling import MAX_LISTED
+from blockdraft.kernels.sampling_tables import MAX_LISTED
 from blockdraft.kernels.transfer import to_device
+from blockdraft.planner.plan import Plan
 from blockdraft.step.decode import decode_step
 from blockdraft.step.graphs import Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step, prompt_logprobs
@@ -60,25 +62,24 @@ class Engine:
         )
         self.rows = Rows(
             max_rows=plan.max_rows,
-            max_pages=-(-plan.max_positions // plan.page_size),
+            max_pages=plan.pages_of(plan.max_positions),
             vocab_size=models.config.vocab_size,
             scratch_page=SCRATCH_PAGE,
             device=models.device,
         )
-        self.scheduler = Scheduler(
-            pages=PageAllocator(num_pages=num_pages, first=NUM_RESERVED_PAGES, page_size=plan.page_size),
-            max_rows=plan.max_rows,
-            max_queue=plan.max_queue,
-            chunk=plan.chunk,
-            reserve=plan.block,
-            has_prefix_cache=plan.prefix_cache,
-            clock=clock,
-        )
+        pages = PageAllocator(num_pages=num_pages, first=NUM_RESERVED_PAGES, page_size=plan.page_size)
+        self.scheduler = Scheduler(plan, pages, clock)
         self.stats = Stats(clock, plan.max_context)
         self.graphs: StepGraphs | None = None  # None: steps run kernel by kernel
         self._pending: tuple[Batch, Launched] | None = None
         self._ids = itertools.count()
         self._rates = None if models.rates is None else torch.tensor(models.rates, device=models.device)
+
+    def replan(self, plan: Plan) -> None:
+        """Go on by `plan`, which an idle engine's measurements led to. Its memory stays as it is."""
+        assert not self.has_work, "the requests under way were scheduled by another plan"
+        self.models = replace(self.models, plan=plan)
+        self.scheduler.follow(plan)
 
     # ---- requests
 

@@ -25,7 +25,7 @@ class EngineInfo:
     family: str
     vocab_size: int
     width: int  # of requests that do not ask for one; 1: plain decoding
-    width_reason: str  # empty where nothing was measured
+    width_reason: str
     block: int
     dtype: str
     device: str
@@ -51,7 +51,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         family=models.config.family,
         vocab_size=models.config.vocab_size,
         width=plan.width,
-        width_reason=plan.width_reason,
+        width_reason=plan.reasons["width"],
         block=plan.block,
         dtype=plan.dtype,
         device=str(models.device),

@@ -18,6 +18,7 @@ from blockdraft.engine.pages import OutOfPages, PageAllocator
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.sequence import Sequence
 from blockdraft.errors import CapacityError, RequestError
+from blockdraft.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,45 +41,36 @@ class Outcome:
 
 
 class Scheduler:
-    """Queues, rows and pages. `reserve` is how many tokens past its length a row may write in one step."""
+    """Queues, rows and pages."""
 
-    def __init__(
-        self,
-        *,
-        pages: PageAllocator,
-        max_rows: int,
-        max_queue: int,
-        chunk: int,
-        reserve: int,
-        has_prefix_cache: bool,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, plan: Plan, pages: PageAllocator, clock: Callable[[], float]) -> None:
         self.pages = pages
-        self.max_queue = max_queue
-        self.chunk = chunk
-        self.reserve = reserve
-        self.has_prefix_cache = has_prefix_cache
         self.clock = clock
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
-        self.max_drafting_rows: int | None = None  # more rows than these decode plainly; None: no limit
-        self.pace: Pace | None = None  # None: a sequence keeps its width
-        self._free_rows = list(reversed(range(max_rows)))
+        self._free_rows = list(reversed(range(plan.max_rows)))
         self._last_kind: Literal["prefill", "decode"] = "decode"
         self._last_width = 0
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        """Decide by `plan` from now on; its rows and pages are those of the plan before it."""
+        self._plan = plan
+        self._pace = Pace(plan.width, plan.step_costs) if plan.step_costs else None
 
     # ---- requests in and out
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue all choices of one request, or none."""
-        if len(sequences) > self.max_queue:
+        most = self._plan.max_queue
+        if len(sequences) > most:
             raise RequestError(
-                f"n = {len(sequences)} choices, but the queue holds {self.max_queue}: raise --max-queue."
+                f"n = {len(sequences)} choices, but the queue holds {most}: raise --max-queue."
             )
         if not self.has_room(len(sequences)):
             raise CapacityError(
-                f"the queue is full ({len(self.waiting)} of {self.max_queue} waiting): try again later, "
+                f"the queue is full ({len(self.waiting)} of {most} waiting): try again later, "
                 "or raise --max-queue."
             )
         self.waiting.extend(sequences)
@@ -95,7 +87,7 @@ class Scheduler:
         return [sequence.delta((), (), self.clock()) for sequence in ended]
 
     def has_room(self, num_sequences: int) -> bool:
-        return len(self.waiting) + num_sequences <= self.max_queue
+        return len(self.waiting) + num_sequences <= self._plan.max_queue
 
     def end_running(self) -> list[Sequence]:
         """End every request that has a row, and return its choices, those without a row included.
@@ -160,13 +152,13 @@ class Scheduler:
         return leader.finish_reason is None and not leader.is_decoding
 
     def _may_share(self, sequence: Sequence) -> bool:
-        return self.has_prefix_cache and not sequence.wants_prompt_logprobs
+        return self._plan.prefix_cache and not sequence.wants_prompt_logprobs
 
     def _take_pages(self, sequence: Sequence) -> bool:
         known = sequence.token_ids[:-1]
         salt = sequence.request.sampling.cache_salt
         shared = self.pages.match(known, salt) if self._may_share(sequence) else []
-        missing = self._num_pages(len(known) + self.reserve) - len(shared)
+        missing = self._num_pages(len(known) + self._plan.block) - len(shared)
         try:
             sequence.pages = shared + self.pages.allocate(missing)
         except OutOfPages:
@@ -180,7 +172,7 @@ class Scheduler:
 
     def _prefill(self, sequences: list[Sequence]) -> Batch:
         """The oldest first, until the chunk is full. Its outcome is certain, so lengths move now."""
-        budget, chosen, starts, counts = self.chunk, [], [], []
+        budget, chosen, starts, counts = self._plan.chunk, [], [], []
         for sequence in sequences:
             if budget == 0:
                 break
@@ -210,9 +202,10 @@ class Scheduler:
     def _width(self, sequence: Sequence, num_rows: int) -> int:
         if not sequence.is_width_ours:
             return sequence.width
-        if self.max_drafting_rows is not None and num_rows > self.max_drafting_rows:
+        most = self._plan.max_drafting_rows
+        if most is not None and num_rows > most:
             return 1
-        return sequence.width if self.pace is None else self.pace.next_width(sequence.tally.record)
+        return sequence.width if self._pace is None else self._pace.next_width(sequence.tally.record)
 
     def _batch(
         self,
@@ -229,7 +222,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> None:
         """Pages for the coming block, taken from the youngest sequences when none are free."""
-        end = sequence.length + sequence.num_in_flight + self.reserve
+        end = sequence.length + sequence.num_in_flight + self._plan.block
         missing = self._num_pages(end) - len(sequence.pages)
         while sequence.row is not None and missing > 0:
             try:
@@ -294,7 +287,7 @@ class Scheduler:
 
     def _remember(self, sequence: Sequence) -> None:
         """Offer the committed full pages to later prompts, drafter context and all."""
-        if not self.has_prefix_cache:
+        if not self._plan.prefix_cache:
             return
         if sequence.length // self.pages.page_size > sequence.num_remembered_pages:
             sequence.num_remembered_pages = self.pages.remember(

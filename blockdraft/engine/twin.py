@@ -10,32 +10,26 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Delta
 from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.stats import Stats
+from blockdraft.planner.plan import Plan
 from blockdraft.step.drafter import Drafter
 
 _MAX_QUEUE = 4096  # room for any batch: the engine's own limit is the user's
 
 
-def twin(engine: Engine, drafter: Drafter | None = None) -> Engine:
-    """An engine with counters, request numbers and queues of its own, and with `drafter` if one is given.
+def twin(engine: Engine, drafter: Drafter | None = None, plan: Plan | None = None) -> Engine:
+    """An engine with counters, request numbers and queues of its own; its plan and drafter, or these.
 
     Prefixes are neither looked up nor remembered: another drafter would leave pages without its context.
     Pages come from the engine's own allocator and are all back when the twin has nothing left to do.
     """
     assert not engine.has_work, "a busy engine cannot lend its rows"
-    plan = engine.models.plan
+    plan = plan or engine.models.plan
+    plan = replace(plan, max_queue=_MAX_QUEUE, prefix_cache=False, max_drafting_rows=None, step_costs={})
     other = copy.copy(engine)
+    other.models = replace(engine.models, plan=plan, drafter=drafter or engine.models.drafter)
     if drafter is not None:
-        other.models = replace(engine.models, drafter=drafter)
         other.graphs = None  # they run the engine's own drafter
-    other.scheduler = Scheduler(
-        pages=engine.scheduler.pages,
-        max_rows=plan.max_rows,
-        max_queue=_MAX_QUEUE,
-        chunk=plan.chunk,
-        reserve=plan.block,
-        has_prefix_cache=False,
-        clock=engine.clock,
-    )
+    other.scheduler = Scheduler(plan, engine.scheduler.pages, engine.clock)
     other.stats = Stats()
     other._ids = itertools.count()
     return other
@@ -52,4 +46,4 @@ def serve(engine: Engine) -> list[Delta]:
 def max_tokens(engine: Engine) -> int:
     """The longest sequence, prompt and answer, that surely fits beside a block in flight."""
     plan = engine.models.plan
-    return min(plan.max_context, plan.num_pages * plan.page_size - 2 * plan.block)
+    return min(plan.max_context, plan.num_pages * plan.page_size - plan.scratch)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from blockdraft.kernels.choice import is_on_gpu, takes_reference
 from blockdraft.kernels.noise import philox
-from blockdraft.kernels.sampling import SamplingBatch, Whole
+from blockdraft.kernels.sampling import SamplingBatch
+from blockdraft.kernels.sampling_tables import Whole
 
 _WORD = 0xFFFFFFFF
 

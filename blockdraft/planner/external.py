@@ -11,9 +11,10 @@ from dataclasses import replace
 from blockdraft.cache.spec import Paged, Recurrent, Windowed
 from blockdraft.errors import SettingsError
 from blockdraft.machine.machine import Machine, told_share
-from blockdraft.planner.fit import Fit, Footprint, budget_how, gpu_name
+from blockdraft.planner.fit import Choice, Fit, Footprint, budget_how, gpu_name, make_choices
 from blockdraft.planner.memory import DRIVER_BYTES, Item, served_parts, step_items, weight_how
 from blockdraft.planner.pair import Pair
+from blockdraft.planner.plan import ALL_POSITIONS, ASKED, CACHE_HOLDS, share_reason, width_reason
 from blockdraft.planner.shape import CacheSpec
 from blockdraft.planner.stored import Parts
 from blockdraft.settings.settings import Settings
@@ -41,8 +42,7 @@ def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
     share = told_share(settings, machine)
     budget = int(machine.gpu_bytes * share) - (machine.gpu_bytes - machine.gpu_free_bytes)
     room = budget - sum(item.num_bytes for item in fixed)
-    limit = pair.target.shape.max_positions
-    asked = limit if settings.max_context == "auto" else settings.max_context
+    asked = pair.target.shape.max_positions if settings.max_context == "auto" else settings.max_context
     cache = Item("cache", max(room, 0), "what is left; both engines take all of it")
     fit = Fit(
         engine=settings.engine,
@@ -58,8 +58,36 @@ def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
         width=width,
         chunk=chunk,
         parts=parts,
+        choices=(),
     )
-    return _limited(fit, settings, room, asked)
+    fit = _limited(fit, settings, room, asked)
+    return replace(fit, choices=_choices(settings, pair, fit, share))
+
+
+def _choices(settings: Settings, pair: Pair, fit: Fit, share: float) -> tuple[Choice, ...]:
+    """What was left to us or to the engine, and what was asked for in its place."""
+    name = {"vllm": "vLLM", "sglang": "SGLang"}[settings.engine]
+    is_whole = fit.max_context >= pair.target.shape.max_positions
+    chosen: dict[str, tuple[object, str]] = {
+        "draft": (pair.draft_name, "none ships for it" if pair.draft is None else "it ships for the model"),
+        "device": (fit.device, "a GPU is there, or named by --card"),
+        "width": (fit.width, width_reason(pair.block, pair.block)),
+        "max_context": (fit.max_context, ALL_POSITIONS if is_whole else CACHE_HOLDS),
+        "max_rows": (fit.max_rows, f"{name} admits as many ({DEFAULT_ROWS} assumed)"),
+        "chunk": (fit.chunk, f"{name}'s own ({DEFAULT_CHUNK:,} assumed)"),
+        "kv_dtype": (settings.kv_dtype, f"{name}'s own: 2 bytes"),
+    }
+    found = {
+        setting: (value, ASKED if getattr(settings, setting) not in ("auto", None) else why)
+        for setting, (value, why) in chosen.items()
+    }
+    found["gpu_memory_utilization"] = (share, share_reason(settings, share, "less is taken"))
+    parallel = settings.tensor_parallel
+    found["tensor_parallel"] = (parallel, ASKED if parallel > 1 else "one GPU")
+    return make_choices(
+        {setting: value for setting, (value, _) in found.items()},
+        {setting: why for setting, (_, why) in found.items()},
+    )
 
 
 def _limited(fit: Fit, settings: Settings, room: int, asked: int) -> Fit:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 
 from blockdraft.errors import CapacityError, ModelError, SettingsError
 from blockdraft.machine.cards import Card, has_bf16
@@ -22,11 +23,11 @@ from blockdraft.planner.pair import Pair
 from blockdraft.planner.plan import (
     ELEMENT_BYTES,
     MARGIN_BYTES,
-    MIN_CONTEXT,
     Plan,
     gpu_budget,
     make_plan,
     memory_share,
+    runs_on_cpu,
 )
 from blockdraft.planner.stored import Parts
 from blockdraft.settings.settings import Settings
@@ -52,6 +53,28 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One setting as it will be."""
+
+    name: str
+    value: str
+    reason: str
+
+
+def make_choices(values: Mapping[str, object], reasons: Mapping[str, str]) -> tuple[Choice, ...]:
+    """A line for each reason, in its order."""
+    return tuple(Choice(name, _shown(values[name]), reason) for name, reason in reasons.items())
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return (
+        f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Fit:
     """A pair on a machine, by one engine. Sizes are of one GPU where several share the model."""
 
@@ -68,6 +91,7 @@ class Fit:
     width: int
     chunk: int
     parts: tuple[Parts, ...]  # the weights of target and drafter
+    choices: tuple[Choice, ...]
     problem: str | None = None  # why it cannot start
 
     @property
@@ -108,19 +132,19 @@ def fit_native(settings: Settings, machine: Machine, pair: Pair) -> Fit:
     """As start/memory.py would end up with; `problem` says what it would refuse. Raises SettingsError."""
     if pair.config is None:
         raise ModelError(f"'{pair.target.shape.name}' is not computed by our engine: use --engine vllm.")
-    is_cpu = settings.device.split(":")[0] == "cpu" or (settings.device == "auto" and not machine.gpu_bytes)
+    is_cpu = runs_on_cpu(settings, machine)
     if not is_cpu and not machine.gpu_bytes:
         raise SettingsError(f"device = {settings.device}, but there is no GPU here: name one with --card.")
-    settings = replace(settings, device="cpu" if is_cpu else "cuda")
     problem = None
     try:
         plan = _plan(settings, machine, pair)
     except CapacityError as error:
         problem = str(error)
         plan = _plan(replace(settings, cache_bytes=_BOUNDLESS), machine, pair)
-    fit = _cpu_fit(machine, pair, plan) if is_cpu else _gpu_fit(settings, machine, pair, plan)
-    problem = fit.problem or problem if is_cpu else _too_old(machine) or problem
-    return fit if problem is None else replace(fit, problem=problem)
+    fit = _cpu_fit if is_cpu else _gpu_fit
+    found = fit(settings, machine, pair, plan)
+    problem = found.problem or problem if is_cpu else _too_old(machine) or problem
+    return found if problem is None else replace(found, problem=problem)
 
 
 def _too_old(machine: Machine) -> str | None:
@@ -193,10 +217,10 @@ def _footprint(pair: Pair, plan: Plan) -> Footprint:
     per_token = sum(
         spec.bytes_per_token(element_bytes) for model in pair.models for spec in model.shape.specs
     )
-    return Footprint(per_token, scratch=2 * plan.block, page_size=plan.page_size)
+    return Footprint(per_token, scratch=plan.scratch, page_size=plan.page_size)
 
 
-def _cpu_fit(machine: Machine, pair: Pair, plan: Plan) -> Fit:
+def _cpu_fit(settings: Settings, machine: Machine, pair: Pair, plan: Plan) -> Fit:
     fixed = _fixed_items(pair, plan, has_graphs=False)
     needed = sum(item.num_bytes for item in fixed)
     problem = None
@@ -205,22 +229,8 @@ def _cpu_fit(machine: Machine, pair: Pair, plan: Plan) -> Fit:
             f"weights and working memory take {needed / 1e9:.1f} GB, but {machine.memory_bytes / 1e9:.1f} GB "
             "are free: use --quantization int8 or a smaller model."
         )
-    return Fit(
-        engine="native",
-        device="cpu",
-        plan=plan,
-        items=(*fixed, *_cache_items(pair, plan)),
-        budget=machine.memory_bytes,
-        budget_how="free, as the kernel estimates it",
-        footprint=_footprint(pair, plan),
-        cache_bytes=plan.num_pages * plan.page_size * _footprint(pair, plan).per_token,
-        max_context=plan.max_context,
-        max_rows=plan.max_rows,
-        width=plan.width,
-        chunk=plan.chunk,
-        parts=_parts(pair, plan),
-        problem=problem,
-    )
+    free = "free, as the kernel estimates it"
+    return _fit(settings, machine, pair, plan, fixed, budget=(machine.memory_bytes, free), problem=problem)
 
 
 def _gpu_fit(settings: Settings, machine: Machine, pair: Pair, plan: Plan) -> Fit:
@@ -228,37 +238,56 @@ def _gpu_fit(settings: Settings, machine: Machine, pair: Pair, plan: Plan) -> Fi
     fixed = _fixed_items(pair, plan, has_graphs=settings.graphs)
     fixed.append(Item("driver", DRIVER_BYTES, "a CUDA context and its libraries", is_exact=False))
     fixed.append(Item("reserve", MARGIN_BYTES, "for shapes that are captured or planned later"))
-    budget = gpu_budget(settings, machine)
-    footprint = _footprint(pair, plan)
-    page_bytes = plan.page_size * footprint.per_token
-    room = budget - sum(item.num_bytes for item in fixed)
-    num_pages, max_context, problem = plan.num_pages, plan.max_context, None
+    budget, problem = gpu_budget(settings, machine), None
     if settings.cache_bytes == "auto":
-        num_pages = min(num_pages, max(room, 0) // page_bytes)
-        if settings.max_context == "auto":
-            max_context = min(max_context, num_pages * plan.page_size - 2 * plan.block - plan.page_size)
-        needed = -(-(plan.max_context + 2 * plan.block) // plan.page_size)
-        is_short = settings.max_context != "auto" and num_pages < needed
-        if max_context < min(MIN_CONTEXT, plan.max_context) or is_short:
+        page_bytes = plan.page_size * _footprint(pair, plan).per_token
+        room = budget - sum(item.num_bytes for item in fixed)
+        asked, needed = plan.max_context, plan.pages_of_one * page_bytes
+        plan, is_enough = plan.within(room // page_bytes, shrinks=settings.max_context == "auto")
+        if not is_enough:
             problem = (
-                f"a context of {plan.max_context} tokens needs {needed * page_bytes / 1e9:.1f} GB of cache, "
+                f"a context of {asked} tokens needs {needed / 1e9:.1f} GB of cache, "
                 f"and {_left(room)} of {budget / 1e9:.1f} GB beside weights and working memory."
             )
-    plan = replace(plan, num_pages=num_pages, max_context=max(max_context, 0))
+    how = budget_how(memory_share(settings, machine), machine)
+    return _fit(settings, machine, pair, plan, fixed, budget=(budget, how), problem=problem)
+
+
+def _fit(  # what the two devices differ in
+    settings: Settings,
+    machine: Machine,
+    pair: Pair,
+    plan: Plan,
+    fixed: list[Item],
+    *,
+    budget: tuple[int, str],
+    problem: str | None,
+) -> Fit:
+    footprint = _footprint(pair, plan)
+    device = "cpu" if runs_on_cpu(settings, machine) else gpu_name(machine)
+    cache_bytes = plan.num_pages * plan.page_size * footprint.per_token
+    values = {
+        **asdict(plan),
+        "draft": pair.draft_name,
+        "device": device,
+        "gpu_memory_utilization": memory_share(settings, machine),
+        "cache_bytes": cache_bytes,
+    }
     return Fit(
         engine="native",
-        device=gpu_name(machine),
+        device=device,
         plan=plan,
         items=(*fixed, *_cache_items(pair, plan)),
-        budget=budget,
-        budget_how=budget_how(memory_share(settings, machine), machine),
+        budget=budget[0],
+        budget_how=budget[1],
         footprint=footprint,
-        cache_bytes=num_pages * page_bytes,
+        cache_bytes=cache_bytes,
         max_context=plan.max_context,
         max_rows=plan.max_rows,
         width=plan.width,
         chunk=plan.chunk,
         parts=_parts(pair, plan),
+        choices=make_choices(values, plan.reasons),
         problem=problem,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blockdraft.cache.spec import NUM_RESERVED_PAGES, row_table_bytes
 from blockdraft.models.config import Storage
 from blockdraft.planner.pair import Model, Pair
 from blockdraft.planner.plan import Plan
@@ -17,10 +18,7 @@ from blockdraft.planner.values import Values
 
 DRIVER_BYTES = 500 << 20  # a CUDA context with its libraries
 LOGIT_BYTES = 8  # for each logit of the largest step: the target's and the drafter's, and what samples them
-TABLE_BYTES = 5  # for each row and token of the vocabulary: seen in the prompt, and how often in the answer
-ROW_BYTES = 20_592  # for each row: 1,024 stop tokens, as many biases, and the numbers that sampling reads
 SCALE_BYTES = 4  # for each row of a matrix that we quantise
-_RESERVED_PAGES = 2  # as in cache/cache.py
 _ACTIVATIONS = 8  # hidden states of a token that are alive at once in a prefill, about
 
 
@@ -89,8 +87,7 @@ def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
     """Angles by position, and what each row keeps beside its cache."""
     angles = sum(model.shape.rope_bytes for model in pair.models) * element_bytes
     vocab_size, rows = pair.target.shape.vocab_size, plan.max_rows + 1
-    pages = -(-plan.max_positions // plan.page_size)
-    per_row = TABLE_BYTES * vocab_size + 8 * pages + ROW_BYTES
+    per_row = row_table_bytes(vocab_size, plan.pages_of(plan.max_positions))
     return [
         Item(
             "position tables",
@@ -125,4 +122,4 @@ def step_items(
 
 def cache_slots(plan: Plan) -> int:
     """Tokens that the cache has room for, the reserved pages included."""
-    return (plan.num_pages + _RESERVED_PAGES) * plan.page_size
+    return (plan.num_pages + NUM_RESERVED_PAGES) * plan.page_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from blockdraft.checkpoints.draft_config import draft_block, read_draft_config
@@ -39,6 +40,10 @@ class Pair:
     config: ModelConfig | None
     draft_config: DraftConfig | None
     block: int  # 1: no drafter
+
+    @property
+    def draft_name(self) -> str:
+        return "none" if self.draft is None else self.draft.stored.name
 
     @property
     def models(self) -> tuple[Model, ...]:
@@ -98,18 +103,24 @@ def _check_match(pair: Pair) -> None:
         )
 
 
+def read_target(raw: Mapping[str, object], tensors: Collection[str] | None, *, name: str) -> ModelConfig:
+    """The target that a config.json describes; `tensors` are those of its files, None: not read."""
+    config = read_model_config(raw, name=name)
+    if tensors is not None and config.num_layers > len(tensors):
+        raise ModelError(
+            f"'{name}': config.json says {config.num_layers} layers, but the files hold {len(tensors)} "
+            "tensors. Fetch the checkpoint again."
+        )
+    return config
+
+
 def _target(stored: Stored, *, is_native: bool) -> tuple[ModelConfig | None, Model]:
     try:
-        config = read_model_config(stored.config, name=stored.name)
+        config = read_target(stored.config, stored.tensors, name=stored.name)
     except ModelError as error:
         if is_native:
             raise ModelError(f"{error} vLLM and SGLang may run it: --engine vllm.") from None
         return None, Model(stored, raw_shape(stored.config, name=stored.name))
-    if stored.tensors is not None and config.num_layers > len(stored.tensors):
-        raise ModelError(
-            f"'{stored.name}': config.json says {config.num_layers} layers, but the files hold "
-            f"{len(stored.tensors)} tensors. Fetch the checkpoint again."
-        )
     return config, Model(stored, target_shape(config))
 
 

@@ -1,16 +1,20 @@
-"""make_plan: every "auto" becomes a number, in one pure function; whatever cannot work is refused here."""
+"""make_plan: every "auto" becomes a value with its reason; whatever cannot work is refused here.
+
+It is one pure function of settings, machine and models. What a start measures becomes another plan.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, cast
 
 from blockdraft.cache.spec import LayerSpec, bytes_per_row, bytes_per_token
 from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig, Storage
 from blockdraft.models.draft_config import DraftConfig
-from blockdraft.settings.settings import Settings
+from blockdraft.settings.settings import DEFAULTS, Settings
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CPU_WIDTH = 8  # widest verify that costs little more than a narrow one (docs/benchmarks.md)
@@ -20,7 +24,14 @@ MIN_CONTEXT = 256  # tokens; less is no service, so a start that would have to s
 MARGIN_BYTES = 256 << 20  # of a GPU, for smaller graphs, and a library's plan for an odd shape
 # Of unified memory: past it whole machines froze (vllm#46307), as the system's own programs live there too.
 UNIFIED_SHARE = 0.85
+ASKED = "asked for"
+ALL_POSITIONS = "all the positions that the model knows"
+CACHE_HOLDS = "what the cache holds: less than the model knows"
+ALL_ROWS = "every row at full context"
+LEFT_OVER = "what weights and steps leave"
 UNPACK_SHARE = 0.5  # of the free memory: what unpacked weights may take before they stay packed
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +44,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the engine will do."""
+    """What the engine will do, and why."""
 
     dtype: str
     quantization: Storage  # of the target's weights
@@ -50,7 +61,55 @@ class Plan:
     prefix_cache: bool
     overlap: bool
     seed: int
-    width_reason: str = ""  # where the width was measured (start/width.py)
+    max_drafting_rows: int | None = None  # while more rows decode, widths that are ours are 1; None: no limit
+    step_costs: Mapping[int, float] = field(default_factory=dict)  # s of one row's step by width, if measured
+    reasons: Mapping[str, str] = field(default_factory=dict)  # of each value, by the name of its setting
+
+    def changed(self, reasons: Mapping[str, str], **values: object) -> Plan:
+        """The plan with other values, and why."""
+        return replace(self, reasons={**self.reasons, **reasons}, **values)  # type: ignore[arg-type]
+
+    def pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    @property
+    def scratch(self) -> int:
+        """Tokens that a row may write past its context: a step, and one that ran before a stop was known."""
+        return 2 * self.block
+
+    @property
+    def pages_of_one(self) -> int:
+        """What one sequence of full length takes."""
+        return self.pages_of(self.max_context + self.scratch)
+
+    def within(self, num_pages: int, *, shrinks: bool) -> tuple[Plan, bool]:
+        """The plan with at most `num_pages`, and whether they serve it. `shrinks`: the context may shrink."""
+        num_pages = max(0, min(self.num_pages, num_pages))
+        reasons, max_context = {}, self.max_context
+        if shrinks:
+            max_context = min(max_context, num_pages * self.page_size - self.scratch - self.page_size)
+        is_enough = max_context >= min(MIN_CONTEXT, self.max_context)
+        is_enough = is_enough and (shrinks or num_pages >= self.pages_of_one)
+        if max_context < self.max_context:
+            reasons["max_context"] = CACHE_HOLDS
+        plan = self.changed(reasons, num_pages=num_pages, max_context=max(max_context, 0))
+        if num_pages < self.num_pages and num_pages < plan.max_rows * plan.pages_of_one:
+            plan = plan.changed({"cache_bytes": LEFT_OVER})
+        return plan, is_enough
+
+
+class _Resolver:
+    """Settings with "auto" replaced, and the reason of each value."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.reasons: dict[str, str] = {}
+
+    def take(self, name: str, otherwise: T, why: str) -> T:
+        """What was asked for, or `otherwise`."""
+        asked = getattr(self._settings, name)
+        self.reasons[name] = why if asked == "auto" else ASKED
+        return otherwise if asked == "auto" else cast(T, asked)
 
 
 def make_plan(
@@ -63,35 +122,42 @@ def make_plan(
     draft_weights: Weights | None = None,
 ) -> Plan:
     """Resolve `settings` for this machine and this pair of models."""
-    is_cpu = settings.device.split(":")[0] == "cpu" or (settings.device == "auto" and not machine.gpu_bytes)
-    dtype = settings.dtype
-    if dtype == "auto":
-        dtype = "float32" if is_cpu else "bfloat16"
-    width = _width(settings, draft, is_cpu=is_cpu)
-    block = max(width, draft.block if draft else 1)
-    max_rows = settings.max_rows if settings.max_rows != "auto" else (16 if is_cpu else 64)
-    chunk = settings.chunk if settings.chunk != "auto" else (256 if is_cpu else 2048)
-    specs = model.layer_specs() + (draft.layer_specs() if draft else ())
-    scratch = 2 * block  # a step, and one more that ran before a stop was known
-    element_bytes = ELEMENT_BYTES[dtype]
-    states = (max_rows + 1) * bytes_per_row(specs, element_bytes, block)
-    room_bytes = int(machine.memory_bytes * CACHE_SHARE)
-    unpackable = int(machine.memory_bytes * UNPACK_SHARE) // element_bytes
-    if not is_cpu:
-        budget = gpu_budget(settings, machine)
-        unpackable = int(budget * UNPACK_SHARE) // element_bytes
-    quantization = _quantization("quantization", settings.quantization, weights, unpackable)
-    draft_weights = draft_weights or Weights(0)
-    draft_quantization = _quantization(
-        "draft_quantization", settings.draft_quantization, draft_weights, unpackable
+    is_cpu = runs_on_cpu(settings, machine)
+    resolver = _Resolver(settings)
+    _explain_devices(resolver, settings, machine, has_draft=draft is not None)
+    usual = "the default on a CPU" if is_cpu else "the default on a GPU"
+    dtype = resolver.take(
+        "dtype",
+        "float32" if is_cpu else "bfloat16",
+        "the CPU's kernels are fastest so" if is_cpu else "what GPUs multiply",
     )
+    element_bytes = ELEMENT_BYTES[dtype]
+    memory = machine.memory_bytes if is_cpu else gpu_budget(settings, machine)
+    unpackable = int(memory * UNPACK_SHARE) // element_bytes
+    quantization = _storage(resolver, settings, "quantization", weights, unpackable)
+    draft_weights = draft_weights or Weights(0)
+    draft_quantization = _storage(resolver, settings, "draft_quantization", draft_weights, unpackable)
+    if draft is None:
+        del resolver.reasons["draft_quantization"]
+    width = _width(resolver, settings, draft, is_cpu=is_cpu)
+    block = max(width, draft.block if draft else 1)
+    max_rows = resolver.take("max_rows", 16 if is_cpu else 64, usual)
+    specs = model.layer_specs() + (draft.layer_specs() if draft else ())
+    room_bytes = int(memory * CACHE_SHARE)
     if not is_cpu:
         held = _weight_bytes(weights, quantization, element_bytes)
         held += _weight_bytes(draft_weights, draft_quantization, element_bytes)
         room_bytes = _gpu_room(settings, machine, held)
-    room = _cache_tokens(settings, room_bytes, specs, element_bytes, states)
-    max_context = _max_context(settings, model, room - scratch - settings.page_size)
-    wanted = max_rows * (max_context + scratch + settings.page_size)
+    state_bytes = (max_rows + 1) * bytes_per_row(specs, element_bytes, block)
+    room = _cache_tokens(settings, room_bytes, specs, element_bytes, state_bytes)
+    max_context, num_pages = _cache(resolver, settings, model, room, max_rows, block, is_cpu=is_cpu)
+    chunk = resolver.take("chunk", 256 if is_cpu else 2048, usual)
+    hides = (
+        "there is no other device to hide behind" if is_cpu else "it hides the host's work behind the GPU's"
+    )
+    overlap = resolver.take("overlap", not is_cpu, hides)
+    if settings.prefix_cache and model.is_hybrid:
+        resolver.reasons["prefix_cache"] = "layers with a state cannot take up a found prefix"
     return Plan(
         dtype=dtype,
         quantization=quantization,
@@ -99,46 +165,86 @@ def make_plan(
         width=width,
         block=block,
         max_context=max_context,
-        max_positions=max_context + scratch,
+        max_positions=max_context + 2 * block,
         max_rows=max_rows,
         max_queue=settings.max_queue,
         page_size=settings.page_size,
-        num_pages=min(room, wanted) // settings.page_size,
+        num_pages=num_pages,
         chunk=chunk,
         # A state holds everything before it: a page found again does not bring it back.
         prefix_cache=settings.prefix_cache and not model.is_hybrid,
-        overlap=settings.overlap if settings.overlap != "auto" else not is_cpu,
+        overlap=overlap,
         seed=settings.seed,
+        reasons=resolver.reasons,
     )
 
 
-def _width(settings: Settings, draft: DraftConfig | None, *, is_cpu: bool) -> int:
-    if settings.width == "auto":
-        if draft is None:
-            return 1
-        return min(draft.block, CPU_WIDTH) if is_cpu else draft.block
-    if draft is not None and settings.width > draft.block:
+def runs_on_cpu(settings: Settings, machine: Machine) -> bool:
+    return settings.device.split(":")[0] == "cpu" or (settings.device == "auto" and not machine.gpu_bytes)
+
+
+def _explain_devices(resolver: _Resolver, settings: Settings, machine: Machine, *, has_draft: bool) -> None:
+    """The reasons of what was resolved before the plan: drafter and device, and the share of a card."""
+    resolver.take("draft", "", "it ships for the model" if has_draft else "none ships for it")
+    is_cpu = runs_on_cpu(settings, machine)
+    why = "the driver finds no GPU" if is_cpu else "a GPU is there, or named by --card"
+    if machine.gpu_error is not None and is_cpu:
+        why = f"the driver does not answer ({machine.gpu_error})"
+    resolver.take("device", "", why)
+    if not is_cpu:
+        resolver.reasons["gpu_memory_utilization"] = share_reason(
+            settings, memory_share(settings, machine), f"never above {UNIFIED_SHARE}"
+        )
+
+
+def share_reason(settings: Settings, share: float, limit: str) -> str:
+    """Why a share of a card's memory is taken; `limit` says what unified memory changes."""
+    if share < settings.gpu_memory_utilization:
+        return f"unified memory: the system lives in it too, so {limit}"
+    is_default = settings.gpu_memory_utilization == DEFAULTS["gpu_memory_utilization"]
+    return "the default" if is_default else ASKED
+
+
+def _width(resolver: _Resolver, settings: Settings, draft: DraftConfig | None, *, is_cpu: bool) -> int:
+    if draft is not None and settings.width != "auto" and settings.width > draft.block:
         raise SettingsError(
             f"width = {settings.width}, but draft '{draft.name}' was trained for blocks of {draft.block}: "
             f"use --width {draft.block} or less."
         )
-    return settings.width
+    width = 1 if draft is None else min(draft.block, CPU_WIDTH) if is_cpu else draft.block
+    return resolver.take("width", width, width_reason(width, 1 if draft is None else draft.block))
 
 
-def _quantization(name: str, asked: str, weights: Weights, unpackable: int) -> Storage:
+def width_reason(width: int, block: int) -> str:
+    """Why a width was planned; `block` is the drafter's, 1 without one."""
+    if block == 1:
+        return "no drafter: plain decoding"
+    if width < block:
+        return f"wider than {CPU_WIDTH} costs more than it commits on a CPU; a start measures it"
+    return f"the block that the drafter was trained for ({block})"
+
+
+def _storage(
+    resolver: _Resolver, settings: Settings, name: str, weights: Weights, unpackable: int
+) -> Storage:
     """How to hold a checkpoint's weights; `unpackable` values fit easily once unpacked.
 
     Most packed formats have no kernel of their own: each forward unpacks them again. So weights stay packed
     only where memory needs it.
     """
-    if asked == "auto":
-        return "keep" if weights.method is not None and weights.num_values > unpackable else "none"
-    if asked in ("fp8", "int8") and weights.method is not None:
+    if getattr(settings, name) in ("fp8", "int8") and weights.method is not None:
         raise SettingsError(
-            f"{name} = {asked}, but the checkpoint is quantised already ({weights.method}): "
-            "use keep or none, or give the unquantised checkpoint."
+            f"{name} = {getattr(settings, name)}, but the checkpoint is quantised already "
+            f"({weights.method}): use keep or none, or give the unquantised checkpoint."
         )
-    return cast(Storage, asked)  # Settings admit no other
+    if settings.load_format == "dummy":
+        return resolver.take(name, "none", "no files are read")
+    if weights.method is None:
+        return resolver.take(name, "none", "the file is not quantised")
+    if weights.num_values > unpackable:
+        size = f"unpacked it would take over {UNPACK_SHARE:.0%} of the memory"
+        return resolver.take(name, "keep", f"the file is {weights.method}, and {size}")
+    return resolver.take(name, "none", f"the file is {weights.method}; unpacked it fits easily and is faster")
 
 
 def memory_share(settings: Settings, machine: Machine) -> float:
@@ -190,18 +296,35 @@ def _cache_tokens(
     return (total - state_bytes) // max(bytes_per_token(specs, element_bytes), 1)
 
 
-def _max_context(settings: Settings, model: ModelConfig, room: int) -> int:
+def _cache(
+    resolver: _Resolver,
+    settings: Settings,
+    model: ModelConfig,
+    room: int,
+    max_rows: int,
+    block: int,
+    *,
+    is_cpu: bool,
+) -> tuple[int, int]:
+    """Context and pages, where there is room for so many tokens: for every row at most."""
+    beside = 2 * block + settings.page_size  # scratch, and a page that is only begun
+    max_context = _max_context(resolver, settings, model, room - beside)
+    wanted = max_rows * (max_context + beside)
+    share = f"at most {CACHE_SHARE:.0%} of the free memory, taken as it is used"
+    resolver.take("cache_bytes", 0, share if is_cpu else ALL_ROWS if wanted <= room else LEFT_OVER)
+    return max_context, min(room, wanted) // settings.page_size
+
+
+def _max_context(resolver: _Resolver, settings: Settings, model: ModelConfig, room: int) -> int:
     """The model's own limit, or less where the cache holds less; what was asked for, or an error."""
-    asked = settings.max_context
-    if asked == "auto":
-        max_context = min(model.max_positions, room)
-    elif asked > model.max_positions:
+    known = model.max_positions
+    if settings.max_context != "auto" and settings.max_context > known:
         raise SettingsError(
-            f"max_context = {asked}, but '{model.name}' knows {model.max_positions} positions: "
-            f"use --max-context {model.max_positions} or less."
+            f"max_context = {settings.max_context}, but '{model.name}' knows {known} positions: "
+            f"use --max-context {known} or less."
         )
-    else:
-        max_context = asked
+    why = ALL_POSITIONS if room >= known else CACHE_HOLDS
+    max_context = resolver.take("max_context", min(known, room), why)
     if max_context < 2 or max_context > room:
         raise CapacityError(
             f"the cache holds {max(room, 0)} tokens beside its scratch space, "

@@ -21,7 +21,6 @@ from blockdraft.planner.advice import (
     fixes,
     wanted,
 )
-from blockdraft.planner.choices import Choice, choices
 from blockdraft.planner.external import element_bytes_of
 from blockdraft.planner.fit import Fit
 from blockdraft.planner.pair import Pair
@@ -52,7 +51,6 @@ class Report:
     verdict: Verdict
     sentence: str  # the verdict in words
     caches: Caches
-    choices: tuple[Choice, ...]
     acceptance: Acceptance | None  # None: no drafter
     speeds: tuple[tuple[int, Speed], ...]  # by rows
     advice: tuple[Advice, ...]
@@ -83,7 +81,6 @@ def make_report(
         verdict=verdict,
         sentence=sentence,
         caches=_caches(settings, pair, fit),
-        choices=choices(settings, machine, pair, fit),
         acceptance=None if pair.draft is None else case.acceptance,
         speeds=_speeds(case, fit) if verdict != "does not fit" else (),
         advice=advise(case),
@@ -159,7 +156,7 @@ def as_json(report: Report) -> dict[str, object]:
             "sequences_at_max_context": fit.sequences(fit.max_context),
         },
         "plan": None if fit.plan is None else asdict(fit.plan),
-        "choices": [asdict(choice) for choice in report.choices],
+        "choices": [asdict(choice) for choice in fit.choices],
         "estimate": _estimates(report),
         "advice": [asdict(advice) for advice in report.advice],
         "fixes": [asdict(fix) for fix in report.fixes],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,7 +14,6 @@ from blockdraft.checkpoints.checkpoint import Checkpoint
 from blockdraft.checkpoints.draft_config import read_draft_config
 from blockdraft.checkpoints.draft_fit import Acceptance, read_fit
 from blockdraft.checkpoints.dummy import byte_tokenizer, fill, vocab_map
-from blockdraft.checkpoints.families import read_model_config
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.weights import load_decoder, load_drafter
@@ -27,6 +26,7 @@ from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.models.registry import build_decoder
+from blockdraft.planner.pair import read_target
 from blockdraft.planner.plan import Plan, Weights, make_plan
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.settings.settings import Settings
@@ -40,20 +40,37 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A pair that was found, checked and planned for; its weights are not read yet."""
+class OpenedTarget:
+    """A target that was found and understood; its weights are not read yet."""
 
     checkpoint: Checkpoint
     config: ModelConfig
-    draft_checkpoint: Checkpoint | None
-    draft_config: DraftConfig | None
+    weights: Weights
     tokenizer: Tokenizer
+    has_tokenizer: bool  # False: `tokenizer` makes a token of each byte
+    sampling: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDrafter:
+    """The same of a drafter that belongs to its target."""
+
+    checkpoint: Checkpoint
+    config: DraftConfig
+    weights: Weights
+    acceptance: Acceptance
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A pair that was found, checked and planned for."""
+
+    target: OpenedTarget
+    draft: OpenedDrafter | None
     plan: Plan
     device: torch.device
     rates: tuple[float, ...] | None
     labels: Labels
-    acceptance: Acceptance
-    sampling: Mapping[str, float]
 
 
 def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
@@ -63,79 +80,62 @@ def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
 
 def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     """Find (or download) both checkpoints, check that they belong together, and plan."""
-    settings = with_drafter(replace(settings, device=resolve_device(settings.device)), report)
-    device, is_dummy = _device(settings.device), settings.load_format == "dummy"
+    device, profile = _device(resolve_device(settings.device)), settings.synthetic_acceptance
+    named = with_drafter(settings, report)
+    target = _open_target(named, device, report)
+    draft = _open_drafter(named, target, device, report)
+    plan = _plan(settings, device, target, draft)
+    rates = None if profile is None else acceptance_rates(profile, width=plan.width, block=plan.block)
+    methods = [one.weights.method for one in (target, draft) if one is not None]
+    notices = timing_notices(settings, methods, has_tokenizer=target.has_tokenizer)
+    labels = Labels(settings.load_format == "dummy", profile, notices)
+    return Opened(target, draft, plan, device, rates, labels)
+
+
+def _open_target(settings: Settings, device: torch.device, report: Callable[[str], None]) -> OpenedTarget:
     report(f"opening {settings.model}")
+    is_dummy = settings.load_format == "dummy"
     checkpoint = open_checkpoint(settings.model, report=report, needs_weights=not is_dummy)
-    config = read_model_config(checkpoint.config, name=checkpoint.name)
-    if not is_dummy and config.num_layers > len(checkpoint.tensors()):
-        raise ModelError(
-            f"'{checkpoint.name}': config.json says {config.num_layers} layers, but the files hold "
-            f"{len(checkpoint.tensors())} tensors. Fetch the checkpoint again."
-        )
+    config = read_target(checkpoint.config, None if is_dummy else checkpoint.tensors(), name=checkpoint.name)
     if config.left_out:
         report(f"text only: the {' and '.join(config.left_out)} part of {settings.model} is not loaded")
     has_tokenizer = checkpoint.has_tokenizer or not is_dummy
-    tokenizer = Tokenizer(
-        checkpoint.tokenizer_parts() if has_tokenizer else byte_tokenizer(config.vocab_size)
-    )
-    is_asked = settings.sampling_defaults == "model"
-    sampling = sampling_defaults(checkpoint.generation_file, name=checkpoint.name) if is_asked else {}
-    draft_checkpoint = None
-    draft_config = None
-    acceptance: Acceptance = {}
-    if settings.draft not in (None, "none"):
-        report(f"opening {settings.draft}")
-        draft_checkpoint = open_checkpoint(settings.draft, report=report, needs_weights=not is_dummy)
-        draft_config = read_draft_config(draft_checkpoint.config, name=draft_checkpoint.name)
-        check_pair(draft_config, config, tokenizer.eos_ids)
-        acceptance = read_fit(draft_checkpoint.fit_file, name=draft_checkpoint.name)
+    parts = checkpoint.tokenizer_parts() if has_tokenizer else byte_tokenizer(config.vocab_size)
+    sampling: Mapping[str, float] = {}
+    if settings.sampling_defaults == "model":
+        sampling = sampling_defaults(checkpoint.generation_file, name=checkpoint.name)
     weights = _weights(checkpoint, functools.partial(_decoder, config, (), 1, device))
-    draft_weights = None
-    if draft_checkpoint is not None and draft_config is not None:
-        build = functools.partial(
-            DFlash, draft_config, first_layer=0, max_positions=1, has_head=False, device=device
-        )
-        draft_weights = _weights(draft_checkpoint, build)
-    notices = timing_notices(settings, (weights, draft_weights), has_tokenizer=has_tokenizer)
-    if is_dummy:
-        settings, weights, draft_weights = _unpacked(settings, weights, draft_weights)
-    plan = _plan(settings, device, config, draft_config, weights, draft_weights)
-    rates, profile = None, settings.synthetic_acceptance
-    if profile is not None:
-        rates = acceptance_rates(profile, width=plan.width, block=plan.block)
-    labels = Labels(is_dummy, profile, notices)
-    return Opened(
-        checkpoint,
-        config,
-        draft_checkpoint,
-        draft_config,
-        tokenizer,
-        plan,
-        device,
-        rates,
-        labels,
-        acceptance,
-        sampling,
-    )
+    return OpenedTarget(checkpoint, config, weights, Tokenizer(parts), has_tokenizer, sampling)
+
+
+def _open_drafter(
+    settings: Settings, target: OpenedTarget, device: torch.device, report: Callable[[str], None]
+) -> OpenedDrafter | None:
+    if settings.draft in (None, "none"):
+        return None
+    report(f"opening {settings.draft}")
+    needs_weights = settings.load_format != "dummy"
+    checkpoint = open_checkpoint(settings.draft, report=report, needs_weights=needs_weights)
+    config = read_draft_config(checkpoint.config, name=checkpoint.name)
+    check_pair(config, target.config, target.tokenizer.eos_ids)
+    acceptance = read_fit(checkpoint.fit_file, name=checkpoint.name)
+    build = functools.partial(DFlash, config, first_layer=0, max_positions=1, has_head=False, device=device)
+    return OpenedDrafter(checkpoint, config, _weights(checkpoint, build), acceptance)
 
 
 def _plan(
-    settings: Settings,
-    device: torch.device,
-    config: ModelConfig,
-    draft_config: DraftConfig | None,
-    weights: Weights,
-    draft_weights: Weights | None,
+    settings: Settings, device: torch.device, target: OpenedTarget, draft: OpenedDrafter | None
 ) -> Plan:
     """For this machine as it is now. CapacityError: with who holds what of the card."""
-    machine = read_machine()
-    if device.type == "cuda":
-        free, total = gpu_memory(device)
-        machine = replace(machine, gpu_bytes=total, gpu_free_bytes=free)
+    free, total = gpu_memory(device) if device.type == "cuda" else (0, 0)
+    machine = replace(read_machine(), gpu_bytes=total, gpu_free_bytes=free)
+    weights, draft_weights = target.weights, None if draft is None else draft.weights
+    if settings.load_format == "dummy":
+        settings, weights, draft_weights = _unpacked(settings, weights, draft_weights)
+    draft_config = None if draft is None else draft.config
     try:
         return make_plan(
-            settings, machine, config, draft_config, weights=weights, draft_weights=draft_weights
+            settings, machine, target.config, draft_config, weights=weights, draft_weights=draft_weights
         )
     except CapacityError as error:
         if device.type != "cuda":
@@ -164,15 +164,18 @@ def resolve_device(name: str) -> str:
 
 
 def timing_notices(
-    settings: Settings, checkpoints: tuple[Weights | None, ...], *, has_tokenizer: bool
+    settings: Settings, methods: Sequence[str | None], *, has_tokenizer: bool
 ) -> tuple[str, ...]:
-    """What has to be said of an engine that is good for timing only, a sentence each."""
+    """What has to be said of an engine that is good for timing only, a sentence each.
+
+    `methods` say how the checkpoints are quantised.
+    """
     notices = []
     if settings.load_format == "dummy":
         notices.append("weights are random: every answer is nonsense; for timing only")
-        methods = [weights.method for weights in checkpoints if weights is not None and weights.method]
-        if methods:
-            stored = " and ".join(dict.fromkeys(methods))
+        packed = [method for method in methods if method]
+        if packed:
+            stored = " and ".join(dict.fromkeys(packed))
             notices.append(f"the checkpoint is quantised ({stored}), its dummy weights are not: times differ")
     if not has_tokenizer:
         notices.append("there is no tokenizer: each byte of a text is a token, so counts of tokens differ")
@@ -201,28 +204,29 @@ def read_weights(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Models:
     """Read the weights of both; `progress` hears of every parameter of the target."""
-    plan, config, device = opened.plan, opened.config, opened.device
-    source = None if opened.labels.is_dummy else opened.checkpoint
-    report(f"{'loading' if source else 'drawing'} weights as {plan.dtype}{_how(plan.quantization)}")
-    target = load_target(source, config, opened.draft_config, plan, device, progress)
+    plan, device, draft, is_dummy = opened.plan, opened.device, opened.draft, opened.labels.is_dummy
+    checkpoint, config = opened.target.checkpoint, opened.target.config
+    draft_config = None if draft is None else draft.config
+    report(f"{'drawing' if is_dummy else 'loading'} weights as {plan.dtype}{_how(plan.quantization)}")
+    source = None if is_dummy else checkpoint
+    target = load_target(source, config, draft_config, plan, device, progress)
     drafter: Drafter = NoDrafter(plan.width)
-    if opened.draft_checkpoint is not None and opened.draft_config is not None:
-        draft_source = None if opened.labels.is_dummy else opened.draft_checkpoint
-        drafter = load_dflash(draft_source, opened.draft_config, target, plan, device)
-        opened.draft_checkpoint.close()
-    opened.checkpoint.close()
+    if draft is not None:
+        drafter = load_dflash(None if is_dummy else draft.checkpoint, draft.config, target, plan, device)
+        draft.checkpoint.close()
+    checkpoint.close()
     return Models(
-        config,
-        opened.draft_config,
-        target,
-        drafter,
-        opened.tokenizer,
-        plan,
-        device,
+        config=config,
+        draft_config=draft_config,
+        target=target,
+        drafter=drafter,
+        tokenizer=opened.target.tokenizer,
+        plan=plan,
+        device=device,
         rates=opened.rates,
         labels=opened.labels,
-        acceptance=opened.acceptance,
-        sampling=opened.sampling,
+        acceptance={} if draft is None else draft.acceptance,
+        sampling=opened.target.sampling,
     )
 
 

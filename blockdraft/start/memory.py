@@ -20,7 +20,7 @@ from blockdraft.engine.loaded import Models
 from blockdraft.errors import CapacityError
 from blockdraft.kernels.choice import HOST_BOUND, has_triton, switched_off
 from blockdraft.machine.machine import read_machine
-from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, MIN_CONTEXT, Plan, memory_share
+from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, Plan, memory_share
 from blockdraft.settings.settings import Settings
 from blockdraft.start.card import first_line, is_out_of_memory, memory_of, usage
 from blockdraft.start.loading import gpu_memory
@@ -36,22 +36,17 @@ def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -
     overhead = _overhead(models, settings, note)
     room = _budget(settings, models.device) - overhead - MARGIN_BYTES
     page_bytes = _page_bytes(models)
-    num_pages = min(plan.num_pages, max(room, 0) // page_bytes)
-    max_context = plan.max_context
-    if settings.max_context == "auto":
-        max_context = min(max_context, num_pages * plan.page_size - 2 * plan.block - plan.page_size)
-    needed = -(-(plan.max_context + 2 * plan.block) // plan.page_size)
-    if max_context < min(MIN_CONTEXT, plan.max_context) or (
-        settings.max_context != "auto" and num_pages < needed
-    ):
+    fitting, is_enough = plan.within(room // page_bytes, shrinks=settings.max_context == "auto")
+    if not is_enough:
+        needed = plan.pages_of_one * page_bytes
         raise CapacityError(
-            f"a context of {plan.max_context} tokens needs {needed * page_bytes / 1e9:.1f} GB of cache, but "
+            f"a context of {plan.max_context} tokens needs {needed / 1e9:.1f} GB of cache, but "
             f"{max(room, 0) / 1e9:.1f} GB are left beside weights and {overhead / 1e9:.1f} GB of working "
             f"memory. The budget is {_shown_budget(settings, models.device)}: raise it, lower "
             "--max-context, --max-rows or --chunk, or use --quantization fp8. Of the card's memory, "
             f"{usage(models.device)}."
         )
-    return replace(models, plan=replace(plan, num_pages=num_pages, max_context=max_context))
+    return replace(models, plan=fitting)
 
 
 def _overhead(models: Models, settings: Settings, note: Callable[[str], None]) -> int:
@@ -114,8 +109,8 @@ def why_no_graphs(models: Models, settings: Settings) -> str | None:
 
 def _pages_to_probe(plan: Plan) -> int:
     """Enough for every round of the warm-up."""
-    longest = -(-(plan.chunk + 1 + 3 * plan.block) // plan.page_size) + 1
-    short = -(-(8 + 4 * plan.block) // plan.page_size) + 1
+    longest = plan.pages_of(plan.chunk + 1 + 3 * plan.block) + 1
+    short = plan.pages_of(8 + 4 * plan.block) + 1
     return min(plan.num_pages, longest + plan.max_rows * short)
 
 

@@ -15,9 +15,9 @@ from blockdraft.start.card import unused_gpu
 from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.loading import open_models, read_weights, resolve_device
 from blockdraft.start.memory import fit_pages, memory_explained, release, why_no_graphs
-from blockdraft.start.stall import bound_chunk
+from blockdraft.start.stall import plan_with_short_chunk
 from blockdraft.start.warm import warm
-from blockdraft.start.width import is_ours_to_choose, settle_width
+from blockdraft.start.width import may_choose_width, plan_with_width
 from blockdraft.step.graphs import row_sizes
 
 
@@ -67,9 +67,9 @@ def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> E
         warm(engine, note)  # which measuring the pages has done otherwise: what does not compile shows now
     if why_no_graphs(engine.models, settings) is None:
         _capture(engine, note)
-    if engine.models.acceptance and is_ours_to_choose(engine, settings):
-        settle_width(engine, engine.models.acceptance, uses_stored=True)
-        note(engine.models.plan.width_reason)
+    if engine.models.acceptance and may_choose_width(engine, settings):
+        engine.replan(plan_with_width(engine, engine.models.acceptance, uses_stored=True))
+        note(_shown_width(engine))
     return engine
 
 
@@ -107,13 +107,12 @@ def _prepared(models: Models, settings: Settings, startup: Startup) -> Engine:
     else:
         startup.skip("capture", reason)
     with startup.phase("warm"):
-        if models.acceptance and is_ours_to_choose(engine, settings):
+        if models.acceptance and may_choose_width(engine, settings):
             startup.note("measuring steps of different widths")
-            settle_width(engine, models.acceptance)
+            engine.replan(plan_with_width(engine, models.acceptance))
         warm(engine, startup.note)
         _bound(engine, settings, startup)
-        if engine.models.plan.width_reason:
-            startup.note(engine.models.plan.width_reason)
+        startup.note(_shown_width(engine))
     if not settings.verify:
         startup.skip("verify", "switched off")
         return engine
@@ -135,28 +134,32 @@ def _prepared(models: Models, settings: Settings, startup: Startup) -> Engine:
             _settle_without_fit(engine, verification.accepted, startup.note)
         found = verification.tokens_per_step
         fit = "" if found is None else f", {found:.2f} tokens committed per step"
-        width = engine.models.plan.width_reason
-        startup.note(f"{len(verification.checks)} checks{fit}" + (f"; {width}" if width else ""))
+        startup.note(f"{len(verification.checks)} checks{fit}; {_shown_width(engine)}")
     return engine
+
+
+def _shown_width(engine: Engine) -> str:
+    plan = engine.models.plan
+    return f"width {plan.width}: {plan.reasons['width']}"
 
 
 def _is_without_fit(engine: Engine, settings: Settings) -> bool:
     """On a GPU a whole block costs little more than a plain step: what fits at all is kept at its width."""
     is_known = bool(engine.models.acceptance) or engine.models.device.type != "cpu"
-    return not is_known and is_ours_to_choose(engine, settings)
+    return not is_known and may_choose_width(engine, settings)
 
 
 def _settle_without_fit(engine: Engine, accepted: tuple[float, ...], note: Callable[[str], None]) -> None:
     """By what the built-in prompts accepted, where nobody has measured more."""
     before = engine.models.plan.width
-    settle_width(engine, {"the built-in prompts": accepted}, stores=False)
+    engine.replan(plan_with_width(engine, {"the built-in prompts": accepted}, stores=False))
     if engine.models.plan.width != before:
         warm(engine, note)
 
 
 def _bound(engine: Engine, settings: Settings, startup: Startup) -> None:
     if settings.max_stall_ms is not None:
-        bound_chunk(engine, settings.max_stall_ms, startup.note)
+        engine.replan(plan_with_short_chunk(engine, settings.max_stall_ms, startup.note))
 
 
 def _capture(engine: Engine, note: Callable[[str], None]) -> None:

@@ -9,23 +9,24 @@ from dataclasses import replace
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.twin import max_tokens, serve, twin
+from blockdraft.planner.plan import Plan
 
 MIN_CHUNK = 16  # tokens; shorter steps are all overhead
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, width=1, seed=0)
 
 
-def bound_chunk(engine: Engine, max_stall_ms: int, note: Callable[[str], None]) -> None:
-    """Halve the idle engine's chunk until a step of it takes at most `max_stall_ms`.
+def plan_with_short_chunk(engine: Engine, max_stall_ms: int, note: Callable[[str], None]) -> Plan:
+    """The idle engine's plan with the chunk halved until a step of it takes at most `max_stall_ms`.
 
-    Powers of two of the planned chunk: two starts on one machine then cut prompts alike.
+    It is halved, not cut to measure: two starts on one machine then cut prompts alike.
     """
-    while True:
-        chunk = engine.scheduler.chunk
-        took_ms = _prefill_ms(engine, chunk)
-        if took_ms <= max_stall_ms or chunk <= MIN_CHUNK:
-            break
-        engine.scheduler.chunk = max(chunk // 2, MIN_CHUNK)
-    note(f"a prefill step of {chunk} tokens takes {took_ms:.0f} ms, {max_stall_ms} are allowed")
+    plan = engine.models.plan
+    chunk = plan.chunk
+    while (took_ms := _prefill_ms(engine, chunk)) > max_stall_ms and chunk > MIN_CHUNK:
+        chunk = max(chunk // 2, MIN_CHUNK)
+    reason = f"a prefill step of {chunk} tokens takes {took_ms:.0f} ms, {max_stall_ms} are allowed"
+    note(reason)
+    return plan if chunk == plan.chunk else plan.changed({"chunk": reason}, chunk=chunk)
 
 
 def _prefill_ms(engine: Engine, chunk: int) -> float:
@@ -33,9 +34,7 @@ def _prefill_ms(engine: Engine, chunk: int) -> float:
     times = []
     num_prompt = max(2, min(max_tokens(engine) - 1, 2 * chunk + 1))
     for number in range(2):
-        other = twin(engine)
-        other.models = replace(engine.models, plan=replace(engine.models.plan, overlap=False))
-        other.scheduler.chunk = chunk
+        other = twin(engine, plan=replace(engine.models.plan, chunk=chunk, overlap=False))
         other.add([(7 * i + number) % engine.models.config.vocab_size for i in range(num_prompt)], ONE)
         slowest = 0.0
         for _ in range(-(-(num_prompt - 1) // chunk)):

@@ -18,9 +18,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 
@@ -29,9 +30,9 @@ from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.draft_fit import Acceptance
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import fingerprint
-from blockdraft.engine.pace import Pace
 from blockdraft.engine.twin import max_tokens, twin
 from blockdraft.machine.machine import read_machine
+from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings, cache_dir
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
@@ -58,15 +59,14 @@ class Costs:
     by_width: Mapping[int, float]  # drafting, verifying and absorbing
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class WidthChoice(NamedTuple):
     """A width, 1 for plain decoding, and why it is this one."""
 
     width: int
     reason: str
 
 
-TOO_BUSY = Choice(1, "width 1: the machine was too busy to measure what drafts cost; --width asks for them")
+TOO_BUSY = WidthChoice(1, "the machine was too busy to measure what drafts cost; --width asks for them")
 
 
 def committed(shares: tuple[float, ...], width: int) -> float:
@@ -80,7 +80,7 @@ def speedups(acceptance: Acceptance, costs: Costs, width: int) -> dict[str, floa
     return {category: committed(shares, width) / ratio for category, shares in acceptance.items()}
 
 
-def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTION) -> Choice:
+def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTION) -> WidthChoice:
     """The width with the best mean speed-up that slows no category down, or 1."""
     expected = {
         category: tuple(share * caution ** (place + 1) for place, share in enumerate(shares))
@@ -98,37 +98,38 @@ def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTI
         "carefully estimated"
     )
     if not safe:
-        return Choice(1, f"width 1: no draft pays on this machine; at best {found}")
-    return Choice(width, f"width {width}: {found}")
+        return WidthChoice(1, f"no draft pays on this machine; at best {found}")
+    return WidthChoice(width, found)
 
 
-def is_ours_to_choose(engine: Engine, settings: Settings) -> bool:
-    """Not where a width was asked for, and not where drafts are random or their acceptance is drawn."""
+def may_choose_width(engine: Engine, settings: Settings) -> bool:
+    """Whether a start chooses: nobody asked for a width, and drafts and their acceptance are real."""
     labels = engine.models.labels
     is_real = not labels.is_dummy and labels.synthetic_acceptance is None
     return settings.width == "auto" and engine.models.draft_config is not None and is_real
 
 
-def settle_width(
+def plan_with_width(
     engine: Engine, acceptance: Acceptance, *, uses_stored: bool = False, stores: bool = True
-) -> None:
-    """Give an idle engine the width that pays. `uses_stored`: what was measured before on this machine."""
+) -> Plan:
+    """The idle engine's plan with the width that pays. `uses_stored`: by costs that were measured before."""
     file = cache_dir() / "widths" / f"{_key(engine, acceptance)}.json"
     costs = _stored(file) if uses_stored else None
     if costs is None:
         costs = measure_costs(engine, acceptance)
         if costs is not None and stores:
             _store(file, costs)
-    if costs is None and engine.models.device.type != "cpu":
-        return  # there a whole block costs little more than one token: it stays
-    choice = TOO_BUSY if costs is None else choose_width(acceptance, costs)
-    if engine.models.device.type == "cpu":
-        engine.scheduler.max_drafting_rows = 1
-        if costs is not None and choice.width > 1:
-            engine.scheduler.pace = Pace(choice.width, {1: costs.plain_s, **costs.by_width})
-            choice = replace(choice, reason=f"{choice.reason}; then by how a request's own drafts fare")
-    plan = replace(engine.models.plan, width=choice.width, width_reason=choice.reason)
-    engine.models = replace(engine.models, plan=plan)
+    plan, is_cpu = engine.models.plan, engine.models.device.type == "cpu"
+    if costs is None and not is_cpu:
+        return plan  # on a GPU a whole block costs little more than one token: it stays
+    width, reason = TOO_BUSY if costs is None else choose_width(acceptance, costs)
+    if not is_cpu:
+        return plan.changed({"width": reason}, width=width)
+    step_costs: Mapping[int, float] = {}
+    if costs is not None and width > 1:
+        step_costs = {1: costs.plain_s, **costs.by_width}
+        reason += "; then by how a request's own drafts fare"
+    return plan.changed({"width": reason}, width=width, max_drafting_rows=1, step_costs=step_costs)
 
 
 # ---- measuring

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.cache.cache import NUM_RESERVED_PAGES, SCRATCH_PAGE, Cache
+from blockdraft.cache.cache import SCRATCH_PAGE, Cache
 from blockdraft.cache.rows import Rows as CacheRows
+from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.kernels.transfer import array_to_device, to_device
 from blockdraft.machine.machine import read_machine
 from blockdraft.models.decoder import Decoder

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from blockdraft import LLM, CapacityError, RequestError, SamplingParams
-from blockdraft.cache.cache import NUM_RESERVED_PAGES
+from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.engine import bulk as module
 from blockdraft.engine.bulk import ROUND, Question, make_bulk
 from tests.training import pairs

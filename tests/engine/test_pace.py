@@ -1,6 +1,7 @@
 """The width of a request's next step: what is known of its drafts, what follows, and the same tokens."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -91,22 +92,28 @@ def llm():
 
 @pytest.fixture
 def widths(llm, monkeypatch):
-    """The widths of all steps from here on."""
-    seen = []
+    """The widths of all steps from here on; afterwards the engine follows its own plan again."""
+    seen, plan = [], llm.engine.models.plan
     decode = llm.engine.decode
     monkeypatch.setattr(llm.engine, "decode", lambda width, *more: seen.append(width) or decode(width, *more))
-    return seen
+    yield seen
+    llm.engine.replan(plan)
+
+
+def follow_costs(llm):
+    plan = llm.engine.models.plan
+    costs = {width: cost for width, cost in COSTS.items() if width <= plan.block}
+    llm.engine.replan(replace(plan, width=3, step_costs=costs))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_widths_that_change_change_no_token(llm, widths, monkeypatch, temperature):
+def test_widths_that_change_change_no_token(llm, widths, temperature):
     prompts = [[1, 2, 3], [10, 12, 14], [7], [40, 39, 38, 37]]
     params = SamplingParams(temperature=temperature, max_tokens=80, ignore_eos=True, seed=5)
     expected = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
     assert set(widths) == {3}
     widths.clear()
-    pace = Pace(3, {width: cost for width, cost in COSTS.items() if width <= llm.engine.models.plan.block})
-    monkeypatch.setattr(llm.engine.scheduler, "pace", pace)
+    follow_costs(llm)
     assert [llm.generate([prompt], params)[0].token_ids for prompt in prompts] == expected
     assert len(set(widths)) > 2
     widths.clear()
@@ -114,7 +121,7 @@ def test_widths_that_change_change_no_token(llm, widths, monkeypatch, temperatur
     assert len(set(widths)) > 2
 
 
-def test_a_width_that_was_asked_for_stays(llm, widths, monkeypatch):
-    monkeypatch.setattr(llm.engine.scheduler, "pace", PACE)
+def test_a_width_that_was_asked_for_stays(llm, widths):
+    follow_costs(llm)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, width=5))
     assert set(widths) == {5}

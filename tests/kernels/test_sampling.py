@@ -9,7 +9,8 @@ from scipy.stats import chisquare
 
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.kernels.noise import gumbel
-from blockdraft.kernels.sampling import MAX_LISTED, choose, keep_likely, penalise
+from blockdraft.kernels.sampling import choose, keep_likely, penalise
+from blockdraft.kernels.sampling_tables import MAX_LISTED
 
 VOCAB = 12
 NEVER = -math.inf

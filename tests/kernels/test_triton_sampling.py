@@ -12,7 +12,8 @@ triton = pytest.importorskip("triton")
 
 from blockdraft.cache.rows import Rows, RowSampling  # noqa: E402
 from blockdraft.kernels.noise import gumbel  # noqa: E402
-from blockdraft.kernels.sampling import Real, Whole, choose_reference  # noqa: E402
+from blockdraft.kernels.sampling import choose_reference  # noqa: E402
+from blockdraft.kernels.sampling_tables import Real, Whole  # noqa: E402
 from blockdraft.kernels.triton.sampling import CHUNK, choose  # noqa: E402
 
 HAS_CARD = torch.cuda.is_available()

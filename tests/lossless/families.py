@@ -12,7 +12,7 @@ import transformers
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.engine.engine import Engine, mix
 from blockdraft.engine.request import SamplingParams
-from blockdraft.kernels.sampling import Whole
+from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.step.drafter import NoDrafter
 from tests import tiny
 from tests.fixtures import make_pair

@@ -8,9 +8,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from blockdraft.cache.cache import NUM_RESERVED_PAGES, SCRATCH_PAGE, Cache
+from blockdraft.cache.cache import SCRATCH_PAGE, Cache
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import Rows
+from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 

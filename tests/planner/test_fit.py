@@ -13,7 +13,6 @@ from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.acceptance import fading, own_acceptance, published_acceptance
 from blockdraft.planner.advice import Case, advise, best_width, fit_pair, fixes, wanted
-from blockdraft.planner.choices import choices
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.fit import Footprint, fit_native, machine_of
 from blockdraft.planner.pair import Model, Pair, open_pair
@@ -115,7 +114,7 @@ def test_unified_memory_leaves_more_to_the_system():
     assert gpu_budget(settings, card) == int(card.gpu_bytes * 0.9)
     assert gpu_budget(replace(settings, gpu_memory_utilization=0.5), spark) == spark.gpu_bytes // 2
     wanted_settings, pair = opened("qwen3-8b")
-    found = choices(wanted_settings, spark, pair, fit_native(wanted_settings, spark, pair))
+    found = fit_native(wanted_settings, spark, pair).choices
     share = next(choice for choice in found if choice.name == "gpu_memory_utilization")
     assert share.value == "0.85"
     assert "unified" in share.reason
@@ -123,7 +122,7 @@ def test_unified_memory_leaves_more_to_the_system():
     for share, value in ((0.9, "0.8"), (0.85, "0.85"), (0.95, "0.95")):  # 0.9 is the default: nobody asked
         told = replace(told, gpu_memory_utilization=share)
         fit = fit_external(told, spark, pair)
-        found = next(one for one in choices(told, spark, pair, fit) if one.name == "gpu_memory_utilization")
+        found = next(one for one in fit.choices if one.name == "gpu_memory_utilization")
         assert found.value == value
         assert ("unified" in found.reason) is (share == 0.9)
         assert fit.budget == int(spark.gpu_bytes * float(value))
@@ -134,15 +133,12 @@ def test_unified_memory_leaves_more_to_the_system():
 
 def test_every_auto_has_a_value_and_a_reason():
     settings, pair = opened("qwen3-8b")
-    found = {
-        choice.name: choice
-        for choice in choices(settings, on("h200"), pair, fit_pair(settings, on("h200"), pair))
-    }
+    found = {choice.name: choice for choice in fit_pair(settings, on("h200"), pair).choices}
     autos = {name for name, default in DEFAULTS.items() if default == "auto"} - {"load_format", "kv_dtype"}
     assert autos <= found.keys()
     assert all(choice.value not in ("", "auto") and choice.reason for choice in found.values())
     asked = replace(settings, width=8, max_rows=3)
-    found = choices(asked, on("h200"), pair, fit_pair(asked, on("h200"), pair))
+    found = fit_pair(asked, on("h200"), pair).choices
     reasons = {choice.name: choice.reason for choice in found}
     assert reasons["width"] == reasons["max_rows"] == "asked for"
     assert reasons["chunk"] != "asked for"

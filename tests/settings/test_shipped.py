@@ -34,7 +34,7 @@ def pair_ships(tmp_path, monkeypatch):
 def test_auto_is_the_drafter_that_ships_for_the_model(pair_ships):
     assert with_drafter(Settings(model=tiny.TARGET)).draft == pair_ships
     assert (
-        open_models(Settings(model=tiny.TARGET, **SMALL), lambda line: None).draft_config.name == pair_ships
+        open_models(Settings(model=tiny.TARGET, **SMALL), lambda line: None).draft.config.name == pair_ships
     )
     assert open_pair(Settings(model=tiny.TARGET)).draft.stored.name == pair_ships
     llm = LLM(tiny.TARGET, **SMALL)

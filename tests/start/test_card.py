@@ -20,6 +20,7 @@ from blockdraft.planner.plan import Weights
 from blockdraft.settings.settings import Settings
 from blockdraft.start import card, loading
 from blockdraft.start import ready as start
+from blockdraft.start.loading import OpenedTarget
 from blockdraft.start.memory import memory_explained
 from blockdraft.start.ready import plain_engine, start_engine
 from tests import tiny
@@ -170,10 +171,11 @@ def test_every_part_of_a_start_is_explained(machine, monkeypatch, name):
 def test_a_plan_that_does_not_fit_says_who_is_in_the_way(machine, monkeypatch):
     machine()
     monkeypatch.setattr(loading, "read_machine", lambda: MACHINE)
-    config, weights = tiny.load("float32").config, Weights(40 * GB)
+    config = tiny.load("float32").config
+    target = OpenedTarget(None, config, Weights(40 * GB), None, has_tokenizer=True, sampling={})
     settings = Settings(device="cuda", draft="none", dtype="bfloat16")
     with pytest.raises(CapacityError) as caught:
-        loading._plan(settings, torch.device("cuda", 0), config, None, weights, None)
+        loading._plan(settings, torch.device("cuda", 0), target, None)
     line = line_of(caught.value)
     assert "weights of 80.0 GB" in line
     assert "3.0 of 80.0 GB are free, process 4711 (python3) holds 70.0 GB" in line

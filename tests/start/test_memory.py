@@ -12,7 +12,7 @@ from blockdraft.planner.plan import MARGIN_BYTES
 from blockdraft.settings.settings import Settings
 from blockdraft.start import loading, memory, stall
 from blockdraft.start.memory import fit_pages, memory_explained, why_no_graphs
-from blockdraft.start.stall import MIN_CHUNK, bound_chunk
+from blockdraft.start.stall import MIN_CHUNK, plan_with_short_chunk
 from tests import tiny
 
 GB = 10**9
@@ -159,9 +159,9 @@ def test_graphs_are_for_a_gpu_and_can_be_switched_off():
 def test_the_chunk_is_halved_until_a_step_of_it_is_short_enough(monkeypatch, ms_per_token, allowed, chunk):
     monkeypatch.setattr(stall, "_prefill_ms", lambda engine, chunk: chunk * ms_per_token)
     engine = tiny.engine("none", width=1)
-    assert engine.scheduler.chunk == 64
-    bound_chunk(engine, allowed, ignore)
-    assert engine.scheduler.chunk == chunk
+    assert engine.models.plan.chunk == 64
+    assert plan_with_short_chunk(engine, allowed, ignore).chunk == chunk
+    assert engine.models.plan.chunk == 64, "the engine follows the new plan when it is told to"
 
 
 def test_timing_a_chunk_leaves_the_engine_as_it_was():

@@ -10,7 +10,6 @@ import torch
 from blockdraft import LLM, SamplingParams
 from blockdraft.checkpoints.draft_fit import read_fit
 from blockdraft.engine.info import engine_info
-from blockdraft.engine.pace import Pace
 from blockdraft.errors import ModelError
 from blockdraft.phases import Startup
 from blockdraft.server.metrics import render
@@ -18,7 +17,15 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start import ready as start
 from blockdraft.start import width
 from blockdraft.start.ready import start_engine
-from blockdraft.start.width import TOO_BUSY, Costs, choose_width, committed, measure_costs, speedups
+from blockdraft.start.width import (
+    TOO_BUSY,
+    Costs,
+    choose_width,
+    committed,
+    measure_costs,
+    plan_with_width,
+    speedups,
+)
 from tests import tiny
 
 # 1 + sum: 2.9 and 1.9 at width 4, 3.3 and 2.1 at width 8.
@@ -40,7 +47,7 @@ def test_the_best_mean_wins():
     found = choose_width(BOTH, costs(w2=1.2, w4=1.5, w8=2.0), caution=1.0)
     assert found.width == 4  # means: 1.38, 1.60, 1.35
     assert found.reason == (
-        "width 4: a step of 4 costs 1.50 plain ones, for 1.60 times the speed in the mean and 1.27 times "
+        "a step of 4 costs 1.50 plain ones, for 1.60 times the speed in the mean and 1.27 times "
         "for prose, carefully estimated"
     )
 
@@ -138,16 +145,16 @@ def test_times_of_which_no_two_are_alike_decide_nothing(monkeypatch):
     assert ran.count(1) == width.MAX_ROUNDS
     engine = tiny.engine()
     monkeypatch.setattr(width, "_store", lambda file, found: pytest.fail("stored"))
-    width.settle_width(engine, BOTH)
-    assert (engine.models.plan.width, engine.models.plan.width_reason) == (1, TOO_BUSY.reason)
+    plan = plan_with_width(engine, BOTH)
+    assert (plan.width, plan.reasons["width"]) == TOO_BUSY
 
 
 def test_a_busy_gpu_keeps_the_whole_block(monkeypatch):
     scripted(monkeypatch, lambda at, number: 2.0**number)
     engine = tiny.engine(width=8)
     engine.models = replace(engine.models, device=torch.device("cuda"))
-    width.settle_width(engine, BOTH)
-    assert (engine.models.plan.width, engine.models.plan.width_reason) == (8, "")
+    assert plan_with_width(engine, BOTH) == engine.models.plan
+    assert engine.models.plan.width == 8
 
 
 def test_a_captured_step_is_measured_as_it_is_captured(monkeypatch):
@@ -221,7 +228,7 @@ def test_the_python_api_measures_once_per_machine(fitted, monkeypatch):
     for _ in range(2):
         plan = LLM(tiny.TARGET, fitted, **SMALL).engine.models.plan
         assert plan.width == 3
-        assert plan.width_reason.startswith("width 3: a step of 3 costs 1.30 plain ones")
+        assert plan.reasons["width"].startswith("a step of 3 costs 1.30 plain ones")
     assert calls == [BOTH]
     LLM(tiny.TARGET, fitted, **SMALL | {"dtype": "float32"})
     assert calls == [BOTH, BOTH], "another dtype is another measurement"
@@ -251,7 +258,7 @@ def test_where_drafts_lose_requests_may_still_ask_for_them(fitted, monkeypatch):
     plain = llm.generate([[3, 5, 7]], SamplingParams(temperature=0.0, max_tokens=12))[0]
     asked = llm.generate([[3, 5, 7]], SamplingParams(temperature=0.0, max_tokens=12, width=8))[0]
     assert llm.engine.models.plan.width == 1
-    assert llm.engine.scheduler.pace is None
+    assert llm.engine.models.plan.step_costs == {}
     assert plain.metrics.drafted == 0
     assert sum(asked.metrics.accepted) > 0
     assert asked.token_ids == plain.token_ids
@@ -263,7 +270,8 @@ def test_where_drafts_lose_requests_may_still_ask_for_them(fitted, monkeypatch):
 def test_nothing_is_measured_where_there_is_nothing_to_choose(fitted, monkeypatch, changes):
     calls = measured(monkeypatch, costs(w2=1.2))
     plan = LLM(tiny.TARGET, fitted, **SMALL | changes).engine.models.plan
-    assert (plan.width, plan.width_reason) == (changes.get("width", 8), "")
+    assert plan.width == changes.get("width", 8)
+    assert plan.step_costs == {}
     assert calls == []
 
 
@@ -278,12 +286,12 @@ def test_a_server_says_which_width_it_serves_and_why(fitted, monkeypatch):
     monkeypatch.setattr(start, "warm", lambda engine, note: warmed.append(engine.models.plan.width))
     measured(monkeypatch, costs(w2=1.2, w3=1.3, w8=2.0))
     engine, details, startup = served(fitted)
-    reason = engine.models.plan.width_reason
-    assert reason.startswith("width 3: ")
-    assert details["warm"] == reason
-    assert engine.scheduler.max_drafting_rows == 1  # it is a CPU
-    assert engine.scheduler.pace == Pace(3, {1: 0.010, 2: 0.010 * 1.2, 3: 0.010 * 1.3, 8: 0.010 * 2.0})
-    assert details["verify"].endswith(f"; {reason}")
+    plan = engine.models.plan
+    reason = plan.reasons["width"]
+    assert details["warm"] == f"width 3: {reason}"
+    assert plan.max_drafting_rows == 1  # it is a CPU
+    assert plan.step_costs == {1: 0.010, 2: 0.010 * 1.2, 3: 0.010 * 1.3, 8: 0.010 * 2.0}
+    assert details["verify"].endswith(f"; width 3: {reason}")
     assert startup.warnings == ()
     assert warmed == [3], "what is served is what was warmed"
     info = engine_info(engine)
@@ -328,7 +336,7 @@ def test_on_a_cpu_requests_that_decode_together_do_so_plainly():
     prompts = [[1, 2, 3], [10, 12, 14]]
     params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (48, 8)]
     alone = llm.generate(prompts, [replace(one, width=1) for one in params])
-    llm.engine.scheduler.max_drafting_rows = 1
+    llm.engine.replan(replace(llm.engine.models.plan, max_drafting_rows=1))
     long, short = llm.generate(prompts, params)
     assert [one.token_ids for one in (long, short)] == [one.token_ids for one in alone]
     assert short.metrics.drafted == 0

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.sampling import SamplingBatch, Whole
+from blockdraft.kernels.sampling import SamplingBatch
+from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.kernels.triton.launch import has_pdl
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.sampling import Real, SamplingBatch, Whole
+from blockdraft.kernels.sampling import SamplingBatch
+from blockdraft.kernels.sampling_tables import Real, Whole
 from blockdraft.kernels.triton.launch import has_pdl, num_multiprocessors
 from blockdraft.kernels.triton.scores import (
     MIN_TEMPERATURE,

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from blockdraft.kernels import sampling
-from blockdraft.kernels.sampling import Real, Whole
+from blockdraft.kernels.sampling_tables import MAX_LISTED, Real, Whole
 
-_MAX_LISTED = tl.constexpr(sampling.MAX_LISTED)
+_MAX_LISTED = tl.constexpr(MAX_LISTED)
 MIN_TEMPERATURE = tl.constexpr(sampling.MIN_TEMPERATURE)
 NUM_REAL = tl.constexpr(len(Real))
 NUM_WHOLE = tl.constexpr(len(Whole))
