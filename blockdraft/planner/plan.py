@@ -143,19 +143,13 @@ def make_plan(
     block = max(width, draft.block if draft else 1)
     max_rows = resolver.take("max_rows", 16 if is_cpu else 64, usual)
     specs = model.layer_specs() + (draft.layer_specs() if draft else ())
-    room_bytes = int(memory * CACHE_SHARE)
-    if not is_cpu:
-        held = _weight_bytes(weights, quantization, element_bytes)
-        held += _weight_bytes(draft_weights, draft_quantization, element_bytes)
-        room_bytes = _gpu_room(settings, machine, held)
+    held = _weight_bytes(weights, quantization, element_bytes)
+    held += _weight_bytes(draft_weights, draft_quantization, element_bytes)
+    room_bytes = int(memory * CACHE_SHARE) if is_cpu else _gpu_room(settings, machine, held)
     state_bytes = (max_rows + 1) * bytes_per_row(specs, element_bytes, block)
     room = _cache_tokens(settings, room_bytes, specs, element_bytes, state_bytes)
     max_context, num_pages = _cache(resolver, settings, model, room, max_rows, block, is_cpu=is_cpu)
-    chunk = resolver.take("chunk", 256 if is_cpu else 2048, usual)
-    hides = (
-        "there is no other device to hide behind" if is_cpu else "it hides the host's work behind the GPU's"
-    )
-    overlap = resolver.take("overlap", not is_cpu, hides)
+    no_gain = "there is no other device to hide behind"
     if settings.prefix_cache and model.is_hybrid:
         resolver.reasons["prefix_cache"] = "layers with a state cannot take up a found prefix"
     return Plan(
@@ -170,10 +164,10 @@ def make_plan(
         max_queue=settings.max_queue,
         page_size=settings.page_size,
         num_pages=num_pages,
-        chunk=chunk,
+        chunk=resolver.take("chunk", 256 if is_cpu else 2048, usual),
         # A state holds everything before it: a page found again does not bring it back.
         prefix_cache=settings.prefix_cache and not model.is_hybrid,
-        overlap=overlap,
+        overlap=resolver.take("overlap", not is_cpu, no_gain if is_cpu else "it hides the host's work"),
         seed=settings.seed,
         reasons=resolver.reasons,
     )
