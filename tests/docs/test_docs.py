@@ -79,6 +79,16 @@ def test_modules_that_a_page_runs_exist(page):
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{page.name} runs {name}"
 
 
+def test_pages_that_the_code_names_exist():
+    for file in (
+        *(ROOT / "blockdraft").rglob("*.py"),
+        *(ROOT / "benchmarks").rglob("*.py"),
+        ROOT / "Makefile",
+    ):
+        for page in re.findall(r"docs/[\w/-]+\.md", file.read_text()):
+            assert (ROOT / page).exists(), f"{file.relative_to(ROOT)} names {page}"
+
+
 def test_paths_and_anchors_are_found():
     text = "see `step/decode.py`, `blockdraft/step/no.py` and `tests/lossless/`; not run/drafter"
     assert paths(text) == {"step/decode.py", "blockdraft/step/no.py", "tests/lossless/"}
