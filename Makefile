@@ -1,5 +1,6 @@
 # make serve   answer on http://127.0.0.1:8000 with the embedded default model
-# make test    lint, types and the test suite        make test-all   the slow tests too
+# make test    lint, types and the test suite; its last line says what it did not run (card, browser, slow)
+# make test-all   the slow tests and the page in a browser too: for every week, and before a release (docs/develop.md)
 # make rehearse   every command with the shipped pair, on the device that is there (docs/develop.md)
 # All set up everything they need: .venv, the dependencies, the default weights.
 

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 MASK_ID = 16  # a reserved token of SmolLM2
 BASE = Recipe(warm_up=0.05)
-OLD = replace(BASE, rate=2e-3)  # with a start from the target's layers: the first table of docs/training.md
+OLD = replace(BASE, rate=2e-3)  # from the target's layers: the last table of docs/training-experiments.md
 BOTH_WAYS = Shape(is_causal=False)
 # name -> (shape, recipe, how the weights begin, share of the documents)
 VARIANTS = {

@@ -1,7 +1,10 @@
 """Documentation that can be checked is checked."""
 
+import ast
+import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,19 @@ import pytest
 from scripts.make_docs import DOCS, PAGES
 
 ROOT = DOCS.parent
-PAGES_WITH_LINKS = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+README = ROOT / "README.md"
+# What describes the tree as it is; the log and the changelog describe what it was.
+CURRENT = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES_WITH_LINKS = [*CURRENT, ROOT / "CHANGELOG.md", ROOT / "benchmarks/log.md"]
+REFERENCE = {"bench-schema.md", "cli.md", "models.md", "settings.md"}  # tables, to look something up in
+MAX_LINES = 110  # two screens
+MAX_PICTURE_BYTES = 300_000
+ROOMS = [path.name for path in (ROOT / "blockdraft").iterdir() if path.is_dir() and path.name.isidentifier()]
+FOLDERS = ("blockdraft", "tests", "benchmarks", "docs", "scripts", "container", *ROOMS)
+
+
+def named(page):
+    return str(page.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -19,16 +34,128 @@ def test_generated_pages_are_fresh(name):
     assert (DOCS / name).read_text() == PAGES[name](), "run python -m scripts.make_docs"
 
 
-@pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=lambda page: page.name)
+# ---- links and paths
+
+
+def prose(text):
+    """Without what stands in fences: there a # begins no heading, and brackets are no link."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def anchors(text):
+    """As GitHub makes them from headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(text), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=named)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        if not link.startswith("http"):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", prose(page.read_text())):
+        if link.startswith("http"):
+            continue
+        there = page.parent / link if link else page
+        assert there.exists(), f"{page.name} links to {link}"
+        if anchor:
+            assert anchor in anchors(there.read_text()), f"{page.name} links to #{anchor} of {there.name}"
 
 
-def test_every_make_target_of_the_readme_exists():
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert set(re.findall(r"`make ([a-z-]+)`", (ROOT / "README.md").read_text())) <= set(targets)
+def paths(text):
+    """What a page calls by its path in this repository: `step/decode.py`, `tests/lossless/`, `docs/*.md`."""
+    pattern = rf"(?<![\w./~-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w*/]"
+    return set(re.findall(pattern, text))
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=named)
+def test_paths_that_a_page_names_exist(page):
+    for path in paths(re.sub(r"https?://\S+", "", page.read_text())):
+        is_there = any(any(folder.glob(path.rstrip("/"))) for folder in (ROOT, ROOT / "blockdraft"))
+        assert is_there, f"{page.name} names {path}"
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=named)
+def test_modules_that_a_page_runs_exist(page):
+    for name in re.findall(r"-m ((?:benchmarks|scripts|tests)[\w.]*\w)", page.read_text()):
+        path = ROOT / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{page.name} runs {name}"
+
+
+def test_pages_that_the_code_names_exist():
+    for file in (
+        *(ROOT / "blockdraft").rglob("*.py"),
+        *(ROOT / "benchmarks").rglob("*.py"),
+        ROOT / "Makefile",
+    ):
+        for page in re.findall(r"docs/[\w/-]+\.md", file.read_text()):
+            assert (ROOT / page).exists(), f"{file.relative_to(ROOT)} names {page}"
+
+
+def test_paths_and_anchors_are_found():
+    text = "see `step/decode.py`, `blockdraft/step/no.py` and `tests/lossless/`; not run/drafter"
+    assert paths(text) == {"step/decode.py", "blockdraft/step/no.py", "tests/lossless/"}
+    assert anchors("# Of `--width auto`\n```\n# not this\n```\n## What it's for") == {
+        "of---width-auto",
+        "what-its-for",
+    }
+
+
+# ---- the pages as a whole
+
+
+def test_the_index_names_every_page():
+    links = set(re.findall(r"\]\(([^)#]+)", (DOCS / "index.md").read_text()))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"index.md"}
+    assert pages <= links
+
+
+@pytest.mark.parametrize(
+    "page", sorted({*DOCS.rglob("*.md")} - {DOCS / name for name in REFERENCE}), ids=named
+)
+def test_a_page_is_shorter_than_two_screens(page):
+    assert len(page.read_text().splitlines()) <= MAX_LINES
+
+
+def test_the_picture_of_the_page_is_small():
+    assert (DOCS / "page.png").stat().st_size < MAX_PICTURE_BYTES
+
+
+# ---- the README
+
+
+def test_the_readme_shows_the_step_as_it_is():
+    source = (ROOT / "blockdraft/step/decode.py").read_text()
+    step = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    first, last = step.body[1].lineno, step.body[-1].lineno  # between the docstring and the return
+    lines = textwrap.dedent("\n".join(source.splitlines()[first - 1 : last - 1]))
+    assert f"```python\n{lines}\n```" in README.read_text()
+
+
+def recorded(name):
+    return json.loads((ROOT / "benchmarks/results" / name).read_text())
+
+
+def test_the_readmes_speeds_are_the_recorded_ones():
+    text = README.read_text()
+    sets = recorded("drafter-h200.json")["one_stream"]["sets"]
+    for found in (sets["humaneval"], sets["mt-bench"]):
+        speeds = f"{found['plain_tok_s']:,.0f} | {found['draft_tok_s']:,.0f} | **{found['speed_up']:.2f}x**"
+        assert f"| {speeds} | {found['tokens_per_step']:.2f} |" in text
+    parts = [part for part in recorded("cpu-drafter.json").values() if isinstance(part, dict)]
+    cells = {
+        (cell["key"]["workload"], cell["arm"]): cell
+        for part in reversed(parts[:2])  # by each request's drafts; the others are at a fixed width
+        for cell in part["cells"]
+    }
+    for name in ("code", "prose", "qa"):
+        plain, drafted = cells[name, "plain"], cells[name, "speculative"]
+        before, after = plain["tokens_per_s"]["value"], drafted["tokens_per_s"]["value"]
+        per_step = drafted["speculation"]["committed_per_step"]["value"]
+        assert f"| {before:.1f} | {after:.1f} | **{after / before:.2f}x** | {per_step:.2f} |" in text
+
+
+def test_every_make_target_that_a_page_names_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in CURRENT:
+        assert set(re.findall(r"`make ([a-z-]+)`", page.read_text())) <= targets, page.name
 
 
 def test_the_version_is_one():
