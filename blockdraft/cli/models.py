@@ -6,10 +6,10 @@ import argparse
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 
 from blockdraft.errors import SettingsError
-from blockdraft.planner.known import DATE, KnownFamily, KnownPair, as_json, find
+from blockdraft.planner.pairs import KnownFamily, KnownModels, KnownPair, find_models
 
 SUMMARY = "list known models and drafters"
 USAGE = "blockdraft models [QUERY] [flags]"
@@ -30,29 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    families, pairs = find(args.query)
-    if not families and not pairs:
+    found = find_models(args.query)
+    if not found.families and not found.pairs:
         raise SettingsError(
             f"no known family, target or drafter contains '{args.query}': leave it out to see all of them."
         )
-    if args.json:
-        print(json.dumps(as_json(families, pairs), indent=2))
-        return 0
-    for line in lines(families, pairs):
-        print(line)
+    print(json.dumps(found.as_json(), indent=2) if args.json else "\n".join(_lines(found)))
     return 0
 
 
-def lines(families: Sequence[KnownFamily], pairs: Sequence[KnownPair]) -> Iterator[str]:
+def _lines(found: KnownModels) -> Iterator[str]:
     """Families, pairs that run, pairs that do not; a part without entries is left out."""
-    parts = [_family_lines(families)] if families else []
-    for runs in (True, False):
-        chosen = [pair for pair in pairs if pair.runs == runs]
-        if chosen:
-            parts.append(_pair_lines(chosen, runs=runs))
+    parts = [_family_lines(found.families)] if found.families else []
+    for title, runs in (("Pairs that run", True), ("Pairs that do not run", False)):
+        pairs = [pair for pair in found.pairs if pair.runs == runs]
+        title = f"{title} (as of {found.date}; GB of bfloat16 weights, approximate)"
+        parts += [chain([title], _pair_lines(pairs))] if pairs else []
     for index, part in enumerate(parts):
-        if index:
-            yield ""
+        yield from [""] if index else []
         yield from part
 
 
@@ -66,9 +61,7 @@ def _family_lines(families: Sequence[KnownFamily]) -> Iterator[str]:
         yield from _wrapped(f"{', '.join(family.models)}. Rope: {family.rope}. {family.notes}", indent)
 
 
-def _pair_lines(pairs: Sequence[KnownPair], *, runs: bool) -> Iterator[str]:
-    title = "Pairs that run" if runs else "Pairs that do not run"
-    yield f"{title} (as of {DATE}; GB of bfloat16 weights, approximate)"
+def _pair_lines(pairs: Sequence[KnownPair]) -> Iterator[str]:
     rows = [_cells(pair) for pair in pairs]
     widths = [max(len(row[column]) for row in (_COLUMNS, *rows)) for column in range(len(_COLUMNS))]
     yield f"    {_aligned(_COLUMNS, widths)}"

@@ -14,6 +14,7 @@ from blockdraft.machine.cards import Card, card_by_key
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.fit import machine_of
 from blockdraft.planner.pair import Pair, open_pair
+from blockdraft.planner.pairs import published_runs
 from blockdraft.planner.report import Report, as_json, make_report
 from blockdraft.planner.shape import Kind
 from blockdraft.settings.recipe import Expectation, load_recipe
@@ -90,10 +91,11 @@ def _refused(findings: Iterable[Finding]) -> set[str]:
 
 
 def _expected(settings: Settings, card: Card | None) -> tuple[Expectation, ...]:
-    """What the recipe says was published for this card."""
+    """What was published for this card of the recipe's pair; a recipe may say it itself."""
     if settings.recipe is None or card is None:
         return ()
-    found = load_recipe(settings.recipe).expect
+    recipe = load_recipe(settings.recipe)
+    found = recipe.expect or published_runs(recipe.settings.get("model"), recipe.settings.get("draft"))
     return tuple(one for one in found if one.card is not None and card_by_key(one.card) == card)
 
 
