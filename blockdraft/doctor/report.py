@@ -54,7 +54,7 @@ def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Report
         *machine_findings(machine),
         *limit_findings(machine),
         *disk_findings(cache_dirs()),
-        *library_findings(versions, needs_triton=bool(machine.gpus)),
+        *library_findings(versions, has_gpu=bool(machine.gpus)),
         *torch_findings(machine, probe),
         *kernel_findings(probe),
         *known_findings(facts),

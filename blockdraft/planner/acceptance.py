@@ -57,7 +57,7 @@ def published_acceptance(target: str, draft: str) -> Acceptance:
     for text in (target.casefold(), draft.casefold()):
         for entry in file["acceptance"]:
             if re.search(entry["pattern"], text):
-                found = Acceptance(*(entry[kind] for kind in KINDS), entry["source"])
+                found = Acceptance(entry["code"], entry["maths"], entry["chat"], entry["source"])
                 is_another = re.search(elsewhere["other_drafters"], draft.casefold()) is not None
                 return _of_another(found) if is_another else found
     return Acceptance(**elsewhere["typical"], is_of_pair=False)

@@ -169,10 +169,10 @@ ALL = {"python": "3.12", "torch": "2.13.0", "numpy": "2.4", "tokenizers": "0.23"
 
 
 def test_what_must_be_installed():
-    assert bad(library_findings(ALL, needs_triton=False)) == {}
-    assert bad(library_findings(ALL, needs_triton=True)) == {"triton": "problem"}
+    assert bad(library_findings(ALL, has_gpu=False)) == {}
+    assert bad(library_findings(ALL, has_gpu=True)) == {"triton": "problem", "nvidia-ml-py": "warning"}
     without = {name: version for name, version in ALL.items() if name != "huggingface_hub"}
-    found = list(library_findings(without, needs_triton=False))
+    found = list(library_findings(without, has_gpu=False))
     assert about(found, "huggingface-hub").advice == "pip install huggingface-hub"
 
 
@@ -188,9 +188,7 @@ def test_what_must_be_installed():
 def test_flashinfers_binaries_are_of_its_own_version(code, binaries, is_good):
     versions = {**ALL, "flashinfer": code, "flashinfer_cubin": binaries}
     versions = {name: version for name, version in versions.items() if version}
-    assert bad(library_findings(versions, needs_triton=False)) == (
-        {} if is_good else {"flashinfer": "problem"}
-    )
+    assert bad(library_findings(versions, has_gpu=False)) == ({} if is_good else {"flashinfer": "problem"})
 
 
 def test_versions_of_this_environment():
