@@ -31,7 +31,10 @@ ANYONE_USES = {  # and what those import in turn, beside the standard library
     "settings": {"settings", "machine", "errors"},
     "machine": {"machine", "settings", "errors"},
 }
-ANYONE_LIBRARIES = {"machine.nvml": {"pynvml"}}  # imported when a driver is there to be asked
+ANYONE_LIBRARIES = {
+    "machine.nvml": {"pynvml"},  # imported when a driver is there to be asked
+    "machine.versions": {"packaging"},
+}
 # A server is seen as any client sees it, and other engines are started, not imitated.
 BENCH_BORROWS = {"checkpoints.hub"}
 LAUNCH_BORROWS = {"checkpoints.draft_config"}  # the size of a block

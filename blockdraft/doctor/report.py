@@ -11,9 +11,9 @@ from blockdraft.doctor.abilities import Ability, abilities
 from blockdraft.doctor.finding import Finding, Level, worst
 from blockdraft.doctor.hardware import disk_findings, limit_findings, machine_findings
 from blockdraft.doctor.kernels import kernel_findings, torch_findings
-from blockdraft.doctor.known import facts_of, known_findings
 from blockdraft.doctor.libraries import library_findings, read_versions
 from blockdraft.doctor.patient import Probe, ask
+from blockdraft.doctor.problems import facts_of, problem_findings
 from blockdraft.machine.cards import Capability
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.settings.settings import cache_dirs
@@ -57,7 +57,7 @@ def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Report
         *library_findings(versions, has_gpu=bool(machine.gpus)),
         *torch_findings(machine, probe),
         *kernel_findings(probe),
-        *known_findings(facts),
+        *problem_findings(facts),
     )
     able = tuple(abilities(_capability(machine, probe), machine.cpu.features))
     return Report(machine, versions, probe, able, findings)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from blockdraft.checkpoints.draft_config import draft_block
 from blockdraft.errors import SettingsError
-from blockdraft.launch.versions import Version
+from blockdraft.launch.versions import EngineVersion
 from blockdraft.machine.cards import Capability
+from blockdraft.machine.machine import Machine, external_memory_share
 from blockdraft.settings.settings import DEFAULTS, Settings
 
 HOST = "127.0.0.1"  # clients talk to our server, and only it to the engine
@@ -20,27 +21,45 @@ Raw = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """One engine to start, before it is put into that engine's words."""
+class Combination:
+    """What is asked of an engine, and what is known of its models and its machine. None: not known."""
 
     settings: Settings
-    version: Version
-    served_name: str
-    port: int
-    host: str
-    memory_share: float  # of the card
-    api_key: str | None = None
-    capability: Capability | None = None  # of the card; None: not known
-    has_gpu: bool = True
-    target: Raw | None = None  # config.json of both models, where they are known
+    version: EngineVersion
+    machine: Machine | None = None
+    target: Raw | None = None  # config.json of both models
     draft: Raw | None = None
 
     @property
     def drafter(self) -> str | None:
         """None: plain decoding."""
         name = self.settings.draft
-        assert name != "auto", "translate has chosen one"
+        assert name != "auto", "with_drafter has chosen one"
         return None if name in (None, "none") or self.settings.width == 1 else name
+
+    @property
+    def capability(self) -> Capability | None:
+        """Of the card."""
+        return self.machine.gpus[0].capability if self.machine is not None and self.machine.gpus else None
+
+    @property
+    def is_cpu(self) -> bool:
+        device, machine = self.settings.device, self.machine
+        return device == "cpu" or (device == "auto" and machine is not None and not machine.gpus)
+
+    @property
+    def memory_share(self) -> float:
+        return external_memory_share(self.settings, self.machine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order(Combination):
+    """One engine to start, before it is put into that engine's words."""
+
+    served_name: str
+    port: int
+    host: str
+    api_key: str | None = None
 
     def quantization(self, name: str) -> str | None:
         """The setting `name` in the engines' word; None: the weights as they are stored."""
@@ -63,10 +82,6 @@ class Order:
                 "here: give --width."
             )
         return draft_block(self.draft)
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.settings.device == "cpu" or (self.settings.device == "auto" and not self.has_gpu)
 
     @property
     def has_image(self) -> bool:

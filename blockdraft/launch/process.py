@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from blockdraft.launch.phases import is_bar
+from blockdraft.launch.log_signs import is_bar
 
 KEEPER = Path(__file__).with_name("keeper.py")
 GRACE_S = 15.0  # for an engine to end by itself; arbitrary

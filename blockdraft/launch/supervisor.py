@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from blockdraft.errors import LaunchError
 from blockdraft.launch.command import Command
-from blockdraft.launch.phases import PHASES, Walk, is_error, read_sign
+from blockdraft.launch.log_signs import PHASES, Walk, is_error, read_sign
 from blockdraft.launch.process import GRACE_S, EngineProcess, shown_exit
 from blockdraft.launch.versions import TITLES
 from blockdraft.phases import Startup

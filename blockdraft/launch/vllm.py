@@ -1,7 +1,7 @@
 """An order in vLLM's words: `vllm serve` and its environment, for 0.19.x (nightly) to 0.32.
 
 vLLM counts drafts and leaves the anchor out: width 16 is num_speculative_tokens 15. What a version cannot
-express is refused here; what it accepts and gets wrong is known to the oracle. The versions were read in the
+express is refused here; what it accepts and gets wrong is known to `issues`. The versions were read in the
 wheels on PyPI, 0.19.0 to 0.32.0.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from blockdraft.launch.command import Command
 from blockdraft.launch.order import Order, arguments, check_model, mounts, passed_on, visible_devices
-from blockdraft.launch.versions import Version
+from blockdraft.launch.versions import EngineVersion
 from blockdraft.settings.acceptance_profile import acceptance_rates
 
 IMAGE = "vllm/vllm-openai"
@@ -42,11 +42,11 @@ def vllm_command(order: Order) -> Command:
     )
 
 
-def has_dflash(version: Version) -> bool:
+def has_dflash(version: EngineVersion) -> bool:
     return version.within(f">={DFLASH}") or (version.is_nightly and version.within(">=0.19.1"))
 
 
-def _tag(version: Version) -> str:
+def _tag(version: EngineVersion) -> str:
     return "nightly" if version.is_nightly else f"v{version.text.partition('+')[0]}"
 
 

@@ -17,8 +17,8 @@ ROOT = Path("/")
 NO_LIMITS = Limits()
 DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")  # NVIDIA's, AMD's, that of WSL
 
-# What engines of others are told of memory that the system lives in too; they take more than they are told.
-TOLD_SHARE = 0.8
+# What vLLM and SGLang are told of memory that the system lives in too: they take more than they are told.
+EXTERNAL_MEMORY_SHARE = 0.8
 # CPU implementer and part, where the kernel gives no name.
 ARM_CPUS = {
     ("0x41", "0xd0c"): "Neoverse N1",
@@ -81,10 +81,10 @@ class Machine:
         return any(gpu.is_unified for gpu in self.gpus)
 
 
-def told_share(settings: Settings, machine: Machine | None) -> float:
+def external_memory_share(settings: Settings, machine: Machine | None) -> float:
     """The share of a card's memory that vLLM and SGLang plan with; less than the default if unified."""
     asked, default = settings.gpu_memory_utilization, DEFAULTS["gpu_memory_utilization"]
-    return TOLD_SHARE if asked == default and machine is not None and machine.is_unified else asked
+    return EXTERNAL_MEMORY_SHARE if asked == default and machine is not None and machine.is_unified else asked
 
 
 def read_machine(root: Path = ROOT, query: Callable[[str | None], nvml.Answer] = nvml.query) -> Machine:

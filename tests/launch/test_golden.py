@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.launch.oracle import check_settings
+from blockdraft.launch.issues import check_settings
 from blockdraft.settings.recipe import load_recipe, recipe_names
 from tests.launch.golden import FOLDER, golden_path, machine_with, recipe_golden, recipe_settings
 

@@ -417,8 +417,8 @@ def test_translation_does_not_import_torch_or_the_engines():
 
     code = (
         "import sys\n"
-        "import blockdraft.launch, blockdraft.launch.oracle, blockdraft.launch.shell\n"
-        "blockdraft.launch.oracle.entries()\n"
+        "import blockdraft.launch, blockdraft.launch.issues, blockdraft.launch.shell\n"
+        "blockdraft.launch.issues.entries()\n"
         "sys.exit(bool({'torch', 'vllm', 'sglang', 'transformers'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockdraft.launch.phases import PHASES, Sign, Walk, is_bar, is_error, read_sign
+from blockdraft.launch.log_signs import PHASES, Sign, Walk, is_bar, is_error, read_sign
 from blockdraft.phases import Startup
 
 VLLM = "(Worker pid=28061) INFO 11-15 12:56:10 "
