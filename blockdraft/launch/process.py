@@ -83,12 +83,8 @@ class EngineProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        number, decoder, rest = (
-            self._process.stdout.fileno(),
-            codecs.getincrementaldecoder("utf-8")("replace"),
-            "",
-        )
-        while data := os.read(number, 1 << 16):
+        decoder, rest = codecs.getincrementaldecoder("utf-8")("replace"), ""
+        while data := os.read(self._process.stdout.fileno(), 1 << 16):
             *lines, rest = _BREAK.split(rest + decoder.decode(data))
             rest = rest[-MAX_LINE:]  # a line without an end must not fill the memory
             for line in lines:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from blockdraft.errors import LaunchError
 from blockdraft.launch.command import Command
-from blockdraft.launch.log_signs import PHASES, Walk, is_error, read_sign
+from blockdraft.launch.log_signs import PHASES, PhaseTracker, is_error, read_sign
 from blockdraft.launch.process import GRACE_S, EngineProcess, shown_exit
 from blockdraft.launch.versions import TITLES
 from blockdraft.phases import Startup
@@ -21,9 +21,9 @@ from blockdraft.settings.settings import child_environment
 POLL_S = 0.2
 ASK_S = 10.0  # for an answer that needs no model
 WARM_S = 600.0  # for the first answer: some kernels are compiled for it
-END_S = 2.0  # an engine that fails closes its connections before it ends
-ILL_S = 30.0  # /health of an engine that was ready may be red, or unanswered, for this long
-HEALTH_S = 5.0  # between two looks at it
+EXIT_S = 2.0  # to wait for its end: an engine that fails closes its connections before it ends
+UNHEALTHY_S = 30.0  # /health of an engine that was ready may fail, or stay unanswered, for this long
+HEALTH_S = 5.0  # between two questions for it
 SHOWN_LINES = 8
 WARM_TOKENS = 24
 _SPECULATION = {"vllm": "vllm:spec_decode_num_drafts", "sglang": "sglang:spec_"}
@@ -64,18 +64,13 @@ class Supervisor:
         self.is_ready = False  # has been, at least once
         self.version: str | None = None  # as the engine says
         self.max_context: int | None = None
-        self._error: str | None = None
+        self.error: str | None = None
         self._on_line = on_line
-        self._walk = Walk(self.startup)
-        self._lock = threading.Lock()  # around _walk, which both threads move
+        self._phases = PhaseTracker(self.startup)
         self._stop = threading.Event()
         self._process: EngineProcess | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
-
-    @property
-    def error(self) -> str | None:
-        return self._error
 
     @property
     def title(self) -> str:
@@ -104,18 +99,17 @@ class Supervisor:
             self._start()
             self._watch()
         except LaunchError as error:
-            with self._lock:
-                self._walk.fail(error)
+            self._phases.fail(error)
             if not self._stop.is_set():
-                self._error = str(error)
-                self.startup.fail(self._error)
+                self.error = str(error)
+                self.startup.fail(self.error)
         if self._process is not None:
             self._process.close()
 
     def _start(self) -> None:
         launch = self.launch
         deadline_s = time.monotonic() + launch.start_timeout_s
-        self._enter("launch")
+        self._phases.enter("launch")
         self._process = EngineProcess(
             launch.argv,
             child_environment(launch.command.env),
@@ -124,16 +118,15 @@ class Supervisor:
             grace_s=launch.grace_s,
         )
         if launch.head_address is None:
-            self._wait_until_it_answers(deadline_s)
+            self._wait_until_ready(deadline_s)
             self._try_out()
         else:
             self.startup.note(f"part of the engine whose API is on {launch.head_address}")
-        with self._lock:
-            self._walk.close()
+        self._phases.close()
         self.is_ready = True
         self.startup.ready()
 
-    def _wait_until_it_answers(self, deadline_s: float) -> None:
+    def _wait_until_ready(self, deadline_s: float) -> None:
         while True:
             self._check_alive()
             if self._status("/health") == 200 and self._status("/v1/models") == 200:
@@ -156,21 +149,20 @@ class Supervisor:
             looked_s = now_s
             if self._status("/health") == 200:
                 well_s = time.monotonic()
-            elif now_s - well_s > ILL_S:
-                raise LaunchError(
-                    f"{self.title} runs, but its /health has been red for {ILL_S:g} s. {self._shown_lines()}"
-                )
+            elif now_s - well_s > UNHEALTHY_S:
+                why = f"runs, but its /health has failed for {UNHEALTHY_S:g} s"
+                raise LaunchError(f"{self.title} {why}. {self._shown_lines()}")
 
     # ---- warm-up and checks
 
     def _try_out(self) -> None:
         try:
-            self._enter("warm")
+            self._phases.enter("warm")
             usage = self._warm()
-            self._enter("verify")
+            self._phases.enter("verify")
             self._verify(usage)
         except Unanswered:
-            self._stop.wait(END_S)
+            self._stop.wait(EXIT_S)
             self._check_alive()  # an engine that has ended says more than a connection that broke
             raise
 
@@ -261,12 +253,7 @@ class Supervisor:
             return
         sign = read_sign(self.launch.command.engine, line)
         if sign is not None:
-            with self._lock:
-                self._walk.take(sign)
-
-    def _enter(self, phase: str) -> None:
-        with self._lock:
-            self._walk.enter(phase)
+            self._phases.take(sign)
 
     def _status(self, path: str) -> int | None:
         """None: no answer."""
