@@ -1,4 +1,4 @@
-"""All findings of one examination, and their JSON."""
+"""Examines a machine: all findings together, and their JSON."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What was found; `probe` is what torch's process said."""
+class Diagnosis:
+    """What was found on a machine; `probe` is what the process that ran torch said."""
 
     machine: Machine
     versions: dict[str, str]
@@ -37,7 +37,7 @@ class Report:
         return worst(self.findings)
 
 
-def examine(device: str, *, with_kernels: bool, note: Note) -> Report:
+def examine(device: str, *, with_kernels: bool, note: Note) -> Diagnosis:
     """This machine. `device` is torch's, or "auto"."""
     machine, versions = read_machine(), read_versions()
     note("importing torch" + (" and comparing kernels with their references" if with_kernels else ""))
@@ -46,7 +46,7 @@ def examine(device: str, *, with_kernels: bool, note: Note) -> Report:
     return diagnose(machine, versions, ask(device, with_kernels=with_kernels))
 
 
-def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Report:
+def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Diagnosis:
     """Pure, but for the disks."""
     torch_cuda = None if probe.torch is None else probe.torch.cuda
     facts = facts_of(machine, versions, torch_cuda)
@@ -60,7 +60,7 @@ def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Report
         *problem_findings(facts),
     )
     able = tuple(abilities(_capability(machine, probe), machine.cpu.features))
-    return Report(machine, versions, probe, able, findings)
+    return Diagnosis(machine, versions, probe, able, findings)
 
 
 def _capability(machine: Machine, probe: Probe) -> Capability | None:
@@ -70,7 +70,7 @@ def _capability(machine: Machine, probe: Probe) -> Capability | None:
     return machine.gpus[0].capability if machine.gpus else None
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: Diagnosis) -> dict[str, Any]:
     """One object; sizes in bytes, null where something is not known."""
     machine = asdict(report.machine)
     machine["cpu"]["features"] = sorted(report.machine.cpu.features)
