@@ -128,10 +128,10 @@ def test_each_published_run_is_of_the_pair_of_a_recipe():
     assert published_runs("Qwen/Qwen3-8B", "mine") == ()
 
 
-def test_the_list_travels_in_the_package():
+def test_the_data_files_travel_in_the_package():
     project = tomllib.loads((Path(blockdraft.__file__).parents[1] / "pyproject.toml").read_text())
     data = project["tool"]["setuptools"]["package-data"]
-    for room in ("planner", "doctor", "launch"):
+    for room in ("planner", "doctor", "launch", "machine"):
         folder = Path(blockdraft.__file__).parent / room
         taken = {path for pattern in data[f"blockdraft.{room}"] for path in folder.glob(pattern)}
         assert taken == {path for path in folder.iterdir() if path.suffix not in (".py", "")}
