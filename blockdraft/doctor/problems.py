@@ -17,7 +17,7 @@ VERSIONED = {"capability", "driver", "cuda", "kernel", "num_gpus", "python", "to
 CONDITIONS: dict[str, type] = {
     **dict.fromkeys(VERSIONED, str),
     **dict.fromkeys(("card", "cpu_lacks", "missing"), list),
-    **dict.fromkeys(("unified", "container"), bool),
+    "unified": bool,
     "architecture": str,
 }
 Condition = str | bool | list[str]
@@ -52,7 +52,6 @@ class Facts:
     is_unified: bool
     architecture: str
     cpu_features: frozenset[str]
-    is_container: bool
 
 
 def load_problems() -> tuple[KnownProblem, ...]:
@@ -76,21 +75,19 @@ def facts_of(machine: Machine, versions: Mapping[str, str], torch_cuda: str | No
         is_unified=any(gpu.is_unified for gpu in gpus),
         architecture=machine.cpu.architecture,
         cpu_features=machine.cpu.features,
-        is_container=machine.limits.container is not None,
     )
 
 
 def problem_findings(facts: Facts) -> Iterator[Finding]:
     for problem in load_problems():
         if all(_holds(name, wanted, facts) for name, wanted in problem.when.items()):
-            yield Finding(
-                "known", problem.id, problem.level, problem.symptom, problem.way_out, problem.thread
-            )
+            says, advice, thread = problem.symptom, problem.way_out, problem.thread
+            yield Finding("known", problem.id, problem.level, says, advice, thread)
 
 
 def _holds(name: str, wanted: Condition, facts: Facts) -> bool:
     if isinstance(wanted, bool):
-        return wanted == (facts.is_unified if name == "unified" else facts.is_container)
+        return wanted == facts.is_unified
     if isinstance(wanted, str):
         if name == "architecture":
             return wanted == facts.architecture

@@ -132,9 +132,9 @@ class Supervisor:
             if self._status("/health") == 200 and self._status("/v1/models") == 200:
                 return
             if time.monotonic() > deadline_s:
-                raise LaunchError(
-                    f"{self.title} was not ready within {self.launch.start_timeout_s:g} s: allow more with "
-                    f"--start-timeout, or see what it did last. {self._shown_lines()}"
+                raise self._lost(
+                    f"was not ready within {self.launch.start_timeout_s:g} s: allow more with "
+                    "--start-timeout, or see what it did last"
                 )
             self._stop.wait(POLL_S)
 
@@ -150,8 +150,7 @@ class Supervisor:
             if self._status("/health") == 200:
                 well_s = time.monotonic()
             elif now_s - well_s > UNHEALTHY_S:
-                why = f"runs, but its /health has failed for {UNHEALTHY_S:g} s"
-                raise LaunchError(f"{self.title} {why}. {self._shown_lines()}")
+                raise self._lost(f"runs, but its /health has failed for {UNHEALTHY_S:g} s")
 
     # ---- warm-up and checks
 
@@ -239,11 +238,13 @@ class Supervisor:
         if code is not None:
             self._process.wait_output(ASK_S)
             when = "" if self.is_ready else " before it was ready"
-            raise LaunchError(f"{self.title} {shown_exit(code)}{when}. {self._shown_lines()}")
+            raise self._lost(f"{shown_exit(code)}{when}")
 
-    def _shown_lines(self) -> str:
+    def _lost(self, why: str, kind: type[LaunchError] = LaunchError) -> LaunchError:
+        """With the engine's last lines, which often say more."""
         lines = self.last_lines()
-        return f"Its last lines: {' | '.join(lines)}" if lines else "It said nothing."
+        shown = f"Its last lines: {' | '.join(lines)}" if lines else "It said nothing."
+        return kind(f"{self.title} {why}. {shown}")
 
     def _take_line(self, line: str) -> None:
         self._on_line(line)
@@ -272,8 +273,8 @@ class Supervisor:
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            why = error or type(error).__name__
-            raise Unanswered(f"{self.title} does not answer {path} ({why}). {self._shown_lines()}") from None
+            why = f"does not answer {path} ({error or type(error).__name__})"
+            raise self._lost(why, Unanswered) from None
         finally:
             connection.close()
 

@@ -73,10 +73,21 @@ def load_pynvml() -> ModuleType:
     return module
 
 
+def run_smi(names: Sequence[str]) -> str:
+    """These fields of every card, a line each; "" where it fails."""
+    for program in SMI:
+        command = (program, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS, check=True
+            ).stdout
+    return ""
+
+
 def query(
     visible: str | None,
     load: Callable[[], ModuleType] = load_pynvml,
-    run: Callable[[Sequence[str]], str] | None = None,
+    run: Callable[[Sequence[str]], str] = run_smi,
 ) -> Answer:
     """The cards in the driver's order; never raises. `visible` is CUDA_VISIBLE_DEVICES; None: all of them."""
     try:
@@ -85,7 +96,7 @@ def query(
             devices = tuple(_describe(nvml, handle, driver) for handle in _handles(nvml, visible))
             return Answer(devices, cuda=_cuda_version(nvml))
     except _NoAnswer as error:
-        listed = _parse_smi((run or _run_smi)(SMI_FIELDS))
+        listed = _parse_smi(run(SMI_FIELDS))
         return Answer(tuple(_chosen(listed, visible))) if listed else Answer(error=str(error))
 
 
@@ -175,47 +186,31 @@ def _cuda_version(nvml: ModuleType) -> str | None:
 # ---- nvidia-smi
 
 
-def _run_smi(names: Sequence[str]) -> str:
-    for program in SMI:
-        command = (program, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS, check=True
-            )
-            return done.stdout
-    return ""
-
-
 def _parse_smi(text: str) -> list[Device]:
     found = []
     for line in text.splitlines():
         values = [value.strip() for value in line.split(",")]
-        if len(values) != len(SMI_FIELDS) or not values[0].isdigit():
-            continue
-        _, uuid, name, capability, total, free, driver = values
-        major, _, minor = capability.partition(".")
-        found.append(
-            Device(
-                name=name,
-                uuid=uuid,
-                capability=(int(major), int(minor)) if major.isdigit() and minor.isdigit() else None,
-                memory_bytes=int(total) * MIB if total.isdigit() else None,
-                free_bytes=int(free) * MIB if free.isdigit() else None,
-                driver=driver,
-            )
-        )
+        if len(values) == len(SMI_FIELDS) and values[0].isdigit():
+            _, uuid, name, capability, total, free, driver = values
+            found.append(Device(name, uuid, _pair(capability), _bytes(total), _bytes(free), driver))
     return found
 
 
+def _pair(text: str) -> Capability | None:
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def _bytes(mebibytes: str) -> int | None:
+    return int(mebibytes) * MIB if mebibytes.isdigit() else None
+
+
 def _chosen(devices: Sequence[Device], visible: str | None) -> Iterator[Device]:
-    if visible is None:
-        yield from devices
-        return
-    for entry in _entries(visible):
-        if entry.isdigit():
-            match = devices[int(entry)] if int(entry) < len(devices) else None
-        else:  # the beginning of a UUID is enough
-            match = next((device for device in devices if device.uuid.startswith(entry)), None)
+    numbers = {str(index): device for index, device in enumerate(devices)}
+    for entry in numbers if visible is None else _entries(visible):
+        # The beginning of a UUID is enough.
+        by_uuid = (device for device in devices if device.uuid.startswith(entry))
+        match = numbers.get(entry) or next(by_uuid, None)
         if match is None:
             return
         yield match

@@ -6,7 +6,7 @@ import pytest
 
 from blockdraft.doctor.problems import Facts, KnownProblem, facts_of, load_problems, problem_findings
 from blockdraft.machine.cards import card_by_key
-from blockdraft.machine.machine import Cpu, Gpu, Limits, Machine
+from blockdraft.machine.machine import Cpu, Gpu, Machine
 
 GOOD = Facts(
     versions={
@@ -24,7 +24,6 @@ GOOD = Facts(
     is_unified=False,
     architecture="x86_64",
     cpu_features=frozenset({"avx2"}),
-    is_container=False,
 )
 SPARK = {
     "cards": frozenset({"gb10"}),
@@ -144,7 +143,6 @@ def test_the_facts_of_a_machine():
         gpus=(gpu,),
         cuda="13.0",
         cpu=Cpu("X925", "aarch64", 20, frozenset({"bf16"})),
-        limits=Limits(container="docker"),
         kernel="6.17.0",
     )
     found = facts_of(machine, {"torch": "2.13.0"}, "13.0")
@@ -157,7 +155,7 @@ def test_the_facts_of_a_machine():
         "driver": "580.95.05",
         "capability": "12.1",
     }
-    assert (found.cards, found.is_unified, found.is_container) == ({"gb10"}, True, True)
+    assert (found.cards, found.is_unified) == ({"gb10"}, True)
     assert (found.architecture, found.cpu_features) == ("aarch64", {"bf16"})
 
 
