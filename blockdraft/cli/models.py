@@ -6,7 +6,7 @@ import argparse
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 
 from blockdraft.errors import SettingsError
 from blockdraft.planner.pairs import KnownFamily, KnownModels, KnownPair, find_models
@@ -35,24 +35,21 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(
             f"no known family, target or drafter contains '{args.query}': leave it out to see all of them."
         )
-    print(json.dumps(found.as_json(), indent=2) if args.json else "\n".join(_lines(found)))
+    print(json.dumps(found.as_json(), indent=2) if args.json else _text(found))
     return 0
 
 
-def _lines(found: KnownModels) -> Iterator[str]:
+def _text(found: KnownModels) -> str:
     """Families, pairs that run, pairs that do not; a part without entries is left out."""
-    parts = [_family_lines(found.families)] if found.families else []
+    parts = [["Families", *_family_lines(found.families)]] if found.families else []
     for title, runs in (("Pairs that run", True), ("Pairs that do not run", False)):
         pairs = [pair for pair in found.pairs if pair.runs == runs]
         title = f"{title} (as of {found.date}; GB of bfloat16 weights, approximate)"
-        parts += [chain([title], _pair_lines(pairs))] if pairs else []
-    for index, part in enumerate(parts):
-        yield from [""] if index else []
-        yield from part
+        parts += [[title, *_pair_lines(pairs)]] if pairs else []
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def _family_lines(families: Sequence[KnownFamily]) -> Iterator[str]:
-    yield "Families"
     width = max(len(family.name) for family in families)
     for family in families:
         indent = " " * (width + 4)

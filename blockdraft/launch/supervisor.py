@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from blockdraft.errors import LaunchError
+from blockdraft.exposition import samples
 from blockdraft.launch.command import Command
 from blockdraft.launch.log_signs import PHASES, PhaseTracker, is_error, read_sign
 from blockdraft.launch.process import GRACE_S, EngineProcess, shown_exit
@@ -186,19 +187,28 @@ class Supervisor:
             raise LaunchError(f"{self.title} starts, but its first answer is empty: the model is broken.")
         self._check_name()
         self._check_version()
-        note = f"{usage['completion_tokens']} tokens"
-        if self.launch.has_drafter:
-            status, metrics = self._ask("GET", "/metrics")
-            drafts = _total(metrics.decode("utf-8", "replace"), _SPECULATION[self.launch.command.engine])
-            if status != 200:
-                self.startup.warn(f"{self.title} has no /metrics (HTTP {status}): nobody knows if it drafts.")
-            elif drafts is None:
-                self.startup.warn(f"a drafter was asked for, but {self.title} counts no drafts: it has none.")
-            elif drafts == 0 and self.launch.command.engine == "vllm":  # SGLang counts a little later
-                self.startup.warn(f"{self.title} has a drafter, but drafted nothing for a first answer.")
-            else:
-                note += ", with drafts"
-        self.startup.note(note)
+        drafts = ", with drafts" if self.launch.has_drafter and self._has_drafted() else ""
+        self.startup.note(f"{usage['completion_tokens']} tokens{drafts}")
+
+    def _has_drafted(self) -> bool:
+        """For the first answer, by the engine's own counters; where not, or not known, it warns."""
+        engine = self.launch.command.engine
+        status, body = self._ask("GET", "/metrics")
+        counters = [
+            value
+            for name, _, value in samples(body.decode("utf-8", "replace"))
+            if name.startswith(_SPECULATION[engine]) and not name.endswith("_created")
+        ]
+        why = None
+        if status != 200:
+            why = f"{self.title} has no /metrics (HTTP {status}): nobody knows if it drafts."
+        elif not counters:
+            why = f"a drafter was asked for, but {self.title} counts no drafts: it has none."
+        elif not any(counters) and engine == "vllm":  # SGLang counts a little later
+            why = f"{self.title} has a drafter, but drafted nothing for a first answer."
+        if why is not None:
+            self.startup.warn(why)
+        return why is None
 
     def _check_name(self) -> None:
         status, body = self._ask("GET", "/v1/models")
@@ -291,15 +301,3 @@ def _object(body: bytes) -> dict[str, object]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _total(metrics: str, prefix: str) -> float | None:
-    """The sum of all samples whose names begin with `prefix`; None: there is none."""
-    total = None
-    for line in metrics.splitlines():
-        if line.startswith(prefix) and "_created" not in line:
-            try:
-                total = (total or 0.0) + float(line.rpartition(" ")[2])
-            except ValueError:
-                continue
-    return total
