@@ -24,7 +24,7 @@ class Ability:
 
 
 def abilities(capability: Capability | None, cpu_features: frozenset[str]) -> Iterator[Ability]:
-    """None: no GPU, or one that nobody knows."""
+    """What the card computes in, or the processor where `capability` is None or (0, 0), not known."""
     if capability is None or capability == (0, 0):
         yield from _of_cpu(cpu_features)
         return

@@ -146,24 +146,26 @@ def limit_findings(machine: Machine) -> Iterator[Finding]:
 _VARIABLES = {"downloads": "BLOCKDRAFT_CACHE", "hub": "HF_HOME", "triton": "TRITON_CACHE_DIR"}
 
 
-class Room(NamedTuple):
-    """Of the disk that a folder lies on, or would."""
+class DiskSpace(NamedTuple):
+    """What the disk has that a folder lies on, or would."""
 
     free_bytes: int
     may_write: bool
 
 
-def room_of(folder: Path) -> Room:
+def disk_space(folder: Path) -> DiskSpace:
     """A folder that is not there yet is made in the nearest one that is."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return Room(shutil.disk_usage(folder).free, os.access(folder, os.W_OK))
+    return DiskSpace(shutil.disk_usage(folder).free, os.access(folder, os.W_OK))
 
 
-def disk_findings(folders: Mapping[str, Path], room: Callable[[Path], Room] = room_of) -> Iterator[Finding]:
-    """One per folder that fills up."""
+def disk_findings(
+    folders: Mapping[str, Path], space_of: Callable[[Path], DiskSpace] = disk_space
+) -> Iterator[Finding]:
+    """Yields one finding for each folder that fills up."""
     for name, folder in folders.items():
-        found = room(folder)
+        found = space_of(folder)
         says, advice = f"{folder}: {found.free_bytes / GIB:.1f} GiB free", f"point {_VARIABLES[name]}"
         if not found.may_write:
             yield Finding("disk", name, "problem", f"{folder} cannot be written", f"{advice} elsewhere")

@@ -28,7 +28,7 @@ REQUIRED = ("torch", "numpy", "tokenizers", "huggingface_hub")  # on every machi
 
 
 def read_versions(version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:
-    """By our names; what is not installed is not in it."""
+    """The versions by our names of the libraries; what is not installed is left out."""
     found = {"python": platform.python_version()}
     for name, distribution in DISTRIBUTIONS.items():
         try:

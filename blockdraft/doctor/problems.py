@@ -25,7 +25,7 @@ Condition = str | bool | list[str]
 
 @dataclass(frozen=True, slots=True)
 class KnownProblem:
-    """One entry."""
+    """One entry of problems.toml."""
 
     id: str
     level: Level
@@ -45,7 +45,7 @@ class KnownProblem:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What conditions are about."""
+    """What the conditions of an entry are compared with."""
 
     versions: Mapping[str, str]  # VERSIONED names; what is not there is not in it
     cards: frozenset[str]
@@ -59,7 +59,7 @@ def load_problems() -> tuple[KnownProblem, ...]:
 
 
 def facts_of(machine: Machine, versions: Mapping[str, str], torch_cuda: str | None) -> Facts:
-    """`versions` of libraries, as read_versions gives them."""
+    """Collects the facts; `versions` of libraries are those of read_versions."""
     gpus = machine.gpus
     known = {
         "cuda": machine.cuda,

@@ -38,7 +38,7 @@ class Diagnosis:
 
 
 def examine(device: str, *, with_kernels: bool, note: Note) -> Diagnosis:
-    """This machine. `device` is torch's, or "auto"."""
+    """Examines this machine. `device` is one of torch, or "auto"."""
     machine, versions = read_machine(), read_versions()
     note("importing torch" + (" and comparing kernels with their references" if with_kernels else ""))
     if with_kernels and machine.gpus:
@@ -47,7 +47,7 @@ def examine(device: str, *, with_kernels: bool, note: Note) -> Diagnosis:
 
 
 def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Diagnosis:
-    """Pure, but for the disks."""
+    """Judges what was read of a machine. Reads nothing itself but the room on the disks."""
     torch_cuda = None if probe.torch is None else probe.torch.cuda
     facts = facts_of(machine, versions, torch_cuda)
     findings = (
@@ -71,7 +71,7 @@ def _capability(machine: Machine, probe: Probe) -> Capability | None:
 
 
 def as_json(report: Diagnosis) -> dict[str, Any]:
-    """One object; sizes in bytes, null where something is not known."""
+    """The diagnosis as one object; sizes are in bytes, and null is not known."""
     machine = asdict(report.machine)
     machine["cpu"]["features"] = sorted(report.machine.cpu.features)
     for entry, gpu in zip(machine["gpus"], report.machine.gpus, strict=True):

@@ -90,7 +90,7 @@ def refuse(issues: Iterable[Issue]) -> None:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """issues.toml, read once."""
+    """Reads issues.toml, once."""
     return read_entries(FILE.read_text(encoding="utf-8"))
 
 
@@ -141,7 +141,7 @@ def _newer(version: EngineVersion) -> list[Issue]:
 
 
 def _model_type(config: Raw) -> object:
-    """The text part's, where the model also sees or hears."""
+    """The type of the text part, where the model also sees or hears."""
     inner = config.get("text_config")
     found = (inner if isinstance(inner, Mapping) else config).get("model_type", config.get("model_type"))
     return found.removesuffix("_text") if isinstance(found, str) else None
@@ -248,7 +248,7 @@ def _matches(value: object, patterns: list[str]) -> bool:
 
 
 def _is_target(found: Combination, wanted: object) -> bool:
-    """By the type in config.json, or by name where that is not known; `only` is asked of the name as well."""
+    """Goes by the type in config.json, or by name where that is not known; `only` is about the name too."""
     assert isinstance(wanted, dict)
     if found.target is not None and "types" in wanted:
         is_family = _matches(_model_type(found.target), wanted["types"])
@@ -258,7 +258,7 @@ def _is_target(found: Combination, wanted: object) -> bool:
 
 
 def _has_weights(found: Combination, wanted: object) -> bool:
-    """How the target's weights are packed: by the settings, else by config.json, else by its name."""
+    """Goes by the settings, else by the target's config.json, else by its name."""
     assert isinstance(wanted, list)
     if found.settings.quantization not in ("auto", "keep"):
         return _matches(found.settings.quantization, wanted)

@@ -76,7 +76,7 @@ class Sign:
 
 
 def read_sign(engine: str, line: str) -> Sign | None:
-    """None: the line tells nothing of the start."""
+    """What the line tells of the start; None: nothing."""
     text = message(line)
     for phase, pattern in _COMPILED[engine]:
         found = pattern.search(text)
@@ -99,7 +99,7 @@ def is_error(line: str) -> bool:
 
 
 def is_bar(line: str) -> bool:
-    """Whether it is one of the many pictures of a progress bar."""
+    """Whether the line is one state of a progress bar."""
     return _BAR.search(line) is not None
 
 
@@ -113,7 +113,7 @@ class PhaseTracker:
         self._lock = RLock()
 
     def enter(self, name: str) -> None:
-        """Nothing happens when that phase, or a later one, runs already."""
+        """Begins a phase; nothing happens when it, or a later one, runs already."""
         place = PHASES.index(name)
         with self._lock:
             if place <= self._place:
@@ -125,7 +125,7 @@ class PhaseTracker:
             self._running.enter_context(self._startup.phase(name))
 
     def take(self, sign: Sign) -> None:
-        """What a line of the log tells; our own phases have no lines."""
+        """Takes in what a line of the log tells; it is ignored in our own phases."""
         with self._lock:
             if self._place >= len(_READ):
                 return
@@ -137,11 +137,11 @@ class PhaseTracker:
                 self._startup.progress(round(sign.progress * 100), 100)
 
     def close(self) -> None:
-        """The phase that runs has ended well."""
+        """Ends the running phase as done."""
         with self._lock:
             self._running.close()
 
     def fail(self, error: BaseException) -> None:
-        """The phase that runs has failed."""
+        """Ends the running phase as failed."""
         with self._lock:
             self._running.__exit__(type(error), error, error.__traceback__)

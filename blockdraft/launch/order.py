@@ -34,14 +34,14 @@ class Combination:
 
     @property
     def drafter(self) -> str | None:
-        """None: plain decoding."""
+        """The drafter's name; None: plain decoding."""
         name = self.settings.draft
         assert name != "auto", "with_drafter has chosen one"
         return None if name in (None, "none") or self.settings.width == 1 else name
 
     @property
     def capability(self) -> Capability | None:
-        """Of the card."""
+        """The first card's."""
         return self.machine.gpus[0].capability if self.machine is not None and self.machine.gpus else None
 
     @property
@@ -56,7 +56,7 @@ class Combination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order(Combination):
-    """One engine to start, before it is put into that engine's words."""
+    """One engine to start, before its flags are written."""
 
     served_name: str
     port: int
@@ -112,7 +112,7 @@ class Order(Combination):
         return host, int(port)
 
     def refusal(self, name: str, why: str) -> SettingsError:
-        """For a setting that the engine has no words for."""
+        """The error for a setting that the engine cannot be told."""
         value = getattr(self.settings, name)
         return SettingsError(f"{name} = {value!r} cannot be passed to {self.version}: {why}.")
 
@@ -125,7 +125,7 @@ class Order(Combination):
 def write_command(
     order: Order, program: Iterable[str], flags: Flags, *, env: Mapping[str, str], image: str
 ) -> Command:
-    """The command whose words the engine's own module has found."""
+    """Makes the command of the flags that the engine's own module has chosen."""
     _check(order)
     settings, written = order.settings, _arguments(flags)
     is_published = not order.is_cpu and not order.version.carried  # images are for GPUs, and of releases

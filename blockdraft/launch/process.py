@@ -58,7 +58,7 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; 128 + n after signal n."""
+        """The exit code: None while it runs, 128 + n after signal n."""
         return self._process.poll()
 
     def last_lines(self, count: int) -> list[str]:
@@ -66,7 +66,7 @@ class EngineProcess:
             return list(self._tail)[-count:]
 
     def wait_output(self, timeout_s: float) -> None:
-        """Until the last line of an engine that has ended was read."""
+        """Waits until the last line of an engine that has ended was read."""
         self._reader.join(timeout_s)
 
     def close(self) -> None:

@@ -132,7 +132,7 @@ def _speculation(order: Order) -> Flags:
 
 
 def _draft_quantization(order: Order) -> str | None:
-    """Unsaid, the drafter's weights are read as the target's are (sglang #35860): so it is always said."""
+    """Always given: without it the drafter's weights are read as the target's are (sglang #35860)."""
     if order.draft is not None and isinstance(order.draft.get("quantization_config"), Mapping):
         return None
     if order.settings.draft_quantization == "none":

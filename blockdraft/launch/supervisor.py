@@ -48,7 +48,7 @@ class Launch:
 
 
 class Unanswered(LaunchError):
-    """A question to the engine that came to nothing on the way."""
+    """The engine did not answer a question over HTTP."""
 
 
 class Supervisor:
@@ -83,7 +83,7 @@ class Supervisor:
         return {} if key is None else {"authorization": f"Bearer {key}"}
 
     def last_lines(self) -> list[str]:
-        """Of the engine's output."""
+        """The last lines of the engine's output."""
         return [] if self._process is None else self._process.last_lines(SHOWN_LINES)
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Supervisor:
             self._stop.wait(POLL_S)
 
     def _watch(self) -> None:
-        """Until the engine is lost or we are told to end. A server may outlive the engine it answers for."""
+        """Watches until the engine is lost or we are told to end; its server may outlive it."""
         well_s = looked_s = time.monotonic()
         while not self._stop.wait(POLL_S):
             self._check_alive()
@@ -167,7 +167,7 @@ class Supervisor:
             raise
 
     def _warm(self) -> Mapping[str, object]:
-        """One short answer, so that the first client does not wait for what is made on first use."""
+        """Asks for one short answer, so that the first client does not wait for what is made on first use."""
         body = {
             "model": self.launch.name,
             "prompt": "One, two, three, four,",
@@ -191,7 +191,7 @@ class Supervisor:
         self.startup.note(f"{usage['completion_tokens']} tokens{drafts}")
 
     def _has_drafted(self) -> bool:
-        """For the first answer, by the engine's own counters; where not, or not known, it warns."""
+        """Whether the engine's own counters say that it drafted the first answer; warns where they do not."""
         engine = self.launch.command.engine
         status, body = self._ask("GET", "/metrics")
         counters = [
@@ -251,7 +251,7 @@ class Supervisor:
             raise self._lost(f"{shown_exit(code)}{when}")
 
     def _lost(self, why: str, kind: type[LaunchError] = LaunchError) -> LaunchError:
-        """With the engine's last lines, which often say more."""
+        """The error that the engine is lost, with its last lines, which often say more."""
         lines = self.last_lines()
         shown = f"Its last lines: {' | '.join(lines)}" if lines else "It said nothing."
         return kind(f"{self.title} {why}. {shown}")
@@ -267,7 +267,7 @@ class Supervisor:
             self._phases.take(sign)
 
     def _status(self, path: str) -> int | None:
-        """None: no answer."""
+        """The HTTP status of a path; None: no answer."""
         try:
             return self._ask("GET", path)[0]
         except Unanswered:
@@ -290,7 +290,7 @@ class Supervisor:
 
 
 def _is_same_version(found: str, asked: str) -> bool:
-    """To the second number: 0.32.1 takes the flags of 0.32."""
+    """Whether the first two numbers agree: 0.32.1 takes the flags of 0.32."""
     return found.split(".")[:2] == asked.split(".")[:2]
 
 

@@ -82,7 +82,7 @@ def _limits(order: Order) -> Flags:
 
 
 def _max_in_flight(order: Order) -> int | None:
-    """Its limit counts those that run as well."""
+    """The queue's limit as vLLM counts it: with the requests that run."""
     if order.changed("max_queue") is None:
         return None
     if not order.version.within(f">={QUEUE_LIMIT}"):

@@ -82,15 +82,15 @@ def has_bf16(capability: Capability) -> bool:
 
 
 def has_fp8(capability: Capability) -> bool:
-    """Products of fp8 by fp8."""
+    """Whether the card multiplies fp8 by fp8."""
     return capability >= (8, 9)
 
 
 def has_fp4(capability: Capability) -> bool:
-    """Products of NVFP4 and MXFP4; older cards unpack the weights and multiply in bf16 or fp8."""
+    """Whether it multiplies NVFP4 and MXFP4; older cards unpack the weights and multiply in bf16 or fp8."""
     return capability >= (10, 0)
 
 
 def has_tma(capability: Capability) -> bool:
-    """The tensor memory accelerator: copies of whole tiles."""
+    """Whether it has the tensor memory accelerator, which copies whole tiles."""
     return capability >= (9, 0)

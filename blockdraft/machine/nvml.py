@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One card. None: the driver does not say, as GB10's of its memory."""
+    """One card. None: the driver does not say; GB10's hides its memory."""
 
     name: str
     uuid: str
@@ -74,7 +74,7 @@ def load_pynvml() -> ModuleType:
 
 
 def run_smi(names: Sequence[str]) -> str:
-    """These fields of every card, a line each; "" where it fails."""
+    """Asks nvidia-smi for these fields: a line for each card, or "" where it fails."""
     for program in SMI:
         command = (program, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -92,7 +92,7 @@ def query(
     """The cards in the driver's order; never raises. `visible` is CUDA_VISIBLE_DEVICES; None: all of them."""
     try:
         with _opened(load) as nvml:
-            driver = _said(nvml, nvml.nvmlSystemGetDriverVersion) or ""
+            driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion) or ""
             devices = tuple(_describe(nvml, handle, driver) for handle in _handles(nvml, visible))
             return Answer(devices, cuda=_cuda_version(nvml))
     except _NoAnswer as error:
@@ -120,7 +120,7 @@ def holders(
 
 @contextlib.contextmanager
 def _opened(load: Callable[[], ModuleType]) -> Iterator[ModuleType]:
-    """pynvml, ready to be asked. Raises _NoAnswer."""
+    """Opens pynvml and closes it again. Raises _NoAnswer."""
     try:
         nvml = load()
     except ImportError:
@@ -132,11 +132,11 @@ def _opened(load: Callable[[], ModuleType]) -> Iterator[ModuleType]:
     try:
         yield nvml
     finally:
-        _said(nvml, nvml.nvmlShutdown)
+        _ask(nvml, nvml.nvmlShutdown)
 
 
-def _said(nvml: ModuleType, function: Callable[..., T], *arguments: object) -> T | None:
-    """None: the driver does not say, or is too old to be asked."""
+def _ask(nvml: ModuleType, function: Callable[..., T], *arguments: object) -> T | None:
+    """What the driver answers; None where it does not say, or is too old for the question."""
     try:
         return function(*arguments)
     except (nvml.NVMLError, UnicodeDecodeError):
@@ -144,25 +144,25 @@ def _said(nvml: ModuleType, function: Callable[..., T], *arguments: object) -> T
 
 
 def _handles(nvml: ModuleType, visible: str | None) -> Iterator[object]:
-    """CUDA stops at the first entry that is not a card, and so do we."""
-    count = _said(nvml, nvml.nvmlDeviceGetCount) or 0
+    """Yields the visible cards. CUDA stops at the first entry that is not a card, and so do we."""
+    count = _ask(nvml, nvml.nvmlDeviceGetCount) or 0
     for entry in map(str, range(count)) if visible is None else _entries(visible):
         if entry.isdigit():
-            handle = _said(nvml, nvml.nvmlDeviceGetHandleByIndex, int(entry))
+            handle = _ask(nvml, nvml.nvmlDeviceGetHandleByIndex, int(entry))
         else:
-            handle = _said(nvml, nvml.nvmlDeviceGetHandleByUUID, entry)
+            handle = _ask(nvml, nvml.nvmlDeviceGetHandleByUUID, entry)
         if handle is None:
             return
         yield handle
 
 
 def _describe(nvml: ModuleType, handle: object, driver: str) -> Device:
-    memory = _said(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     total, free = (memory.total, memory.free) if memory is not None and memory.total else (None, None)
     return Device(
-        name=_said(nvml, nvml.nvmlDeviceGetName, handle) or "",
-        uuid=_said(nvml, nvml.nvmlDeviceGetUUID, handle) or "",
-        capability=_said(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle),
+        name=_ask(nvml, nvml.nvmlDeviceGetName, handle) or "",
+        uuid=_ask(nvml, nvml.nvmlDeviceGetUUID, handle) or "",
+        capability=_ask(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle),
         memory_bytes=total,
         free_bytes=free,
         driver=driver,
@@ -171,15 +171,15 @@ def _describe(nvml: ModuleType, handle: object, driver: str) -> Device:
 
 def _running(nvml: ModuleType, handle: object, kind: str) -> Iterator[Holder]:
     for version in ("_v3", "_v2"):
-        ask = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses{version}")
-        processes = _said(nvml, ask, handle)
+        function = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses{version}")
+        processes = _ask(nvml, function, handle)
         if processes is not None:
             yield from (Holder(process.pid, process.usedGpuMemory) for process in processes)
             return
 
 
 def _cuda_version(nvml: ModuleType) -> str | None:
-    version = _said(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
+    version = _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
     return None if version is None else f"{version // 1000}.{version % 1000 // 10}"
 
 

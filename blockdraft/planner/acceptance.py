@@ -40,7 +40,7 @@ class Acceptance:
 
 
 def own_acceptance(fit_file: Mapping[str, object], *, name: str) -> Acceptance:
-    """By fit.json of the drafter."""
+    """What fit.json of the drafter says."""
     committed = {category: 1 + sum(shares) for category, shares in read_fit(fit_file, name=name).items()}
 
     def of(categories: Iterable[str]) -> float:
@@ -51,7 +51,7 @@ def own_acceptance(fit_file: Mapping[str, object], *, name: str) -> Acceptance:
 
 
 def published_acceptance(target: str, draft: str) -> Acceptance:
-    """By the names of both, since a folder may have any name."""
+    """What was published for a pair. Both names are looked at, since a folder may have any."""
     file = read_file()
     elsewhere = file["acceptance_elsewhere"]
     for text in (target.casefold(), draft.casefold()):

@@ -73,7 +73,7 @@ class KnownModels:
 
 @cache
 def read_file() -> dict[str, Any]:
-    """pairs.toml, read once: not to be changed."""
+    """Reads pairs.toml, once; the result must not be changed."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
