@@ -5,10 +5,11 @@ import dataclasses
 import io
 import os
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from blockdraft.cli.main import main as blockdraft
-from blockdraft.planner import known
+from blockdraft.planner.pairs import KnownFamily, KnownPair, find_models
 from blockdraft.settings import recipe
 from blockdraft.settings.settings import OTHER_VARIABLES, Settings
 
@@ -86,46 +87,44 @@ def help_of(words: list[str]) -> str:
 
 
 def models_page() -> str:
-    page = MODELS_TEMPLATE.read_text()
+    known = find_models()
     parts = {
-        "families": family_table(),
-        "date": known.DATE,
-        "sources": f"{', '.join(known.SOURCES[:-1])} and {known.SOURCES[-1]}",
-        "pairs": pair_table(),
-        "refused": refused_table(),
+        "families": family_table(known.families),
+        "date": known.date,
+        "sources": f"{', '.join(known.sources[:-1])} and {known.sources[-1]}",
+        "pairs": pair_table([pair for pair in known.pairs if pair.runs]),
+        "refused": refused_table([pair for pair in known.pairs if not pair.runs]),
     }
+    page = MODELS_TEMPLATE.read_text()
     for name, text in parts.items():
         page = page.replace(f"{{{{{name}}}}}", text)
     return page
 
 
-def family_table() -> str:
+def family_table(families: Sequence[KnownFamily]) -> str:
     lines = ["| family | architectures | kind | models | rope | notes |", "|---|---|---|---|---|---|"]
-    for family in known.FAMILIES:
+    for family in families:
         architectures = ", ".join(f"`{name}`" for name in family.architectures)
         models = ", ".join(family.models)
         lines.append(row(f"`{family.name}`", architectures, family.kind, models, family.rope, family.notes))
     return "\n".join(lines)
 
 
-def pair_table() -> str:
+def pair_table(pairs: Sequence[KnownPair]) -> str:
     lines = [
         "| target | target GB | drafter | layout | block | layers | drafter GB | notes |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for pair in known.PAIRS:
-        if pair.runs:
-            target = (f"`{pair.target}`", shown(pair.target_gb))
-            drafter = (f"`{pair.drafter}`", pair.layout, shown(pair.block), shown(pair.draft_layers))
-            lines.append(row(*target, *drafter, shown(pair.draft_gb), pair.notes))
+    for pair in pairs:
+        target = (f"`{pair.target}`", shown(pair.target_gb))
+        drafter = (f"`{pair.drafter}`", pair.layout, shown(pair.block), shown(pair.draft_layers))
+        lines.append(row(*target, *drafter, shown(pair.draft_gb), pair.notes))
     return "\n".join(lines)
 
 
-def refused_table() -> str:
+def refused_table(pairs: Sequence[KnownPair]) -> str:
     lines = ["| target | drafter | why not | notes |", "|---|---|---|---|"]
-    for pair in known.PAIRS:
-        if not pair.runs:
-            lines.append(row(f"`{pair.target}`", f"`{pair.drafter}`", pair.refused, pair.notes))
+    lines += [row(f"`{pair.target}`", f"`{pair.drafter}`", pair.refused, pair.notes) for pair in pairs]
     return "\n".join(lines)
 
 

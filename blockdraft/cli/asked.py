@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from blockdraft.cli.flags import card_named
 from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
 from blockdraft.launch import Command, translate
-from blockdraft.launch.oracle import Finding, check_settings, refuse
+from blockdraft.launch.issues import Issue, check_settings, refuse
 from blockdraft.launch.order import HOST
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.external import fit_external
@@ -30,7 +30,7 @@ class Asked:
     machine: Machine | None  # None: not known
     target: Mapping[str, object] | None  # config.json
     draft: Mapping[str, object] | None
-    findings: tuple[Finding, ...]  # of the oracle; none that refuses
+    findings: tuple[Issue, ...]  # none of them refuses
     warnings: tuple[str, ...] = ()
 
     def command(self, *, port: int, api_key: str | None, host: str = HOST) -> Command:

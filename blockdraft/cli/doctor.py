@@ -12,7 +12,7 @@ from blockdraft.errors import SettingsError
 
 if TYPE_CHECKING:
     from blockdraft.doctor.finding import Finding
-    from blockdraft.doctor.report import Report
+    from blockdraft.doctor.report import Diagnosis
 
 SUMMARY = "examine this machine: hardware, limits, libraries, kernels"
 USAGE = "blockdraft doctor [flags]"
@@ -70,7 +70,7 @@ def _note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _show(report: Report) -> None:
+def _show(report: Diagnosis) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from blockdraft.errors import SettingsError
-from blockdraft.planner.known import DATE, KnownFamily, KnownPair, as_json, find
+from blockdraft.planner.pairs import KnownFamily, KnownModels, KnownPair, find_models
 
 SUMMARY = "list known models and drafters"
 USAGE = "blockdraft models [QUERY] [flags]"
@@ -30,34 +30,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    families, pairs = find(args.query)
-    if not families and not pairs:
+    found = find_models(args.query)
+    if not found.families and not found.pairs:
         raise SettingsError(
             f"no known family, target or drafter contains '{args.query}': leave it out to see all of them."
         )
-    if args.json:
-        print(json.dumps(as_json(families, pairs), indent=2))
-        return 0
-    for line in lines(families, pairs):
-        print(line)
+    print(json.dumps(found.as_json(), indent=2) if args.json else _text(found))
     return 0
 
 
-def lines(families: Sequence[KnownFamily], pairs: Sequence[KnownPair]) -> Iterator[str]:
+def _text(found: KnownModels) -> str:
     """Families, pairs that run, pairs that do not; a part without entries is left out."""
-    parts = [_family_lines(families)] if families else []
-    for runs in (True, False):
-        chosen = [pair for pair in pairs if pair.runs == runs]
-        if chosen:
-            parts.append(_pair_lines(chosen, runs=runs))
-    for index, part in enumerate(parts):
-        if index:
-            yield ""
-        yield from part
+    parts = [["Families", *_family_lines(found.families)]] if found.families else []
+    for title, runs in (("Pairs that run", True), ("Pairs that do not run", False)):
+        pairs = [pair for pair in found.pairs if pair.runs == runs]
+        title = f"{title} (as of {found.date}; GB of bfloat16 weights, approximate)"
+        parts += [[title, *_pair_lines(pairs)]] if pairs else []
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def _family_lines(families: Sequence[KnownFamily]) -> Iterator[str]:
-    yield "Families"
     width = max(len(family.name) for family in families)
     for family in families:
         indent = " " * (width + 4)
@@ -66,9 +58,7 @@ def _family_lines(families: Sequence[KnownFamily]) -> Iterator[str]:
         yield from _wrapped(f"{', '.join(family.models)}. Rope: {family.rope}. {family.notes}", indent)
 
 
-def _pair_lines(pairs: Sequence[KnownPair], *, runs: bool) -> Iterator[str]:
-    title = "Pairs that run" if runs else "Pairs that do not run"
-    yield f"{title} (as of {DATE}; GB of bfloat16 weights, approximate)"
+def _pair_lines(pairs: Sequence[KnownPair]) -> Iterator[str]:
     rows = [_cells(pair) for pair in pairs]
     widths = [max(len(row[column]) for row in (_COLUMNS, *rows)) for column in range(len(_COLUMNS))]
     yield f"    {_aligned(_COLUMNS, widths)}"

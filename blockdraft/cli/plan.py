@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 
 from blockdraft.cli.flags import add_model, add_settings, card_named, given_settings, noted
 from blockdraft.errors import SettingsError
-from blockdraft.launch.oracle import Finding, check_settings
+from blockdraft.launch.issues import Issue, check_settings
 from blockdraft.machine.cards import Card, card_by_key
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.fit import machine_of
 from blockdraft.planner.pair import Pair, open_pair
+from blockdraft.planner.pairs import published_runs
 from blockdraft.planner.report import Report, as_json, make_report
 from blockdraft.planner.shape import Kind
 from blockdraft.settings.recipe import Expectation, load_recipe
@@ -79,21 +80,22 @@ class Known:
     machine: Machine
     pair: Pair
 
-    def problems(self, settings: Settings) -> list[Finding]:
+    def problems(self, settings: Settings) -> list[Issue]:
         draft = None if self.pair.draft is None else self.pair.draft.stored.config
         target = self.pair.target.stored.config
         return check_settings(settings, machine=self.machine, target=target, draft=draft)
 
 
-def _refused(findings: Iterable[Finding]) -> set[str]:
+def _refused(findings: Iterable[Issue]) -> set[str]:
     return {finding.id for finding in findings if finding.severity == "refuse"}
 
 
 def _expected(settings: Settings, card: Card | None) -> tuple[Expectation, ...]:
-    """What the recipe says was published for this card."""
+    """What was published for this card of the recipe's pair; a recipe may say it itself."""
     if settings.recipe is None or card is None:
         return ()
-    found = load_recipe(settings.recipe).expect
+    recipe = load_recipe(settings.recipe)
+    found = recipe.expect or published_runs(recipe.settings.get("model"), recipe.settings.get("draft"))
     return tuple(one for one in found if one.card is not None and card_by_key(one.card) == card)
 
 
@@ -125,7 +127,7 @@ def _given(args: argparse.Namespace) -> dict[str, object]:
 
 
 def lines(
-    report: Report, findings: Sequence[Finding], expected: Sequence[Expectation], *, explains: bool
+    report: Report, findings: Sequence[Issue], expected: Sequence[Expectation], *, explains: bool
 ) -> Iterator[str]:
     """The table; with `explains`, what stands behind it."""
     yield from _head(report, is_refused=bool(_refused(findings)))
@@ -225,7 +227,7 @@ def _published(one: Expectation) -> str:
     return f"{about}: {', '.join(parts)} ({one.source})"
 
 
-def _problems(report: Report, findings: Sequence[Finding]) -> Iterator[str]:
+def _problems(report: Report, findings: Sequence[Issue]) -> Iterator[str]:
     for finding in findings:
         yield ""
         yield f"{finding.severity.upper()} {finding.id}: {finding.symptom}"

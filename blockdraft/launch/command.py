@@ -25,11 +25,6 @@ class Command:
     def __post_init__(self) -> None:
         object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
 
-    @property
-    def shown_env(self) -> dict[str, str]:
-        """The environment as it may be printed: a secret is shown as a reference to its own variable."""
-        return {name: f"${{{name}}}" if is_secret(name) else value for name, value in self.env.items()}
-
 
 def is_secret(name: str) -> bool:
     """Whether a variable's value may never be printed or passed as an argument."""

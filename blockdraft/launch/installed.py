@@ -56,7 +56,7 @@ class Installed:
 
 
 def find_engine(engine: str, python: str | None = None) -> Installed:
-    """In the environment of `python`; without one, on PATH and then beside us. SettingsError: nowhere."""
+    """Looks in the environment of `python`; without one, on PATH and then beside us. Raises SettingsError."""
     if python is not None:
         path = shutil.which(str(Path(python).expanduser()))
         if path is None:

@@ -71,7 +71,7 @@ class Children:
                 return
 
     def end(self, grace_s: float) -> None:
-        """The engine itself first: it knows how to end its workers. Then what is left."""
+        """Ends the engine itself first, which knows how to end its workers, and then what is left."""
         if not self._has_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGTERM)
@@ -114,7 +114,7 @@ def _wait(condition: Callable[[], bool], limit_s: float) -> None:
 
 
 def _children() -> list[int]:
-    """Our own, where /proc tells; it is Linux that lets us adopt them."""
+    """Our own children, where /proc tells; only on Linux can we adopt them."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -124,7 +124,7 @@ def _children() -> list[int]:
 
 
 def _die_with_keeper() -> None:
-    """In the engine, before it is one: if the keeper is killed, so is the engine."""
+    """Runs in the child before the engine's program: if the keeper is killed, so is the engine."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from blockdraft.checkpoints.draft_config import draft_block
 from blockdraft.errors import SettingsError
-from blockdraft.launch.versions import Version
+from blockdraft.launch.command import Command
+from blockdraft.launch.versions import EngineVersion
 from blockdraft.machine.cards import Capability
+from blockdraft.machine.machine import Machine, external_memory_share
 from blockdraft.settings.settings import DEFAULTS, Settings
 
 HOST = "127.0.0.1"  # clients talk to our server, and only it to the engine
@@ -17,30 +19,49 @@ MEETING_PORT = 29501  # where machines meet when --head-address names no port; v
 SECRET_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
 
 Raw = Mapping[str, object]
+Flags = list[tuple[str, object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """One engine to start, before it is put into that engine's words."""
+class Combination:
+    """What is asked of an engine, and what is known of its models and its machine. None: not known."""
 
     settings: Settings
-    version: Version
-    served_name: str
-    port: int
-    host: str
-    memory_share: float  # of the card
-    api_key: str | None = None
-    capability: Capability | None = None  # of the card; None: not known
-    has_gpu: bool = True
-    target: Raw | None = None  # config.json of both models, where they are known
+    version: EngineVersion
+    machine: Machine | None = None
+    target: Raw | None = None  # config.json of both models
     draft: Raw | None = None
 
     @property
     def drafter(self) -> str | None:
-        """None: plain decoding."""
+        """The drafter's name; None: plain decoding."""
         name = self.settings.draft
-        assert name != "auto", "translate has chosen one"
+        assert name != "auto", "with_drafter has chosen one"
         return None if name in (None, "none") or self.settings.width == 1 else name
+
+    @property
+    def capability(self) -> Capability | None:
+        """The first card's."""
+        return self.machine.gpus[0].capability if self.machine is not None and self.machine.gpus else None
+
+    @property
+    def is_cpu(self) -> bool:
+        device, machine = self.settings.device, self.machine
+        return device == "cpu" or (device == "auto" and machine is not None and not machine.gpus)
+
+    @property
+    def memory_share(self) -> float:
+        return external_memory_share(self.settings, self.machine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order(Combination):
+    """One engine to start, before its flags are written."""
+
+    served_name: str
+    port: int
+    host: str
+    api_key: str | None = None
 
     def quantization(self, name: str) -> str | None:
         """The setting `name` in the engines' word; None: the weights as they are stored."""
@@ -65,13 +86,18 @@ class Order:
         return draft_block(self.draft)
 
     @property
-    def is_cpu(self) -> bool:
-        return self.settings.device == "cpu" or (self.settings.device == "auto" and not self.has_gpu)
-
-    @property
-    def has_image(self) -> bool:
-        """Published ones are for GPUs, and hold no pull requests."""
-        return not self.is_cpu and not self.version.carried
+    def environment(self) -> dict[str, str]:
+        """The variables that settings name, and the one that picks the card of `cuda:N`."""
+        settings, device = self.settings, self.settings.device
+        if device in ("auto", "cuda", "cpu"):
+            return dict(settings.engine_env)
+        kind, _, index = device.partition(":")
+        if kind != "cuda" or not index.isdigit():
+            raise self.refusal("device", "it runs on cuda, cuda:N or cpu")
+        if settings.tensor_parallel * settings.pipeline_parallel > settings.num_nodes:
+            why = "several cards share the model: set CUDA_VISIBLE_DEVICES in engine_env"
+            raise self.refusal("device", why)
+        return {"CUDA_VISIBLE_DEVICES": index, **dict(settings.engine_env)}
 
     @property
     def head(self) -> tuple[str, int]:
@@ -86,7 +112,7 @@ class Order:
         return host, int(port)
 
     def refusal(self, name: str, why: str) -> SettingsError:
-        """For a setting that the engine has no words for."""
+        """The error for a setting that the engine cannot be told."""
         value = getattr(self.settings, name)
         return SettingsError(f"{name} = {value!r} cannot be passed to {self.version}: {why}.")
 
@@ -96,10 +122,42 @@ class Order:
         return None if value in ("auto", DEFAULTS[name]) else value
 
 
-def arguments(pairs: Iterable[tuple[str, object]]) -> tuple[str, ...]:
+def write_command(
+    order: Order, program: Iterable[str], flags: Flags, *, env: Mapping[str, str], image: str
+) -> Command:
+    """Makes the command of the flags that the engine's own module has chosen."""
+    _check(order)
+    settings, written = order.settings, _arguments(flags)
+    is_published = not order.is_cpu and not order.version.carried  # images are for GPUs, and of releases
+    return Command(
+        engine=settings.engine,
+        version=order.version.text,
+        argv=(*program, *written, *_passed_on(settings, written)),
+        env=env,
+        port=order.port,
+        image=image if is_published else None,
+        # Models that are named by a whole path, and not by a hub id.
+        mounts=tuple(name for name in (settings.model, settings.draft) if name and name[0] == "/"),
+    )
+
+
+def _check(order: Order) -> None:
+    """Raises SettingsError for what only our own engine reads or does."""
+    settings = order.settings
+    if settings.model == "default":
+        raise order.refusal("model", "it is a file of ours; name a folder or a hub id")
+    if settings.model.lower().endswith(".gguf"):
+        raise order.refusal("model", "a single GGUF file is for the native engine; name a folder or a hub id")
+    if settings.max_stall_ms is not None:
+        raise order.refusal("max_stall_ms", "it has no such limit; use --chunk")
+    if settings.dtype == "float64":
+        raise order.refusal("dtype", "it computes in float32 at most")
+
+
+def _arguments(flags: Flags) -> tuple[str, ...]:
     """Flags in order. None and False are left out, True is the flag alone, a mapping is written as JSON."""
     found: list[str] = []
-    for flag, value in pairs:
+    for flag, value in flags:
         if value is None or value is False:
             continue
         found.append(flag)
@@ -110,10 +168,9 @@ def arguments(pairs: Iterable[tuple[str, object]]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def passed_on(order: Order, written: Iterable[str]) -> tuple[str, ...]:
+def _passed_on(settings: Settings, written: Iterable[str]) -> tuple[str, ...]:
     """engine_args, refused where they hold a secret or repeat a flag that comes from a setting."""
-    written = set(written)
-    for argument in order.settings.engine_args:
+    for argument in settings.engine_args:
         flag = argument.partition("=")[0]
         if flag in SECRET_FLAGS:
             raise SettingsError(
@@ -125,31 +182,4 @@ def passed_on(order: Order, written: Iterable[str]) -> tuple[str, ...]:
                 f"engine_args repeats {flag}, which is written from a setting: use the setting alone. "
                 "`blockdraft settings --show` lists them."
             )
-    return order.settings.engine_args
-
-
-def visible_devices(order: Order) -> dict[str, str]:
-    """The variable that picks the card of `cuda:N`."""
-    device = order.settings.device
-    if device in ("auto", "cuda", "cpu"):
-        return {}
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or not index.isdigit():
-        raise order.refusal("device", "it runs on cuda, cuda:N or cpu")
-    if order.settings.tensor_parallel * order.settings.pipeline_parallel > order.settings.num_nodes:
-        raise order.refusal("device", "several cards share the model: set CUDA_VISIBLE_DEVICES in engine_env")
-    return {"CUDA_VISIBLE_DEVICES": index}
-
-
-def check_model(order: Order) -> None:
-    """Raises SettingsError for a target that only our own engine reads."""
-    model = order.settings.model
-    if model == "default":
-        raise order.refusal("model", "it is a file of ours; name a folder or a hub id")
-    if model.lower().endswith(".gguf"):
-        raise order.refusal("model", "a single GGUF file is for the native engine; name a folder or a hub id")
-
-
-def mounts(order: Order) -> tuple[str, ...]:
-    """Folders that a container must see: models named by a whole path, and not by a hub id."""
-    return tuple(name for name in (order.settings.model, order.settings.draft) if name and name[0] == "/")
+    return settings.engine_args

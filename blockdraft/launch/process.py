@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from blockdraft.launch.phases import is_bar
+from blockdraft.launch.log_signs import is_bar
 
 KEEPER = Path(__file__).with_name("keeper.py")
 GRACE_S = 15.0  # for an engine to end by itself; arbitrary
@@ -58,7 +58,7 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; 128 + n after signal n."""
+        """The exit code: None while it runs, 128 + n after signal n."""
         return self._process.poll()
 
     def last_lines(self, count: int) -> list[str]:
@@ -66,7 +66,7 @@ class EngineProcess:
             return list(self._tail)[-count:]
 
     def wait_output(self, timeout_s: float) -> None:
-        """Until the last line of an engine that has ended was read."""
+        """Waits until the last line of an engine that has ended was read."""
         self._reader.join(timeout_s)
 
     def close(self) -> None:
@@ -83,12 +83,8 @@ class EngineProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        number, decoder, rest = (
-            self._process.stdout.fileno(),
-            codecs.getincrementaldecoder("utf-8")("replace"),
-            "",
-        )
-        while data := os.read(number, 1 << 16):
+        decoder, rest = codecs.getincrementaldecoder("utf-8")("replace"), ""
+        while data := os.read(self._process.stdout.fileno(), 1 << 16):
             *lines, rest = _BREAK.split(rest + decoder.decode(data))
             rest = rest[-MAX_LINE:]  # a line without an end must not fill the memory
             for line in lines:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from blockdraft.errors import SettingsError
 from blockdraft.launch.command import Command
-from blockdraft.launch.order import HOST, Order, arguments, check_model, mounts, passed_on, visible_devices
+from blockdraft.launch.order import HOST, Flags, Order, write_command
 
 IMAGE = "lmsysorg/sglang"
 BACKENDS = {"triton_attn": "triton", "flash_infer": "flashinfer", "flex": "flex_attention"}
@@ -26,26 +26,15 @@ KV_DTYPES = {
 
 def sglang_command(order: Order) -> Command:
     """Raises SettingsError for a setting that this version has no words for."""
-    check_model(order)
     _refuse(order)
-    pairs = [*_address(order), *_model(order), *_limits(order), *_machines(order), *_speculation(order)]
-    written = arguments(pairs)
-    settings = order.settings
-    return Command(
-        engine="sglang",
-        version=order.version.text,
-        argv=("sglang", "serve", "--model-path", settings.model, *written, *passed_on(order, written)),
-        env={**visible_devices(order), **dict(settings.engine_env)},
-        port=order.port,
-        image=f"{IMAGE}:v{order.version.text.partition('+')[0]}" if order.has_image else None,
-        mounts=mounts(order),
-    )
+    flags = [*_address(order), *_model(order), *_limits(order), *_machines(order), *_speculation(order)]
+    program = ("sglang", "serve", "--model-path", order.settings.model)
+    image = f"{IMAGE}:v{order.version.text.partition('+')[0]}"
+    return write_command(order, program, flags, env=order.environment, image=image)
 
 
 def _refuse(order: Order) -> None:
     settings = order.settings
-    if settings.max_stall_ms is not None:
-        raise order.refusal("max_stall_ms", "it has no such limit; use --chunk")
     if settings.cache_bytes != "auto":
         raise order.refusal("cache_bytes", "it sizes its cache by a share; use --gpu-memory-utilization")
     if settings.synthetic_acceptance is not None:
@@ -55,11 +44,9 @@ def _refuse(order: Order) -> None:
             f"{order.version} would answer everybody on {order.host}: it takes keys as arguments only, where "
             "all can read them, so it gets none. Leave out --host, or the key."
         )
-    if settings.dtype == "float64":
-        raise order.refusal("dtype", "it computes in float32 at most")
 
 
-def _address(order: Order) -> list[tuple[str, object]]:
+def _address(order: Order) -> Flags:
     return [
         ("--host", order.host),
         ("--port", order.port),
@@ -68,7 +55,7 @@ def _address(order: Order) -> list[tuple[str, object]]:
     ]
 
 
-def _model(order: Order) -> list[tuple[str, object]]:
+def _model(order: Order) -> Flags:
     settings = order.settings
     if settings.kv_dtype != "auto" and settings.kv_dtype not in KV_DTYPES:
         raise order.refusal("kv_dtype", f"it knows {', '.join(KV_DTYPES)}")
@@ -99,7 +86,7 @@ def _backend(order: Order, name: str) -> str | None:
     return found
 
 
-def _limits(order: Order) -> list[tuple[str, object]]:
+def _limits(order: Order) -> Flags:
     settings = order.settings
     return [
         ("--context-length", order.changed("max_context")),
@@ -115,23 +102,23 @@ def _limits(order: Order) -> list[tuple[str, object]]:
     ]
 
 
-def _machines(order: Order) -> list[tuple[str, object]]:
+def _machines(order: Order) -> Flags:
     settings = order.settings
-    pairs: list[tuple[str, object]] = [
+    flags: Flags = [
         ("--tp-size", order.changed("tensor_parallel")),
         ("--pp-size", order.changed("pipeline_parallel")),
     ]
     if settings.num_nodes > 1:
         host, port = order.head
-        pairs += [
+        flags += [
             ("--nnodes", settings.num_nodes),
             ("--node-rank", settings.node_rank),
             ("--dist-init-addr", f"{host}:{port}"),
         ]
-    return pairs
+    return flags
 
 
-def _speculation(order: Order) -> list[tuple[str, object]]:
+def _speculation(order: Order) -> Flags:
     drafter = order.drafter
     if drafter is None:
         return []
@@ -145,7 +132,7 @@ def _speculation(order: Order) -> list[tuple[str, object]]:
 
 
 def _draft_quantization(order: Order) -> str | None:
-    """Unsaid, the drafter's weights are read as the target's are (sglang #35860): so it is always said."""
+    """Always given: without it the drafter's weights are read as the target's are (sglang #35860)."""
     if order.draft is not None and isinstance(order.draft.get("quantization_config"), Mapping):
         return None
     if order.settings.draft_quantization == "none":

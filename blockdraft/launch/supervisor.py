@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from blockdraft.errors import LaunchError
+from blockdraft.exposition import samples
 from blockdraft.launch.command import Command
-from blockdraft.launch.phases import PHASES, Walk, is_error, read_sign
+from blockdraft.launch.log_signs import PHASES, PhaseTracker, is_error, read_sign
 from blockdraft.launch.process import GRACE_S, EngineProcess, shown_exit
 from blockdraft.launch.versions import TITLES
 from blockdraft.phases import Startup
@@ -21,9 +22,9 @@ from blockdraft.settings.settings import child_environment
 POLL_S = 0.2
 ASK_S = 10.0  # for an answer that needs no model
 WARM_S = 600.0  # for the first answer: some kernels are compiled for it
-END_S = 2.0  # an engine that fails closes its connections before it ends
-ILL_S = 30.0  # /health of an engine that was ready may be red, or unanswered, for this long
-HEALTH_S = 5.0  # between two looks at it
+EXIT_S = 2.0  # to wait for its end: an engine that fails closes its connections before it ends
+UNHEALTHY_S = 30.0  # /health of an engine that was ready may fail, or stay unanswered, for this long
+HEALTH_S = 5.0  # between two questions for it
 SHOWN_LINES = 8
 WARM_TOKENS = 24
 _SPECULATION = {"vllm": "vllm:spec_decode_num_drafts", "sglang": "sglang:spec_"}
@@ -47,7 +48,7 @@ class Launch:
 
 
 class Unanswered(LaunchError):
-    """A question to the engine that came to nothing on the way."""
+    """The engine did not answer a question over HTTP."""
 
 
 class Supervisor:
@@ -64,18 +65,13 @@ class Supervisor:
         self.is_ready = False  # has been, at least once
         self.version: str | None = None  # as the engine says
         self.max_context: int | None = None
-        self._error: str | None = None
+        self.error: str | None = None
         self._on_line = on_line
-        self._walk = Walk(self.startup)
-        self._lock = threading.Lock()  # around _walk, which both threads move
+        self._phases = PhaseTracker(self.startup)
         self._stop = threading.Event()
         self._process: EngineProcess | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
-
-    @property
-    def error(self) -> str | None:
-        return self._error
 
     @property
     def title(self) -> str:
@@ -87,7 +83,7 @@ class Supervisor:
         return {} if key is None else {"authorization": f"Bearer {key}"}
 
     def last_lines(self) -> list[str]:
-        """Of the engine's output."""
+        """The last lines of the engine's output."""
         return [] if self._process is None else self._process.last_lines(SHOWN_LINES)
 
     def close(self) -> None:
@@ -104,18 +100,17 @@ class Supervisor:
             self._start()
             self._watch()
         except LaunchError as error:
-            with self._lock:
-                self._walk.fail(error)
+            self._phases.fail(error)
             if not self._stop.is_set():
-                self._error = str(error)
-                self.startup.fail(self._error)
+                self.error = str(error)
+                self.startup.fail(self.error)
         if self._process is not None:
             self._process.close()
 
     def _start(self) -> None:
         launch = self.launch
         deadline_s = time.monotonic() + launch.start_timeout_s
-        self._enter("launch")
+        self._phases.enter("launch")
         self._process = EngineProcess(
             launch.argv,
             child_environment(launch.command.env),
@@ -124,29 +119,28 @@ class Supervisor:
             grace_s=launch.grace_s,
         )
         if launch.head_address is None:
-            self._wait_until_it_answers(deadline_s)
+            self._wait_until_ready(deadline_s)
             self._try_out()
         else:
             self.startup.note(f"part of the engine whose API is on {launch.head_address}")
-        with self._lock:
-            self._walk.close()
+        self._phases.close()
         self.is_ready = True
         self.startup.ready()
 
-    def _wait_until_it_answers(self, deadline_s: float) -> None:
+    def _wait_until_ready(self, deadline_s: float) -> None:
         while True:
             self._check_alive()
             if self._status("/health") == 200 and self._status("/v1/models") == 200:
                 return
             if time.monotonic() > deadline_s:
-                raise LaunchError(
-                    f"{self.title} was not ready within {self.launch.start_timeout_s:g} s: allow more with "
-                    f"--start-timeout, or see what it did last. {self._shown_lines()}"
+                raise self._lost(
+                    f"was not ready within {self.launch.start_timeout_s:g} s: allow more with "
+                    "--start-timeout, or see what it did last"
                 )
             self._stop.wait(POLL_S)
 
     def _watch(self) -> None:
-        """Until the engine is lost or we are told to end. A server may outlive the engine it answers for."""
+        """Watches until the engine is lost or we are told to end; its server may outlive it."""
         well_s = looked_s = time.monotonic()
         while not self._stop.wait(POLL_S):
             self._check_alive()
@@ -156,26 +150,24 @@ class Supervisor:
             looked_s = now_s
             if self._status("/health") == 200:
                 well_s = time.monotonic()
-            elif now_s - well_s > ILL_S:
-                raise LaunchError(
-                    f"{self.title} runs, but its /health has been red for {ILL_S:g} s. {self._shown_lines()}"
-                )
+            elif now_s - well_s > UNHEALTHY_S:
+                raise self._lost(f"runs, but its /health has failed for {UNHEALTHY_S:g} s")
 
     # ---- warm-up and checks
 
     def _try_out(self) -> None:
         try:
-            self._enter("warm")
+            self._phases.enter("warm")
             usage = self._warm()
-            self._enter("verify")
+            self._phases.enter("verify")
             self._verify(usage)
         except Unanswered:
-            self._stop.wait(END_S)
+            self._stop.wait(EXIT_S)
             self._check_alive()  # an engine that has ended says more than a connection that broke
             raise
 
     def _warm(self) -> Mapping[str, object]:
-        """One short answer, so that the first client does not wait for what is made on first use."""
+        """Asks for one short answer, so that the first client does not wait for what is made on first use."""
         body = {
             "model": self.launch.name,
             "prompt": "One, two, three, four,",
@@ -195,19 +187,28 @@ class Supervisor:
             raise LaunchError(f"{self.title} starts, but its first answer is empty: the model is broken.")
         self._check_name()
         self._check_version()
-        note = f"{usage['completion_tokens']} tokens"
-        if self.launch.has_drafter:
-            status, metrics = self._ask("GET", "/metrics")
-            drafts = _total(metrics.decode("utf-8", "replace"), _SPECULATION[self.launch.command.engine])
-            if status != 200:
-                self.startup.warn(f"{self.title} has no /metrics (HTTP {status}): nobody knows if it drafts.")
-            elif drafts is None:
-                self.startup.warn(f"a drafter was asked for, but {self.title} counts no drafts: it has none.")
-            elif drafts == 0 and self.launch.command.engine == "vllm":  # SGLang counts a little later
-                self.startup.warn(f"{self.title} has a drafter, but drafted nothing for a first answer.")
-            else:
-                note += ", with drafts"
-        self.startup.note(note)
+        drafts = ", with drafts" if self.launch.has_drafter and self._has_drafted() else ""
+        self.startup.note(f"{usage['completion_tokens']} tokens{drafts}")
+
+    def _has_drafted(self) -> bool:
+        """Whether the engine's own counters say that it drafted the first answer; warns where they do not."""
+        engine = self.launch.command.engine
+        status, body = self._ask("GET", "/metrics")
+        counters = [
+            value
+            for name, _, value in samples(body.decode("utf-8", "replace"))
+            if name.startswith(_SPECULATION[engine]) and not name.endswith("_created")
+        ]
+        why = None
+        if status != 200:
+            why = f"{self.title} has no /metrics (HTTP {status}): nobody knows if it drafts."
+        elif not counters:
+            why = f"a drafter was asked for, but {self.title} counts no drafts: it has none."
+        elif not any(counters) and engine == "vllm":  # SGLang counts a little later
+            why = f"{self.title} has a drafter, but drafted nothing for a first answer."
+        if why is not None:
+            self.startup.warn(why)
+        return why is None
 
     def _check_name(self) -> None:
         status, body = self._ask("GET", "/v1/models")
@@ -247,11 +248,13 @@ class Supervisor:
         if code is not None:
             self._process.wait_output(ASK_S)
             when = "" if self.is_ready else " before it was ready"
-            raise LaunchError(f"{self.title} {shown_exit(code)}{when}. {self._shown_lines()}")
+            raise self._lost(f"{shown_exit(code)}{when}")
 
-    def _shown_lines(self) -> str:
+    def _lost(self, why: str, kind: type[LaunchError] = LaunchError) -> LaunchError:
+        """The error that the engine is lost, with its last lines, which often say more."""
         lines = self.last_lines()
-        return f"Its last lines: {' | '.join(lines)}" if lines else "It said nothing."
+        shown = f"Its last lines: {' | '.join(lines)}" if lines else "It said nothing."
+        return kind(f"{self.title} {why}. {shown}")
 
     def _take_line(self, line: str) -> None:
         self._on_line(line)
@@ -261,15 +264,10 @@ class Supervisor:
             return
         sign = read_sign(self.launch.command.engine, line)
         if sign is not None:
-            with self._lock:
-                self._walk.take(sign)
-
-    def _enter(self, phase: str) -> None:
-        with self._lock:
-            self._walk.enter(phase)
+            self._phases.take(sign)
 
     def _status(self, path: str) -> int | None:
-        """None: no answer."""
+        """The HTTP status of a path; None: no answer."""
         try:
             return self._ask("GET", path)[0]
         except Unanswered:
@@ -285,14 +283,14 @@ class Supervisor:
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            why = error or type(error).__name__
-            raise Unanswered(f"{self.title} does not answer {path} ({why}). {self._shown_lines()}") from None
+            why = f"does not answer {path} ({error or type(error).__name__})"
+            raise self._lost(why, Unanswered) from None
         finally:
             connection.close()
 
 
 def _is_same_version(found: str, asked: str) -> bool:
-    """To the second number: 0.32.1 takes the flags of 0.32."""
+    """Whether the first two numbers agree: 0.32.1 takes the flags of 0.32."""
     return found.split(".")[:2] == asked.split(".")[:2]
 
 
@@ -303,15 +301,3 @@ def _object(body: bytes) -> dict[str, object]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _total(metrics: str, prefix: str) -> float | None:
-    """The sum of all samples whose names begin with `prefix`; None: there is none."""
-    total = None
-    for line in metrics.splitlines():
-        if line.startswith(prefix) and "_created" not in line:
-            try:
-                total = (total or 0.0) + float(line.rpartition(" ")[2])
-            except ValueError:
-                continue
-    return total

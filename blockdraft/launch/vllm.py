@@ -1,15 +1,15 @@
 """An order in vLLM's words: `vllm serve` and its environment, for 0.19.x (nightly) to 0.32.
 
 vLLM counts drafts and leaves the anchor out: width 16 is num_speculative_tokens 15. What a version cannot
-express is refused here; what it accepts and gets wrong is known to the oracle. The versions were read in the
+express is refused here; what it accepts and gets wrong is known to `issues`. The versions were read in the
 wheels on PyPI, 0.19.0 to 0.32.0.
 """
 
 from __future__ import annotations
 
 from blockdraft.launch.command import Command
-from blockdraft.launch.order import Order, arguments, check_model, mounts, passed_on, visible_devices
-from blockdraft.launch.versions import Version
+from blockdraft.launch.order import Flags, Order, write_command
+from blockdraft.launch.versions import EngineVersion
 from blockdraft.settings.acceptance_profile import acceptance_rates
 
 IMAGE = "vllm/vllm-openai"
@@ -24,39 +24,27 @@ BACKENDS = {"TRITON": "TRITON_ATTN", "FLASH": "FLASH_ATTN", "FLEX": "FLEX_ATTENT
 
 def vllm_command(order: Order) -> Command:
     """Raises SettingsError for a setting that this version has no words for."""
-    check_model(order)
-    pairs = [*_address(order), *_model(order), *_limits(order), *_machines(order), *_speculation(order)]
-    written = arguments(pairs)
-    settings = order.settings
-    env = {"VLLM_NO_USAGE_STATS": "1", **visible_devices(order), **dict(settings.engine_env)}
+    flags = [*_address(order), *_model(order), *_limits(order), *_machines(order), *_speculation(order)]
+    program = ("vllm", "serve", order.settings.model)
+    env = {"VLLM_NO_USAGE_STATS": "1", **order.environment}
     if order.api_key is not None:
         env["VLLM_API_KEY"] = order.api_key
-    return Command(
-        engine="vllm",
-        version=order.version.text,
-        argv=("vllm", "serve", settings.model, *written, *passed_on(order, written)),
-        env=env,
-        port=order.port,
-        image=f"{IMAGE}:{_tag(order.version)}" if order.has_image else None,
-        mounts=mounts(order),
-    )
+    return write_command(order, program, flags, env=env, image=f"{IMAGE}:{_tag(order.version)}")
 
 
-def has_dflash(version: Version) -> bool:
+def has_dflash(version: EngineVersion) -> bool:
     return version.within(f">={DFLASH}") or (version.is_nightly and version.within(">=0.19.1"))
 
 
-def _tag(version: Version) -> str:
+def _tag(version: EngineVersion) -> str:
     return "nightly" if version.is_nightly else f"v{version.text.partition('+')[0]}"
 
 
-def _address(order: Order) -> list[tuple[str, object]]:
+def _address(order: Order) -> Flags:
     return [("--host", order.host), ("--port", order.port), ("--served-model-name", order.served_name)]
 
 
-def _model(order: Order) -> list[tuple[str, object]]:
-    if order.settings.dtype == "float64":
-        raise order.refusal("dtype", "it computes in float32 at most")
+def _model(order: Order) -> Flags:
     return [
         ("--dtype", order.changed("dtype")),
         ("--quantization", order.quantization("quantization")),
@@ -72,10 +60,8 @@ def _backend(name: str | None) -> str | None:
     return None if name is None else BACKENDS.get(name.upper(), name.upper())
 
 
-def _limits(order: Order) -> list[tuple[str, object]]:
+def _limits(order: Order) -> Flags:
     settings = order.settings
-    if settings.max_stall_ms is not None:
-        raise order.refusal("max_stall_ms", "it has no such limit; use --chunk")
     overlap = settings.overlap
     # Its own default differs between versions, so the share is always said; on a CPU it would be of the
     # machine's whole memory.
@@ -96,7 +82,7 @@ def _limits(order: Order) -> list[tuple[str, object]]:
 
 
 def _max_in_flight(order: Order) -> int | None:
-    """Its limit counts those that run as well."""
+    """The queue's limit as vLLM counts it: with the requests that run."""
     if order.changed("max_queue") is None:
         return None
     if not order.version.within(f">={QUEUE_LIMIT}"):
@@ -106,25 +92,25 @@ def _max_in_flight(order: Order) -> int | None:
     return order.settings.max_rows + order.settings.max_queue
 
 
-def _machines(order: Order) -> list[tuple[str, object]]:
+def _machines(order: Order) -> Flags:
     settings = order.settings
-    pairs: list[tuple[str, object]] = [
+    flags: Flags = [
         ("--tensor-parallel-size", order.changed("tensor_parallel")),
         ("--pipeline-parallel-size", order.changed("pipeline_parallel")),
     ]
     if settings.num_nodes > 1:
         host, port = order.head
-        pairs += [
+        flags += [
             ("--nnodes", settings.num_nodes),
             ("--node-rank", settings.node_rank),
             ("--master-addr", host),
             ("--master-port", port),
             ("--headless", settings.node_rank > 0),  # only the head answers clients
         ]
-    return pairs
+    return flags
 
 
-def _speculation(order: Order) -> list[tuple[str, object]]:
+def _speculation(order: Order) -> Flags:
     drafter = order.drafter
     if drafter is None:
         return []

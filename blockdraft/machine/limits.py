@@ -13,7 +13,7 @@ UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number just below 2**63
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """None: no limit, or none that can be read."""
+    """What this process may use. None: no limit, or none that can be read."""
 
     memory_bytes: int | None = None  # the tightest cgroup's
     memory_free_bytes: int | None = None  # below the tightest limit; file caches count as free
@@ -27,7 +27,7 @@ class Limits:
 
 
 def read_limits(root: Path) -> Limits:
-    """Of the process whose /proc, /sys and /dev lie under `root`."""
+    """Reads the limits of the process whose /proc, /sys and /dev lie under `root`."""
     limits = list(_memory_limits(root))
     ulimits = _ulimits(root)
     return Limits(
@@ -44,7 +44,7 @@ def read_limits(root: Path) -> Limits:
 
 
 def read_text(path: Path) -> str:
-    """Empty where there is no such file, or it may not be read."""
+    """The file's text; empty where there is none, or it may not be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -101,7 +101,7 @@ def _cpu_limits(root: Path) -> Iterator[float]:
 
 
 def _number(text: str) -> int | None:
-    """None for "max", -1 and nothing."""
+    """The number that a file holds; None for "max", -1 and nothing."""
     text = text.strip()
     return int(text) if text.isdigit() else None
 

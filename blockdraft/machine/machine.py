@@ -17,8 +17,8 @@ ROOT = Path("/")
 NO_LIMITS = Limits()
 DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")  # NVIDIA's, AMD's, that of WSL
 
-# What engines of others are told of memory that the system lives in too; they take more than they are told.
-TOLD_SHARE = 0.8
+# What vLLM and SGLang are told of memory that the system lives in too: they take more than they are told.
+EXTERNAL_MEMORY_SHARE = 0.8
 # CPU implementer and part, where the kernel gives no name.
 ARM_CPUS = {
     ("0x41", "0xd0c"): "Neoverse N1",
@@ -81,14 +81,14 @@ class Machine:
         return any(gpu.is_unified for gpu in self.gpus)
 
 
-def told_share(settings: Settings, machine: Machine | None) -> float:
+def external_memory_share(settings: Settings, machine: Machine | None) -> float:
     """The share of a card's memory that vLLM and SGLang plan with; less than the default if unified."""
     asked, default = settings.gpu_memory_utilization, DEFAULTS["gpu_memory_utilization"]
-    return TOLD_SHARE if asked == default and machine is not None and machine.is_unified else asked
+    return EXTERNAL_MEMORY_SHARE if asked == default and machine is not None and machine.is_unified else asked
 
 
 def read_machine(root: Path = ROOT, query: Callable[[str | None], nvml.Answer] = nvml.query) -> Machine:
-    """This machine; never fails. `root` and `query`, where /proc, /sys and the driver are, are for tests."""
+    """Describes this machine; never fails. Tests set `root`, of /proc and /sys, and `query`, the driver."""
     limits = read_limits(root)
     available, total = _memory(root)
     answer = nvml.Answer()
@@ -122,7 +122,7 @@ def read_holders(
 
 
 def process_name(pid: int, root: Path = ROOT) -> str:
-    """Its program; "" where this process may not see it."""
+    """The program of a process; "" where we may not see it."""
     return read_text(root / f"proc/{pid}/comm").strip()
 
 
@@ -136,7 +136,7 @@ def _has_driver(root: Path, *names: str) -> bool:
 
 
 def _gpu(device: nvml.Device, available: int, total: int) -> Gpu:
-    """What the driver does not say, from the table; a unified card's driver often says nothing of memory."""
+    """Takes from the table what the driver does not say: that of a unified card often hides its memory."""
     card = find_card(device.name, device.memory_bytes or 0)
     # A card that shares the machine's memory and is not in the table: its driver has no number of its own.
     is_unified = device.memory_bytes is None if card is None else card.is_unified

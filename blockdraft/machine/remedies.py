@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from blockdraft.machine.machine import Machine
+from blockdraft.machine.nvml import NO_PACKAGE
 
 INSTALL = "see https://pytorch.org/get-started/locally/"
 NO_COMPILER = "Triton compiles a small C file: install gcc, or set CC"
@@ -20,7 +21,7 @@ class Unseen(NamedTuple):
 
 
 def why_unseen(machine: Machine, torch_version: str, cuda: str | None) -> Unseen | None:
-    """Where torch, built for `cuda`, finds no GPU. None: there is no GPU that it should find."""
+    """Says why torch, built for `cuda`, finds no GPU. None: there is none that it should find."""
     if machine.gpu_error is not None and not machine.gpus:
         says = f"there is an NVIDIA driver, but it does not answer: {machine.gpu_error}"
         return Unseen(says, driver_advice(machine))
@@ -46,6 +47,8 @@ def why_unseen(machine: Machine, torch_version: str, cuda: str | None) -> Unseen
 
 def driver_advice(machine: Machine) -> str:
     """What to do about a driver that does not answer."""
+    if machine.gpu_error == NO_PACKAGE:
+        return "pip install nvidia-ml-py"
     if machine.limits.container is not None:
         return "start the container with --gpus all (docker) or --device nvidia.com/gpu=all (podman)"
     return (

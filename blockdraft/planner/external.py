@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from blockdraft.cache.spec import Paged, Recurrent, Windowed
 from blockdraft.errors import SettingsError
-from blockdraft.machine.machine import Machine, told_share
+from blockdraft.machine.machine import Machine, external_memory_share
 from blockdraft.planner.fit import Choice, Fit, Footprint, budget_how, gpu_name, make_choices
 from blockdraft.planner.memory import DRIVER_BYTES, Item, served_parts, step_items, weight_how
 from blockdraft.planner.pair import Pair
@@ -39,7 +39,7 @@ def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
     footprint = _footprint(settings, pair, width)
     parts = _parts(settings, pair, num_gpus)
     fixed = _items(pair, parts, chunk=chunk, logits=max_rows * width * pair.target.shape.vocab_size)
-    share = told_share(settings, machine)
+    share = external_memory_share(settings, machine)
     budget = int(machine.gpu_bytes * share) - (machine.gpu_bytes - machine.gpu_free_bytes)
     room = budget - sum(item.num_bytes for item in fixed)
     asked = pair.target.shape.max_positions if settings.max_context == "auto" else settings.max_context

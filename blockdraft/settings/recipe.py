@@ -2,7 +2,7 @@
 
     title = "Qwen3-8B with z-lab's drafter"   # one line
     notes = "Why these values."               # optional
-    cards = ["h100", "dgx-spark"]             # where it makes sense; keys of machine/cards.py; none: anywhere
+    cards = ["h100", "dgx-spark"]             # where it makes sense, as in machine/cards.toml; none: anywhere
     model = "Qwen/Qwen3-8B"                   # any field of Settings but draft and engine, which are tables
     max_context = 32768
 

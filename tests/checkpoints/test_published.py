@@ -7,7 +7,7 @@ import torch
 
 from blockdraft.checkpoints import checkpoint, weights
 from blockdraft.errors import ModelError
-from blockdraft.planner.known import PAIRS
+from blockdraft.planner.pairs import find_models
 from tests.checkpoints.published import (
     CONFIGS,
     published_config,
@@ -180,7 +180,7 @@ def test_what_transformers_saves_has_one_tensor_per_expert_and_no_draft_head():
 
 def test_the_list_of_known_pairs_has_the_same_sizes():
     compared = 0
-    for pair in PAIRS:
+    for pair in find_models().pairs:
         if pair.target in CONFIGS and pair.target_billions is not None:
             tensors = published_tensors(pair.target).items()
             text = num_parameters({name: stored for name, stored in tensors if not is_aside(name)})

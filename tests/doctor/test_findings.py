@@ -7,7 +7,7 @@ import pytest
 
 from blockdraft.doctor.abilities import abilities
 from blockdraft.doctor.finding import Finding, worst
-from blockdraft.doctor.hardware import Room, disk_findings, limit_findings, machine_findings, room_of
+from blockdraft.doctor.hardware import DiskSpace, disk_findings, disk_space, limit_findings, machine_findings
 from blockdraft.doctor.libraries import library_findings, read_versions
 from blockdraft.machine.cards import CARDS
 from blockdraft.machine.machine import Cpu, Gpu, Limits, Machine
@@ -150,17 +150,17 @@ def test_ulimits():
 )
 def test_disks(free, may_write, expected):
     folders = {name: Path("/somewhere") for name in ("downloads", "hub", "triton")}
-    assert bad(disk_findings(folders, lambda folder: Room(free * GIB, may_write))) == expected
+    assert bad(disk_findings(folders, lambda folder: DiskSpace(free * GIB, may_write))) == expected
 
 
 def test_the_advice_for_a_full_disk_names_the_variable():
-    found = disk_findings({"hub": Path("/x")}, lambda folder: Room(0, may_write=True))
+    found = disk_findings({"hub": Path("/x")}, lambda folder: DiskSpace(0, may_write=True))
     assert "HF_HOME" in about(found, "hub").advice
 
 
 def test_a_folder_that_is_not_there_yet_has_the_room_of_its_parent(tmp_path):
-    assert room_of(tmp_path / "a" / "b").may_write
-    assert room_of(tmp_path / "a").free_bytes == pytest.approx(room_of(tmp_path).free_bytes, rel=0.05)
+    assert disk_space(tmp_path / "a" / "b").may_write
+    assert disk_space(tmp_path / "a").free_bytes == pytest.approx(disk_space(tmp_path).free_bytes, rel=0.05)
 
 
 # ---- libraries
@@ -169,10 +169,10 @@ ALL = {"python": "3.12", "torch": "2.13.0", "numpy": "2.4", "tokenizers": "0.23"
 
 
 def test_what_must_be_installed():
-    assert bad(library_findings(ALL, needs_triton=False)) == {}
-    assert bad(library_findings(ALL, needs_triton=True)) == {"triton": "problem"}
+    assert bad(library_findings(ALL, has_gpu=False)) == {}
+    assert bad(library_findings(ALL, has_gpu=True)) == {"triton": "problem", "nvidia-ml-py": "warning"}
     without = {name: version for name, version in ALL.items() if name != "huggingface_hub"}
-    found = list(library_findings(without, needs_triton=False))
+    found = list(library_findings(without, has_gpu=False))
     assert about(found, "huggingface-hub").advice == "pip install huggingface-hub"
 
 
@@ -188,9 +188,7 @@ def test_what_must_be_installed():
 def test_flashinfers_binaries_are_of_its_own_version(code, binaries, is_good):
     versions = {**ALL, "flashinfer": code, "flashinfer_cubin": binaries}
     versions = {name: version for name, version in versions.items() if version}
-    assert bad(library_findings(versions, needs_triton=False)) == (
-        {} if is_good else {"flashinfer": "problem"}
-    )
+    assert bad(library_findings(versions, has_gpu=False)) == ({} if is_good else {"flashinfer": "problem"})
 
 
 def test_versions_of_this_environment():

@@ -44,7 +44,7 @@ def recipe_commands(name):
 def recipe_golden(name):
     found = {}
     for engine, card, command in recipe_commands(name):
-        shown = {"version": command.version, "image": command.image, "env": command.shown_env}
+        shown = {"version": command.version, "image": command.image, "env": dict(command.env)}
         found[f"{engine} {card}"] = {**shown, "argv": list(command.argv)}
     return found
 

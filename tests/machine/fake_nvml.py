@@ -1,9 +1,11 @@
-"""A driver's library in Python: what ctypes would call, with cards of our choosing."""
+"""pynvml in place of the real one, with cards of our choosing."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 NOT_SUPPORTED = 3
 NOT_FOUND = 6
+FUNCTION_NOT_FOUND = 13
 MIB = 1 << 20
 
 
@@ -17,82 +19,75 @@ class FakeCard:
     processes: tuple[tuple[int, int | None], ...] = ()  # process id and MiB
 
 
-class FakeLibrary:
-    """Handles are 1-based numbers, since ctypes makes None of a null pointer."""
+class FakeNVMLError(Exception):
+    def __init__(self, value):
+        self.value = value
+
+
+class FakeNvml:
+    """Handles are the cards themselves. `missing`: functions that the driver's library is too old for."""
+
+    NVMLError = FakeNVMLError
 
     def __init__(self, *cards, driver="580.95.05", cuda=13000, init=0, missing=()):
-        self.cards, self.driver, self.cuda, self.init, self.missing = cards, driver, cuda, init, missing
+        self.cards, self.driver, self.cuda, self.init = cards, driver, cuda, init
+        self.is_open = False
+        for name in missing:
+            setattr(self, name, self._refuse)
+
+    def _refuse(self, *arguments):
+        raise FakeNVMLError(FUNCTION_NOT_FOUND)
+
+    def _known(self, value, code=NOT_SUPPORTED):
+        assert self.is_open
+        if value is None:
+            raise FakeNVMLError(code)
+        return value
+
+    def nvmlInit(self):
+        if self.init:
+            raise FakeNVMLError(self.init)
+        self.is_open = True
+
+    def nvmlShutdown(self):
         self.is_open = False
 
-    def __getattr__(self, name):
-        if name.startswith("call_") or name in self.__dict__.get("missing", ()):
-            raise AttributeError(name)
-        return getattr(self, f"call_{name}")
+    def nvmlDeviceGetCount(self):
+        return self._known(len(self.cards))
 
-    def card(self, handle):
-        assert self.is_open
-        return self.cards[handle.value - 1]
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return self._known(self.cards[index] if index < len(self.cards) else None, NOT_FOUND)
 
-    def call_nvmlInit_v2(self):
-        self.is_open = self.init == 0
-        return self.init
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return self._known(next((card for card in self.cards if card.uuid == uuid), None), NOT_FOUND)
 
-    def call_nvmlShutdown(self):
-        self.is_open = False
-        return 0
+    def nvmlDeviceGetMemoryInfo(self, card):
+        total = self._known(card.total)
+        free = total if card.free is None else card.free
+        return SimpleNamespace(total=total * MIB, free=free * MIB)
 
-    def call_nvmlDeviceGetCount_v2(self, count):
-        count._obj.value = len(self.cards)
-        return 0
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, card):
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=None if used is None else used * MIB)
+            for pid, used in self._known(card.processes)
+        ]
 
-    def call_nvmlDeviceGetHandleByIndex_v2(self, index, handle):
-        if index.value >= len(self.cards):
-            return NOT_FOUND
-        handle._obj.value = index.value + 1
-        return 0
+    def nvmlDeviceGetGraphicsRunningProcesses_v3(self, card):
+        return self._known([])
 
-    def call_nvmlDeviceGetHandleByUUID(self, uuid, handle):
-        for index, card in enumerate(self.cards):
-            if card.uuid.encode() == uuid:
-                handle._obj.value = index + 1
-                return 0
-        return NOT_FOUND
+    nvmlDeviceGetComputeRunningProcesses_v2 = nvmlDeviceGetGraphicsRunningProcesses_v2 = _refuse
 
-    def call_nvmlDeviceGetMemoryInfo(self, handle, memory):
-        card = self.card(handle)
-        if card.total is None:
-            return NOT_SUPPORTED
-        memory._obj.total = card.total * MIB
-        memory._obj.free = (card.total if card.free is None else card.free) * MIB
-        return 0
+    def nvmlDeviceGetCudaComputeCapability(self, card):
+        return self._known(card.capability)
 
-    def call_nvmlDeviceGetComputeRunningProcesses_v3(self, handle, count, infos):
-        processes = self.card(handle).processes
-        for info, (pid, used) in zip(infos, processes, strict=False):
-            info.pid, info.used = pid, 2**64 - 1 if used is None else used * MIB
-        count._obj.value = len(processes)
-        return 0
+    def nvmlDeviceGetName(self, card):
+        return self._known(card.name)
 
-    def call_nvmlDeviceGetCudaComputeCapability(self, handle, major, minor):
-        card = self.card(handle)
-        if card.capability is None:
-            return NOT_SUPPORTED
-        major._obj.value, minor._obj.value = card.capability
-        return 0
+    def nvmlDeviceGetUUID(self, card):
+        return self._known(card.uuid)
 
-    def call_nvmlDeviceGetName(self, handle, buffer, size):
-        buffer.value = self.card(handle).name.encode()
-        return 0
+    def nvmlSystemGetDriverVersion(self):
+        return self._known(self.driver)
 
-    def call_nvmlDeviceGetUUID(self, handle, buffer, size):
-        buffer.value = self.card(handle).uuid.encode()
-        return 0
-
-    def call_nvmlSystemGetDriverVersion(self, buffer, size):
-        assert self.is_open
-        buffer.value = self.driver.encode()
-        return 0
-
-    def call_nvmlSystemGetCudaDriverVersion_v2(self, version):
-        version._obj.value = self.cuda
-        return 0
+    def nvmlSystemGetCudaDriverVersion_v2(self):
+        return self._known(self.cuda)

@@ -9,7 +9,8 @@ import pytest
 from blockdraft.machine import nvml
 from blockdraft.machine.cards import MIB
 from blockdraft.machine.machine import may_have_gpu, read_machine
-from tests.machine.fake_nvml import FakeCard, FakeLibrary
+from blockdraft.machine.remedies import driver_advice
+from tests.machine.fake_nvml import FakeCard, FakeNvml
 
 GIB = 1 << 30
 SPARK = FakeCard("NVIDIA GB10", (12, 1), uuid="GPU-spark")
@@ -38,8 +39,16 @@ def all_visible(monkeypatch):
 
 
 def driver(*cards, smi="", **options):
-    library = FakeLibrary(*cards, **options)
-    return lambda visible: nvml.query(visible, open_library=lambda: library, run=lambda fields: smi)
+    module = FakeNvml(*cards, **options)
+    return lambda visible: nvml.query(visible, load=lambda: module, run=lambda fields: smi)
+
+
+def not_installed():
+    raise ImportError
+
+
+def no_library():
+    return FakeNvml(init=12)
 
 
 # ---- cards
@@ -98,10 +107,11 @@ def test_only_cards_that_cuda_may_see(root, monkeypatch, visible, expected, way)
     assert [gpu.name for gpu in read_machine(root, answer).gpus] == expected
 
 
-def test_nvidia_smi_speaks_where_the_library_does_not(root):
+@pytest.mark.parametrize("load", [not_installed, no_library])
+def test_nvidia_smi_speaks_where_the_library_does_not(root, load):
     smi = "0, GPU-1, NVIDIA GB10, 12.1, [N/A], [N/A], 580.95.05\n"
     smi += "1, GPU-2, NVIDIA H200, 9.0, 143771, 120000, 580.95.05\n"
-    machine = read_machine(root, lambda visible: nvml.query(visible, lambda: None, lambda fields: smi))
+    machine = read_machine(root, lambda visible: nvml.query(visible, load, lambda fields: smi))
     spark, h200 = machine.gpus
     assert (spark.capability, spark.is_unified) == ((12, 1), True)
     assert (h200.memory_bytes, h200.free_bytes) == (143_771 * MIB, 120_000 * MIB)
@@ -109,10 +119,24 @@ def test_nvidia_smi_speaks_where_the_library_does_not(root):
 
 
 @pytest.mark.parametrize("smi", ["", "No devices were found\n", "0, too, few\n", "Failed to initialize NVML"])
-def test_a_driver_that_does_not_answer_is_named(root, smi):
-    machine = read_machine(root, driver(H200, init=18, smi=smi))
+@pytest.mark.parametrize("code", [*nvml.ERRORS, 99])
+def test_a_driver_that_does_not_answer_is_named(root, smi, code):
+    machine = read_machine(root, driver(H200, init=code, smi=smi))
     assert machine.gpus == ()
-    assert machine.gpu_error == "driver and library are of different versions"
+    assert machine.gpu_error == nvml.ERRORS.get(code, "nvmlInit fails with code 99")
+
+
+def test_a_missing_package_is_named_with_the_remedy(root):
+    machine = read_machine(root, lambda visible: nvml.query(visible, not_installed, lambda fields: ""))
+    assert (machine.gpus, machine.gpu_error) == ((), nvml.NO_PACKAGE)
+    assert driver_advice(machine) == "pip install nvidia-ml-py"
+
+
+def test_the_double_has_the_functions_of_the_real_module():
+    real = pytest.importorskip("pynvml")
+    names = [name for name in dir(FakeNvml) if name.startswith("nvml")]
+    assert [name for name in names if not hasattr(real, name)] == []
+    assert real.NVMLError(18).value == 18
 
 
 def test_a_library_too_old_for_a_question_leaves_it_open(root):
@@ -125,14 +149,14 @@ def test_nvidia_smi_is_not_asked_where_the_library_answers(root):
     def refuse(fields):
         raise AssertionError
 
-    empty = nvml.query("", open_library=lambda: FakeLibrary(H200), run=refuse)
+    empty = nvml.query("", load=lambda: FakeNvml(H200), run=refuse)
     assert (empty.devices, empty.error) == ((), None)
 
 
 def test_the_library_is_closed_again(root):
-    library = FakeLibrary(H200)
-    nvml.query(None, lambda: library)
-    assert not library.is_open
+    module = FakeNvml(H200)
+    nvml.query(None, lambda: module)
+    assert not module.is_open
 
 
 def test_without_a_driver_nobody_is_asked(root):

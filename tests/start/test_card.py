@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from blockdraft.start.loading import OpenedTarget
 from blockdraft.start.memory import memory_explained
 from blockdraft.start.ready import plain_engine, start_engine
 from tests import tiny
-from tests.machine.fake_nvml import FakeCard, FakeLibrary
+from tests.machine.fake_nvml import FakeCard, FakeNvml
 
 GB = 10**9
 H100 = Gpu("NVIDIA H100", (9, 0), 80 * GB, 3 * GB, "535.54.03")
@@ -67,21 +68,21 @@ def line_of(error):
 
 def test_the_driver_names_the_processes_of_a_card():
     mine = FakeCard("NVIDIA H100", total=80_000, processes=((7, 300), (9, None), (8, 5000)))
-    library = FakeLibrary(FakeCard("another"), mine, missing=("nvmlDeviceGetGraphicsRunningProcesses_v3",))
-    found = nvml.holders(None, 1, open_library=lambda: library)
+    library = FakeNvml(FakeCard("another"), mine, missing=("nvmlDeviceGetGraphicsRunningProcesses_v3",))
+    found = nvml.holders(None, 1, load=lambda: library)
     assert found == (Holder(8, 5000 << 20), Holder(7, 300 << 20), Holder(9, None))
-    assert nvml.holders(None, 0, open_library=lambda: library) == ()
-    assert nvml.holders(None, 2, open_library=lambda: library) == ()
+    assert nvml.holders(None, 0, load=lambda: library) == ()
+    assert nvml.holders(None, 2, load=lambda: library) == ()
     assert not library.is_open
 
 
 def test_a_driver_that_does_not_tell_names_nobody():
-    silent = FakeLibrary(
+    silent = FakeNvml(
         FakeCard("x", processes=((7, 1),)), missing=("nvmlDeviceGetComputeRunningProcesses_v3",)
     )
-    assert nvml.holders(None, 0, open_library=lambda: silent) == ()
-    assert nvml.holders(None, 0, open_library=lambda: None) == ()
-    assert nvml.holders(None, 0, open_library=lambda: FakeLibrary(init=9)) == ()
+    assert nvml.holders(None, 0, load=lambda: silent) == ()
+    assert nvml.holders(None, 0, load=Mock(side_effect=ImportError)) == ()
+    assert nvml.holders(None, 0, load=lambda: FakeNvml(init=9)) == ()
 
 
 def test_this_process_is_not_among_the_others(tmp_path):

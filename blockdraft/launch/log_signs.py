@@ -1,4 +1,4 @@
-"""Where another engine's start is, told from the lines of its log.
+"""Reads from the lines of another engine's log how far its start is.
 
 The lines are a courtesy of the engines and change between versions: they are shown, and nothing is decided by
 them. Whether an engine is ready is asked over HTTP.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
+from threading import RLock
 
 from blockdraft.phases import Startup
 
@@ -75,7 +76,7 @@ class Sign:
 
 
 def read_sign(engine: str, line: str) -> Sign | None:
-    """None: the line tells nothing of the start."""
+    """What the line tells of the start; None: nothing."""
     text = message(line)
     for phase, pattern in _COMPILED[engine]:
         found = pattern.search(text)
@@ -98,43 +99,49 @@ def is_error(line: str) -> bool:
 
 
 def is_bar(line: str) -> bool:
-    """Whether it is one of the many pictures of a progress bar."""
+    """Whether the line is one state of a progress bar."""
     return _BAR.search(line) is not None
 
 
-class Walk:
-    """A start that goes through its phases in order; those that the engine leaves out are skipped."""
+class PhaseTracker:
+    """Moves a start through its phases in order, from any thread; skips those that the engine leaves out."""
 
     def __init__(self, startup: Startup) -> None:
         self._startup = startup
-        self._open = ExitStack()
-        self._place = -1
+        self._running = ExitStack()
+        self._place = -1  # in PHASES
+        self._lock = RLock()
 
     def enter(self, name: str) -> None:
-        """Nothing happens when that phase, or a later one, runs already."""
+        """Begins a phase; nothing happens when it, or a later one, runs already."""
         place = PHASES.index(name)
-        if place <= self._place:
-            return
-        self._open.close()
-        for skipped in PHASES[self._place + 1 : place]:
-            self._startup.skip(skipped, "the engine did not tell of it")
-        self._place = place
-        self._open.enter_context(self._startup.phase(name))
+        with self._lock:
+            if place <= self._place:
+                return
+            self._running.close()
+            for skipped in PHASES[self._place + 1 : place]:
+                self._startup.skip(skipped, "the engine did not tell of it")
+            self._place = place
+            self._running.enter_context(self._startup.phase(name))
 
     def take(self, sign: Sign) -> None:
-        if self._place >= len(_READ):
-            return
-        if sign.phase is not None:
-            self.enter(sign.phase)
-        if sign.detail is not None:
-            self._startup.note(sign.detail)
-        if sign.progress is not None:
-            self._startup.progress(round(sign.progress * 100), 100)
+        """Takes in what a line of the log tells; it is ignored in our own phases."""
+        with self._lock:
+            if self._place >= len(_READ):
+                return
+            if sign.phase is not None:
+                self.enter(sign.phase)
+            if sign.detail is not None:
+                self._startup.note(sign.detail)
+            if sign.progress is not None:
+                self._startup.progress(round(sign.progress * 100), 100)
 
     def close(self) -> None:
-        """The phase that runs has ended well."""
-        self._open.close()
+        """Ends the running phase as done."""
+        with self._lock:
+            self._running.close()
 
     def fail(self, error: BaseException) -> None:
-        """The phase that runs has failed."""
-        self._open.__exit__(type(error), error, error.__traceback__)
+        """Ends the running phase as failed."""
+        with self._lock:
+            self._running.__exit__(type(error), error, error.__traceback__)

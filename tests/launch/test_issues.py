@@ -8,7 +8,7 @@ import pytest
 from blockdraft.cli import asked
 from blockdraft.cli.plan import Known
 from blockdraft.errors import FetchError, SettingsError
-from blockdraft.launch.oracle import CONDITIONS, check_settings, entries, read_entries, refuse
+from blockdraft.launch.issues import FACTS, RULES, check_settings, entries, read_entries, refuse
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.stored import Stored
 from blockdraft.settings.settings import Settings
@@ -152,18 +152,18 @@ def ids(**values):
 
 
 def test_every_entry_has_a_case():
-    assert {entry.finding.id for entry in entries()} == set(CASES)
+    assert {entry.issue.id for entry in entries()} == set(CASES)
     assert len(entries()) == len(CASES)
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.finding.id)
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.issue.id)
 def test_known_bad_combination_is_found_and_the_one_beside_it_is_not(entry):
-    bad, change = CASES[entry.finding.id]
-    assert entry.finding.id in ids(**bad)
-    assert entry.finding.id not in ids(**{**bad, **change})
+    bad, change = CASES[entry.issue.id]
+    assert entry.issue.id in ids(**bad)
+    assert entry.issue.id not in ids(**{**bad, **change})
 
 
-REFUSED = [entry.finding for entry in entries() if entry.finding.severity == "refuse"]
+REFUSED = [entry.issue for entry in entries() if entry.issue.severity == "refuse"]
 
 
 @pytest.mark.parametrize("finding", REFUSED, ids=lambda finding: finding.id)
@@ -229,8 +229,8 @@ def test_a_build_that_carries_the_repair_is_spared():
     ],
 )
 def test_patches_are_needed_up_to_the_release_that_has_them(id, since):
-    entry = next(entry for entry in entries() if entry.finding.id == id)
-    assert entry.finding.upstream_since == since
+    entry = next(entry for entry in entries() if entry.issue.id == id)
+    assert entry.issue.upstream_since == since
     bad = CASES[id][0]
     assert id in ids(**{**bad, "engine_version": "0.19.2rc1.dev21"})
     assert id not in ids(**{**bad, "engine_version": "0.32.0"})
@@ -295,23 +295,23 @@ def test_a_version_newer_than_we_know_is_said():
 
 def test_entries_are_well_formed():
     for entry in entries():
-        finding = entry.finding
+        finding = entry.issue
         assert re.fullmatch(r"[a-z0-9-]+", finding.id)
         assert finding.severity in ("refuse", "warn", "note")
         assert finding.thread.startswith("https://"), finding.id
         assert finding.symptom.endswith("."), finding.id
         assert finding.way_out.endswith("."), finding.id
         assert entry.engine in ("vllm", "sglang")
-    assert len({entry.finding.id for entry in entries()}) == len(entries())
+    assert len({entry.issue.id for entry in entries()}) == len(entries())
 
 
 def test_a_misspelt_condition_is_a_bug_that_shows():
     about = 'id="x"\nseverity="note"\nsymptom="s"\nway_out="w"\nthread="t"\nengine="vllm"\n'
-    assert read_entries(f"[[bad]]\n{about}speculates=true\n")[0].finding.id == "x"
+    assert read_entries(f"[[issue]]\n{about}speculates=true\n")[0].issue.id == "x"
     with pytest.raises(AssertionError, match="speculate"):
-        read_entries(f"[[bad]]\n{about}speculate=true\n")
+        read_entries(f"[[issue]]\n{about}speculate=true\n")
 
 
 def test_every_condition_is_used():
-    used = {name for entry in entries() for name in entry.conditions}
-    assert used == set(CONDITIONS)
+    used = {name.removesuffix("_unset") for entry in entries() for name in entry.conditions}
+    assert used == FACTS.keys() | RULES.keys()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockdraft.launch.phases import PHASES, Sign, Walk, is_bar, is_error, read_sign
+from blockdraft.launch.log_signs import PHASES, PhaseTracker, Sign, is_bar, is_error, read_sign
 from blockdraft.phases import Startup
 
 VLLM = "(Worker pid=28061) INFO 11-15 12:56:10 "
@@ -106,7 +106,7 @@ def test_errors_and_bars_are_known():
 
 def walked(*signs):
     startup = Startup(names=PHASES)
-    walk = Walk(startup)
+    walk = PhaseTracker(startup)
     walk.enter("launch")
     for sign in signs:
         walk.take(sign)

@@ -3,15 +3,24 @@
 import json
 import subprocess
 import sys
+import tomllib
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 
+import blockdraft
 from blockdraft.checkpoints import families
 from blockdraft.cli.main import main
 from blockdraft.cli.models import WIDTH
-from blockdraft.planner import known
-from blockdraft.planner.known import FAMILIES, PAIRS, KnownPair, find
+from blockdraft.machine.cards import card_by_key
+from blockdraft.planner.acceptance import published_acceptance
+from blockdraft.planner.pairs import KnownPair, find_models, published_runs, read_file
+from blockdraft.settings.recipe import load_recipe, recipe_names
+
+KNOWN = find_models()
+FAMILIES, PAIRS = KNOWN.families, KNOWN.pairs
+KIND_OF = {"code": "code", "reasoning": "maths", "dialogue": "chat"}  # a run's workload, as acceptance has it
 
 
 def pair(**changes):
@@ -83,11 +92,57 @@ def test_a_reason_makes_a_pair_one_that_does_not_run():
     assert not pair(refused="because").runs
 
 
+# ---- published numbers
+
+
+@pytest.mark.parametrize("entry", read_file()["published"], ids=lambda entry: entry["drafter"])
+def test_published_runs_are_of_a_listed_drafter_and_agree_with_each_other(entry):
+    (listed,) = (known_pair for known_pair in PAIRS if known_pair.drafter == entry["drafter"])
+    for run in published_runs(entry["target"], entry["drafter"]):
+        assert run.card is None or card_by_key(run.card).key == run.card
+        if run.tokens_per_second and run.baseline_tokens_per_second and run.speedup:
+            ratio = run.tokens_per_second / run.baseline_tokens_per_second
+            assert ratio == pytest.approx(run.speedup, rel=0.03), run
+        if run.tokens_per_step is not None:
+            assert 1 <= run.tokens_per_step <= listed.block, run
+
+
+def test_a_run_and_an_acceptance_of_the_same_table_have_the_same_number():
+    compared = 0
+    for entry in read_file()["published"]:
+        acceptance = published_acceptance(entry["target"], entry["drafter"])
+        for run in published_runs(entry["target"], entry["drafter"]):
+            table = run.source.partition("table ")[2].partition(",")[0]
+            is_same = f"table {table}" in acceptance.source if table else "card of" in acceptance.source
+            if is_same and run.tokens_per_step is not None and run.concurrency in (1, 8):
+                assert run.tokens_per_step == acceptance.committed(KIND_OF[run.workload]), run
+                compared += 1
+    assert compared == 13
+
+
+def test_each_published_run_is_of_the_pair_of_a_recipe():
+    pairs = [load_recipe(name).settings for name in recipe_names()]
+    for entry in read_file()["published"]:
+        assert (entry["target"], entry["drafter"]) in [(pair["model"], pair.get("draft")) for pair in pairs]
+        assert entry["run"]
+    assert published_runs("Qwen/Qwen3-8B", "mine") == ()
+
+
+def test_the_data_files_travel_in_the_package():
+    project = tomllib.loads((Path(blockdraft.__file__).parents[1] / "pyproject.toml").read_text())
+    data = project["tool"]["setuptools"]["package-data"]
+    for room in ("planner", "doctor", "launch", "machine"):
+        folder = Path(blockdraft.__file__).parent / room
+        taken = {path for pattern in data[f"blockdraft.{room}"] for path in folder.glob(pattern)}
+        assert taken == {path for path in folder.iterdir() if path.suffix not in (".py", "")}
+
+
 # ---- what a query finds
 
 
 def test_no_query_finds_everything():
-    assert find() == (FAMILIES, PAIRS)
+    file = read_file()
+    assert (len(FAMILIES), len(PAIRS)) == (len(file["family"]), len(file["pair"]))
 
 
 @pytest.mark.parametrize(
@@ -101,9 +156,9 @@ def test_no_query_finds_everything():
     ],
 )
 def test_a_query_is_part_of_a_name(query, families, drafter):
-    found_families, found_pairs = find(query)
-    assert [family.name for family in found_families] == families
-    drafters = [known_pair.drafter for known_pair in found_pairs]
+    found = find_models(query)
+    assert [family.name for family in found.families] == families
+    drafters = [known_pair.drafter for known_pair in found.pairs]
     assert (drafter in drafters) if drafter else not drafters
 
 
@@ -152,7 +207,7 @@ def test_a_refused_pair_says_why(capsys):
 
 def test_json_has_the_whole_record(capsys):
     answer = json.loads(printed(capsys, "Qwen3-8B-DFlash", "--json"))
-    assert answer["date"] == known.DATE
+    assert answer["date"] == KNOWN.date
     assert answer["families"] == []
     assert answer["pairs"] == [
         {

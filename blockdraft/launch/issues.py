@@ -1,0 +1,278 @@
+"""Known issues: combinations that an engine accepts, or dies of late, although they are bad.
+
+issues.toml lists them: what must be so for an entry to hold, what then happens, the way out, and the thread
+where it was found. A condition on something that is not known (no card, no config.json) does not hold: we do
+not guess, and so refuse nothing that may be good.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from blockdraft.checkpoints.draft_config import draft_block
+from blockdraft.errors import SettingsError
+from blockdraft.launch.order import Combination, Raw
+from blockdraft.launch.versions import NEWEST, EngineVersion, read_version
+from blockdraft.machine.machine import Machine
+from blockdraft.settings.settings import Settings
+from blockdraft.settings.shipped import with_drafter
+
+FILE = Path(__file__).with_name("issues.toml")
+
+Severity = Literal["refuse", "warn", "note"]
+SEVERITIES: tuple[Severity, ...] = ("refuse", "warn", "note")  # the worst first
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """What is known against a combination."""
+
+    id: str
+    severity: Severity
+    symptom: str
+    way_out: str
+    thread: str  # address
+    upstream_since: str | None = None  # the first release that needs no patch
+
+    def __str__(self) -> str:
+        return f"{self.symptom} {self.way_out} ({self.thread})"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An issue, and the conditions under which a combination has it: all of them."""
+
+    issue: Issue
+    engine: str
+    conditions: Mapping[str, object]
+    fixed_by: tuple[int, ...] = ()  # pull requests: a build that carries one is spared
+
+    def holds(self, combination: Combination) -> bool:
+        version = combination.version
+        if self.engine != version.engine or version.carried & set(self.fixed_by):
+            return False
+        return all(_holds(combination, name, wanted) for name, wanted in self.conditions.items())
+
+
+def check_settings(
+    settings: Settings,
+    *,
+    machine: Machine | None = None,
+    target: Raw | None = None,
+    draft: Raw | None = None,
+) -> list[Issue]:
+    """What is known against this combination, the worst first; nothing for our own engine.
+
+    `target` and `draft` are the models' config.json, where they are known.
+    """
+    if settings.engine == "native":
+        return []
+    version = read_version(settings.engine, settings.engine_version)
+    asked = Combination(
+        settings=with_drafter(settings), version=version, machine=machine, target=target, draft=draft
+    )
+    found = [_softened(entry.issue, version) for entry in entries() if entry.holds(asked)]
+    return sorted(_newer(version) + found, key=lambda issue: SEVERITIES.index(issue.severity))
+
+
+def refuse(issues: Iterable[Issue]) -> None:
+    """Raises SettingsError, naming the thread, where one of them may not be started."""
+    bad = [issue for issue in issues if issue.severity == "refuse"]
+    if bad:
+        raise SettingsError("\n".join(map(str, bad)))
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """Reads issues.toml, once."""
+    return read_entries(FILE.read_text(encoding="utf-8"))
+
+
+def read_entries(text: str) -> tuple[Entry, ...]:
+    return tuple(_entry(**table) for table in tomllib.loads(text)["issue"])
+
+
+def _entry(
+    *,
+    engine: str,
+    fixed_by: Iterable[int] = (),
+    upstream_since: str | None = None,
+    **table: object,
+) -> Entry:
+    """The file is ours: a mistake in it is a bug."""
+    about = {name: table.pop(name) for name in ("id", "severity", "symptom", "way_out", "thread")}
+    if upstream_since is not None:
+        assert "versions" not in table, f"{about['id']}: upstream_since is the end of its versions"
+        table["versions"] = f"<{upstream_since}"
+    unknown = table.keys() - CONDITIONS
+    assert not unknown, f"{about['id']}: unknown conditions {unknown}"
+    issue = Issue(**about, upstream_since=upstream_since)  # type: ignore[arg-type]
+    return Entry(issue, engine, table, tuple(fixed_by))
+
+
+def _softened(issue: Issue, version: EngineVersion) -> Issue:
+    """A nightly build of the minor release before the repair may have it already: then it only warns."""
+    if issue.severity != "refuse" or issue.upstream_since is None or not version.is_nightly:
+        return issue
+    major, minor, _ = version.release
+    is_next = read_version(version.engine, issue.upstream_since).release[:2] <= (major, minor + 1)
+    return replace(issue, severity="warn") if is_next else issue
+
+
+def _newer(version: EngineVersion) -> list[Issue]:
+    newest = NEWEST[version.engine]
+    issue = Issue(
+        id="unknown-version",
+        severity="note",
+        symptom=f"{version} is newer than {newest}, the newest we know.",
+        way_out="Flags are written for that one; if it does not start, say --engine-version.",
+        thread="docs/scale-out.md",
+    )
+    return [issue] if version.within(f">{newest}") else []
+
+
+# ---- facts about a combination; None: not known
+
+
+def _model_type(config: Raw) -> object:
+    """The type of the text part, where the model also sees or hears."""
+    inner = config.get("text_config")
+    found = (inner if isinstance(inner, Mapping) else config).get("model_type", config.get("model_type"))
+    return found.removesuffix("_text") if isinstance(found, str) else None
+
+
+def _draft_layout(found: Combination) -> str | None:
+    if found.draft is not None:
+        return "speculators" if "speculators_model_type" in found.draft else "z-lab"
+    name = (found.settings.draft or "").lower()
+    return "speculators" if "speculator." in name else "z-lab" if name.startswith("z-lab/") else None
+
+
+def _draft_kind(found: Combination) -> str | None:
+    if found.draft is None:
+        name = (found.settings.draft or "").lower()
+        return next((kind for kind in ("dflash2", "dspark") if kind in name), None)
+    kind = found.draft.get("speculators_model_type")
+    if isinstance(kind, str):
+        return kind
+    names = found.draft.get("architectures")
+    first = names[0] if isinstance(names, list) and names else ""
+    return {"DFlash2DraftModel": "dflash2", "LiLiCorrDraftModel": "lilicorr"}.get(first, "dflash")
+
+
+def _draft_has_windows(found: Combination) -> bool:
+    config = found.draft or {}
+    inner = config.get("transformer_layer_config")
+    types = (inner if isinstance(inner, Mapping) else config).get("layer_types")
+    return isinstance(types, list) and "sliding_attention" in types
+
+
+def _quantization(config: Raw | None) -> Raw | None:
+    section = None if config is None else config.get("quantization_config")
+    return section if isinstance(section, Mapping) else None
+
+
+def _is_context_past_draft(found: Combination) -> bool:
+    """Whether more context is asked than the drafter's positions reach."""
+    reach = None if found.draft is None else found.draft.get("max_position_embeddings")
+    asked = found.settings.max_context
+    return isinstance(reach, int) and asked != "auto" and asked > reach
+
+
+def _width_beyond_block(found: Combination) -> int:
+    """By how many tokens the width that was asked for differs from the drafter's block."""
+    width = found.settings.width
+    return 0 if found.draft is None or width == "auto" else width - draft_block(found.draft)
+
+
+FACTS: Mapping[str, Callable[[Combination], object]] = {
+    "capability": lambda found: found.capability and "{}.{}".format(*found.capability),
+    "unified": lambda found: found.machine is not None and found.machine.is_unified,
+    "cpu": lambda found: found.is_cpu,
+    "kernel": lambda found: found.machine and found.machine.kernel,
+    "speculates": lambda found: found.drafter is not None,
+    "draft_layout": _draft_layout,
+    "draft_kind": _draft_kind,
+    "draft_quantised": lambda found: _quantization(found.draft) is not None,
+    "draft_windows": _draft_has_windows,
+    "context_past_draft": _is_context_past_draft,
+    "width_past_block": lambda found: _width_beyond_block(found) > 0,
+    "width_below_block": lambda found: _width_beyond_block(found) < 0,
+    "kv_dtype": lambda found: found.settings.kv_dtype,
+    "attention_backend": lambda found: found.settings.attention_backend,
+    "draft_attention_backend": lambda found: found.settings.draft_attention_backend,
+    "prefix_cache": lambda found: found.settings.prefix_cache,
+    "graphs": lambda found: found.settings.graphs,
+    "rows_above": lambda found: found.settings.max_rows,
+    "context_above": lambda found: found.settings.max_context,
+    "chunk_above": lambda found: found.settings.chunk,
+    "nodes_above": lambda found: found.settings.num_nodes,
+    "pipeline_above": lambda found: found.settings.pipeline_parallel,
+    "memory_above": lambda found: found.memory_share,
+    "env": lambda found: tuple(f"{name}={value}" for name, value in found.settings.engine_env),
+    "args": lambda found: " ".join(found.settings.engine_args).replace("=", " "),
+}
+
+
+# ---- conditions
+
+
+def _holds(found: Combination, name: str, wanted: object) -> bool:
+    """A condition such as env_unset holds where env does not."""
+    if name in RULES:
+        return RULES[name](found, wanted)
+    fact = name.removesuffix("_unset")
+    return _meets(FACTS[fact](found), wanted) == (fact == name)
+
+
+def _meets(value: object, wanted: object) -> bool:
+    """A list holds patterns, a number is a limit that must be passed, anything else is the value itself."""
+    if isinstance(wanted, list):
+        return _matches(value, wanted)
+    if isinstance(wanted, bool | str):
+        return value == wanted
+    assert isinstance(wanted, int | float)
+    return isinstance(value, int | float) and value > wanted
+
+
+def _matches(value: object, patterns: list[str]) -> bool:
+    texts = value if isinstance(value, tuple) else (value,)
+    known = [text.lower() for text in texts if isinstance(text, str)]
+    return any(fnmatch(text, pattern.lower()) for text in known for pattern in patterns)
+
+
+def _is_target(found: Combination, wanted: object) -> bool:
+    """Goes by the type in config.json, or by name where that is not known; `only` is about the name too."""
+    assert isinstance(wanted, dict)
+    if found.target is not None and "types" in wanted:
+        is_family = _matches(_model_type(found.target), wanted["types"])
+    else:
+        is_family = _matches(found.settings.model, wanted["names"])
+    return is_family and ("only" not in wanted or _matches(found.settings.model, wanted["only"]))
+
+
+def _has_weights(found: Combination, wanted: object) -> bool:
+    """Goes by the settings, else by the target's config.json, else by its name."""
+    assert isinstance(wanted, list)
+    if found.settings.quantization not in ("auto", "keep"):
+        return _matches(found.settings.quantization, wanted)
+    if found.target is not None:
+        section = _quantization(found.target) or {}
+        return _matches(
+            section.get("quant_algo") or section.get("format") or section.get("quant_method"), wanted
+        )
+    return _matches(found.settings.model, [f"*{pattern.strip('*')}*" for pattern in wanted])
+
+
+RULES: Mapping[str, Callable[[Combination, object], bool]] = {
+    "versions": lambda found, wanted: found.version.within(str(wanted)),
+    "target": _is_target,
+    "weights": _has_weights,
+}
+CONDITIONS = {*RULES, *FACTS, *(f"{name}_unset" for name in ("env", "args"))}

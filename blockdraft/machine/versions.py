@@ -1,0 +1,31 @@
+"""Versions and ranges of them, by the rules of Python's packages (PEP 440)."""
+
+from __future__ import annotations
+
+import re
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+ANY = "*"
+_NUMBERS = re.compile(r"v?(\d+(?:[.-]\d+)*)")
+
+
+def release_of(version: str) -> Version | None:
+    """The numbers alone: 3.6.0rc1 and 3.6.0+cu130 are 3.6.0, a kernel's 7.0.0-1019-nvidia is 7.0.0.1019.
+
+    None: the text does not begin with a number.
+    """
+    found = _NUMBERS.match(version)
+    return None if found is None else Version(found[1].replace("-", "."))
+
+
+def read_range(text: str) -> list[SpecifierSet]:
+    """Alternatives, which stand between bars: "==10.3 | >=12.1,<13". Raises ValueError."""
+    return [SpecifierSet(part) for part in text.split("|")]
+
+
+def is_in_range(version: str, text: str) -> bool:
+    """Whether the release of `version` is in the range; "*" holds for all, also for what is no version."""
+    release = release_of(version)
+    return text == ANY or (release is not None and any(release in part for part in read_range(text)))

@@ -1,0 +1,112 @@
+"""Reads pairs.toml: model families, target/drafter pairs and published runs that are known by name."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from blockdraft.settings.recipe import Expectation
+
+FILE = Path(__file__).with_name("pairs.toml")
+BYTES_PER_PARAMETER = 2  # bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFamily:
+    """A target family that this version computes."""
+
+    name: str  # as in checkpoints/families.py
+    architectures: tuple[str, ...]
+    kind: str
+    models: tuple[str, ...]
+    rope: str
+    notes: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPair:
+    """A target and a drafter that was trained for it. None: the sources do not say."""
+
+    target: str
+    drafter: str
+    layout: Literal["z-lab", "speculators", "other"]
+    family: str | None = None  # None: a family we do not compute
+    block: int | None = None  # anchor included
+    draft_layers: int | None = None
+    target_billions: float | None = None  # parameters, for the text part where the target also sees or hears
+    draft_billions: float | None = None
+    refused: str = ""  # why it does not run here; "" when it does
+    notes: str = ""
+
+    @property
+    def runs(self) -> bool:
+        return not self.refused
+
+    @property
+    def target_gb(self) -> float | None:
+        """Approximate bfloat16 weights in GB; a quantised target needs less."""
+        return _gigabytes(self.target_billions)
+
+    @property
+    def draft_gb(self) -> float | None:
+        return _gigabytes(self.draft_billions)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModels:
+    """The families and pairs that a query finds; `date` and `sources` are those of the file."""
+
+    date: str
+    sources: tuple[str, ...]
+    families: tuple[KnownFamily, ...]
+    pairs: tuple[KnownPair, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """The same as plain values, with what the properties say."""
+        derived = ("runs", "target_gb", "draft_gb")
+        pairs = [asdict(pair) | {name: getattr(pair, name) for name in derived} for pair in self.pairs]
+        return asdict(self) | {"pairs": pairs}
+
+
+@cache
+def read_file() -> dict[str, Any]:
+    """Reads pairs.toml, once; the result must not be changed."""
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
+def find_models(query: str = "") -> KnownModels:
+    """Families and pairs whose name, architecture, model, target or drafter contains `query`, in any case."""
+    file, wanted = read_file(), query.casefold()
+    families = [_family(**entry) for entry in file["family"]]
+    pairs = [KnownPair(**entry) for entry in file["pair"]]
+    return KnownModels(
+        date=file["date"],
+        sources=tuple(file["sources"]),
+        families=tuple(one for one in families if _has(wanted, one.name, *one.architectures, *one.models)),
+        pairs=tuple(one for one in pairs if _has(wanted, one.target, one.drafter, one.family or "")),
+    )
+
+
+def published_runs(target: object, drafter: object) -> tuple[Expectation, ...]:
+    """What others measured with this pair; nothing where they did not."""
+    return tuple(
+        Expectation(**run)
+        for entry in read_file()["published"]
+        if (entry["target"], entry["drafter"]) == (target, drafter)
+        for run in entry["run"]
+    )
+
+
+def _family(*, architectures: list[str], models: list[str], **rest: str) -> KnownFamily:
+    return KnownFamily(architectures=tuple(architectures), models=tuple(models), **rest)
+
+
+def _has(wanted: str, *texts: str) -> bool:
+    return any(wanted in text.casefold() for text in texts)
+
+
+def _gigabytes(billions: float | None) -> float | None:
+    return None if billions is None else round(billions * BYTES_PER_PARAMETER, 1)
