@@ -40,7 +40,7 @@ TORCH_FREE = {
     *("models.config", "models.draft_config", "cache.spec", "engine.request"),
     *(
         "checkpoints.config_fields",
-        "checkpoints.families",
+        "checkpoints.model_config",
         "checkpoints.draft_config",
         "checkpoints.draft_fit",
     ),

@@ -19,6 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from blockdraft.checkpoints.config_fields import Fields
 from blockdraft.errors import ModelError
 
 Scalar: TypeAlias = str | int | float | bool
@@ -27,19 +28,7 @@ Value: TypeAlias = Scalar | Sequence[Scalar]
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
-_SCALARS = {  # value type -> struct code
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}  # value type -> struct code
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
 
@@ -51,7 +40,7 @@ _MAX_STRING_BYTES = 1 << 26
 _MAX_NAME_BYTES = 1 << 16
 _MAX_DIMS = 4  # ggml's own limit
 
-PLAIN_TYPES = {0: "float32", 1: "float16", 30: "bfloat16"}  # every other type packs blocks
+_PLAIN_TYPES = (0, 1, 30)  # float32, float16, bfloat16; every other type packs blocks
 _FLOAT_CODES = {0: "f", 1: "e"}  # of those, what struct reads
 
 
@@ -75,7 +64,7 @@ class StoredTensor:
 
     @property
     def is_quantised(self) -> bool:
-        return self.quantization not in PLAIN_TYPES
+        return self.quantization not in _PLAIN_TYPES
 
 
 class _Row(NamedTuple):
@@ -151,44 +140,25 @@ class GgufHeader:
     def __init__(self, path: Path, *, name: str) -> None:
         self.name = name
         try:
-            self._file = FileIO(path)
-            self.metadata, self.tensors = _parse_file(self._file)
+            self.file = FileIO(path)
+            self.metadata, self.tensors = _parse_file(self.file)
         except OSError as error:
             raise ModelError(
                 f"cannot open '{name}': {error.strerror}. Check the path and its permissions."
             ) from None
         except _Damaged as damage:
-            self._file.close()
+            self.file.close()
             raise ModelError(
                 f"'{name}' cannot be read as GGUF: {damage}. Download it again or convert it anew."
             ) from None
 
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.metadata.get(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, "a string")
-        return value
-
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 0) -> int:
-        value = self.metadata.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self._wrong(key, f"an integer of {minimum} or more")
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        return self.integer(key, default, minimum=1)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.metadata.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise self._wrong(key, "a number")
-        return float(value)
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        value = self.metadata.get(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false")
-        return value
+    def keys(self, prefix: str) -> Fields:
+        """The metadata whose keys begin with `prefix`, such as "llama."."""
+        found = {
+            key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)
+        }
+        remedy = "Convert the model anew, or see docs/models.md."
+        return Fields(found, owner=self.name, prefix=prefix, file="its metadata", remedy=remedy)
 
     def texts(self, key: str) -> list[str]:
         return [item for item in self._array(key) if isinstance(item, str)]
@@ -202,24 +172,17 @@ class GgufHeader:
         code = _FLOAT_CODES.get(info.quantization)
         if code is None:
             raise ModelError(f"'{self.name}': tensor '{tensor}' is not stored as floats. Convert it anew.")
-        raw = os.pread(self._file.fileno(), info.num_bytes, info.offset)
+        raw = os.pread(self.file.fileno(), info.num_bytes, info.offset)
         return [value for (value,) in struct.iter_unpack(f"<{code}", raw)]
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
     def _array(self, key: str) -> Sequence[Scalar]:
         value = self.metadata.get(key)
         if value is None or isinstance(value, Scalar):
-            raise self._wrong(key, "an array")
+            raise self.keys("").wrong(key, value, "expected an array")
         return value
-
-    def _wrong(self, key: str, expected: str) -> ModelError:
-        found = self.metadata.get(key)
-        state = "is missing" if found is None else f"is {str(found)[:40]!r}"
-        return ModelError(
-            f"'{self.name}': metadata key '{key}' {state}, but must be {expected}. Convert the model anew."
-        )
 
 
 def _parse_file(file: FileIO) -> tuple[dict[str, Value], dict[str, StoredTensor]]:

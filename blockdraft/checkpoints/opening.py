@@ -8,7 +8,7 @@ from pathlib import Path
 from blockdraft.checkpoints import fetch
 from blockdraft.checkpoints.checkpoint import Checkpoint
 from blockdraft.checkpoints.folder import FolderCheckpoint
-from blockdraft.checkpoints.gguf import GgufCheckpoint
+from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.settings.source import find_source
 
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.checkpoints.checkpoint import Checkpoint, TensorInfo, own_memory
-from blockdraft.checkpoints.families import read_model_config
-from blockdraft.checkpoints.module_rules import is_router
+from blockdraft.checkpoints.model_config import read_model_config
 from blockdraft.checkpoints.names import (
     DRAFT_LAYER,
     DRAFT_SKIPPED,
@@ -30,7 +29,8 @@ from blockdraft.checkpoints.names import (
     layer_names,
     skipped,
 )
-from blockdraft.checkpoints.quantization import Quantization, read_quantization
+from blockdraft.checkpoints.quantization import read_quantization
+from blockdraft.checkpoints.quantization_modules import Quantization, is_router
 from blockdraft.checkpoints.schemes import Scheme, TensorSpec
 from blockdraft.errors import ModelError
 from blockdraft.models.config import Storage

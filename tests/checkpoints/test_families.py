@@ -7,7 +7,7 @@ import pytest
 from transformers import Gemma4Config, Qwen3_5Config, Qwen3_5MoeConfig
 
 from blockdraft.cache.spec import Paged, Recurrent, SharedWith, Windowed
-from blockdraft.checkpoints.families import FAMILIES, read_model_config
+from blockdraft.checkpoints.model_config import FAMILIES, read_model_config
 from blockdraft.errors import ModelError
 from blockdraft.models.config import (
     AttentionConfig,

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 
-from blockdraft.checkpoints import families
+from blockdraft.checkpoints import model_config
 from blockdraft.cli.main import main
 from blockdraft.cli.models import WIDTH
 from blockdraft.planner import known
@@ -31,9 +31,9 @@ def printed(capsys, *argv):
 
 def test_every_family_that_config_reads_is_listed_with_its_architectures():
     listed = {architecture: family.name for family in FAMILIES for architecture in family.architectures}
-    for architecture, family in families.FAMILIES.items():
+    for architecture, family in model_config.FAMILIES.items():
         assert listed[architecture] == family
-    assert listed.keys() == families.FAMILIES.keys()
+    assert listed.keys() == model_config.FAMILIES.keys()
 
 
 def test_no_name_is_listed_twice():

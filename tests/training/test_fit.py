@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.bench.workloads import CLASSES, load
 from blockdraft.checkpoints.draft_config import read_draft_config
-from blockdraft.checkpoints.families import read_model_config
+from blockdraft.checkpoints.model_config import read_model_config
 from blockdraft.cli import training_progress
 from blockdraft.cli.fit import lines
 from blockdraft.cli.main import main
