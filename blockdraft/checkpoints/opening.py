@@ -7,7 +7,7 @@ from pathlib import Path
 
 from blockdraft.checkpoints import fetch
 from blockdraft.checkpoints.checkpoint import Checkpoint
-from blockdraft.checkpoints.folder import FolderCheckpoint
+from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.settings.source import find_source
 
