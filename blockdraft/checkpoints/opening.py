@@ -13,7 +13,7 @@ from blockdraft.settings.source import find_source
 
 
 def open_checkpoint(
-    source: str | Path, *, report: Callable[[str], None] | None = None, needs_weights: bool = True
+    source: str | Path, *, report: Callable[[str], None] = lambda line: None, needs_weights: bool = True
 ) -> Checkpoint:
     """Open "default", a .gguf file, a folder, or a hub id `org/name[@revision]`; two may download.
 
