@@ -140,15 +140,14 @@ class Fp4Scheme:
     def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
         found = _checked(self, tensors, shape)
         scale = found[self.scales]
-        multiplier = None if self.multiplier is None else found[self.multiplier]
-        divisor = None if self.divisor is None else found[self.divisor]
-        if divisor is not None and not bool((divisor > 0).all()):
-            raise ModelError(f"{self.name}: '{self.divisor}' is {divisor.item()}, expected above zero.")
+        if self.divisor is not None and not bool((found[self.divisor] > 0).all()):
+            value = found[self.divisor].item()
+            raise ModelError(f"{self.name}: {self.divisor.lstrip('.')} is {value}, expected above zero.")
         return Fp4Groups(
             found[self.codes].reshape(*shape[:-1], -1),
             e8m0(scale) if scale.dtype == torch.uint8 else scale,
-            multiplier=multiplier,
-            divisor=divisor,
+            multiplier=None if self.multiplier is None else found[self.multiplier],
+            divisor=None if self.divisor is None else found[self.divisor],
         )
 
 

@@ -1,25 +1,37 @@
-"""What a drafter would commit on documents that the target wrote greedily, without running the engine.
+"""What a drafter commits on documents that the target wrote greedily: simulated, and in the real engine.
 
-Every answer token is tried as an anchor, all at once; then each document is walked as the engine would walk
-it: from the last prompt token on, each step commits the drafts that match and one token more.
+The simulation tries every answer token as an anchor, all at once; then each document is walked as the engine
+would walk it: from the last prompt token on, each step commits the drafts that match and one token more. What
+the exported drafter commits in the engine must be the same.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from blockdraft.cache.spec import bytes_per_token
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loaded import Models
+from blockdraft.engine.request import Metrics, SamplingParams
+from blockdraft.models.draft_config import DraftConfig
+from blockdraft.planner.plan import ELEMENT_BYTES
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
 from blockdraft.training.answers import Document
 from blockdraft.training.features import FeatureReader
 from blockdraft.training.packing import Place, Rows, pack, with_anchors
 from blockdraft.training.trainer import BlockForward
 
 SLICE = 512  # blocks whose logits are there at a time
+ENGINE_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,44 @@ def fit_of(steps: Sequence[Sequence[int]], block: int) -> Fit:
         num_steps=sum(len(document) for document in steps),
         accepted=tuple(accepted),
     )
+
+
+def fit_of_metrics(metrics: Sequence[Metrics]) -> Fit:
+    """The engine's counters of several answers together."""
+    positions = itertools.zip_longest(*(one.accepted for one in metrics), fillvalue=0)
+    return Fit(
+        num_documents=len(metrics),
+        num_tokens=sum(one.num_tokens for one in metrics),
+        num_steps=sum(one.steps for one in metrics),
+        accepted=tuple(sum(each) for each in positions),
+    )
+
+
+def fit_in_engine(
+    folder: Path, documents: Sequence[Document], *, model: str, config: DraftConfig, like: Models
+) -> Fit:
+    """Answer the documents' prompts again, greedily, with the drafter in `folder`, as long as they are."""
+    specs = like.config.layer_specs() + config.layer_specs()
+    room = max((len(one.prompt_ids) + len(one.answer_ids) for one in documents), default=0) + 4 * config.block
+    settings = Settings(
+        model=model,
+        draft=str(folder),
+        width=config.block,
+        device=str(like.device),
+        dtype=like.plan.dtype,
+        quantization="none",
+        max_rows=ENGINE_ROWS,
+        cache_bytes=2 * ENGINE_ROWS * room * bytes_per_token(specs, ELEMENT_BYTES[like.plan.dtype]),
+        graphs=False,  # a few steps: not worth their capture
+    )
+    engine = Engine(load_models(settings, lambda line: None))
+    waiting, finished = list(documents), list[Metrics]()
+    while waiting or engine.has_work:
+        while waiting and engine.scheduler.has_room(1):
+            one = waiting.pop(0)
+            engine.add(one.prompt_ids, SamplingParams(temperature=0.0, max_tokens=len(one.answer_ids)))
+        finished += [delta.metrics for delta in engine.step() if delta.metrics is not None]
+    return fit_of_metrics(finished)
 
 
 def _runs(forward: BlockForward, rows: Rows, rows_per_step: int, num_anchors: int) -> Tensor:

@@ -22,8 +22,8 @@ from blockdraft.models.draft_config import DraftConfig
 from blockdraft.start.memory import release
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.training.answers import Conversation, Document
-from blockdraft.training.evaluate import Fit, fit_of
+from blockdraft.training.answers import Conversation, Document, encode_messages
+from blockdraft.training.evaluate import Fit, fit_of, fit_of_metrics
 from blockdraft.training.fit_report import (
     LOW,
     RAISES_ELSEWHERE,
@@ -112,22 +112,13 @@ class _Prompt:
     ids: list[int]
 
 
-def _messages(one: Conversation) -> list[dict[str, object]]:
-    messages: list[dict[str, object]] = [{"role": "user", "content": one.turns[0]}]
-    if one.system is not None:
-        messages.insert(0, {"role": "system", "content": one.system})
-    return messages
-
-
 def _raw_ids(tokenizer: Tokenizer, one: Conversation) -> list[int]:
-    return tokenizer.encode("\n".join(text for text in (one.system, one.turns[0]) if text is not None))
+    return encode_messages(tokenizer, one.messages(), has_template=False)
 
 
 def _prompt_ids(tokenizer: Tokenizer, one: Conversation) -> list[int]:
     """The first turn, through the chat template where there is one."""
-    if not tokenizer.has_chat_template:
-        return _raw_ids(tokenizer, one)
-    return tokenizer.encode_chat(_messages(one))
+    return encode_messages(tokenizer, one.messages(), has_template=tokenizer.has_chat_template)
 
 
 # ---- the engine
@@ -295,7 +286,7 @@ class _Session:
         }
         for flag in (False, True):
             ways[f"thinking {'on' if flag else 'off'}"] = (
-                [tokenizer.encode_chat(_messages(one), enable_thinking=flag) for one in conversations],
+                [tokenizer.encode_chat(one.messages(), enable_thinking=flag) for one in conversations],
                 f'ask with chat_template_kwargs {{"enable_thinking": {str(flag).lower()}}}',
             )
         for name, (others, advice) in ways.items():
@@ -346,15 +337,7 @@ def _by_category(answers: Sequence[_Answer]) -> dict[str, Fit]:
 
 
 def _fit_of(answers: Sequence[_Answer]) -> Fit:
-    """The engine's counters of these answers together."""
-    metrics = [one.metrics for one in answers]
-    positions = itertools.zip_longest(*(one.accepted for one in metrics), fillvalue=0)
-    return Fit(
-        num_documents=len(metrics),
-        num_tokens=sum(one.num_tokens for one in metrics),
-        num_steps=sum(one.steps for one in metrics),
-        accepted=tuple(sum(each) for each in positions),
-    )
+    return fit_of_metrics([one.metrics for one in answers])
 
 
 def _untried(question: Question) -> tuple[str, ...]:

@@ -32,13 +32,8 @@ class Rows:
     spans: tuple[tuple[tuple[int, int], ...], ...]  # of each row: where its documents begin and end
 
     def to(self, device: torch.device) -> Rows:
-        return Rows(
-            tokens=self.tokens.to(device),
-            starts=self.starts.to(device),
-            ends=self.ends.to(device),
-            is_anchor=self.is_anchor.to(device),
-            spans=self.spans,
-        )
+        tokens, starts, ends = self.tokens.to(device), self.starts.to(device), self.ends.to(device)
+        return Rows(tokens, starts, ends, self.is_anchor.to(device), self.spans)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -80,8 +75,8 @@ class Place:
     begin: int
 
 
-def pack(documents: Sequence[Document], length: int) -> tuple[Rows, list[Place]]:
-    """Each document into the fullest row that still has room for it, the longest first.
+def pack(documents: Sequence[Document], length: int, *, is_shared: bool = True) -> tuple[Rows, list[Place]]:
+    """Each document into the fullest row that still has room for it, the longest first; or into its own row.
 
     Documents longer than a row lose the end of their answer, or are left out where that is all of it.
     """
@@ -91,13 +86,13 @@ def pack(documents: Sequence[Document], length: int) -> tuple[Rows, list[Place]]
         for index, one in enumerate(documents)
         if sizes[index] - len(one.prompt_ids) >= MIN_ANSWER and one.prompt_ids
     ]
-    places = _fit(sorted(usable, key=lambda index: -sizes[index]), sizes, length)
+    if is_shared:
+        places = _fit(sorted(usable, key=lambda index: -sizes[index]), sizes, length)
+    else:
+        places = [Place(document, row, 0) for row, document in enumerate(usable)]
     num_rows = max((place.row for place in places), default=-1) + 1
     tokens = np.zeros((num_rows, length), dtype=np.int32)
-    starts, ends = (
-        np.full((num_rows, length), length, np.int16),
-        np.full((num_rows, length), length, np.int16),
-    )
+    starts, ends = np.full((2, num_rows, length), length, np.int16)
     is_anchor = np.zeros((num_rows, length), dtype=bool)
     spans: list[list[tuple[int, int]]] = [[] for _ in range(num_rows)]
     for place in places:
@@ -108,14 +103,8 @@ def pack(documents: Sequence[Document], length: int) -> tuple[Rows, list[Place]]
         starts[span], ends[span] = place.begin, end
         is_anchor[place.row, place.begin + len(one.prompt_ids) - 1 : end - 1] = True
     _start_rest(starts, length)
-    rows = Rows(
-        tokens=torch.from_numpy(tokens),
-        starts=torch.from_numpy(starts),
-        ends=torch.from_numpy(ends),
-        is_anchor=torch.from_numpy(is_anchor),
-        spans=tuple(tuple(row) for row in spans),
-    )
-    return rows, places
+    parts = [torch.from_numpy(part) for part in (tokens, starts, ends, is_anchor)]
+    return Rows(*parts, spans=tuple(tuple(row) for row in spans)), places
 
 
 def _fit(order: list[int], sizes: list[int], length: int) -> list[Place]:

@@ -20,7 +20,7 @@ from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import Fit, fit_of
 from blockdraft.training.features import FeatureReader
-from blockdraft.training.packing import Batch, Rows, pack, with_anchors
+from blockdraft.training.packing import Batch, pack, with_anchors
 from blockdraft.training.view import Kept, Seen, TrainView, dense_mask, sees
 
 
@@ -30,7 +30,8 @@ class Probe:
     def __init__(self, drafter: DFlashDrafter, documents: Sequence[Document], taps: Iterable[int]) -> None:
         self._drafter, self._documents = drafter, documents
         self._taps = tuple(sorted(set(taps)))
-        self._rows = _one_per_row(documents).to(drafter.target.norm.weight.device)
+        length = max(len(one.prompt_ids) + len(one.answer_ids) for one in documents)
+        self._rows = pack(documents, length, is_shared=False)[0].to(drafter.target.norm.weight.device)
         self._features = self._read()
 
     @torch.inference_mode()
@@ -63,18 +64,6 @@ class Probe:
         finally:
             target.taps = own
         return torch.stack(read).view(*rows.tokens.shape, len(self._taps), -1)
-
-
-def _one_per_row(documents: Sequence[Document]) -> Rows:
-    length = max(len(one.prompt_ids) + len(one.answer_ids) for one in documents)
-    rows = [pack([one], length)[0] for one in documents]
-    return Rows(
-        tokens=torch.cat([one.tokens for one in rows]),
-        starts=torch.cat([one.starts for one in rows]),
-        ends=torch.cat([one.ends for one in rows]),
-        is_anchor=torch.cat([one.is_anchor for one in rows]),
-        spans=tuple(span for one in rows for span in one.spans),
-    )
 
 
 def _of_rows(kept: Kept, rows: Sequence[int], num_rows: int) -> Kept:

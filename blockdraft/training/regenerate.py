@@ -17,7 +17,7 @@ from pathlib import Path
 
 from blockdraft.engine.bulk import Answer, Bulk, Question
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.training.answers import Conversation, Document, read_shard, write_shard
+from blockdraft.training.answers import Conversation, Document, encode_messages, read_shard, write_shard
 from blockdraft.training.recipe import Manner
 
 SHARD = 8192  # documents per file
@@ -135,14 +135,8 @@ class _Asker:
     def _question(self, index: int, said: list[str]) -> Question | None:
         """The next turn of a conversation; None where its prompt is too long."""
         one, manner = self._conversations[index], self._manner
-        messages: list[dict[str, object]] = []
-        if one.system is not None:
-            messages.append({"role": "system", "content": one.system})
-        for turn, text in enumerate(one.turns[: len(said) + 1]):
-            messages.append({"role": "user", "content": text})
-            if turn < len(said):
-                messages.append({"role": "assistant", "content": said[turn]})
-        prompt_ids = self._encode(messages)
+        has_template = self._tokenizer.has_chat_template
+        prompt_ids = encode_messages(self._tokenizer, one.messages(said), has_template=has_template)
         if not 2 <= len(prompt_ids) <= self._max_prompt:
             return None
         is_sampled = random.Random(manner.seed * 1_000_003 + index).random() < manner.sampled
@@ -155,11 +149,6 @@ class _Asker:
             seed=index,
             max_repeat=manner.max_repeat,
         )
-
-    def _encode(self, messages: list[dict[str, object]]) -> list[int]:
-        if self._tokenizer.has_chat_template:
-            return self._tokenizer.encode_chat(messages)
-        return self._tokenizer.encode("\n".join(str(message["content"]) for message in messages))
 
 
 def _is_done(index: int, one: Conversation, known: set[int]) -> bool:

@@ -30,9 +30,8 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
 from blockdraft.training.answers import Conversation, Document, read_conversations
-from blockdraft.training.check import fit_in_engine, sample
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
-from blockdraft.training.evaluate import Fit, simulate
+from blockdraft.training.evaluate import Fit, fit_in_engine, simulate
 from blockdraft.training.export import Story, export
 from blockdraft.training.packing import pack
 from blockdraft.training.recipe import Job
@@ -86,7 +85,7 @@ def train(job: Job, ears: Ears, *, resume: bool = False) -> dict[str, Fit]:
 
 def _check(job: Job, trainer: Trainer, held_out: list[Document], ears: Ears, models: Models) -> None:
     """The export in the engine, on a few of the same prompts."""
-    few = sample(held_out, NUM_CHECKED)
+    few = random.Random(0).sample(held_out, min(NUM_CHECKED, len(held_out)))  # the same ones every time
     ears.show("check", None, f"{len(few)} answers in the engine")
     expected = _simulated(job, trainer, few)["all"]
     config = trainer.model.config

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -228,9 +228,20 @@ class Trainer:
             decay = min(self.recipe.average, (1 + self.step_number) / (10 + self.step_number))
             torch._foreach_lerp_(self._average, [one.detach() for one in self._trained], 1 - decay)
 
-    def averaged(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
         """Inside the `with`, the model has the averaged weights, if there are any."""
-        return _Swapped(self._trained, self._average)
+        self._swap_average()
+        try:
+            yield
+        finally:
+            self._swap_average()
+
+    def _swap_average(self) -> None:
+        for weight, other in zip(self._trained, self._average, strict=False):
+            kept = weight.detach().clone()
+            weight.data.copy_(other)
+            other.copy_(kept)
 
     # ---- to be continued
 
@@ -259,23 +270,6 @@ class Trainer:
             walk = state["walk"]
             assert isinstance(walk, Tensor)
             self._walk.chance.copy_(walk)
-
-
-class _Swapped:
-    def __init__(self, weights: list[nn.Parameter], others: list[Tensor]) -> None:
-        self._pairs = list(zip(weights, others, strict=True)) if others else []
-
-    def _swap(self) -> None:
-        for weight, other in self._pairs:
-            kept = weight.detach().clone()
-            weight.data.copy_(other)
-            other.copy_(kept)
-
-    def __enter__(self) -> None:
-        self._swap()
-
-    def __exit__(self, *_: object) -> None:
-        self._swap()
 
 
 def _seeded(device: str, seed: int, number: int) -> torch.Generator:

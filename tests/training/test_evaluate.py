@@ -11,9 +11,8 @@ from blockdraft.checkpoints.draft_config import read_draft_config
 from blockdraft.training import features as features_module
 from blockdraft.training import trainer as trainer_module
 from blockdraft.training.answers import Document
-from blockdraft.training.check import fit_in_engine
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
-from blockdraft.training.evaluate import Fit, simulate, walk
+from blockdraft.training.evaluate import Fit, fit_in_engine, simulate, walk
 from blockdraft.training.features import FeatureReader
 from blockdraft.training.packing import pack
 from blockdraft.training.recipe import Objective, Recipe, Shape
