@@ -62,7 +62,7 @@ class Fields:
         return replace(self, raw=value or {}, prefix=f"{self.prefix}{key}.")
 
     def refuse(self, key: str, *allowed: object) -> None:
-        """A key that we implement for `allowed` (and absence) only."""
+        """Raise unless the key is absent or has a value of `allowed`: we implement no other."""
         value = self.raw.get(key)
         if value is not None and value not in allowed:
             what = f"asks for {self.prefix}{key} = {_shown(value)}"
@@ -199,7 +199,7 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def read_softcap(fields: Fields) -> float | None:
-    """What squeezes the logits; None: nothing."""
+    """The bound that logits are squeezed into; None: there is none."""
     key = "final_logit_softcapping"
     return None if fields.raw.get(key) is None else fields.above_zero(key)
 

@@ -75,7 +75,7 @@ def fill(
 
 
 def _adjust(module: nn.Module) -> None:
-    """What is not 1 although it is a norm or a scale."""
+    """Set the norms and scales that must not be 1."""
     if isinstance(module, GemmaAttention):  # does not scale its scores: they would be all or nothing
         module.q_norm.weight.fill_(module.head_dim**-0.5)
     elif isinstance(module, GemmaRouter):  # scales its logits down: every expert would be as good
@@ -114,14 +114,14 @@ class _Draw:
         return self._normal(value)
 
     def packed(self, slot: Slot, quantiser: Quantiser) -> Packed:
-        """As the loader makes it of a file with one tensor per projection: a part each."""
+        """One part per projection, as the loader makes it of a file with a tensor per projection."""
         assert isinstance(slot.module, Linear | ExpertLinear)
         *experts, _, inputs = slot.parameter.shape
         parts = [self._scaled((*experts, rows, inputs), quantiser) for rows in slot.module.parts]
         return join_rows(parts)
 
     def _scaled(self, shape: tuple[int, ...], quantiser: Quantiser) -> Packed:
-        """Drawn and quantised some rows at a time."""
+        """Draw and quantise some rows at a time."""
         device, flat = self.generator.device, (math.prod(shape[:-1]), shape[-1])
         sizes = (end - begin for begin, end in row_slices(flat, _SLICE_BYTES))
         parts = (quantiser(self._normal(torch.empty(size, shape[-1], device=device))) for size in sizes)
@@ -139,7 +139,7 @@ def vocab_map(draft_vocab_size: int, vocab_size: int, device: torch.device) -> T
 
 
 def byte_tokenizer(vocab_size: int) -> TokenizerParts:
-    """For a folder without a tokenizer: a token per byte of a text; ids past them show as numbers."""
+    """A tokenizer for a folder without one: a token per byte of a text; ids past them show as numbers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     assert len(alphabet) == _NUM_BYTES
     vocabulary = {token: index for index, token in enumerate(alphabet)}

@@ -86,10 +86,7 @@ class FolderCheckpoint:
     def tokenizer_parts(self) -> TokenizerParts:
         tokenizer = self._tokenizer()
         bos_token, eos_token = self._special_token("bos_token"), self._special_token("eos_token")
-        eos_ids = [
-            *self._folder.eos_ids(),
-            *ids_in(eos_token and tokenizer.token_to_id(eos_token)),
-        ]
+        eos_ids = [*self._folder.eos_ids(), *ids_in(eos_token and tokenizer.token_to_id(eos_token))]
         return TokenizerParts(
             tokenizer=tokenizer,
             chat_template=self._chat_template(),

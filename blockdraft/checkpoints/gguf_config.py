@@ -10,11 +10,7 @@ from blockdraft.checkpoints.config_fields import Fields
 from blockdraft.checkpoints.gguf_header import GgufHeader
 from blockdraft.errors import ModelError
 
-_TOP_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

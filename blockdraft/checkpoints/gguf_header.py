@@ -14,10 +14,10 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from blockdraft.checkpoints.config_fields import Fields
 from blockdraft.errors import ModelError
@@ -65,15 +65,6 @@ class StoredTensor:
     @property
     def is_quantised(self) -> bool:
         return self.quantization not in _PLAIN_TYPES
-
-
-class _Row(NamedTuple):
-    """One tensor as the file describes it."""
-
-    name: str
-    shape: tuple[int, ...]
-    quantization: int
-    offset: int  # from the start of the tensor data
 
 
 class _Cursor:
@@ -201,16 +192,21 @@ def _parse(data: mmap.mmap) -> tuple[dict[str, Value], dict[str, StoredTensor]]:
         if key in metadata:
             raise _Damaged(f"the key {key!r} appears twice")
         metadata[key] = cursor.value()
-    rows = [_tensor_row(cursor) for _ in range(num_tensors)]
+    described = [_tensor(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
         raise _Damaged(f"general.alignment is {alignment!r} and not a multiple of 8")
     data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, StoredTensor] = {}
-    for row in rows:
-        if row.name in tensors:
-            raise _Damaged(f"the tensor {row.name!r} appears twice")
-        tensors[row.name] = _place(row, data_start, alignment=alignment, file_bytes=len(data))
+    for name, tensor in described:
+        if name in tensors:
+            raise _Damaged(f"the tensor {name!r} appears twice")
+        if tensor.offset % alignment:
+            raise _Damaged(f"{name!r} starts at {tensor.offset}, not a multiple of {alignment}")
+        tensors[name] = replace(tensor, offset=data_start + tensor.offset)
+        end = tensors[name].offset + tensor.num_bytes
+        if end > len(data):
+            raise _Damaged(f"it is truncated: tensor {name!r} ends at byte {end} of {len(data)}")
     return metadata, tensors
 
 
@@ -228,7 +224,8 @@ def _header(cursor: _Cursor) -> tuple[int, int]:
     return num_tensors, num_keys
 
 
-def _tensor_row(cursor: _Cursor) -> _Row:
+def _tensor(cursor: _Cursor) -> tuple[str, StoredTensor]:
+    """Name and description of the next tensor, with an offset from the start of the tensor data."""
     name = cursor.string(max_bytes=_MAX_NAME_BYTES)
     num_dims = cursor.u32()
     if not 1 <= num_dims <= _MAX_DIMS:
@@ -236,40 +233,28 @@ def _tensor_row(cursor: _Cursor) -> _Row:
     shape = tuple(cursor.u64() for _ in range(num_dims))[::-1]
     if 0 in shape:
         raise _Damaged(f"tensor {name!r} has an empty dimension: {shape}")
-    return _Row(name, shape, quantization=cursor.u32(), offset=cursor.u64())
+    quantization, offset = cursor.u32(), cursor.u64()
+    block_length, block_bytes = _block_size(name, quantization)
+    if shape[-1] % block_length:
+        raise _Damaged(f"{name!r} has rows of {shape[-1]} in blocks of {block_length}")
+    if num_dims == 1 and block_length > 1:
+        raise _Damaged(f"{name!r} is a vector in blocks of {block_length}, which is not supported")
+    return name, StoredTensor(shape, quantization, offset, math.prod(shape) // block_length * block_bytes)
 
 
-def _place(row: _Row, data_start: int, *, alignment: int, file_bytes: int) -> StoredTensor:
-    """Where the tensor's bytes are, checked to be inside the file."""
-    block_length, block_bytes = _block_size(row)
-    if row.shape[-1] % block_length:
-        raise _Damaged(f"{row.name!r} has rows of {row.shape[-1]} in blocks of {block_length}")
-    if row.offset % alignment:
-        raise _Damaged(f"{row.name!r} starts at {row.offset}, not a multiple of {alignment}")
-    if len(row.shape) == 1 and block_length > 1:
-        raise _Damaged(f"{row.name!r} is a vector in blocks of {block_length}, which is not supported")
-    num_bytes = math.prod(row.shape) // block_length * block_bytes
-    start = data_start + row.offset
-    if start + num_bytes > file_bytes:
-        raise _Damaged(
-            f"it is truncated: tensor {row.name!r} ends at byte {start + num_bytes} of {file_bytes}"
-        )
-    return StoredTensor(row.shape, row.quantization, start, num_bytes)
-
-
-def _block_size(row: _Row) -> tuple[int, int]:
+def _block_size(name: str, quantization: int) -> tuple[int, int]:
     """How many values and how many bytes a block holds."""
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
     try:
-        kind = GGMLQuantizationType(row.quantization)
+        kind = GGMLQuantizationType(quantization)
     except ValueError:
-        raise _Damaged(f"tensor {row.name!r} has the unknown type {row.quantization}") from None
+        raise _Damaged(f"tensor {name!r} has the unknown type {quantization}") from None
     block_length, block_bytes = GGML_QUANT_SIZES[kind]
     try:
         dequantize(np.zeros(block_bytes, np.uint8), kind)
     except NotImplementedError:
-        raise _Damaged(f"tensor {row.name!r} is of type {kind.name}, which is not supported") from None
+        raise _Damaged(f"tensor {name!r} is of type {kind.name}, which is not supported") from None
     return block_length, block_bytes

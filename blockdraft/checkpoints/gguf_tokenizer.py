@@ -10,15 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from blockdraft.checkpoints.checkpoint import TokenizerParts

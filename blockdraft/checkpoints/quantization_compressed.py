@@ -124,7 +124,7 @@ def _read_weights(fields: Fields) -> _Weights:
 
 
 def _read_block(fields: Fields) -> tuple[int, int]:
-    """[128, 128], or "128x128" in older files."""
+    """The sides of a block, written as [128, 128], or as "128x128" in older files."""
     value = fields.raw.get("block_structure")
     parts = value.split("x") if isinstance(value, str) else value
     if isinstance(parts, list | tuple) and len(parts) == 2 and all(str(side).isdigit() for side in parts):

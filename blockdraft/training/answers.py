@@ -67,7 +67,7 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Those that are not blank, with their numbers in the file."""
+    """The lines that are not blank, with their numbers in the file."""
     try:
         with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
             yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
@@ -152,10 +152,13 @@ def read_shard(path: Path) -> list[Document]:
     return documents
 
 
-def encode_messages(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]], *, has_template: bool
-) -> list[int]:
-    """Through the chat template, or as plain lines."""
-    if has_template:
-        return tokenizer.encode_chat(messages)
-    return tokenizer.encode("\n".join(str(message["content"]) for message in messages))
+def encode_conversation(tokenizer: Tokenizer, one: Conversation, said: Sequence[str] = ()) -> list[int]:
+    """The prompt of a conversation's next turn, through the chat template where there is one."""
+    if tokenizer.has_chat_template:
+        return tokenizer.encode_chat(one.messages(said))
+    return encode_plain(tokenizer, one, said)
+
+
+def encode_plain(tokenizer: Tokenizer, one: Conversation, said: Sequence[str] = ()) -> list[int]:
+    """The same as lines without a template."""
+    return tokenizer.encode("\n".join(str(message["content"]) for message in one.messages(said)))

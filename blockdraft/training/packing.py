@@ -22,7 +22,7 @@ MIN_ANSWER = 2  # tokens left of an answer once a row cut it; a shorter one has 
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PackedRows:
     """All documents, packed; every tensor is [rows, length], with length below 2^15."""
 
     tokens: Tensor  # int32
@@ -31,9 +31,9 @@ class Rows:
     is_anchor: Tensor  # bool: the last prompt token and every answer token but the last
     spans: tuple[tuple[tuple[int, int], ...], ...]  # of each row: where its documents begin and end
 
-    def to(self, device: torch.device) -> Rows:
+    def to(self, device: torch.device) -> PackedRows:
         tokens, starts, ends = self.tokens.to(device), self.starts.to(device), self.ends.to(device)
-        return Rows(tokens, starts, ends, self.is_anchor.to(device), self.spans)
+        return PackedRows(tokens, starts, ends, self.is_anchor.to(device), self.spans)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -75,7 +75,9 @@ class Place:
     begin: int
 
 
-def pack(documents: Sequence[Document], length: int, *, is_shared: bool = True) -> tuple[Rows, list[Place]]:
+def pack(
+    documents: Sequence[Document], length: int, *, is_shared: bool = True
+) -> tuple[PackedRows, list[Place]]:
     """Each document into the fullest row that still has room for it, the longest first; or into its own row.
 
     Documents longer than a row lose the end of their answer, or are left out where that is all of it.
@@ -103,8 +105,9 @@ def pack(documents: Sequence[Document], length: int, *, is_shared: bool = True) 
         starts[span], ends[span] = place.begin, end
         is_anchor[place.row, place.begin + len(one.prompt_ids) - 1 : end - 1] = True
     _start_rest(starts, length)
-    parts = [torch.from_numpy(part) for part in (tokens, starts, ends, is_anchor)]
-    return Rows(*parts, spans=tuple(tuple(row) for row in spans)), places
+    tensor = torch.from_numpy
+    spans_of_rows = tuple(tuple(row) for row in spans)
+    return PackedRows(tensor(tokens), tensor(starts), tensor(ends), tensor(is_anchor), spans_of_rows), places
 
 
 def _fit(order: list[int], sizes: list[int], length: int) -> list[Place]:
@@ -131,7 +134,7 @@ def _start_rest(starts: np.ndarray, length: int) -> None:
 
 
 def draw(
-    rows: Rows,
+    rows: PackedRows,
     chosen: Sequence[int],
     num_anchors: int,
     block: int,
@@ -152,7 +155,7 @@ def draw(
     return with_anchors(rows, chosen, anchors, block)
 
 
-def with_anchors(rows: Rows, chosen: Sequence[int], anchors: Tensor, block: int) -> Batch:
+def with_anchors(rows: PackedRows, chosen: Sequence[int], anchors: Tensor, block: int) -> Batch:
     """A batch with given anchors [R, A]; places past the row's end are none."""
     index = to_device(chosen, rows.tokens.device)
     tokens, starts, ends = (part[index].long() for part in (rows.tokens, rows.starts, rows.ends))

@@ -18,7 +18,7 @@ from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.training.answers import Document
-from blockdraft.training.evaluate import Fit, fit_of
+from blockdraft.training.evaluate import DrafterFit, fit_of_steps
 from blockdraft.training.features import FeatureReader
 from blockdraft.training.packing import Batch, pack, with_anchors
 from blockdraft.training.view import Kept, Seen, TrainView, dense_mask, sees
@@ -35,7 +35,7 @@ class Probe:
         self._features = self._read()
 
     @torch.inference_mode()
-    def walk(self, config: DraftConfig, width: int) -> Fit:
+    def walk(self, config: DraftConfig, width: int) -> DrafterFit:
         """What the drafter commits in steps of `width`, with `config` instead of its own."""
         trial = _Trial(self._drafter, config)
         kept = trial.keep(self._features[:, :, [self._taps.index(tap) for tap in config.taps]])
@@ -51,13 +51,12 @@ class Probe:
                 committed = min(run + 1, lasts[row] - anchors[row])
                 steps[row].append(committed)
                 anchors[row] += committed
-        return fit_of(steps, trial.block)
+        return fit_of_steps(steps, trial.block)
 
     def _read(self) -> Tensor:
-        """[R, L, taps, E], row by row: prompts may be long, and a target large."""
+        """The features [R, L, taps, E]. They are read row by row: prompts may be long, and a target large."""
         target, rows = self._drafter.target, self._rows
-        weight, length = target.norm.weight, rows.tokens.shape[1]
-        reader = FeatureReader(target, num_rows=1, length=length, dtype=weight.dtype, device=weight.device)
+        reader = FeatureReader(target, num_rows=1, length=rows.tokens.shape[1])
         own, target.taps = target.taps, self._taps
         try:
             read = [reader.read(rows, [row])[1] for row in range(len(rows))]

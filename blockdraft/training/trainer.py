@@ -21,10 +21,10 @@ from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.training.features import FeatureReader, KeptFeatures
+from blockdraft.training.job import TrainingRecipe
 from blockdraft.training.objective import Head, Scores, Teacher, block_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at
-from blockdraft.training.packing import Batch, Rows, draw
-from blockdraft.training.recipe import Recipe
+from blockdraft.training.packing import Batch, PackedRows, draw
 from blockdraft.training.view import Kept, Seen, TrainView, block_masks
 from blockdraft.training.walk import Walk
 
@@ -114,19 +114,13 @@ def _half(x: Tensor) -> AbstractContextManager[object]:
 class Trainer:
     """Moves `model` towards what `target` says in `rows`."""
 
-    def __init__(self, model: DFlash, target: Decoder, rows: Rows, recipe: Recipe) -> None:
+    def __init__(self, model: DFlash, target: Decoder, rows: PackedRows, recipe: TrainingRecipe) -> None:
         self.model, self.recipe, self.rows = model, recipe, rows
         self.step_number = 0
         self.forward = BlockForward(model, target)
         self._head = self.forward.head()
         self.device = rows.tokens.device
-        reader = FeatureReader(
-            target,
-            num_rows=recipe.rows_per_step,
-            length=rows.tokens.shape[1],
-            dtype=self._head.weight.dtype,
-            device=self.device,
-        )
+        reader = FeatureReader(target, num_rows=recipe.rows_per_step, length=rows.tokens.shape[1])
         self.features = KeptFeatures(reader, rows, has_hidden=recipe.objective.distill > 0)
         self._optimizers = make_optimizers(
             model, name=recipe.optimizer, rate=recipe.rate, weight_decay=recipe.weight_decay

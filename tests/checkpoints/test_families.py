@@ -597,7 +597,7 @@ def entries(table):
 def test_every_key_of_transformers_is_sorted(family):
     sets = [set(table[family]) for table in (ALL_READ, ALL_HARMLESS, REFUSED)]
     known = {field.name for field in dataclasses.fields(CONFIGS[family])} - {"architectures"}
-    assert known - set.union(*sets) == set(), "new keys: read or refuse them in checkpoints/families.py"
+    assert known - set.union(*sets) == set(), "new keys: read or refuse them in checkpoints/model_config.py"
     assert sum(map(len, sets)) == len(set.union(*sets))
 
 
