@@ -31,50 +31,50 @@ from blockdraft.start.memory import release
 from blockdraft.training.answers import Document, read_conversations, read_shard
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
 from blockdraft.training.evaluate import simulate
+from blockdraft.training.job import AnswerOptions, DrafterShape, Objective, TrainingRecipe
 from blockdraft.training.objective import block_loss
 from blockdraft.training.packing import pack
-from blockdraft.training.recipe import Manner, Objective, Recipe, Shape
 from blockdraft.training.regenerate import regenerate
 from blockdraft.training.trainer import Trainer
 
 T = TypeVar("T")
 
 MASK_ID = 16  # a reserved token of SmolLM2
-BASE = Recipe(warm_up=0.05)
+BASE = TrainingRecipe(warm_up=0.05)
 OLD = replace(BASE, rate=2e-3)  # from the target's layers: the last table of docs/training-experiments.md
-BOTH_WAYS = Shape(is_causal=False)
+BOTH_WAYS = DrafterShape(is_causal=False)
 # name -> (shape, recipe, how the weights begin, share of the documents)
 VARIANTS = {
-    "base": (Shape(), BASE, "random", 1.0),
+    "base": (DrafterShape(), BASE, "random", 1.0),
     "target-start": (BOTH_WAYS, OLD, "target", 1.0),
-    "target-start-causal": (Shape(), OLD, "target", 1.0),
+    "target-start-causal": (DrafterShape(), OLD, "target", 1.0),
     "target-start-4e-3": (BOTH_WAYS, replace(OLD, rate=4e-3), "target", 1.0),
     "target-start-adamw": (BOTH_WAYS, replace(OLD, optimizer="adamw", rate=1e-3), "target", 1.0),
     "bidirectional-2e-3": (BOTH_WAYS, OLD, "random", 1.0),
     "bidirectional": (BOTH_WAYS, BASE, "random", 1.0),
-    "adamw-1e-3": (Shape(), replace(BASE, optimizer="adamw", rate=1e-3), "random", 1.0),
-    "rate-1.5e-3": (Shape(), replace(BASE, rate=1.5e-3), "random", 1.0),
-    "rate-6e-3": (Shape(), replace(BASE, rate=6e-3), "random", 1.0),
-    "decay-7": (Shape(), replace(BASE, objective=Objective("decay")), "random", 1.0),
-    "distill-half": (Shape(), replace(BASE, objective=Objective(distill=0.5)), "random", 1.0),
-    "distill-all": (Shape(), replace(BASE, objective=Objective(distill=1.0)), "random", 1.0),
-    "average": (Shape(), replace(BASE, average=0.99), "random", 1.0),
-    "hardness-2": (Shape(), replace(BASE, objective=Objective(hardness=2.0)), "random", 1.0),
-    "walk": (Shape(), replace(BASE, anchoring="walk"), "random", 1.0),
+    "adamw-1e-3": (DrafterShape(), replace(BASE, optimizer="adamw", rate=1e-3), "random", 1.0),
+    "rate-1.5e-3": (DrafterShape(), replace(BASE, rate=1.5e-3), "random", 1.0),
+    "rate-6e-3": (DrafterShape(), replace(BASE, rate=6e-3), "random", 1.0),
+    "decay-7": (DrafterShape(), replace(BASE, objective=Objective("decay")), "random", 1.0),
+    "distill-half": (DrafterShape(), replace(BASE, objective=Objective(distill=0.5)), "random", 1.0),
+    "distill-all": (DrafterShape(), replace(BASE, objective=Objective(distill=1.0)), "random", 1.0),
+    "average": (DrafterShape(), replace(BASE, average=0.99), "random", 1.0),
+    "hardness-2": (DrafterShape(), replace(BASE, objective=Objective(hardness=2.0)), "random", 1.0),
+    "walk": (DrafterShape(), replace(BASE, anchoring="walk"), "random", 1.0),
     "walk-hardness-1": (
-        Shape(),
+        DrafterShape(),
         replace(BASE, anchoring="walk", objective=Objective(hardness=1.0)),
         "random",
         1.0,
     ),
-    "short-blocks": (Shape(), replace(BASE, short_blocks=0.7), "random", 1.0),
-    "layers-3": (Shape(num_layers=3), BASE, "random", 1.0),
-    "layers-8": (Shape(num_layers=8, inner_size=768), BASE, "random", 1.0),
-    "taps-3": (Shape(num_taps=3), BASE, "random", 1.0),
-    "taps-to-the-end": (Shape(taps=(5, 11, 17, 23, 29)), BASE, "random", 1.0),
-    "taps-8": (Shape(num_taps=8), BASE, "random", 1.0),
-    "data-eighth": (Shape(), BASE, "random", 0.125),
-    "anchors-256": (Shape(), replace(BASE, rows_per_step=12, num_anchors=256), "random", 1.0),
+    "short-blocks": (DrafterShape(), replace(BASE, short_blocks=0.7), "random", 1.0),
+    "layers-3": (DrafterShape(num_layers=3), BASE, "random", 1.0),
+    "layers-8": (DrafterShape(num_layers=8, inner_size=768), BASE, "random", 1.0),
+    "taps-3": (DrafterShape(num_taps=3), BASE, "random", 1.0),
+    "taps-to-the-end": (DrafterShape(taps=(5, 11, 17, 23, 29)), BASE, "random", 1.0),
+    "taps-8": (DrafterShape(num_taps=8), BASE, "random", 1.0),
+    "data-eighth": (DrafterShape(), BASE, "random", 0.125),
+    "anchors-256": (DrafterShape(), replace(BASE, rows_per_step=12, num_anchors=256), "random", 1.0),
 }
 
 
@@ -106,7 +106,7 @@ def write_answers(args: argparse.Namespace) -> None:
         ]
     begin = time.monotonic()
     found = regenerate(
-        bulk, tokenizer, evaluation, args.out / "evaluate", Manner(max_tokens=512, max_repeat=None)
+        bulk, tokenizer, evaluation, args.out / "evaluate", AnswerOptions(max_tokens=512, max_repeat=None)
     )
     print(f"evaluation: {len(found)} documents, {time.monotonic() - begin:.1f} s")
     begin = time.monotonic()
@@ -115,7 +115,7 @@ def write_answers(args: argparse.Namespace) -> None:
         tokenizer,
         conversations,
         args.out / "train",
-        Manner(max_tokens=args.max_tokens, sampled=args.sampled),
+        AnswerOptions(max_tokens=args.max_tokens, sampled=args.sampled),
         seconds=args.seconds,
         report=lambda tally: print(
             f"  {tally.num_documents} documents, {tally.num_answer_tokens} tokens, "

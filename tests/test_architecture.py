@@ -44,7 +44,11 @@ TORCH_FREE = {
     *("models.config", "models.draft_config", "cache.spec", "engine.request"),
     *(
         "checkpoints.config_fields",
-        "checkpoints.families",
+        "checkpoints.gguf_config",
+        "checkpoints.gguf_header",
+        "checkpoints.model_folder",
+        "checkpoints.safetensors_header",
+        "checkpoints.model_config",
         "checkpoints.draft_config",
         "checkpoints.draft_fit",
     ),

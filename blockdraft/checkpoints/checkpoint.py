@@ -74,15 +74,15 @@ class Checkpoint(Protocol):
     def close(self) -> None: ...  # tensors already read stay valid
 
 
-def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor in the CPU's memory; a large one is a mapping of its own.
+def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """An uninitialised tensor; a large one in the CPU's memory (or without a device) is a mapping of its own.
 
     Allocators keep what is freed between two weights, and one model's worth of slices leaves 10 to 30 % of
     its size behind. A mapping goes back to the system the moment its tensor does.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _MAPPED_BYTES:
-        return torch.empty(*shape, dtype=dtype)
+    if num_bytes < _MAPPED_BYTES or (device is not None and device.type != "cpu"):
+        return torch.empty(*shape, dtype=dtype, device=device)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared mapping gets no huge pages
     memory = mmap.mmap(-1, num_bytes, flags=private)
     if sys.platform == "linux":

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from blockdraft.errors import ModelError
 from blockdraft.models.config import Rope
 
 T = TypeVar("T", int, float, bool, str)
+Number = TypeVar("Number", int, float)
+_SHOWN_CHARS = 200  # of a value in a message; arbitrary
 _HUGE = 2**31  # numbers beyond are mistakes; NaN is not below it either
 
 
-def _shown(value: object) -> str:
-    text = str(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of over 30 digits"
-    return text[:40]
-
-
+@dataclass(frozen=True, slots=True)
 class Fields:
     """A mapping that answers with the asked type, or with an error that names the key and the value."""
 
-    def __init__(
-        self, raw: Mapping[str, object], *, owner: str, prefix: str = "", file: str = "layers.py"
-    ) -> None:
-        self.raw = raw
-        self.owner = owner
-        self.prefix = prefix
-        self.file = file  # the one that would have to implement what is refused
+    raw: Mapping[str, object]
+    owner: str  # the checkpoint, as the user wrote it
+    prefix: str = ""  # of keys in messages: the sections around this one, each with a dot
+    module: str = "layers.py"  # of blockdraft/models: the one that would have to implement what is refused
+    file: str = "config.json"
+    remedy: str = "See docs/models.md."
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of `key`; None in the file counts as absent."""
@@ -40,56 +38,61 @@ class Fields:
 
     def optional(self, key: str, kind: type[T]) -> T | None:
         value = self.raw.get(key)
-        if value is None:
-            return None
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and not abs(value) < _HUGE:  # type: ignore[arg-type]
-            raise self.error(f"says {self.prefix}{key} = {_shown(value)}, which no model has")
-        if kind is float and is_number:
-            value = float(value)  # type: ignore[arg-type]
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.error(f"says {self.prefix}{key} = {value!r}, expected {kind.__name__}")
-        return value
+        return None if value is None else self._typed(key, value, kind)
 
     def positive(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, int, default)
-        if value <= 0:
-            raise self.error(f"says {self.prefix}{key} = {value}, expected a positive number")
-        return value
+        return self._above_zero(key, self.get(key, int, default))
 
     def above_zero(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, float, default)
-        if not value > 0:
-            raise self.error(f"says {self.prefix}{key} = {value}, expected a positive number")
-        return value
+        return self._above_zero(key, self.get(key, float, default))
 
     def items(self, key: str, kind: type[T]) -> tuple[T, ...] | None:
         value = self.raw.get(key)
         if value is None:
             return None
         if not isinstance(value, list | tuple):
-            raise self.error(f"says {self.prefix}{key} = {value!r}, expected a list")
-        one = (Fields({key: item}, owner=self.owner, prefix=self.prefix, file=self.file) for item in value)
-        return tuple(fields.get(key, kind) for fields in one)
+            raise self.wrong(key, value, "expected a list")
+        return tuple(self._typed(key, item, kind) for item in value)
 
     def section(self, key: str) -> Fields:
         """A nested object; an absent one reads as empty."""
         value = self.raw.get(key)
-        if value is None:
-            value = {}
-        if not isinstance(value, Mapping):
-            raise self.error(f"says {self.prefix}{key} = {value!r}, expected an object")
-        return Fields(value, owner=self.owner, prefix=f"{self.prefix}{key}.", file=self.file)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.wrong(key, value, "expected an object")
+        return replace(self, raw=value or {}, prefix=f"{self.prefix}{key}.")
 
     def refuse(self, key: str, *allowed: object) -> None:
-        """A key that we implement for `allowed` (and absence) only."""
+        """Raise unless the key is absent or has a value of `allowed`: we implement no other."""
         value = self.raw.get(key)
         if value is not None and value not in allowed:
-            what = f"asks for {self.prefix}{key} = {value!r}"
-            raise self.error(f"{what}, which blockdraft/models/{self.file} does not implement")
+            what = f"asks for {self.prefix}{key} = {_shown(value)}"
+            raise self.error(f"{what}, which blockdraft/models/{self.module} does not implement")
+
+    def wrong(self, key: str, value: object, why: str) -> ModelError:
+        return self.error(f"says {self.prefix}{key} = {_shown(value)}, {why}")
 
     def error(self, what: str) -> ModelError:
-        return ModelError(f"'{self.owner}': config.json {what}. See docs/models.md.")
+        return ModelError(f"'{self.owner}': {self.file} {what}. {self.remedy}")
+
+    def _typed(self, key: str, value: object, kind: type[T]) -> T:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not abs(value) < _HUGE:  # type: ignore[arg-type]
+            raise self.wrong(key, value, "which no model has")
+        if kind is float and is_number:
+            value = float(value)  # type: ignore[arg-type]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.wrong(key, value, f"expected {kind.__name__}")
+        return value
+
+    def _above_zero(self, key: str, value: Number) -> Number:
+        if not value > 0:
+            raise self.wrong(key, value, "expected a positive number")
+        return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
 
 
 def read_heads(fields: Fields, hidden_size: int) -> tuple[int, int, int]:
@@ -100,7 +103,7 @@ def read_heads(fields: Fields, hidden_size: int) -> tuple[int, int, int]:
         raise fields.error(f"has {num_heads} query heads for {num_kv_heads} key/value heads")
     head_dim = fields.positive("head_dim", max(hidden_size // num_heads, 1))
     if head_dim % 2:
-        raise fields.error(f"says head_dim = {head_dim}, but rotary positions need an even one")
+        raise fields.wrong("head_dim", head_dim, "but rotary positions need an even one")
     return num_heads, num_kv_heads, head_dim
 
 
@@ -134,18 +137,18 @@ def rope_of(section: Fields, fields: Fields, *, head_dim: int, theta: float, par
     if not 0 < part <= 1 or int(head_dim * part) % 2 or int(head_dim * part) == 0:
         raise section.error(f"rotates a share of {part} of heads of {head_dim}, not an even number of values")
     kind = section.optional("rope_type", str) or section.get("type", str, "default")
+    rope = Rope(theta=theta, part=part)
     if kind in ("default", "mrope"):  # mrope: three positions, which are one and the same for text
-        return Rope(theta=theta, part=part)
+        return rope
     if kind == "linear":
-        return Rope(theta=theta, kind="linear", part=part, factor=section.above_zero("factor"))
+        return replace(rope, kind="linear", factor=section.above_zero("factor"))
     if kind in ("llama3", "yarn"):
         # Phi-3 keeps it outside; where both places say something else, engines disagree on which counts.
         fields.refuse("original_max_position_embeddings", section.raw.get("original_max_position_embeddings"))
     if kind == "llama3":
-        return Rope(
-            theta=theta,
+        return replace(
+            rope,
             kind="llama3",
-            part=part,
             factor=section.above_zero("factor"),
             low_freq_factor=section.above_zero("low_freq_factor"),
             high_freq_factor=section.above_zero("high_freq_factor"),
@@ -153,9 +156,9 @@ def rope_of(section: Fields, fields: Fields, *, head_dim: int, theta: float, par
         )
     if kind == "proportional":
         factor = section.above_zero("factor") if "factor" in section.raw else 1.0
-        return Rope(theta=theta, kind="proportional", part=part, factor=factor)
+        return replace(rope, kind="proportional", factor=factor)
     if kind == "yarn":
-        return _yarn(section, fields, theta=theta, part=part)
+        return _yarn(rope, section, fields)
     if kind == "factors":
         factors = section.items("factors", float) or ()
         if len(factors) != head_dim // 2:
@@ -166,22 +169,21 @@ def rope_of(section: Fields, fields: Fields, *, head_dim: int, theta: float, par
     )
 
 
-def _yarn(section: Fields, fields: Fields, *, theta: float, part: float) -> Rope:
+def _yarn(rope: Rope, section: Fields, fields: Fields) -> Rope:
     original = section.optional("original_max_position_embeddings", int)
     original = original or fields.positive("max_position_embeddings")
     factor = section.above_zero("factor")
-    if theta <= 1:
-        raise section.error(f"scales a rope of theta = {theta} by yarn, which needs more than 1")
+    if rope.theta <= 1:
+        raise section.error(f"scales a rope of theta = {rope.theta} by yarn, which needs more than 1")
     scale = None if section.raw.get("attention_factor") is None else section.above_zero("attention_factor")
     if scale is None:
         mscale, all_dim = section.optional("mscale", float), section.optional("mscale_all_dim", float)
         scale = _yarn_scale(factor, 1.0)
         if mscale and all_dim:
             scale = _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
-    return Rope(
-        theta=theta,
+    return replace(
+        rope,
         kind="yarn",
-        part=part,
         factor=factor,
         original_max_positions=original,
         # As in transformers, a border of zero is none.
@@ -197,7 +199,7 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def read_softcap(fields: Fields) -> float | None:
-    """What squeezes the logits; None: nothing."""
+    """The bound that logits are squeezed into; None: there is none."""
     key = "final_logit_softcapping"
     return None if fields.raw.get(key) is None else fields.above_zero(key)
 
@@ -227,8 +229,6 @@ def windows_of(fields: Fields, layer_types: tuple[str, ...], num_layers: int) ->
 def check_layer_types(fields: Fields, layer_types: tuple[str, ...], num_layers: int, known: set[str]) -> None:
     if len(layer_types) != num_layers:
         raise fields.error(f"lists {len(layer_types)} layer_types for {num_layers} layers")
-    unknown = set(layer_types) - known
-    if unknown:
-        raise fields.error(
-            f"has layer type {sorted(unknown)[0]!r}, which blockdraft/models/{fields.file} does not implement"
-        )
+    for kind in sorted(set(layer_types) - known):
+        what = f"has layer type {kind!r}"
+        raise fields.error(f"{what}, which blockdraft/models/{fields.module} does not implement")

@@ -166,7 +166,7 @@ def _draft(
 
 
 def _refuse_variants(fields: Fields, dflash: Fields) -> None:
-    """Relatives of DFlash that would load and then propose nonsense."""
+    """Refuse relatives of DFlash that would load and then propose nonsense."""
     fields.refuse("use_gemma_norm", False)
     fields.refuse("rope_is_neox_style", True)
     dflash.refuse("sample_from_anchor", False)

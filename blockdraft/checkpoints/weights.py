@@ -1,7 +1,7 @@
 """From a checkpoint's tensors to parameters: every shape and dtype checked, nothing left over.
 
-A model is built on the meta device, without memory. `assign` finds, for each of its parameters, the tensors
-that fill it; `Loader` then reads them one after another, in slices, and puts the result in its place: a plain
+A model is built on the meta device, without memory. `match_tensors` finds, for each of its parameters, the
+tensors that fill it; they are then read one after another, in slices, and put in their place: a plain
 parameter, or a Packed weight in the format of the file or of our own making. What is resident at any time
 is the weights read so far and one slice, or the packed parts of one layer's experts.
 """
@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.checkpoints.checkpoint import Checkpoint, TensorInfo, own_memory
-from blockdraft.checkpoints.families import read_model_config
-from blockdraft.checkpoints.module_rules import is_router
 from blockdraft.checkpoints.names import (
     DRAFT_LAYER,
     DRAFT_SKIPPED,
@@ -30,7 +28,8 @@ from blockdraft.checkpoints.names import (
     layer_names,
     skipped,
 )
-from blockdraft.checkpoints.quantization import Quantization, read_quantization
+from blockdraft.checkpoints.quantization import read_quantization
+from blockdraft.checkpoints.quantization_modules import Quantization, is_router
 from blockdraft.checkpoints.schemes import Scheme, TensorSpec
 from blockdraft.errors import ModelError
 from blockdraft.models.config import Storage
@@ -40,7 +39,6 @@ from blockdraft.models.layers import Embedding, Linear, RMSNorm
 from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Dense, Packed, Scaled, join_rows, quantise_fp8, quantise_int8, stack_each
 from blockdraft.models.packed_gguf import GgufPacked
-from blockdraft.models.registry import build_decoder
 
 _SLICE_BYTES = 4 << 20  # read and converted at a time, in float32; arbitrary, small beside any model
 _WORK_BYTES = 1 << 20  # the same where a format takes several copies of it to unpack or to quantise
@@ -117,9 +115,8 @@ def load_decoder(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Fill a target that was built on the meta device; `progress` hears of parameters done, and of all."""
-    reader = _Reader(checkpoint, storage, device, progress)
-    slots = slots_of(model, reader.tensors)
-    _load(slots, reader, skipped(model.config), head=model.head)
+    reader = _Reader(checkpoint, checkpoint.tensors(), storage, device)
+    slots = reader.load(model, progress)
     if model.head is None:
         (embedding,) = next(slot.pieces for slot in slots if slot.module is model.embedding)
         _check_tied(checkpoint, embedding.tensor, f"{_head_name(reader.tensors)}.weight")
@@ -127,24 +124,32 @@ def load_decoder(
 
 def load_drafter(model: DFlash, checkpoint: Checkpoint, *, storage: Storage, device: torch.device) -> None:
     """Fill a drafter that was built on the meta device; both layouts use the same names."""
-    slots = slots_of(model, checkpoint.tensors())
-    _load(slots, _Reader(checkpoint, storage, device), DRAFT_SKIPPED, head=model.head)
+    _Reader(checkpoint, checkpoint.tensors(), storage, device).load(model)
 
 
-def account(
-    config: Mapping[str, object],
+def match_tensors(
+    model: Decoder | DFlash,
+    checkpoint: Checkpoint,
     tensors: Mapping[str, TensorInfo],
-    *,
-    name: str,
-    quant_file: Mapping[str, object] | None = None,
-) -> Account:
-    """What loading would do with `tensors`, without reading any. Raises ModelError as loading would."""
-    model_config = read_model_config(config, name=name)
-    with torch.device("meta"):
-        model = build_decoder(model_config, taps=(), max_positions=1, device=torch.device("cpu"))
-    quantization = read_quantization(config, quant_file, name=name)
-    slots = _with_schemes(slots_of(model, tensors), quantization, tensors, name=name)
-    return _check(name, tensors, slots, skipped(model_config))
+    is_zero: Callable[[str], bool] = lambda tensor: True,
+) -> tuple[list[Slot], Account]:
+    """Which tensors fill which parameter, and in which scheme. Nothing is read but biases, by `is_zero`.
+
+    Raises ModelError unless every tensor is there in its shape and dtype, and none is left over. GPTQ
+    exporters write a bias of zeros for every projection; one that `is_zero` changes nothing.
+    """
+    name = checkpoint.name
+    slots = slots_of(model, tensors)
+    quantization = read_quantization(checkpoint.config, checkpoint.quant_file, name=name)
+    if quantization is not None:
+        slots = [
+            replace(slot, pieces=tuple(_with_scheme(one, quantization, tensors, name) for one in slot.pieces))
+            if slot.is_projection
+            else slot
+            for slot in slots
+        ]
+    skips = DRAFT_SKIPPED if isinstance(model, DFlash) else skipped(model.config)
+    return slots, _check(name, tensors, slots, skips, is_zero)
 
 
 # ---- which tensors fill which parameter
@@ -153,16 +158,10 @@ def account(
 def slots_of(model: Decoder | DFlash, tensors: Mapping[str, TensorInfo]) -> list[Slot]:
     """Every parameter of `model`, with its pieces in a checkpoint that holds `tensors`."""
     if isinstance(model, DFlash):
-        return _slots(model, tensors, prefix="", tables=[DRAFT_LAYER] * len(model.layers))
-    embeddings = {prefix: f"{prefix}embed_tokens.weight" for prefix in PREFIXES}
-    prefix = next((prefix for prefix, name in embeddings.items() if name in tensors), PREFIXES[0])
-    tables = [layer_names(model.config, index) for index in range(model.config.num_layers)]
-    return _slots(model, tensors, prefix=prefix, tables=tables)
-
-
-def _slots(
-    model: nn.Module, tensors: Mapping[str, TensorInfo], *, prefix: str, tables: list[Names]
-) -> list[Slot]:
+        prefix, tables = "", [DRAFT_LAYER] * len(model.layers)
+    else:
+        prefix = next((one for one in PREFIXES if f"{one}embed_tokens.weight" in tensors), PREFIXES[0])
+        tables = [layer_names(model.config, index) for index in range(model.config.num_layers)]
     top = {"embedding": f"{prefix}embed_tokens", "head": _head_name(tensors)}
     slots = []
     for path, module in model.named_modules():
@@ -246,21 +245,6 @@ def _expert_pieces(
     return tuple(pieces)
 
 
-def _with_schemes(
-    slots: list[Slot], quantization: Quantization | None, tensors: Mapping[str, TensorInfo], *, name: str
-) -> list[Slot]:
-    """The same slots, each piece with the scheme that the file packs it by."""
-    if quantization is None:
-        return slots
-    found = []
-    for slot in slots:
-        pieces = slot.pieces
-        if slot.is_projection:
-            pieces = tuple(_with_scheme(piece, quantization, tensors, name) for piece in pieces)
-        found.append(replace(slot, pieces=pieces))
-    return found
-
-
 def _with_scheme(
     piece: Piece, quantization: Quantization, tensors: Mapping[str, TensorInfo], name: str
 ) -> Piece:
@@ -293,12 +277,8 @@ def _check(
     tensors: Mapping[str, TensorInfo],
     slots: list[Slot],
     skips: Mapping[str, str],
-    is_zero: Callable[[str], bool] = lambda tensor: True,
+    is_zero: Callable[[str], bool],
 ) -> Account:
-    """Every tensor is there in its shape and dtype, and none is left over. Raises ModelError otherwise.
-
-    GPTQ exporters write a bias of zeros for every projection; one that `is_zero` changes nothing.
-    """
     consumed: set[str] = set()
     ignored: dict[str, str] = {}
     biases = {piece.tensor for slot in slots if slot.attribute == "bias" for piece in slot.pieces}
@@ -336,7 +316,7 @@ def _check_tied(checkpoint: Checkpoint, embedding: str, head: str) -> None:
     info = checkpoint.tensors().get(head)
     if info is None:
         return
-    for begin, end in _slices(info.shape):
+    for begin, end in row_slices(info.shape, _SLICE_BYTES):
         if not torch.equal(checkpoint.read(head, begin, end), checkpoint.read(embedding, begin, end)):
             raise ModelError(
                 f"'{checkpoint.name}': config.json says tie_word_embeddings = true, but '{head}' is not the "
@@ -371,33 +351,28 @@ def _check_tensor(
 # ---- reading
 
 
-def _load(slots: list[Slot], reader: _Reader, skips: Mapping[str, str], *, head: nn.Module | None) -> None:
-    checkpoint = reader.checkpoint
-    quantization = read_quantization(checkpoint.config, checkpoint.quant_file, name=checkpoint.name)
-    tensors = reader.tensors
-    slots = _with_schemes(slots, quantization, tensors, name=checkpoint.name)
-    _check(checkpoint.name, tensors, slots, skips, lambda name: not bool(checkpoint.read(name).any()))
-    for index, slot in enumerate(slots):
-        # The head decides between tokens: it is never quantised by us.
-        reader.fill(slot, may_quantise=slot.may_be_quantised and slot.module is not head)
-        reader.progress(index + 1, len(slots))
-
-
+@dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads slots of one checkpoint into memory on `device`."""
+    """Reads a checkpoint into memory on `device`."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        storage: Storage,
-        device: torch.device,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.tensors = checkpoint.tensors()  # once: a mixture has tens of thousands
-        self.storage = storage
-        self.device = device
-        self.progress = progress
+    checkpoint: Checkpoint
+    tensors: Mapping[str, TensorInfo]  # the checkpoint's, asked for once: a mixture has tens of thousands
+    storage: Storage
+    device: torch.device
+
+    def load(
+        self, model: Decoder | DFlash, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[Slot]:
+        """Fill all of `model`."""
+        checkpoint = self.checkpoint
+        slots, _ = match_tensors(
+            model, checkpoint, self.tensors, lambda name: not bool(checkpoint.read(name).any())
+        )
+        for index, slot in enumerate(slots):
+            # The head decides between tokens: it is never quantised by us.
+            self.fill(slot, may_quantise=slot.may_be_quantised and slot.module is not model.head)
+            progress(index + 1, len(slots))
+        return slots
 
     def fill(self, slot: Slot, *, may_quantise: bool) -> None:
         is_packed = self.storage == "keep" and any(self._is_packed(piece) for piece in slot.pieces)
@@ -416,13 +391,7 @@ class _Reader:
     # ---- into a plain parameter
 
     def _dense(self, slot: Slot) -> Tensor:
-        meta = slot.parameter
-        is_cpu = self.device.type == "cpu"
-        value = (
-            own_memory(meta.shape, meta.dtype)
-            if is_cpu
-            else torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
-        )
+        value = own_memory(slot.parameter.shape, slot.parameter.dtype, self.device)
         for piece in slot.pieces:
             self._copy(piece, _region(value, piece))
         if isinstance(slot.module, RMSNorm):
@@ -438,7 +407,7 @@ class _Reader:
         elif region.ndim == 0:
             region.copy_(self.checkpoint.read(piece.tensor))
         else:
-            for begin, end in _slices(piece.stored()[piece.tensor].shape):
+            for begin, end in row_slices(piece.stored()[piece.tensor].shape, _SLICE_BYTES):
                 region[begin:end].copy_(self._rows(piece, begin, end))
 
     def _rows(self, piece: Piece, begin: int, end: int) -> Tensor:
@@ -452,7 +421,7 @@ class _Reader:
     def _packed(self, slot: Slot, quantiser: Quantiser | None) -> Packed:
         dtype = slot.parameter.dtype
         if quantiser is not None and slot.parameter.dim() == 2:
-            return self._quantised(slot, quantiser)
+            return self._quantised(slot.pieces, tuple(slot.parameter.shape), quantiser)
         parts: list[Packed] = []
         for _, group in itertools.groupby(slot.pieces, key=lambda piece: piece.begin):
             pieces = list(group)
@@ -462,14 +431,14 @@ class _Reader:
             )
         return join_rows(parts)
 
-    def _quantised(self, slot: Slot, quantiser: Quantiser) -> Packed:
-        """All pieces of a matrix as one, a slice at a time."""
+    def _quantised(self, pieces: Iterable[Piece], shape: tuple[int, ...], quantiser: Quantiser) -> Packed:
+        """The pieces of a matrix as one, a slice at a time."""
         slices = (
             quantiser(self._rows(piece, begin, end))
-            for piece in slot.pieces
-            for begin, end in _slices(piece.shape, _WORK_BYTES)
+            for piece in pieces
+            for begin, end in row_slices(piece.shape, _WORK_BYTES)
         )
-        return _joined(slices, tuple(slot.parameter.shape))
+        return join_slices(slices, shape)
 
     def _piece(self, piece: Piece, dtype: torch.dtype, quantiser: Quantiser | None) -> Packed:
         if self.storage == "keep" and self._is_packed(piece):
@@ -482,10 +451,7 @@ class _Reader:
             self._copy(piece, whole)
             return Dense(whole)
         if len(piece.shape) < 3:  # of one expert
-            slices = (
-                quantiser(self._rows(piece, begin, end)) for begin, end in _slices(piece.shape, _WORK_BYTES)
-            )
-            return _joined(slices, piece.shape)
+            return self._quantised((piece,), piece.shape, quantiser)
         experts = (quantiser(self._rows(piece, index, index + 1)[0]) for index in range(piece.shape[0]))
         return stack_each(experts, piece.shape[0], own_memory)
 
@@ -511,23 +477,27 @@ class _Reader:
 
 def _unpack(packed: Packed, region: Tensor) -> None:
     """The values of one matrix, some rows at a time."""
-    for begin, end in _slices(packed.shape, _WORK_BYTES):
+    for begin, end in row_slices(packed.shape, _WORK_BYTES):
         region[begin:end].copy_(packed[torch.arange(begin, end)].dequantise(region.dtype))
 
 
-def _joined(parts: Iterable[Packed], shape: tuple[int, ...]) -> Packed:
-    """Slices of rows, each quantised row by row, as one weight."""
+def join_slices(
+    parts: Iterable[Packed], shape: tuple[int, ...], device: torch.device | None = None
+) -> Packed:
+    """Slices of rows, each quantised row by row, as one weight: only that is ever there as a whole."""
+    num_rows, columns = math.prod(shape[:-1]), shape[-1]
     values: Tensor | None = None
     scales: list[Tensor] = []
     begin = 0
     for part in parts:
         assert isinstance(part, Scaled)
-        values = own_memory(shape, part.values.dtype) if values is None else values
+        if values is None:
+            values = own_memory((num_rows, columns), part.values.dtype, device)
         values[begin : begin + part.shape[0]] = part.values
         scales.append(part.scale)
         begin += part.shape[0]
     assert values is not None
-    return Scaled(values, torch.cat(scales), block=(1, shape[1]))
+    return Scaled(values.view(shape), torch.cat(scales).view(*shape[:-1], 1), block=(1, columns))
 
 
 def _region(value: Tensor, piece: Piece) -> Tensor:
@@ -545,7 +515,7 @@ def _deinterleaved(experts: Tensor) -> Tensor:
     return torch.cat((experts[:, 0::2], experts[:, 1::2]), dim=1)
 
 
-def _slices(shape: tuple[int, ...], num_bytes: int = _SLICE_BYTES) -> Iterable[tuple[int, int]]:
+def row_slices(shape: tuple[int, ...], num_bytes: int) -> Iterable[tuple[int, int]]:
     """Ranges of rows, each about `num_bytes` as float32."""
     rows = max(1, num_bytes // (4 * math.prod(shape[1:])))
     return ((begin, min(begin + rows, shape[0])) for begin in range(0, shape[0], rows))

@@ -14,8 +14,8 @@ from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
 
 if TYPE_CHECKING:
     from blockdraft.training.answers import Conversation
-    from blockdraft.training.evaluate import Fit
-    from blockdraft.training.fit_report import Report
+    from blockdraft.training.evaluate import DrafterFit
+    from blockdraft.training.fit_report import FitReport
 
 SUMMARY = "say whether a drafter fits a target and a workload, and why not"
 USAGE = "blockdraft fit TARGET DRAFTER [flags]"
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     from blockdraft.cli.training_progress import stage_bars, stage_shower
     from blockdraft.training.answers import read_conversations
     from blockdraft.training.fit import fit
-    from blockdraft.training.fit_report import Question
+    from blockdraft.training.fit_report import FitQuestion
 
-    question = Question(
+    question = FitQuestion(
         target=args.target,
         drafter=args.drafter,
         prompts=args.prompts,
@@ -98,7 +98,7 @@ def _built_in() -> list[Conversation]:
     ]
 
 
-def lines(report: Report) -> Iterator[str]:
+def lines(report: FitReport) -> Iterator[str]:
     """The report as text."""
     question = report.question
     yield f"{question.drafter} for {question.target}: width {report.width}, {report.dtype}"
@@ -120,12 +120,12 @@ def lines(report: Report) -> Iterator[str]:
     yield from _verdict(report)
 
 
-def _row(name: str, fit: Fit) -> tuple[str, str, str, str]:
+def _row(name: str, fit: DrafterFit) -> tuple[str, str, str, str]:
     positions = " ".join(f"{100 * rate:3.0f}" for rate in fit.by_position[:SHOWN_POSITIONS])
     return name, str(fit.num_documents), f"{fit.committed:.2f}", positions
 
 
-def _speed(report: Report) -> Iterator[str]:
+def _speed(report: FitReport) -> Iterator[str]:
     if not report.costs:
         yield "Speed: unknown, there was no room to time a step."
         return
@@ -145,7 +145,7 @@ def _speed(report: Report) -> Iterator[str]:
     yield from _table(rows)
 
 
-def _tried(report: Report) -> Iterator[str]:
+def _tried(report: FitReport) -> Iterator[str]:
     if not report.tried:
         return
     yield ""
@@ -155,7 +155,7 @@ def _tried(report: Report) -> Iterator[str]:
     yield from (f"not tried: {text}" for text in report.untried)
 
 
-def _verdict(report: Report) -> Iterator[str]:
+def _verdict(report: FitReport) -> Iterator[str]:
     committed, cause, prospect = report.overall.committed, report.cause, report.prospect
     word = "FITS" if report.fits else "DOES NOT FIT"
     yield f"{word}: {committed:.2f} tokens committed per step of {report.width}"
@@ -176,7 +176,7 @@ def _verdict(report: Report) -> Iterator[str]:
         yield f"  {prospect.command}"
 
 
-def _disagreement(report: Report) -> str:
+def _disagreement(report: FitReport) -> str:
     found = report.agreement
     assert found is not None
     return (

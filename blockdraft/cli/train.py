@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from blockdraft.training.recipe import Job, Manner, Objective, Recipe, Shape
+from blockdraft.training.job import AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 
 SUMMARY = "train a drafter for a target"
 USAGE = "blockdraft train TARGET --prompts FILE --out FOLDER (--minutes N | --steps N) [flags]"
@@ -105,7 +105,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_recipe(group: argparse._ArgumentGroup) -> None:
-    recipe, objective = Recipe(), Objective()
+    recipe, objective = TrainingRecipe(), Objective()
     add = group.add_argument
     add("--optimizer", choices=("muon", "adamw"), default=recipe.optimizer)
     add("--rate", type=float, default=recipe.rate, metavar="N", help=f"(default: {recipe.rate})")
@@ -149,16 +149,16 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     job = _job(args)
     job.out.mkdir(parents=True, exist_ok=True)
-    from blockdraft.cli.training_progress import ears, stage_bars
+    from blockdraft.cli.training_progress import listener, stage_bars
     from blockdraft.training.run import train
 
     with (job.out / "log.txt").open("a") as log, stage_bars(is_quiet=args.quiet) as bars:
-        train(job, ears(log, bars, is_quiet=args.quiet), resume=args.resume)
+        train(job, listener(log, bars, is_quiet=args.quiet), resume=args.resume)
     return 0
 
 
 def _job(args: argparse.Namespace) -> Job:
-    shape = Shape(
+    shape = DrafterShape(
         block=args.block,
         num_layers=args.layers,
         taps=args.taps,
@@ -166,14 +166,14 @@ def _job(args: argparse.Namespace) -> Job:
         is_causal=not args.bidirectional,
         mask_token_id=args.mask_token,
     )
-    manner = Manner(
+    answers = AnswerOptions(
         max_tokens=args.max_answer,
         sampled=args.sampled,
         temperature=args.temperature,
         top_p=args.top_p,
         max_repeat=args.max_repeat or None,
     )
-    recipe = Recipe(
+    recipe = TrainingRecipe(
         rows_per_step=args.rows_per_step,
         num_anchors=args.anchors,
         short_blocks=args.short_blocks,
@@ -202,7 +202,7 @@ def _job(args: argparse.Namespace) -> Job:
         bulk_rows=args.rows,
         init=args.init,
         shape=shape,
-        manner=manner,
+        answers=answers,
         recipe=recipe,
         command=shlex.join(["blockdraft", *sys.argv[1:]]),
     )

@@ -10,7 +10,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from blockdraft.training.run import Ears
+from blockdraft.training.run import Listener
 
 LINE_S = 5.0  # between two lines of one stage
 
@@ -35,7 +35,7 @@ def stage_shower(bars: Progress, *, is_quiet: bool) -> Show:
     return _lines() if bars.disable and not is_quiet else _bars(bars)
 
 
-def ears(log: TextIO, bars: Progress, *, is_quiet: bool) -> Ears:
+def listener(log: TextIO, bars: Progress, *, is_quiet: bool) -> Listener:
     """Every line into the log and, where no bar is drawn, to stderr."""
     begin_s = time.monotonic()
 
@@ -45,7 +45,7 @@ def ears(log: TextIO, bars: Progress, *, is_quiet: bool) -> Ears:
         if bars.disable and not is_quiet:
             print(text, file=sys.stderr, flush=True)
 
-    return Ears(say=say, show=_bars(bars))
+    return Listener(say=say, show=_bars(bars))
 
 
 def _bars(bars: Progress) -> Show:

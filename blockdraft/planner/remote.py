@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.checkpoints.fetch import hub_error
-from blockdraft.checkpoints.shard import Entry
+from blockdraft.checkpoints.safetensors_header import Entry
 from blockdraft.errors import BlockdraftError, FetchError, ModelError
 
 _TIMEOUT_S = 10.0

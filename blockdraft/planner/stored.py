@@ -17,7 +17,7 @@ from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.checkpoints.gguf_config import hugging_face_names, read_config
 from blockdraft.checkpoints.gguf_header import GgufHeader
 from blockdraft.checkpoints.model_folder import ModelFolder, ids_in
-from blockdraft.checkpoints.shard import Entry
+from blockdraft.checkpoints.safetensors_header import Entry
 from blockdraft.errors import FetchError
 from blockdraft.planner.remote import read_remote
 from blockdraft.settings.settings import cache_dir

@@ -131,9 +131,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         self.filters |= {name: _guard(self.filters[name]) for name in _GROWING}
         self.filters |= {"tojson": _to_json, "a loop": _count_items, "a concat": _concat}
@@ -312,11 +310,7 @@ def _to_json(
 ) -> str:
     _check_arguments("", indent)
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -13,7 +13,7 @@ import json
 import lzma
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,6 +21,7 @@ from typing import IO
 import numpy as np
 
 from blockdraft.errors import SettingsError
+from blockdraft.text.tokenizer import Tokenizer
 
 _OPENERS: Mapping[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
 
@@ -33,6 +34,14 @@ class Conversation:
     category: str
     turns: tuple[str, ...]
     system: str | None = None
+
+    def messages(self, said: Sequence[str] = ()) -> list[dict[str, object]]:
+        """The system's, then the user's and the answers `said` to them, up to the user's next turn."""
+        messages = [] if self.system is None else [("system", self.system)]
+        for turn, answer in zip(self.turns, said, strict=False):
+            messages += [("user", turn), ("assistant", answer)]
+        messages.append(("user", self.turns[len(said)]))
+        return [{"role": role, "content": content} for role, content in messages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Those that are not blank, with their numbers in the file."""
+    """The lines that are not blank, with their numbers in the file."""
     try:
         with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
             yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
@@ -141,3 +150,15 @@ def read_shard(path: Path) -> list[Document]:
         documents.append(Document(prompt_ids, answer_ids, names[category], is_greedy, key))
         begin = end
     return documents
+
+
+def encode_conversation(tokenizer: Tokenizer, one: Conversation, said: Sequence[str] = ()) -> list[int]:
+    """The prompt of a conversation's next turn, through the chat template where there is one."""
+    if tokenizer.has_chat_template:
+        return tokenizer.encode_chat(one.messages(said))
+    return encode_plain(tokenizer, one, said)
+
+
+def encode_plain(tokenizer: Tokenizer, one: Conversation, said: Sequence[str] = ()) -> list[int]:
+    """The same as lines without a template."""
+    return tokenizer.encode("\n".join(str(message["content"]) for message in one.messages(said)))

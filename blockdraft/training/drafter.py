@@ -16,11 +16,11 @@ from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
-from blockdraft.training.recipe import Shape
+from blockdraft.training.job import DrafterShape
 
 
 def draft_json(
-    shape: Shape, target: ModelConfig, raw: Mapping[str, object], mask_id: int
+    shape: DrafterShape, target: ModelConfig, raw: Mapping[str, object], mask_id: int
 ) -> dict[str, object]:
     """config.json of a drafter for `target`, whose own config.json is `raw`."""
     attention = next((one.mixer for one in target.layers if isinstance(one.mixer, AttentionConfig)), None)

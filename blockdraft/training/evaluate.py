@@ -1,29 +1,41 @@
-"""What a drafter would commit on documents that the target wrote greedily, without running the engine.
+"""What a drafter commits on documents that the target wrote greedily: simulated, and in the real engine.
 
-Every answer token is tried as an anchor, all at once; then each document is walked as the engine would walk
-it: from the last prompt token on, each step commits the drafts that match and one token more.
+The simulation tries every answer token as an anchor, all at once; then each document is walked as the engine
+would walk it: from the last prompt token on, each step commits the drafts that match and one token more. What
+the exported drafter commits in the engine must be the same.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from blockdraft.cache.spec import bytes_per_token
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loaded import Models
+from blockdraft.engine.request import Metrics, SamplingParams
+from blockdraft.models.draft_config import DraftConfig
+from blockdraft.planner.plan import ELEMENT_BYTES
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
 from blockdraft.training.answers import Document
 from blockdraft.training.features import FeatureReader
-from blockdraft.training.packing import Place, Rows, pack, with_anchors
+from blockdraft.training.packing import PackedRows, Place, pack, with_anchors
 from blockdraft.training.trainer import BlockForward
 
 SLICE = 512  # blocks whose logits are there at a time
+ENGINE_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class DrafterFit:
     """How drafts fared: tokens committed over steps, and what was accepted at each position."""
 
     num_documents: int
@@ -62,8 +74,8 @@ def simulate(
     length: int,
     rows_per_step: int = 8,
     num_anchors: int = 128,
-) -> dict[str, Fit]:
-    """By category, and "all". Documents longer than `length` are cut.
+) -> dict[str, DrafterFit]:
+    """Simulate the drafter on `documents`: its fit by category, and "all". Documents past `length` are cut.
 
     With the rows and anchors of the training steps before it, nothing has to be compiled again.
     """
@@ -73,26 +85,26 @@ def simulate(
     steps: dict[str, list[list[int]]] = defaultdict(list)
     everything: list[list[int]] = []
     for place in places:
-        mine = walk(_of(place, documents, rows, runs), forward.block)
+        mine = walk(_document_runs(place, documents, rows, runs), forward.block)
         steps[documents[place.document].category].append(mine)
         everything.append(mine)
     steps["all"] = everything  # and so are documents of no other category
-    return {name: fit_of(listed, forward.block) for name, listed in sorted(steps.items())}
+    return {name: fit_of_steps(listed, forward.block) for name, listed in sorted(steps.items())}
 
 
-def _of(place: Place, documents: Sequence[Document], rows: Rows, runs: Tensor) -> list[int]:
+def _document_runs(place: Place, documents: Sequence[Document], rows: PackedRows, runs: Tensor) -> list[int]:
     first = place.begin + len(documents[place.document].prompt_ids) - 1
     end = int(rows.ends[place.row, place.begin])
     return runs[place.row, first : end - 1].tolist()
 
 
-def fit_of(steps: Sequence[Sequence[int]], block: int) -> Fit:
-    """Of documents whose steps committed so many tokens each."""
+def fit_of_steps(steps: Sequence[Sequence[int]], block: int) -> DrafterFit:
+    """The fit on documents, given how many tokens each step of each document committed."""
     accepted = [0] * (block - 1)
     for step in (step for document in steps for step in document):
         for position in range(step - 1):
             accepted[position] += 1
-    return Fit(
+    return DrafterFit(
         num_documents=len(steps),
         num_tokens=sum(sum(document) for document in steps),
         num_steps=sum(len(document) for document in steps),
@@ -100,26 +112,56 @@ def fit_of(steps: Sequence[Sequence[int]], block: int) -> Fit:
     )
 
 
-def _runs(forward: BlockForward, rows: Rows, rows_per_step: int, num_anchors: int) -> Tensor:
-    """[rows, length]: how many drafts match the document after each place."""
-    length, device = rows.tokens.shape[1], rows.tokens.device
-    head = forward.head()
-    reader = FeatureReader(
-        forward.target, num_rows=rows_per_step, length=length, dtype=head.weight.dtype, device=device
+def fit_of_metrics(metrics: Sequence[Metrics]) -> DrafterFit:
+    """The fit that the engine itself counted over several answers."""
+    positions = itertools.zip_longest(*(one.accepted for one in metrics), fillvalue=0)
+    return DrafterFit(
+        num_documents=len(metrics),
+        num_tokens=sum(one.num_tokens for one in metrics),
+        num_steps=sum(one.steps for one in metrics),
+        accepted=tuple(sum(each) for each in positions),
     )
+
+
+def fit_in_engine(
+    folder: Path, documents: Sequence[Document], *, model: str, config: DraftConfig, like: Models
+) -> DrafterFit:
+    """Answer the documents' prompts again, greedily, with the drafter in `folder`, as long as they are."""
+    specs = like.config.layer_specs() + config.layer_specs()
+    room = max((len(one.prompt_ids) + len(one.answer_ids) for one in documents), default=0) + 4 * config.block
+    settings = Settings(
+        model=model,
+        draft=str(folder),
+        width=config.block,
+        device=str(like.device),
+        dtype=like.plan.dtype,
+        quantization="none",
+        max_rows=ENGINE_ROWS,
+        cache_bytes=2 * ENGINE_ROWS * room * bytes_per_token(specs, ELEMENT_BYTES[like.plan.dtype]),
+        graphs=False,  # a few steps: not worth their capture
+    )
+    engine = Engine(load_models(settings, lambda line: None))
+    waiting, finished = list(documents), list[Metrics]()
+    while waiting or engine.has_work:
+        while waiting and engine.scheduler.has_room(1):
+            one = waiting.pop(0)
+            engine.add(one.prompt_ids, SamplingParams(temperature=0.0, max_tokens=len(one.answer_ids)))
+        finished += [delta.metrics for delta in engine.step() if delta.metrics is not None]
+    return fit_of_metrics(finished)
+
+
+def _runs(forward: BlockForward, rows: PackedRows, rows_per_step: int, num_anchors: int) -> Tensor:
+    """How many drafts match the document after each place: [rows, length]."""
+    length, head = rows.tokens.shape[1], forward.head()
+    reader = FeatureReader(forward.target, num_rows=rows_per_step, length=length)
     out = torch.zeros(rows.tokens.shape, dtype=torch.int64)
     for first in range(0, len(rows), rows_per_step):
         chosen = list(range(first, min(first + rows_per_step, len(rows))))
         chosen += [chosen[-1]] * (rows_per_step - len(chosen))  # one shape for all
-        places = _anchor_places(rows, chosen)
-        features: Tensor | None = None
-        for anchors in torch.split(places, num_anchors, dim=1):
-            missing = num_anchors - anchors.shape[1]
-            batch = with_anchors(
-                rows, chosen, functional.pad(anchors, (0, missing), value=length), forward.block
-            )
-            if features is None:
-                _, features = reader.read(rows, chosen)
+        _, features = reader.read(rows, chosen)
+        for anchors in torch.split(_anchor_places(rows, chosen), num_anchors, dim=1):
+            anchors = functional.pad(anchors, (0, num_anchors - anchors.shape[1]), value=length)
+            batch = with_anchors(rows, chosen, anchors, forward.block)
             # Not under no_grad: what was compiled for training serves here, too.
             hidden = forward(batch, features).detach()
             best = torch.cat([head.logits(part).argmax(dim=-1) for part in torch.split(hidden, SLICE)])
@@ -131,8 +173,8 @@ def _runs(forward: BlockForward, rows: Rows, rows_per_step: int, num_anchors: in
     return out
 
 
-def _anchor_places(rows: Rows, chosen: list[int]) -> Tensor:
-    """[R, n]: every place that can be an anchor, in order, padded with the row's length."""
+def _anchor_places(rows: PackedRows, chosen: list[int]) -> Tensor:
+    """Every place that can be an anchor, in order, padded with the row's length: [R, n]."""
     length = rows.tokens.shape[1]
     is_anchor = rows.is_anchor[torch.tensor(chosen, device=rows.tokens.device)]
     place = torch.arange(length, device=is_anchor.device)

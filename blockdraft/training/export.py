@@ -20,18 +20,17 @@ from torch import Tensor
 from blockdraft.checkpoints.draft_fit import FIT_FILE
 from blockdraft.checkpoints.weights import slots_of
 from blockdraft.models.dflash import DFlash
-from blockdraft.training.evaluate import Fit
+from blockdraft.training.evaluate import DrafterFit
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class ModelCard:
     """What a card tells beside the numbers."""
 
     target: str
     command: str
     data: str
     recipe: Mapping[str, object]
-    history: tuple[str, ...] = ()  # one line for each run that led here
 
 
 def named_weights(model: DFlash, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -46,7 +45,7 @@ def named_weights(model: DFlash, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def export(
-    folder: Path, model: DFlash, config: Mapping[str, object], fits: Mapping[str, Fit], story: Story
+    folder: Path, model: DFlash, config: Mapping[str, object], fits: Mapping[str, DrafterFit], card: ModelCard
 ) -> None:
     """Write or replace the drafter in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,11 +53,11 @@ def export(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / FIT_FILE).write_text(json.dumps(fit_json(fits), indent=1) + "\n")
-    (folder / "README.md").write_text(card(weights, config, fits, story))
+    (folder / "README.md").write_text(card_text(weights, config, fits, card))
 
 
-def fit_json(fits: Mapping[str, Fit]) -> dict[str, object]:
-    """Greedy, at the drafter's whole width: by category, and "all"."""
+def fit_json(fits: Mapping[str, DrafterFit]) -> dict[str, object]:
+    """fit.json: what greedy answers commit at the drafter's whole width, by category and for "all"."""
     return {
         name: {
             "committed_per_step": round(fit.committed, 4),
@@ -70,8 +69,11 @@ def fit_json(fits: Mapping[str, Fit]) -> dict[str, object]:
     }
 
 
-def card(
-    weights: Mapping[str, Tensor], config: Mapping[str, object], fits: Mapping[str, Fit], story: Story
+def card_text(
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, object],
+    fits: Mapping[str, DrafterFit],
+    card: ModelCard,
 ) -> str:
     num_values = sum(weight.numel() for weight in weights.values())
     dflash = config["dflash_config"]
@@ -84,17 +86,16 @@ def card(
     ]
     places = _shown(next(iter(fits.values()))) if fits else []
     head = " | ".join(f"draft {place + 1}" for place in places)
-    history = "".join(f"\n{number}. {line}" for number, line in enumerate(story.history, 1))
     return f"""---
 library_name: blockdraft
 tags: [dflash, speculative-decoding, block-diffusion]
 ---
-# A DFlash drafter for {story.target}
+# A DFlash drafter for {card.target}
 
 It proposes blocks of {config["block_size"]} tokens (the anchor included) in one forward, from the target's
 own hidden states; the target verifies them. It changes how fast the target answers, never what it says.
 
-    blockdraft generate --model {story.target} --draft PATH_OF_THIS_FOLDER "…"
+    blockdraft generate --model {card.target} --draft PATH_OF_THIS_FOLDER "…"
 
 {num_values / 1e6:.1f} M parameters in bfloat16, {config["num_hidden_layers"]} layers, taps
 {dflash["target_layer_ids"]} (0-based target layers), mask token {dflash["mask_token_id"]},
@@ -110,17 +111,17 @@ the share of steps in which the draft at a position was accepted.
 {chr(10).join(rows)}
 
 ## How it was made
-{story.data}
-{history}
+{card.data}
 
-    {story.command}
+
+    {card.command}
 
 | setting | value |
 |---|---|
-{chr(10).join(f"| {name} | {value} |" for name, value in story.recipe.items())}
+{chr(10).join(f"| {name} | {value} |" for name, value in card.recipe.items())}
 """
 
 
-def _shown(fit: Fit) -> list[int]:
+def _shown(fit: DrafterFit) -> list[int]:
     """Positions of a card's table: enough to see the slope."""
     return [place for place in (0, 1, 2, 3, 5, 7, 11, 14) if place < len(fit.accepted)]

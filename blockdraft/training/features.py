@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.cache import SCRATCH_PAGE, Cache
-from blockdraft.cache.rows import Rows as CacheRows
+from blockdraft.cache.rows import Rows
 from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.kernels.transfer import array_to_device, to_device
 from blockdraft.machine.machine import read_machine
 from blockdraft.models.decoder import Decoder
 from blockdraft.start.loading import gpu_memory
-from blockdraft.training.packing import Rows
+from blockdraft.training.packing import PackedRows
 
 PAGE = 16
 MAX_DOCUMENTS = 256  # of one forward; arbitrary
@@ -32,10 +32,8 @@ KEPT_SHARE_OF_ALL = 0.5  # the same where other programs live in that memory, to
 class FeatureReader:
     """Reads up to `num_rows` packed rows of `length` tokens."""
 
-    def __init__(
-        self, target: Decoder, *, num_rows: int, length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._target, self._device = target, device
+    def __init__(self, target: Decoder, *, num_rows: int, length: int) -> None:
+        self._target, self._device = target, target.norm.weight.device
         self.hidden_size = target.config.hidden_size
         self._limit = MAX_STATES if target.config.is_hybrid else MAX_DOCUMENTS
         max_pages = -(-length // PAGE)
@@ -44,22 +42,22 @@ class FeatureReader:
             num_pages=NUM_RESERVED_PAGES + num_rows * max_pages + self._limit,
             num_rows=self._limit + 1,
             page_size=PAGE,
-            dtype=dtype,
-            device=device,
+            dtype=target.norm.weight.dtype,
+            device=self._device,
         )
-        self._rows = CacheRows(
+        self._rows = Rows(
             max_rows=self._limit,
             max_pages=max_pages,
             vocab_size=1,  # nothing is sampled here
             scratch_page=SCRATCH_PAGE,
-            device=device,
+            device=self._device,
         )
 
     @torch.no_grad()
-    def read(self, rows: Rows, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Of the rows `chosen`: hidden states before the head [R * L, E] and features [R * L, taps * E].
+    def read(self, rows: PackedRows, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Hidden states before the head [R * L, E] and features [R * L, taps * E] of the rows `chosen`.
 
-        Zero outside documents.
+        Both are zero outside documents.
         """
         length = rows.tokens.shape[1]
         spans = [
@@ -98,7 +96,7 @@ def _spread(values: Tensor, index: Tensor, length: int) -> Tensor:
 class KeptFeatures:
     """What is read of rows that are trained on again and again: once, and kept as far as memory goes."""
 
-    def __init__(self, reader: FeatureReader, rows: Rows, *, has_hidden: bool) -> None:
+    def __init__(self, reader: FeatureReader, rows: PackedRows, *, has_hidden: bool) -> None:
         self._reader, self._rows = reader, rows
         self._has_hidden = has_hidden  # or features only
         self._kept: Tensor | None = None  # [rows that there is room for, L, all that is kept of a token]
@@ -135,7 +133,7 @@ class KeptFeatures:
 
     @property
     def num_kept(self) -> int:
-        """Rows that have room."""
+        """How many rows there is room for."""
         return 0 if self._kept is None else len(self._kept)
 
     def forget(self) -> None:

@@ -21,18 +21,17 @@ from blockdraft.llm import LLM
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.start.memory import release
 from blockdraft.step.dflash import DFlashDrafter
-from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.training.answers import Conversation, Document
-from blockdraft.training.evaluate import Fit, fit_of
+from blockdraft.training.answers import Conversation, Document, encode_conversation, encode_plain
+from blockdraft.training.evaluate import DrafterFit, fit_of_metrics, fit_of_steps
 from blockdraft.training.fit_report import (
     LOW,
     RAISES_ELSEWHERE,
     Agreement,
     Cost,
-    Question,
-    Report,
+    FitQuestion,
+    FitReport,
     Tried,
-    likely,
+    likely_cause,
     prospect_of,
 )
 from blockdraft.training.packing import MIN_ANSWER
@@ -49,11 +48,11 @@ Show = Callable[[str, float | None, str], None]  # the stage, the share of it th
 
 
 def fit(
-    question: Question,
+    question: FitQuestion,
     conversations: Iterable[Conversation],
     show: Show = lambda stage, share, detail: None,
-) -> Report:
-    """Measure with the prompts of `question.source`, and find out why where it is low."""
+) -> FitReport:
+    """Measure how a drafter fits on the prompts of `question.source`; where that is low, find out why."""
     conversations = _chosen(conversations, question.limit)
     session = _Session(question, show)
     usable = session.prompts(conversations)
@@ -72,10 +71,10 @@ def fit(
             tried.append(session.unquantised(probes, agreement.engine))
     untried = () if question.is_quick else _untried(question)
     prospect = None
-    if likely(tried) is None and min(one.committed for one in categories.values()) < LOW:
+    if likely_cause(tried) is None and min(one.committed for one in categories.values()) < LOW:
         greedy = agreement.engine if agreement is not None and question.temperature > 0 else None
         prospect = prospect_of(question, session.config, categories, costs, overall, greedy)
-    return Report(
+    return FitReport(
         question=question,
         width=session.width,
         dtype=session.dtype,
@@ -112,24 +111,6 @@ class _Prompt:
     ids: list[int]
 
 
-def _messages(one: Conversation) -> list[dict[str, object]]:
-    messages: list[dict[str, object]] = [{"role": "user", "content": one.turns[0]}]
-    if one.system is not None:
-        messages.insert(0, {"role": "system", "content": one.system})
-    return messages
-
-
-def _raw_ids(tokenizer: Tokenizer, one: Conversation) -> list[int]:
-    return tokenizer.encode("\n".join(text for text in (one.system, one.turns[0]) if text is not None))
-
-
-def _prompt_ids(tokenizer: Tokenizer, one: Conversation) -> list[int]:
-    """The first turn, through the chat template where there is one."""
-    if not tokenizer.has_chat_template:
-        return _raw_ids(tokenizer, one)
-    return tokenizer.encode_chat(_messages(one))
-
-
 # ---- the engine
 
 
@@ -153,7 +134,7 @@ class _Answer:
 class _Session:
     """The pair in an engine, and everything that is measured with it."""
 
-    def __init__(self, question: Question, show: Show) -> None:
+    def __init__(self, question: FitQuestion, show: Show) -> None:
         self._question, self._show = question, show
         self._llm = _load(question, question.quantization, show)
         models = self._llm.engine.models
@@ -168,9 +149,9 @@ class _Session:
         self.max_prompt = models.plan.max_context - 1
 
     def prompts(self, conversations: Sequence[Conversation]) -> list[_Prompt]:
-        """Those that leave room for an answer."""
+        """The first turns that leave room for an answer, encoded."""
         tokenizer = self._llm.tokenizer
-        return self._with_room(_Prompt(one, _prompt_ids(tokenizer, one)) for one in conversations)
+        return self._with_room(_Prompt(one, encode_conversation(tokenizer, one)) for one in conversations)
 
     def _with_room(self, prompts: Iterable[_Prompt]) -> list[_Prompt]:
         return [one for one in prompts if 1 <= len(one.ids) <= self.max_prompt]
@@ -199,7 +180,7 @@ class _Session:
         return [_Answer(prompt, tuple(steps[name]), finished[name]) for name, prompt in asked.items()]
 
     def probes(self, answers: Sequence[_Answer]) -> list[_Answer]:
-        """Greedy ones of every category, to short prompts; their first tokens are enough."""
+        """Greedy answers of every category to its shortest prompts; their first tokens are enough."""
         groups: dict[str, list[_Answer]] = defaultdict(list)
         for one in sorted(answers, key=lambda one: len(one.prompt.ids)):
             groups[one.prompt.conversation.category].append(one)
@@ -214,8 +195,8 @@ class _Session:
 
     # ---- what steps cost
 
-    def costs(self, prompt: _Prompt, overall: Fit) -> tuple[Cost, ...]:
-        """Of width 1, and of each width that the engine runs at full speed."""
+    def costs(self, prompt: _Prompt, overall: DrafterFit) -> tuple[Cost, ...]:
+        """What a step costs at each width that the engine runs at full speed, compared with width 1."""
         widths = {self.width}
         if self._llm.engine.models.device.type == "cpu":  # on a GPU other widths have no graph
             widths |= {width for width in (2, 4, 8, 16) if width < self.width}
@@ -263,7 +244,7 @@ class _Session:
             Document(tuple(one.prompt.ids), tuple(itertools.chain(*mine)), "probe", True)
             for one, mine in zip(probes, steps, strict=True)
         ]
-        engine = fit_of([[len(step) for step in mine] for mine in steps], self.width).committed
+        engine = fit_of_steps([[len(step) for step in mine] for mine in steps], self.width).committed
         suspects = list(variations(self.config, models.config, tokenizer, documents))
         taps = [tap for config in (self.config, *(one.config for one in suspects)) for tap in config.taps]
         self._show("read", None, f"{len(documents)} answers, for the target's features")
@@ -282,20 +263,20 @@ class _Session:
         return Agreement(len(documents), engine, simulated), tried
 
     def _other_prompts(self, prompts: Sequence[_Prompt], engine: float) -> list[Tried]:
-        """The same questions as the drafter may have learnt them. The answers differ: the engine runs."""
+        """Ask the questions as the drafter may have learnt them; the answers differ, so the engine runs."""
         tokenizer, tried = self._llm.tokenizer, []
         if not tokenizer.has_chat_template:
             return []
         conversations = [one.conversation for one in prompts]
         ways: dict[str, tuple[list[list[int]], str]] = {
             "chat template": (
-                [_raw_ids(tokenizer, one) for one in conversations],
+                [encode_plain(tokenizer, one) for one in conversations],
                 "ask without the chat template (/v1/completions), or train further with it",
             )
         }
         for flag in (False, True):
             ways[f"thinking {'on' if flag else 'off'}"] = (
-                [tokenizer.encode_chat(_messages(one), enable_thinking=flag) for one in conversations],
+                [tokenizer.encode_chat(one.messages(), enable_thinking=flag) for one in conversations],
                 f'ask with chat_template_kwargs {{"enable_thinking": {str(flag).lower()}}}',
             )
         for name, (others, advice) in ways.items():
@@ -312,7 +293,7 @@ class _Session:
         return self._llm.engine.models.plan.quantization in ("fp8", "int8")
 
     def unquantised(self, answers: Sequence[_Answer], engine: float) -> Tried:
-        """The same prompts without it. Comes last: the engine makes room for another."""
+        """Ask the same prompts of the target as stored. Comes last: the engine makes room for another."""
         quantization = self._llm.engine.models.plan.quantization
         self._llm.engine.graphs = None  # they hold the engine, and with it the cache
         del self._llm
@@ -324,7 +305,7 @@ class _Session:
         return Tried("quantised target", what, engine, after, advice, needed=RAISES_ELSEWHERE)
 
 
-def _load(question: Question, quantization: str, show: Show) -> LLM:
+def _load(question: FitQuestion, quantization: str, show: Show) -> LLM:
     return LLM(
         question.target,
         question.drafter,
@@ -338,27 +319,19 @@ def _load(question: Question, quantization: str, show: Show) -> LLM:
     )
 
 
-def _by_category(answers: Sequence[_Answer]) -> dict[str, Fit]:
+def _by_category(answers: Sequence[_Answer]) -> dict[str, DrafterFit]:
     groups: dict[str, list[_Answer]] = defaultdict(list)
     for one in answers:
         groups[one.prompt.conversation.category].append(one)
     return {name: _fit_of(groups[name]) for name in sorted(groups)}
 
 
-def _fit_of(answers: Sequence[_Answer]) -> Fit:
-    """The engine's counters of these answers together."""
-    metrics = [one.metrics for one in answers]
-    positions = itertools.zip_longest(*(one.accepted for one in metrics), fillvalue=0)
-    return Fit(
-        num_documents=len(metrics),
-        num_tokens=sum(one.num_tokens for one in metrics),
-        num_steps=sum(one.steps for one in metrics),
-        accepted=tuple(sum(each) for each in positions),
-    )
+def _fit_of(answers: Sequence[_Answer]) -> DrafterFit:
+    return fit_of_metrics([one.metrics for one in answers])
 
 
-def _untried(question: Question) -> tuple[str, ...]:
-    """What only another checkpoint could show."""
+def _untried(question: FitQuestion) -> tuple[str, ...]:
+    """What could be the cause and only another checkpoint could show."""
     checkpoint = open_checkpoint(question.target)
     try:
         found = read_quantization(checkpoint.config, checkpoint.quant_file, name=checkpoint.name)

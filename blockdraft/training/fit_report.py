@@ -10,7 +10,7 @@ from pathlib import Path
 from blockdraft import __version__
 from blockdraft.errors import SettingsError
 from blockdraft.models.draft_config import DraftConfig
-from blockdraft.training.evaluate import Fit
+from blockdraft.training.evaluate import DrafterFit
 
 FITS = 1.2  # tokens committed per step: below it no width pays anywhere
 LOW = 2.0  # below it training, or another drafter, should do better
@@ -23,7 +23,7 @@ OWN_PROMPTS = "prompts.jsonl"  # what the advice calls a file that the user has 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class FitQuestion:
     """What is asked about which pair."""
 
     target: str
@@ -105,15 +105,15 @@ class Prospect:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """The answer."""
+class FitReport:
+    """Everything that was found out about a pair."""
 
-    question: Question
+    question: FitQuestion
     width: int
     dtype: str
     num_left_out: int  # prompts that are too long
-    categories: Mapping[str, Fit]
-    overall: Fit
+    categories: Mapping[str, DrafterFit]
+    overall: DrafterFit
     costs: tuple[Cost, ...]
     agreement: Agreement | None
     tried: tuple[Tried, ...]
@@ -127,7 +127,7 @@ class Report:
     @property
     def cause(self) -> Tried | None:
         """The suspect whose change commits the most, relative to what it was compared with."""
-        return likely(self.tried)
+        return likely_cause(self.tried)
 
     def to_json(self) -> dict[str, object]:
         question = asdict(self.question) | {"prompts": self.question.source}
@@ -152,28 +152,31 @@ class Report:
 # ---- what to make of it
 
 
-def likely(tried: Iterable[Tried]) -> Tried | None:
+def likely_cause(tried: Iterable[Tried]) -> Tried | None:
     causes = [one for one in tried if one.is_cause]
     return max(causes, key=lambda one: one.after / one.before, default=None)
 
 
 def prospect_of(
-    question: Question,
+    question: FitQuestion,
     config: DraftConfig,
-    categories: Mapping[str, Fit],
+    categories: Mapping[str, DrafterFit],
     costs: Sequence[Cost],
-    overall: Fit,
+    overall: DrafterFit,
     greedy: float | None,
 ) -> Prospect:
-    """`greedy`: tokens per step of greedy answers, where `overall` is of sampled ones."""
+    """Whether training further is worth it, and why.
+
+    `greedy` is what greedy answers commit per step, where `overall` is of sampled ones.
+    """
     low = [name for name, one in categories.items() if one.committed < LOW]
-    reasons = [depth(overall)]
+    reasons = [describe_depth(overall)]
     if len(low) == len(categories):
         reasons.append("every category is low: it does not know this target or this workload")
     else:
         share = f"{len(low)} of {len(categories)} categories are low"
         reasons.append(f"{share}, and it does not know those: {', '.join(low)}")
-    is_worth_it, reason = pays(costs)
+    is_worth_it, reason = training_pays(costs)
     reasons.append(reason)
     if greedy is not None and greedy >= LOW:
         is_worth_it = False
@@ -198,8 +201,8 @@ def prospect_of(
     return Prospect(is_worth_it, tuple(reasons), shlex.join([*words, "--out", "trained", "--minutes", "30"]))
 
 
-def depth(overall: Fit) -> str:
-    """Where along the block it fails."""
+def describe_depth(overall: DrafterFit) -> str:
+    """Say where along the block the drafter fails."""
     rates = overall.by_position
     first = rates[0] if rates else 0.0
     reached = sum(rates[:-1])
@@ -214,7 +217,7 @@ def depth(overall: Fit) -> str:
     return f"{text}: it fails evenly along the block"
 
 
-def pays(costs: Sequence[Cost]) -> tuple[bool | None, str]:
+def training_pays(costs: Sequence[Cost]) -> tuple[bool | None, str]:
     """Whether a drafter as good as one becomes with little training would be faster than none, here."""
     if not costs:
         return None, "steps could not be timed: whether a better drafter would be faster here is unknown"
@@ -227,7 +230,7 @@ def pays(costs: Sequence[Cost]) -> tuple[bool | None, str]:
     return False, f"{told}: even a good drafter is no faster here"
 
 
-def _fit_json(one: Fit) -> dict[str, object]:
+def _fit_json(one: DrafterFit) -> dict[str, object]:
     return {
         "prompts": one.num_documents,
         "tokens": one.num_tokens,

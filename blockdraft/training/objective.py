@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockdraft.training.recipe import Objective
+from blockdraft.training.job import Objective
 
 CHUNK_BYTES = 1 << 30  # of logits at a time
 
@@ -61,13 +61,13 @@ class Scores:
 def block_loss(
     hidden: Tensor, labels: Tensor, head: Head, objective: Objective, teacher: Teacher | None = None
 ) -> Scores:
-    """Of hidden states [blocks, B - 1, E] and labels [blocks, B - 1], where -1 counts for nothing."""
+    """The loss of hidden states [blocks, B - 1, E] and labels [blocks, B - 1]; -1 does not count."""
     loss, matches = _BlockLoss.apply(hidden, labels, head, objective, teacher)  # type: ignore[no-untyped-call]
     return Scores(loss, matches)
 
 
 def column_weights(confidence: Tensor, is_label: Tensor, objective: Objective) -> Tensor:
-    """[blocks, B - 1] weights, not normalised; nothing past a document's end has any."""
+    """Weights [blocks, B - 1], not normalised; they are zero past a document's end."""
     if objective.weighting == "dpace":
         smooth = ((1 - objective.alpha) * confidence + objective.alpha) * is_label
         reach = smooth.cumprod(dim=1)

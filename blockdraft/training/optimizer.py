@@ -23,7 +23,7 @@ ADAM_RMS = 0.2  # of an AdamW update, as Moonshot measured it (arXiv 2502.16982)
 
 
 class Muon(torch.optim.Optimizer):
-    """Matrices only. `parts[i]` says how many rows of parameter i each stacked projection has."""
+    """Muon, for matrices only. `parts[i]` says how many rows of parameter i each stacked projection has."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 def make_optimizers(
     model: nn.Module, *, name: str, rate: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Those that together move every parameter of `model` that has a gradient."""
+    """The optimizers that together move every parameter of `model` that has a gradient."""
     matrices = [
         (module.weight, module.parts)
         for module in model.modules()

@@ -22,7 +22,7 @@ MIN_ANSWER = 2  # tokens left of an answer once a row cut it; a shorter one has 
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PackedRows:
     """All documents, packed; every tensor is [rows, length], with length below 2^15."""
 
     tokens: Tensor  # int32
@@ -31,14 +31,9 @@ class Rows:
     is_anchor: Tensor  # bool: the last prompt token and every answer token but the last
     spans: tuple[tuple[tuple[int, int], ...], ...]  # of each row: where its documents begin and end
 
-    def to(self, device: torch.device) -> Rows:
-        return Rows(
-            tokens=self.tokens.to(device),
-            starts=self.starts.to(device),
-            ends=self.ends.to(device),
-            is_anchor=self.is_anchor.to(device),
-            spans=self.spans,
-        )
+    def to(self, device: torch.device) -> PackedRows:
+        tokens, starts, ends = self.tokens.to(device), self.starts.to(device), self.ends.to(device)
+        return PackedRows(tokens, starts, ends, self.is_anchor.to(device), self.spans)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -80,8 +75,10 @@ class Place:
     begin: int
 
 
-def pack(documents: Sequence[Document], length: int) -> tuple[Rows, list[Place]]:
-    """Each document into the fullest row that still has room for it, the longest first.
+def pack(
+    documents: Sequence[Document], length: int, *, is_shared: bool = True
+) -> tuple[PackedRows, list[Place]]:
+    """Each document into the fullest row that still has room for it, the longest first; or into its own row.
 
     Documents longer than a row lose the end of their answer, or are left out where that is all of it.
     """
@@ -91,13 +88,13 @@ def pack(documents: Sequence[Document], length: int) -> tuple[Rows, list[Place]]
         for index, one in enumerate(documents)
         if sizes[index] - len(one.prompt_ids) >= MIN_ANSWER and one.prompt_ids
     ]
-    places = _fit(sorted(usable, key=lambda index: -sizes[index]), sizes, length)
+    if is_shared:
+        places = _fit(sorted(usable, key=lambda index: -sizes[index]), sizes, length)
+    else:
+        places = [Place(document, row, 0) for row, document in enumerate(usable)]
     num_rows = max((place.row for place in places), default=-1) + 1
     tokens = np.zeros((num_rows, length), dtype=np.int32)
-    starts, ends = (
-        np.full((num_rows, length), length, np.int16),
-        np.full((num_rows, length), length, np.int16),
-    )
+    starts, ends = np.full((2, num_rows, length), length, np.int16)
     is_anchor = np.zeros((num_rows, length), dtype=bool)
     spans: list[list[tuple[int, int]]] = [[] for _ in range(num_rows)]
     for place in places:
@@ -108,14 +105,9 @@ def pack(documents: Sequence[Document], length: int) -> tuple[Rows, list[Place]]
         starts[span], ends[span] = place.begin, end
         is_anchor[place.row, place.begin + len(one.prompt_ids) - 1 : end - 1] = True
     _start_rest(starts, length)
-    rows = Rows(
-        tokens=torch.from_numpy(tokens),
-        starts=torch.from_numpy(starts),
-        ends=torch.from_numpy(ends),
-        is_anchor=torch.from_numpy(is_anchor),
-        spans=tuple(tuple(row) for row in spans),
-    )
-    return rows, places
+    tensor = torch.from_numpy
+    spans_of_rows = tuple(tuple(row) for row in spans)
+    return PackedRows(tensor(tokens), tensor(starts), tensor(ends), tensor(is_anchor), spans_of_rows), places
 
 
 def _fit(order: list[int], sizes: list[int], length: int) -> list[Place]:
@@ -142,7 +134,7 @@ def _start_rest(starts: np.ndarray, length: int) -> None:
 
 
 def draw(
-    rows: Rows,
+    rows: PackedRows,
     chosen: Sequence[int],
     num_anchors: int,
     block: int,
@@ -163,7 +155,7 @@ def draw(
     return with_anchors(rows, chosen, anchors, block)
 
 
-def with_anchors(rows: Rows, chosen: Sequence[int], anchors: Tensor, block: int) -> Batch:
+def with_anchors(rows: PackedRows, chosen: Sequence[int], anchors: Tensor, block: int) -> Batch:
     """A batch with given anchors [R, A]; places past the row's end are none."""
     index = to_device(chosen, rows.tokens.device)
     tokens, starts, ends = (part[index].long() for part in (rows.tokens, rows.starts, rows.ends))

@@ -18,9 +18,9 @@ from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.training.answers import Document
-from blockdraft.training.evaluate import Fit, fit_of
+from blockdraft.training.evaluate import DrafterFit, fit_of_steps
 from blockdraft.training.features import FeatureReader
-from blockdraft.training.packing import Batch, Rows, pack, with_anchors
+from blockdraft.training.packing import Batch, pack, with_anchors
 from blockdraft.training.view import Kept, Seen, TrainView, dense_mask, sees
 
 
@@ -30,11 +30,12 @@ class Probe:
     def __init__(self, drafter: DFlashDrafter, documents: Sequence[Document], taps: Iterable[int]) -> None:
         self._drafter, self._documents = drafter, documents
         self._taps = tuple(sorted(set(taps)))
-        self._rows = _one_per_row(documents).to(drafter.target.norm.weight.device)
+        length = max(len(one.prompt_ids) + len(one.answer_ids) for one in documents)
+        self._rows = pack(documents, length, is_shared=False)[0].to(drafter.target.norm.weight.device)
         self._features = self._read()
 
     @torch.inference_mode()
-    def walk(self, config: DraftConfig, width: int) -> Fit:
+    def walk(self, config: DraftConfig, width: int) -> DrafterFit:
         """What the drafter commits in steps of `width`, with `config` instead of its own."""
         trial = _Trial(self._drafter, config)
         kept = trial.keep(self._features[:, :, [self._taps.index(tap) for tap in config.taps]])
@@ -50,31 +51,18 @@ class Probe:
                 committed = min(run + 1, lasts[row] - anchors[row])
                 steps[row].append(committed)
                 anchors[row] += committed
-        return fit_of(steps, trial.block)
+        return fit_of_steps(steps, trial.block)
 
     def _read(self) -> Tensor:
-        """[R, L, taps, E], row by row: prompts may be long, and a target large."""
+        """The features [R, L, taps, E]. They are read row by row: prompts may be long, and a target large."""
         target, rows = self._drafter.target, self._rows
-        weight, length = target.norm.weight, rows.tokens.shape[1]
-        reader = FeatureReader(target, num_rows=1, length=length, dtype=weight.dtype, device=weight.device)
+        reader = FeatureReader(target, num_rows=1, length=rows.tokens.shape[1])
         own, target.taps = target.taps, self._taps
         try:
             read = [reader.read(rows, [row])[1] for row in range(len(rows))]
         finally:
             target.taps = own
         return torch.stack(read).view(*rows.tokens.shape, len(self._taps), -1)
-
-
-def _one_per_row(documents: Sequence[Document]) -> Rows:
-    length = max(len(one.prompt_ids) + len(one.answer_ids) for one in documents)
-    rows = [pack([one], length)[0] for one in documents]
-    return Rows(
-        tokens=torch.cat([one.tokens for one in rows]),
-        starts=torch.cat([one.starts for one in rows]),
-        ends=torch.cat([one.ends for one in rows]),
-        is_anchor=torch.cat([one.is_anchor for one in rows]),
-        spans=tuple(span for one in rows for span in one.spans),
-    )
 
 
 def _of_rows(kept: Kept, rows: Sequence[int], num_rows: int) -> Kept:

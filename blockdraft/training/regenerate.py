@@ -17,8 +17,8 @@ from pathlib import Path
 
 from blockdraft.engine.bulk import Answer, Bulk, Question
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.training.answers import Conversation, Document, read_shard, write_shard
-from blockdraft.training.recipe import Manner
+from blockdraft.training.answers import Conversation, Document, encode_conversation, read_shard, write_shard
+from blockdraft.training.job import AnswerOptions
 
 SHARD = 8192  # documents per file
 AHEAD = 2048  # prompts made ready before they are asked for
@@ -26,8 +26,8 @@ MAX_TURNS = 64  # of one conversation; a key is conversation * MAX_TURNS + turn
 
 
 @dataclass(slots=True)
-class Tally:
-    """How far it is; `report` hears it after every shard."""
+class AnswerCount:
+    """How much has been answered; `report` hears it after every shard."""
 
     num_documents: int = 0
     num_answer_tokens: int = 0
@@ -38,10 +38,10 @@ def regenerate(
     tokenizer: Tokenizer,
     conversations: Sequence[Conversation],
     folder: Path,
-    manner: Manner,
+    options: AnswerOptions,
     *,
     seconds: float | None = None,
-    report: Callable[[Tally], None] = lambda tally: None,
+    report: Callable[[AnswerCount], None] = lambda count: None,
 ) -> list[Document]:
     """Answers to all of `conversations`, those already in `folder` read back; new ones are kept there.
 
@@ -52,8 +52,8 @@ def regenerate(
     shards = sorted(folder.glob("shard-*.npz"))
     done = [document for path in shards for document in read_shard(path)]
     known = {document.key for document in done}
-    asker = _Asker(bulk, tokenizer, conversations, manner, known, seconds)
-    tally = Tally(len(done), sum(len(document.answer_ids) for document in done))
+    asker = _Asker(bulk, tokenizer, conversations, options, known, seconds)
+    count = AnswerCount(len(done), sum(len(document.answer_ids) for document in done))
     fresh: list[Document] = []
     number = int(shards[-1].stem.removeprefix("shard-")) + 1 if shards else 0
     with closing(asker):
@@ -62,15 +62,15 @@ def regenerate(
             if document.key in known:
                 continue
             fresh.append(document)
-            tally.num_documents += 1
-            tally.num_answer_tokens += len(document.answer_ids)
+            count.num_documents += 1
+            count.num_answer_tokens += len(document.answer_ids)
             if len(fresh) == SHARD:
                 write_shard(folder / f"shard-{number:04}.npz", fresh)
                 done, fresh, number = done + fresh, [], number + 1
-                report(tally)
+                report(count)
     if fresh:
         write_shard(folder / f"shard-{number:04}.npz", fresh)
-    report(tally)
+    report(count)
     return sorted(done + fresh, key=lambda document: document.key)
 
 
@@ -82,12 +82,12 @@ class _Asker:
         bulk: Bulk,
         tokenizer: Tokenizer,
         conversations: Sequence[Conversation],
-        manner: Manner,
+        options: AnswerOptions,
         known: set[int],
         seconds: float | None,
     ) -> None:
-        self._tokenizer, self._conversations, self._manner = tokenizer, conversations, manner
-        self._max_prompt = bulk.max_context - manner.max_tokens
+        self._tokenizer, self._conversations, self._options = tokenizer, conversations, options
+        self._max_prompt = bulk.max_context - options.max_tokens
         self._ready: deque[Question] = deque()
         self._said: dict[int, list[str]] = {}  # of conversations with turns to come
         self._end_s = None if seconds is None else time.monotonic() + seconds
@@ -134,32 +134,20 @@ class _Asker:
 
     def _question(self, index: int, said: list[str]) -> Question | None:
         """The next turn of a conversation; None where its prompt is too long."""
-        one, manner = self._conversations[index], self._manner
-        messages: list[dict[str, object]] = []
-        if one.system is not None:
-            messages.append({"role": "system", "content": one.system})
-        for turn, text in enumerate(one.turns[: len(said) + 1]):
-            messages.append({"role": "user", "content": text})
-            if turn < len(said):
-                messages.append({"role": "assistant", "content": said[turn]})
-        prompt_ids = self._encode(messages)
+        one, options = self._conversations[index], self._options
+        prompt_ids = encode_conversation(self._tokenizer, one, said)
         if not 2 <= len(prompt_ids) <= self._max_prompt:
             return None
-        is_sampled = random.Random(manner.seed * 1_000_003 + index).random() < manner.sampled
+        is_sampled = random.Random(options.seed * 1_000_003 + index).random() < options.sampled
         return Question(
             key=index * MAX_TURNS + len(said),
             prompt_ids=tuple(prompt_ids),
-            max_tokens=manner.max_tokens,
-            temperature=manner.temperature if is_sampled else 0.0,
-            top_p=manner.top_p if is_sampled else 1.0,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature if is_sampled else 0.0,
+            top_p=options.top_p if is_sampled else 1.0,
             seed=index,
-            max_repeat=manner.max_repeat,
+            max_repeat=options.max_repeat,
         )
-
-    def _encode(self, messages: list[dict[str, object]]) -> list[int]:
-        if self._tokenizer.has_chat_template:
-            return self._tokenizer.encode_chat(messages)
-        return self._tokenizer.encode("\n".join(str(message["content"]) for message in messages))
 
 
 def _is_done(index: int, one: Conversation, known: set[int]) -> bool:

@@ -30,13 +30,12 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
 from blockdraft.training.answers import Conversation, Document, read_conversations
-from blockdraft.training.check import fit_in_engine, sample
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
-from blockdraft.training.evaluate import Fit, simulate
-from blockdraft.training.export import Story, export
+from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate
+from blockdraft.training.export import ModelCard, export
+from blockdraft.training.job import Job
 from blockdraft.training.packing import pack
-from blockdraft.training.recipe import Job
-from blockdraft.training.regenerate import Tally, regenerate
+from blockdraft.training.regenerate import AnswerCount, regenerate
 from blockdraft.training.trainer import Progress, Trainer
 
 HELD_OUT = 20  # prompts of each category that are never trained on, where no file is given
@@ -48,46 +47,48 @@ CHECKPOINT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ears:
+class Listener:
     """Who hears how it goes: lines for the log, and (stage, share done, what to show) for a bar."""
 
     say: Callable[[str], None] = lambda line: None
     show: Callable[[str, float | None, str], None] = lambda stage, share, detail: None
 
 
-def train(job: Job, ears: Ears, *, resume: bool = False) -> dict[str, Fit]:
-    """Every stage of `job` that is not done yet; the numbers of the exported drafter."""
+def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, DrafterFit]:
+    """Run every stage of `job` that is not done yet. Returns the fit of the exported drafter, by category."""
     begin_s = time.monotonic()
     training, held_out = _conversations(job)
     _open_folder(job, job.fingerprint() | _digest(training + held_out), resume=resume)
     budget_s = None if job.minutes is None else 60 * job.minutes
-    models = _load_target(job, ears)
-    _describe(job, models, ())  # what is wrong with it is said before the target answers for an hour
-    documents, kept = _answers(job, models, training, held_out, ears, budget_s)
-    raw, config = _describe(job, models, documents)
+    models = _load_target(job, listener)
+    _drafter_config(job, models, ())  # what is wrong with it is said before the target answers for an hour
+    documents, kept = _answers(job, models, training, held_out, listener, budget_s)
+    raw, config = _drafter_config(job, models, documents)
     models.target.taps = config.taps
     trainer = _trainer(job, models, documents, config)
     if resume:
-        _load_checkpoint(job, trainer, ears)
+        _load_checkpoint(job, trainer, listener)
     left_s = None if budget_s is None else budget_s - (time.monotonic() - begin_s) - CLOSING_S
-    _run(job, trainer, ears, left_s)
+    _run(job, trainer, listener, left_s)
     trainer.features.forget()
     release()
     with trainer.averaged():
-        ears.show("evaluate", None, f"{len(kept)} held-out answers")
+        listener.show("evaluate", None, f"{len(kept)} held-out answers")
         fits = _simulated(job, trainer, kept)
-        export(job.out / "drafter", trainer.model, raw, fits, _story(job, documents, trainer))
+        export(job.out / "drafter", trainer.model, raw, fits, _model_card(job, documents, trainer))
         for name, fit in fits.items():
-            ears.say(f"{name}: {fit.committed:.3f} tokens committed per step ({fit.num_documents} documents)")
-        ears.say(f"exported to {job.out / 'drafter'}")
-        _check(job, trainer, kept, ears, models)
+            listener.say(
+                f"{name}: {fit.committed:.3f} tokens committed per step ({fit.num_documents} documents)"
+            )
+        listener.say(f"exported to {job.out / 'drafter'}")
+        _check(job, trainer, kept, listener, models)
     return fits
 
 
-def _check(job: Job, trainer: Trainer, held_out: list[Document], ears: Ears, models: Models) -> None:
-    """The export in the engine, on a few of the same prompts."""
-    few = sample(held_out, NUM_CHECKED)
-    ears.show("check", None, f"{len(few)} answers in the engine")
+def _check(job: Job, trainer: Trainer, held_out: list[Document], listener: Listener, models: Models) -> None:
+    """Try the exported drafter in the engine, on a few of the same prompts."""
+    few = random.Random(0).sample(held_out, min(NUM_CHECKED, len(held_out)))  # the same ones every time
+    listener.show("check", None, f"{len(few)} answers in the engine")
     expected = _simulated(job, trainer, few)["all"]
     config = trainer.model.config
     found = fit_in_engine(job.out / "drafter", few, model=job.model, config=config, like=models)
@@ -96,10 +97,10 @@ def _check(job: Job, trainer: Trainer, held_out: list[Document], ears: Ears, mod
     )
     if abs(found.committed / expected.committed - 1) > DISAGREEMENT:
         line = f"warning: {line}: they should agree. Near-ties in half precision, or a bug: please report it"
-    ears.say(line)
+    listener.say(line)
 
 
-def _simulated(job: Job, trainer: Trainer, documents: Sequence[Document]) -> dict[str, Fit]:
+def _simulated(job: Job, trainer: Trainer, documents: Sequence[Document]) -> dict[str, DrafterFit]:
     return simulate(
         trainer.forward,
         documents,
@@ -134,7 +135,7 @@ def _open_folder(job: Job, asked: Mapping[str, object], *, resume: bool) -> None
 
 
 def _digest(conversations: Sequence[Conversation]) -> dict[str, object]:
-    """What answers are filed by is a prompt's place in their list; without any, those that are there do."""
+    """Answers are filed by a prompt's place in the list, so a resumed run has the same list, or none."""
     if not conversations:
         return {}
     digest = hashlib.sha256()
@@ -149,17 +150,17 @@ def _save_checkpoint(job: Job, trainer: Trainer) -> None:
     partial.rename(job.out / "checkpoint.pt")
 
 
-def _load_checkpoint(job: Job, trainer: Trainer, ears: Ears) -> None:
+def _load_checkpoint(job: Job, trainer: Trainer, listener: Listener) -> None:
     path = job.out / "checkpoint.pt"
     if path.exists():
         trainer.load_state(torch.load(path, map_location=trainer.device, weights_only=True))
-        ears.say(f"continuing at step {trainer.step_number}")
+        listener.say(f"continuing at step {trainer.step_number}")
 
 
 # ---- stage 1: answers
 
 
-def _load_target(job: Job, ears: Ears) -> Models:
+def _load_target(job: Job, listener: Listener) -> Models:
     on_gpu = torch.cuda.is_available() and job.device != "cpu"
     rows = job.bulk_rows or (2048 if on_gpu else 16)
     settings = Settings(
@@ -173,8 +174,8 @@ def _load_target(job: Job, ears: Ears) -> Models:
         chunk=16384 if on_gpu else 512,
         prefix_cache=False,
     )
-    ears.show("load", None, job.model)
-    return load_models(settings, ears.say)
+    listener.show("load", None, job.model)
+    return load_models(settings, listener.say)
 
 
 def _answers(
@@ -182,28 +183,30 @@ def _answers(
     models: Models,
     training: list[Conversation],
     held_out: list[Conversation],
-    ears: Ears,
+    listener: Listener,
     budget_s: float | None,
 ) -> tuple[list[Document], list[Document]]:
     """Documents to train on, and greedy ones that are held out."""
     bulk, tokenizer = make_bulk(models), models.tokenizer
-    served = replace(job.manner, sampled=0.0, max_repeat=None)  # a server does not cut circles either
+    served = replace(job.answers, sampled=0.0, max_repeat=None)  # a server does not cut loops either
     kept = regenerate(bulk, tokenizer, held_out, job.out / "held-out", served)
     seconds = None if job.answer_minutes is None else 60 * job.answer_minutes
     if seconds is None and budget_s is not None:
         seconds = REGENERATE_SHARE * budget_s
     begin_s = time.monotonic()
 
-    def report(tally: Tally) -> None:
+    def report(count: AnswerCount) -> None:
         taken = time.monotonic() - begin_s
-        share = tally.num_documents / max(len(training), 1)
+        share = count.num_documents / max(len(training), 1)
         if seconds:
             share = max(share, taken / seconds)
-        ears.show("regenerate", min(share, 1.0), f"{tally.num_answer_tokens / 1e6:.1f} M tokens")
-        ears.say(f"answers: {tally.num_documents} documents, {tally.num_answer_tokens} tokens, {taken:.0f} s")
+        listener.show("regenerate", min(share, 1.0), f"{count.num_answer_tokens / 1e6:.1f} M tokens")
+        listener.say(
+            f"answers: {count.num_documents} documents, {count.num_answer_tokens} tokens, {taken:.0f} s"
+        )
 
     documents = regenerate(
-        bulk, tokenizer, training, job.out / "answers", job.manner, seconds=seconds, report=report
+        bulk, tokenizer, training, job.out / "answers", job.answers, seconds=seconds, report=report
     )
     if not documents or not kept:
         raise SettingsError("the target answered nothing: give more --prompts or more --minutes.")
@@ -216,7 +219,7 @@ def _answers(
 def _conversations(job: Job) -> tuple[list[Conversation], list[Conversation]]:
     """Shuffled training prompts, and those that are held out of them."""
     found = [one for path in job.prompts for one in read_conversations(path)]
-    random.Random(job.manner.seed).shuffle(found)
+    random.Random(job.answers.seed).shuffle(found)
     if job.held_out:
         held_out = [
             one if name is None else replace(one, category=name)
@@ -238,7 +241,7 @@ def _conversations(job: Job) -> tuple[list[Conversation], list[Conversation]]:
 # ---- stage 2: training
 
 
-def _describe(
+def _drafter_config(
     job: Job, models: Models, documents: Sequence[Document]
 ) -> tuple[Mapping[str, object], DraftConfig]:
     """config.json of the drafter, and what we read in it."""
@@ -290,17 +293,17 @@ def _trainer(job: Job, models: Models, documents: list[Document], config: DraftC
     return Trainer(model, models.target, rows.to(models.device), job.recipe)
 
 
-def _run(job: Job, trainer: Trainer, ears: Ears, seconds: float | None) -> None:
+def _run(job: Job, trainer: Trainer, listener: Listener, seconds: float | None) -> None:
     said_s = saved_s = time.monotonic()
     first = trainer.step_number + 1
     for progress in trainer.run(steps=job.steps, seconds=seconds):
         now_s = time.monotonic()
         if progress.step == first:
-            ears.say(
+            listener.say(
                 f"features of {trainer.features.num_kept} of {len(trainer.rows)} rows are kept in memory"
             )
         if now_s - said_s >= 5:
-            _say(progress, ears)
+            _say(progress, listener)
             said_s = now_s
         if now_s - saved_s >= CHECKPOINT_S:
             _save_checkpoint(job, trainer)
@@ -310,13 +313,13 @@ def _run(job: Job, trainer: Trainer, ears: Ears, seconds: float | None) -> None:
     _save_checkpoint(job, trainer)
 
 
-def _say(progress: Progress, ears: Ears) -> None:
+def _say(progress: Progress, listener: Listener) -> None:
     line = f"loss {progress.loss.item():.4f}, {progress.committed():.3f} per step, rate {progress.rate:.2e}"
-    ears.show("train", progress.share, line)
-    ears.say(f"step {progress.step}: {line}")
+    listener.show("train", progress.share, line)
+    listener.say(f"step {progress.step}: {line}")
 
 
-def _story(job: Job, documents: Sequence[Document], trainer: Trainer) -> Story:
+def _model_card(job: Job, documents: Sequence[Document], trainer: Trainer) -> ModelCard:
     counts = Counter(one.category for one in documents)
     num_tokens = sum(len(one.answer_ids) for one in documents)
     num_greedy = sum(one.is_greedy for one in documents)
@@ -333,4 +336,4 @@ def _story(job: Job, documents: Sequence[Document], trainer: Trainer) -> Story:
         "length": job.length,
         "start": job.start_from or job.init,
     }
-    return Story(target=job.model, command=job.command, data=data, recipe=recipe)
+    return ModelCard(target=job.model, command=job.command, data=data, recipe=recipe)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,10 @@ from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.training.features import FeatureReader, KeptFeatures
+from blockdraft.training.job import TrainingRecipe
 from blockdraft.training.objective import Head, Scores, Teacher, block_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at
-from blockdraft.training.packing import Batch, Rows, draw
-from blockdraft.training.recipe import Recipe
+from blockdraft.training.packing import Batch, PackedRows, draw
 from blockdraft.training.view import Kept, Seen, TrainView, block_masks
 from blockdraft.training.walk import Walk
 
@@ -114,19 +114,13 @@ def _half(x: Tensor) -> AbstractContextManager[object]:
 class Trainer:
     """Moves `model` towards what `target` says in `rows`."""
 
-    def __init__(self, model: DFlash, target: Decoder, rows: Rows, recipe: Recipe) -> None:
+    def __init__(self, model: DFlash, target: Decoder, rows: PackedRows, recipe: TrainingRecipe) -> None:
         self.model, self.recipe, self.rows = model, recipe, rows
         self.step_number = 0
         self.forward = BlockForward(model, target)
         self._head = self.forward.head()
         self.device = rows.tokens.device
-        reader = FeatureReader(
-            target,
-            num_rows=recipe.rows_per_step,
-            length=rows.tokens.shape[1],
-            dtype=self._head.weight.dtype,
-            device=self.device,
-        )
+        reader = FeatureReader(target, num_rows=recipe.rows_per_step, length=rows.tokens.shape[1])
         self.features = KeptFeatures(reader, rows, has_hidden=recipe.objective.distill > 0)
         self._optimizers = make_optimizers(
             model, name=recipe.optimizer, rate=recipe.rate, weight_decay=recipe.weight_decay
@@ -228,9 +222,20 @@ class Trainer:
             decay = min(self.recipe.average, (1 + self.step_number) / (10 + self.step_number))
             torch._foreach_lerp_(self._average, [one.detach() for one in self._trained], 1 - decay)
 
-    def averaged(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
         """Inside the `with`, the model has the averaged weights, if there are any."""
-        return _Swapped(self._trained, self._average)
+        self._swap_average()
+        try:
+            yield
+        finally:
+            self._swap_average()
+
+    def _swap_average(self) -> None:
+        for weight, other in zip(self._trained, self._average, strict=False):
+            kept = weight.detach().clone()
+            weight.data.copy_(other)
+            other.copy_(kept)
 
     # ---- to be continued
 
@@ -259,23 +264,6 @@ class Trainer:
             walk = state["walk"]
             assert isinstance(walk, Tensor)
             self._walk.chance.copy_(walk)
-
-
-class _Swapped:
-    def __init__(self, weights: list[nn.Parameter], others: list[Tensor]) -> None:
-        self._pairs = list(zip(weights, others, strict=True)) if others else []
-
-    def _swap(self) -> None:
-        for weight, other in self._pairs:
-            kept = weight.detach().clone()
-            weight.data.copy_(other)
-            other.copy_(kept)
-
-    def __enter__(self) -> None:
-        self._swap()
-
-    def __exit__(self, *_: object) -> None:
-        self._swap()
 
 
 def _seeded(device: str, seed: int, number: int) -> torch.Generator:

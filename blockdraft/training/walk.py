@@ -31,7 +31,7 @@ class Walk:
 
     @torch.no_grad()
     def learn(self, chosen: Sequence[int], batch: Batch, matches: Tensor) -> None:
-        """From the blocks of the rows `chosen`: matches [R * A, B - 1]."""
+        """Update the chances from the blocks of the rows `chosen`, whose matches are [R * A, B - 1]."""
         num_rows, num_blocks = batch.anchors.shape
         matches = matches.view(num_rows, num_blocks, -1)
         reach = matches.long().cumprod(dim=2).sum(dim=2, keepdim=True)  # drafts that were right

@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 
 from blockdraft.checkpoints import fetch
 from blockdraft.checkpoints.checkpoint import TensorInfo
-from blockdraft.checkpoints.folder import FolderCheckpoint
+from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.errors import BlockdraftError, FetchError, ModelError
 from tests.memory import peak_growth_mb

@@ -7,7 +7,7 @@ import pytest
 
 from blockdraft.cache.spec import Paged, Windowed
 from blockdraft.checkpoints.config_fields import Fields, rope_of
-from blockdraft.checkpoints.families import read_model_config
+from blockdraft.checkpoints.model_config import read_model_config
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.errors import ModelError
 from blockdraft.models.config import AttentionConfig, LayerConfig, MLPConfig, Rope

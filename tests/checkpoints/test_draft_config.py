@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from blockdraft.checkpoints.draft_config import default_taps, read_draft_config
-from blockdraft.checkpoints.families import read_model_config
+from blockdraft.checkpoints.model_config import read_model_config
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.errors import ModelError
 from blockdraft.models.config import Rope

@@ -139,7 +139,7 @@ def test_what_is_quantised_and_how_is_as_in_loading(name, storage, tmp_path):
 def test_a_slice_at_a_time_draws_and_scales_every_row(monkeypatch, tmp_path):
     from blockdraft.checkpoints import dummy as dummy_module
 
-    monkeypatch.setattr(dummy_module, "_SLICE_VALUES", 100)  # three rows of 32
+    monkeypatch.setattr(dummy_module, "_SLICE_BYTES", 400)  # three rows of 32
     target = dummy(tiny.TARGET, quantization="int8").target
     down = target.layers[0].mlp.down.weight
     assert isinstance(down, Scaled)

@@ -9,13 +9,14 @@ import torch
 
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.schemes import (
+    COMPRESSED_MXFP4,
+    COMPRESSED_NVFP4,
+    FUSED_MXFP4,
+    MODELOPT_NVFP4,
     AwqScheme,
     CompressedIntScheme,
-    CompressedMxfp4Scheme,
-    CompressedNvfp4Scheme,
-    FusedMxfp4Scheme,
+    Fp4Scheme,
     GptqScheme,
-    ModeloptNvfp4Scheme,
     ScaledScheme,
 )
 from blockdraft.errors import ModelError
@@ -32,7 +33,9 @@ def read(section, quant_file=None):
 
 
 def schemes(quantization, *modules):
-    return [type(quantization.scheme(module)) for module in modules]
+    """Of each module its scheme's class, or the scheme itself where there are several of one class."""
+    found = [quantization.scheme(module) for module in modules]
+    return [one if isinstance(one, Fp4Scheme) else type(one) for one in found]
 
 
 PLAIN = type(None)
@@ -323,7 +326,7 @@ def test_red_hat_nvfp4():
     found = read(RED_HAT_NVFP4)
     assert found.name == "compressed-tensors nvfp4-pack-quantized"
     modules = (Q, UP, GATE, "model.layers.4.mlp.shared_expert_gate", HEAD)
-    assert schemes(found, *modules) == [CompressedNvfp4Scheme, CompressedNvfp4Scheme, PLAIN, PLAIN, PLAIN]
+    assert schemes(found, *modules) == [COMPRESSED_NVFP4, COMPRESSED_NVFP4, PLAIN, PLAIN, PLAIN]
     assert ".input_global_scale" in found.scheme(Q).ignored
 
 
@@ -343,7 +346,7 @@ def test_compressed_tensors_groups_by_name_expression_and_class():
     }
     found = read(section)
     assert schemes(found, Q, "model.layers.0.self_attn.o_proj", UP, HEAD) == [
-        CompressedMxfp4Scheme,
+        COMPRESSED_MXFP4,
         ScaledScheme,
         CompressedIntScheme,
         PLAIN,
@@ -391,7 +394,7 @@ def test_compressed_tensors_agrees_with_its_library_on_which_target_wins(targets
 def test_nvidia_nvfp4_in_its_own_file():
     found = read_quantization({"model_type": "qwen3_moe"}, NVIDIA_FILE, name="m")
     assert found.name == "modelopt NVFP4"
-    assert schemes(found, Q, UP, GATE, HEAD) == [ModeloptNvfp4Scheme, ModeloptNvfp4Scheme, PLAIN, PLAIN]
+    assert schemes(found, Q, UP, GATE, HEAD) == [MODELOPT_NVFP4, MODELOPT_NVFP4, PLAIN, PLAIN]
     # "model.layers.3.mlp.gate" must not cover gate_proj.
     assert found.scheme("model.layers.3.mlp.gate_proj") is not None
 
@@ -400,7 +403,7 @@ def test_nvidia_nvfp4_in_config_json():
     for quant_file in (None, NVIDIA_FILE):
         found = read(NVIDIA_CONFIG, quant_file)
         modules = (Q, "model.layers.10.mlp.up_proj", "model.layers.1.mlp.up_proj", GATE, HEAD)
-        expected = [ModeloptNvfp4Scheme, ModeloptNvfp4Scheme, PLAIN, PLAIN, PLAIN]
+        expected = [MODELOPT_NVFP4, MODELOPT_NVFP4, PLAIN, PLAIN, PLAIN]
         assert schemes(found, *modules) == expected
     assert read({"quant_method": "modelopt"}, NVIDIA_FILE).name == "modelopt NVFP4"
     assert read({"quant_method": "modelopt_fp4", "quantization": NVIDIA_FILE["quantization"]}).scheme(Q)
@@ -419,7 +422,7 @@ def test_modelopt_with_several_algorithms():
     layers = {Q: {"quant_algo": "FP8"}, UP: {"quant_algo": "NVFP4", "group_size": 16}}
     section = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "exclude_modules": []}
     found = read_quantization({}, {"quantization": section}, name="m")
-    assert schemes(found, Q, UP, HEAD) == [ScaledScheme, ModeloptNvfp4Scheme, PLAIN]
+    assert schemes(found, Q, UP, HEAD) == [ScaledScheme, MODELOPT_NVFP4, PLAIN]
 
 
 def test_modelopt_globs():
@@ -446,7 +449,7 @@ def test_gpt_oss():
     assert found.name == "mxfp4"
     experts = "model.layers.0.mlp.experts"
     modules = (f"{experts}.gate_up_proj", f"{experts}.down_proj", Q, "model.layers.0.mlp.router", HEAD)
-    assert schemes(found, *modules) == [FusedMxfp4Scheme, FusedMxfp4Scheme, PLAIN, PLAIN, PLAIN]
+    assert schemes(found, *modules) == [FUSED_MXFP4, FUSED_MXFP4, PLAIN, PLAIN, PLAIN]
     specs = found.scheme(modules[0]).tensors((32, 5760, 2880))
     assert {suffix: spec.shape for suffix, spec in specs.items()} == {
         "_blocks": (32, 5760, 90, 16),

@@ -10,7 +10,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from blockdraft.checkpoints import weights
 from blockdraft.checkpoints.checkpoint import TensorInfo
 from blockdraft.checkpoints.draft_config import read_draft_config
-from blockdraft.checkpoints.families import read_model_config
+from blockdraft.checkpoints.model_config import read_model_config
 from blockdraft.checkpoints.weights import load_decoder, load_drafter
 from blockdraft.errors import ModelError
 from blockdraft.models.dflash import DFlash
@@ -84,6 +84,11 @@ def build(checkpoint):
         return build_decoder(config, taps=(), max_positions=8, device=CPU)
 
 
+def account_of(checkpoint):
+    """What becomes of every tensor of a checkpoint."""
+    return weights.match_tensors(build(checkpoint), checkpoint, checkpoint.tensors())[1]
+
+
 def load(checkpoint, storage="none"):
     model = build(checkpoint)
     load_decoder(model, checkpoint, storage=storage, device=CPU)
@@ -137,7 +142,7 @@ def test_nothing_is_left_without_memory_and_everything_is_accounted_for(family):
     model = load(checkpoint)
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     assert all(torch.isfinite(tensor).all() for tensor in model.parameters())
-    account = weights.account(checkpoint.config, checkpoint.tensors(), name="some/model")
+    account = account_of(checkpoint)
     assert account.consumed | account.skipped.keys() == checkpoint.held.keys()
 
 
@@ -214,7 +219,7 @@ def test_a_drafter_reads_the_names_of_the_published_files():
 def test_every_missing_tensor_is_named(family):
     checkpoint = make(family)
     model = build(checkpoint)
-    skipped = weights.account(checkpoint.config, checkpoint.tensors(), name="some/model").skipped
+    skipped = account_of(checkpoint).skipped
     for name in checkpoint.held.keys() - skipped.keys():
         message = refusal(load_decoder, model, checkpoint.without(name), storage="none", device=CPU)
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -229,7 +234,7 @@ def test_every_missing_tensor_is_named(family):
 def test_every_wrong_shape_is_named_with_both_shapes(family):
     checkpoint = make(family)
     model = build(checkpoint)
-    skipped = weights.account(checkpoint.config, checkpoint.tensors(), name="some/model").skipped
+    skipped = account_of(checkpoint).skipped
     for name in checkpoint.held.keys() - skipped.keys():
         tensor = checkpoint.held[name]
         wrong = torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:])
@@ -297,7 +302,7 @@ def test_biases_that_the_config_does_not_mention_are_refused():
 def test_what_is_left_aside_is_left_for_a_reason(name, reason):
     checkpoint = make("llama")
     larger = checkpoint.with_(**{name: torch.ones(1)})
-    account = weights.account(larger.config, larger.tensors(), name="some/model")
+    account = account_of(larger)
     assert account.skipped.keys() == {name}
     assert reason in account.skipped[name]
     assert account.consumed == checkpoint.held.keys()
@@ -309,7 +314,7 @@ def test_layers_that_share_keys_may_bring_projections_that_nobody_reads():
     prefix = "model.layers.5.self_attn."
     names = [f"{prefix}k_proj.weight", f"{prefix}v_proj.weight", f"{prefix}k_norm.weight"]
     larger = checkpoint.with_(**{name: torch.ones(1) for name in names})
-    account = weights.account(larger.config, larger.tensors(), name="some/model")
+    account = account_of(larger)
     assert set(names) <= account.skipped.keys()
     assert "layer 5 reads the keys and values of layer 1" in account.skipped[names[0]]
     assert "'model.layers.5.self_attn.surprise.weight' first" in refusal(

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from blockdraft.training.job import Objective, TrainingRecipe
 from blockdraft.training.objective import Head, block_loss
 from blockdraft.training.packing import draw, pack
-from blockdraft.training.recipe import Objective, Recipe
 from blockdraft.training.trainer import BlockForward, Trainer
 from tests.training import pairs
 
@@ -99,7 +99,7 @@ def test_a_few_steps_on_the_card_bring_the_loss_down():
     raw = pairs.draft_json(top=HEADS)
     model = pairs.random_drafter(raw, dtype=torch.float32, max_positions=512).to(device)
     rows, _ = pack(pairs.random_documents([(9, 100)] * 8), 128)
-    recipe = Recipe(rows_per_step=4, num_anchors=32, rate=1e-2, objective=Objective(distill=0.5))
+    recipe = TrainingRecipe(rows_per_step=4, num_anchors=32, rate=1e-2, objective=Objective(distill=0.5))
     trainer = Trainer(model, models.target, rows.to(device), recipe)
     losses = [progress.loss.item() for progress in trainer.run(steps=60)]
     assert losses[-1] < 0.8 * losses[0]

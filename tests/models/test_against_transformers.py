@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from blockdraft.checkpoints.draft_config import read_draft_config
-from blockdraft.checkpoints.folder import FolderCheckpoint
+from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.start.loading import load_target

@@ -10,11 +10,11 @@ from torch import nn
 
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.schemes import (
+    FUSED_MXFP4,
+    MODELOPT_NVFP4,
     AwqScheme,
     CompressedIntScheme,
-    FusedMxfp4Scheme,
     GptqScheme,
-    ModeloptNvfp4Scheme,
     ScaledScheme,
 )
 from blockdraft.errors import ModelError
@@ -200,7 +200,7 @@ def test_one_scale_per_tensor_has_either_shape(scale_shape):
 
 def test_modelopt_nvfp4_by_its_published_layout():
     tensors, expected = modelopt_nvfp4(10, 48)
-    packed = ModeloptNvfp4Scheme().pack(tensors, (10, 48))
+    packed = MODELOPT_NVFP4.pack(tensors, (10, 48))
     assert same(packed.dequantise(torch.float32), expected)
     assert packed.num_bytes == 10 * 24 + 10 * 3 + 4
 
@@ -217,7 +217,7 @@ def test_modelopt_nvfp4_is_what_compressed_tensors_converts():
     theirs = compressed_scheme(
         "nvfp4-pack-quantized", {**FLOAT4, "strategy": "tensor_group", "group_size": 16}
     ).pack({key[1:]: tensor for key, tensor in converted.items()}, (8, 32))
-    ours = ModeloptNvfp4Scheme().pack(tensors, (8, 32))
+    ours = MODELOPT_NVFP4.pack(tensors, (8, 32))
     assert same(ours.dequantise(torch.float32), theirs.dequantise(torch.float32))
 
 
@@ -228,7 +228,7 @@ def test_fused_mxfp4_experts_agree_with_transformers():
     scales = randint(100, 140, 3, 10, 4).to(torch.uint8)
     scales[0, 0, 0], scales[0, 0, 1] = 1, 250
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-    packed = FusedMxfp4Scheme().pack({"_blocks": blocks, "_scales": scales}, (3, 10, 128))
+    packed = FUSED_MXFP4.pack({"_blocks": blocks, "_scales": scales}, (3, 10, 128))
     assert same(packed.dequantise(torch.float32), expected.contiguous())
     assert same(packed[1].dequantise(torch.float32), expected[1].contiguous())
     assert packed.num_bytes == blocks.nbytes + scales.nbytes
@@ -237,12 +237,12 @@ def test_fused_mxfp4_experts_agree_with_transformers():
 def test_an_undefined_block_scale_is_refused():
     blocks, scales = torch.zeros(2, 1, 16, dtype=torch.uint8), torch.tensor([[127], [255]], dtype=torch.uint8)
     with pytest.raises(ModelError, match="255"):
-        FusedMxfp4Scheme().pack({"_blocks": blocks, "_scales": scales}, (2, 32))
+        FUSED_MXFP4.pack({"_blocks": blocks, "_scales": scales}, (2, 32))
 
 
 def test_columns_that_are_no_whole_groups_are_refused():
     with pytest.raises(ModelError, match="40 columns are not a multiple of 16"):
-        ModeloptNvfp4Scheme().tensors((8, 40))
+        MODELOPT_NVFP4.tensors((8, 40))
 
 
 # GPTQ and AWQ against packers written from their published layouts

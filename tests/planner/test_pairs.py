@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import blockdraft
-from blockdraft.checkpoints import families
+from blockdraft.checkpoints import model_config
 from blockdraft.cli.main import main
 from blockdraft.cli.models import WIDTH
 from blockdraft.machine.cards import card_by_key
@@ -40,9 +40,9 @@ def printed(capsys, *argv):
 
 def test_every_family_that_config_reads_is_listed_with_its_architectures():
     listed = {architecture: family.name for family in FAMILIES for architecture in family.architectures}
-    for architecture, family in families.FAMILIES.items():
+    for architecture, family in model_config.FAMILIES.items():
         assert listed[architecture] == family
-    assert listed.keys() == families.FAMILIES.keys()
+    assert listed.keys() == model_config.FAMILIES.keys()
 
 
 def test_no_name_is_listed_twice():

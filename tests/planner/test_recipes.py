@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.shapes import SMOLLM2_135M, drafter
-from blockdraft.checkpoints.families import read_model_config
+from blockdraft.checkpoints.model_config import read_model_config
 from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
 from blockdraft.planner import pair as pairs

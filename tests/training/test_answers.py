@@ -20,7 +20,7 @@ from blockdraft.training.answers import (
     read_shard,
     write_shard,
 )
-from blockdraft.training.recipe import Manner
+from blockdraft.training.job import AnswerOptions
 from blockdraft.training.regenerate import regenerate
 from tests.training import pairs
 
@@ -141,7 +141,7 @@ def test_a_damaged_shard_is_refused(tmp_path, damage):
 # ---- regeneration
 
 END = 20
-MANNER = Manner(max_tokens=24)
+OPTIONS = AnswerOptions(max_tokens=24)
 CONVERSATIONS = [
     *(Conversation(str(n), "runs", (f"t{n} t{n + 2} t{n + 4}",)) for n in range(0, 12, 2)),
     Conversation("turns", "turns", ("t2 t4 t6", "t10 t12", "t1 t4")),
@@ -181,8 +181,8 @@ class Spy:
         return self._bulk.answer(Heard())
 
 
-def ask(bulk, models, folder, conversations=CONVERSATIONS, manner=MANNER, **more):
-    return regenerate(bulk, models.tokenizer, conversations, folder, manner, **more)
+def ask(bulk, models, folder, conversations=CONVERSATIONS, options=OPTIONS, **more):
+    return regenerate(bulk, models.tokenizer, conversations, folder, options, **more)
 
 
 def test_every_turn_is_a_document_with_all_before_it_as_its_prompt(bulk, models, tmp_path):
@@ -200,7 +200,7 @@ def test_every_turn_is_a_document_with_all_before_it_as_its_prompt(bulk, models,
             assert document.category == one.category
             messages.append({"role": "assistant", "content": decode(document.answer_ids)})
             is_whole = document.answer_ids[-1] == END
-            assert is_whole or len(document.answer_ids) == MANNER.max_tokens
+            assert is_whole or len(document.answer_ids) == OPTIONS.max_tokens
             num_turns.append(turn + 1)
             assert is_whole or index * module.MAX_TURNS + turn + 1 not in documents
     assert documents == {}
@@ -212,8 +212,8 @@ def test_an_interrupted_stage_ends_with_the_same_documents_in_the_same_order(
     bulk, models, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(module, "SHARD", 5)
-    manner = Manner(max_tokens=24, sampled=0.5, temperature=1.0, seed=3)
-    whole = ask(bulk, models, tmp_path / "whole", manner=manner)
+    options = AnswerOptions(max_tokens=24, sampled=0.5, temperature=1.0, seed=3)
+    whole = ask(bulk, models, tmp_path / "whole", options=options)
     assert {one.is_greedy for one in whole} == {True, False}
     for num_shards in (1, 2):
         folder = tmp_path / str(num_shards)
@@ -223,13 +223,13 @@ def test_an_interrupted_stage_ends_with_the_same_documents_in_the_same_order(
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            ask(bulk, models, folder, manner=manner, report=stop)
+            ask(bulk, models, folder, options=options, report=stop)
         assert len(list(folder.iterdir())) == num_shards
         bulk = Spy(make_bulk(models))
-        assert ask(bulk, models, folder, manner=manner) == whole
+        assert ask(bulk, models, folder, options=options) == whole
         assert len(bulk.asked) < len(whole)
         again = Spy(make_bulk(models))
-        assert ask(again, models, folder, manner=manner) == whole
+        assert ask(again, models, folder, options=options) == whole
 
 
 def test_what_is_known_is_not_asked_again_and_never_kept_twice(models, tmp_path):
@@ -277,7 +277,7 @@ def test_shards_of_a_stage_are_reported_and_add_up(bulk, models, tmp_path, monke
 
 
 def test_prompts_that_no_row_holds_are_left_out(bulk, models, tmp_path):
-    longest = bulk.max_context - MANNER.max_tokens
+    longest = bulk.max_context - OPTIONS.max_tokens
     texts = [" ".join(["t5"] * size) for size in (longest + 1, longest, 1, 2)]
     documents = ask(bulk, models, tmp_path, [Conversation("", "all", (text,)) for text in texts])
     assert [len(one.prompt_ids) for one in documents] == [longest, 2]
@@ -312,8 +312,8 @@ def test_once_time_is_over_no_conversation_begins_and_those_under_way_end(
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_share_of_the_conversations_is_sampled(bulk, models, tmp_path, share):
     conversations = [Conversation("", "all", (f"t{n} t{n + 1}",)) for n in range(30)]
-    manner = Manner(max_tokens=4, sampled=share, temperature=0.9, top_p=0.8)
-    documents = ask(bulk, models, tmp_path, conversations, manner)
+    options = AnswerOptions(max_tokens=4, sampled=share, temperature=0.9, top_p=0.8)
+    documents = ask(bulk, models, tmp_path, conversations, options)
     num_sampled = sum(not one.is_greedy for one in documents)
     assert {0.0: num_sampled == 0, 1.0: num_sampled == 30}.get(share, 8 <= num_sampled <= 22)
     assert {(one.temperature, one.top_p) for one in bulk.asked} <= {(0.0, 1.0), (0.9, 0.8)}

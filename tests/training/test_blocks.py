@@ -160,9 +160,7 @@ def _others(is_real, number):
 def test_tokens_after_the_anchor_and_other_documents_change_nothing_through_the_target():
     """With real features: the target reads each document from its beginning, and only up to the anchor."""
     scene = Scene()
-    reader = FeatureReader(
-        pairs.target(), num_rows=len(scene.rows), length=LENGTH, dtype=torch.float64, device=pairs.CPU
-    )
+    reader = FeatureReader(pairs.target(), num_rows=len(scene.rows), length=LENGTH)
     everything = range(len(scene.rows))
     before = scene.hidden(reader.read(scene.rows, everything)[1])
     generator = torch.Generator().manual_seed(4)

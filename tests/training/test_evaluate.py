@@ -11,12 +11,11 @@ from blockdraft.checkpoints.draft_config import read_draft_config
 from blockdraft.training import features as features_module
 from blockdraft.training import trainer as trainer_module
 from blockdraft.training.answers import Document
-from blockdraft.training.check import fit_in_engine
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
-from blockdraft.training.evaluate import Fit, simulate, walk
+from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate, walk
 from blockdraft.training.features import FeatureReader
+from blockdraft.training.job import DrafterShape, Objective, TrainingRecipe
 from blockdraft.training.packing import pack
-from blockdraft.training.recipe import Objective, Recipe, Shape
 from blockdraft.training.trainer import BlockForward, Trainer
 from tests import tiny
 from tests.lossless import families
@@ -77,7 +76,7 @@ def test_simulated_steps_are_those_of_the_engine(trained):
     ]
     fit = simulate(trained, documents, length=96, rows_per_step=2, num_anchors=24)["all"]
     accepted = [sum(len(step.token_ids) > position for step in steps) for position in range(1, tiny.BLOCK)]
-    assert fit == Fit(len(asked), 12 * 41, len(steps), tuple(accepted))
+    assert fit == DrafterFit(len(asked), 12 * 41, len(steps), tuple(accepted))
     assert fit.num_steps == engine.snapshot().num_blocks
     assert 0 < accepted[-1] < accepted[0] < len(steps), "some of everything"
 
@@ -89,7 +88,7 @@ def test_simulation_does_not_depend_on_batches_and_adds_up_by_category(trained):
     assert simulate(trained, documents, length=64, rows_per_step=4, num_anchors=64) == first
     assert set(first) == {"all", "of 0", "of 1"}
     parts = [first["of 0"], first["of 1"]]
-    assert first["all"] == Fit(
+    assert first["all"] == DrafterFit(
         num_documents=sum(part.num_documents for part in parts),
         num_tokens=sum(part.num_tokens for part in parts),
         num_steps=sum(part.num_steps for part in parts),
@@ -117,7 +116,7 @@ def test_features_are_those_of_the_prefill_that_serves(name, monkeypatch):
     models = families.models(name)
     documents = pairs.random_documents([(5, 14), (1, 9), (7, 20), (3, 8), (9, 4)])
     rows, places = pack(documents, 48)
-    reader = FeatureReader(models.target, num_rows=len(rows), length=48, dtype=torch.float64, device=CPU)
+    reader = FeatureReader(models.target, num_rows=len(rows), length=48)
     reader.read(rows, range(len(rows)))
     hidden, features = reader.read(rows, range(len(rows)))
     taken = torch.zeros(len(hidden), dtype=torch.bool)
@@ -153,7 +152,7 @@ def make_trainer(documents, recipe, *, length=64, dtype=torch.float64, **files):
 def test_the_teacher_of_a_column_is_the_target_one_place_before_it():
     """With the target's own head, whatever the drafter's logits are scaled by."""
     dflash = {"output_multiplier": 1.7, "final_logit_softcapping": 3.0}
-    recipe = Recipe(rows_per_step=2, num_anchors=9, objective=Objective(distill=1.0))
+    recipe = TrainingRecipe(rows_per_step=2, num_anchors=9, objective=Objective(distill=1.0))
     documents = pairs.random_documents([(5, 14), (1, 9), (7, 20), (3, 8)])
     trainer = make_trainer(documents, recipe, length=40, dflash=dflash)
     chosen = trainer._chosen()
@@ -169,7 +168,7 @@ def test_the_teacher_of_a_column_is_the_target_one_place_before_it():
 
 def test_every_row_is_read_once_per_epoch_and_steps_repeat_exactly():
     documents = pairs.random_documents([(9, 50)] * 6)
-    trainer = make_trainer(documents, Recipe(rows_per_step=2, num_anchors=9, seed=4))
+    trainer = make_trainer(documents, TrainingRecipe(rows_per_step=2, num_anchors=9, seed=4))
 
     def batch(step):
         trainer.step_number = step
@@ -180,7 +179,7 @@ def test_every_row_is_read_once_per_epoch_and_steps_repeat_exactly():
         assert torch.equal(seen.unique(dim=0), trainer.rows.tokens.long().unique(dim=0))
     assert torch.equal(batch(4).anchors, batch(4).anchors)
     assert not torch.equal(batch(4).anchors, batch(7).anchors)
-    other = make_trainer(documents, Recipe(rows_per_step=2, num_anchors=9, seed=5))
+    other = make_trainer(documents, TrainingRecipe(rows_per_step=2, num_anchors=9, seed=5))
     assert not torch.equal(batch(0).anchors, other._batch(other._chosen(), 4).anchors)
 
 
@@ -190,7 +189,7 @@ def test_kept_features_change_nothing_and_are_read_once(monkeypatch, distill, nu
     documents = pairs.random_documents([(9, 50)] * 3)
     objective = Objective(distill=distill)
     # Without a clip, what is left of the rehearsal's gradient shows.
-    recipe = Recipe(rows_per_step=2, num_anchors=9, rate=1e-2, clip=1e9, objective=objective)
+    recipe = TrainingRecipe(rows_per_step=2, num_anchors=9, rate=1e-2, clip=1e9, objective=objective)
     read: list[int] = []
     reading = FeatureReader.read
 
@@ -215,7 +214,7 @@ def test_kept_features_change_nothing_and_are_read_once(monkeypatch, distill, nu
 
 def test_short_blocks_are_the_beginnings_of_whole_ones():
     documents = pairs.random_documents([(9, 50)] * 2)
-    recipe = Recipe(rows_per_step=2, num_anchors=9, short_blocks=0.5)
+    recipe = TrainingRecipe(rows_per_step=2, num_anchors=9, short_blocks=0.5)
     trainer = make_trainer(documents, recipe, top={"is_causal": True})
     chosen, block = trainer._chosen(), trainer.forward.block
     _, features = trainer.features.read(chosen)
@@ -231,7 +230,7 @@ def test_short_blocks_are_the_beginnings_of_whole_ones():
 def test_time_for_compiling_is_part_of_a_run_but_not_of_its_schedule(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(trainer_module.time, "monotonic", lambda: clock[0])
-    trainer = make_trainer(pairs.random_documents([(9, 50)]), Recipe(rows_per_step=1, num_anchors=4))
+    trainer = make_trainer(pairs.random_documents([(9, 50)]), TrainingRecipe(rows_per_step=1, num_anchors=4))
     rehearse, step = trainer._rehearse, trainer.step
     shares = []
 
@@ -253,7 +252,9 @@ def test_time_for_compiling_is_part_of_a_run_but_not_of_its_schedule(monkeypatch
 
 def test_averaged_weights_follow_and_are_there_only_inside():
     documents = pairs.random_documents([(9, 50)] * 2)
-    recipe = Recipe(rows_per_step=2, num_anchors=9, average=0.5, optimizer="adamw", rate=1e-2, warm_up=0.0)
+    recipe = TrainingRecipe(
+        rows_per_step=2, num_anchors=9, average=0.5, optimizer="adamw", rate=1e-2, warm_up=0.0
+    )
     trainer = make_trainer(documents, recipe)
     weights = trainer.model.fc.weight
     average = weights.detach().clone()
@@ -280,14 +281,14 @@ def test_64_memorised_answers_are_accepted_in_full_blocks(tmp_path):
     config = read_draft_config(raw, name="memorised")
     model = new_drafter(config, target, max_positions=128, device=CPU, init="random", seed=0)
     rows, _ = pack(documents, 64)
-    recipe = Recipe(rows_per_step=4, num_anchors=24, rate=2e-2, objective=Objective("uniform"))
+    recipe = TrainingRecipe(rows_per_step=4, num_anchors=24, rate=2e-2, objective=Objective("uniform"))
     trainer = Trainer(model, target, rows, recipe)
     small = {"length": 64, "rows_per_step": 4, "num_anchors": 24}
     assert simulate(trainer.forward, documents, **small)["all"].num_steps > 5 * 64
     for _ in trainer.run(steps=240):
         pass
     fit = simulate(trainer.forward, documents, **small)["all"]
-    assert fit == Fit(64, 64 * tiny.BLOCK, 64, (64,) * (tiny.BLOCK - 1))
+    assert fit == DrafterFit(64, 64 * tiny.BLOCK, 64, (64,) * (tiny.BLOCK - 1))
     folder = pairs.write_drafter(tmp_path, raw, model)
     llm = LLM(tiny.TARGET, str(folder), device="cpu", dtype="float32", max_context=200, width=tiny.BLOCK)
     assert [one.answer_ids for one in answered(llm, asked, tiny.BLOCK)] == [
@@ -315,7 +316,7 @@ def test_the_exported_drafter_in_the_engine_commits_what_was_simulated(trained):
 
 def test_a_shallow_target_is_tapped_at_different_layers():
     config = pairs.load_target().config
-    raw = draft_json(Shape(), config, {}, mask_id=63)
+    raw = draft_json(DrafterShape(), config, {}, mask_id=63)
     taps = raw["dflash_config"]["target_layer_ids"]
     assert len(set(taps)) == len(taps)
     assert set(taps) <= set(range(config.num_layers))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdraft.bench.workloads import CLASSES, load
 from blockdraft.checkpoints.draft_config import read_draft_config
-from blockdraft.checkpoints.families import read_model_config
+from blockdraft.checkpoints.model_config import read_model_config
 from blockdraft.cli import training_progress
 from blockdraft.cli.fit import lines
 from blockdraft.cli.main import main
@@ -20,9 +20,9 @@ from blockdraft.engine.request import SamplingParams
 from blockdraft.llm import LLM
 from blockdraft.training import fit as fit_module
 from blockdraft.training.answers import read_conversations
-from blockdraft.training.evaluate import Fit
+from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.fit import fit
-from blockdraft.training.fit_report import LOW, Cost, Question, depth, pays, prospect_of
+from blockdraft.training.fit_report import LOW, Cost, FitQuestion, describe_depth, prospect_of, training_pays
 from blockdraft.training.variations import variations
 
 PAIR = Path(__file__).parents[1] / "fixtures" / "pair"
@@ -94,7 +94,7 @@ DFLASH_KEYS = ("target_layer_ids", "mask_token_id", "input_embedding_scale")
 
 def ask(draft, prompts, target=TARGET, **options):
     options = {"max_tokens": MAX_TOKENS, "dtype": "float64"} | options
-    question = Question(target=str(target), drafter=str(draft), prompts=prompts, **options)
+    question = FitQuestion(target=str(target), drafter=str(draft), prompts=prompts, **options)
     return fit(question, read_conversations(prompts))
 
 
@@ -173,7 +173,7 @@ def test_simulation_and_engine_agree(tmp_path, prompts, changes, weights):
 
 @pytest.mark.usefixtures("_no_variations", "_nothing_timed")
 def test_a_disagreement_is_said_with_both_numbers(prompts, capsys, monkeypatch):
-    monkeypatch.setattr(fit_module.Probe, "walk", lambda *_: Fit(8, 300, 100, ()))
+    monkeypatch.setattr(fit_module.Probe, "walk", lambda *_: DrafterFit(8, 300, 100, ()))
     assert command(DRAFT, prompts, "--json") == 0
     out, err = capsys.readouterr()
     assert "simulation 3.000" in err
@@ -218,7 +218,7 @@ def asked_texts(monkeypatch):
         texts.append((one.category, one.turns[0]))
         return [5, 10, 15]
 
-    monkeypatch.setattr(fit_module, "_prompt_ids", encode)
+    monkeypatch.setattr(fit_module, "encode_conversation", encode)
     return texts
 
 
@@ -243,7 +243,7 @@ def test_the_report_says_which_prompts_were_asked(prompts, capsys):
 
 def test_built_in_prompts_are_not_what_to_train_with(good):
     question = replace(good.question, prompts=None)
-    low = {"all": Fit(1, 110, 100, (10, 0))}
+    low = {"all": DrafterFit(1, 110, 100, (10, 0))}
     prospect = prospect_of(question, read_config(DRAFT), low, (), low["all"], None)
     assert "--prompts prompts.jsonl" in prospect.command
     assert any("prompts.jsonl" in reason for reason in prospect.reasons)
@@ -254,7 +254,7 @@ def test_built_in_prompts_are_not_what_to_train_with(good):
 
 def test_every_stage_says_how_far_it_is(tmp_path, prompts):
     shown = []
-    question = Question(
+    question = FitQuestion(
         target=str(TARGET), drafter=str(DRAFT), prompts=prompts, max_tokens=MAX_TOKENS, dtype="float64"
     )
     fit(question, read_conversations(prompts), lambda *args: shown.append(args))
@@ -271,7 +271,7 @@ def test_every_stage_says_how_far_it_is(tmp_path, prompts):
 def test_an_answer_that_ends_early_counts_as_done(prompts, monkeypatch):
     shown = []
     session = fit_module._Session(
-        Question(target=str(TARGET), drafter=str(DRAFT), prompts=prompts), lambda *args: shown.append(args)
+        FitQuestion(target=str(TARGET), drafter=str(DRAFT), prompts=prompts), lambda *args: shown.append(args)
     )
     end = session._llm.generate([[5, 10]], SamplingParams(temperature=0.0, max_tokens=4))[0].token_ids[-1]
     monkeypatch.setattr(
@@ -379,14 +379,14 @@ def test_train_is_not_told_to_continue_what_it_refuses(tmp_path, prompts):
 
 
 def test_low_categories_are_named(good):
-    low = {"easy": Fit(1, 300, 100, (100, 100)), "hard": Fit(1, 110, 100, (10, 0))}
+    low = {"easy": DrafterFit(1, 300, 100, (100, 100)), "hard": DrafterFit(1, 110, 100, (10, 0))}
     prospect = prospect_of(good.question, read_config(DRAFT), low, (), good.overall, None)
     assert "1 of 2 categories are low, and it does not know those: hard" in prospect.reasons
 
 
 def test_what_the_temperature_costs_is_not_blamed_on_the_drafter(good):
     costs = [Cost(8, 10.0, 1.5, 1.8, 1.2)]
-    low = {"all": Fit(1, 180, 100, (50, 30))}
+    low = {"all": DrafterFit(1, 180, 100, (50, 30))}
     config = read_config(DRAFT)
     assert prospect_of(good.question, config, low, costs, low["all"], None).is_worth_it is True
     assert prospect_of(good.question, config, low, costs, low["all"], 1.8).is_worth_it is True
@@ -495,18 +495,18 @@ def test_the_end_token_is_never_tried_as_a_mask():
 
 
 def test_training_pays_only_where_a_good_drafter_would_be_faster():
-    assert pays(())[0] is None
-    assert pays([Cost(8, 10.0, 2.0, 1.1, 0.55)])[0] is True
-    assert pays([Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is False
+    assert training_pays(())[0] is None
+    assert training_pays([Cost(8, 10.0, 2.0, 1.1, 0.55)])[0] is True
+    assert training_pays([Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is False
     # A narrow step may pay where a wide one does not: two tokens for 1.5 steps.
-    assert pays([Cost(2, 1.0, 1.5, 1.1, 0.7), Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is True
+    assert training_pays([Cost(2, 1.0, 1.5, 1.1, 0.7), Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is True
 
 
 def test_a_block_that_fails_after_its_first_draft_is_told_from_one_that_fails_at_it():
-    knows_nothing = Fit(1, 110, 100, (10, 5, 2))
-    knows_one = Fit(1, 190, 100, (80, 10, 0))
-    assert "does not know what this target says" in depth(knows_nothing)
-    assert "not the block" in depth(knows_one)
+    knows_nothing = DrafterFit(1, 110, 100, (10, 5, 2))
+    knows_one = DrafterFit(1, 190, 100, (80, 10, 0))
+    assert "does not know what this target says" in describe_depth(knows_nothing)
+    assert "not the block" in describe_depth(knows_one)
 
 
 # ---- input

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from blockdraft.training import objective
+from blockdraft.training.job import Objective
 from blockdraft.training.objective import Head, Teacher, block_loss, column_weights
-from blockdraft.training.recipe import Objective
 
 BLOCKS, WIDTH, HIDDEN, VOCAB = 7, 5, 12, 40
 

@@ -10,7 +10,7 @@ from blockdraft import LLM, SamplingParams
 from blockdraft.models.dflash import DFlash
 from blockdraft.training import probe as probe_module
 from blockdraft.training.answers import Document
-from blockdraft.training.evaluate import Fit
+from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.probe import Probe
 from tests import tiny
 
@@ -38,7 +38,7 @@ def answered(llm, width):
         mine = [delta.token_ids for delta in llm.stream(prompt, params) if delta.token_ids]
         documents.append(Document(tuple(prompt), sum(mine, ()), "all", is_greedy=True))
         steps += mine
-    found = Fit(
+    found = DrafterFit(
         num_documents=len(documents),
         num_tokens=sum(MAX_TOKENS),
         num_steps=len(steps),

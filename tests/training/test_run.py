@@ -16,16 +16,16 @@ from blockdraft.errors import ModelError, SettingsError
 from blockdraft.training import regenerate, run
 from blockdraft.training.answers import read_shard
 from blockdraft.training.drafter import load_weights
+from blockdraft.training.job import AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 from blockdraft.training.packing import MIN_ANSWER
-from blockdraft.training.recipe import Job, Manner, Objective, Recipe, Shape
-from blockdraft.training.run import Ears, train
+from blockdraft.training.run import Listener, train
 from blockdraft.training.trainer import Trainer
 from tests import tiny
 from tests.training import pairs
 
 STEPS = 6
-SHAPE = Shape(block=4, num_layers=2, taps=(0, 2))
-RECIPE = Recipe(
+SHAPE = DrafterShape(block=4, num_layers=2, taps=(0, 2))
+RECIPE = TrainingRecipe(
     rows_per_step=2, num_anchors=8, short_blocks=0.5, average=0.5, objective=Objective(distill=0.3)
 )
 
@@ -60,7 +60,7 @@ def make_job(prompts, target, out):
         length=64,
         bulk_rows=4,
         shape=SHAPE,
-        manner=Manner(max_tokens=12, sampled=0.4, temperature=1.0),
+        answers=AnswerOptions(max_tokens=12, sampled=0.4, temperature=1.0),
         recipe=RECIPE,
         command="blockdraft train …",
     )
@@ -79,7 +79,7 @@ def whole(prompts, target, tmp_path_factory):
     def make(optimizer):
         out = tmp_path_factory.mktemp("whole") / optimizer
         job = make_job(prompts, target, out)
-        train(replace(job, recipe=replace(RECIPE, optimizer=optimizer)), Ears())
+        train(replace(job, recipe=replace(RECIPE, optimizer=optimizer)), Listener())
         return out
 
     return make
@@ -116,9 +116,9 @@ def leaves(value, path=()):
 def test_answers_that_run_in_circles_are_cut_and_held_out_ones_are_not(job, tmp_path):
     count = 4
     endless = str(pairs.write_ending_target(tmp_path / "endless", 63))
-    manner = Manner(max_tokens=60, max_repeat=count)
+    answers = AnswerOptions(max_tokens=60, max_repeat=count)
     shape = replace(SHAPE, mask_token_id=60)
-    train(replace(job, model=endless, steps=1, length=128, manner=manner, shape=shape), Ears())
+    train(replace(job, model=endless, steps=1, length=128, answers=answers, shape=shape), Listener())
     found = {
         name: [one.answer_ids for path in (job.out / name).glob("*.npz") for one in read_shard(path)]
         for name in ("answers", "held-out")
@@ -153,9 +153,9 @@ def test_a_run_killed_between_checkpoints_ends_with_the_same_weights(job, whole,
         patch.setattr(run, "_save_checkpoint", save_at_2)
         patch.setattr(Trainer, "step", die_in_5)
         with pytest.raises(KeyboardInterrupt):
-            train(job, Ears())
+            train(job, Listener())
     lines = []
-    train(job, Ears(say=lines.append), resume=True)
+    train(job, Listener(say=lines.append), resume=True)
     assert "continuing at step 2" in lines
     assert_same_run(job.out, whole(optimizer))
 
@@ -172,22 +172,22 @@ def test_a_run_killed_while_the_target_answers_ends_with_the_same_weights(job, w
     with monkeypatch.context() as patch:
         patch.setattr(regenerate, "write_shard", die)
         with pytest.raises(KeyboardInterrupt):
-            train(job, Ears())
+            train(job, Listener())
     assert len(list((job.out / "answers").iterdir())) == 1
     assert not (job.out / "checkpoint.pt").exists()
-    train(job, Ears(), resume=True)
+    train(job, Listener(), resume=True)
     assert_same_run(job.out, whole("muon"))
 
 
 def test_a_finished_run_that_is_resumed_changes_nothing(job, whole, tmp_path):
     shutil.copytree(whole("muon"), job.out)
-    train(replace(job, prompts=()), Ears(), resume=True)
+    train(replace(job, prompts=()), Listener(), resume=True)
     assert_same_run(job.out, whole("muon"))
 
 
 def test_a_run_that_is_over_before_it_begins_says_so(job):
     with pytest.raises(SettingsError, match="over before training began"):
-        train(replace(job, steps=None, minutes=0.01), Ears())
+        train(replace(job, steps=None, minutes=0.01), Listener())
 
 
 # ---- what comes out
@@ -220,8 +220,8 @@ def test_weights_that_bfloat16_holds_come_back_bit_by_bit_and_draft_alike(tmp_pa
     model = pairs.random_drafter(raw, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    story = run.Story(target="pair", command="", data="", recipe={})
-    run.export(tmp_path / "drafter", model, raw, {}, story)
+    card = run.ModelCard(target="pair", command="", data="", recipe={})
+    run.export(tmp_path / "drafter", model, raw, {}, card)
     again = pairs.random_drafter(raw, dtype=torch.float32, seed=7)
     load_weights(again, str(tmp_path / "drafter"), pairs.CPU)
     mine, theirs = model.state_dict(), again.state_dict()
@@ -260,11 +260,11 @@ def test_training_goes_on_from_a_drafter(job, whole):
     source = whole("muon") / "drafter"
     recipe = replace(RECIPE, rate=0.0, average=0.0, weight_decay=0.0)
     job = replace(job, start_from=str(source), recipe=recipe)
-    train(job, Ears())
+    train(job, Listener())
     before, after = (load_file(one / "model.safetensors") for one in (source, job.out / "drafter"))
     assert all(torch.equal(before[name], after[name]) for name in before), "at a rate of zero it stays"
     moved = replace(job, out=job.out.parent / "moved", recipe=replace(recipe, rate=1e-2))
-    train(moved, Ears())
+    train(moved, Listener())
     after = load_file(moved.out / "drafter" / "model.safetensors")
     assert not torch.equal(before["fc.weight"], after["fc.weight"])
     for name in before:
@@ -333,7 +333,7 @@ def test_circles_are_cut_unless_the_command_line_says_never(job, monkeypatch, fl
     asked = []
     monkeypatch.setattr(run, "train", lambda job, *_, **__: asked.append(job) or {})
     command(job, *TAPS, *STEPS_FLAG, *flags)
-    assert [one.manner.max_repeat for one in asked] == [expected]
+    assert [one.answers.max_repeat for one in asked] == [expected]
 
 
 def test_no_prompts_are_refused(job, capsys):
@@ -367,10 +367,10 @@ def test_answers_of_another_run_are_never_taken_for_this_ones(job, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(run, "_trainer", lambda *_: pytest.fail("stop here"))
         with pytest.raises(pytest.fail.Exception):
-            train(job, Ears())
-    other = replace(job, manner=replace(job.manner, temperature=0.2))
+            train(job, Listener())
+    other = replace(job, answers=replace(job.answers, temperature=0.2))
     with pytest.raises(SettingsError, match="holds a run already"):
-        train(other, Ears())
+        train(other, Listener())
 
 
 def test_a_drafter_of_another_target_is_refused(job, tmp_path):
@@ -384,7 +384,7 @@ def test_a_drafter_of_another_target_is_refused(job, tmp_path):
         shutil.copytree(tiny.DRAFT, folder)
         (folder / "config.json").write_text(json.dumps(other | {name: value}))
         with pytest.raises(ModelError, match=message):
-            train(replace(job, out=tmp_path / f"out-{name}", start_from=str(folder)), Ears())
+            train(replace(job, out=tmp_path / f"out-{name}", start_from=str(folder)), Listener())
 
 
 @pytest.mark.parametrize("flag", ["prompts", "held_out"])
@@ -395,11 +395,11 @@ def test_a_run_is_not_resumed_with_other_prompts(job, whole, prompts, tmp_path, 
     other.write_text(prompts.read_text().replace("t2 t4", "t2 t5"))
     asked = replace(job, **{flag: (other,) if flag == "prompts" else ((None, other),)})
     with pytest.raises(SettingsError, match="with another prompts"):
-        train(asked, Ears(), resume=True)
+        train(asked, Listener(), resume=True)
 
 
 def test_prompts_that_moved_are_the_same(job, whole, prompts, tmp_path):
     shutil.copytree(whole("muon"), job.out)
     moved = shutil.copy(prompts, tmp_path / "moved.jsonl")
-    train(replace(job, prompts=(Path(moved),)), Ears(), resume=True)
+    train(replace(job, prompts=(Path(moved),)), Listener(), resume=True)
     assert_same_run(job.out, whole("muon"))

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from blockdraft.training.job import Objective, TrainingRecipe
 from blockdraft.training.objective import column_weights
 from blockdraft.training.packing import draw, pack, with_anchors
-from blockdraft.training.recipe import Objective, Recipe
 from blockdraft.training.walk import BELIEF, FLOOR, Walk
 from tests.training import pairs
 from tests.training.test_evaluate import make_trainer
@@ -74,7 +74,9 @@ def test_likely_places_are_drawn_more_often_and_none_is_lost(one_row):
 
 def test_what_was_learnt_survives_an_interruption():
     documents = pairs.random_documents([(9, 50)] * 4)
-    recipe = Recipe(rows_per_step=2, num_anchors=9, anchoring="walk", objective=Objective(hardness=1.0))
+    recipe = TrainingRecipe(
+        rows_per_step=2, num_anchors=9, anchoring="walk", objective=Objective(hardness=1.0)
+    )
     whole, first, second = (make_trainer(documents, recipe) for _ in range(3))
     for step in range(6):
         whole.step(step / 6)

@@ -15,12 +15,14 @@ from types import MappingProxyType
 
 import torch
 
-from blockdraft.checkpoints.checkpoint import TensorInfo, TokenizerParts, own_memory, row_range
+from blockdraft.checkpoints.checkpoint import TensorInfo, TokenizerParts, own_memory, read_bytes, row_range
 from blockdraft.checkpoints.gguf_config import hugging_face_names, permuted_heads, read_config
-from blockdraft.checkpoints.gguf_file import GgufFile, value_dtype
-from blockdraft.checkpoints.gguf_header import StoredTensor
+from blockdraft.checkpoints.gguf_header import GgufHeader, StoredTensor
 from blockdraft.checkpoints.gguf_tokenizer import tokenizer_parts
 from blockdraft.errors import ModelError
+from blockdraft.models.packed_gguf import unpack
+
+_PLAIN_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 
 class GgufCheckpoint:
@@ -35,22 +37,23 @@ class GgufCheckpoint:
     ) -> None:
         self.name = name
         self.generation_file = generation_file
-        self._file = GgufFile(path, name=name)
+        self._header = GgufHeader(path, name=name)
         try:
-            self.config: Mapping[str, object] = read_config(self._file)
-            self._stored_names = hugging_face_names(self._file)
-            self._permuted_heads = permuted_heads(self._file)
+            self.config: Mapping[str, object] = read_config(self._header)
+            stored_names = hugging_face_names(self._header)
+            self._permuted_heads = permuted_heads(self._header)
+            self._tensors = {name: self._header.tensors[stored] for name, stored in stored_names.items()}
         except ModelError:
             self.close()
             raise
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        stored = {name: self._file.tensors[stored] for name, stored in self._stored_names.items()}
-        return {name: TensorInfo(info.shape, value_dtype(info)) for name, info in stored.items()}
+        return {name: TensorInfo(info.shape, _value_dtype(info)) for name, info in self._tensors.items()}
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        rows = self._read_rows(name, begin, end)
-        return self._file.decode(self._stored_names[name], rows)
+        rows, info = self._read_rows(name, begin, end), self._tensors[name]
+        values = unpack(rows, info.quantization) if info.is_quantised else rows.view(_value_dtype(info))
+        return values.view(len(rows), *info.shape[1:])
 
     def ggml_type(self, name: str) -> int | None:
         info = self._stored(name)
@@ -61,43 +64,51 @@ class GgufCheckpoint:
         if not info.is_quantised:
             raise ModelError(f"'{self.name}': tensor '{name}' is not quantised, so it has no blocks to read.")
         rows = self._read_rows(name, begin, end)
-        row_bytes = info.num_bytes // info.num_rows
-        return rows.view(len(rows), *info.shape[1:-1], row_bytes)
+        return rows.view(len(rows), *info.shape[1:-1], info.num_bytes // info.num_rows)
 
     def tokenizer_parts(self) -> TokenizerParts:
-        return tokenizer_parts(self._file)
+        return tokenizer_parts(self._header)
 
     def close(self) -> None:
-        self._file.close()
+        self._header.close()
 
     def _stored(self, name: str) -> StoredTensor:
-        stored = self._stored_names.get(name)
-        if stored is None:
+        if name not in self._tensors:
             raise ModelError(f"'{self.name}' has no tensor for '{name}': the file is not a complete model.")
-        return self._file.tensors[stored]
+        return self._tensors[name]
 
     def _read_rows(self, name: str, begin: int, end: int | None) -> torch.Tensor:
         """The bytes of rows [begin, end), in Hugging Face's order: uint8 [rows, bytes]."""
-        shape = self._stored(name).shape
-        stored = self._stored_names[name]
+        info = self._stored(name)
+        begin, end = row_range(info.shape, begin, end)
         num_heads = self._permuted_heads.get(name.split(".")[-2])
         if num_heads is None:
-            return self._file.read_rows(stored, begin, end)
-        if shape[0] % (2 * num_heads):
+            return self._stored_rows(info, begin, end)
+        if info.shape[0] % (2 * num_heads):
             raise ModelError(
-                f"'{self.name}': '{name}' has {shape[0]} rows, which {num_heads} heads cannot share."
+                f"'{self.name}': '{name}' has {info.shape[0]} rows, which {num_heads} heads cannot share."
             )
-        begin, end = row_range(shape, begin, end)
-        head_rows = shape[0] // num_heads
+        head_rows = info.shape[0] // num_heads
         first = begin // head_rows * head_rows  # whole heads are read: a head's rows lie among each other
         last = -(-end // head_rows) * head_rows
-        heads = self._file.read_rows(stored, first, last)
-        order = _stored_rows(begin, end, head_rows=head_rows) - first
+        heads = self._stored_rows(info, first, last)
+        order = _permuted(begin, end, head_rows=head_rows) - first
         rows = own_memory((end - begin, heads.shape[1]), heads.dtype)
         return torch.index_select(heads, 0, order, out=rows)
 
+    def _stored_rows(self, info: StoredTensor, begin: int, end: int) -> torch.Tensor:
+        row_bytes = info.num_bytes // info.shape[0]
+        offset, num_bytes = info.offset + begin * row_bytes, (end - begin) * row_bytes
+        raw = read_bytes(self._header.file, offset=offset, num_bytes=num_bytes, owner=f"'{self.name}'")
+        return raw.view(end - begin, row_bytes)
 
-def _stored_rows(begin: int, end: int, *, head_rows: int) -> torch.Tensor:
+
+def _value_dtype(tensor: StoredTensor) -> torch.dtype:
+    """The type of a tensor's values once read: the stored one, float32 for blocks."""
+    return _PLAIN_DTYPES.get(tensor.quantization, torch.float32)
+
+
+def _permuted(begin: int, end: int, *, head_rows: int) -> torch.Tensor:
     """Where llama.cpp stores rows [begin, end): (pair, half) order in a head, not (half, pair)."""
     rows = torch.arange(begin, end)
     row_in_head = rows % head_rows

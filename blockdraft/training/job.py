@@ -11,7 +11,7 @@ from blockdraft.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DrafterShape:
     """What a drafter looks like; whatever is None follows the target."""
 
     block: int = 16
@@ -27,7 +27,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class AnswerOptions:
     """How the target answers."""
 
     max_tokens: int = 400
@@ -50,7 +50,7 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class TrainingRecipe:
     """Everything about a run but its data and its length."""
 
     rows_per_step: int = 24
@@ -86,9 +86,9 @@ class Job:
     length: int = 1024  # of a packed row: the longest prompt and answer together
     bulk_rows: int | None = None  # sequences answered at once
     init: str = "random"
-    shape: Shape = field(default_factory=Shape)
-    manner: Manner = field(default_factory=Manner)
-    recipe: Recipe = field(default_factory=Recipe)
+    shape: DrafterShape = field(default_factory=DrafterShape)
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
+    recipe: TrainingRecipe = field(default_factory=TrainingRecipe)
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -103,26 +103,26 @@ class Job:
         _check("--max-prompts", self.max_prompts, 1)
         _check("--rows", self.bulk_rows, 1)
         # What a row must hold beside the answer: a prompt, and what is left of a round of engine/bulk.py.
-        _check("--max-answer", self.manner.max_tokens, 1, self.length - 16)
-        _check("--max-repeat", self.manner.max_repeat, 1)
-        _check("--sampled", self.manner.sampled, 0, 1)
-        _check("--temperature", self.manner.temperature, 0)
-        _check("--top-p", self.manner.top_p, 0, 1)
-        _check("--rows-per-step", self.recipe.rows_per_step, 1)
-        _check("--anchors", self.recipe.num_anchors, 1)
-        _check("--short-blocks", self.recipe.short_blocks, 0, 1)
-        _check("--average", self.recipe.average, 0, 1)
-        _check("--hardness", self.recipe.objective.hardness, 0)
-        if self.recipe.objective.hardness and self.recipe.objective.weighting != "dpace":
-            raise SettingsError(
-                f"--hardness {self.recipe.objective.hardness} is for --weighting dpace. Leave it out."
-            )
-        _check("--distill", self.recipe.objective.distill, 0, 1)
+        _check("--max-answer", self.answers.max_tokens, 1, self.length - 16)
+        _check("--max-repeat", self.answers.max_repeat, 1)
+        _check("--sampled", self.answers.sampled, 0, 1)
+        _check("--temperature", self.answers.temperature, 0)
+        _check("--top-p", self.answers.top_p, 0, 1)
+        recipe, objective = self.recipe, self.recipe.objective
+        _check("--rows-per-step", recipe.rows_per_step, 1)
+        _check("--anchors", recipe.num_anchors, 1)
+        _check("--short-blocks", recipe.short_blocks, 0, 1)
+        _check("--average", recipe.average, 0, 1)
+        _check("--hardness", objective.hardness, 0)
+        if objective.hardness and objective.weighting != "dpace":
+            raise SettingsError(f"--hardness {objective.hardness} is for --weighting dpace. Leave it out.")
+        _check("--distill", objective.distill, 0, 1)
 
     def fingerprint(self) -> dict[str, object]:
         """What must be the same for a run to be continued."""
         free = ("out", "command", "minutes", "prompts", "held_out", "device", "bulk_rows", "answer_minutes")
-        kept = {name: value for name, value in asdict(self).items() if name not in free}
+        stored = {"answers": "manner"}  # names in run.json
+        kept = {stored.get(name, name): value for name, value in asdict(self).items() if name not in free}
         return json.loads(json.dumps(kept, default=str))  # type: ignore[no-any-return]
 
 

@@ -1,17 +1,19 @@
-"""The `config_groups` of compressed-tensors: which targets are stored in which scheme."""
+"""Quantisation as compressed-tensors writes it: groups of targets, each stored in a scheme."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from blockdraft.checkpoints.config_fields import Fields
+from blockdraft.checkpoints.quantization_modules import Quantization, regex
 from blockdraft.checkpoints.schemes import (
+    COMPRESSED_MXFP4,
+    COMPRESSED_NVFP4,
     CompressedIntScheme,
-    CompressedMxfp4Scheme,
-    CompressedNvfp4Scheme,
     ScaledScheme,
     Scheme,
 )
@@ -39,9 +41,36 @@ class _Weights:
         )
 
 
-def compressed_schemes(section: Fields) -> Mapping[str, Scheme | None]:
+def read_compressed(section: Fields) -> Quantization:
+    targets = _schemes(section)
+    ignored = section.items("ignore", str) or ()
+    for key, patterns in (("config_groups", targets), ("ignore", ignored)):
+        for pattern in patterns:
+            if pattern.startswith("re:"):
+                regex(section, key, pattern[3:])
+    # The library's order: exact names, then expressions, then classes.
+    ordered = sorted(targets, key=lambda target: ("re:" in target, target))
+
+    def rule(module: str) -> Scheme | None:
+        if "Linear" in ignored or any(_matches(module, pattern) for pattern in ignored):
+            return None
+        matched = next((target for target in ordered if _matches(module, target)), "Linear")
+        return targets.get(matched)
+
+    return Quantization(f"compressed-tensors {section.get('format', str, 'mixed-precision')}", rule)
+
+
+def _matches(module: str, target: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return target == module
+
+
+def _schemes(section: Fields) -> Mapping[str, Scheme | None]:
     """Target (a module name, "re:" and an expression, or a class name) -> its scheme; None: plain."""
-    _refuse_what_changes_the_weights(section)
+    section.section("sparsity_config").refuse("format", "dense")
+    section.refuse("transform_config", {})
+    section.refuse("moe_sparsity_config", {})
     groups = section.section("config_groups")
     if not groups.raw:
         raise section.error(f"has no {section.prefix}config_groups")
@@ -50,17 +79,8 @@ def compressed_schemes(section: Fields) -> Mapping[str, Scheme | None]:
         if not isinstance(raw, Mapping):
             raise groups.error(f"says {groups.prefix}{key} = {raw!r}; a preset by name is not supported")
         group = groups.section(key)
-        scheme = _group_scheme(section, group)
-        for target in group.items("targets", str) or ():
-            targets[target] = scheme
+        targets |= dict.fromkeys(group.items("targets", str) or (), _group_scheme(section, group))
     return targets
-
-
-def _refuse_what_changes_the_weights(section: Fields) -> None:
-    sparsity = section.section("sparsity_config")
-    sparsity.refuse("format", "dense")
-    section.refuse("transform_config", {})
-    section.refuse("moe_sparsity_config", {})
 
 
 def _group_scheme(section: Fields, group: Fields) -> Scheme | None:
@@ -72,13 +92,15 @@ def _group_scheme(section: Fields, group: Fields) -> Scheme | None:
         return None
     if layout in ("float-quantized", "naive-quantized", "int-quantized"):
         return _scaled(weights, layout)
-    if layout == "mxfp8-quantized":
-        return _mxfp8(weights, layout)
     if layout == "pack-quantized":
         return _packed_int(weights, layout)
-    if layout in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-        return _packed_float(weights, layout)
-    raise group.error(f"says {group.prefix}format = {layout!r}, which is not supported")
+    if layout not in _FLOAT_LAYOUTS:
+        raise group.wrong("format", layout, "which is not supported")
+    scheme, *expected = _FLOAT_LAYOUTS[layout]
+    found = [weights.kind, weights.is_symmetric, weights.bits, weights.strategy, weights.group_size]
+    if found != ["float", True, *expected]:
+        raise weights.refuse(layout)
+    return scheme
 
 
 def _read_weights(fields: Fields) -> _Weights:
@@ -88,7 +110,7 @@ def _read_weights(fields: Fields) -> _Weights:
     strategy = fields.get("strategy", str, default).lower()
     order = fields.raw.get("actorder")
     if order not in (None, False, True, "weight", "static", "group", "dynamic"):
-        raise fields.error(f"says {fields.prefix}actorder = {order!r}, which is not supported")
+        raise fields.wrong("actorder", order, "which is not supported")
     return _Weights(
         fields=fields,
         bits=fields.get("num_bits", int, 8),
@@ -102,14 +124,14 @@ def _read_weights(fields: Fields) -> _Weights:
 
 
 def _read_block(fields: Fields) -> tuple[int, int]:
-    """[128, 128], or "128x128" in older files."""
+    """The sides of a block, written as [128, 128], or as "128x128" in older files."""
     value = fields.raw.get("block_structure")
     parts = value.split("x") if isinstance(value, str) else value
     if isinstance(parts, list | tuple) and len(parts) == 2 and all(str(side).isdigit() for side in parts):
         rows, columns = int(parts[0]), int(parts[1])
         if rows > 0 and columns > 0:
             return rows, columns
-    raise fields.error(f"says {fields.prefix}block_structure = {value!r}, expected two sizes")
+    raise fields.wrong("block_structure", value, "expected two sizes")
 
 
 def _scaled(weights: _Weights, layout: str) -> Scheme:
@@ -133,18 +155,6 @@ def _scaled(weights: _Weights, layout: str) -> Scheme:
     )
 
 
-def _mxfp8(weights: _Weights, layout: str) -> Scheme:
-    found = (weights.kind, weights.bits, weights.strategy, weights.group_size, weights.is_symmetric)
-    if found != ("float", 8, "group", 32, True):
-        raise weights.refuse(layout)
-    return ScaledScheme(
-        name="compressed-tensors MXFP8",
-        dtype=torch.float8_e4m3fn,
-        block=(1, 32),
-        scale_dtypes=(torch.uint8,),
-    )
-
-
 def _packed_int(weights: _Weights, layout: str) -> Scheme:
     is_per_tensor = weights.strategy == "tensor"
     is_known = weights.strategy in ("group", "channel") or (is_per_tensor and weights.is_symmetric)
@@ -160,10 +170,9 @@ def _packed_int(weights: _Weights, layout: str) -> Scheme:
     )
 
 
-def _packed_float(weights: _Weights, layout: str) -> Scheme:
-    expected = ("tensor_group", 16) if layout.startswith("nvfp4") else ("group", 32)
-    if (weights.kind, weights.bits, weights.is_symmetric) != ("float", 4, True):
-        raise weights.refuse(layout)
-    if (weights.strategy, weights.group_size) != expected:
-        raise weights.refuse(layout)
-    return CompressedNvfp4Scheme() if layout.startswith("nvfp4") else CompressedMxfp4Scheme()
+_MXFP8 = ScaledScheme("compressed-tensors MXFP8", torch.float8_e4m3fn, (1, 32), scale_dtypes=(torch.uint8,))
+_FLOAT_LAYOUTS: Mapping[str, tuple[Scheme, int, str, int]] = {  # scheme, bits, strategy, group size
+    "mxfp8-quantized": (_MXFP8, 8, "group", 32),
+    "mxfp4-pack-quantized": (COMPRESSED_MXFP4, 4, "group", 32),
+    "nvfp4-pack-quantized": (COMPRESSED_NVFP4, 4, "tensor_group", 16),
+}

@@ -18,32 +18,11 @@ from tokenizers import Tokenizer
 
 from blockdraft.checkpoints.checkpoint import TensorInfo, TokenizerParts, read_bytes, row_range
 from blockdraft.checkpoints.draft_fit import FIT_FILE
-from blockdraft.checkpoints.model_folder import GENERATION_FILE, ModelFolder, check_promised, ids_in
+from blockdraft.checkpoints.model_folder import GENERATION_FILE, ModelFolder, ids_in
+from blockdraft.checkpoints.safetensors_header import DTYPES
 from blockdraft.errors import ModelError
 
 _TOKENIZER = "tokenizer.json"
-
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
 
 
 class _Place(NamedTuple):
@@ -107,10 +86,7 @@ class FolderCheckpoint:
     def tokenizer_parts(self) -> TokenizerParts:
         tokenizer = self._tokenizer()
         bos_token, eos_token = self._special_token("bos_token"), self._special_token("eos_token")
-        eos_ids = [
-            *self._folder.eos_ids(),
-            *ids_in(eos_token and tokenizer.token_to_id(eos_token)),
-        ]
+        eos_ids = [*self._folder.eos_ids(), *ids_in(eos_token and tokenizer.token_to_id(eos_token))]
         return TokenizerParts(
             tokenizer=tokenizer,
             chat_template=self._chat_template(),
@@ -125,18 +101,11 @@ class FolderCheckpoint:
         self._places.clear()
 
     def _open_shards(self) -> None:
-        weight_map = self._folder.weight_map()
-        for shard in self._folder.shard_names(weight_map):
-            opened = self._folder.open_shard(shard)
-            self._files.append(opened.file)
-            for tensor, entry in opened.entries.items():
-                if tensor in self._places:
-                    raise ModelError(
-                        f"'{self.name}': tensor '{tensor}' is in {shard} and in another shard too."
-                    )
-                info = TensorInfo(entry.shape, _DTYPES[entry.dtype])
-                self._places[tensor] = _Place(info, shard, opened.file, opened.data_start + entry.begin)
-        check_promised(self.name, weight_map, self._places)
+        for shard in self._folder.open_shards():
+            self._files.append(shard.file)
+            for tensor, entry in shard.entries.items():
+                info = TensorInfo(entry.shape, getattr(torch, DTYPES[entry.dtype][0]))
+                self._places[tensor] = _Place(info, shard.name, shard.file, shard.data_start + entry.begin)
 
     def _tokenizer(self) -> Tokenizer:
         path = self._folder.path / _TOKENIZER

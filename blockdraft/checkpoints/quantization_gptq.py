@@ -1,13 +1,13 @@
-"""The integer methods: GPTQ, AWQ and AutoRound, which writes the tensors of either."""
+"""Quantisation as GPTQ, AWQ and AutoRound write it: integers, in the tensors of one of the first two."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from blockdraft.checkpoints.config_fields import Fields
-from blockdraft.checkpoints.module_rules import Quantization, is_head, is_router, names, regex
+from blockdraft.checkpoints.quantization_modules import Quantization, is_head, is_router, regex
 from blockdraft.checkpoints.schemes import AwqScheme, GptqScheme, Scheme
 
 _REGEX_CHARACTERS = frozenset("*+?^$()[]{}|\\")
@@ -18,10 +18,10 @@ class _GptqSettings:
     """What GPTQ and AutoRound say once for all modules and may change for some."""
 
     bits: int
-    group_size: int
-    is_symmetric: bool
-    is_reordered: bool
     zero_offset: int | None
+    group_size: int = 128
+    is_symmetric: bool = True
+    is_reordered: bool = False
 
     def changed(self, fields: Fields) -> _GptqSettings:
         return replace(
@@ -57,21 +57,15 @@ def read_gptq(section: Fields) -> Quantization:
     section.refuse("adapter")
     layout = section.get("checkpoint_format", str, section.get("format", str, "gptq")).lower()
     if layout not in ("gptq", "gptq_v2"):
-        raise section.error(f"says {section.prefix}checkpoint_format = {layout!r}, which is not supported")
-    settings = _GptqSettings(
-        bits=section.get("bits", int),
-        group_size=section.get("group_size", int, 128),
-        is_symmetric=section.get("sym", bool, True),
-        is_reordered=section.get("desc_act", bool, False),
-        zero_offset=1 if layout == "gptq" else 0,
-    )
+        raise section.wrong("checkpoint_format", layout, "which is not supported")
+    settings = _GptqSettings(section.get("bits", int), 1 if layout == "gptq" else 0).changed(section)
     scheme = settings.scheme(section, "gptq")
-    has_head = section.get("lm_head", bool, False)
+    is_left_out = _left_out(section)
     inside = _flat_names(section, "modules_in_block_to_quantize")
     dynamic = _dynamic(section, settings)
 
     def rule(module: str) -> Scheme | None:
-        if is_router(module) or (is_head(module) and not has_head):
+        if is_left_out(module):
             return None
         if inside and not any(f".{module}".endswith(f".{name}") for name in inside):
             return None
@@ -80,7 +74,13 @@ def read_gptq(section: Fields) -> Quantization:
                 return changed
         return scheme
 
-    return Quantization(name=f"gptq {settings.bits} bit", rule=rule)
+    return Quantization(f"gptq {settings.bits} bit", rule)
+
+
+def _left_out(section: Fields) -> Callable[[str], bool]:
+    """What both libraries never quantise: routers, and the head unless the file says that it is."""
+    has_head = section.get("lm_head", bool, False)
+    return lambda module: is_router(module) or (is_head(module) and not has_head)
 
 
 def _dynamic(section: Fields, settings: _GptqSettings) -> list[tuple[re.Pattern[str], Scheme | None]]:
@@ -98,20 +98,16 @@ def read_awq(section: Fields) -> Quantization:
     version = section.get("version", str, section.get("checkpoint_format", str, "gemm")).lower()
     if version != "gemm":
         raise section.error(f"says {section.prefix}version = {version!r}; only 'gemm' is supported")
-    scheme = _awq_scheme(
-        section,
-        bits=section.get("bits", int, section.get("w_bit", int, 4)),
-        group_size=section.get("group_size", int, section.get("q_group_size", int, 128)),
-    )
-    skipped = names(section, "modules_to_not_convert") or []
-    has_head = section.get("lm_head", bool, False)
+    bits = section.get("bits", int, section.get("w_bit", int, 4))
+    group_size = section.get("group_size", int, section.get("q_group_size", int, 128))
+    scheme = _awq_scheme(section, bits=bits, group_size=group_size)
+    skipped = section.items("modules_to_not_convert", str) or ()
+    is_left_out = _left_out(section)
 
     def rule(module: str) -> Scheme | None:
-        if is_router(module) or (is_head(module) and not has_head):
-            return None
-        return None if any(name in module for name in skipped) else scheme
+        return None if is_left_out(module) or any(name in module for name in skipped) else scheme
 
-    return Quantization(name="awq 4 bit", rule=rule)
+    return Quantization("awq 4 bit", rule)
 
 
 def _awq_scheme(fields: Fields, *, bits: int, group_size: int) -> Scheme:
@@ -127,15 +123,10 @@ def read_auto_round(section: Fields) -> Quantization:
     section.refuse("hadamard_config", {})
     layout = section.get("packing_format", str, "auto_round").lower()
     if layout not in ("auto_round", "auto_round:gptq", "auto_round:auto_gptq", "auto_round:auto_awq"):
-        raise section.error(f"says {section.prefix}packing_format = {layout!r}, which is not supported")
+        raise section.wrong("packing_format", layout, "which is not supported")
     is_awq = layout == "auto_round:auto_awq"
-    settings = _GptqSettings(
-        bits=section.get("bits", int),
-        group_size=section.get("group_size", int, 128),
-        is_symmetric=section.get("sym", bool, True),
-        is_reordered=False,
-        zero_offset=1 if layout == "auto_round:auto_gptq" else None,
-    )
+    settings = _GptqSettings(section.get("bits", int), 1 if layout == "auto_round:auto_gptq" else None)
+    settings = replace(settings.changed(section), is_reordered=False)
 
     def build(fields: Fields, settings: _GptqSettings) -> Scheme | None:
         if settings.bits >= 16:
@@ -163,31 +154,29 @@ def read_auto_round(section: Fields) -> Quantization:
             return scheme if module.startswith(tuple(blocks)) else None
         return None if is_head(module) else scheme
 
-    return Quantization(name=f"auto-round {settings.bits} bit", rule=rule)
+    return Quantization(f"auto-round {settings.bits} bit", rule)
 
 
 def _group_size(fields: Fields, size: int) -> int | None:
     if size == -1:
         return None
     if size <= 0:
-        raise fields.error(f"says {fields.prefix}group_size = {size}, expected a positive number or -1")
+        raise fields.wrong("group_size", size, "expected a positive number or -1")
     return size
 
 
-def _comma_names(fields: Fields, key: str) -> list[str]:
+def _comma_names(fields: Fields, key: str) -> tuple[str, ...]:
     """A list of names, also written as one string with commas."""
     value = fields.raw.get(key)
     if isinstance(value, str):
-        return [name.strip() for name in value.split(",") if name.strip()]
-    return names(fields, key) or []
+        return tuple(name.strip() for name in value.split(",") if name.strip())
+    return fields.items(key, str) or ()
 
 
-def _flat_names(fields: Fields, key: str) -> list[str]:
+def _flat_names(fields: Fields, key: str) -> tuple[str, ...]:
     """A list of names or of lists of names."""
     value = fields.raw.get(key)
-    if not isinstance(value, list | tuple):
-        return names(fields, key) or []
-    flat: Iterable[object] = (
-        name for item in value for name in (item if isinstance(item, list | tuple) else [item])
-    )
-    return names(Fields({key: list(flat)}, owner=fields.owner, prefix=fields.prefix), key) or []
+    if isinstance(value, list | tuple):
+        flat = [name for item in value for name in (item if isinstance(item, list | tuple) else [item])]
+        fields = replace(fields, raw={key: flat})
+    return fields.items(key, str) or ()

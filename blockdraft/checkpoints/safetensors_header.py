@@ -16,26 +16,26 @@ from typing import NamedTuple
 
 from blockdraft.errors import ModelError
 
-ITEM_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "U16": 2,
-    "U32": 4,
-    "U64": 8,
-    "I8": 1,
-    "I16": 2,
-    "I32": 4,
-    "I64": 8,
-    "F8_E4M3": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2": 1,
-    "F8_E5M2FNUZ": 1,
-    "F8_E8M0": 1,
-    "F16": 2,
-    "BF16": 2,
-    "F32": 4,
-    "F64": 8,
-    "C64": 8,
+DTYPES = {  # the format's name -> torch's, and the bytes of a value
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "U16": ("uint16", 2),
+    "U32": ("uint32", 4),
+    "U64": ("uint64", 8),
+    "I8": ("int8", 1),
+    "I16": ("int16", 2),
+    "I32": ("int32", 4),
+    "I64": ("int64", 8),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
+    "C64": ("complex64", 8),
 }
 _HEADER_LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -58,10 +58,10 @@ class Entry(NamedTuple):
         return self.end - self.begin
 
 
-def read_shard(file: FileIO, *, owner: str) -> tuple[dict[str, Entry], int]:
+def read_header(file: FileIO, *, owner: str) -> tuple[dict[str, Entry], int]:
     """Every tensor of an open shard, and the byte where the tensors begin. Raises Damaged and ModelError."""
-    header, data_start = _read_header(file)
-    entries = tensor_entries(header, owner=owner)
+    header, data_start = _read_json(file)
+    entries = _entries(header, owner=owner)
     _check_layout(entries, num_bytes=os.fstat(file.fileno()).st_size - data_start)
     return entries, data_start
 
@@ -73,7 +73,7 @@ def _read(file: FileIO, num_bytes: int, *, offset: int) -> bytes:
     return data
 
 
-def _read_header(file: FileIO) -> tuple[dict[str, object], int]:
+def _read_json(file: FileIO) -> tuple[dict[str, object], int]:
     """The header's JSON object, and the byte where the tensors begin."""
     file_bytes = os.fstat(file.fileno()).st_size
     if file_bytes < _HEADER_LENGTH.size:
@@ -98,7 +98,7 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return keys
 
 
-def tensor_entries(header: Mapping[str, object], *, owner: str) -> dict[str, Entry]:
+def _entries(header: Mapping[str, object], *, owner: str) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for tensor, fields in header.items():
         if tensor == "__metadata__":
@@ -106,14 +106,14 @@ def tensor_entries(header: Mapping[str, object], *, owner: str) -> dict[str, Ent
         if not isinstance(fields, dict):
             raise Damaged(f"{tensor!r} is described by {str(fields)[:40]!r}")
         dtype_name = fields.get("dtype")
-        if not isinstance(dtype_name, str) or dtype_name not in ITEM_BYTES:
+        if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
             raise ModelError(
                 f"{owner}: tensor {tensor!r} is of type {str(dtype_name)[:40]!r}, which is not supported. "
                 "See docs/models.md."
             )
         shape = _sizes(tensor, fields.get("shape"))
         offsets = _sizes(tensor, fields.get("data_offsets"))
-        num_bytes = math.prod(shape) * ITEM_BYTES[dtype_name]
+        num_bytes = math.prod(shape) * DTYPES[dtype_name][1]
         if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
             raise Damaged(f"{tensor!r} has {num_bytes} bytes and the place {list(offsets)}")
         entries[tensor] = Entry(dtype_name, shape, *offsets)

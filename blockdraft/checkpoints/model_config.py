@@ -1,13 +1,15 @@
-"""From a config.json to a ModelConfig: one reader per family, each refusing what its file does not compute.
+"""Reads config.json of a target as a ModelConfig, with one reader per family.
 
-No torch here. A checkpoint that can also see or hear nests its text part in `text_config`; that part is
-what we read, and `ModelConfig.left_out` says what stays behind.
+Each refuses what the family's module in blockdraft/models does not compute. A checkpoint that can also see or
+hear nests its text part in `text_config`; that part is what we read, and `ModelConfig.left_out` says what
+stays behind. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 from blockdraft.checkpoints.config_fields import (
     Fields,
@@ -30,6 +32,9 @@ from blockdraft.models.config import (
     MoEConfig,
     Rope,
 )
+
+Mixer: TypeAlias = AttentionConfig | DeltaConfig
+Layers: TypeAlias = tuple[LayerConfig, ...]
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -92,27 +97,14 @@ _HARMLESS = {"mamba_ssm_dtype"}  # how others store the state; ours is never nar
 def read_model_config(raw: Mapping[str, object], *, name: str) -> ModelConfig:
     """The target described by a config.json; everything we would get wrong is refused here."""
     family = _family(Fields(raw, owner=name))
-    whole = Fields(raw, owner=name, file=f"{family}.py")
+    whole = Fields(raw, owner=name, module=f"{family}.py")
     if "text_config" not in raw:
         return _read(family, whole)
     left_out = tuple(part for key, part in _OTHER_PARTS.items() if raw.get(key) is not None)
     text = whole.section("text_config")
     if "tie_word_embeddings" in raw:  # the head belongs to the whole model, and so does its word on it
-        text.raw = {**text.raw, "tie_word_embeddings": raw["tie_word_embeddings"]}
+        text = replace(text, raw={**text.raw, "tie_word_embeddings": raw["tie_word_embeddings"]})
     return replace(_read(family, text), left_out=left_out)
-
-
-def _read(family: Family, fields: Fields) -> ModelConfig:
-    for key, neutral in _VARIANTS.items():
-        fields.refuse(key, *neutral)
-    for key in fields.raw:
-        if key.startswith(_VARIANT_PREFIXES) and key not in _HARMLESS:
-            fields.refuse(key)
-    if family != "gemma4":
-        fields.refuse("final_logit_softcapping")
-        fields.refuse("hidden_activation", "silu", "swish")
-        fields.refuse("per_layer_config")
-    return _READERS[family](fields)
 
 
 def _family(fields: Fields) -> Family:
@@ -126,115 +118,115 @@ def _family(fields: Fields) -> Family:
     )
 
 
-# ---- dense
-
-
-def _llama(fields: Fields) -> ModelConfig:
-    fields.refuse("pretraining_tp", 1)
-    has_bias = fields.get("attention_bias", bool, False)
-    attention = _attention(fields, has_bias=has_bias, has_out_bias=has_bias)
-    return _dense(fields, "llama", attention, has_mlp_bias=fields.get("mlp_bias", bool, False))
-
-
-def _qwen2(fields: Fields) -> ModelConfig:
-    fields.refuse("attention_bias", True)
-    return _dense(fields, "qwen2", _attention(fields, has_bias=True))
-
-
-def _qwen3(fields: Fields) -> ModelConfig:
-    has_bias = fields.get("attention_bias", bool, False)
-    return _dense(fields, "qwen3", _attention(fields, has_bias=has_bias, has_out_bias=has_bias))
-
-
-def _attention(
-    fields: Fields, *, has_bias: bool = False, has_out_bias: bool = False, theta: float = 10000.0
-) -> AttentionConfig:
-    num_heads, num_kv_heads, head_dim = read_heads(fields, fields.positive("hidden_size"))
-    return AttentionConfig(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rope=read_rope(fields, head_dim=head_dim, theta=theta),
-        has_bias=has_bias,
-        has_out_bias=has_out_bias,
-    )
-
-
-def _dense(
-    fields: Fields, family: Family, attention: AttentionConfig, *, has_mlp_bias: bool = False
-) -> ModelConfig:
-    fields.refuse("hidden_act", "silu", "swish")
-    mlp = MLPConfig(fields.positive("intermediate_size"), has_bias=has_mlp_bias)
-    windows = read_windows(fields, fields.positive("num_hidden_layers"))
-    layers = tuple(LayerConfig(replace(attention, window=window), mlp=mlp) for window in windows)
-    return _model(fields, family, layers)
-
-
-def _model(fields: Fields, family: Family, layers: tuple[LayerConfig, ...]) -> ModelConfig:
-    """What every family reads alike."""
+def _read(family: Family, fields: Fields) -> ModelConfig:
+    for key, neutral in _VARIANTS.items():
+        fields.refuse(key, *neutral)
+    for key in fields.raw:
+        if key.startswith(_VARIANT_PREFIXES) and key not in _HARMLESS:
+            fields.refuse(key)
+    if family != "gemma4":
+        fields.refuse("hidden_act", "silu", "swish")
+        fields.refuse("hidden_activation", "silu", "swish")
+        fields.refuse("final_logit_softcapping")
+        fields.refuse("per_layer_config")
+    layers = _LAYERS[family](fields)
+    is_gemma, is_gpt_oss = family == "gemma4", family == "gpt_oss"
+    hidden_size = fields.positive("hidden_size")
     return ModelConfig(
         name=fields.owner,
         family=family,
         vocab_size=fields.positive("vocab_size"),
-        hidden_size=fields.positive("hidden_size"),
-        norm_eps=fields.above_zero("rms_norm_eps", 1e-6),
-        max_positions=fields.positive("max_position_embeddings", 2048),
-        ties_embeddings=fields.get("tie_word_embeddings", bool, False),
+        hidden_size=hidden_size,
+        norm_eps=fields.above_zero("rms_norm_eps", 1e-5 if is_gpt_oss else 1e-6),
+        max_positions=fields.positive("max_position_embeddings", 131072 if is_gemma else 2048),
+        ties_embeddings=fields.get("tie_word_embeddings", bool, is_gemma),
         layers=layers,
+        embedding_scale=hidden_size**0.5 if is_gemma else 1.0,
+        logit_softcap=read_softcap(fields),
+        swiglu_limit=fields.above_zero("swiglu_limit", 7.0) if is_gpt_oss else None,
     )
+
+
+# ---- dense
+
+
+def _llama(fields: Fields) -> Layers:
+    fields.refuse("pretraining_tp", 1)
+    return _dense(fields, _attention(fields), has_mlp_bias=fields.get("mlp_bias", bool, False))
+
+
+def _qwen2(fields: Fields) -> Layers:
+    fields.refuse("attention_bias", True)
+    return _dense(fields, replace(_attention(fields), has_bias=True, has_out_bias=False))
+
+
+def _qwen3(fields: Fields) -> Layers:
+    return _dense(fields, _attention(fields))
+
+
+def _attention(
+    fields: Fields, *, has_bias: bool = False, theta: float = 10000.0, part: float | None = None
+) -> AttentionConfig:
+    """The attention that most families share, with a family's own defaults."""
+    num_heads, num_kv_heads, head_dim = read_heads(fields, fields.positive("hidden_size"))
+    has_bias = fields.get("attention_bias", bool, has_bias)
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=read_rope(fields, head_dim=head_dim, theta=theta, part=part),
+        has_bias=has_bias,
+        has_out_bias=has_bias,
+    )
+
+
+def _dense(fields: Fields, attention: AttentionConfig, *, has_mlp_bias: bool = False) -> Layers:
+    mlp = MLPConfig(fields.positive("intermediate_size"), has_bias=has_mlp_bias)
+    windows = read_windows(fields, fields.positive("num_hidden_layers"))
+    return tuple(LayerConfig(replace(attention, window=window), mlp=mlp) for window in windows)
 
 
 # ---- Qwen3 mixtures and hybrids
 
 
-def _qwen3_moe(fields: Fields) -> ModelConfig:
-    fields.refuse("hidden_act", "silu", "swish")
-    has_bias = fields.get("attention_bias", bool, False)
-    attention = _attention(fields, has_bias=has_bias, has_out_bias=has_bias)
+def _qwen3_moe(fields: Fields) -> Layers:
+    attention = _attention(fields)
     num_layers = fields.positive("num_hidden_layers")
     # Unlike in Qwen3, the switch is for all layers, and layer_types are not heeded.
     kinds = (_SLIDING if fields.get("use_sliding_window", bool, False) else _FULL,) * num_layers
     fields.refuse("layer_types", list(kinds))
     moe = _moe(fields, is_normalised=fields.get("norm_topk_prob", bool, False))
     mixers = [replace(attention, window=window) for window in windows_of(fields, kinds, num_layers)]
-    return _model(fields, "qwen3_moe", _sparse_layers(fields, mixers, moe))
+    return _sparse_layers(fields, mixers, moe)
 
 
-def _qwen3_next(fields: Fields) -> ModelConfig:
-    moe = _moe(
-        fields,
-        is_normalised=fields.get("norm_topk_prob", bool, True),
-        shared_size=fields.positive("shared_expert_intermediate_size"),
-    )
-    return _model(fields, "qwen3_next", _sparse_layers(fields, _hybrid_mixers(fields), moe))
+def _qwen3_next(fields: Fields) -> Layers:
+    is_normalised = fields.get("norm_topk_prob", bool, True)
+    moe = _moe(fields, is_normalised=is_normalised, has_shared=True)
+    return _sparse_layers(fields, _hybrid_mixers(fields), moe)
 
 
-def _qwen3_5(fields: Fields) -> ModelConfig:
+def _qwen3_5(fields: Fields) -> Layers:
     mlp = MLPConfig(fields.positive("intermediate_size"))
-    return _model(fields, "qwen3_5", tuple(LayerConfig(mixer, mlp=mlp) for mixer in _hybrid_mixers(fields)))
+    return tuple(LayerConfig(mixer, mlp=mlp) for mixer in _hybrid_mixers(fields))
 
 
-def _qwen3_5_moe(fields: Fields) -> ModelConfig:
+def _qwen3_5_moe(fields: Fields) -> Layers:
     fields.refuse("norm_topk_prob", True)
     fields.refuse("decoder_sparse_step", 1)
     fields.refuse("mlp_only_layers", [])
-    moe = _moe(fields, shared_size=fields.positive("shared_expert_intermediate_size"))
-    layers = tuple(LayerConfig(mixer, moe=moe) for mixer in _hybrid_mixers(fields))
-    return _model(fields, "qwen3_5_moe", layers)
+    return _sparse_layers(fields, _hybrid_mixers(fields), _moe(fields, has_shared=True))
 
 
-def _moe(fields: Fields, *, is_normalised: bool = True, shared_size: int | None = None) -> MoEConfig:
-    num_experts, num_chosen = _experts(
-        fields,
-        "num_experts" if "num_experts" in fields.raw else "num_local_experts",
-        "num_experts_per_tok",
-    )
+def _moe(fields: Fields, *, is_normalised: bool = True, has_shared: bool = False) -> MoEConfig:
+    key = "num_experts" if "num_experts" in fields.raw else "num_local_experts"
+    num_experts, num_chosen = _experts(fields, key, "num_experts_per_tok")
     return MoEConfig(
         num_experts=num_experts,
         num_chosen=num_chosen,
         inner_size=fields.positive("moe_intermediate_size"),
         is_normalised=is_normalised,
-        shared_size=shared_size,
+        shared_size=fields.positive("shared_expert_intermediate_size") if has_shared else None,
     )
 
 
@@ -246,9 +238,7 @@ def _experts(fields: Fields, key: str, chosen_key: str) -> tuple[int, int]:
     return num_experts, num_chosen
 
 
-def _sparse_layers(
-    fields: Fields, mixers: Sequence[AttentionConfig | DeltaConfig], moe: MoEConfig
-) -> tuple[LayerConfig, ...]:
+def _sparse_layers(fields: Fields, mixers: Iterable[Mixer], moe: MoEConfig) -> Layers:
     """Layers of which some are dense: those listed, and those between the sparse steps."""
     step = fields.positive("decoder_sparse_step", 1)
     dense = set(fields.items("mlp_only_layers", int) or ())
@@ -261,24 +251,13 @@ def _sparse_layers(
     return tuple(layers)
 
 
-def _hybrid_mixers(fields: Fields) -> tuple[AttentionConfig | DeltaConfig, ...]:
+def _hybrid_mixers(fields: Fields) -> tuple[Mixer, ...]:
     """Gated attention every few layers, gated delta rules between."""
-    fields.refuse("hidden_act", "silu", "swish")
     fields.refuse("output_gate_type", "silu", "swish")
     fields.refuse("attn_output_gate", True)
     fields.refuse("use_sliding_window", False)
     num_layers = fields.positive("num_hidden_layers")
-    has_bias = fields.get("attention_bias", bool, False)
-    num_heads, num_kv_heads, head_dim = read_heads(fields, fields.positive("hidden_size"))
-    attention = AttentionConfig(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rope=read_rope(fields, head_dim=head_dim, part=0.25),
-        has_bias=has_bias,
-        has_out_bias=has_bias,
-    )
-    delta = _delta(fields)
+    attention, delta = _attention(fields, part=0.25), _delta(fields)
     kinds = fields.items("layer_types", str)
     if kinds is None:
         interval = fields.positive("full_attention_interval", 4)
@@ -294,7 +273,7 @@ def _delta(fields: Fields) -> DeltaConfig:
         raise fields.error(f"has {num_value_heads} linear value heads for {num_key_heads} key heads")
     conv_width = fields.positive("linear_conv_kernel_dim", 4)
     if conv_width < 2:
-        raise fields.error("says linear_conv_kernel_dim = 1, but a convolution spans at least two tokens")
+        raise fields.wrong("linear_conv_kernel_dim", 1, "but a convolution spans at least two tokens")
     return DeltaConfig(
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
@@ -307,7 +286,7 @@ def _delta(fields: Fields) -> DeltaConfig:
 # ---- Gemma 4
 
 
-def _gemma4(fields: Fields) -> ModelConfig:
+def _gemma4(fields: Fields) -> Layers:
     _refuse_gemma_variants(fields)
     num_layers = fields.positive("num_hidden_layers")
     kinds = fields.items("layer_types", str)
@@ -327,13 +306,7 @@ def _gemma4(fields: Fields) -> ModelConfig:
         is_wide = shared_with is not None and fields.get("use_double_wide_mlp", bool, False)
         inner_size = fields.positive("intermediate_size") * (2 if is_wide else 1)
         layers.append(LayerConfig(mixer, mlp=MLPConfig(inner_size), moe=_gemma_moe(fields)))
-    return replace(
-        _model(fields, "gemma4", tuple(layers)),
-        max_positions=fields.positive("max_position_embeddings", 131072),
-        ties_embeddings=fields.get("tie_word_embeddings", bool, True),
-        embedding_scale=fields.positive("hidden_size") ** 0.5,
-        logit_softcap=read_softcap(fields),
-    )
+    return tuple(layers)
 
 
 def _refuse_gemma_variants(fields: Fields) -> None:
@@ -430,35 +403,24 @@ def _gemma_moe(fields: Fields) -> MoEConfig | None:
 # ---- gpt-oss
 
 
-def _gpt_oss(fields: Fields) -> ModelConfig:
-    fields.refuse("hidden_act", "silu", "swish")
+def _gpt_oss(fields: Fields) -> Layers:
     fields.refuse("swiglu_alpha", 1.702)
     fields.refuse("norm_topk_prob", True)
     num_layers = fields.positive("num_hidden_layers")
-    has_bias = fields.get("attention_bias", bool, True)
-    attention = _attention(fields, has_bias=has_bias, has_out_bias=has_bias, theta=150000.0)
+    attention = _attention(fields, has_bias=True, theta=150000.0)
     if not fields.section("rope_parameters").raw and not fields.section("rope_scaling").raw:
         raise fields.error("has neither 'rope_scaling' nor 'rope_parameters'")
     kinds = fields.items("layer_types", str)
     if kinds is None:
         kinds = tuple(_FULL if index % 2 else _SLIDING for index in range(num_layers))
-    num_experts, num_chosen = _experts(
-        fields,
-        "num_local_experts",
-        "num_experts_per_tok" if "num_experts_per_tok" in fields.raw else "experts_per_token",
-    )
+    chosen_key = "num_experts_per_tok" if "num_experts_per_tok" in fields.raw else "experts_per_token"
+    num_experts, num_chosen = _experts(fields, "num_local_experts", chosen_key)
     moe = MoEConfig(num_experts, num_chosen, inner_size=fields.positive("intermediate_size"))
     windows = windows_of(fields, kinds, num_layers)
-    layers = tuple(LayerConfig(replace(attention, window=window), moe=moe) for window in windows)
-    model = _model(fields, "gpt_oss", layers)
-    return replace(
-        model,
-        norm_eps=fields.above_zero("rms_norm_eps", 1e-5),
-        swiglu_limit=fields.above_zero("swiglu_limit", 7.0),
-    )
+    return tuple(LayerConfig(replace(attention, window=window), moe=moe) for window in windows)
 
 
-_READERS: Mapping[Family, Callable[[Fields], ModelConfig]] = {
+_LAYERS: Mapping[Family, Callable[[Fields], Layers]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

@@ -6,12 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias
 
 from blockdraft.checkpoints.config_fields import Fields
 from blockdraft.checkpoints.schemes import Scheme
-
-Rule: TypeAlias = Callable[[str], Scheme | None]
 
 # Names that end like this are routers, which AutoGPTQ, AutoAWQ and DeepSeek's fp8 never quantise.
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -22,11 +19,8 @@ class Quantization:
     """The quantisation of one checkpoint."""
 
     name: str
-    rule: Rule
-
-    def scheme(self, module: str) -> Scheme | None:
-        """How the module of this Hugging Face path (without ".weight") is stored; None: plain."""
-        return self.rule(module)
+    # How the module of a Hugging Face path (without ".weight") is stored; None: plain.
+    scheme: Callable[[str], Scheme | None]
 
 
 def transformers_rule(section: Fields, patterns: Sequence[str]) -> Callable[[str], bool]:
@@ -49,27 +43,12 @@ def regex(section: Fields, key: str, pattern: str) -> re.Pattern[str]:
         ) from None
 
 
-def names(fields: Fields, key: str) -> list[str] | None:
-    value = fields.raw.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise fields.error(f"says {fields.prefix}{key} = {value!r}, expected a list of names")
-    return list(value)
-
-
 def is_router(module: str) -> bool:
     return module.rpartition(".")[2] in _ROUTERS
 
 
 def is_head(module: str) -> bool:
     return module.rpartition(".")[2] == "lm_head"
-
-
-def compressed_match(module: str, target: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
-    return target == module
 
 
 def modelopt_match(module: str, pattern: str) -> bool:
