@@ -168,13 +168,13 @@ def _serve(
     """Answer at once, /ready saying how far the start is; load and serve on the engine's own thread."""
     from blockdraft.engine.loop import EngineLoop
     from blockdraft.engine.watchdog import Watchdog
-    from blockdraft.phases import Startup
+    from blockdraft.phases import StartProgress
     from blockdraft.server.app import make_app
     from blockdraft.start.ready import start_engine
 
     report = set_up_logs(args, options.api_keys)
     name = (args.served_model_name or settings.model) + settings.suffix
-    loop = EngineLoop(lambda startup: start_engine(settings, startup), Startup(report))
+    loop = EngineLoop(lambda startup: start_engine(settings, startup), StartProgress(report))
     watchdog = Watchdog(loop, args.step_timeout, _end_hung)
     app = make_app(loop, name=name, options=options, is_hanging=lambda: watchdog.is_hanging)
     serve_until_told(args, loop, app, options, name=name, listener=listener)

@@ -31,7 +31,7 @@ from blockdraft.launch.versions import TITLES, read_version
 from blockdraft.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from blockdraft.phases import Startup
+    from blockdraft.phases import StartProgress
     from blockdraft.server.options import ServerOptions
     from blockdraft.server.proxy import Proxy
 
@@ -180,7 +180,7 @@ class EngineService:
         self._proxy = proxy
 
     @property
-    def startup(self) -> Startup:
+    def startup(self) -> StartProgress:
         return self._supervisor.startup
 
     @property

@@ -18,7 +18,7 @@ from blockdraft.errors import SettingsError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from blockdraft.phases import Startup
+    from blockdraft.phases import StartProgress
     from blockdraft.server.options import ServerOptions
 
 EXIT_ERROR = 2  # the start failed on something a user can mend
@@ -32,7 +32,7 @@ class Service(Protocol):
     """What answers behind the server: our own engine's loop, or another engine that we started."""
 
     @property
-    def startup(self) -> Startup: ...
+    def startup(self) -> StartProgress: ...
     @property
     def error(self) -> str | None:
         """Why it is lost."""

@@ -32,7 +32,7 @@ class Question:
     """One prompt. Its answer ends at an end-of-sequence token, or with `max_tokens`.
 
     With `max_repeat` it ends as well, at the end of a round, once so many tokens in a row were said before:
-    a greedy answer that runs in circles seldom leaves them.
+    a greedy answer that loops seldom leaves the loop.
     """
 
     key: int  # whatever tells the asker which one it is

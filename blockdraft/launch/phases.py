@@ -10,7 +10,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from blockdraft.phases import Startup
+from blockdraft.phases import StartProgress
 
 PHASES = ("launch", "fetch", "load", "compile", "capture", "warm", "verify")
 _READ = PHASES[:-2]  # the last two are ours
@@ -105,7 +105,7 @@ def is_bar(line: str) -> bool:
 class Walk:
     """A start that goes through its phases in order; those that the engine leaves out are skipped."""
 
-    def __init__(self, startup: Startup) -> None:
+    def __init__(self, startup: StartProgress) -> None:
         self._startup = startup
         self._open = ExitStack()
         self._place = -1

@@ -13,7 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from blockdraft.engine.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
 from blockdraft.engine.sampling_defaults import NAMES
-from blockdraft.server.body import FieldError, parse_object, shown_name
+from blockdraft.errors import RequestError
+from blockdraft.server.body import parse_object, shown_name
 from blockdraft.server.field_types import (
     MAX_INT,
     MAX_PROMPT_TOKENS,
@@ -62,7 +63,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 _CHAT_ONLY = {"echo": (False,)}
-Fields = TypeVar("Fields", bound="_Body")
+BodyT = TypeVar("BodyT", bound="_Body")
 
 
 class _Model(BaseModel):
@@ -75,7 +76,7 @@ class _Body(_Model):
     model: str | None = None
 
     def check(self) -> None:
-        """FieldError for what no single field can tell."""
+        """Raises RequestError for what no single field can tell."""
 
 
 class StreamOptions(_Model):
@@ -141,9 +142,9 @@ class _Generation(_Body):
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise FieldError("'stream_options' needs 'stream': true.", "stream_options")
+            raise RequestError("'stream_options' needs 'stream': true.", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
-            raise FieldError(
+            raise RequestError(
                 "'prompt_logprobs' cannot be streamed: set 'stream' to false.", "prompt_logprobs"
             )
 
@@ -156,7 +157,7 @@ class _Generation(_Body):
         prompt_logprobs: int | None,
     ) -> SamplingParams:
         if max_tokens is not None and self.min_tokens > max_tokens:
-            raise FieldError(
+            raise RequestError(
                 f"'min_tokens' is {self.min_tokens}, more than the {max_tokens} tokens the answer may have.",
                 "min_tokens",
             )
@@ -209,13 +210,13 @@ class ChatRequest(_Generation):
         super().check()
         is_explicit = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
         if self.continue_final_message and is_explicit:
-            raise FieldError(
+            raise RequestError(
                 "'continue_final_message' takes the place of the generation prompt: "
                 "set 'add_generation_prompt' to false.",
                 "continue_final_message",
             )
         if self.top_logprobs is not None and not self.logprobs:
-            raise FieldError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+            raise RequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
 
     def sampling(self, defaults: Mapping[str, float]) -> SamplingParams:
         is_new = self.max_completion_tokens is not None
@@ -245,9 +246,9 @@ class CompletionRequest(_Generation):
     def check(self) -> None:
         super().check()
         if self.best_of not in (None, self.n):
-            raise FieldError("'best_of' must equal 'n': every choice is returned.", "best_of")
+            raise RequestError("'best_of' must equal 'n': every choice is returned.", "best_of")
         if self.is_scoring and not self.echo:
-            raise FieldError("'max_tokens' is 0, which needs 'echo': true.", "max_tokens")
+            raise RequestError("'max_tokens' is 0, which needs 'echo': true.", "max_tokens")
 
     def sampling(self, defaults: Mapping[str, float]) -> SamplingParams:
         asked = self.prompt_logprobs
@@ -271,7 +272,7 @@ class TokenizeRequest(_Body):
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise FieldError("send 'prompt' or 'messages', and not both.", "prompt")
+            raise RequestError("send 'prompt' or 'messages', and not both.", "prompt")
 
 
 class DetokenizeRequest(_Body):
@@ -280,19 +281,19 @@ class DetokenizeRequest(_Body):
     tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS)
 
 
-def parse(kind: type[Fields], body: bytes) -> Fields:
+def parse(kind: type[BodyT], body: bytes) -> BodyT:
     """Read a request, or say with RequestError what is wrong with it."""
     given = {name: _whole(value) for name, value in parse_object(body).items() if value is not None}
     unsupported = {**_UNSUPPORTED, **_CHAT_ONLY} if kind is ChatRequest else _UNSUPPORTED
     for name, neutral in unsupported.items():
         if name in given and given[name] not in neutral:
-            raise FieldError(f"'{name}' is not supported yet: leave it out.", name)
+            raise RequestError(f"'{name}' is not supported yet: leave it out.", name)
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(shown_name(str(part)) for part in first["loc"])
-        raise FieldError(f"'{where}': {first['msg']}.", shown_name(str(first["loc"][0]))) from None
+        raise RequestError(f"'{where}': {first['msg']}.", shown_name(str(first["loc"][0]))) from None
     asked.check()
     return asked
 

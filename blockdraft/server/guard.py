@@ -22,8 +22,8 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from blockdraft.server.openai import error_body
 from blockdraft.server.options import ServerOptions
+from blockdraft.server.responses import error_body
 
 # Everything else needs a key where there is one. As with vLLM, probes and metrics do not; nor does the page
 # itself, which asks for the key and sends it with its calls.

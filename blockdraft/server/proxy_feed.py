@@ -1,18 +1,16 @@
-"""What another engine's /metrics says, in the words of our live page and our own metrics."""
+"""What another engine's /metrics says, in the words of our live page."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import aiohttp
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from blockdraft.exposition import samples
 
@@ -184,54 +182,6 @@ async def live_events(
         sent_s = fresh[-1][0] if fresh else sent_s
         yield {"startup": startup(), "engine": engine(), "now": feed.now(), "history": fresh}
         await asyncio.sleep(INTERVAL_S)
-
-
-# ---- our own metrics, beside the engine's
-
-
-def render(
-    startup: Mapping[str, object], name: str, answers: Mapping[int, int], num_live: int
-) -> tuple[bytes, str]:
-    """The text and its content type; `answers` are those passed on, by HTTP status."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families([*_families(startup, name, answers, num_live)]))
-    return generate_latest(registry), CONTENT_TYPE_LATEST
-
-
-class _Families(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
-
-
-def _families(
-    startup: Mapping[str, object], name: str, answers: Mapping[int, int], num_live: int
-) -> Iterator[Metric]:
-    ready = GaugeMetricFamily("blockdraft:ready", "1 when warm and checked.", labels=["model_name"])
-    ready.add_metric([name], float(startup["state"] == "ready"))
-    yield ready
-    seconds = GaugeMetricFamily(
-        "blockdraft:startup_phase_seconds",
-        "How long each phase of the start took.",
-        labels=["model_name", "phase"],
-    )
-    phases = startup["phases"]
-    assert isinstance(phases, list)
-    for phase in phases:
-        if phase["seconds"] is not None:
-            seconds.add_metric([name, phase["name"]], phase["seconds"])
-    yield seconds
-    live = GaugeMetricFamily("blockdraft:proxy_requests_live", "Requests under way.", labels=["model_name"])
-    live.add_metric([name], num_live)
-    yield live
-    ended = CounterMetricFamily(
-        "blockdraft:proxy_requests", "Requests passed on to the engine.", labels=["model_name", "status"]
-    )
-    for status, count in sorted(answers.items()):
-        ended.add_metric([name, str(status)], count)
-    yield ended
 
 
 async def look_at(session: aiohttp.ClientSession, url: str) -> tuple[str, str] | None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from blockdraft.server.proxy_feed import Feed, read_metrics, render
+from blockdraft.server.metrics import render_proxy
+from blockdraft.server.proxy_feed import Feed, read_metrics
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -131,7 +132,7 @@ def test_our_own_metrics():
         "state": "ready",
         "phases": [{"name": "load", "seconds": 1.5}, {"name": "warm", "seconds": None}],
     }
-    text = render(start, "m", {200: 3, 502: 1}, 2)[0].decode()
+    text = render_proxy(start, "m", {200: 3, 502: 1}, 2)[0].decode()
     assert 'blockdraft:ready{model_name="m"} 1.0' in text
     assert 'blockdraft:startup_phase_seconds{model_name="m",phase="load"} 1.5' in text
     assert 'phase="warm"' not in text

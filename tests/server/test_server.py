@@ -380,14 +380,15 @@ def test_a_bug_of_ours_is_a_500_without_details(app, models, monkeypatch):
 
 
 class Starting:
-    """A backend whose engine is not there yet."""
+    """A loop whose engine is not there yet, and its progress."""
 
     error = tokenizer = engine_info = None
 
     def __init__(self, state):
         self.state = state
+        self.startup = self
 
-    def start(self):
+    def snapshot(self):
         phase = {"name": "load", "state": "running", "seconds": 1.5, "detail": None, "progress": 0.5}
         return {"state": self.state, "seconds": 2.0, "phases": [phase], "warnings": [], "error": None}
 
