@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import SettingsError
@@ -28,6 +28,8 @@ from blockdraft.settings.settings import (
     read_variable,
     suggestion,
 )
+
+T = TypeVar("T")
 
 
 def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
@@ -136,23 +138,16 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        n=args.n,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        repetition_penalty=args.repetition_penalty,
-        logit_bias=dict(args.logit_bias),
-        seed=args.sampling_seed,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-        min_tokens=args.min_tokens,
-        max_tokens=args.max_tokens,
-        logprobs=args.logprobs,
+    # Not args.width, which is the engine's setting of that name, nor args.seed.
+    return dataclass_from(
+        SamplingParams, args, logit_bias=dict(args.logit_bias), seed=args.sampling_seed, width=None
     )
+
+
+def dataclass_from(kind: type[T], args: argparse.Namespace, **given: object) -> T:
+    """A dataclass of what is given, and of the flags whose values have the names of its fields."""
+    names = [item.name for item in fields(kind) if item.name not in given and item.name in args]  # type: ignore[arg-type]
+    return kind(**{name: getattr(args, name) for name in names}, **given)
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:

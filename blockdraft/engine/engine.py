@@ -106,7 +106,7 @@ class Engine:
     def abort(self, request_id: str) -> list[Delta]:
         """End a request now. Unknown or finished ids are ignored: the end may have crossed the abort."""
         deltas = self.scheduler.abort(request_id)
-        self.stats.count_aborted(deltas, self._load())
+        self.stats.count_aborted(deltas)
         return deltas
 
     @property
@@ -186,8 +186,7 @@ class Engine:
             return self._step()
         except BaseException:
             self._pending = None
-            lost = self.scheduler.end_running()
-            self.stats.count_lost(lost, self._load())
+            self.stats.count_lost(self.scheduler.end_running())
             raise
 
     def _step(self) -> list[Delta]:
@@ -285,7 +284,7 @@ class Engine:
         deltas = self.scheduler.commit(batch, outcome)
         sequences = list(itertools.compress(batch.sequences, seen))
         committed = list(itertools.compress(outcome.token_ids, seen))
-        self.stats.count(batch, sequences, committed, deltas, self._load())
+        self.stats.count(batch, sequences, committed, deltas)
         return deltas
 
     def _outcome(self, batch: Batch, launched: Launched) -> Outcome:
