@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import SettingsError
-from blockdraft.machine.cards import CARDS, Card, card_by_key
 from blockdraft.machine.machine import may_have_gpu
 from blockdraft.settings.resolve import ADDED_UP, Resolved, flag_of, resolve
 from blockdraft.settings.settings import (
@@ -26,7 +25,6 @@ from blockdraft.settings.settings import (
     pin_threads,
     read_setting,
     read_variable,
-    suggestion,
 )
 
 T = TypeVar("T")
@@ -93,16 +91,6 @@ def flags_of(settings: Settings) -> list[str]:
         else:
             flags += [flag_of(name), "none" if value is None else str(value)]
     return flags
-
-
-def card_named(name: str) -> Card:
-    """The card of --card. Raises SettingsError."""
-    card = card_by_key(name)
-    if card is None:
-        keys = [key for known in CARDS for key in (known.key, *known.aliases)]
-        hint = suggestion(name.lower(), keys) or f": use one of {', '.join(keys)}"
-        raise SettingsError(f"card '{name}' is unknown{hint}")
-    return card
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

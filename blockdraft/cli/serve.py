@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.cli.flags import add_model, add_settings, bind_threads, settings_from
-from blockdraft.cli.serving import UNHEALTHY_GRACE_S, bind, exit_code, serve_until_told, set_up_logs
+from blockdraft.cli.serving import exit_code, serve_until_told, set_up_logs
 from blockdraft.errors import SettingsError
 from blockdraft.settings.settings import Settings
 
@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
         return serve_engine.run(args, settings, options)
     _refuse_engine_flags(args)
-    from blockdraft.cli.asked import check_native
+    from blockdraft.server.running import bind
+    from blockdraft.start.preflight import check_native
 
     with bind(args.host, args.port) as listener:
         check_native(settings)
@@ -142,5 +143,7 @@ def _serve(
 
 def _end_hung() -> None:
     """The engine's thread cannot be stopped, so the process ends; first /health shows why for a moment."""
+    from blockdraft.server.running import UNHEALTHY_GRACE_S
+
     time.sleep(UNHEALTHY_GRACE_S)
     os._exit(EXIT_HUNG)

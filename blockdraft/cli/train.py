@@ -104,10 +104,18 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
 
 
 def _numbers_of(group: argparse._ArgumentGroup) -> Callable[..., None]:
-    """Adds a flag that takes a number."""
+    """A function that adds a flag with a number."""
 
-    def number(flag: str, kind: type, default: float | None, text: str | None, **more: str) -> None:
-        group.add_argument(flag, type=kind, default=default, help=text, **{"metavar": "N", **more})
+    def number(
+        flag: str,
+        kind: type[float],
+        default: float | None,
+        text: str | None,
+        *,
+        dest: str | None = None,
+        metavar: str = "N",
+    ) -> None:
+        group.add_argument(flag, type=kind, default=default, help=text, dest=dest, metavar=metavar)
 
     return number
 

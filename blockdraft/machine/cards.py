@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from blockdraft.errors import SettingsError
+from blockdraft.settings.settings import suggestion
+
 Capability = tuple[int, int]
 
 MIB = 1 << 20
@@ -118,6 +121,16 @@ def card_by_key(key: str) -> Card | None:
         if wanted == card.key or wanted in card.aliases:
             return card
     return None
+
+
+def card_named(name: str) -> Card:
+    """The same. Raises SettingsError for a card that we do not know."""
+    card = card_by_key(name)
+    if card is None:
+        keys = [key for known in CARDS for key in (known.key, *known.aliases)]
+        hint = suggestion(name.lower(), keys) or f": use one of {', '.join(keys)}"
+        raise SettingsError(f"card '{name}' is unknown{hint}")
+    return card
 
 
 # ---- what a capability has in hardware

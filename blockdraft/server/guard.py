@@ -40,13 +40,8 @@ _HEADERS = {
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",  # the page has its own
 }
-_DATA_POLICY = "default-src 'none'; frame-ancestors 'none'"
-# The page carries its own style and script, and loads nothing from elsewhere.
-_PAGE_POLICY = (
-    "default-src 'self' 'unsafe-inline'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
-    "form-action 'self'; frame-ancestors 'none'"
-)
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("blockdraft.access")
@@ -283,8 +278,6 @@ class _Reply:
         headers["x-request-id"] = self._state["request_id"]
         for name, value in _HEADERS.items():
             headers.setdefault(name, value)
-        is_page = headers.get("content-type", "").startswith("text/html")
-        headers.setdefault("content-security-policy", _PAGE_POLICY if is_page else _DATA_POLICY)
         if self._has_cors:
             headers.add_vary_header("origin")
         if self._origin is not None:

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from yarl import URL
 
 from blockdraft import __version__
+from blockdraft.phases import StartProgress
 from blockdraft.server.guard import Guard
 from blockdraft.server.metrics import render_proxy
 from blockdraft.server.options import ServerOptions
@@ -74,14 +75,14 @@ class Upstream(Protocol):
     def error(self) -> str | None:
         """Why it is lost."""
 
+    @property
+    def startup(self) -> StartProgress: ...
     def last_lines(self) -> list[str]: ...
-    def start(self) -> dict[str, object]:
-        """StartProgress.snapshot()."""
-
     def info(self) -> dict[str, object] | None:
         """What the page shows of it; None before it is ready, and where its API is on another machine."""
 
-    def version(self) -> dict[str, str]: ...
+    def versions(self) -> dict[str, str]: ...
+    def close(self) -> None: ...
 
 
 class Proxy:
@@ -101,9 +102,18 @@ class Proxy:
         self._session: aiohttp.ClientSession | None = None
         self.app: ASGIApp = Guard(self._api(), options)
 
+    @property
+    def startup(self) -> StartProgress:
+        return self._upstream.startup
+
+    @property
+    def error(self) -> str | None:
+        return self._upstream.error
+
     def close(self) -> None:
-        """Open live pages end; whatever else is under way ends with the engine."""
+        """End open live pages, and the engine with whatever else is under way."""
         self._is_closed = True
+        self._upstream.close()
 
     def _api(self) -> Starlette:
         return Starlette(
@@ -157,14 +167,14 @@ class Proxy:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
-        return start_response(self._upstream.start())
+        return start_response(self.startup.snapshot())
 
     async def _version(self, request: Request) -> Response:
-        return JSONResponse({**self._upstream.version(), "blockdraft": __version__})
+        return JSONResponse({**self._upstream.versions(), "blockdraft": __version__})
 
     async def _metrics(self, request: Request) -> Response:
         assert self._session is not None
-        ours, content_type = render_proxy(self._upstream.start(), self._name, self._answers, self.num_live)
+        ours, content_type = render_proxy(self.startup.snapshot(), self._name, self._answers, self.num_live)
         theirs = None if self._upstream.info() is None else await look_at(self._session, self._upstream.url)
         if theirs is None:
             return Response(ours, headers={"content-type": content_type})
@@ -176,10 +186,11 @@ class Proxy:
         return live_response(request, self._live())
 
     async def _live(self) -> AsyncIterator[dict[str, object]]:
-        upstream = self._upstream
         self._num_watching += 1
         try:
-            async for data in live_events(self._feed, upstream.start, upstream.info, lambda: self._is_closed):
+            async for data in live_events(
+                self._feed, self.startup.snapshot, self._upstream.info, lambda: self._is_closed
+            ):
                 yield data
         finally:
             self._num_watching -= 1
@@ -192,7 +203,7 @@ class Proxy:
             return error_response(405, "this path takes GET, POST and DELETE.", "invalid_request_error")
         if ".." in scope["path"].split("/"):
             return error_response(404, "no such path.", "invalid_request_error")
-        state = self._upstream.start()["state"]
+        state = self.startup.state
         if state != "ready":
             return not_ready_response(state)
         if self._upstream.info() is None:
