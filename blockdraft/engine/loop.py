@@ -96,11 +96,6 @@ class _Abort:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Close:
-    pass
-
-
 @dataclass(slots=True)
 class _Live:
     """The engine thread's side of a stream."""
@@ -122,8 +117,8 @@ class EngineLoop:
         self.step_began_s: float | None = None  # while a step runs; a watchdog reads it
         self._make_engine = make_engine
         self._num_failures = 0
-        self._commands: SimpleQueue[_Add | _Abort | _Close] = SimpleQueue()
-        self._closing_lock = Lock()  # nothing enters the queue behind _Close: it would never be answered
+        self._commands: SimpleQueue[_Add | _Abort | None] = SimpleQueue()  # None: close
+        self._closing_lock = Lock()  # nothing enters the queue behind the end: it would never be answered
         self._is_open = True
         self._live: dict[str, _Live] = {}  # touched by the engine's thread only
         self._has_started = Event()
@@ -171,7 +166,7 @@ class EngineLoop:
         with self._closing_lock:
             if self._is_open:
                 self._is_open = False
-                self._commands.put(_Close())
+                self._commands.put(None)
         if self._has_started.is_set():
             self._thread.join()
 
@@ -214,7 +209,7 @@ class EngineLoop:
                 command = self._commands.get(block=is_idle)
             except Empty:
                 return True
-            if isinstance(command, _Close):
+            if command is None:
                 return False
             if isinstance(command, _Add):
                 self._add(command)

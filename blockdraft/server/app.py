@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Items
+from dataclasses import asdict
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -25,7 +26,7 @@ from blockdraft.errors import RequestError
 from blockdraft.server.answers import AnswerHead, ChatAnswer, TextAnswer
 from blockdraft.server.body import shown
 from blockdraft.server.connection import AnswerEvents, respond
-from blockdraft.server.events import live_events
+from blockdraft.server.events import LoopFeed, live_events
 from blockdraft.server.failures import HANDLERS, NotReady
 from blockdraft.server.fields import (
     BodyT,
@@ -122,7 +123,13 @@ class _Api:
 
     async def events(self, request: Request) -> Response:
         """What the live page shows, a server-sent event per second."""
-        return live_response(request, live_events(self.loop))
+        loop = self.loop
+
+        def engine() -> dict[str, object] | None:
+            return None if loop.engine_info is None else asdict(loop.engine_info)
+
+        events = live_events(LoopFeed(loop), loop.startup.snapshot, engine, lambda: loop.is_closed)
+        return live_response(request, events)
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(openapi())

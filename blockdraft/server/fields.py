@@ -7,12 +7,12 @@ word on ranges. A null field is one that was left out; fields nobody knows are i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from blockdraft.engine.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
-from blockdraft.engine.sampling_defaults import NAMES
 from blockdraft.errors import RequestError
 from blockdraft.server.body import parse_object, shown_name
 from blockdraft.server.field_types import (
@@ -63,6 +63,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 _CHAT_ONLY = {"echo": (False,)}
+_SAMPLING_NAMES = frozenset(item.name for item in fields(SamplingParams))
 BodyT = TypeVar("BodyT", bound="_Body")
 
 
@@ -161,26 +162,14 @@ class _Generation(_Body):
                 f"'min_tokens' is {self.min_tokens}, more than the {max_tokens} tokens the answer may have.",
                 "min_tokens",
             )
-        asked = {name: getattr(self, name) for name in NAMES}
-        return SamplingParams(
-            **{**defaults, **{name: value for name, value in asked.items() if value is not None}},
-            n=self.n,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            seed=self.seed,
-            stop=self.stop,
-            stop_token_ids=tuple(self.stop_token_ids),
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-            width=self.speculative.width,
-            cache_salt=self.cache_salt,
-        )
+        given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
+        last = {
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "width": self.speculative.width,
+        }
+        return SamplingParams(**{**defaults, **given, **last})
 
 
 class ChatRequest(_Generation):

@@ -25,11 +25,12 @@ from yarl import URL
 
 from blockdraft import __version__
 from blockdraft.phases import StartProgress
+from blockdraft.server.events import live_events
 from blockdraft.server.guard import Guard
 from blockdraft.server.metrics import render_proxy
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.page import routes as page_routes
-from blockdraft.server.proxy_feed import Feed, live_events, look_at
+from blockdraft.server.proxy_feed import MetricsFeed, look_at
 from blockdraft.server.responses import (
     DONE,
     error_body,
@@ -96,7 +97,7 @@ class Proxy:
         self._name = name
         self._still_limit_s = still_limit_s
         self._answers: Counter[int] = Counter()
-        self._feed = Feed()
+        self._feed = MetricsFeed()
         self._is_closed = False
         self._num_watching = 0  # open live pages
         self._session: aiohttp.ClientSession | None = None

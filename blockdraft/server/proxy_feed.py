@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,12 +13,10 @@ import aiohttp
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from blockdraft.exposition import samples
+from blockdraft.server.events import INTERVAL_S, WINDOW_S, Json
 
-INTERVAL_S = 1.0
-WINDOW_S = 3  # seconds over which "now" is averaged
 HISTORY_S = 300
 TIMEOUT_S = 5.0  # arbitrary; on loopback an answer takes milliseconds
-Json = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def _sglang(totals: Mapping[str, float], num_engines: int) -> Reading:
     )
 
 
-class Feed:
+class MetricsFeed:
     """Looks at an engine once a second: what it does now, its last minutes, and whether it stands still."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -170,18 +168,6 @@ def _speed(earlier: tuple[float, Reading], later: tuple[float, Reading], name: s
 def _work(reading: Reading) -> tuple[float | None, ...]:
     """What changes whenever the engine does something."""
     return reading.tokens, reading.prompt_tokens, reading.steps, reading.drafts
-
-
-async def live_events(
-    feed: Feed, startup: Callable[[], Json], engine: Callable[[], Json | None], is_closed: Callable[[], bool]
-) -> AsyncIterator[Json]:
-    """An object per second until the server ends; the first one carries the history."""
-    sent_s = float("-inf")
-    while not is_closed():
-        fresh = feed.history(sent_s)
-        sent_s = fresh[-1][0] if fresh else sent_s
-        yield {"startup": startup(), "engine": engine(), "now": feed.now(), "history": fresh}
-        await asyncio.sleep(INTERVAL_S)
 
 
 async def look_at(session: aiohttp.ClientSession, url: str) -> tuple[str, str] | None:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from blockdraft.errors import SettingsError
 from blockdraft.phases import StartProgress
 from blockdraft.server.options import ServerOptions
-from blockdraft.server.protocol import uvicorn_options
+from blockdraft.server.protocol import uvicorn_config
 
 UNHEALTHY_GRACE_S = 3.0  # how long /health says that the engine is lost before the process ends; arbitrary
 FLUSH_S = 5  # for answers that are complete and on their way to their clients; arbitrary
@@ -71,10 +71,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(
         self, app: ASGIApp, service: Service, options: ServerOptions, *, drain_timeout_s: float
     ) -> None:
-        limits = uvicorn_options(options)
-        super().__init__(
-            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=FLUSH_S, **limits)
-        )
+        super().__init__(uvicorn_config(app, options, flush_s=FLUSH_S))
         self._service = service
         self._drain_timeout_s = drain_timeout_s
 

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from blockdraft import __version__
 from blockdraft.server import shapes
-from tests.server.pair import NAME, OPENING, app_over, listening, models, thinking_tokenizer
+from tests.server.pair import NAME, OPENING, client_of, models, thinking_tokenizer
 
 MESSAGES = [{"role": "user", "content": "t1 t2 t3"}]
 CHAT = {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 5}
@@ -19,8 +19,8 @@ COUNT = " t4 t5 t6 t7 t8"
 
 @pytest.fixture(scope="module")
 def client():
-    with app_over(models()) as app, listening(app) as (host, port):
-        yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+    with client_of(models()) as client:
+        yield client
 
 
 def thinking_models(template=None):
@@ -29,14 +29,14 @@ def thinking_models(template=None):
 
 @pytest.fixture(scope="module")
 def thinker():
-    with app_over(thinking_models()) as app, listening(app) as (host, port):
-        yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+    with client_of(thinking_models()) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
 def opened_thinker():
-    with app_over(thinking_models(OPENING)) as app, listening(app) as (host, port):
-        yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+    with client_of(thinking_models(OPENING)) as client:
+        yield client
 
 
 def chat(client, **fields):
@@ -239,8 +239,8 @@ def test_the_final_message_can_be_continued(client):
 @pytest.fixture(scope="module")
 def templated():
     template = "{% for m in messages %}{{ m.content }} {% endfor %}{{ more }} {{ reasoning_effort }}"
-    with app_over(thinking_models(template)) as app, listening(app) as (host, port):
-        yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+    with client_of(thinking_models(template)) as client:
+        yield client
 
 
 def test_template_arguments_reach_the_template(templated):

@@ -3,7 +3,7 @@
 import pytest
 
 from blockdraft.server.metrics import render_proxy
-from blockdraft.server.proxy_feed import Feed, read_metrics
+from blockdraft.server.proxy_feed import MetricsFeed, read_metrics
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -46,7 +46,7 @@ class Clock:
 @pytest.fixture
 def feed():
     clock = Clock()
-    feed = Feed(clock)
+    feed = MetricsFeed(clock)
 
     def take(tokens, steps=0, running=1, after_s=1.0):
         clock.now_s += after_s
@@ -79,7 +79,7 @@ def test_engines_side_by_side_are_added_up():
 
 def test_a_reading_of_sglang_trusts_its_own_rate():
     clock = Clock()
-    feed = Feed(clock)
+    feed = MetricsFeed(clock)
     for _ in range(2):
         feed.take(SGLANG)
         clock.now_s += 1
@@ -91,7 +91,7 @@ def test_a_reading_of_sglang_trusts_its_own_rate():
 
 
 def test_nothing_of_an_engine_is_nothing():
-    feed = Feed()
+    feed = MetricsFeed()
     feed.take("python_gc_objects_collected_total 3.0\n")
     feed.take(None)
     assert (feed.now(), feed.history(-1.0), feed.still_s) == (None, [], 0.0)

@@ -1,12 +1,10 @@
 """The server over the fixture pair: through ASGI, and on a real port where the connection matters."""
 
 import asyncio
-import contextlib
 import json
 import socket
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import pytest
@@ -19,12 +17,11 @@ from blockdraft.server.app import make_api, make_app
 from blockdraft.server.guard import Guard
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.pieces import MIN_LOGPROB, chat_logprobs
-from blockdraft.settings.settings import Settings
-from blockdraft.start.loading import load_models
 from blockdraft.text.tokenizer import Tokenizer
-from tests.server.pair import listening
+from tests.server import pair
+from tests.server.asking import ask, connected, listening
+from tests.server.pair import PAIR
 
-PAIR = Path(__file__).parents[1] / "fixtures/pair"
 JSON = {"content-type": "application/json"}
 CHAT = "/v1/chat/completions"
 NAME = "pair"
@@ -35,9 +32,7 @@ LONG = {**HELLO, "max_tokens": 400, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def models():
-    pair = {"model": str(PAIR / "target"), "draft": str(PAIR / "draft")}
-    settings = Settings(**pair, device="cpu", dtype="float64", max_queue=8)
-    return load_models(settings, lambda _: None)
+    return pair.models()
 
 
 @pytest.fixture
@@ -55,21 +50,6 @@ def loop(engine):
 @pytest.fixture
 def app(loop, models):
     return make_app(loop, name=NAME, options=OPTIONS)
-
-
-@contextlib.asynccontextmanager
-async def connected(app):
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
-        yield client
-
-
-def ask(app, method, path, **kwargs):
-    async def one():
-        async with connected(app) as client:
-            return await client.request(method, path, **kwargs)
-
-    return asyncio.run(one())
 
 
 def chat(app, body):
@@ -507,11 +487,7 @@ def test_many_prompts_are_queued_at_once(loop, app):
 
     loop.submit = watched
 
-    async def ask():
-        async with connected(app) as client:
-            body = {"prompt": ["t1 t2"] * 5, "max_tokens": 2, "temperature": 0}
-            return await client.post("/v1/completions", json=body)
-
-    response = asyncio.run(ask())
+    body = {"prompt": ["t1 t2"] * 5, "max_tokens": 2, "temperature": 0}
+    response = ask(app, "POST", "/v1/completions", json=body)
     assert response.status_code == 200
     assert len(response.json()["choices"]) == 5
