@@ -78,7 +78,7 @@ class StartProgress:
             self._phases[name].state, self._phases[name].detail = "skipped", why
 
     def note(self, text: str) -> None:
-        """What the running phase is doing."""
+        """Say what the running phase is doing."""
         with self._lock:
             for phase in self._phases.values():
                 if phase.state == "running":

@@ -76,7 +76,9 @@ def _print(form: str, checked: CheckedLaunch, command: Command) -> None:
 
 
 def _writer(path: Path | None, opened: ExitStack) -> Callable[[str], None]:
-    """Where all of the engine's output goes. Its owner alone may read it: who knows what an engine writes."""
+    """Returns what writes all of the engine's output to `path`, which its owner alone may read: an engine may
+    write anything.
+    """
     if path is None:
         return lambda line: None
     try:
@@ -114,7 +116,7 @@ def _serve(
             engine.startup.warn(str(finding))
         else:
             log.info("%s: %s", _LABELS[finding.severity], finding)
-    proxy = Proxy(engine, name=checked.name, options=options, still_limit_s=args.step_timeout)
+    proxy = Proxy(engine, name=checked.name, options=options, stall_limit_s=args.step_timeout)
     try:
         serve_until_told(args, proxy, proxy.app, options, name=checked.name, listener=listener)
     finally:

@@ -19,7 +19,7 @@ EXIT_FAILED = 1  # the engine failed while serving
 
 
 def set_up_logs(args: argparse.Namespace, secrets: tuple[str, ...]) -> Callable[[str], None]:
-    """Where a start's phases are reported: the log has a line per phase where they are not drawn."""
+    """Returns where a start reports its phases: the log has a line for each where they are not drawn."""
     import logging
 
     from blockdraft.server import logs
@@ -64,7 +64,7 @@ def serve_until_told(
 
 
 def exit_code(args: argparse.Namespace, error: str | None, *, was_ready: bool) -> int:
-    """Of a server that has ended; says why, where it was not asked to."""
+    """The exit code of a server that has ended; prints why, where nobody had asked it to."""
     if error is None:
         return 0
     text = " ".join(error.split())

@@ -91,8 +91,8 @@ def _free_port() -> int:
 
 
 def check_launch(settings: Settings, name: str) -> CheckedLaunch:
-    """For a start here. Raises for a model that is missing or out of reach, a pair that does not match, GPUs
-    that are too few or too small, and what is known to be bad.
+    """Check a start here. Raises for a model that is missing or out of reach, a pair that does not match,
+    GPUs that are too few or too small, and what is known to be bad.
     """
     settings, machine = _placed(with_drafter(settings)), read_machine()
     target, draft = (_opened(settings, source) for source in _sources(settings))
@@ -104,8 +104,8 @@ def check_launch(settings: Settings, name: str) -> CheckedLaunch:
 
 
 def as_installed(settings: Settings, installed: Installed) -> tuple[Settings, tuple[str, ...]]:
-    """With the version that flags are written for, and warnings. A name of the same release is believed: only
-    its user knows which pull requests a build carries.
+    """The settings with the version that flags are written for, and warnings. A name of the same release is
+    believed: only its user knows which pull requests a build carries.
     """
     asked, found = settings.engine_version, installed.version
     if found is None or (asked is not None and not _is_another(settings.engine, asked, found)):
@@ -127,7 +127,7 @@ def _is_another(engine: str, asked: str, found: str) -> bool:
 
 
 def check_to_print(settings: Settings, name: str, card: str | None) -> CheckedLaunch:
-    """For a command that is only printed, maybe for another machine: a hub out of reach is a warning."""
+    """Check a command that is only printed, maybe for another machine: a hub out of reach is a warning."""
     settings, machine = _placed(with_drafter(settings)), _machine_to_print(settings, card)
     models: list[Stored | None] = []
     unread: list[str | None] = []

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from blockdraft.engine.request import Delta, TokenLogprobs
-from blockdraft.server.fields import ChatRequest, CompletionRequest
-from blockdraft.server.pieces import (
-    Choice,
-    DraftView,
+from blockdraft.server.choices import (
+    AnswerChoice,
+    DraftMarks,
     Piece,
     chat_logprobs,
     prompt_logprobs,
     request_metrics,
     text_logprobs,
 )
+from blockdraft.server.fields import ChatRequest, CompletionRequest
 from blockdraft.server.reasoning import Splitter, Tags, ThoughtCounter, begins_inside, continues_inside
-from blockdraft.server.shapes import (
+from blockdraft.server.schemas import (
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
@@ -47,7 +47,7 @@ class AnswerHead:
     model: str
 
 
-class Answer(ABC):
+class AnswerWriter(ABC):
     """One answer, fed with the engine's deltas: its choices, and the objects around them."""
 
     KIND: ClassVar[str]  # `object` of a whole answer
@@ -60,7 +60,7 @@ class Answer(ABC):
         head: AnswerHead,
         tokenizer: Tokenizer,
         prompts: Items[Items[int]],
-        choices: list[Choice],
+        choices: list[AnswerChoice],
     ) -> None:
         self._options = asked
         self._head = head
@@ -68,7 +68,7 @@ class Answer(ABC):
         self._prompts = prompts
         self._choices = choices  # those of the first prompt, then those of the second, and so on
 
-    def take(self, prompt: int, delta: Delta) -> Choice:
+    def take(self, prompt: int, delta: Delta) -> AnswerChoice:
         """Remember a delta for `whole`; `prompt` says which prompt it answers."""
         choice = self._choices[prompt * self._options.n + delta.index]
         choice.push(delta)
@@ -108,15 +108,15 @@ class Answer(ABC):
         return chunk if (metrics := self._metrics()) is None else chunk | {"metrics": metrics}
 
     @abstractmethod
-    def _has_news(self, choice: Choice, piece: Piece) -> bool:
+    def _has_news(self, choice: AnswerChoice, piece: Piece) -> bool:
         """Whether there is text to send, or log-probabilities that were asked for."""
 
     @abstractmethod
-    def _part(self, choice: Choice, piece: Piece) -> ChunkChoice:
+    def _part(self, choice: AnswerChoice, piece: Piece) -> ChunkChoice:
         """A piece as a chunk shows it, without the fields that both kinds of answers share."""
 
     @abstractmethod
-    def _whole_choice(self, choice: Choice) -> ChatChoice | TextChoice: ...
+    def _whole_choice(self, choice: AnswerChoice) -> ChatChoice | TextChoice: ...
 
     def _chunk(self, part: ChunkChoice, *, is_end: bool = False) -> Json:
         chunk = self._object(self.CHUNK_KIND, [part])
@@ -162,13 +162,13 @@ class Answer(ABC):
 
 def _drafts(
     asked: ChatRequest | CompletionRequest, tokenizer: Tokenizer, prompt_ids: Items[int]
-) -> DraftView | None:
+) -> DraftMarks | None:
     if not asked.speculative.detail:
         return None
-    return DraftView(tokenizer, prompt_ids, skip_special_tokens=asked.skip_special_tokens)
+    return DraftMarks(tokenizer, prompt_ids, skip_special_tokens=asked.skip_special_tokens)
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(AnswerWriter):
     """One chat completion. `tags`: those of a thinking model."""
 
     KIND = "chat.completion"
@@ -184,7 +184,7 @@ class ChatAnswer(Answer):
         tags: Tags | None,
     ) -> None:
         choices = [
-            Choice(index=index, prompt=0, drafts=_drafts(asked, tokenizer, prompt_ids))
+            AnswerChoice(index=index, prompt=0, drafts=_drafts(asked, tokenizer, prompt_ids))
             for index in range(asked.n)
         ]
         super().__init__(asked, head=head, tokenizer=tokenizer, prompts=[prompt_ids], choices=choices)
@@ -208,7 +208,7 @@ class ChatAnswer(Answer):
             answer["prompt_token_ids"] = list(self._prompts[0])
         return answer
 
-    def _whole_choice(self, choice: Choice) -> ChatChoice:
+    def _whole_choice(self, choice: AnswerChoice) -> ChatChoice:
         text, reasoning = choice.text, choice.reasoning
         message: ChatMessage = {
             "role": "assistant",
@@ -244,11 +244,11 @@ class ChatAnswer(Answer):
                 chunk["prompt_token_ids"] = list(self._prompts[0])
             yield chunk
 
-    def _has_news(self, choice: Choice, piece: Piece) -> bool:
+    def _has_news(self, choice: AnswerChoice, piece: Piece) -> bool:
         has_logprobs = self._asked.logprobs and bool(piece.logprobs)
         return has_logprobs or bool(piece.text or self._reasoning(piece))
 
-    def _part(self, choice: Choice, piece: Piece) -> ChatChunkChoice:
+    def _part(self, choice: AnswerChoice, piece: Piece) -> ChatChunkChoice:
         delta: ChatDelta = {}
         if reasoning := self._reasoning(piece):
             delta["reasoning_content"] = delta["reasoning"] = reasoning
@@ -268,7 +268,7 @@ class ChatAnswer(Answer):
         return chat_logprobs(items, self._tokenizer) if self._asked.logprobs else None
 
 
-class TextAnswer(Answer):
+class TextAnswer(AnswerWriter):
     """One plain completion of one or many prompts. `texts` are the prompts to repeat when echoed."""
 
     KIND = CHUNK_KIND = "text_completion"
@@ -283,7 +283,7 @@ class TextAnswer(Answer):
         texts: Items[str],
     ) -> None:
         choices = [
-            Choice(
+            AnswerChoice(
                 index=prompt * asked.n + number,
                 prompt=prompt,
                 drafts=_drafts(asked, tokenizer, prompts[prompt]),
@@ -297,7 +297,7 @@ class TextAnswer(Answer):
         self._texts = texts
         self._offsets = [0] * len(choices)  # of the text streamed so far
 
-    def _whole_choice(self, choice: Choice) -> TextChoice:
+    def _whole_choice(self, choice: AnswerChoice) -> TextChoice:
         asked = self._asked
         part: TextChoice = {
             "index": choice.index,
@@ -316,11 +316,11 @@ class TextAnswer(Answer):
             part["draft"] = choice.draft_steps
         return part
 
-    def _has_news(self, choice: Choice, piece: Piece) -> bool:
+    def _has_news(self, choice: AnswerChoice, piece: Piece) -> bool:
         has_logprobs = self._asked.logprobs is not None and bool(piece.logprobs)
         return has_logprobs or bool(piece.text or (piece.is_first and self._echo(choice)))
 
-    def _part(self, choice: Choice, piece: Piece) -> TextChunkChoice:
+    def _part(self, choice: AnswerChoice, piece: Piece) -> TextChunkChoice:
         part: TextChunkChoice = {
             "index": choice.index,
             "text": self._echo(choice) + piece.text if piece.is_first else piece.text,
@@ -331,11 +331,11 @@ class TextAnswer(Answer):
             part["prompt_token_ids"] = list(self._prompts[choice.prompt])
         return part
 
-    def _echo(self, choice: Choice) -> str:
+    def _echo(self, choice: AnswerChoice) -> str:
         return self._texts[choice.prompt] if self._asked.echo else ""
 
     def _logprobs(
-        self, choice: Choice, items: Items[TokenLogprobs], *, has_prompt: bool
+        self, choice: AnswerChoice, items: Items[TokenLogprobs], *, has_prompt: bool
     ) -> TextLogprobs | None:
         if self._asked.logprobs is None:
             return None

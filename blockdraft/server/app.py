@@ -25,7 +25,6 @@ from blockdraft.engine.stats import Load, Stats
 from blockdraft.errors import RequestError
 from blockdraft.server.answers import AnswerHead, ChatAnswer, TextAnswer
 from blockdraft.server.body import shown
-from blockdraft.server.connection import AnswerEvents, respond
 from blockdraft.server.events import LoopFeed, live_events
 from blockdraft.server.failures import HANDLERS, NotReady
 from blockdraft.server.fields import (
@@ -52,7 +51,8 @@ from blockdraft.server.prompts import (
 )
 from blockdraft.server.reasoning import find_tags
 from blockdraft.server.responses import live_response, start_response, while_connected
-from blockdraft.server.shapes import ModelCard, ModelList, Status, Text, Tokens, Version
+from blockdraft.server.schemas import ModelCard, ModelList, Status, Text, Tokens, Version
+from blockdraft.server.streaming import AnswerEvents, respond
 from blockdraft.text.tokenizer import Tokenizer
 
 LARGE_BODY_BYTES = 1 << 16  # parsed beside the event loop; arbitrary
@@ -122,7 +122,7 @@ class _Api:
         return Response(body, headers={"content-type": content_type})
 
     async def events(self, request: Request) -> Response:
-        """What the live page shows, a server-sent event per second."""
+        """Send what the live page shows, an event per second."""
         loop = self.loop
 
         def engine() -> dict[str, object] | None:
@@ -251,7 +251,7 @@ class _Api:
         return await respond(answer, await self._submit(prompts, sampling), is_stream=asked.stream)
 
     async def _submit(self, prompts: Items[Items[int]], sampling: SamplingParams) -> list[Stream]:
-        """All of them or none, asked for at once: what one raises closes the streams of the others."""
+        """Queue all of them at once, or none: what one raises closes the streams of the others."""
         asked = [asyncio.ensure_future(self.loop.submit(prompt_ids, sampling)) for prompt_ids in prompts]
         try:
             return list(await asyncio.gather(*asked))

@@ -112,7 +112,7 @@ class Guard:
             reply.log()
 
     def _refusal(self, head: _Head) -> Refusal | None:
-        """What is wrong with a request that can be said without its body."""
+        """Say what is wrong with a request, as far as that shows without its body."""
         if self._options.allowed_hosts and _host(head.headers) not in self._options.allowed_hosts:
             return Refusal(
                 421,
@@ -158,7 +158,7 @@ class Guard:
             self._num_open -= 1
 
     async def _read_body(self, head: _Head, receive: Receive) -> bytes | Refusal | None:
-        """All of it, within limits; None: the client has gone."""
+        """Read all of the body, within limits; None: the client has gone."""
         limit = self._options.max_body_bytes
         too_large = Refusal(413, f"the body is larger than {limit} bytes: shorten the request.")
         if _announced(head) > limit and ("expect" in head.headers or _announced(head) > DRAIN_FACTOR * limit):
@@ -298,7 +298,7 @@ def _is_open(path: str) -> bool:
 
 
 def _wrong_body(head: _Head) -> Refusal | None:
-    """Only JSON: a web page of another origin can send the other kinds without asking first."""
+    """Refuse all but JSON: a web page of another origin can send the other kinds without asking first."""
     if not head.has_body:
         return None
     kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -1,4 +1,4 @@
-"""From requests to prompts the engine can run, checked while the field at fault can still be named.
+"""Turns requests into prompts that the engine can run, checked while the field at fault can be named.
 
 Encoding takes long for long conversations: the routes run these functions beside the event loop.
 """

@@ -30,7 +30,7 @@ from blockdraft.server.guard import Guard
 from blockdraft.server.metrics import render_proxy
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.page import routes as page_routes
-from blockdraft.server.proxy_feed import MetricsFeed, look_at
+from blockdraft.server.proxy_feed import MetricsFeed, fetch_metrics
 from blockdraft.server.responses import (
     DONE,
     error_body,
@@ -90,12 +90,12 @@ class Proxy:
     """An ASGI application, and what is known of the requests that it passes on."""
 
     def __init__(
-        self, upstream: Upstream, *, name: str, options: ServerOptions, still_limit_s: float = 120.0
+        self, upstream: Upstream, *, name: str, options: ServerOptions, stall_limit_s: float = 120.0
     ) -> None:
         self.num_live = 0
         self._upstream = upstream
         self._name = name
-        self._still_limit_s = still_limit_s
+        self._stall_limit_s = stall_limit_s
         self._answers: Counter[int] = Counter()
         self._feed = MetricsFeed()
         self._is_closed = False
@@ -148,11 +148,11 @@ class Proxy:
                 looking.cancel()
 
     async def _look(self) -> str | None:
-        """Only while it matters: engines log every request, of metrics too."""
+        """Look only while it matters: engines log every request, of metrics too."""
         assert self._session is not None
         if self._upstream.info() is None or not (self.num_live or self._num_watching):
             return None
-        found = await look_at(self._session, self._upstream.url)
+        found = await fetch_metrics(self._session, self._upstream.url)
         return None if found is None else found[0]
 
     # ---- how the server is
@@ -162,8 +162,8 @@ class Proxy:
         if error is not None:
             lines = self._upstream.last_lines()
             return JSONResponse({"status": "failed", "error": error, "log": lines}, status_code=503)
-        if self._feed.still_s > self._still_limit_s:
-            text = f"the engine has requests, and has done nothing for {self._feed.still_s:.0f} s"
+        if self._feed.stalled_s > self._stall_limit_s:
+            text = f"the engine has requests, and has done nothing for {self._feed.stalled_s:.0f} s"
             return JSONResponse({"status": "hanging", "error": text}, status_code=503)
         return JSONResponse({"status": "ok"})
 
@@ -176,7 +176,9 @@ class Proxy:
     async def _metrics(self, request: Request) -> Response:
         assert self._session is not None
         ours, content_type = render_proxy(self.startup.snapshot(), self._name, self._answers, self.num_live)
-        theirs = None if self._upstream.info() is None else await look_at(self._session, self._upstream.url)
+        theirs = (
+            None if self._upstream.info() is None else await fetch_metrics(self._session, self._upstream.url)
+        )
         if theirs is None:
             return Response(ours, headers={"content-type": content_type})
         text, content_type = theirs
@@ -290,7 +292,7 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def break_off(self, message: str, scope: Scope) -> None:
-        """So that nobody takes half an answer for a whole one."""
+        """End the answer so that nobody takes half of it for a whole one."""
         if not self._has_started:
             await error_response(502, message, code="engine_lost")(scope, _nothing, self._send)
         elif self._is_stream:  # an empty line first: the last event may be half there

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive
 
-from blockdraft.server.shapes import Error
+from blockdraft.server.schemas import Error
 
 DONE = "data: [DONE]\n\n"  # the last event of a stream
 START_RETRY_AFTER_S = 5  # arbitrary: a start takes seconds to minutes

@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from blockdraft import __version__
-from blockdraft.server import shapes
+from blockdraft.server import schemas
 from tests.server.pair import NAME, OPENING, client_of, models, thinking_tokenizer
 
 MESSAGES = [{"role": "user", "content": "t1 t2 t3"}]
@@ -42,27 +42,27 @@ def opened_thinker():
 def chat(client, **fields):
     """A chat completion, checked against its described shape."""
     raw = client.chat.completions.with_raw_response.create(**{**CHAT, **fields})
-    check_shape(shapes.ChatCompletion, json.loads(raw.text))
+    check_shape(schemas.ChatCompletion, json.loads(raw.text))
     return raw.parse()
 
 
 def complete(client, **fields):
     raw = client.completions.with_raw_response.create(**{**TEXT, **fields})
-    check_shape(shapes.TextCompletion, json.loads(raw.text))
+    check_shape(schemas.TextCompletion, json.loads(raw.text))
     return raw.parse()
 
 
 def chat_chunks(client, **fields):
     chunks = list(client.chat.completions.create(**{**CHAT, "stream": True, **fields}))
     for chunk in chunks:
-        check_shape(shapes.ChatChunk, chunk.to_dict(exclude_unset=True))
+        check_shape(schemas.ChatChunk, chunk.to_dict(exclude_unset=True))
     return chunks
 
 
 def text_chunks(client, **fields):
     chunks = list(client.completions.create(**{**TEXT, "stream": True, **fields}))
     for chunk in chunks:
-        check_shape(shapes.TextChunk, chunk.to_dict(exclude_unset=True))
+        check_shape(schemas.TextChunk, chunk.to_dict(exclude_unset=True))
     return chunks
 
 

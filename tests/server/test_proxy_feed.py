@@ -87,14 +87,14 @@ def test_a_reading_of_sglang_trusts_its_own_rate():
     assert (now["tokens_per_second"], now["steps_per_second"], now["tokens_per_step"]) == (220.5, None, 3.74)
     assert (now["running"], now["waiting"], now["pages_used"], now["num_pages"]) == (2, 1, 500, 1000)
     clock.now_s += 10_000
-    assert feed.still_s == 0  # its counters move when an answer ends
+    assert feed.stalled_s == 0  # its counters move when an answer ends
 
 
 def test_nothing_of_an_engine_is_nothing():
     feed = MetricsFeed()
     feed.take("python_gc_objects_collected_total 3.0\n")
     feed.take(None)
-    assert (feed.now(), feed.history(-1.0), feed.still_s) == (None, [], 0.0)
+    assert (feed.now(), feed.history(-1.0), feed.stalled_s) == (None, [], 0.0)
 
 
 def test_rates_are_over_the_last_seconds_and_history_over_each(feed):
@@ -116,15 +116,15 @@ def test_a_restart_of_the_counters_is_no_negative_speed(feed):
 def test_an_engine_with_requests_that_does_nothing_stands_still(feed):
     feed.look(tokens=5, steps=1)
     feed.look(tokens=5, steps=1, after_s=50)
-    assert feed.still_s == 50
+    assert feed.stalled_s == 50
     feed.clock.now_s += 25  # no answer at all
-    assert feed.still_s == 75
+    assert feed.stalled_s == 75
     feed.look(tokens=5, steps=2)  # a step of a long prompt
-    assert feed.still_s == 0
+    assert feed.stalled_s == 0
     feed.look(tokens=5, steps=2, running=0, after_s=500)
-    assert feed.still_s == 0
+    assert feed.stalled_s == 0
     feed.look(tokens=5, steps=2)  # a request has just come
-    assert feed.still_s == 1
+    assert feed.stalled_s == 1
 
 
 def test_our_own_metrics():

@@ -12,11 +12,11 @@ from starlette.types import Receive, Scope, Send
 
 from blockdraft.engine.loop import EngineStopped, Stream
 from blockdraft.engine.request import Delta
-from blockdraft.server.answers import Answer
+from blockdraft.server.answers import AnswerWriter
 from blockdraft.server.responses import DONE, error_body, event
 
 
-async def respond(answer: Answer, streams: Items[Stream], *, is_stream: bool) -> Response:
+async def respond(answer: AnswerWriter, streams: Items[Stream], *, is_stream: bool) -> Response:
     if is_stream:
         return AnswerEvents(_events(answer, streams), streams)
     with ExitStack() as opened:
@@ -47,7 +47,7 @@ class AnswerEvents(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _events(answer: Answer, streams: Items[Stream]) -> AsyncIterator[str]:
+async def _events(answer: AnswerWriter, streams: Items[Stream]) -> AsyncIterator[str]:
     for first in answer.first_chunks():
         yield event(first)
     try:
