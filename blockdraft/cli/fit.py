@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import bind_threads, dataclass_from
+from blockdraft.cli.flags import dataclass_from
 from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    bind_threads(Settings(device=args.device))
+    from blockdraft.start.preflight import pin_cpu_threads
+
+    pin_cpu_threads(Settings(device=args.device))
     from blockdraft.cli.training_progress import stage_bars, stage_shower
     from blockdraft.training.answers import read_conversations
     from blockdraft.training.fit import fit

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import SettingsError
-from blockdraft.machine.machine import may_have_gpu
 from blockdraft.settings.resolve import ADDED_UP, Resolved, flag_of, resolve
 from blockdraft.settings.settings import (
     CHOICES,
@@ -22,7 +21,6 @@ from blockdraft.settings.settings import (
     SETTING_TYPES,
     Auto,
     Settings,
-    pin_threads,
     read_setting,
     read_variable,
 )
@@ -149,12 +147,6 @@ def reporter(args: argparse.Namespace) -> Callable[[str], None]:
     if args.verbose or sys.stderr.isatty():
         return lambda message: print(message, file=sys.stderr, flush=True)
     return lambda message: None
-
-
-def bind_threads(settings: Settings) -> None:
-    """Pin the CPU's threads where the model will surely run on it. Before torch is imported."""
-    if settings.device == "cpu" or (settings.device == "auto" and not may_have_gpu()):
-        pin_threads()
 
 
 def prompt_from(text: str) -> str:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import add_model, add_settings, bind_threads, settings_from
+from blockdraft.cli.flags import add_model, add_settings, settings_from
 from blockdraft.cli.serving import exit_code, serve_until_told, set_up_logs
 from blockdraft.errors import SettingsError
 from blockdraft.settings.settings import Settings
@@ -78,11 +78,11 @@ def run(args: argparse.Namespace) -> int:
         return serve_engine.run(args, settings, options)
     _refuse_engine_flags(args)
     from blockdraft.server.running import bind
-    from blockdraft.start.preflight import check_native
+    from blockdraft.start.preflight import check_native, pin_cpu_threads
 
     with bind(args.host, args.port) as listener:
         check_native(settings)
-        bind_threads(settings)
+        pin_cpu_threads(settings)
         return _serve(args, settings, options, listener)
 
 

@@ -1,12 +1,12 @@
-"""A start of our own engine, checked before anything is downloaded or torch is imported."""
+"""What a start of our own engine needs before anything is downloaded or torch is imported."""
 
 from __future__ import annotations
 
 from blockdraft.errors import CapacityError, FetchError
-from blockdraft.machine.machine import read_machine
+from blockdraft.machine.machine import may_have_gpu, read_machine
 from blockdraft.planner.fit import fit_native
 from blockdraft.planner.pair import open_pair
-from blockdraft.settings.settings import Settings
+from blockdraft.settings.settings import Settings, pin_threads
 
 
 def check_native(settings: Settings) -> None:
@@ -24,3 +24,9 @@ def check_native(settings: Settings) -> None:
         return
     if fit.problem is not None and fit.weight_bytes > fit.budget:
         raise CapacityError(f"{fit.problem} `blockdraft plan` with the same flags says more.")
+
+
+def pin_cpu_threads(settings: Settings) -> None:
+    """Pin the CPU's threads where the model will surely run on it. Before torch is imported."""
+    if settings.device == "cpu" or (settings.device == "auto" and not may_have_gpu()):
+        pin_threads()

@@ -136,7 +136,14 @@ def test_a_chat_completion(client):
         "length",
     )
     assert not hasattr(choice.message, "reasoning_content")
-    assert answer.usage.total_tokens == 8
+    assert answer.model == NAME
+    assert answer.usage.to_dict() == {
+        "prompt_tokens": 3,
+        "completion_tokens": 5,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
 
 
 @pytest.mark.parametrize(
@@ -197,6 +204,8 @@ def test_logprobs(client):
     entries = chat(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content
     assert [entry.token for entry in entries] == COUNT.replace(" ", "| ").split("|")[1:]
     assert all(len(entry.top_logprobs) == 3 for entry in entries)
+    assert all(entry.top_logprobs[0].logprob == entry.logprob <= 0 for entry in entries)
+    assert bytes(entries[0].bytes) == b" t4"
     chunks = chat_chunks(client, logprobs=True, top_logprobs=3)
     streamed = [e for c in chunks for choice in c.choices if choice.logprobs for e in choice.logprobs.content]
     assert [e.to_dict() for e in streamed] == [e.to_dict() for e in entries]

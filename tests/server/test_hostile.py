@@ -169,7 +169,7 @@ def test_a_chat_field_out_of_bounds_is_named(app, field, value):
     assert error["param"] == field
 
 
-@pytest.mark.parametrize("part", ["image_url", "input_audio", "video_url", "x" * 50])
+@pytest.mark.parametrize("part", ["image_url", "input_image", "input_audio", "video_url", "x" * 50])
 def test_a_part_that_is_no_text_is_refused_by_its_type(app, part):
     content = [{"type": "text", "text": "t1"}, {"type": part}]
     body = {"messages": [{"role": "user", "content": content}]}
