@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from blockdraft.cache.rows import RowSampling
-from blockdraft.engine.pace import Record
+from blockdraft.engine.pace import DraftRecord
 from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs
 from blockdraft.text.detokenizer import TextStream
 
@@ -144,7 +144,7 @@ class Tally:
     steps: int = 0
     drafted: int = 0
     accepted: list[int] = field(default_factory=list)
-    record: Record = field(default_factory=Record)
+    record: DraftRecord = field(default_factory=DraftRecord)
     preemptions: int = 0
     num_cached_tokens: int = 0
     start_s: float | None = None
