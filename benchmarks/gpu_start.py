@@ -25,7 +25,7 @@ def start(shape: str, max_rows: int, folder: str) -> dict[str, object]:
     import torch
 
     from blockdraft.check.selfcheck import verify
-    from blockdraft.phases import Startup
+    from blockdraft.phases import StartProgress
     from blockdraft.settings.settings import Settings
     from blockdraft.start.ready import start_engine
 
@@ -39,7 +39,7 @@ def start(shape: str, max_rows: int, folder: str) -> dict[str, object]:
         device="cuda",
         max_rows=max_rows,
     )
-    startup = Startup(lambda line: print(line, file=sys.stderr))
+    startup = StartProgress(lambda line: print(line, file=sys.stderr))
     engine = start_engine(settings, startup)
     again = verify(engine, lambda text: None)  # everything is compiled now
     plan = engine.models.plan

@@ -140,12 +140,12 @@ def serving(engine: object) -> Iterator[str]:
     from blockdraft.engine.loop import EngineLoop
     from blockdraft.server.app import make_app
     from blockdraft.server.options import ServerOptions
-    from blockdraft.server.protocol import uvicorn_options
+    from blockdraft.server.protocol import uvicorn_config
 
     assert isinstance(engine, Engine)
     loop, options = EngineLoop(lambda startup: engine).wait(), ServerOptions()
     app = make_app(loop, name="default", options=options)
-    config = uvicorn.Config(app, log_level="warning", **uvicorn_options(options))
+    config = uvicorn_config(app, options)
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

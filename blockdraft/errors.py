@@ -30,7 +30,12 @@ class FetchError(BlockdraftError):
 
 
 class RequestError(BlockdraftError):
-    """A request that can never be served as it was asked."""
+    """A request that can never be served as it was asked; `field` is the one at fault, `code` is OpenAI's."""
+
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
 
 
 class CapacityError(BlockdraftError):

@@ -1,4 +1,4 @@
-"""Startup: where a server stands between its first line and its last request, readable from any thread."""
+"""StartProgress: how far a start has come and whether it serves, readable from any thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Phase:
     progress: float | None = None  # 0 to 1
 
 
-class Startup:
+class StartProgress:
     """The phases of a start, their times, and what went wrong. `report` receives a line per event."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Startup:
             self._phases[name].state, self._phases[name].detail = "skipped", why
 
     def note(self, text: str) -> None:
-        """What the running phase is doing."""
+        """Say what the running phase is doing."""
         with self._lock:
             for phase in self._phases.values():
                 if phase.state == "running":

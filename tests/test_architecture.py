@@ -37,7 +37,9 @@ ANYONE_LIBRARIES = {
 }
 # A server is seen as any client sees it, and other engines are started, not imitated.
 BENCH_BORROWS = {"checkpoints.hub"}
-LAUNCH_BORROWS = {"checkpoints.draft_config"}  # the size of a block
+LAUNCH_BORROWS = {  # the size of a block, and whether a pair matches and fits
+    *("checkpoints.draft_config", "planner.external", "planner.fit", "planner.pair", "planner.stored"),
+}
 BENCH_LIBRARIES = {"blockdraft", "aiohttp", "numpy", "rich", "huggingface_hub", "pyarrow"}
 TORCH_FREE = {
     *("planner", "settings", "machine", "launch", "bench", "errors", "phases", "exposition"),

@@ -1,11 +1,11 @@
-"""Startup: what each phase leaves behind, for readers on other threads."""
+"""StartProgress: what each phase leaves behind, for readers on other threads."""
 
 import json
 import threading
 
 import pytest
 
-from blockdraft.phases import PHASES, Startup
+from blockdraft.phases import PHASES, StartProgress
 
 
 class Clock:
@@ -27,7 +27,7 @@ def lines():
 
 @pytest.fixture
 def startup(clock, lines):
-    return Startup(lines.append, clock)
+    return StartProgress(lines.append, clock)
 
 
 def phase_of(startup, name):

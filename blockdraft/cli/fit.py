@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import bind_threads
+from blockdraft.cli.flags import dataclass_from
 from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
 
 if TYPE_CHECKING:
@@ -48,31 +48,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
     add("--dtype", default="auto", choices=DTYPES, help="of both (default: auto)")
     add("--quantization", default="auto", choices=QUANTIZATIONS, help="the target's (default: auto)")
-    add("--quick", action="store_true", help="the numbers only: do not look for what is wrong")
+    add(
+        "--quick",
+        dest="is_quick",
+        action="store_true",
+        help="the numbers only: do not look for what is wrong",
+    )
     add("--json", action="store_true", help="print one JSON object, not the text")
     add("--quiet", action="store_true", help="do not say on stderr how far it is")
 
 
 def run(args: argparse.Namespace) -> int:
-    bind_threads(Settings(device=args.device))
+    from blockdraft.start.preflight import pin_cpu_threads
+
+    pin_cpu_threads(Settings(device=args.device))
     from blockdraft.cli.training_progress import stage_bars, stage_shower
     from blockdraft.training.answers import read_conversations
     from blockdraft.training.fit import fit
     from blockdraft.training.fit_report import FitQuestion
 
-    question = FitQuestion(
-        target=args.target,
-        drafter=args.drafter,
-        prompts=args.prompts,
-        limit=args.limit,
-        max_tokens=args.max_tokens,
-        width=args.width,
-        temperature=args.temperature,
-        device=args.device,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        is_quick=args.quick,
-    )
+    question = dataclass_from(FitQuestion, args)
     conversations = _built_in() if args.prompts is None else read_conversations(args.prompts)
     with stage_bars(is_quiet=args.quiet) as bars:
         report = fit(question, conversations, stage_shower(bars, is_quiet=args.quiet))

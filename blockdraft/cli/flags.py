@@ -8,12 +8,10 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import SettingsError
-from blockdraft.machine.cards import CARDS, Card, card_by_key
-from blockdraft.machine.machine import may_have_gpu
 from blockdraft.settings.resolve import ADDED_UP, Resolved, flag_of, resolve
 from blockdraft.settings.settings import (
     CHOICES,
@@ -23,11 +21,11 @@ from blockdraft.settings.settings import (
     SETTING_TYPES,
     Auto,
     Settings,
-    pin_threads,
     read_setting,
     read_variable,
-    suggestion,
 )
+
+T = TypeVar("T")
 
 
 def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
@@ -93,16 +91,6 @@ def flags_of(settings: Settings) -> list[str]:
     return flags
 
 
-def card_named(name: str) -> Card:
-    """The card of --card. Raises SettingsError."""
-    card = card_by_key(name)
-    if card is None:
-        keys = [key for known in CARDS for key in (known.key, *known.aliases)]
-        hint = suggestion(name.lower(), keys) or f": use one of {', '.join(keys)}"
-        raise SettingsError(f"card '{name}' is unknown{hint}")
-    return card
-
-
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
 
@@ -136,23 +124,16 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        n=args.n,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        repetition_penalty=args.repetition_penalty,
-        logit_bias=dict(args.logit_bias),
-        seed=args.sampling_seed,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-        min_tokens=args.min_tokens,
-        max_tokens=args.max_tokens,
-        logprobs=args.logprobs,
+    # Not args.width, which is the engine's setting of that name, nor args.seed.
+    return dataclass_from(
+        SamplingParams, args, logit_bias=dict(args.logit_bias), seed=args.sampling_seed, width=None
     )
+
+
+def dataclass_from(kind: type[T], args: argparse.Namespace, **given: object) -> T:
+    """A dataclass of what is given, and of the flags whose values have the names of its fields."""
+    names = [item.name for item in fields(kind) if item.name not in given and item.name in args]  # type: ignore[arg-type]
+    return kind(**{name: getattr(args, name) for name in names}, **given)
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
@@ -166,12 +147,6 @@ def reporter(args: argparse.Namespace) -> Callable[[str], None]:
     if args.verbose or sys.stderr.isatty():
         return lambda message: print(message, file=sys.stderr, flush=True)
     return lambda message: None
-
-
-def bind_threads(settings: Settings) -> None:
-    """Pin the CPU's threads where the model will surely run on it. Before torch is imported."""
-    if settings.device == "cpu" or (settings.device == "auto" and not may_have_gpu()):
-        pin_threads()
 
 
 def prompt_from(text: str) -> str:

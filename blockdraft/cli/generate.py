@@ -15,19 +15,18 @@ from blockdraft.cli.flags import (
     add_sampling,
     add_settings,
     add_verbose,
-    bind_threads,
     given_settings,
     prompt_from,
     reporter,
     sampling_from,
 )
-from blockdraft.engine.request import Delta, SamplingParams
+from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError, SettingsError
 from blockdraft.settings.resolve import resolve
 from blockdraft.settings.settings import LAUNCH_SETTINGS
 
 if TYPE_CHECKING:
-    from blockdraft.llm import LLM
+    from blockdraft.llm import LLM, Completion, Result
 
 SUMMARY = "answer one prompt"
 USAGE = "blockdraft generate PROMPT [flags]"
@@ -54,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     if sampling.logprobs is not None and not args.json:
         raise SettingsError("--logprobs has no place in plain text: add --json.")
     prompt = prompt_from(args.prompt)
-    bind_threads(settings)
+    from blockdraft.start.preflight import pin_cpu_threads
+
+    pin_cpu_threads(settings)
     from blockdraft.llm import LLM
 
     warnings: list[str] = []
@@ -63,22 +64,18 @@ def run(args: argparse.Namespace) -> int:
     warnings += llm.engine.models.labels.notices
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    deltas = _stream(llm, prompt, sampling, is_raw=args.raw)
+    if not args.raw and not llm.tokenizer.has_chat_template:
+        raise RequestError(f"'{settings.model}' has no chat template: add --raw to continue plain text.")
+    messages = [{"role": "user", "content": prompt}]
     if args.json:
-        return _print_json(llm, list(deltas), sampling, warnings)
-    seen = _print_text(deltas, sampling.n)
+        (result,) = llm.generate(prompt, sampling) if args.raw else llm.chat(messages, sampling)
+        _print_json(llm, result, warnings)
+        return 0
+    seen = _print_text(llm.stream(prompt if args.raw else messages, sampling), sampling.n)
     timing_only = f" (timing only: {settings.suffix})" if settings.suffix else ""
     line = speed_line(seen, has_drafter=llm.engine.models.draft_config is not None)
     print(line + timing_only, file=sys.stderr)
     return 0
-
-
-def _stream(llm: LLM, prompt: str, sampling: SamplingParams, *, is_raw: bool) -> Iterator[Delta]:
-    if is_raw:
-        return llm.stream(prompt, sampling)
-    if not llm.tokenizer.has_chat_template:
-        raise RequestError(f"'{llm.settings.model}' has no chat template: add --raw to continue plain text.")
-    return llm.stream([{"role": "user", "content": prompt}], sampling)
 
 
 def _print_text(deltas: Iterator[Delta], num_choices: int) -> list[Delta]:
@@ -118,9 +115,8 @@ def _rate(count: int, per: float) -> float:
     return count / per if per else 0.0
 
 
-def _print_json(llm: LLM, deltas: list[Delta], sampling: SamplingParams, warnings: list[str]) -> int:
-    choices = [_choice(deltas, index, sampling) for index in range(sampling.n)]
-    models = llm.engine.models
+def _print_json(llm: LLM, result: Result, warnings: list[str]) -> None:
+    choices, models = [_choice(answer) for answer in result.outputs], llm.engine.models
     answer = {
         **choices[0],
         "model": models.config.name + llm.settings.suffix,
@@ -129,32 +125,27 @@ def _print_json(llm: LLM, deltas: list[Delta], sampling: SamplingParams, warning
     }
     if warnings:
         answer["warnings"] = warnings
-    if sampling.n > 1:
+    if len(choices) > 1:
         answer["choices"] = choices
     print(json.dumps(answer, ensure_ascii=not _writes_unicode(), allow_nan=False))
-    return 0
 
 
-def _choice(deltas: list[Delta], index: int, sampling: SamplingParams) -> dict[str, object]:
-    mine = [delta for delta in deltas if delta.index == index]
-    metrics = mine[-1].metrics
-    assert metrics is not None
+def _choice(answer: Completion) -> dict[str, object]:
     choice: dict[str, object] = {
-        "text": _text(mine, index),
-        "token_ids": [token_id for delta in mine for token_id in delta.token_ids],
-        "finish_reason": mine[-1].finish_reason,
-        "stop_reason": mine[-1].stop_reason,
-        "metrics": {**asdict(metrics), "tokens_per_step": metrics.tokens_per_step},
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "metrics": {**asdict(answer.metrics), "tokens_per_step": answer.metrics.tokens_per_step},
     }
-    if sampling.logprobs is not None:
+    if answer.logprobs is not None:
         choice["logprobs"] = [
             {
                 "token_id": item.token_id,
                 "logprob": _finite(item.logprob),
                 "top": [[token_id, _finite(logprob)] for token_id, logprob in item.top],
             }
-            for delta in mine
-            for item in delta.logprobs
+            for item in answer.logprobs
         ]
     return choice
 

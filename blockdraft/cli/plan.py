@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from blockdraft.cli.flags import add_model, add_settings, card_named, given_settings, noted
+from blockdraft.cli.flags import add_model, add_settings, given_settings, noted
 from blockdraft.errors import SettingsError
 from blockdraft.launch.issues import Issue, check_settings
-from blockdraft.machine.cards import Card, card_by_key
+from blockdraft.machine.cards import Card, card_by_key, card_named
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.fit import machine_of
 from blockdraft.planner.pair import Pair, open_pair

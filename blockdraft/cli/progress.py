@@ -7,12 +7,12 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from blockdraft.phases import Startup
+from blockdraft.phases import StartProgress
 
 REDRAW_S = 0.1
 
 
-def draw(startup: Startup) -> None:
+def draw(startup: StartProgress) -> None:
     """Returns when the start has ended, well or not."""
     columns = (
         TextColumn("{task.description:<9}"),

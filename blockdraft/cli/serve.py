@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import add_model, add_settings, bind_threads, settings_from
-from blockdraft.cli.serving import UNHEALTHY_GRACE_S, bind, exit_code, serve_until_told, set_up_logs
+from blockdraft.cli.flags import add_model, add_settings, settings_from
+from blockdraft.cli.serving import exit_code, serve_until_told, set_up_logs
 from blockdraft.errors import SettingsError
 from blockdraft.settings.settings import Settings
 
@@ -29,92 +29,44 @@ DRY_RUNS = ("shell", "docker", "compose")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    group.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients call the model (default: as in --model)"
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    add("--served-model-name", metavar="NAME", help="what clients call the model (default: as in --model)")
+    key_help = (
+        "clients must send it; may be repeated. Other users of the machine can read flags: prefer "
+        "--api-key-file or $BLOCKDRAFT_API_KEY"
     )
-    group.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="clients must send it; may be repeated. Other users of the machine can read flags: prefer "
-        "--api-key-file or $BLOCKDRAFT_API_KEY",
-    )
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="one key per line")
-    group.add_argument(
-        "--cors-origin",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="web pages that may call; repeatable",
-    )
-    group.add_argument(
-        "--allowed-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="more names to be called by (default: any; loopback's on a loopback address without a key)",
-    )
-    group.add_argument(
-        "--request-timeout",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="until an answer begins (default: 600)",
-    )
-    group.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="for answers under way at the end (default: 30)",
-    )
-    group.add_argument(
-        "--step-timeout",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="a longer step counts as hung (default: 120)",
-    )
-    group.add_argument("--access-log", action="store_true", help="a line per request, without its text")
-    group.add_argument(
-        "--json", dest="json_logs", action="store_true", help="logs as one JSON object per line"
-    )
+    add("--api-key", action="append", default=[], metavar="KEY", help=key_help)
+    add("--api-key-file", type=Path, metavar="FILE", help="one key per line")
+    cors_help = "web pages that may call; repeatable"
+    add("--cors-origin", action="append", default=[], metavar="URL", help=cors_help)
+    host_help = "more names to be called by (default: any; loopback's on a loopback address without a key)"
+    add("--allowed-host", action="append", default=[], metavar="NAME", help=host_help)
+    for flag, default, text in (
+        ("--request-timeout", 600.0, "until an answer begins (default: 600)"),
+        ("--drain-timeout", 30.0, "for answers under way at the end (default: 30)"),
+        ("--step-timeout", 120.0, "a longer step counts as hung (default: 120)"),
+    ):
+        add(flag, type=float, default=default, metavar="S", help=text)
+    add("--access-log", action="store_true", help="a line per request, without its text")
+    add("--json", dest="json_logs", action="store_true", help="logs as one JSON object per line")
     _add_engine_arguments(parser)
     add_settings(parser)
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("another engine (--engine vllm or sglang)")
-    group.add_argument(
-        "--engine-python",
-        metavar="PYTHON",
-        help="of the environment it is installed in (default: as found on PATH)",
-    )
-    group.add_argument(
-        "--engine-log", type=Path, metavar="FILE", help="all that it writes (default: its errors, in our log)"
-    )
-    group.add_argument(
-        "--start-timeout",
-        type=float,
-        default=3600.0,
-        metavar="S",
-        help="until it is ready, downloads included (default: 3600)",
-    )
-    group.add_argument(
-        "--dry-run",
-        nargs="?",
-        const="shell",
-        choices=DRY_RUNS,
-        metavar="FORM",
-        help="print its command and start nothing; as shell (the default), docker or compose",
-    )
-    group.add_argument(
-        "--card", metavar="NAME", help="with --dry-run: for a card that is not here, as in `blockdraft plan`"
-    )
+    add = parser.add_argument_group("another engine (--engine vllm or sglang)").add_argument
+    python_help = "of the environment it is installed in (default: as found on PATH)"
+    add("--engine-python", metavar="PYTHON", help=python_help)
+    log_help = "all that it writes (default: its errors, in our log)"
+    add("--engine-log", type=Path, metavar="FILE", help=log_help)
+    start_help = "until it is ready, downloads included (default: 3600)"
+    add("--start-timeout", type=float, default=3600.0, metavar="S", help=start_help)
+    dry_help = "print its command and start nothing; as shell (the default), docker or compose"
+    add("--dry-run", nargs="?", const="shell", choices=DRY_RUNS, metavar="FORM", help=dry_help)
+    card_help = "with --dry-run: for a card that is not here, as in `blockdraft plan`"
+    add("--card", metavar="NAME", help=card_help)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,11 +77,12 @@ def run(args: argparse.Namespace) -> int:
 
         return serve_engine.run(args, settings, options)
     _refuse_engine_flags(args)
-    from blockdraft.cli.asked import check_native
+    from blockdraft.server.running import bind
+    from blockdraft.start.preflight import check_native, pin_cpu_threads
 
     with bind(args.host, args.port) as listener:
         check_native(settings)
-        bind_threads(settings)
+        pin_cpu_threads(settings)
         return _serve(args, settings, options, listener)
 
 
@@ -168,13 +121,13 @@ def _serve(
     """Answer at once, /ready saying how far the start is; load and serve on the engine's own thread."""
     from blockdraft.engine.loop import EngineLoop
     from blockdraft.engine.watchdog import Watchdog
-    from blockdraft.phases import Startup
+    from blockdraft.phases import StartProgress
     from blockdraft.server.app import make_app
     from blockdraft.start.ready import start_engine
 
     report = set_up_logs(args, options.api_keys)
     name = (args.served_model_name or settings.model) + settings.suffix
-    loop = EngineLoop(lambda startup: start_engine(settings, startup), Startup(report))
+    loop = EngineLoop(lambda startup: start_engine(settings, startup), StartProgress(report))
     watchdog = Watchdog(loop, args.step_timeout, _end_hung)
     app = make_app(loop, name=name, options=options, is_hanging=lambda: watchdog.is_hanging)
     serve_until_told(args, loop, app, options, name=name, listener=listener)
@@ -190,5 +143,7 @@ def _serve(
 
 def _end_hung() -> None:
     """The engine's thread cannot be stopped, so the process ends; first /health shows why for a moment."""
+    from blockdraft.server.running import UNHEALTHY_GRACE_S
+
     time.sleep(UNHEALTHY_GRACE_S)
     os._exit(EXIT_HUNG)

@@ -64,7 +64,7 @@ def lines(resolved: Resolved, *, shows_all: bool) -> Iterator[str]:
 
 
 def _value(resolved: Resolved, name: str) -> object:
-    """Without what may be a secret."""
+    """The value, without what may be a secret."""
     value = getattr(resolved.settings, name)
     if name == "engine_env":
         return {key: HIDDEN if is_secret(key) else text for key, text in value}

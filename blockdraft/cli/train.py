@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from blockdraft.cli.flags import dataclass_from
 from blockdraft.training.job import AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 
 SUMMARY = "train a drafter for a target"
@@ -28,31 +30,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="everything goes there")
-    group.add_argument("--minutes", type=float, metavar="N", help="time for all stages together")
-    group.add_argument("--steps", type=int, metavar="N", help="training steps, instead of --minutes")
-    group.add_argument("--resume", action="store_true", help="go on where an interrupted run stopped")
-    group.add_argument(
-        "--from",
-        dest="start_from",
-        metavar="DRAFTER",
-        help="begin with this drafter: to train it further, or for a fine-tuned target",
-    )
-    group.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
-    group.add_argument("--dtype", default="auto", metavar="NAME", help="of the target (default: auto)")
-    group.add_argument("--quiet", action="store_true", help="no lines, only the log in FOLDER/log.txt")
+    add = group.add_argument
+    add("--out", type=Path, required=True, metavar="FOLDER", help="everything goes there")
+    add("--minutes", type=float, metavar="N", help="time for all stages together")
+    add("--steps", type=int, metavar="N", help="training steps, instead of --minutes")
+    add("--resume", action="store_true", help="go on where an interrupted run stopped")
+    start_help = "begin with this drafter: to train it further, or for a fine-tuned target"
+    add("--from", dest="start_from", metavar="DRAFTER", help=start_help)
+    add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
+    add("--dtype", default="auto", metavar="NAME", help="of the target (default: auto)")
+    add("--quiet", action="store_true", help="no lines, only the log in FOLDER/log.txt")
 
 
 def _add_answers(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--prompts",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help='JSON lines of {"messages": […], "category": "…"}, .gz or .xz too; may be repeated',
-    )
-    group.add_argument(
+    add, number = group.add_argument, _numbers_of(group)
+    prompts_help = 'JSON lines of {"messages": […], "category": "…"}, .gz or .xz too; may be repeated'
+    add("--prompts", type=Path, action="append", default=[], metavar="FILE", help=prompts_help)
+    add(
         "--held-out",
         type=_named_file,
         action="append",
@@ -60,90 +54,70 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         metavar="[NAME=]FILE",
         help="prompts to measure with, under NAME (default: a few of each category of --prompts)",
     )
-    group.add_argument(
-        "--answer-minutes", type=float, metavar="N", help="of --minutes, for answers (default: a fifth)"
-    )
-    group.add_argument("--max-prompts", type=int, metavar="N", help="train on this many prompts at most")
-    group.add_argument("--max-answer", type=int, default=400, metavar="N", help="tokens (default: 400)")
-    group.add_argument(
-        "--max-repeat",
-        type=int,
-        default=64,
-        metavar="N",
-        help="cut an answer whose last N tokens it has said before; 0: never (default: 64)",
-    )
-    group.add_argument(
-        "--sampled", type=float, default=0.0, metavar="SHARE", help="answered at --temperature (default: 0)"
-    )
-    group.add_argument("--temperature", type=float, default=0.7, metavar="N", help="(default: 0.7)")
-    group.add_argument("--top-p", type=float, default=0.95, metavar="N", help="(default: 0.95)")
-    group.add_argument("--rows", type=int, metavar="N", help="answers at once (default: 2048, CPU: 16)")
-    group.add_argument(
-        "--length", type=int, default=1024, metavar="N", help="longest prompt and answer (default: 1024)"
-    )
+    number("--answer-minutes", float, None, "of --minutes, for answers (default: a fifth)")
+    number("--max-prompts", int, None, "train on this many prompts at most")
+    number("--max-answer", int, 400, "tokens (default: 400)", dest="max_tokens")
+    repeat_help = "cut an answer whose last N tokens it has said before; 0: never (default: 64)"
+    number("--max-repeat", int, 64, repeat_help)
+    number("--sampled", float, 0.0, "answered at --temperature (default: 0)", metavar="SHARE")
+    number("--temperature", float, 0.7, "(default: 0.7)")
+    number("--top-p", float, 0.95, "(default: 0.95)")
+    number("--rows", int, None, "answers at once (default: 2048, CPU: 16)", dest="bulk_rows")
+    number("--length", int, 1024, "longest prompt and answer (default: 1024)")
 
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--block", type=int, default=16, metavar="N", help="anchor included (default: 16)")
-    group.add_argument("--layers", type=int, default=5, metavar="N", help="(default: 5)")
-    group.add_argument(
-        "--taps", type=_numbers, metavar="N,N,…", help="target layers to read, from 0 (default: 5, evenly)"
-    )
-    group.add_argument("--inner-size", type=int, metavar="N", help="of the MLPs (default: the target's)")
-    group.add_argument(
-        "--bidirectional",
-        action="store_true",
-        help="drafts see those after them, too; narrow widths then cost as much as the whole block",
-    )
-    group.add_argument("--mask-token", type=int, metavar="ID", help="(default: an unused special token)")
-    group.add_argument(
-        "--init",
-        choices=("random", "target"),
-        default="random",
-        help="begin with noise, or with the target's last layers (default: random)",
-    )
+    add, number = group.add_argument, _numbers_of(group)
+    number("--block", int, 16, "anchor included (default: 16)")
+    number("--layers", int, 5, "(default: 5)", dest="num_layers")
+    taps_help = "target layers to read, from 0 (default: 5, evenly)"
+    add("--taps", type=_numbers, metavar="N,N,…", help=taps_help)
+    number("--inner-size", int, None, "of the MLPs (default: the target's)")
+    causal_help = "drafts see those after them, too; narrow widths then cost as much as the whole block"
+    add("--bidirectional", dest="is_causal", action="store_false", help=causal_help)
+    mask_help = "(default: an unused special token)"
+    number("--mask-token", int, None, mask_help, dest="mask_token_id", metavar="ID")
+    init_help = "begin with noise, or with the target's last layers (default: random)"
+    add("--init", choices=("random", "target"), default="random", help=init_help)
 
 
 def _add_recipe(group: argparse._ArgumentGroup) -> None:
     recipe, objective = TrainingRecipe(), Objective()
-    add = group.add_argument
+    add, number = group.add_argument, _numbers_of(group)
     add("--optimizer", choices=("muon", "adamw"), default=recipe.optimizer)
-    add("--rate", type=float, default=recipe.rate, metavar="N", help=f"(default: {recipe.rate})")
-    add(
-        "--rows-per-step", type=int, default=recipe.rows_per_step, metavar="N", help="packed rows of --length"
-    )
-    add("--anchors", type=int, default=recipe.num_anchors, metavar="N", help="blocks per row, drawn anew")
-    add(
-        "--short-blocks",
-        type=float,
-        default=recipe.short_blocks,
-        metavar="SHARE",
-        help="of the run, at its beginning, with blocks of half the length: steps cost a third less",
-    )
-    add(
-        "--anchoring",
-        choices=("even", "walk"),
-        default=recipe.anchoring,
-        help="anchors anywhere, or mostly where the drafter's own steps would begin",
-    )
+    number("--rate", float, recipe.rate, f"(default: {recipe.rate})")
+    number("--rows-per-step", int, recipe.rows_per_step, "packed rows of --length")
+    number("--anchors", int, recipe.num_anchors, "blocks per row, drawn anew", dest="num_anchors")
+    short_help = "of the run, at its beginning, with blocks of half the length: steps cost a third less"
+    number("--short-blocks", float, recipe.short_blocks, short_help, metavar="SHARE")
+    anchoring_help = "anchors anywhere, or mostly where the drafter's own steps would begin"
+    add("--anchoring", choices=("even", "walk"), default=recipe.anchoring, help=anchoring_help)
     add("--weighting", choices=("dpace", "decay", "uniform"), default=objective.weighting)
-    add("--gamma", type=float, default=objective.gamma, metavar="N", help="of --weighting decay")
-    add(
-        "--hardness",
-        type=float,
-        default=objective.hardness,
-        metavar="N",
-        help="of --weighting dpace: blocks count by the inverse Nth power of the length they expect",
-    )
-    add(
-        "--distill",
-        type=float,
-        default=objective.distill,
-        metavar="SHARE",
-        help="of the divergence from the target's distribution in the loss",
-    )
-    add("--average", type=float, default=recipe.average, metavar="N", help="decay of averaged weights")
-    add("--seed", type=int, default=recipe.seed, metavar="N")
+    number("--gamma", float, objective.gamma, "of --weighting decay")
+    hardness_help = "of --weighting dpace: blocks count by the inverse Nth power of the length they expect"
+    number("--hardness", float, objective.hardness, hardness_help)
+    distill_help = "of the divergence from the target's distribution in the loss"
+    number("--distill", float, objective.distill, distill_help, metavar="SHARE")
+    number("--average", float, recipe.average, "decay of averaged weights")
+    # Not args.seed: the answers have a seed of their own, which no flag sets.
+    number("--seed", int, recipe.seed, None, dest="training_seed")
+
+
+def _numbers_of(group: argparse._ArgumentGroup) -> Callable[..., None]:
+    """A function that adds a flag with a number."""
+
+    def number(
+        flag: str,
+        kind: type[float],
+        default: float | None,
+        text: str | None,
+        *,
+        dest: str | None = None,
+        metavar: str = "N",
+    ) -> None:
+        group.add_argument(flag, type=kind, default=default, help=text, dest=dest, metavar=metavar)
+
+    return number
 
 
 def run(args: argparse.Namespace) -> int:
@@ -158,52 +132,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    shape = DrafterShape(
-        block=args.block,
-        num_layers=args.layers,
-        taps=args.taps,
-        inner_size=args.inner_size,
-        is_causal=not args.bidirectional,
-        mask_token_id=args.mask_token,
-    )
-    answers = AnswerOptions(
-        max_tokens=args.max_answer,
-        sampled=args.sampled,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        max_repeat=args.max_repeat or None,
-    )
-    recipe = TrainingRecipe(
-        rows_per_step=args.rows_per_step,
-        num_anchors=args.anchors,
-        short_blocks=args.short_blocks,
-        anchoring=args.anchoring,
-        optimizer=args.optimizer,
-        rate=args.rate,
-        average=args.average,
-        objective=Objective(
-            weighting=args.weighting, gamma=args.gamma, hardness=args.hardness, distill=args.distill
-        ),
-        seed=args.seed,
-    )
-    return Job(
-        out=args.out,
+    return dataclass_from(
+        Job,
+        args,
         prompts=tuple(args.prompts),
         held_out=tuple(args.held_out),
-        model=args.model,
-        start_from=args.start_from,
-        device=args.device,
-        dtype=args.dtype,
-        steps=args.steps,
-        minutes=args.minutes,
-        answer_minutes=args.answer_minutes,
-        max_prompts=args.max_prompts,
-        length=args.length,
-        bulk_rows=args.rows,
-        init=args.init,
-        shape=shape,
-        answers=answers,
-        recipe=recipe,
+        shape=dataclass_from(DrafterShape, args),
+        answers=dataclass_from(AnswerOptions, args, max_repeat=args.max_repeat or None),
+        recipe=dataclass_from(
+            TrainingRecipe, args, objective=dataclass_from(Objective, args), seed=args.training_seed
+        ),
         command=shlex.join(["blockdraft", *sys.argv[1:]]),
     )
 

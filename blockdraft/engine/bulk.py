@@ -32,7 +32,7 @@ class Question:
     """One prompt. Its answer ends at an end-of-sequence token, or with `max_tokens`.
 
     With `max_repeat` it ends as well, at the end of a round, once so many tokens in a row were said before:
-    a greedy answer that runs in circles seldom leaves them.
+    a greedy answer that loops seldom leaves the loop.
     """
 
     key: int  # whatever tells the asker which one it is
@@ -93,7 +93,7 @@ class _Round:
 
 
 def make_bulk(models: Models, *, graphs: bool = True) -> Bulk:
-    """As many rows as the plan has pages for, when each row keeps enough of them for a whole context."""
+    """Make as many rows as the plan has pages for, when each keeps enough of them for a whole context."""
     plan = models.plan
     per_row = -(-plan.max_positions // plan.page_size)
     rows = min(plan.max_rows, plan.num_pages // per_row)
@@ -141,7 +141,7 @@ class Bulk:
                 return
 
     def _admit(self, half: _Half, waiting: Iterator[Question]) -> None:
-        """A question for every free row, their prompts into the cache."""
+        """Give every free row a question, and read their prompts into the cache."""
         asked: list[tuple[int, Question]] = []
         for row in half.places:
             if row in half.rows:
@@ -174,7 +174,7 @@ class Bulk:
         )
 
     def _prefill(self, asked: list[tuple[int, Question]]) -> None:
-        """All but the last token of each prompt, several prompts at a time."""
+        """Prefill all but the last token of each prompt, several prompts at a time."""
         group: list[tuple[int, Question]] = []
         size = 0
         for row, question in asked:
@@ -203,7 +203,7 @@ class Bulk:
 
     @torch.inference_mode()
     def _launch(self, half: _Half) -> None:
-        """ROUND steps of all its rows, without waiting for them."""
+        """Launch ROUND steps of all its rows, without waiting for them."""
         engine, rows = self._engine, sorted(half.rows)
         if not rows:
             return

@@ -17,7 +17,7 @@ from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.pages import PageAllocator
-from blockdraft.engine.request import Delta, Request, SamplingParams, TokenLogprobs
+from blockdraft.engine.request import Delta, Request, SamplingParams, TokenLogprobs, check_request
 from blockdraft.engine.scheduler import Batch, Outcome, Scheduler
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.stats import Load, Snapshot, Stats
@@ -106,7 +106,7 @@ class Engine:
     def abort(self, request_id: str) -> list[Delta]:
         """End a request now. Unknown or finished ids are ignored: the end may have crossed the abort."""
         deltas = self.scheduler.abort(request_id)
-        self.stats.count_aborted(deltas, self._load())
+        self.stats.count_aborted(deltas)
         return deltas
 
     @property
@@ -120,27 +120,18 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         plan, sampling = self.models.plan, request.sampling
-        vocab_size = self.models.config.vocab_size
-        if not request.prompt_ids:
-            raise RequestError("the prompt is empty: give at least one token.")
-        if len(request.prompt_ids) >= plan.max_context:
-            raise RequestError(
-                f"the prompt has {len(request.prompt_ids)} tokens, but the context holds "
-                f"{plan.max_context} and the answer needs at least one: shorten it, or raise --max-context."
-            )
-        wrong = [t for t in request.prompt_ids if not 0 <= t < vocab_size]
-        wrong += [t for t in (*sampling.logit_bias, *sampling.stop_token_ids) if not 0 <= t < vocab_size]
-        if wrong:
-            raise RequestError(f"token id {wrong[0]!r} is outside the vocabulary of {vocab_size} tokens.")
+        check_request(
+            request.prompt_ids,
+            sampling,
+            vocab_size=self.models.config.vocab_size,
+            max_context=plan.max_context,
+            block=plan.block,
+        )
         num_stops = len({*sampling.stop_token_ids, *self.models.tokenizer.eos_ids})
         for name, count in (("logit_bias", len(sampling.logit_bias)), ("stop_token_ids", num_stops)):
             if count > MAX_LISTED:
                 counted = " with the end-of-sequence tokens" if name == "stop_token_ids" else ""
                 raise RequestError(f"{name} has {count} entries{counted}; at most {MAX_LISTED}.")
-        if sampling.width is not None and sampling.width > plan.block:
-            raise RequestError(
-                f"width = {sampling.width}, but this engine verifies at most {plan.block} tokens per step."
-            )
 
     def _sequence(self, request: Request, index: int, seed: int, leader: Sequence | None) -> Sequence:
         params, plan, tokenizer = request.sampling, self.models.plan, self.models.tokenizer
@@ -177,7 +168,7 @@ class Engine:
                 skip_special_tokens=params.skip_special_tokens,
             ),
             leader=leader,
-            is_width_ours=params.width is None,
+            may_change_width=params.width is None,
         )
 
     # ---- steps
@@ -195,8 +186,7 @@ class Engine:
             return self._step()
         except BaseException:
             self._pending = None
-            lost = self.scheduler.end_running()
-            self.stats.count_lost(lost, self._load())
+            self.stats.count_lost(self.scheduler.end_running())
             raise
 
     def _step(self) -> list[Delta]:
@@ -294,7 +284,7 @@ class Engine:
         deltas = self.scheduler.commit(batch, outcome)
         sequences = list(itertools.compress(batch.sequences, seen))
         committed = list(itertools.compress(outcome.token_ids, seen))
-        self.stats.count(batch, sequences, committed, deltas, self._load())
+        self.stats.count(batch, sequences, committed, deltas)
         return deltas
 
     def _outcome(self, batch: Batch, launched: Launched) -> Outcome:

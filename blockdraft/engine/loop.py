@@ -26,7 +26,7 @@ from blockdraft.engine.info import EngineInfo, engine_info
 from blockdraft.engine.request import Delta, SamplingParams
 from blockdraft.engine.stats import Snapshot
 from blockdraft.errors import BlockdraftError
-from blockdraft.phases import Startup
+from blockdraft.phases import StartProgress
 from blockdraft.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -96,11 +96,6 @@ class _Abort:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Close:
-    pass
-
-
 @dataclass(slots=True)
 class _Live:
     """The engine thread's side of a stream."""
@@ -112,16 +107,18 @@ class _Live:
 class EngineLoop:
     """Owns the engine from here on: nobody else may call it until `close` has returned."""
 
-    def __init__(self, make_engine: Callable[[Startup], Engine], startup: Startup | None = None) -> None:
-        self.startup = Startup() if startup is None else startup
+    def __init__(
+        self, make_engine: Callable[[StartProgress], Engine], startup: StartProgress | None = None
+    ) -> None:
+        self.startup = StartProgress() if startup is None else startup
         self.error: str | None = None  # why the engine failed; it never recovers
         self.engine_info: EngineInfo | None = None  # None until the engine is ready
         self.tokenizer: Tokenizer | None = None
         self.step_began_s: float | None = None  # while a step runs; a watchdog reads it
         self._make_engine = make_engine
         self._num_failures = 0
-        self._commands: SimpleQueue[_Add | _Abort | _Close] = SimpleQueue()
-        self._door = Lock()  # nothing enters the queue behind _Close: it would never be answered
+        self._commands: SimpleQueue[_Add | _Abort | None] = SimpleQueue()  # None: close
+        self._closing_lock = Lock()  # nothing enters the queue behind the end: it would never be answered
         self._is_open = True
         self._live: dict[str, _Live] = {}  # touched by the engine's thread only
         self._has_started = Event()
@@ -166,10 +163,10 @@ class EngineLoop:
 
         A start is not waited for: it cannot be interrupted, and ends with the process.
         """
-        with self._door:
+        with self._closing_lock:
             if self._is_open:
                 self._is_open = False
-                self._commands.put(_Close())
+                self._commands.put(None)
         if self._has_started.is_set():
             self._thread.join()
 
@@ -183,7 +180,7 @@ class EngineLoop:
         return self._thread.is_alive()
 
     def _send(self, command: _Add | _Abort) -> bool:
-        with self._door:
+        with self._closing_lock:
             if self._is_open:
                 self._commands.put(command)
             return self._is_open
@@ -195,7 +192,7 @@ class EngineLoop:
         if isinstance(failure, Exception):
             self._give_up(failure)  # and answer whoever asks with the reason
         self._has_started.set()
-        while self._obey():
+        while self._drain_commands():
             self._step()
         self._end_all(EngineStopped("the engine is closed."))
 
@@ -204,7 +201,7 @@ class EngineLoop:
         self.tokenizer, self.engine_info = self._engine.models.tokenizer, engine_info(self._engine)
         self.startup.ready()
 
-    def _obey(self) -> bool:
+    def _drain_commands(self) -> bool:
         """Carry out all commands, waiting until there is something to step. False: closed."""
         while True:
             is_idle = self.error is not None or not self._engine.has_work
@@ -212,7 +209,7 @@ class EngineLoop:
                 command = self._commands.get(block=is_idle)
             except Empty:
                 return True
-            if isinstance(command, _Close):
+            if command is None:
                 return False
             if isinstance(command, _Add):
                 self._add(command)

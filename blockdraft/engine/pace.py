@@ -19,7 +19,7 @@ PATIENCE = 1.1  # plain steps that drafts may cost without any gain: without the
 
 
 @dataclass(slots=True)
-class Record:
+class DraftRecord:
     """How the drafts of one sequence fared, faded. After the first wrong one of a step nobody looks."""
 
     num_tried: float = 0.0
@@ -43,7 +43,7 @@ class Pace:
         fitting = [percent / 100 for percent in range(101) if self._best(percent / 100) == self.width]
         object.__setattr__(self, "chance", fitting[len(fitting) // 2] if fitting else 0.5)
 
-    def next_width(self, record: Record) -> int:
+    def next_width(self, record: DraftRecord) -> int:
         if record.num_tried == 0:
             return self.width
         right = BELIEF * self.chance + record.num_right

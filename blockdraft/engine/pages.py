@@ -18,7 +18,7 @@ ROOT = 0
 
 
 class OutOfPages(Exception):
-    """Not enough pages right now: the scheduler preempts someone and tries again."""
+    """There are not enough pages right now: the scheduler preempts someone and tries again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -107,6 +107,35 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
         raise RequestError(f"{name} = {value!r} is not {kind}.")
     if not low <= value <= high:
         raise RequestError(f"{name} = {value} is outside {low} to {high}.")
+
+
+def check_request(
+    prompt_ids: Sequence[int], sampling: SamplingParams, *, vocab_size: int, max_context: int, block: int
+) -> None:
+    """Raises RequestError, naming the field, for what an engine of these limits can never run."""
+    if not prompt_ids:
+        raise RequestError("the prompt is empty: give at least one token.", "prompt")
+    if len(prompt_ids) >= max_context:
+        raise RequestError(
+            f"the prompt has {len(prompt_ids)} tokens, but the context holds {max_context} and the answer "
+            "needs at least one: shorten it, or raise --max-context.",
+            "prompt",
+            "context_length_exceeded",
+        )
+    for name, token_ids in (
+        ("prompt", prompt_ids),
+        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", sampling.stop_token_ids),
+    ):
+        for token in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"{name}: token id {token} is outside the vocabulary of {vocab_size} tokens.", name
+                )
+    if sampling.width is not None and sampling.width > block:
+        raise RequestError(
+            f"width = {sampling.width}, but this engine verifies at most {block} tokens per step.", "width"
+        )
 
 
 @dataclass(frozen=True, slots=True)

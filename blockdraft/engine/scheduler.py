@@ -200,7 +200,7 @@ class Scheduler:
         return self._batch("decode", chosen, starts, [width] * len(chosen), width=width)
 
     def _width(self, sequence: Sequence, num_rows: int) -> int:
-        if not sequence.is_width_ours:
+        if not sequence.may_change_width:
             return sequence.width
         most = self._plan.max_drafting_rows
         if most is not None and num_rows > most:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from blockdraft.cache.rows import RowSampling
-from blockdraft.engine.pace import Record
+from blockdraft.engine.pace import DraftRecord
 from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs
 from blockdraft.text.detokenizer import TextStream
 
@@ -26,7 +26,7 @@ class Sequence:
     max_length: int  # tokens, prompt included
     stream: TextStream | None  # None: no tokenizer, no text
     leader: Sequence | None  # the choice whose prompt pages this one will share
-    is_width_ours: bool = False  # nobody asked for it: it may change from step to step
+    may_change_width: bool = False  # nobody asked for it: it may change from step to step
 
     token_ids: list[int] = field(default_factory=list)
     length: int = 0
@@ -144,7 +144,7 @@ class Tally:
     steps: int = 0
     drafted: int = 0
     accepted: list[int] = field(default_factory=list)
-    record: Record = field(default_factory=Record)
+    record: DraftRecord = field(default_factory=DraftRecord)
     preemptions: int = 0
     num_cached_tokens: int = 0
     start_s: float | None = None

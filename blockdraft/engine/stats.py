@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -52,27 +52,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One second: what was done in it, and what was in the engine after its last step."""
+    """One second, and what was done in it."""
 
     time_s: int  # its begin, on the engine's clock
     tokens: int
     steps: int
-    drafted: int
-    accepted: int
-    running: int
-    waiting: int
-    pages_used: int
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot(Load):
     """Everything that is counted, at one moment. Durations and times are on the engine's clock."""
 
     time_s: float
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_pages_used: int
     num_prefill_tokens: int  # that went through the model
     num_cached_tokens: int  # prompt tokens found in the prefix cache instead
     prompt_tokens: int  # of all choices that have begun their answer
@@ -84,7 +75,6 @@ class Snapshot:
     num_drafted: int
     accepted: tuple[int, ...]  # [i]: drafts at position i + 1 that were accepted
     num_accepted: int
-    num_preemptions: int
     finished: Mapping[str, int]  # choices, by reason; "error": lost with a failed step
     histograms: Mapping[str, Histogram]
     recent: tuple[Point, ...]  # whole seconds without a gap, newest last, at most RECENT_S
@@ -111,20 +101,15 @@ class Stats:
         self._recent = _Recent(clock())
         self._lock = Lock()
 
-    @property
-    def num_finished(self) -> int:
-        return self.finished.total()
-
     def count(
         self,
         batch: Batch,
         sequences: Items[Sequence],
         committed: Items[tuple[int, ...]],
         deltas: Items[Delta],
-        load: Load,
     ) -> None:
         """One step. `sequences` are those of the batch that were looked at, each with its committed tokens
-        and its delta; a prefill has neither. `load` is what the step left behind.
+        and its delta; a prefill has neither.
         """
         with self._lock:
             if batch.kind == "prefill":
@@ -138,34 +123,30 @@ class Stats:
                 num_tokens = sum(len(delta.token_ids) for delta in deltas)
                 self.num_emitted += num_tokens
                 self._observe("iteration_tokens_total", num_tokens)
-            self._recent.count(self._clock(), self._totals(), load)
+            num_steps = self.num_prefill_steps + self.num_decode_steps
+            self._recent.count(self._clock(), num_tokens=self.num_emitted, num_steps=num_steps)
 
-    def count_aborted(self, deltas: Items[Delta], load: Load) -> None:
+    def count_aborted(self, deltas: Items[Delta]) -> None:
         """Choices that their client has ended."""
         with self._lock:
             for delta in deltas:
                 self._last_token_s.pop((delta.request_id, delta.index), None)
             self.finished["abort"] += len(deltas)
-            self._recent.count(self._clock(), self._totals(), load)
 
-    def count_lost(self, sequences: Items[Sequence], load: Load) -> None:
+    def count_lost(self, sequences: Items[Sequence]) -> None:
         """A step failed, and every choice that had a row ended with it."""
         with self._lock:
             for sequence in sequences:
                 self._last_token_s.pop((sequence.request.id, sequence.index), None)
             self.finished["error"] += len(sequences)
-            self._recent.count(self._clock(), self._totals(), load)
 
     def snapshot(self, load: Load) -> Snapshot:
         """May be called from any thread."""
         with self._lock:
             now_s = self._clock()
             return Snapshot(
+                **asdict(load),
                 time_s=now_s,
-                num_running=load.num_running,
-                num_waiting=load.num_waiting,
-                num_pages=load.num_pages,
-                num_pages_used=load.num_pages_used,
                 num_prefill_tokens=self.num_prefill_tokens,
                 num_cached_tokens=self.num_cached_tokens,
                 prompt_tokens=self.num_prompt_tokens,
@@ -177,7 +158,6 @@ class Stats:
                 num_drafted=self.num_drafted,
                 accepted=tuple(self.accepted),
                 num_accepted=sum(self.accepted),
-                num_preemptions=load.num_preemptions,
                 finished=MappingProxyType(dict(self.finished)),
                 histograms=MappingProxyType({n: r.histogram() for n, r in self._recorders.items()}),
                 recent=self._recent.points(now_s),
@@ -224,18 +204,6 @@ class Stats:
     def _observe(self, name: str, value: float) -> None:
         self._recorders[name].observe(value)
 
-    def _totals(self) -> _Totals:
-        num_steps = self.num_prefill_steps + self.num_decode_steps
-        return _Totals(self.num_emitted, num_steps, self.num_drafted, sum(self.accepted))
-
-
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    tokens: int = 0
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
 
 class _Recent:
     """A ring of the last seconds. A point is the difference of the totals at a second's end and begin."""
@@ -243,13 +211,12 @@ class _Recent:
     def __init__(self, now_s: float) -> None:
         self._points: deque[Point] = deque(maxlen=RECENT_S)
         self._second = int(now_s)  # the one that runs
-        self._before = self._now = _Totals()
-        self._load = Load()
+        self._before = self._now = (0, 0)  # tokens and steps
 
-    def count(self, now_s: float, totals: _Totals, load: Load) -> None:
+    def count(self, now_s: float, *, num_tokens: int, num_steps: int) -> None:
         """A step ended: its work belongs to the second of its end."""
         self._roll(int(now_s))
-        self._now, self._load = totals, load
+        self._now = num_tokens, num_steps
 
     def points(self, now_s: float) -> tuple[Point, ...]:
         self._roll(int(now_s))
@@ -261,20 +228,9 @@ class _Recent:
         if first > self._second:
             self._before = self._now
         for closing in range(first, second):
-            now, before, load = self._now, self._before, self._load
-            self._points.append(
-                Point(
-                    time_s=closing,
-                    tokens=now.tokens - before.tokens,
-                    steps=now.steps - before.steps,
-                    drafted=now.drafted - before.drafted,
-                    accepted=now.accepted - before.accepted,
-                    running=load.num_running,
-                    waiting=load.num_waiting,
-                    pages_used=load.num_pages_used,
-                )
-            )
-            self._before = now
+            tokens, steps = (now - before for now, before in zip(self._now, self._before, strict=True))
+            self._points.append(Point(closing, tokens, steps))
+            self._before = self._now
         self._second = max(self._second, second)
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import RLock
 
-from blockdraft.phases import Startup
+from blockdraft.phases import StartProgress
 
 PHASES = ("launch", "fetch", "load", "compile", "capture", "warm", "verify")
 _READ = PHASES[:-2]  # the last two are ours
@@ -106,7 +106,7 @@ def is_bar(line: str) -> bool:
 class PhaseTracker:
     """Moves a start through its phases in order, from any thread; skips those that the engine leaves out."""
 
-    def __init__(self, startup: Startup) -> None:
+    def __init__(self, startup: StartProgress) -> None:
         self._startup = startup
         self._running = ExitStack()
         self._place = -1  # in PHASES

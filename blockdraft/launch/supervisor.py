@@ -16,7 +16,7 @@ from blockdraft.launch.command import Command
 from blockdraft.launch.log_signs import PHASES, PhaseTracker, is_error, read_sign
 from blockdraft.launch.process import GRACE_S, EngineProcess, shown_exit
 from blockdraft.launch.versions import TITLES
-from blockdraft.phases import Startup
+from blockdraft.phases import StartProgress
 from blockdraft.settings.settings import child_environment
 
 POLL_S = 0.2
@@ -61,7 +61,7 @@ class Supervisor:
         on_line: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.launch = launch
-        self.startup = Startup(report, names=PHASES)
+        self.startup = StartProgress(report, names=PHASES)
         self.is_ready = False  # has been, at least once
         self.version: str | None = None  # as the engine says
         self.max_context: int | None = None

@@ -11,6 +11,9 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from blockdraft.errors import SettingsError
+from blockdraft.settings.settings import suggestion
+
 Capability = tuple[int, int]
 
 FILE = Path(__file__).with_name("cards.toml")
@@ -72,6 +75,16 @@ def card_by_key(key: str) -> Card | None:
         if wanted == card.key or wanted in card.aliases:
             return card
     return None
+
+
+def card_named(name: str) -> Card:
+    """The same. Raises SettingsError for a card that we do not know."""
+    card = card_by_key(name)
+    if card is None:
+        keys = [key for known in CARDS for key in (known.key, *known.aliases)]
+        hint = suggestion(name.lower(), keys) or f": use one of {', '.join(keys)}"
+        raise SettingsError(f"card '{name}' is unknown{hint}")
+    return card
 
 
 # ---- what a capability has in hardware

@@ -99,6 +99,10 @@ class Fit:
         return sum(item.num_bytes for item in self.items)
 
     @property
+    def weight_bytes(self) -> int:
+        return sum(item.num_bytes for item in self.items if item.name.endswith("weights"))
+
+    @property
     def is_cpu(self) -> bool:
         return self.device == "cpu"
 

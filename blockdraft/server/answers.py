@@ -2,215 +2,213 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import ClassVar
 
 from blockdraft.engine.request import Delta, TokenLogprobs
-from blockdraft.server.fields import ChatRequest, CompletionRequest
-from blockdraft.server.pieces import (
-    Choice,
-    DraftView,
+from blockdraft.server.choices import (
+    AnswerChoice,
+    DraftMarks,
     Piece,
     chat_logprobs,
     prompt_logprobs,
     request_metrics,
     text_logprobs,
 )
+from blockdraft.server.fields import ChatRequest, CompletionRequest
 from blockdraft.server.reasoning import Splitter, Tags, ThoughtCounter, begins_inside, continues_inside
-from blockdraft.server.shapes import (
+from blockdraft.server.schemas import (
     ChatChoice,
-    ChatChunk,
     ChatChunkChoice,
-    ChatCompletion,
     ChatDelta,
+    ChatLogprobs,
     ChatMessage,
+    ChunkChoice,
     RequestMetrics,
     TextChoice,
-    TextChunk,
     TextChunkChoice,
-    TextCompletion,
     TextLogprobs,
     Usage,
 )
 from blockdraft.text.tokenizer import Tokenizer
 
+Json = dict[str, object]
+
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """What all objects of one answer repeat."""
+class AnswerHead:
+    """The fields that every object of one answer repeats."""
 
     id: str
     created: int  # seconds since 1970
     model: str
 
 
-def usage(choices: Items[Choice], prompts: Items[Items[int]]) -> Usage:
-    """The cost so far. Cached tokens are known once the first choice of every prompt has ended."""
-    firsts = {choice.prompt: choice.metrics for choice in reversed(choices)}
-    known = [metrics.num_cached_tokens for metrics in firsts.values() if metrics is not None]
-    num_prompt = sum(len(prompt) for prompt in prompts)
-    num_output = sum(choice.num_tokens for choice in choices)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": sum(known)} if len(known) == len(prompts) else None,
-        "completion_tokens_details": {"reasoning_tokens": sum(c.num_reasoning_tokens for c in choices)},
-    }
+class AnswerWriter(ABC):
+    """One answer, fed with the engine's deltas: its choices, and the objects around them."""
 
+    KIND: ClassVar[str]  # `object` of a whole answer
+    CHUNK_KIND: ClassVar[str]  # and of a chunk
 
-def _metrics(choices: Items[Choice]) -> RequestMetrics | None:
-    """Of a single choice only: the times of several cannot be told apart."""
-    metrics = choices[0].metrics
-    if len(choices) > 1 or metrics is None:
-        return None
-    return request_metrics(metrics, choices[0].draft_steps)
+    def __init__(
+        self,
+        asked: ChatRequest | CompletionRequest,
+        *,
+        head: AnswerHead,
+        tokenizer: Tokenizer,
+        prompts: Items[Items[int]],
+        choices: list[AnswerChoice],
+    ) -> None:
+        self._options = asked
+        self._head = head
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._choices = choices  # those of the first prompt, then those of the second, and so on
+
+    def take(self, prompt: int, delta: Delta) -> AnswerChoice:
+        """Remember a delta for `whole`; `prompt` says which prompt it answers."""
+        choice = self._choices[prompt * self._options.n + delta.index]
+        choice.push(delta)
+        return choice
+
+    def whole(self) -> Json:
+        """The complete answer, when all deltas are in."""
+        choices = [self._whole_choice(choice) for choice in self._choices]
+        return self._object(self.KIND, choices) | {"usage": self._usage(), "metrics": self._metrics()}
+
+    def push(self, prompt: int, delta: Delta) -> Json | None:
+        """Take a delta in. The chunk to stream, or None if it shows nothing."""
+        choice = self.take(prompt, delta)
+        piece = choice.pieces[-1]
+        is_end = piece.finish_reason is not None
+        has_ids = self._options.return_token_ids and bool(piece.token_ids)
+        if not (is_end or has_ids or piece.draft is not None or self._has_news(choice, piece)):
+            return None
+        part = self._part(choice, piece)
+        if is_end:
+            part["stop_reason"] = piece.stop_reason
+        if self._options.return_token_ids:
+            part["token_ids"] = list(piece.token_ids)
+        if piece.draft is not None:
+            part["draft"] = piece.draft
+        return self._chunk(part, is_end=is_end)
+
+    def first_chunks(self) -> Iterator[Json]:
+        """What is sent before there is text."""
+        return iter(())
+
+    def last_chunk(self) -> Json | None:
+        """The usage, if it was asked for."""
+        if not self._options.include_usage:
+            return None
+        chunk = self._object(self.CHUNK_KIND, []) | {"usage": self._usage()}
+        return chunk if (metrics := self._metrics()) is None else chunk | {"metrics": metrics}
+
+    @abstractmethod
+    def _has_news(self, choice: AnswerChoice, piece: Piece) -> bool:
+        """Whether there is text to send, or log-probabilities that were asked for."""
+
+    @abstractmethod
+    def _part(self, choice: AnswerChoice, piece: Piece) -> ChunkChoice:
+        """A piece as a chunk shows it, without the fields that both kinds of answers share."""
+
+    @abstractmethod
+    def _whole_choice(self, choice: AnswerChoice) -> ChatChoice | TextChoice: ...
+
+    def _chunk(self, part: ChunkChoice, *, is_end: bool = False) -> Json:
+        chunk = self._object(self.CHUNK_KIND, [part])
+        if self._options.include_usage:
+            chunk["usage"] = self._usage() if self._options.has_running_usage else None
+        elif is_end and (metrics := self._metrics()) is not None:
+            chunk["metrics"] = metrics
+        return chunk
+
+    def _object(self, kind: str, choices: Items[Mapping[str, object]]) -> Json:
+        head = self._head
+        return {
+            "id": head.id,
+            "object": kind,
+            "created": head.created,
+            "model": head.model,
+            "choices": choices,
+        }
+
+    def _usage(self) -> Usage:
+        """The cost so far. Cached tokens are known once the first choice of every prompt has ended."""
+        firsts = {choice.prompt: choice.metrics for choice in reversed(self._choices)}
+        known = [metrics.num_cached_tokens for metrics in firsts.values() if metrics is not None]
+        num_prompt = sum(len(prompt) for prompt in self._prompts)
+        num_output = sum(choice.num_tokens for choice in self._choices)
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in self._choices)
+        is_known = len(known) == len(self._prompts)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(known)} if is_known else None,
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+        }
+
+    def _metrics(self) -> RequestMetrics | None:
+        """Only a single choice has metrics: the times of several cannot be told apart."""
+        first = self._choices[0]
+        if len(self._choices) > 1 or first.metrics is None:
+            return None
+        return request_metrics(first.metrics, first.draft_steps)
 
 
 def _drafts(
     asked: ChatRequest | CompletionRequest, tokenizer: Tokenizer, prompt_ids: Items[int]
-) -> DraftView | None:
+) -> DraftMarks | None:
     if not asked.speculative.detail:
         return None
-    return DraftView(tokenizer, prompt_ids, skip_special_tokens=asked.skip_special_tokens)
+    return DraftMarks(tokenizer, prompt_ids, skip_special_tokens=asked.skip_special_tokens)
 
 
-class ChatAnswer:
-    """One chat completion, fed with the engine's deltas. `tags`: those of a thinking model."""
+class ChatAnswer(AnswerWriter):
+    """One chat completion. `tags`: those of a thinking model."""
+
+    KIND = "chat.completion"
+    CHUNK_KIND = "chat.completion.chunk"
 
     def __init__(
         self,
         asked: ChatRequest,
         *,
-        head: Head,
+        head: AnswerHead,
         tokenizer: Tokenizer,
         prompt_ids: Items[int],
         tags: Tags | None,
     ) -> None:
+        choices = [
+            AnswerChoice(index=index, prompt=0, drafts=_drafts(asked, tokenizer, prompt_ids))
+            for index in range(asked.n)
+        ]
+        super().__init__(asked, head=head, tokenizer=tokenizer, prompts=[prompt_ids], choices=choices)
         self._asked = asked
-        self._head = head
-        self._tokenizer = tokenizer
-        self._prompt_ids = prompt_ids
-        self._choices = [self._choice(index, tags) for index in range(asked.n)]
-
-    def _choice(self, index: int, tags: Tags | None) -> Choice:
-        drafts = _drafts(self._asked, self._tokenizer, self._prompt_ids)
         if tags is None:
-            return Choice(index=index, prompt=0, drafts=drafts)
-        if self._asked.continue_final_message:
-            is_inside = continues_inside(self._asked.messages[-1])
+            return
+        if asked.continue_final_message:
+            is_inside = continues_inside(asked.messages[-1])
         else:
-            is_inside = begins_inside(self._tokenizer, self._prompt_ids)
-        return Choice(
-            index=index,
-            prompt=0,
-            splitter=Splitter(is_inside=is_inside),
-            counter=ThoughtCounter(tags, self._tokenizer, is_inside=is_inside),
-            drafts=drafts,
-        )
+            is_inside = begins_inside(tokenizer, prompt_ids)
+        for choice in choices:
+            choice.splitter = Splitter(is_inside=is_inside)
+            choice.counter = ThoughtCounter(tags, tokenizer, is_inside=is_inside)
 
-    def take(self, prompt: int, delta: Delta) -> None:
-        """Remember a delta for `whole`; `prompt` says which prompt it answers."""
-        self._choices[delta.index].push(delta)
-
-    def push(self, prompt: int, delta: Delta) -> ChatChunk | None:
-        """Take a delta in. The chunk to stream, or None if it shows nothing."""
-        choice = self._choices[delta.index]
-        piece = choice.push(delta)
-        reasoning = piece.reasoning if self._asked.include_reasoning else ""
-        is_asked = (
-            (self._asked.logprobs and piece.logprobs)
-            or (self._asked.return_token_ids and piece.token_ids)
-            or piece.draft is not None
-        )
-        if not (piece.text or reasoning or piece.finish_reason is not None or is_asked):
-            return None
-        content: ChatDelta = {}
-        if reasoning:
-            content["reasoning_content"] = content["reasoning"] = reasoning
-        if piece.text or (piece.finish_reason is None and not reasoning):
-            content["content"] = piece.text
-        return self._chunk(
-            [self._chunk_choice(choice.index, content, piece)], piece.finish_reason is not None
-        )
-
-    def _chunk_choice(self, index: int, content: ChatDelta, piece: Piece) -> ChatChunkChoice:
-        part: ChatChunkChoice = {
-            "index": index,
-            "delta": content,
-            "logprobs": chat_logprobs(piece.logprobs, self._tokenizer) if self._asked.logprobs else None,
-            "finish_reason": piece.finish_reason,
-        }
-        if piece.finish_reason is not None:
-            part["stop_reason"] = piece.stop_reason
-        if self._asked.return_token_ids:
-            part["token_ids"] = list(piece.token_ids)
-        if piece.draft is not None:
-            part["draft"] = piece.draft
-        return part
-
-    def first_chunks(self) -> Iterator[ChatChunk]:
-        """Say who speaks, before there is text."""
-        for choice in self._choices:
-            chunk = self._chunk(
-                [
-                    {
-                        "index": choice.index,
-                        "delta": {"role": "assistant", "content": ""},
-                        "logprobs": None,
-                        "finish_reason": None,
-                    }
-                ]
-            )
-            if self._asked.return_token_ids:
-                chunk["prompt_token_ids"] = list(self._prompt_ids)
-            yield chunk
-
-    def last_chunk(self) -> ChatChunk | None:
-        """The usage, if it was asked for."""
-        if not self._asked.include_usage:
-            return None
-        chunk = self._chunk([])
-        chunk["usage"] = usage(self._choices, [self._prompt_ids])
-        if (metrics := _metrics(self._choices)) is not None:
-            chunk["metrics"] = metrics
-        return chunk
-
-    def _chunk(self, choices: list[ChatChunkChoice], is_end: bool = False) -> ChatChunk:
-        chunk: ChatChunk = {
-            "id": self._head.id,
-            "object": "chat.completion.chunk",
-            "created": self._head.created,
-            "model": self._head.model,
-            "choices": choices,
-        }
-        if self._asked.include_usage:
-            is_running = self._asked.has_running_usage
-            chunk["usage"] = usage(self._choices, [self._prompt_ids]) if is_running else None
-        elif is_end and (metrics := _metrics(self._choices)) is not None:
-            chunk["metrics"] = metrics
-        return chunk
-
-    def whole(self) -> ChatCompletion:
-        """The complete answer, when all deltas are in."""
-        answer: ChatCompletion = {
-            "id": self._head.id,
-            "object": "chat.completion",
-            "created": self._head.created,
-            "model": self._head.model,
-            "choices": [self._whole_choice(choice) for choice in self._choices],
-            "usage": usage(self._choices, [self._prompt_ids]),
-            "metrics": _metrics(self._choices),
-        }
-        if self._asked.prompt_logprobs is not None:
+    def whole(self) -> Json:
+        asked, answer = self._asked, super().whole()
+        if asked.prompt_logprobs is not None:
             items = self._choices[0].prompt_logprobs or ()
-            answer["prompt_logprobs"] = prompt_logprobs(items, self._asked.prompt_logprobs, self._tokenizer)
-        if self._asked.return_token_ids:
-            answer["prompt_token_ids"] = list(self._prompt_ids)
+            answer["prompt_logprobs"] = prompt_logprobs(items, asked.prompt_logprobs, self._tokenizer)
+        if asked.return_token_ids:
+            answer["prompt_token_ids"] = list(self._prompts[0])
         return answer
 
-    def _whole_choice(self, choice: Choice) -> ChatChoice:
+    def _whole_choice(self, choice: AnswerChoice) -> ChatChoice:
         text, reasoning = choice.text, choice.reasoning
         message: ChatMessage = {
             "role": "assistant",
@@ -224,7 +222,7 @@ class ChatAnswer:
         answer: ChatChoice = {
             "index": choice.index,
             "message": message,
-            "logprobs": chat_logprobs(choice.logprobs, self._tokenizer) if self._asked.logprobs else None,
+            "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.pieces[-1].finish_reason,
             "stop_reason": choice.pieces[-1].stop_reason,
         }
@@ -232,26 +230,60 @@ class ChatAnswer:
             answer["token_ids"] = choice.token_ids
         return answer
 
+    def first_chunks(self) -> Iterator[Json]:
+        """Say who speaks."""
+        for choice in self._choices:
+            part: ChatChunkChoice = {
+                "index": choice.index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            chunk = self._chunk(part)
+            if self._asked.return_token_ids:
+                chunk["prompt_token_ids"] = list(self._prompts[0])
+            yield chunk
 
-class TextAnswer:
+    def _has_news(self, choice: AnswerChoice, piece: Piece) -> bool:
+        has_logprobs = self._asked.logprobs and bool(piece.logprobs)
+        return has_logprobs or bool(piece.text or self._reasoning(piece))
+
+    def _part(self, choice: AnswerChoice, piece: Piece) -> ChatChunkChoice:
+        delta: ChatDelta = {}
+        if reasoning := self._reasoning(piece):
+            delta["reasoning_content"] = delta["reasoning"] = reasoning
+        if piece.text or (piece.finish_reason is None and not reasoning):
+            delta["content"] = piece.text
+        return {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": self._logprobs(piece.logprobs),
+            "finish_reason": piece.finish_reason,
+        }
+
+    def _reasoning(self, piece: Piece) -> str:
+        return piece.reasoning if self._asked.include_reasoning else ""
+
+    def _logprobs(self, items: Items[TokenLogprobs]) -> ChatLogprobs | None:
+        return chat_logprobs(items, self._tokenizer) if self._asked.logprobs else None
+
+
+class TextAnswer(AnswerWriter):
     """One plain completion of one or many prompts. `texts` are the prompts to repeat when echoed."""
+
+    KIND = CHUNK_KIND = "text_completion"
 
     def __init__(
         self,
         asked: CompletionRequest,
         *,
-        head: Head,
+        head: AnswerHead,
         tokenizer: Tokenizer,
         prompts: Items[Items[int]],
         texts: Items[str],
     ) -> None:
-        self._asked = asked
-        self._head = head
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._texts = texts
-        self._choices = [
-            Choice(
+        choices = [
+            AnswerChoice(
                 index=prompt * asked.n + number,
                 prompt=prompt,
                 drafts=_drafts(asked, tokenizer, prompts[prompt]),
@@ -260,79 +292,12 @@ class TextAnswer:
             for prompt in range(len(prompts))
             for number in range(asked.n)
         ]
-        self._offsets = [0] * len(self._choices)  # of the text streamed so far
+        super().__init__(asked, head=head, tokenizer=tokenizer, prompts=prompts, choices=choices)
+        self._asked = asked
+        self._texts = texts
+        self._offsets = [0] * len(choices)  # of the text streamed so far
 
-    def take(self, prompt: int, delta: Delta) -> None:
-        """Remember a delta for `whole`; `prompt` says which prompt it answers."""
-        self._choices[prompt * self._asked.n + delta.index].push(delta)
-
-    def push(self, prompt: int, delta: Delta) -> TextChunk | None:
-        """Take a delta in. The chunk to stream, or None if it shows nothing."""
-        choice = self._choices[prompt * self._asked.n + delta.index]
-        piece = choice.push(delta)
-        text = self._echo(choice) + piece.text if piece.is_first else piece.text
-        has_logprobs = self._asked.logprobs is not None and bool(piece.logprobs)
-        has_ids = self._asked.return_token_ids and bool(piece.token_ids)
-        is_shown = text or piece.finish_reason is not None or piece.draft is not None
-        if not (is_shown or has_logprobs or has_ids):
-            return None
-        part: TextChunkChoice = {
-            "index": choice.index,
-            "text": text,
-            "logprobs": self._logprobs(choice, piece.logprobs, has_prompt=piece.is_first),
-            "finish_reason": piece.finish_reason,
-        }
-        if piece.finish_reason is not None:
-            part["stop_reason"] = piece.stop_reason
-        if self._asked.return_token_ids:
-            part["token_ids"] = list(piece.token_ids)
-            if piece.is_first:
-                part["prompt_token_ids"] = list(self._prompts[prompt])
-        if piece.draft is not None:
-            part["draft"] = piece.draft
-        return self._chunk([part], piece.finish_reason is not None)
-
-    def first_chunks(self) -> Iterator[TextChunk]:
-        """None: there is no role to announce."""
-        return iter(())
-
-    def last_chunk(self) -> TextChunk | None:
-        """The usage, if it was asked for."""
-        if not self._asked.include_usage:
-            return None
-        chunk = self._chunk([])
-        chunk["usage"] = usage(self._choices, self._prompts)
-        if (metrics := _metrics(self._choices)) is not None:
-            chunk["metrics"] = metrics
-        return chunk
-
-    def _chunk(self, choices: list[TextChunkChoice], is_end: bool = False) -> TextChunk:
-        chunk: TextChunk = {
-            "id": self._head.id,
-            "object": "text_completion",
-            "created": self._head.created,
-            "model": self._head.model,
-            "choices": choices,
-        }
-        if self._asked.include_usage:
-            chunk["usage"] = usage(self._choices, self._prompts) if self._asked.has_running_usage else None
-        elif is_end and (metrics := _metrics(self._choices)) is not None:
-            chunk["metrics"] = metrics
-        return chunk
-
-    def whole(self) -> TextCompletion:
-        """The complete answer, when all deltas are in."""
-        return {
-            "id": self._head.id,
-            "object": "text_completion",
-            "created": self._head.created,
-            "model": self._head.model,
-            "choices": [self._whole_choice(choice) for choice in self._choices],
-            "usage": usage(self._choices, self._prompts),
-            "metrics": _metrics(self._choices),
-        }
-
-    def _whole_choice(self, choice: Choice) -> TextChoice:
+    def _whole_choice(self, choice: AnswerChoice) -> TextChoice:
         asked = self._asked
         part: TextChoice = {
             "index": choice.index,
@@ -351,11 +316,26 @@ class TextAnswer:
             part["draft"] = choice.draft_steps
         return part
 
-    def _echo(self, choice: Choice) -> str:
+    def _has_news(self, choice: AnswerChoice, piece: Piece) -> bool:
+        has_logprobs = self._asked.logprobs is not None and bool(piece.logprobs)
+        return has_logprobs or bool(piece.text or (piece.is_first and self._echo(choice)))
+
+    def _part(self, choice: AnswerChoice, piece: Piece) -> TextChunkChoice:
+        part: TextChunkChoice = {
+            "index": choice.index,
+            "text": self._echo(choice) + piece.text if piece.is_first else piece.text,
+            "logprobs": self._logprobs(choice, piece.logprobs, has_prompt=piece.is_first),
+            "finish_reason": piece.finish_reason,
+        }
+        if self._asked.return_token_ids and piece.is_first:
+            part["prompt_token_ids"] = list(self._prompts[choice.prompt])
+        return part
+
+    def _echo(self, choice: AnswerChoice) -> str:
         return self._texts[choice.prompt] if self._asked.echo else ""
 
     def _logprobs(
-        self, choice: Choice, items: Items[TokenLogprobs], *, has_prompt: bool
+        self, choice: AnswerChoice, items: Items[TokenLogprobs], *, has_prompt: bool
     ) -> TextLogprobs | None:
         if self._asked.logprobs is None:
             return None

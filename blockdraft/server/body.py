@@ -12,15 +12,6 @@ MAX_DEPTH = 64  # of nested lists and objects; arbitrary, far past any conversat
 MAX_INTEGER_CHARS = 20  # 64 bits, sign included
 
 
-class FieldError(RequestError):
-    """A request field that cannot be used; `param` is its name, as in OpenAI's errors."""
-
-    def __init__(self, message: str, param: str | None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-
-
 def parse_object(body: bytes) -> dict[str, object]:
     """The JSON object in `body`, or RequestError.
 
@@ -91,7 +82,7 @@ def _check(value: object, field: str) -> None:
         if not below:
             return
         level = below
-    raise FieldError(f"{shown(field)} nests deeper than {MAX_DEPTH} levels: flatten it.", shown_name(field))
+    raise RequestError(f"{shown(field)} nests deeper than {MAX_DEPTH} levels: flatten it.", shown_name(field))
 
 
 def _check_unicode(text: str, field: str | None) -> None:
@@ -101,7 +92,7 @@ def _check_unicode(text: str, field: str | None) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         where = "a field's name" if field is None else shown(field)
-        raise FieldError(
+        raise RequestError(
             f"{where} is not valid Unicode (unpaired surrogate U+{ord(text[error.start]):04X}): "
             "send whole characters; in JSON an emoji is two \\u escapes.",
             None if field is None else shown_name(field),

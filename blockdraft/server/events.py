@@ -3,46 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Protocol
 
-from blockdraft.engine.loop import EngineLoop
-from blockdraft.engine.stats import Snapshot
+if TYPE_CHECKING:  # it needs torch, which a proxy does not
+    from blockdraft.engine.loop import EngineLoop
 
 INTERVAL_S = 1.0
 WINDOW_S = 3  # whole seconds over which "now" is averaged
 Json = dict[str, object]
 
 
-async def live_events(loop: EngineLoop) -> AsyncIterator[Json]:
-    """An object per second until the loop is closed; the first one carries the history."""
-    sent_s = -1
-    while not loop.is_closed:
-        snapshot = loop.snapshot()
-        fresh = [] if snapshot is None else [point for point in snapshot.recent if point.time_s > sent_s]
-        sent_s = fresh[-1].time_s if fresh else sent_s
-        yield {
-            "startup": loop.startup.snapshot(),
-            "engine": None if loop.engine_info is None else asdict(loop.engine_info),
-            "now": None if snapshot is None else _now(snapshot),
-            "history": [[point.time_s, point.tokens] for point in fresh],
-        }
+class Feed(Protocol):
+    """What an engine does."""
+
+    def now(self) -> Json | None:
+        """None: not known yet."""
+
+    def history(self, after_s: float) -> Items[tuple[float, float]]:
+        """(second, tokens per second) of the seconds after `after_s`."""
+
+
+async def live_events(
+    feed: Feed, startup: Callable[[], Json], engine: Callable[[], Json | None], is_closed: Callable[[], bool]
+) -> AsyncIterator[Json]:
+    """An object per second until the server ends; the first one carries the history."""
+    sent_s = float("-inf")
+    while not is_closed():
+        fresh = feed.history(sent_s)
+        sent_s = fresh[-1][0] if fresh else sent_s
+        yield {"startup": startup(), "engine": engine(), "now": feed.now(), "history": fresh}
         await asyncio.sleep(INTERVAL_S)
 
 
-def _now(snapshot: Snapshot) -> Json:
-    window = snapshot.recent[-WINDOW_S:]
-    drafts = snapshot.num_drafts
-    return {
-        "tokens_per_second": _mean([point.tokens for point in window]),
-        "steps_per_second": _mean([point.steps for point in window]),
-        "tokens_per_step": round(1 + snapshot.num_accepted / drafts, 3) if drafts else 1.0,
-        "acceptance": [round(count / drafts, 4) for count in snapshot.accepted] if drafts else [],
-        "running": snapshot.num_running,
-        "waiting": snapshot.num_waiting,
-        "pages_used": snapshot.num_pages_used,
-        "num_pages": snapshot.num_pages,
-    }
+class LoopFeed:
+    """Our own engine's counters."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+
+    def history(self, after_s: float) -> list[tuple[float, float]]:
+        snapshot = self._loop.snapshot()
+        recent = () if snapshot is None else snapshot.recent
+        return [(point.time_s, point.tokens) for point in recent if point.time_s > after_s]
+
+    def now(self) -> Json | None:
+        snapshot = self._loop.snapshot()
+        if snapshot is None:
+            return None
+        window, drafts = snapshot.recent[-WINDOW_S:], snapshot.num_drafts
+        return {
+            "tokens_per_second": _mean([point.tokens for point in window]),
+            "steps_per_second": _mean([point.steps for point in window]),
+            "tokens_per_step": round(1 + snapshot.num_accepted / drafts, 3) if drafts else 1.0,
+            "acceptance": [round(count / drafts, 4) for count in snapshot.accepted] if drafts else [],
+            "running": snapshot.num_running,
+            "waiting": snapshot.num_waiting,
+            "pages_used": snapshot.num_pages_used,
+            "num_pages": snapshot.num_pages,
+        }
 
 
 def _mean(values: list[int]) -> float:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from blockdraft.engine.loop import EngineStopped
 from blockdraft.errors import BlockdraftError, CapacityError, RequestError
-from blockdraft.server.body import FieldError
-from blockdraft.server.openai import error_body
+from blockdraft.server.responses import error_response, not_ready_response
 
 RETRY_AFTER_S = 1  # arbitrary: the queue moves once per step
 _INVALID = "invalid_request_error"
@@ -21,49 +20,46 @@ _HTTP_MESSAGES = {
 
 
 class NotReady(Exception):
-    """The engine is still starting, or on its way out; `retry_after_s` says when to ask again."""
+    """The engine is still starting, or on its way out."""
 
-    def __init__(self, message: str, retry_after_s: int | None) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    def __init__(self, state: str) -> None:
+        super().__init__(state)
+        self.state = state
 
 
 def on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = _HTTP_MESSAGES.get(error.status_code, error.detail)
-    return JSONResponse(
-        error_body(message, kind=_INVALID), status_code=error.status_code, headers=error.headers
+    response = error_response(
+        error.status_code, _HTTP_MESSAGES.get(error.status_code, error.detail), _INVALID
     )
+    response.headers.update(error.headers or {})
+    return response
 
 
 def on_user_error(request: Request, error: Exception) -> Response:
     message = str(error)
     if isinstance(error, CapacityError):
-        body = error_body(message, kind="rate_limit_error", code="queue_full")
-        return JSONResponse(body, status_code=429, headers={"retry-after": str(RETRY_AFTER_S)})
-    if isinstance(error, FieldError):
-        body = error_body(message, kind=_INVALID, param=error.param, code=error.code)
-        return JSONResponse(body, status_code=404 if error.code == "model_not_found" else 400)
+        return error_response(
+            429, message, "rate_limit_error", code="queue_full", retry_after_s=RETRY_AFTER_S
+        )
     if isinstance(error, RequestError):
-        return JSONResponse(error_body(message, kind=_INVALID), status_code=400)
-    return JSONResponse(error_body(message, kind="server_error"), status_code=500)
+        status = 404 if error.code == "model_not_found" else 400
+        return error_response(status, message, _INVALID, param=error.field, code=error.code)
+    return error_response(500, message)
 
 
 def on_stop(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(str(error), kind="server_error"), status_code=503)
+    return error_response(503, str(error))
 
 
 def on_not_ready(request: Request, error: Exception) -> Response:
     assert isinstance(error, NotReady)
-    headers = None if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    body = error_body(str(error), kind="server_error", code="not_ready")
-    return JSONResponse(body, status_code=503, headers=headers)
+    return not_ready_response(error.state)
 
 
 def on_bug(request: Request, error: Exception) -> Response:
     """Starlette raises the error again behind this answer, so that the server's log has the traceback."""
-    body = error_body("internal error: see the server's log.", kind="server_error")
-    return JSONResponse(body, status_code=500)
+    return error_response(500, "internal error: see the server's log.")
 
 
 HANDLERS = {

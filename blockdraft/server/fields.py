@@ -7,13 +7,14 @@ word on ranges. A null field is one that was left out; fields nobody knows are i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from blockdraft.engine.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
-from blockdraft.engine.sampling_defaults import NAMES
-from blockdraft.server.body import FieldError, parse_object, shown_name
+from blockdraft.errors import RequestError
+from blockdraft.server.body import parse_object, shown_name
 from blockdraft.server.field_types import (
     MAX_INT,
     MAX_PROMPT_TOKENS,
@@ -30,39 +31,27 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
 
 # Fields that would change the answer, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "documents": ([],),
+    **dict.fromkeys(("audio", "chat_template", "kv_transfer_params", "prompt_embeds"), ()),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
+    **dict.fromkeys(("structured_outputs", "thinking_token_budget", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "documents", "functions"), ([],)),
+    **dict.fromkeys(("logits_processors", "tools"), ([],)),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
     "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logits_processors": ([],),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "priority": (0,),
-    "prompt_embeds": (),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),  # without tools, auto is none
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 _CHAT_ONLY = {"echo": (False,)}
-Fields = TypeVar("Fields", bound="_Body")
+_SAMPLING_NAMES = frozenset(item.name for item in fields(SamplingParams))
+BodyT = TypeVar("BodyT", bound="_Body")
 
 
 class _Model(BaseModel):
@@ -75,7 +64,7 @@ class _Body(_Model):
     model: str | None = None
 
     def check(self) -> None:
-        """FieldError for what no single field can tell."""
+        """Raises RequestError for what no single field can tell."""
 
 
 class StreamOptions(_Model):
@@ -141,9 +130,9 @@ class _Generation(_Body):
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise FieldError("'stream_options' needs 'stream': true.", "stream_options")
+            raise RequestError("'stream_options' needs 'stream': true.", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
-            raise FieldError(
+            raise RequestError(
                 "'prompt_logprobs' cannot be streamed: set 'stream' to false.", "prompt_logprobs"
             )
 
@@ -156,30 +145,18 @@ class _Generation(_Body):
         prompt_logprobs: int | None,
     ) -> SamplingParams:
         if max_tokens is not None and self.min_tokens > max_tokens:
-            raise FieldError(
+            raise RequestError(
                 f"'min_tokens' is {self.min_tokens}, more than the {max_tokens} tokens the answer may have.",
                 "min_tokens",
             )
-        asked = {name: getattr(self, name) for name in NAMES}
-        return SamplingParams(
-            **{**defaults, **{name: value for name, value in asked.items() if value is not None}},
-            n=self.n,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            seed=self.seed,
-            stop=self.stop,
-            stop_token_ids=tuple(self.stop_token_ids),
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-            width=self.speculative.width,
-            cache_salt=self.cache_salt,
-        )
+        given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
+        last = {
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "width": self.speculative.width,
+        }
+        return SamplingParams(**{**defaults, **given, **last})
 
 
 class ChatRequest(_Generation):
@@ -209,13 +186,13 @@ class ChatRequest(_Generation):
         super().check()
         is_explicit = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
         if self.continue_final_message and is_explicit:
-            raise FieldError(
+            raise RequestError(
                 "'continue_final_message' takes the place of the generation prompt: "
                 "set 'add_generation_prompt' to false.",
                 "continue_final_message",
             )
         if self.top_logprobs is not None and not self.logprobs:
-            raise FieldError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+            raise RequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
 
     def sampling(self, defaults: Mapping[str, float]) -> SamplingParams:
         is_new = self.max_completion_tokens is not None
@@ -245,9 +222,9 @@ class CompletionRequest(_Generation):
     def check(self) -> None:
         super().check()
         if self.best_of not in (None, self.n):
-            raise FieldError("'best_of' must equal 'n': every choice is returned.", "best_of")
+            raise RequestError("'best_of' must equal 'n': every choice is returned.", "best_of")
         if self.is_scoring and not self.echo:
-            raise FieldError("'max_tokens' is 0, which needs 'echo': true.", "max_tokens")
+            raise RequestError("'max_tokens' is 0, which needs 'echo': true.", "max_tokens")
 
     def sampling(self, defaults: Mapping[str, float]) -> SamplingParams:
         asked = self.prompt_logprobs
@@ -271,7 +248,7 @@ class TokenizeRequest(_Body):
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise FieldError("send 'prompt' or 'messages', and not both.", "prompt")
+            raise RequestError("send 'prompt' or 'messages', and not both.", "prompt")
 
 
 class DetokenizeRequest(_Body):
@@ -280,19 +257,19 @@ class DetokenizeRequest(_Body):
     tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS)
 
 
-def parse(kind: type[Fields], body: bytes) -> Fields:
+def parse(kind: type[BodyT], body: bytes) -> BodyT:
     """Read a request, or say with RequestError what is wrong with it."""
     given = {name: _whole(value) for name, value in parse_object(body).items() if value is not None}
     unsupported = {**_UNSUPPORTED, **_CHAT_ONLY} if kind is ChatRequest else _UNSUPPORTED
     for name, neutral in unsupported.items():
         if name in given and given[name] not in neutral:
-            raise FieldError(f"'{name}' is not supported yet: leave it out.", name)
+            raise RequestError(f"'{name}' is not supported yet: leave it out.", name)
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(shown_name(str(part)) for part in first["loc"])
-        raise FieldError(f"'{where}': {first['msg']}.", shown_name(str(first["loc"][0]))) from None
+        raise RequestError(f"'{where}': {first['msg']}.", shown_name(str(first["loc"][0]))) from None
     asked.check()
     return asked
 

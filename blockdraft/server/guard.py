@@ -22,8 +22,8 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from blockdraft.server.openai import error_body
 from blockdraft.server.options import ServerOptions
+from blockdraft.server.responses import error_body
 
 # Everything else needs a key where there is one. As with vLLM, probes and metrics do not; nor does the page
 # itself, which asks for the key and sends it with its calls.
@@ -40,13 +40,8 @@ _HEADERS = {
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",  # the page has its own
 }
-_DATA_POLICY = "default-src 'none'; frame-ancestors 'none'"
-# The page carries its own style and script, and loads nothing from elsewhere.
-_PAGE_POLICY = (
-    "default-src 'self' 'unsafe-inline'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
-    "form-action 'self'; frame-ancestors 'none'"
-)
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("blockdraft.access")
@@ -117,7 +112,7 @@ class Guard:
             reply.log()
 
     def _refusal(self, head: _Head) -> Refusal | None:
-        """What is wrong with a request that can be said without its body."""
+        """Say what is wrong with a request, as far as that shows without its body."""
         if self._options.allowed_hosts and _host(head.headers) not in self._options.allowed_hosts:
             return Refusal(
                 421,
@@ -163,7 +158,7 @@ class Guard:
             self._num_open -= 1
 
     async def _read_body(self, head: _Head, receive: Receive) -> bytes | Refusal | None:
-        """All of it, within limits; None: the client has gone."""
+        """Read all of the body, within limits; None: the client has gone."""
         limit = self._options.max_body_bytes
         too_large = Refusal(413, f"the body is larger than {limit} bytes: shorten the request.")
         if _announced(head) > limit and ("expect" in head.headers or _announced(head) > DRAIN_FACTOR * limit):
@@ -283,8 +278,6 @@ class _Reply:
         headers["x-request-id"] = self._state["request_id"]
         for name, value in _HEADERS.items():
             headers.setdefault(name, value)
-        is_page = headers.get("content-type", "").startswith("text/html")
-        headers.setdefault("content-security-policy", _PAGE_POLICY if is_page else _DATA_POLICY)
         if self._has_cors:
             headers.add_vary_header("origin")
         if self._origin is not None:
@@ -305,7 +298,7 @@ def _is_open(path: str) -> bool:
 
 
 def _wrong_body(head: _Head) -> Refusal | None:
-    """Only JSON: a web page of another origin can send the other kinds without asking first."""
+    """Refuse all but JSON: a web page of another origin can send the other kinds without asking first."""
     if not head.has_body:
         return None
     kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -29,53 +29,50 @@ def set_up(*, is_json: bool, level: int, secrets: Iterable[str] = (), stream: Te
     root.setLevel(level)
 
 
-class JsonLines(logging.Formatter):
-    """time, level, logger, message; request_id and error where there is one."""
-
+class _Lines(logging.Formatter):
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         super().__init__()
         self._secrets = tuple(secrets)
+
+    def _hide(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN)
+        return text
+
+
+class JsonLines(_Lines):
+    """time, level, logger, message; request_id and error where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": _hide(record.getMessage(), self._secrets),
+            "message": self._hide(record.getMessage()),
         }
         request_id = record.__dict__.get("request_id")
         if request_id is not None:
             line["request_id"] = str(request_id)
         error = _error(record)
         if error:
-            line["error"] = _hide(error, self._secrets)
+            line["error"] = self._hide(error)
         return json.dumps(line, ensure_ascii=False)
 
 
-class TextLines(logging.Formatter):
+class TextLines(_Lines):
     """The same for people. Control characters are escaped: a client must not write lines of its own."""
-
-    def __init__(self, secrets: Iterable[str] = ()) -> None:
-        super().__init__()
-        self._secrets = tuple(secrets)
 
     def format(self, record: logging.LogRecord) -> str:
         message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in record.getMessage().strip())
         request_id = record.__dict__.get("request_id")
         name = "" if request_id is None else f" [{request_id}]"
         line = f"{_time(record)} {record.levelname.lower()}{name} {message}"
-        return _hide("\n".join(filter(None, (line, _error(record)))), self._secrets)
+        return self._hide("\n".join(filter(None, (line, _error(record)))))
 
 
 def _time(record: logging.LogRecord) -> str:
     moment = datetime.fromtimestamp(record.created, UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _hide(text: str, secrets: Iterable[str]) -> str:
-    for secret in secrets:
-        text = text.replace(secret, HIDDEN)
-    return text
 
 
 def _error(record: logging.LogRecord) -> str:

@@ -9,10 +9,10 @@ What only this engine has begins with `blockdraft:`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
@@ -20,9 +20,13 @@ from prometheus_client.registry import Collector
 from blockdraft.engine.histogram import Histogram
 from blockdraft.engine.stats import Snapshot
 
+if TYPE_CHECKING:  # it needs torch, which a proxy does not
+    from blockdraft.engine.info import EngineInfo
+
 ENGINE = "0"  # vLLM numbers its engines; here is one
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
+Labels = Mapping[str, str]
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "From a request's arrival to its first token.",
     "inter_token_latency_seconds": "Between two steps that bring tokens to one answer.",
@@ -35,51 +39,45 @@ _HISTOGRAMS = {
 }
 
 
-class ShownInfo(Protocol):
-    """What is shown of an EngineInfo."""
-
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def num_pages(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def num_cache_bytes(self) -> int: ...
-    @property
-    def is_dummy(self) -> bool: ...
-    @property
-    def synthetic_acceptance(self) -> str | None: ...
-
-
 def render(
-    snapshot: Snapshot, info: ShownInfo | None, name: str, startup: Mapping[str, object] | None = None
+    snapshot: Snapshot, info: EngineInfo | None, name: str, start: Mapping[str, object] | None = None
 ) -> tuple[bytes, str]:
-    """The text and its content type. `startup` is Startup.snapshot(); `info` is None before there is one."""
-    registry = CollectorRegistry(auto_describe=False)
-    families = [
-        *_engine(snapshot, name),
-        *_cache_info(info),
-        *_width(info, name),
-        *_timing_only(info, name),
-        *_startup(startup, name),
-    ]
-    registry.register(_Families(families))
-    return generate_latest(registry), CONTENT_TYPE_LATEST
+    """The text and its content type. `start` is StartProgress.snapshot(), `info` None until it is ready."""
+    labels = {"model_name": name, "engine": ENGINE}
+    families = [*_engine(snapshot, labels)]
+    if info is not None:
+        families += _info(info, labels)
+    if start is not None:
+        families += _start(start, labels)
+    return _exposition(families)
 
 
+def render_proxy(
+    start: Mapping[str, object], name: str, answers: Mapping[int, int], num_live: int
+) -> tuple[bytes, str]:
+    """The same for a proxy; `answers` counts those passed on, by HTTP status."""
+    labels = {"model_name": name}
+    live = _gauge("blockdraft:proxy_requests_live", "Requests under way.", num_live, labels)
+    ended = CounterMetricFamily(
+        "blockdraft:proxy_requests", "Requests passed on to the engine.", labels=[*labels, "status"]
+    )
+    by_status = {str(status): count for status, count in sorted(answers.items())}
+    return _exposition([*_start(start, labels), live, _filled(ended, by_status, labels)])
+
+
+@dataclass(frozen=True, slots=True)
 class _Families(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
+    families: list[Metric]
 
     def collect(self) -> Iterable[Metric]:
-        return self._families
+        return self.families
 
 
-def _engine(snapshot: Snapshot, name: str) -> Iterator[Metric]:
-    labels = {"model_name": name, "engine": ENGINE}
+def _exposition(families: list[Metric]) -> tuple[bytes, str]:
+    return generate_latest(_Families(families)), CONTENT_TYPE_LATEST
+
+
+def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     used = snapshot.num_pages_used / snapshot.num_pages if snapshot.num_pages else 0.0
     yield _gauge("vllm:num_requests_running", "Choices that have a row.", snapshot.num_running, labels)
     yield _gauge("vllm:num_requests_waiting", "Choices that wait for a row.", snapshot.num_waiting, labels)
@@ -99,24 +97,20 @@ def _engine(snapshot: Snapshot, name: str) -> Iterator[Metric]:
         ("blockdraft:prefill_tokens", "Prompt tokens computed.", snapshot.num_prefill_tokens),
         ("blockdraft:blocks", "Rows verified, with drafts or without.", snapshot.num_blocks),
     ):
-        yield _counter(counter, text, value, labels)
-    yield _by_label(
+        family = CounterMetricFamily(counter, text, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
+        yield family
+    accepted = CounterMetricFamily(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Drafts accepted, by their place in the block.",
-        {str(position): count for position, count in enumerate(snapshot.accepted)},
-        labels,
-        label="position",
+        labels=[*labels, "position"],
     )
-    yield _by_label(
-        "vllm:request_success",
-        "Choices that have ended, by reason.",
-        {
-            reason: snapshot.finished.get(reason, 0)
-            for reason in {**dict.fromkeys(FINISH_REASONS), **snapshot.finished}
-        },
-        labels,
-        label="finished_reason",
+    by_position = {str(position): count for position, count in enumerate(snapshot.accepted)}
+    yield _filled(accepted, by_position, labels)
+    finished = CounterMetricFamily(
+        "vllm:request_success", "Choices that have ended, by reason.", labels=[*labels, "finished_reason"]
     )
+    yield _filled(finished, {**dict.fromkeys(FINISH_REASONS, 0), **snapshot.finished}, labels)
     for histogram, text in _HISTOGRAMS.items():
         yield _histogram(f"vllm:{histogram}", text, snapshot.histograms[histogram], labels)
     per_block = snapshot.generation_tokens / snapshot.num_blocks if snapshot.num_blocks else 0.0
@@ -125,81 +119,56 @@ def _engine(snapshot: Snapshot, name: str) -> Iterator[Metric]:
     )
 
 
-def _cache_info(info: ShownInfo | None) -> Iterator[Metric]:
-    if info is None:
-        return
-    labels = {
+def _info(info: EngineInfo, labels: Labels) -> Iterator[Metric]:
+    cache = {
         "block_size": str(info.page_size),
         "num_gpu_blocks": str(info.num_pages),
         "cache_dtype": info.dtype,
         "num_cache_bytes": str(info.num_cache_bytes),
         "engine": ENGINE,
     }
-    yield _gauge("vllm:cache_config_info", "The cache, in vLLM's words: its blocks are pages.", 1, labels)
-
-
-def _width(info: ShownInfo | None, name: str) -> Iterator[Metric]:
-    if info is None:
-        return
+    yield _gauge("vllm:cache_config_info", "The cache, in vLLM's words: its blocks are pages.", 1, cache)
     text = "Tokens verified in the first steps of a request that does not ask for a width; 1: plain."
-    yield _gauge("blockdraft:width", text, info.width, {"model_name": name, "engine": ENGINE})
-
-
-def _timing_only(info: ShownInfo | None, name: str) -> Iterator[Metric]:
-    if info is None:
-        return
-    labels = {
-        "model_name": name,
-        "engine": ENGINE,
+    yield _gauge("blockdraft:width", text, info.width, labels)
+    text = "1 where weights or acceptance are not real: what is measured then is time, and nothing else."
+    is_timing_only = info.is_dummy or info.synthetic_acceptance is not None
+    faked = {
         "weights": "dummy" if info.is_dummy else "checkpoint",
         "acceptance": info.synthetic_acceptance or "real",
     }
-    text = "1 where weights or acceptance are not real: what is measured then is time, and nothing else."
-    is_timing_only = info.is_dummy or info.synthetic_acceptance is not None
-    yield _gauge("blockdraft:timing_only", text, is_timing_only, labels)
+    yield _gauge("blockdraft:timing_only", text, is_timing_only, {**labels, **faked})
 
 
-def _startup(startup: Mapping[str, object] | None, name: str) -> Iterator[Metric]:
-    if startup is None:
-        return
-    labels = {"model_name": name, "engine": ENGINE}
-    is_ready = float(startup["state"] == "ready")
+def _start(start: Mapping[str, object], labels: Labels) -> Iterator[Metric]:
+    is_ready = float(start["state"] == "ready")
     yield _gauge("blockdraft:ready", "1 when warm and verified.", is_ready, labels)
+    phases = start["phases"]
+    assert isinstance(phases, list)
     family = GaugeMetricFamily(
         "blockdraft:startup_phase_seconds",
         "How long each phase of the start took.",
         labels=[*labels, "phase"],
     )
-    phases = startup["phases"]
-    assert isinstance(phases, list)
-    for phase in phases:
-        if phase["seconds"] is not None:
-            family.add_metric([*labels.values(), phase["name"]], phase["seconds"])
-    yield family
+    ended = {phase["name"]: phase["seconds"] for phase in phases if phase["seconds"] is not None}
+    yield _filled(family, ended, labels)
 
 
-def _gauge(name: str, text: str, value: float, labels: Mapping[str, str]) -> Metric:
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float], labels: Labels
+) -> Metric:
+    """A sample for each value of the family's last label."""
+    for last, value in values.items():
+        family.add_metric([*labels.values(), last], value)
+    return family
+
+
+def _gauge(name: str, text: str, value: float, labels: Labels) -> Metric:
     family = GaugeMetricFamily(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), value)
     return family
 
 
-def _counter(name: str, text: str, value: float, labels: Mapping[str, str]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _by_label(
-    name: str, text: str, values: Mapping[str, int], labels: Mapping[str, str], *, label: str
-) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[*labels, label])
-    for value_label, value in values.items():
-        family.add_metric([*labels.values(), value_label], value)
-    return family
-
-
-def _histogram(name: str, text: str, histogram: Histogram, labels: Mapping[str, str]) -> Metric:
+def _histogram(name: str, text: str, histogram: Histogram, labels: Labels) -> Metric:
     family = HistogramMetricFamily(name, text, labels=list(labels))
     bounds = [*(str(float(bucket)) for bucket in histogram.buckets), "+Inf"]
     buckets = list(zip(bounds, map(float, accumulate(histogram.counts)), strict=True))

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made of the models that read requests and the shapes that answer them."""
+"""The OpenAPI document, made of the models that read requests and the schemas that answer them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
 from blockdraft import __version__
-from blockdraft.server import fields, shapes
+from blockdraft.server import fields, schemas
 
 Json = dict[str, object]
 
@@ -41,7 +41,11 @@ class _Operation:
     takes: type | None = None
     events: type | None = None  # of the stream, where there is one
     failures: tuple[int, ...] = ()
-    failed: type = shapes.Error  # of status 503; all others are errors
+
+    @property
+    def failed(self) -> type:
+        """The answer of status 503, which probes describe in their own way; all others are errors."""
+        return self.answer if self.answer in (schemas.Status, schemas.Start) else schemas.Error
 
 
 _TOKENS = (400, 401, 404, 408, 413, 415, 421, 503, 504)
@@ -53,8 +57,8 @@ _OPERATIONS = (
         path="/v1/chat/completions",
         summary="Answer a conversation.",
         takes=fields.ChatRequest,
-        answer=shapes.ChatCompletion,
-        events=shapes.ChatChunk,
+        answer=schemas.ChatCompletion,
+        events=schemas.ChatChunk,
         failures=_GENERATION,
     ),
     _Operation(
@@ -62,18 +66,18 @@ _OPERATIONS = (
         path="/v1/completions",
         summary="Go on with a prompt.",
         takes=fields.CompletionRequest,
-        answer=shapes.TextCompletion,
-        events=shapes.TextChunk,
+        answer=schemas.TextCompletion,
+        events=schemas.TextChunk,
         failures=_GENERATION,
     ),
-    _Operation("get", "/v1/models", "The model that is served.", shapes.ModelList, failures=(401, 421, 503)),
-    _Operation("get", "/v1/models/{model}", "One model.", shapes.ModelCard, failures=(401, 404, 421, 503)),
+    _Operation("get", "/v1/models", "The model that is served.", schemas.ModelList, failures=(401, 421, 503)),
+    _Operation("get", "/v1/models/{model}", "One model.", schemas.ModelCard, failures=(401, 404, 421, 503)),
     _Operation(
         method="post",
         path="/tokenize",
         summary="The tokens of a prompt or of a conversation.",
         takes=fields.TokenizeRequest,
-        answer=shapes.Tokens,
+        answer=schemas.Tokens,
         failures=_TOKENS,
     ),
     _Operation(
@@ -81,14 +85,14 @@ _OPERATIONS = (
         path="/detokenize",
         summary="The text of tokens.",
         takes=fields.DetokenizeRequest,
-        answer=shapes.Text,
+        answer=schemas.Text,
         failures=_TOKENS,
     ),
-    _Operation("get", "/health", "Alive?", shapes.Status, failures=_PROBE, failed=shapes.Status),
-    _Operation("get", "/ready", "Warm and verified?", shapes.Start, failures=_PROBE, failed=shapes.Start),
-    _Operation("get", "/ping", "The same as /health.", shapes.Status, failures=_PROBE, failed=shapes.Status),
-    _Operation("post", "/ping", "The same as /health.", shapes.Status, failures=_PROBE, failed=shapes.Status),
-    _Operation("get", "/version", "The server's version.", shapes.Version, failures=_PROBE),
+    _Operation("get", "/health", "Alive?", schemas.Status, failures=_PROBE),
+    _Operation("get", "/ready", "Warm and verified?", schemas.Start, failures=_PROBE),
+    _Operation("get", "/ping", "The same as /health.", schemas.Status, failures=_PROBE),
+    _Operation("post", "/ping", "The same as /health.", schemas.Status, failures=_PROBE),
+    _Operation("get", "/version", "The server's version.", schemas.Version, failures=_PROBE),
     _Operation("get", "/metrics", "Counters in Prometheus' text format.", None, failures=_PROBE),
     _Operation("get", "/openapi.json", "This document.", dict[str, object], failures=_PROBE),
 )
@@ -105,16 +109,16 @@ def openapi() -> Json:
             if answer is not None:
                 adapters.append((answer, "serialization", TypeAdapter(answer)))
     found, definitions = TypeAdapter.json_schemas(adapters, ref_template=_REFERENCE)
-    schemas = {kind: schema for (kind, _), schema in found.items()}
+    by_type = {kind: schema for (kind, _), schema in found.items()}
     components = definitions["$defs"]
     for name, schema in components.items():
-        if name in vars(shapes):
+        if name in vars(schemas):
             schema["additionalProperties"] = False  # an answer holds nothing that is not described
         elif name.endswith("Request"):
             _allow_null(schema)
     paths: dict[str, Json] = {}
     for item in _OPERATIONS:
-        paths.setdefault(item.path, {})[item.method] = _operation(item, schemas)
+        paths.setdefault(item.path, {})[item.method] = _operation(item, by_type)
     return {
         "openapi": "3.1.0",
         "info": {"title": "blockdraft", "version": __version__},
@@ -144,15 +148,15 @@ def _event(data: Json, error: Json) -> Json:
     }
 
 
-def _operation(item: _Operation, schemas: Mapping[type, Json]) -> Json:
+def _operation(item: _Operation, by_type: Mapping[type, Json]) -> Json:
     content: Json = {"text/plain": {"schema": {"type": "string"}}}
     if item.answer is not None:
-        content = {_JSON: {"schema": schemas[item.answer]}}
+        content = {_JSON: {"schema": by_type[item.answer]}}
     if item.events is not None:
-        content["text/event-stream"] = {"schema": _event(schemas[item.events], schemas[shapes.Error])}
+        content["text/event-stream"] = {"schema": _event(by_type[item.events], by_type[schemas.Error])}
     responses: Json = {"200": {"description": "OK", "content": content}}
     for status in sorted(item.failures):
-        failed = {"schema": schemas[item.failed if status == 503 else shapes.Error]}
+        failed = {"schema": by_type[item.failed if status == 503 else schemas.Error]}
         responses[str(status)] = {"description": _FAILURES[status], "content": {_JSON: failed}}
     operation: Json = {
         "operationId": f"{item.method}{item.path.replace('/', '_').replace('.', '_')}",
@@ -160,7 +164,7 @@ def _operation(item: _Operation, schemas: Mapping[type, Json]) -> Json:
         "responses": responses,
     }
     if item.takes is not None:
-        body = {"schema": schemas[item.takes]}
+        body = {"schema": by_type[item.takes]}
         operation["requestBody"] = {"required": True, "content": {_JSON: body}}
     if "{model}" in item.path:
         operation["parameters"] = [

@@ -1,4 +1,4 @@
-"""From requests to prompts the engine can run, checked while the field at fault can still be named.
+"""Turns requests into prompts that the engine can run, checked while the field at fault can be named.
 
 Encoding takes long for long conversations: the routes run these functions beside the event loop.
 """
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import TypeVar
 
+from blockdraft.engine.info import EngineInfo
+from blockdraft.engine.request import SamplingParams, check_request
 from blockdraft.errors import RequestError
-from blockdraft.server.backend import Info
-from blockdraft.server.body import FieldError
 from blockdraft.server.fields import ChatRequest, CompletionRequest, TokenizeRequest
 from blockdraft.text.tokenizer import Tokenizer
 
@@ -48,8 +48,8 @@ def tokenize(asked: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
     """As in vLLM, special tokens are added to prompts but not to conversations, unless told otherwise."""
     if asked.prompt is not None:
         is_added = asked.add_special_tokens is not False
-        return blaming("prompt", tokenizer.encode)(asked.prompt, is_added)
-    text = blaming("messages", tokenizer.render)(
+        return with_field_error("prompt", tokenizer.encode)(asked.prompt, is_added)
+    text = with_field_error("messages", tokenizer.render)(
         asked.messages or [],
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message,
@@ -62,45 +62,29 @@ def token_texts(tokens: Items[int], tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
 
 
-def blaming(field: str, action: Callable[..., T]) -> Callable[..., T]:
+def with_field_error(field: str, action: Callable[..., T]) -> Callable[..., T]:
     """`action`, whose RequestErrors name the field they are about."""
 
     def act(*args: object, **kwargs: object) -> T:
         try:
             return action(*args, **kwargs)
         except RequestError as error:
-            raise FieldError(str(error), field) from None
+            raise RequestError(str(error), field) from None
 
     return act
 
 
-def check_tokens(asked: ChatRequest | CompletionRequest, info: Info) -> None:
-    width = asked.speculative.width
-    if width is not None and width > info.block:
-        raise FieldError(
-            f"'speculative' has width {width}: this engine verifies {info.block} tokens per step at most.",
-            "speculative",
-        )
-    for field, token_ids in (("logit_bias", asked.logit_bias), ("stop_token_ids", asked.stop_token_ids)):
-        _check_vocabulary(field, list(token_ids), info)
-
-
-def check_prompt(prompt_ids: Items[int], field: str, info: Info) -> None:
-    if not prompt_ids:
-        raise FieldError(f"'{field}' is empty: a prompt needs at least one token.", field)
-    if len(prompt_ids) >= info.max_context:
-        raise FieldError(
-            f"the prompt has {len(prompt_ids)} tokens, but the context holds {info.max_context} and the "
-            f"answer needs at least one: shorten '{field}', or raise --max-context.",
-            field,
-            code="context_length_exceeded",
-        )
-    _check_vocabulary(field, prompt_ids, info)
-
-
-def _check_vocabulary(field: str, token_ids: Items[int], info: Info) -> None:
-    if token_ids and max(token_ids) >= info.vocab_size:
-        raise FieldError(
-            f"'{field}' has token id {max(token_ids)}, outside the vocabulary of {info.vocab_size} tokens.",
-            field,
-        )
+def check_prompts(prompts: Items[Items[int]], field: str, sampling: SamplingParams, info: EngineInfo) -> None:
+    """Raises RequestError for what the engine can never run; the prompts come from `field`."""
+    names = {"prompt": field, "width": "speculative"}
+    for prompt_ids in prompts:
+        try:
+            check_request(
+                prompt_ids,
+                sampling,
+                vocab_size=info.vocab_size,
+                max_context=info.max_context,
+                block=info.block,
+            )
+        except RequestError as error:
+            raise RequestError(str(error), names.get(error.field or "", error.field), error.code) from None

@@ -7,9 +7,10 @@ that never reads its answer. Both cost a client nothing and hold a connection of
 from __future__ import annotations
 
 import asyncio
-from typing import TypedDict
 
 import h11
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from blockdraft.server.options import ServerOptions
@@ -19,35 +20,25 @@ MAX_HEAD_BYTES = 16 << 10
 NUM_SPARE_CONNECTIONS = 128
 
 
-class UvicornOptions(TypedDict):
-    """Arguments of uvicorn.Config."""
+def uvicorn_config(app: ASGIApp, options: ServerOptions, *, flush_s: int | None = None) -> uvicorn.Config:
+    """uvicorn so that the limits hold. Its access log would hold query strings: Guard's own does not.
 
-    http: type[asyncio.Protocol]
-    ws: str
-    h11_max_incomplete_event_size: int
-    limit_concurrency: int
-    timeout_keep_alive: int
-    proxy_headers: bool
-    server_header: bool
-    access_log: bool
-    log_config: None
-
-
-def uvicorn_options(options: ServerOptions) -> UvicornOptions:
-    """What uvicorn must be given so that the limits hold. Its access log would hold query strings: Guard's
-    own does not.
+    `flush_s` is the time at the end for answers that are complete and on their way to their clients.
     """
-    return {
-        "http": http_protocol(options),
-        "ws": "none",
-        "h11_max_incomplete_event_size": MAX_HEAD_BYTES,
-        "limit_concurrency": options.max_connections + NUM_SPARE_CONNECTIONS,
-        "timeout_keep_alive": options.keep_alive_s,
-        "proxy_headers": False,  # nothing here decides by the client's address
-        "server_header": False,
-        "access_log": False,
-        "log_config": None,
-    }
+    return uvicorn.Config(
+        app,
+        http=http_protocol(options),
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        limit_concurrency=options.max_connections + NUM_SPARE_CONNECTIONS,
+        timeout_keep_alive=options.keep_alive_s,
+        timeout_graceful_shutdown=flush_s,
+        proxy_headers=False,  # nothing here decides by the client's address
+        server_header=False,
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+    )
 
 
 def http_protocol(options: ServerOptions) -> type[H11Protocol]:

@@ -7,7 +7,6 @@ it, /health, /ready, /metrics (the engine's with ours added) and the live page.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -19,21 +18,32 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from yarl import URL
 
 from blockdraft import __version__
+from blockdraft.phases import StartProgress
+from blockdraft.server.events import live_events
 from blockdraft.server.guard import Guard
-from blockdraft.server.openai import DONE, error_body, event
+from blockdraft.server.metrics import render_proxy
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.page import routes as page_routes
-from blockdraft.server.proxy_feed import Feed, live_events, look_at, render
+from blockdraft.server.proxy_feed import MetricsFeed, fetch_metrics
+from blockdraft.server.responses import (
+    DONE,
+    error_body,
+    error_response,
+    event,
+    live_response,
+    not_ready_response,
+    start_response,
+    while_connected,
+)
 
 METHODS = frozenset({"GET", "HEAD", "POST", "DELETE"})
 CONNECT_S = 10.0
-RETRY_AFTER_S = 5  # arbitrary: a start takes minutes
 # Engines have routes that stop, drain or reload them: only these are passed on.
 PASSED_PATHS = ("/tokenize", "/detokenize", "/openapi.json")
 
@@ -66,36 +76,45 @@ class Upstream(Protocol):
     def error(self) -> str | None:
         """Why it is lost."""
 
+    @property
+    def startup(self) -> StartProgress: ...
     def last_lines(self) -> list[str]: ...
-    def start(self) -> dict[str, object]:
-        """Startup.snapshot()."""
-
     def info(self) -> dict[str, object] | None:
         """What the page shows of it; None before it is ready, and where its API is on another machine."""
 
-    def version(self) -> dict[str, str]: ...
+    def versions(self) -> dict[str, str]: ...
+    def close(self) -> None: ...
 
 
 class Proxy:
     """An ASGI application, and what is known of the requests that it passes on."""
 
     def __init__(
-        self, upstream: Upstream, *, name: str, options: ServerOptions, still_limit_s: float = 120.0
+        self, upstream: Upstream, *, name: str, options: ServerOptions, stall_limit_s: float = 120.0
     ) -> None:
         self.num_live = 0
         self._upstream = upstream
         self._name = name
-        self._still_limit_s = still_limit_s
+        self._stall_limit_s = stall_limit_s
         self._answers: Counter[int] = Counter()
-        self._feed = Feed()
+        self._feed = MetricsFeed()
         self._is_closed = False
         self._num_watching = 0  # open live pages
         self._session: aiohttp.ClientSession | None = None
         self.app: ASGIApp = Guard(self._api(), options)
 
+    @property
+    def startup(self) -> StartProgress:
+        return self._upstream.startup
+
+    @property
+    def error(self) -> str | None:
+        return self._upstream.error
+
     def close(self) -> None:
-        """Open live pages end; whatever else is under way ends with the engine."""
+        """End open live pages, and the engine with whatever else is under way."""
         self._is_closed = True
+        self._upstream.close()
 
     def _api(self) -> Starlette:
         return Starlette(
@@ -129,11 +148,11 @@ class Proxy:
                 looking.cancel()
 
     async def _look(self) -> str | None:
-        """Only while it matters: engines log every request, of metrics too."""
+        """Look only while it matters: engines log every request, of metrics too."""
         assert self._session is not None
         if self._upstream.info() is None or not (self.num_live or self._num_watching):
             return None
-        found = await look_at(self._session, self._upstream.url)
+        found = await fetch_metrics(self._session, self._upstream.url)
         return None if found is None else found[0]
 
     # ---- how the server is
@@ -143,25 +162,23 @@ class Proxy:
         if error is not None:
             lines = self._upstream.last_lines()
             return JSONResponse({"status": "failed", "error": error, "log": lines}, status_code=503)
-        if self._feed.still_s > self._still_limit_s:
-            text = f"the engine has requests, and has done nothing for {self._feed.still_s:.0f} s"
+        if self._feed.stalled_s > self._stall_limit_s:
+            text = f"the engine has requests, and has done nothing for {self._feed.stalled_s:.0f} s"
             return JSONResponse({"status": "hanging", "error": text}, status_code=503)
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
-        start = self._upstream.start()
-        if start["state"] == "ready":
-            return JSONResponse(start)
-        headers = {"retry-after": str(RETRY_AFTER_S)} if start["state"] == "starting" else None
-        return JSONResponse(start, status_code=503, headers=headers)
+        return start_response(self.startup.snapshot())
 
     async def _version(self, request: Request) -> Response:
-        return JSONResponse({**self._upstream.version(), "blockdraft": __version__})
+        return JSONResponse({**self._upstream.versions(), "blockdraft": __version__})
 
     async def _metrics(self, request: Request) -> Response:
         assert self._session is not None
-        ours, content_type = render(self._upstream.start(), self._name, self._answers, self.num_live)
-        theirs = None if self._upstream.info() is None else await look_at(self._session, self._upstream.url)
+        ours, content_type = render_proxy(self.startup.snapshot(), self._name, self._answers, self.num_live)
+        theirs = (
+            None if self._upstream.info() is None else await fetch_metrics(self._session, self._upstream.url)
+        )
         if theirs is None:
             return Response(ours, headers={"content-type": content_type})
         text, content_type = theirs
@@ -169,18 +186,15 @@ class Proxy:
         return Response((text + end).encode() + ours, headers={"content-type": content_type})
 
     async def _events(self, request: Request) -> Response:
-        if request.method == "HEAD":  # Starlette would run the endless body and send none of it
-            return Response(media_type="text/event-stream")
-        return StreamingResponse(
-            self._live(), media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
+        return live_response(request, self._live())
 
-    async def _live(self) -> AsyncIterator[str]:
-        upstream = self._upstream
+    async def _live(self) -> AsyncIterator[dict[str, object]]:
         self._num_watching += 1
         try:
-            async for data in live_events(self._feed, upstream.start, upstream.info, lambda: self._is_closed):
-                yield event(data)
+            async for data in live_events(
+                self._feed, self.startup.snapshot, self._upstream.info, lambda: self._is_closed
+            ):
+                yield data
         finally:
             self._num_watching -= 1
 
@@ -189,20 +203,16 @@ class Proxy:
     def refusal(self, scope: Scope) -> Response | None:
         """The answer to a request that is not for the engine now."""
         if scope["method"] not in METHODS:
-            return _error(405, "this path takes GET, POST and DELETE.", "invalid_request_error")
+            return error_response(405, "this path takes GET, POST and DELETE.", "invalid_request_error")
         if ".." in scope["path"].split("/"):
-            return _error(404, "no such path.", "invalid_request_error")
-        state = self._upstream.start()["state"]
-        if state == "ready" and self._upstream.info() is None:
-            return _error(
-                503, "this machine is a part of an engine whose API is on another.", code="not_here"
-            )
-        if state == "ready":
-            return None
-        if state == "starting":
-            text = "the engine is still starting: ask /ready how far it is."
-            return _error(503, text, code="not_ready", headers={"retry-after": str(RETRY_AFTER_S)})
-        return _error(503, f"the server is {state}: ask /ready why.", code="not_ready")
+            return error_response(404, "no such path.", "invalid_request_error")
+        state = self.startup.state
+        if state != "ready":
+            return not_ready_response(state)
+        if self._upstream.info() is None:
+            text = "this machine is a part of an engine whose API is on another."
+            return error_response(503, text, code="not_here")
+        return None
 
     async def pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
         """The request to the engine, and its answer to `send`, as it comes. Cancelled: the engine is told."""
@@ -253,16 +263,10 @@ class _Endpoint:
             return
         body = await Request(scope, receive).body()  # Guard has seen to its size
         self._proxy.num_live += 1
-        work = asyncio.ensure_future(self._proxy.pass_on(scope, body, send))
-        gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
+            await while_connected(receive, self._proxy.pass_on(scope, body, send))
         finally:
             self._proxy.num_live -= 1
-            gone.cancel()
-            work.cancel()
 
 
 class _Reply:
@@ -288,9 +292,9 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def break_off(self, message: str, scope: Scope) -> None:
-        """So that nobody takes half an answer for a whole one."""
+        """End the answer so that nobody takes half of it for a whole one."""
         if not self._has_started:
-            await _error(502, message, code="engine_lost")(scope, _nothing, self._send)
+            await error_response(502, message, code="engine_lost")(scope, _nothing, self._send)
         elif self._is_stream:  # an empty line first: the last event may be half there
             last = "\n\n" + event(error_body(message, kind="server_error", code="engine_lost")) + DONE
             await self._send({"type": "http.response.body", "body": last.encode()})
@@ -303,28 +307,11 @@ def _is_returned(name: str) -> bool:
     return name not in _NOT_RETURNED and not name.startswith("access-control-")
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _nothing() -> dict[str, object]:
     return {"type": "http.disconnect"}
-
-
-def _error(
-    status: int,
-    message: str,
-    kind: str = "server_error",
-    *,
-    code: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    body = error_body(message, kind=kind, code=code)
-    return Response(json.dumps(body), status_code=status, headers=headers, media_type="application/json")
 
 
 def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = "no such path here." if error.status_code == 404 else error.detail
-    return _error(error.status_code, text, "invalid_request_error")
+    return error_response(error.status_code, text, "invalid_request_error")

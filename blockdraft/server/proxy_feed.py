@@ -1,30 +1,26 @@
-"""What another engine's /metrics says, in the words of our live page and our own metrics."""
+"""What another engine's /metrics says, in the words of our live page."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import aiohttp
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from blockdraft.exposition import samples
+from blockdraft.server.events import INTERVAL_S, WINDOW_S, Json
 
-INTERVAL_S = 1.0
-WINDOW_S = 3  # seconds over which "now" is averaged
 HISTORY_S = 300
 TIMEOUT_S = 5.0  # arbitrary; on loopback an answer takes milliseconds
-Json = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MetricsReading:
     """One look at an engine. Counts are since its start; None: it does not tell."""
 
     tokens: float = 0.0
@@ -41,8 +37,8 @@ class Reading:
     num_pages: int = 0
 
 
-def read_metrics(text: str) -> Reading | None:
-    """Of vLLM or SGLang; None: neither is in `text`."""
+def read_metrics(text: str) -> MetricsReading | None:
+    """Read what vLLM or SGLang say of themselves; None: neither is in `text`."""
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
     num_engines, num_pages = 0, 0
@@ -66,9 +62,9 @@ def read_metrics(text: str) -> Reading | None:
 
 def _vllm(
     totals: Mapping[str, float], positions: Mapping[int, float], num_pages: int, num_engines: int
-) -> Reading:
+) -> MetricsReading:
     spec = "vllm:spec_decode_num_"
-    return Reading(
+    return MetricsReading(
         tokens=totals.get("vllm:generation_tokens_total", 0.0),
         prompt_tokens=totals.get("vllm:prompt_tokens_total", 0.0),
         steps=totals.get("vllm:iteration_tokens_total_count"),
@@ -82,10 +78,10 @@ def _vllm(
     )
 
 
-def _sglang(totals: Mapping[str, float], num_engines: int) -> Reading:
+def _sglang(totals: Mapping[str, float], num_engines: int) -> MetricsReading:
     """SGLang counts the tokens of an answer when it has ended; meanwhile its own rate tells."""
     running = int(totals.get("sglang:num_running_reqs", 0))
-    return Reading(
+    return MetricsReading(
         tokens=totals.get("sglang:generation_tokens_total", 0.0),
         prompt_tokens=totals.get("sglang:prompt_tokens_total", 0.0),
         rate=totals.get("sglang:gen_throughput", 0.0) if running else 0.0,
@@ -97,16 +93,16 @@ def _sglang(totals: Mapping[str, float], num_engines: int) -> Reading:
     )
 
 
-class Feed:
+class MetricsFeed:
     """Looks at an engine once a second: what it does now, its last minutes, and whether it stands still."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._points: deque[tuple[float, Reading]] = deque(maxlen=HISTORY_S + 1)
+        self._points: deque[tuple[float, MetricsReading]] = deque(maxlen=HISTORY_S + 1)
         self._moved_s = clock()
 
     async def run(self, look: Callable[[], Awaitable[str | None]]) -> None:
-        """For ever; `look` gives the text of /metrics, or None."""
+        """Look for ever; `look` gives the text of /metrics, or None."""
         while True:
             self.take(await look())
             await asyncio.sleep(INTERVAL_S)
@@ -121,7 +117,7 @@ class Feed:
         self._points.append((now_s, reading))
 
     @property
-    def still_s(self) -> float:
+    def stalled_s(self) -> float:
         """How long the engine has had requests and done nothing, as far as its counters tell."""
         last = self._points[-1][1] if self._points else None
         # What has no counter of steps counts an answer at its end: that says nothing of the time before.
@@ -130,7 +126,7 @@ class Feed:
         )
 
     def now(self) -> Json | None:
-        """None before the first look that found something."""
+        """What the engine does; None before the first look that found something."""
         if not self._points:
             return None
         reading = self._points[-1][1]
@@ -162,79 +158,19 @@ class Feed:
         return _speed(self._points[max(-len(self._points), -1 - WINDOW_S)], self._points[-1], name)
 
 
-def _speed(earlier: tuple[float, Reading], later: tuple[float, Reading], name: str) -> float:
+def _speed(earlier: tuple[float, MetricsReading], later: tuple[float, MetricsReading], name: str) -> float:
     if name == "tokens" and later[1].rate is not None:
         return later[1].rate
     before, after = getattr(earlier[1], name) or 0.0, getattr(later[1], name) or 0.0
     return max(0.0, after - before) / max(1e-3, later[0] - earlier[0])
 
 
-def _work(reading: Reading) -> tuple[float | None, ...]:
+def _work(reading: MetricsReading) -> tuple[float | None, ...]:
     """What changes whenever the engine does something."""
     return reading.tokens, reading.prompt_tokens, reading.steps, reading.drafts
 
 
-async def live_events(
-    feed: Feed, startup: Callable[[], Json], engine: Callable[[], Json | None], is_closed: Callable[[], bool]
-) -> AsyncIterator[Json]:
-    """An object per second until the server ends; the first one carries the history."""
-    sent_s = float("-inf")
-    while not is_closed():
-        fresh = feed.history(sent_s)
-        sent_s = fresh[-1][0] if fresh else sent_s
-        yield {"startup": startup(), "engine": engine(), "now": feed.now(), "history": fresh}
-        await asyncio.sleep(INTERVAL_S)
-
-
-# ---- our own metrics, beside the engine's
-
-
-def render(
-    startup: Mapping[str, object], name: str, answers: Mapping[int, int], num_live: int
-) -> tuple[bytes, str]:
-    """The text and its content type; `answers` are those passed on, by HTTP status."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families([*_families(startup, name, answers, num_live)]))
-    return generate_latest(registry), CONTENT_TYPE_LATEST
-
-
-class _Families(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
-
-
-def _families(
-    startup: Mapping[str, object], name: str, answers: Mapping[int, int], num_live: int
-) -> Iterator[Metric]:
-    ready = GaugeMetricFamily("blockdraft:ready", "1 when warm and checked.", labels=["model_name"])
-    ready.add_metric([name], float(startup["state"] == "ready"))
-    yield ready
-    seconds = GaugeMetricFamily(
-        "blockdraft:startup_phase_seconds",
-        "How long each phase of the start took.",
-        labels=["model_name", "phase"],
-    )
-    phases = startup["phases"]
-    assert isinstance(phases, list)
-    for phase in phases:
-        if phase["seconds"] is not None:
-            seconds.add_metric([name, phase["name"]], phase["seconds"])
-    yield seconds
-    live = GaugeMetricFamily("blockdraft:proxy_requests_live", "Requests under way.", labels=["model_name"])
-    live.add_metric([name], num_live)
-    yield live
-    ended = CounterMetricFamily(
-        "blockdraft:proxy_requests", "Requests passed on to the engine.", labels=["model_name", "status"]
-    )
-    for status, count in sorted(answers.items()):
-        ended.add_metric([name, str(status)], count)
-    yield ended
-
-
-async def look_at(session: aiohttp.ClientSession, url: str) -> tuple[str, str] | None:
+async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> tuple[str, str] | None:
     """The text of /metrics and its content type; None: there is none now."""
     try:
         async with session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as response:

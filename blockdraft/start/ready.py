@@ -9,7 +9,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.choice import Operation
-from blockdraft.phases import Startup
+from blockdraft.phases import StartProgress
 from blockdraft.settings.settings import Settings
 from blockdraft.start.card import unused_gpu
 from blockdraft.start.fallback import with_kernels_that_compile
@@ -21,7 +21,7 @@ from blockdraft.start.width import may_choose_width, plan_with_width
 from blockdraft.step.graphs import row_sizes
 
 
-def start_engine(settings: Settings, startup: Startup) -> Engine:
+def start_engine(settings: Settings, startup: StartProgress) -> Engine:
     """Raises what loading raises, and ModelError for a model or a kernel that computes nonsense."""
     _check_native(settings)
     _check_gpu(settings, startup.warn)
@@ -95,7 +95,7 @@ def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
             warn(line)
 
 
-def _prepared(models: Models, settings: Settings, startup: Startup) -> Engine:
+def _prepared(models: Models, settings: Settings, startup: StartProgress) -> Engine:
     with startup.phase("allocate"):
         models = fit_pages(models, settings, startup.note)
         engine = Engine(models)
@@ -157,7 +157,7 @@ def _settle_without_fit(engine: Engine, accepted: tuple[float, ...], note: Calla
         warm(engine, note)
 
 
-def _bound(engine: Engine, settings: Settings, startup: Startup) -> None:
+def _bound(engine: Engine, settings: Settings, startup: StartProgress) -> None:
     if settings.max_stall_ms is not None:
         engine.replan(plan_with_short_chunk(engine, settings.max_stall_ms, startup.note))
 

@@ -22,7 +22,8 @@ from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.cli.main import main
 from blockdraft.settings.settings import cache_dir
 from tests.bench.stub import MODEL, OWN_ROUTES, Script, Stub
-from tests.server.pair import NAME, PAIR, app_over, listening, models
+from tests.server.asking import listening
+from tests.server.pair import NAME, PAIR, app_over, models
 
 ROOT = Path(__file__).parents[2]
 KEY = "sk-very-secret"

@@ -13,7 +13,8 @@ from blockdraft.bench.speculation import difference, read_chunk, read_metrics
 from blockdraft.bench.wire import server_root
 from blockdraft.errors import BenchError
 from tests.bench.stub import MODEL, Script, Stub
-from tests.server.pair import NAME, app_over, listening, models
+from tests.server.asking import listening
+from tests.server.pair import NAME, app_over, models
 
 KEY = "sk-very-secret"
 

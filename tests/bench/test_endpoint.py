@@ -9,7 +9,8 @@ from blockdraft.bench.endpoint import Switches, probe, read_speculation
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Ask, Prompt, Speculation
 from blockdraft.errors import BenchError
 from tests.bench.stub import MODEL, Stub
-from tests.server.pair import NAME, app_over, listening, models
+from tests.server.asking import listening
+from tests.server.pair import NAME, app_over, models
 
 KEY = "sk-very-secret"
 COUNTERS = (

@@ -16,13 +16,13 @@ import httpx
 import pytest
 
 import blockdraft
-from blockdraft.cli import flags as flags_module
 from blockdraft.cli.flags import flags_of, sampling_from, settings_from
 from blockdraft.cli.generate import speed_line
 from blockdraft.cli.main import main, parse
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
 from blockdraft.llm import LLM
 from blockdraft.settings.settings import Settings, pin_threads
+from blockdraft.start import preflight
 
 ROOT = Path(__file__).parents[2]
 PAIR = ROOT / "tests/fixtures/pair"
@@ -140,8 +140,8 @@ def test_answers_that_are_for_timing_only_say_so_in_every_output(capsys):
     [("cpu", True, True), ("auto", False, True), ("auto", True, False), ("cuda", True, False)],
 )
 def test_threads_are_bound_where_the_model_will_run_on_the_cpu(monkeypatch, device, has_gpu, is_bound):
-    monkeypatch.setattr(flags_module, "may_have_gpu", lambda: has_gpu)
-    flags_module.bind_threads(Settings(device=device))
+    monkeypatch.setattr(preflight, "may_have_gpu", lambda: has_gpu)
+    preflight.pin_cpu_threads(Settings(device=device))
     assert ("OMP_PROC_BIND" in os.environ) == is_bound
 
 

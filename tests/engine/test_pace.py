@@ -7,7 +7,7 @@ import pytest
 
 from blockdraft import LLM, SamplingParams
 from blockdraft.engine import pace as module
-from blockdraft.engine.pace import Pace, Record
+from blockdraft.engine.pace import DraftRecord, Pace
 from blockdraft.engine.sequence import Tally
 from tests import tiny
 
@@ -16,7 +16,7 @@ PACE = Pace(3, COSTS)
 
 
 def after(*steps):
-    record = Record()
+    record = DraftRecord()
     for width, num_right in steps:
         record.count(width, num_right)
     return record
@@ -36,14 +36,14 @@ def test_a_step_of_a_sequence_is_recorded():
     """Two drafts of three were right; the third token is the target's own."""
     tally = Tally()
     tally.count_step(4, 3)
-    assert tally.record == Record(num_tried=3, num_right=2)
+    assert tally.record == DraftRecord(num_tried=3, num_right=2)
 
 
 @pytest.mark.parametrize("width", COSTS)
 def test_a_request_begins_with_the_width_of_the_plan(width):
     pace = Pace(width, COSTS)
     assert pace.next_width(after()) == width
-    assert pace.next_width(Record(1e-9, 0.0)) == width, "and it changes little by little"
+    assert pace.next_width(DraftRecord(1e-9, 0.0)) == width, "and it changes little by little"
 
 
 def test_a_width_that_no_chance_makes_the_best_is_begun_with_all_the_same():
@@ -53,8 +53,8 @@ def test_a_width_that_no_chance_makes_the_best_is_begun_with_all_the_same():
 
 
 def test_drafts_that_lose_a_little_are_put_up_with():
-    assert PACE.next_width(Record(1000.0, 360.0)) == 3, "0.97x"
-    assert PACE.next_width(Record(1000.0, 280.0)) == 1, "0.89x"
+    assert PACE.next_width(DraftRecord(1000.0, 360.0)) == 3, "0.97x"
+    assert PACE.next_width(DraftRecord(1000.0, 280.0)) == 1, "0.89x"
 
 
 def test_good_drafts_widen_a_step_and_bad_ones_narrow_it():
@@ -67,7 +67,7 @@ def speed(choose, chance, num_tokens=96):
     """Against plain decoding: many answers, every draft right with the same chance."""
     draw, tokens, cost = random.Random(3), 0, 0.0
     for _ in range(300):
-        record, end = Record(), tokens + num_tokens
+        record, end = DraftRecord(), tokens + num_tokens
         while tokens < end:
             width = choose(record)
             num_right = next((n for n in range(width - 1) if draw.random() >= chance), width - 1)

@@ -192,7 +192,6 @@ def test_each_second_has_the_work_of_its_steps(clock):
     assert [point.time_s for point in points] == [1000, 1001, 1002, 1003, 1004]
     assert [point.tokens for point in points] == [2, 4, 4, 0, 0]
     assert [point.steps for point in points] == [3, 4, 4, 0, 0]
-    assert [point.running for point in points] == [1, 1, 0, 0, 0]
 
 
 def test_recent_points_add_up_to_the_totals(clock):
@@ -203,8 +202,8 @@ def test_recent_points_add_up_to_the_totals(clock):
     clock.now_s += 1
     snapshot = engine.snapshot()
     assert sum(point.tokens for point in snapshot.recent) == snapshot.generation_tokens == 80
-    assert sum(point.drafted for point in snapshot.recent) == snapshot.num_drafted
-    assert sum(point.accepted for point in snapshot.recent) == snapshot.num_accepted
+    num_steps = snapshot.num_prefill_steps + snapshot.num_decode_steps
+    assert sum(point.steps for point in snapshot.recent) == num_steps
 
 
 def test_after_a_long_rest_only_quiet_seconds_are_left(clock):
@@ -230,7 +229,7 @@ def test_a_snapshot_can_be_taken_while_another_thread_counts():
     thread = threading.Thread(target=look)
     thread.start()
     for _ in range(2000):
-        stats.count_lost([lost], Load())
+        stats.count_lost([lost])
     stop.set()
     thread.join()
     assert seen == sorted(seen)

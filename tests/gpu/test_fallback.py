@@ -8,7 +8,7 @@ import torch
 
 from blockdraft.engine.twin import serve, twin
 from blockdraft.kernels.choice import switched_off, without
-from blockdraft.phases import Startup
+from blockdraft.phases import StartProgress
 from blockdraft.settings.settings import Settings
 from blockdraft.start.memory import release
 from blockdraft.start.ready import plain_engine, start_engine
@@ -83,7 +83,7 @@ def tokens(engine, request):
 )
 def test_a_start_without_a_kernel_serves_exactly(monkeypatch, kernel, module, name, operation, has_graphs):
     breaks(monkeypatch, module, name, kernel)
-    startup = Startup()
+    startup = StartProgress()
     engine = start_engine(SETTINGS, startup)
     # Products and gated products are one kernel: each of the two is found out by itself.
     assert operation in switched_off()

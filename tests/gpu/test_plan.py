@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.shapes import SHAPES
 from blockdraft.machine.machine import read_machine
-from blockdraft.phases import Startup
+from blockdraft.phases import StartProgress
 from blockdraft.planner.fit import fit_native
 from blockdraft.planner.pair import open_pair
 from blockdraft.settings.settings import Settings
@@ -45,7 +45,7 @@ def started(tmp_path_factory):
     fit = fit_native(settings, machine, open_pair(settings))
     if fit.problem is not None:
         pytest.skip(f"this card is too small: {fit.problem}")
-    engine = start_engine(settings, Startup())
+    engine = start_engine(settings, StartProgress())
     torch.cuda.synchronize()
     yield fit, engine, free - torch.cuda.mem_get_info()[0]
     del engine

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from blockdraft.cli import asked
 from blockdraft.cli.plan import Known
 from blockdraft.errors import FetchError, SettingsError
+from blockdraft.launch import preflight
 from blockdraft.launch.issues import FACTS, RULES, check_settings, entries, read_entries, refuse
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.stored import Stored
@@ -188,10 +188,10 @@ def test_plan_and_serve_refuse_it_and_name_the_thread(monkeypatch, finding):
             return Stored(source, "folder", config, None, None, ())
         raise FetchError("no hub here")
 
-    monkeypatch.setattr(asked, "open_stored", open_stored)
-    monkeypatch.setattr(asked, "read_machine", lambda: machine)
+    monkeypatch.setattr(preflight, "open_stored", open_stored)
+    monkeypatch.setattr(preflight, "read_machine", lambda: machine)
     with pytest.raises(SettingsError) as caught:
-        asked.ask_to_print(settings, "x", None)
+        preflight.check_to_print(settings, "x", None)
     assert finding.thread in str(caught.value)
 
     draft = None if config is None else SimpleNamespace(stored=SimpleNamespace(config=config))

@@ -3,7 +3,7 @@
 import pytest
 
 from blockdraft.launch.log_signs import PHASES, PhaseTracker, Sign, is_bar, is_error, read_sign
-from blockdraft.phases import Startup
+from blockdraft.phases import StartProgress
 
 VLLM = "(Worker pid=28061) INFO 11-15 12:56:10 "
 SGLANG = "[2026-03-11 13:53:21 TP0] "
@@ -105,7 +105,7 @@ def test_errors_and_bars_are_known():
 
 
 def walked(*signs):
-    startup = Startup(names=PHASES)
+    startup = StartProgress(names=PHASES)
     walk = PhaseTracker(startup)
     walk.enter("launch")
     for sign in signs:

@@ -8,18 +8,16 @@ import contextlib
 import json
 import math
 import re
-import socket
-import threading
 import time
 from itertools import cycle
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from blockdraft.server import page
+from tests.server.asking import listening
 
 WIDTH = 8
 ACCEPTED = (4, 7, 2, 5, 0, 6, 3, 7, 1)  # drafts accepted in one step after the other
@@ -228,15 +226,5 @@ def error(status, message, headers=None):
 @contextlib.contextmanager
 def serve(app, port=0):
     """The address of `app`, served until the block ends."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        config = uvicorn.Config(app, log_level="warning", log_config=None, timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+    with listening(app, port=port, flush_s=1) as (host, port):
+        yield f"http://{host}:{port}"

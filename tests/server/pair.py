@@ -3,13 +3,11 @@
 import contextlib
 import functools
 import json
-import socket
-import threading
 from dataclasses import replace
 from pathlib import Path
 
+import openai
 import tokenizers
-import uvicorn
 
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.engine import Engine
@@ -19,6 +17,7 @@ from blockdraft.server.options import ServerOptions
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.text.tokenizer import Tokenizer
+from tests.server.asking import listening
 
 PAIR = Path(__file__).parents[1] / "fixtures/pair"
 NAME = "org/pair"
@@ -64,14 +63,7 @@ def app_over(models, name=NAME):
 
 
 @contextlib.contextmanager
-def listening(app):
-    """The address of `app` on a real port."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", log_config=None))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield listener.getsockname()
-    finally:
-        server.should_exit = True
-        thread.join()
+def client_of(models, name=NAME):
+    """OpenAI's client of a server over `models`."""
+    with app_over(models, name) as app, listening(app) as (host, port):
+        yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from tests.server.asking import listening
 from tests.server.fake import ACCEPTED, STEP_S, TEXT, TOKENS, WIDTH, Fake, serve, steps
-from tests.server.pair import app_over, listening, models
+from tests.server.pair import app_over, models
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
 expect = sync_api.expect

@@ -8,8 +8,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from blockdraft import __version__
-from blockdraft.server import shapes
-from tests.server.pair import NAME, OPENING, app_over, listening, models, thinking_tokenizer
+from blockdraft.server import schemas
+from tests.server.pair import NAME, OPENING, client_of, models, thinking_tokenizer
 
 MESSAGES = [{"role": "user", "content": "t1 t2 t3"}]
 CHAT = {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 5}
@@ -19,8 +19,8 @@ COUNT = " t4 t5 t6 t7 t8"
 
 @pytest.fixture(scope="module")
 def client():
-    with app_over(models()) as app, listening(app) as (host, port):
-        yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+    with client_of(models()) as client:
+        yield client
 
 
 def thinking_models(template=None):
@@ -29,40 +29,40 @@ def thinking_models(template=None):
 
 @pytest.fixture(scope="module")
 def thinker():
-    with app_over(thinking_models()) as app, listening(app) as (host, port):
-        yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+    with client_of(thinking_models()) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
 def opened_thinker():
-    with app_over(thinking_models(OPENING)) as app, listening(app) as (host, port):
-        yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+    with client_of(thinking_models(OPENING)) as client:
+        yield client
 
 
 def chat(client, **fields):
     """A chat completion, checked against its described shape."""
     raw = client.chat.completions.with_raw_response.create(**{**CHAT, **fields})
-    check_shape(shapes.ChatCompletion, json.loads(raw.text))
+    check_shape(schemas.ChatCompletion, json.loads(raw.text))
     return raw.parse()
 
 
 def complete(client, **fields):
     raw = client.completions.with_raw_response.create(**{**TEXT, **fields})
-    check_shape(shapes.TextCompletion, json.loads(raw.text))
+    check_shape(schemas.TextCompletion, json.loads(raw.text))
     return raw.parse()
 
 
 def chat_chunks(client, **fields):
     chunks = list(client.chat.completions.create(**{**CHAT, "stream": True, **fields}))
     for chunk in chunks:
-        check_shape(shapes.ChatChunk, chunk.to_dict(exclude_unset=True))
+        check_shape(schemas.ChatChunk, chunk.to_dict(exclude_unset=True))
     return chunks
 
 
 def text_chunks(client, **fields):
     chunks = list(client.completions.create(**{**TEXT, "stream": True, **fields}))
     for chunk in chunks:
-        check_shape(shapes.TextChunk, chunk.to_dict(exclude_unset=True))
+        check_shape(schemas.TextChunk, chunk.to_dict(exclude_unset=True))
     return chunks
 
 
@@ -136,7 +136,14 @@ def test_a_chat_completion(client):
         "length",
     )
     assert not hasattr(choice.message, "reasoning_content")
-    assert answer.usage.total_tokens == 8
+    assert answer.model == NAME
+    assert answer.usage.to_dict() == {
+        "prompt_tokens": 3,
+        "completion_tokens": 5,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
 
 
 @pytest.mark.parametrize(
@@ -197,6 +204,8 @@ def test_logprobs(client):
     entries = chat(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content
     assert [entry.token for entry in entries] == COUNT.replace(" ", "| ").split("|")[1:]
     assert all(len(entry.top_logprobs) == 3 for entry in entries)
+    assert all(entry.top_logprobs[0].logprob == entry.logprob <= 0 for entry in entries)
+    assert bytes(entries[0].bytes) == b" t4"
     chunks = chat_chunks(client, logprobs=True, top_logprobs=3)
     streamed = [e for c in chunks for choice in c.choices if choice.logprobs for e in choice.logprobs.content]
     assert [e.to_dict() for e in streamed] == [e.to_dict() for e in entries]
@@ -239,8 +248,8 @@ def test_the_final_message_can_be_continued(client):
 @pytest.fixture(scope="module")
 def templated():
     template = "{% for m in messages %}{{ m.content }} {% endfor %}{{ more }} {{ reasoning_effort }}"
-    with app_over(thinking_models(template)) as app, listening(app) as (host, port):
-        yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+    with client_of(thinking_models(template)) as client:
+        yield client
 
 
 def test_template_arguments_reach_the_template(templated):

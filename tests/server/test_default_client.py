@@ -1,14 +1,11 @@
 """OpenAI's client against the default model on a real port. Without the model these tests skip."""
 
-import contextlib
-
-import openai
 import pytest
 
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.settings.settings import Settings, cache_dir
 from blockdraft.start.loading import load_models
-from tests.server.pair import app_over, listening
+from tests.server.pair import client_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,11 +19,9 @@ ANSWER = "The capital of France is Paris."
 
 @pytest.fixture(scope="module")
 def client():
-    with contextlib.ExitStack() as stack:
-        models = load_models(Settings(device="cpu", width=8, max_context=512), lambda _: None)
-        app = stack.enter_context(app_over(models, name="default"))
-        host, port = stack.enter_context(listening(app))
-        yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+    models = load_models(Settings(device="cpu", width=8, max_context=512), lambda _: None)
+    with client_of(models, name="default") as client:
+        yield client
 
 
 def ask(client, **fields):

@@ -1,14 +1,13 @@
 """Bodies made to hurt: each is a 400 that names its field, quickly, with nothing of the server's inside."""
 
-import asyncio
 import json
 
-import httpx
 import pytest
 
 from blockdraft.errors import RequestError
 from blockdraft.server.body import MAX_DEPTH, parse_object
 from blockdraft.server.fields import ChatRequest, CompletionRequest, parse
+from tests.server.asking import ask
 from tests.server.pair import app_over, models
 
 ROUTES = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
@@ -23,12 +22,7 @@ def app():
 
 
 def post(app, path, body, headers=JSON):
-    async def one():
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
-            return await client.post(path, content=body, headers=headers)
-
-    return asyncio.run(one())
+    return ask(app, "POST", path, content=body, headers=headers)
 
 
 def check_refused(response, status=400):
@@ -175,7 +169,7 @@ def test_a_chat_field_out_of_bounds_is_named(app, field, value):
     assert error["param"] == field
 
 
-@pytest.mark.parametrize("part", ["image_url", "input_audio", "video_url", "x" * 50])
+@pytest.mark.parametrize("part", ["image_url", "input_image", "input_audio", "video_url", "x" * 50])
 def test_a_part_that_is_no_text_is_refused_by_its_type(app, part):
     content = [{"type": "text", "text": "t1"}, {"type": part}]
     body = {"messages": [{"role": "user", "content": content}]}

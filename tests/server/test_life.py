@@ -33,8 +33,8 @@ from blockdraft.start import ready as start
 from blockdraft.engine.engine import Engine
 start.warm = lambda *_: None
 {patch}
-from blockdraft.cli import serve, serving
-serve.UNHEALTHY_GRACE_S = serving.UNHEALTHY_GRACE_S = 1.0
+from blockdraft.server import running
+running.UNHEALTHY_GRACE_S = 1.0
 from blockdraft.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

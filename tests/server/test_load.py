@@ -1,22 +1,18 @@
 """Two hundred clients at once, a third of which hang up: no answer changes and nothing is left behind."""
 
 import asyncio
-import contextlib
 import json
 import random
-import socket
-import threading
 import time
 
 import httpx
 import pytest
-import uvicorn
 
 from blockdraft.engine.loop import EngineLoop
 from blockdraft.server.app import make_app
 from blockdraft.server.options import ServerOptions
-from blockdraft.server.protocol import uvicorn_options
 from tests import tiny
+from tests.server.asking import listening
 
 CHAT = "/v1/chat/completions"
 NUM_CLIENTS = 200
@@ -86,20 +82,6 @@ async def leave(client, body, chance):
     await asyncio.gather(task, return_exceptions=True)
 
 
-@contextlib.contextmanager
-def listening(app, options):
-    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **uvicorn_options(options)))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        host, port = listener.getsockname()
-        yield f"http://{host}:{port}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 @pytest.mark.slow
 def test_two_hundred_clients_get_the_answers_they_would_get_alone_and_leave_nothing_behind():
     chance = random.Random(4)
@@ -127,7 +109,8 @@ def test_two_hundred_clients_get_the_answers_they_would_get_alone_and_leave_noth
             ]
 
     try:
-        with listening(app, options) as url:
+        with listening(app, options) as (host, port):
+            url = f"http://{host}:{port}"
             together = asyncio.run(crowd(url))
             end_s = time.monotonic() + 20
             while engine.has_work and time.monotonic() < end_s:

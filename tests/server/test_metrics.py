@@ -146,7 +146,7 @@ def test_types_are_those_a_scraper_expects(served):
 
 def test_the_cache_and_the_start_are_described(served):
     phases = [{"name": "load", "seconds": 2.5}, {"name": "warm", "seconds": None}]
-    samples, _ = scrape(served[0].snapshot(), startup={"state": "ready", "phases": phases})
+    samples, _ = scrape(served[0].snapshot(), start={"state": "ready", "phases": phases})
     assert samples["blockdraft:startup_phase_seconds", (("phase", "load"),)] == 2.5
     assert ("blockdraft:startup_phase_seconds", (("phase", "warm"),)) not in samples
     assert samples["blockdraft:ready", ()] == 1
@@ -155,7 +155,7 @@ def test_the_cache_and_the_start_are_described(served):
 
 
 def test_before_the_engine_is_there_everything_is_zero():
-    samples, _ = scrape(Stats().snapshot(Load()), info=None, startup={"state": "starting", "phases": []})
+    samples, _ = scrape(Stats().snapshot(Load()), info=None, start={"state": "starting", "phases": []})
     assert set(samples.values()) == {0.0}
 
 

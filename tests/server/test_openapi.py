@@ -12,7 +12,7 @@ from blockdraft.server.app import make_api
 from blockdraft.server.openapi import openapi
 from tests.server.pair import app_over, models
 
-Unused = object  # a backend that no route is asked for
+Unused = object  # a loop that no route asks anything
 
 CHECKS = [
     checks.not_a_server_error,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from blockdraft.server.proxy_feed import Feed, read_metrics, render
+from blockdraft.server.metrics import render_proxy
+from blockdraft.server.proxy_feed import MetricsFeed, read_metrics
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -45,7 +46,7 @@ class Clock:
 @pytest.fixture
 def feed():
     clock = Clock()
-    feed = Feed(clock)
+    feed = MetricsFeed(clock)
 
     def take(tokens, steps=0, running=1, after_s=1.0):
         clock.now_s += after_s
@@ -78,7 +79,7 @@ def test_engines_side_by_side_are_added_up():
 
 def test_a_reading_of_sglang_trusts_its_own_rate():
     clock = Clock()
-    feed = Feed(clock)
+    feed = MetricsFeed(clock)
     for _ in range(2):
         feed.take(SGLANG)
         clock.now_s += 1
@@ -86,14 +87,14 @@ def test_a_reading_of_sglang_trusts_its_own_rate():
     assert (now["tokens_per_second"], now["steps_per_second"], now["tokens_per_step"]) == (220.5, None, 3.74)
     assert (now["running"], now["waiting"], now["pages_used"], now["num_pages"]) == (2, 1, 500, 1000)
     clock.now_s += 10_000
-    assert feed.still_s == 0  # its counters move when an answer ends
+    assert feed.stalled_s == 0  # its counters move when an answer ends
 
 
 def test_nothing_of_an_engine_is_nothing():
-    feed = Feed()
+    feed = MetricsFeed()
     feed.take("python_gc_objects_collected_total 3.0\n")
     feed.take(None)
-    assert (feed.now(), feed.history(-1.0), feed.still_s) == (None, [], 0.0)
+    assert (feed.now(), feed.history(-1.0), feed.stalled_s) == (None, [], 0.0)
 
 
 def test_rates_are_over_the_last_seconds_and_history_over_each(feed):
@@ -115,15 +116,15 @@ def test_a_restart_of_the_counters_is_no_negative_speed(feed):
 def test_an_engine_with_requests_that_does_nothing_stands_still(feed):
     feed.look(tokens=5, steps=1)
     feed.look(tokens=5, steps=1, after_s=50)
-    assert feed.still_s == 50
+    assert feed.stalled_s == 50
     feed.clock.now_s += 25  # no answer at all
-    assert feed.still_s == 75
+    assert feed.stalled_s == 75
     feed.look(tokens=5, steps=2)  # a step of a long prompt
-    assert feed.still_s == 0
+    assert feed.stalled_s == 0
     feed.look(tokens=5, steps=2, running=0, after_s=500)
-    assert feed.still_s == 0
+    assert feed.stalled_s == 0
     feed.look(tokens=5, steps=2)  # a request has just come
-    assert feed.still_s == 1
+    assert feed.stalled_s == 1
 
 
 def test_our_own_metrics():
@@ -131,7 +132,7 @@ def test_our_own_metrics():
         "state": "ready",
         "phases": [{"name": "load", "seconds": 1.5}, {"name": "warm", "seconds": None}],
     }
-    text = render(start, "m", {200: 3, 502: 1}, 2)[0].decode()
+    text = render_proxy(start, "m", {200: 3, 502: 1}, 2)[0].decode()
     assert 'blockdraft:ready{model_name="m"} 1.0' in text
     assert 'blockdraft:startup_phase_seconds{model_name="m",phase="load"} 1.5' in text
     assert 'phase="warm"' not in text

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from blockdraft.cli.serve_engine import as_installed
 from blockdraft.launch.installed import Installed
+from blockdraft.launch.preflight import as_installed
 from blockdraft.settings.settings import Settings
 from tests.server.proxied import CHAT, HELLO, KEY, MODEL, STREAM, events, running, serve, texts
 from tests.server.stub_install import install_stub, is_alive

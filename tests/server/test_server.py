@@ -1,12 +1,10 @@
 """The server over the fixture pair: through ASGI, and on a real port where the connection matters."""
 
 import asyncio
-import contextlib
 import json
 import socket
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,15 +14,14 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import MAX_FAILURES, EngineLoop
 from blockdraft.engine.request import TokenLogprobs
 from blockdraft.server.app import make_api, make_app
+from blockdraft.server.choices import MIN_LOGPROB, chat_logprobs
 from blockdraft.server.guard import Guard
 from blockdraft.server.options import ServerOptions
-from blockdraft.server.pieces import MIN_LOGPROB, chat_logprobs
-from blockdraft.settings.settings import Settings
-from blockdraft.start.loading import load_models
 from blockdraft.text.tokenizer import Tokenizer
-from tests.server.pair import listening
+from tests.server import pair
+from tests.server.asking import ask, connected, listening
+from tests.server.pair import PAIR
 
-PAIR = Path(__file__).parents[1] / "fixtures/pair"
 JSON = {"content-type": "application/json"}
 CHAT = "/v1/chat/completions"
 NAME = "pair"
@@ -35,9 +32,7 @@ LONG = {**HELLO, "max_tokens": 400, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def models():
-    pair = {"model": str(PAIR / "target"), "draft": str(PAIR / "draft")}
-    settings = Settings(**pair, device="cpu", dtype="float64", max_queue=8)
-    return load_models(settings, lambda _: None)
+    return pair.models()
 
 
 @pytest.fixture
@@ -57,21 +52,6 @@ def app(loop, models):
     return make_app(loop, name=NAME, options=OPTIONS)
 
 
-@contextlib.asynccontextmanager
-async def connected(app):
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
-        yield client
-
-
-def ask(app, method, path, **kwargs):
-    async def one():
-        async with connected(app) as client:
-            return await client.request(method, path, **kwargs)
-
-    return asyncio.run(one())
-
-
 def chat(app, body):
     return ask(app, "POST", CHAT, json=body)
 
@@ -88,31 +68,6 @@ def streamed_text(events, index=0):
 
 
 # ---- answers
-
-
-def test_health_and_models(app, models):
-    health = ask(app, "GET", "/health")
-    assert (health.status_code, health.json()) == (200, {"status": "ok"})
-    card = ask(app, "GET", "/v1/models").json()["data"][0]
-    assert (card["id"], card["max_model_len"]) == (NAME, models.plan.max_context)
-
-
-def test_a_chat_completion_has_openais_shape(app):
-    answer = chat(app, {**HELLO, "model": NAME}).json()
-    assert answer["object"] == "chat.completion"
-    assert answer["model"] == NAME
-    (choice,) = answer["choices"]
-    assert choice["message"]["role"] == "assistant"
-    assert choice["message"]["content"] == " t4 t5 t6 t7 t8"
-    assert choice["finish_reason"] == "length"
-    assert choice["logprobs"] is None
-    assert answer["usage"] == {
-        "prompt_tokens": 3,
-        "completion_tokens": 5,
-        "total_tokens": 8,
-        "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
 
 
 def test_a_stream_carries_the_same_text_with_role_first_and_usage_last(app):
@@ -208,19 +163,6 @@ def test_a_penalty_reaches_the_sampler(app, penalty):
     assert plain.json()["choices"] != penalised.json()["choices"]
 
 
-def test_logprobs_are_the_same_streamed_or_not(app):
-    body = {**HELLO, "logprobs": True, "top_logprobs": 2}
-    (choice,) = chat(app, body).json()["choices"]
-    content = choice["logprobs"]["content"]
-    assert [item["token"] for item in content] == [" t4", " t5", " t6", " t7", " t8"]
-    assert all(item["top_logprobs"][0]["logprob"] == item["logprob"] <= 0 for item in content)
-    assert all(len(item["top_logprobs"]) == 2 for item in content)
-    assert bytes(content[0]["bytes"]) == b" t4"
-    events = events_of(chat(app, {**body, "stream": True}).text)
-    pieces = [e["choices"][0]["logprobs"] for e in events]
-    assert [item for piece in pieces if piece for item in piece["content"]] == content
-
-
 def test_a_token_that_cannot_come_has_a_logprob_that_json_can_hold(models):
     logprobs = chat_logprobs([TokenLogprobs(4, -float("inf"), ((5, -float("inf")),))], models.tokenizer)
     assert logprobs["content"][0]["logprob"] == MIN_LOGPROB
@@ -268,42 +210,10 @@ def test_a_request_that_cannot_be_served_is_told_why(app, fields, part, param):
     check_error(chat(app, {**HELLO, **fields}), 400, part, param)
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
-        {"type": "input_image", "image_url": "https://example.org/cat.png"},
-        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-        {"type": "video_url", "video_url": {"url": "https://example.org/cat.mp4"}},
-    ],
-    ids=lambda part: part["type"],
-)
-def test_pictures_and_sounds_are_refused_by_their_type(app, part):
-    for content in ([part], [{"type": "text", "text": "t1 t2"}, part]):
-        answer = chat(app, {**HELLO, "messages": [{"role": "user", "content": content}]})
-        check_error(answer, 400, f"part of type '{part['type']}', but only text is supported", "messages")
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": NaN}', b"\xff", b"[" * 5000, b"9" * 5000])
-def test_a_malformed_body_is_a_400(app, body):
-    check_error(ask(app, "POST", CHAT, content=body, headers=JSON), 400, "body")
-
-
 def test_paths_methods_and_models_that_do_not_exist(app):
     check_error(ask(app, "GET", "/v1/nothing"), 404, "no such path")
     check_error(ask(app, "GET", CHAT), 405, "POST")
     check_error(chat(app, {**HELLO, "model": "gpt-4"}), 404, "'gpt-4'", "model")
-
-
-def test_a_body_over_the_limit_is_refused_announced_or_not(app):
-    async def pieces():
-        for _ in range(5):
-            yield b" " * (OPTIONS.max_body_bytes // 4)
-
-    check_error(
-        ask(app, "POST", CHAT, content=b" " * (OPTIONS.max_body_bytes + 1), headers=JSON), 413, "larger"
-    )
-    check_error(ask(app, "POST", CHAT, content=pieces(), headers=JSON), 413, "larger")
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(app):
@@ -380,14 +290,15 @@ def test_a_bug_of_ours_is_a_500_without_details(app, models, monkeypatch):
 
 
 class Starting:
-    """A backend whose engine is not there yet."""
+    """A loop whose engine is not there yet, and its progress."""
 
     error = tokenizer = engine_info = None
 
     def __init__(self, state):
         self.state = state
+        self.startup = self
 
-    def start(self):
+    def snapshot(self):
         phase = {"name": "load", "state": "running", "seconds": 1.5, "detail": None, "progress": 0.5}
         return {"state": self.state, "seconds": 2.0, "phases": [phase], "warnings": [], "error": None}
 
@@ -506,11 +417,7 @@ def test_many_prompts_are_queued_at_once(loop, app):
 
     loop.submit = watched
 
-    async def ask():
-        async with connected(app) as client:
-            body = {"prompt": ["t1 t2"] * 5, "max_tokens": 2, "temperature": 0}
-            return await client.post("/v1/completions", json=body)
-
-    response = asyncio.run(ask())
+    body = {"prompt": ["t1 t2"] * 5, "max_tokens": 2, "temperature": 0}
+    response = ask(app, "POST", "/v1/completions", json=body)
     assert response.status_code == 200
     assert len(response.json()["choices"]) == 5

@@ -16,7 +16,7 @@ from blockdraft.machine.limits import Limits
 from blockdraft.machine.machine import Gpu, Machine, read_holders
 from blockdraft.machine.nvml import Holder
 from blockdraft.machine.remedies import why_unseen
-from blockdraft.phases import Startup
+from blockdraft.phases import StartProgress
 from blockdraft.planner.plan import Weights
 from blockdraft.settings.settings import Settings
 from blockdraft.start import card, loading
@@ -162,7 +162,7 @@ def test_every_part_of_a_start_is_explained(machine, monkeypatch, name):
     begin = (
         (lambda: plain_engine(Settings(device="cuda"), lambda text: None))
         if name == "_plain"
-        else lambda: start_engine(Settings(device="cuda"), Startup())
+        else lambda: start_engine(Settings(device="cuda"), StartProgress())
     )
     with pytest.raises(CapacityError) as caught:
         begin()
@@ -246,7 +246,7 @@ def test_without_any_gpu_the_error_says_that(machine, monkeypatch):
 def test_where_auto_means_the_cpu_a_gpu_that_is_not_used_is_named(machine, name):
     found, cuda, words = DRIVERS[name]
     machine(found, cuda)
-    startup = Startup()
+    startup = StartProgress()
     start_engine(Settings(model=tiny.TARGET, draft="none", verify=False, **SMALL), startup)
     (line,) = startup.snapshot()["warnings"]
     assert all(word in line for word in ("so the CPU serves", *words))

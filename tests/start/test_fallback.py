@@ -12,7 +12,7 @@ from blockdraft.errors import ModelError
 from blockdraft.kernels import choice
 from blockdraft.kernels.choice import HOST_BOUND, OPERATIONS, switched_off, use, without
 from blockdraft.kernels.failure import DoesNotFit, why_no_compiler, why_not_compiled
-from blockdraft.phases import Startup
+from blockdraft.phases import StartProgress
 from blockdraft.settings.settings import Settings
 from blockdraft.start.memory import why_no_graphs
 from blockdraft.start.ready import plain_engine, start_engine
@@ -136,7 +136,7 @@ def start(monkeypatch, **changes):
         serve(other)
 
     monkeypatch.setattr(module, "warm", one_request)
-    startup = Startup()
+    startup = StartProgress()
     with use("triton"):
         engine = start_engine(replace(SETTINGS, verify=False, **changes), startup)
     return engine, startup

@@ -11,7 +11,7 @@ from blockdraft import LLM, SamplingParams
 from blockdraft.checkpoints.draft_fit import read_fit
 from blockdraft.engine.info import engine_info
 from blockdraft.errors import ModelError
-from blockdraft.phases import Startup
+from blockdraft.phases import StartProgress
 from blockdraft.server.metrics import render
 from blockdraft.settings.settings import Settings
 from blockdraft.start import ready as start
@@ -276,7 +276,7 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose(fitted, monkeypatc
 
 
 def served(draft, **changes):
-    startup = Startup()
+    startup = StartProgress()
     engine = start_engine(Settings(model=tiny.TARGET, draft=draft, **SMALL | changes), startup)
     return engine, {phase.name: phase.detail for phase in startup.phases()}, startup
 

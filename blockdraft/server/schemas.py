@@ -121,6 +121,31 @@ class RequestMetrics(TypedDict):
     speculative_decoding: SpeculativeMetrics | None
 
 
+class AnswerObject(TypedDict):
+    """The fields that every object of one answer repeats; `created` is in seconds since 1970."""
+
+    id: str
+    created: int
+    model: str
+
+
+class Chunk(AnswerObject):
+    """The fields that an event of a stream has in both kinds of answers."""
+
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[RequestMetrics]
+
+
+class ChunkChoice(TypedDict):
+    """The fields that a piece of a choice has in both kinds of answers."""
+
+    index: int
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
+    draft: NotRequired[DraftStep]
+
+
 class ChatMessage(TypedDict):
     """What the model said, and under two names what it thought."""
 
@@ -143,13 +168,10 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(AnswerObject):
     """The answer of /v1/chat/completions; `metrics` is null unless there is one choice."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     metrics: RequestMetrics | None
@@ -166,28 +188,18 @@ class ChatDelta(TypedDict):
     reasoning: NotRequired[str]
 
 
-class ChatChunkChoice(TypedDict):
+class ChatChunkChoice(ChunkChoice):
     """A piece of one answer."""
 
-    index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: NotRequired[str | int | None]
-    token_ids: NotRequired[list[int]]
-    draft: NotRequired[DraftStep]
 
 
-class ChatChunk(TypedDict):
+class ChatChunk(Chunk):
     """One event of a streamed chat completion; the last may have no choices and only `usage`."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: NotRequired[Usage | None]
-    metrics: NotRequired[RequestMetrics]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -205,41 +217,28 @@ class TextChoice(TypedDict):
     draft: NotRequired[list[DraftStep]]
 
 
-class TextCompletion(TypedDict):
+class TextCompletion(AnswerObject):
     """The answer of /v1/completions."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
     usage: Usage
     metrics: RequestMetrics | None
 
 
-class TextChunkChoice(TypedDict):
+class TextChunkChoice(ChunkChoice):
     """A piece of one continuation."""
 
-    index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: NotRequired[str | int | None]
-    token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
-    draft: NotRequired[DraftStep]
 
 
-class TextChunk(TypedDict):
+class TextChunk(Chunk):
     """One event of a streamed completion."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChunkChoice]
-    usage: NotRequired[Usage | None]
-    metrics: NotRequired[RequestMetrics]
 
 
 class ModelCard(TypedDict):

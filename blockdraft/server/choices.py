@@ -1,7 +1,7 @@
-"""From the engine's deltas to the pieces of an answer: thoughts apart, draft marks, counts.
+"""Turns the engine's deltas into the pieces of an answer: thoughts apart, draft marks, counts.
 
-One `Choice` per choice of a request. It keeps what a whole answer needs, so streamed or not the same code
-has made it.
+There is one `AnswerChoice` per choice of a request. It keeps what a whole answer needs, so streamed or not
+the same code has made it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from blockdraft.engine.request import Delta, FinishReason, Metrics, TokenLogprobs
 from blockdraft.server.reasoning import Splitter, ThoughtCounter
-from blockdraft.server.shapes import (
+from blockdraft.server.schemas import (
     ChatLogprobs,
     DraftStep,
     PromptLogprobs,
@@ -42,14 +42,14 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Choice:
+class AnswerChoice:
     """One choice as it comes in. `splitter`, `counter` and `drafts` are None where nobody asked."""
 
     index: int
     prompt: int  # which of the request's prompts
     splitter: Splitter | None = None
     counter: ThoughtCounter | None = None
-    drafts: DraftView | None = None
+    drafts: DraftMarks | None = None
     is_dropped: bool = False  # only the prompt was asked for: the answer is not shown
 
     pieces: list[Piece] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Choice:
         return 0 if self.counter is None else self.counter.num_tokens
 
 
-class DraftView:
+class DraftMarks:
     """Marks, step by step, which tokens were accepted drafts. The texts together are the answer's."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Items[int], *, skip_special_tokens: bool) -> None:

@@ -1,19 +1,25 @@
-"""What is asked of another engine, looked into before anything is started or downloaded."""
+"""What is asked of another engine, checked before anything is started or downloaded."""
 
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from blockdraft.cli.flags import card_named
+from blockdraft.checkpoints.draft_config import draft_block
 from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
 from blockdraft.launch import Command, translate
+from blockdraft.launch.installed import Installed
 from blockdraft.launch.issues import Issue, check_settings, refuse
 from blockdraft.launch.order import HOST
+from blockdraft.launch.supervisor import Launch
+from blockdraft.launch.versions import TITLES, read_version
+from blockdraft.machine.cards import card_named
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.external import fit_external
-from blockdraft.planner.fit import Fit, fit_native, machine_of
+from blockdraft.planner.fit import machine_of
 from blockdraft.planner.pair import check_stored, open_pair
 from blockdraft.planner.stored import Stored, open_stored
 from blockdraft.settings.settings import Settings
@@ -22,8 +28,8 @@ from blockdraft.settings.source import find_source
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Settings, with what was found out about them before anything is started."""
+class CheckedLaunch:
+    """An engine that may be started: its settings, with what was found out about them before."""
 
     settings: Settings
     name: str  # what clients call the model
@@ -45,22 +51,83 @@ class Asked:
             draft=self.draft,
         )
 
+    def launch(self, installed: Installed, *, start_timeout_s: float) -> Launch:
+        """The engine as this machine runs it, for us alone: other users reach its port as well."""
+        settings = self.settings
+        command = self.command(port=_free_port(), api_key=secrets.token_urlsafe(32))
+        return Launch(
+            command=command,
+            argv=tuple(installed.argv(command.argv)),
+            name=self.name,
+            has_drafter=self.draft is not None,
+            api_key=command.env.get("VLLM_API_KEY"),
+            start_timeout_s=start_timeout_s,
+            head_address=settings.head_address if settings.node_rank > 0 else None,
+        )
 
-def ask(settings: Settings, name: str) -> Asked:
-    """For a start here. Raises for a model that is missing or out of reach, a pair that does not match, GPUs
-    that are too few or too small, and what is known to be bad.
+    def facts(self) -> dict[str, object]:
+        """What the live page shows of the engine, beside what the engine says itself."""
+        settings, width = self.settings, 1
+        if self.draft is not None:
+            width = draft_block(self.draft) if settings.width == "auto" else settings.width
+        return {
+            "target": settings.model,
+            "draft": None if self.draft is None else settings.draft,
+            "width": width,
+            "dtype": settings.dtype,
+            "quantization": settings.quantization,
+            "is_dummy": settings.load_format == "dummy",
+            "synthetic_acceptance": settings.synthetic_acceptance,
+            "can_switch": False,  # single requests cannot do without speculation
+            "notices": [],
+        }
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def check_launch(settings: Settings, name: str) -> CheckedLaunch:
+    """Check a start here. Raises for a model that is missing or out of reach, a pair that does not match,
+    GPUs that are too few or too small, and what is known to be bad.
     """
     settings, machine = _placed(with_drafter(settings)), read_machine()
     target, draft = (_opened(settings, source) for source in _sources(settings))
     if target is not None and draft is not None:
         check_stored(target, draft)
     _check_num_gpus(settings, machine)
-    asked = _asked(settings, name, machine, target, draft)
-    return replace(asked, warnings=_room(settings, machine))
+    checked = _checked(settings, name, machine, target, draft)
+    return replace(checked, warnings=_room(settings, machine))
 
 
-def ask_to_print(settings: Settings, name: str, card: str | None) -> Asked:
-    """For a command that is only printed, maybe for another machine: a hub out of reach is a warning."""
+def as_installed(settings: Settings, installed: Installed) -> tuple[Settings, tuple[str, ...]]:
+    """The settings with the version that flags are written for, and warnings. A name of the same release is
+    believed: only its user knows which pull requests a build carries.
+    """
+    asked, found = settings.engine_version, installed.version
+    if found is None or (asked is not None and not _is_another(settings.engine, asked, found)):
+        return settings, ()
+    settings = replace(settings, engine_version=found)
+    if asked is None:
+        return settings, ()
+    return settings, (
+        f"{TITLES[installed.engine]} {found} is installed, not {asked}: its flags are written for {found}",
+    )
+
+
+def _is_another(engine: str, asked: str, found: str) -> bool:
+    try:
+        release = read_version(engine, found).release
+    except SettingsError:  # a build that does not know its own version
+        return False
+    return read_version(engine, asked).release != release
+
+
+def check_to_print(settings: Settings, name: str, card: str | None) -> CheckedLaunch:
+    """Check a command that is only printed, maybe for another machine: a hub out of reach is a warning."""
     settings, machine = _placed(with_drafter(settings)), _machine_to_print(settings, card)
     models: list[Stored | None] = []
     unread: list[str | None] = []
@@ -81,16 +148,16 @@ def ask_to_print(settings: Settings, name: str, card: str | None) -> Asked:
         warnings.append("there is no GPU here: the command is for a machine with one; --card says which")
     elif not unread:
         warnings += _room_or_why_not(settings, machine)
-    return replace(_asked(settings, name, machine, target, draft), warnings=tuple(warnings))
+    return replace(_checked(settings, name, machine, target, draft), warnings=tuple(warnings))
 
 
-def _asked(
+def _checked(
     settings: Settings, name: str, machine: Machine | None, target: Stored | None, draft: Stored | None
-) -> Asked:
+) -> CheckedLaunch:
     configs = (None if target is None else target.config, None if draft is None else draft.config)
     findings = check_settings(settings, machine=machine, target=configs[0], draft=configs[1])
     refuse(findings)
-    return Asked(settings, name, machine, *configs, tuple(findings))
+    return CheckedLaunch(settings, name, machine, *configs, tuple(findings))
 
 
 def _machine_to_print(settings: Settings, card: str | None) -> Machine | None:
@@ -155,34 +222,12 @@ def _room(settings: Settings, machine: Machine) -> tuple[str, ...]:
         fit = fit_external(settings, machine, open_pair(settings))
     except (ModelError, FetchError):  # of a checkpoint that the engine may read although we do not
         return ()
-    weights = _weight_bytes(fit)
-    if weights > fit.budget:
+    if fit.weight_bytes > fit.budget:
         raise CapacityError(
-            f"the weights take {weights / 1e9:.1f} GB of {fit.device}, and the budget is "
+            f"the weights take {fit.weight_bytes / 1e9:.1f} GB of {fit.device}, and the budget is "
             f"{fit.budget / 1e9:.1f} GB ({fit.budget_how}): `blockdraft plan` with the same flags says what "
             "would fit."
         )
     if fit.problem is None:
         return ()
     return (f"by the plan it does not fit: {fit.problem} `blockdraft plan` says what would.",)
-
-
-def check_native(settings: Settings) -> None:
-    """For a start of our own engine here: raises for weights that are too large and for a pair that does not
-    match, before anything is downloaded. The rest is left to the start, which measures, fetches and says so.
-    """
-    if settings.model == "default" or ":" in settings.device:
-        return
-    machine = read_machine()
-    if settings.device == "cuda" and not machine.gpu_bytes:
-        return
-    try:
-        fit = fit_native(settings, machine, open_pair(settings))
-    except FetchError:
-        return
-    if fit.problem is not None and _weight_bytes(fit) > fit.budget:
-        raise CapacityError(f"{fit.problem} `blockdraft plan` with the same flags says more.")
-
-
-def _weight_bytes(fit: Fit) -> int:
-    return sum(item.num_bytes for item in fit.items if item.name.endswith("weights"))

@@ -5,15 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from blockdraft.cli import asked as module
-from blockdraft.cli.asked import ask, ask_to_print, check_native
 from blockdraft.cli.main import main
 from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
+from blockdraft.launch import preflight as module
+from blockdraft.launch.preflight import check_launch, check_to_print
 from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.fit import machine_of
 from blockdraft.planner.stored import Size, open_stored
 from blockdraft.settings.settings import Settings
+from blockdraft.start import preflight as native
+from blockdraft.start.preflight import check_native
 from tests.server.test_life import PAIR
 
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
@@ -41,7 +43,7 @@ def away(monkeypatch):
 
 def test_a_pair_that_fits_and_matches_is_taken(monkeypatch):
     on(monkeypatch, "h200")
-    found = ask(WHOLE, "x")
+    found = check_launch(WHOLE, "x")
     assert found.warnings == ()
     assert found.target["model_type"] == json.loads((PAIR / "target/config.json").read_text())["model_type"]
 
@@ -49,7 +51,7 @@ def test_a_pair_that_fits_and_matches_is_taken(monkeypatch):
 def test_folders_are_given_by_their_whole_path(monkeypatch):
     on(monkeypatch, "h200")
     monkeypatch.chdir(PAIR.parent)
-    found = ask_to_print(replace(WHOLE, model="pair/target", draft="pair/draft"), "x", None)
+    found = check_to_print(replace(WHOLE, model="pair/target", draft="pair/draft"), "x", None)
     command = found.command(port=1, api_key=None)
     assert command.argv[2] == TARGET
     assert command.mounts == (TARGET, DRAFT)
@@ -64,7 +66,7 @@ def test_a_pair_that_does_not_match_is_refused(monkeypatch, tmp_path, prints):
     (draft / "config.json").write_text(json.dumps(config | {"hidden_size": 2 * config["hidden_size"]}))
     settings = replace(WHOLE, draft=str(draft))
     with pytest.raises(ModelError, match="match"):
-        ask_to_print(settings, "x", None) if prints else ask(settings, "x")
+        check_to_print(settings, "x", None) if prints else check_launch(settings, "x")
 
 
 def test_what_only_the_engine_can_read_is_left_to_it(monkeypatch, tmp_path):
@@ -72,7 +74,7 @@ def test_what_only_the_engine_can_read_is_left_to_it(monkeypatch, tmp_path):
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text('{"model_type": "of-tomorrow"}')
-    found = ask(replace(WHOLE, model=str(tmp_path / "target"), draft=str(tmp_path / "draft")), "x")
+    found = check_launch(replace(WHOLE, model=str(tmp_path / "target"), draft=str(tmp_path / "draft")), "x")
     assert found.warnings == ()
 
 
@@ -92,33 +94,35 @@ def test_weights_that_are_too_large_are_refused_and_a_cache_that_is_too_small_is
 
     pair_of(40 * 10**9)
     with pytest.raises(CapacityError, match=r"the weights take 40\.0 GB of .*5090.*blockdraft plan"):
-        ask(WHOLE, "x")
-    (warning,) = ask_to_print(WHOLE, "x", "rtx-5090").warnings
+        check_launch(WHOLE, "x")
+    (warning,) = check_to_print(WHOLE, "x", "rtx-5090").warnings
     assert "the weights take 40.0 GB" in warning
-    assert ask_to_print(WHOLE, "x", "h200").warnings == ()
+    assert check_to_print(WHOLE, "x", "h200").warnings == ()
     pair_of(30 * 10**9)
-    (warning,) = ask_to_print(WHOLE, "x", "rtx-5090").warnings
+    (warning,) = check_to_print(WHOLE, "x", "rtx-5090").warnings
     assert "by the plan it does not fit" in warning
-    (warning,) = ask(WHOLE, "x").warnings
+    (warning,) = check_launch(WHOLE, "x").warnings
     assert "by the plan it does not fit" in warning
     on(monkeypatch)
-    assert ask(replace(WHOLE, draft=None), "x").warnings == (), "nothing is known of a machine without a GPU"
+    assert check_launch(replace(WHOLE, draft=None), "x").warnings == (), (
+        "nothing is known of a machine without a GPU"
+    )
 
 
 def test_more_cards_than_there_are_are_refused(monkeypatch):
     on(monkeypatch, "h200", "h200")
-    ask(replace(WHOLE, tensor_parallel=2), "x")
+    check_launch(replace(WHOLE, tensor_parallel=2), "x")
     two = replace(WHOLE, tensor_parallel=4, num_nodes=2, head_address="10.0.0.1")
-    ask(two, "x")
+    check_launch(two, "x")
     with pytest.raises(SettingsError, match="takes 4 GPUs of each, but this one has 2"):
-        ask(replace(WHOLE, tensor_parallel=4), "x")
+        check_launch(replace(WHOLE, tensor_parallel=4), "x")
 
 
 def test_a_revision_in_our_words_is_refused(monkeypatch):
     on(monkeypatch, "h200")
     for settings in (replace(WHOLE, model="org/name@v1"), replace(WHOLE, draft="org/name@v1")):
         with pytest.raises(SettingsError, match="--engine-args='--revision v1'"):
-            ask(settings, "x")
+            check_launch(settings, "x")
 
 
 def test_a_start_needs_the_hub_and_a_printed_command_does_not(monkeypatch):
@@ -126,12 +130,12 @@ def test_a_start_needs_the_hub_and_a_printed_command_does_not(monkeypatch):
     away(monkeypatch)
     settings = replace(WHOLE, model="org/target", draft="org/draft", width=16)
     with pytest.raises(FetchError):
-        ask(settings, "x")
-    found = ask_to_print(settings, "x", None)
+        check_launch(settings, "x")
+    found = check_to_print(settings, "x", None)
     assert "config.json of org/target was not read" in found.warnings[0]
     assert "config.json of org/draft was not read" in found.warnings[1]
     assert '"num_speculative_tokens":15' in " ".join(found.command(port=1, api_key=None).argv)
-    unknown = ask_to_print(replace(settings, width="auto"), "x", None)
+    unknown = check_to_print(replace(settings, width="auto"), "x", None)
     with pytest.raises(SettingsError, match="give --width"):
         unknown.command(port=1, api_key=None)
 
@@ -140,23 +144,23 @@ def test_a_command_is_printed_for_a_card_that_is_not_here(monkeypatch):
     on(monkeypatch)
     settings = Settings(engine="sglang", model=TARGET, attention_backend="flash_attn")
     for card, backend in (("h200", "fa3"), ("b200", "fa4")):
-        assert backend in ask_to_print(settings, "x", card).command(port=1, api_key=None).argv
-    unknown = ask_to_print(settings, "x", None)
+        assert backend in check_to_print(settings, "x", card).command(port=1, api_key=None).argv
+    unknown = check_to_print(settings, "x", None)
     assert unknown.machine is None
     assert "--card" in unknown.warnings[0]
     with pytest.raises(SettingsError, match="did you mean h200"):
-        ask_to_print(settings, "x", "h2000")
+        check_to_print(settings, "x", "h2000")
 
 
 def test_without_a_gpu_a_printed_command_is_not_taken_for_one_of_the_cpu(monkeypatch):
     """SGLang has no DFLASH on a CPU, which is nothing against a command for elsewhere."""
     on(monkeypatch)
     settings = replace(WHOLE, engine="sglang")
-    ask_to_print(settings, "x", None)
+    check_to_print(settings, "x", None)
     with pytest.raises(SettingsError, match="no DFLASH on a CPU"):
-        ask_to_print(replace(settings, device="cpu"), "x", None)
+        check_to_print(replace(settings, device="cpu"), "x", None)
     with pytest.raises(SettingsError, match="no DFLASH on a CPU"):
-        ask(settings, "x")
+        check_launch(settings, "x")
 
 
 # ---- our own engine
@@ -173,7 +177,7 @@ NATIVE = Settings(model=TARGET, draft=DRAFT)
     ],
 )
 def test_weights_that_do_not_fit_are_refused_before_our_own_server_starts(monkeypatch, capsys, machine, what):
-    monkeypatch.setattr(module, "read_machine", lambda: machine)
+    monkeypatch.setattr(native, "read_machine", lambda: machine)
     monkeypatch.setattr("blockdraft.cli.serve._serve", lambda *words: pytest.fail("it starts"))
     assert main(["serve", TARGET, "--draft", DRAFT, "--port", "0"]) == 2
     errors = capsys.readouterr().err
@@ -182,14 +186,14 @@ def test_weights_that_do_not_fit_are_refused_before_our_own_server_starts(monkey
 
 
 def test_what_may_fit_is_left_to_the_start_which_measures(monkeypatch):
-    monkeypatch.setattr(module, "read_machine", lambda: Machine(memory_bytes=1 << 34))
+    monkeypatch.setattr(native, "read_machine", lambda: Machine(memory_bytes=1 << 34))
     check_native(NATIVE)
     small = Machine(
         memory_bytes=1 << 34, gpu_bytes=1 << 29, gpu_free_bytes=1 << 29
     )  # the driver alone is more
-    monkeypatch.setattr(module, "read_machine", lambda: small)
+    monkeypatch.setattr(native, "read_machine", lambda: small)
     check_native(NATIVE)
-    monkeypatch.setattr(module, "read_machine", lambda: Machine(memory_bytes=1000))
+    monkeypatch.setattr(native, "read_machine", lambda: Machine(memory_bytes=1000))
     check_native(replace(NATIVE, device="cuda"))
     check_native(replace(NATIVE, device="cuda:1"))
     check_native(Settings(model="default"))
@@ -200,7 +204,7 @@ def test_a_hub_out_of_reach_is_left_to_the_start_and_a_pair_that_does_not_match_
         raise FetchError("the hub cannot be reached.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "open_pair", unreachable)
+        patch.setattr(native, "open_pair", unreachable)
         check_native(replace(NATIVE, model="org/name"))
     config = json.loads((PAIR / "draft/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 2 * config["hidden_size"]}))

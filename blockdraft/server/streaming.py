@@ -1,51 +1,24 @@
-"""One connection: its events, and what happens when it ends early."""
+"""An answer on its way to the client, whole or as events, over the engine's streams."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, closing
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from blockdraft.engine.loop import EngineStopped, Stream
 from blockdraft.engine.request import Delta
-from blockdraft.server.answers import ChatAnswer, TextAnswer
-from blockdraft.server.openai import DONE, error_body, event
-
-CLIENT_GONE = 499  # nginx's number; nobody is left to read it
+from blockdraft.server.answers import AnswerWriter
+from blockdraft.server.responses import DONE, error_body, event
 
 
-async def while_connected(request: Request, work: Coroutine[None, None, Response]) -> Response:
-    """The result of `work`, which is cancelled when the client goes away. The body must have been read."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else Response(status_code=CLIENT_GONE)
-    except asyncio.CancelledError:
-        if task.done() and not task.cancelled() and isinstance(response := task.result(), _Events):
-            response.close()  # ready, and nobody left to send it
-        raise
-    finally:
-        gone.cancel()
-        task.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-# ---- answers
-
-
-async def respond(answer: ChatAnswer | TextAnswer, streams: Items[Stream], *, is_stream: bool) -> Response:
+async def respond(answer: AnswerWriter, streams: Items[Stream], *, is_stream: bool) -> Response:
     if is_stream:
-        return _Events(_events(answer, streams), streams)
+        return AnswerEvents(_events(answer, streams), streams)
     with ExitStack() as opened:
         for stream in streams:
             opened.enter_context(closing(stream))
@@ -56,7 +29,7 @@ async def respond(answer: ChatAnswer | TextAnswer, streams: Items[Stream], *, is
         return JSONResponse(answer.whole())
 
 
-class _Events(StreamingResponse):
+class AnswerEvents(StreamingResponse):
     """Server-sent events of streams that are closed with the connection."""
 
     def __init__(self, content: AsyncIterator[str], streams: Items[Stream]) -> None:
@@ -74,7 +47,7 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _events(answer: ChatAnswer | TextAnswer, streams: Items[Stream]) -> AsyncIterator[str]:
+async def _events(answer: AnswerWriter, streams: Items[Stream]) -> AsyncIterator[str]:
     for first in answer.first_chunks():
         yield event(first)
     try:

@@ -1,0 +1,94 @@
+"""What our own server and the proxy answer alike: errors and events in OpenAI's wire format, and /ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive
+
+from blockdraft.server.schemas import Error
+
+DONE = "data: [DONE]\n\n"  # the last event of a stream
+START_RETRY_AFTER_S = 5  # arbitrary: a start takes seconds to minutes
+
+T = TypeVar("T")
+
+
+def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> Error:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(
+    status: int,
+    message: str,
+    kind: str = "server_error",
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    retry_after_s: int | None = None,
+) -> JSONResponse:
+    headers = None if retry_after_s is None else {"retry-after": str(retry_after_s)}
+    body = error_body(message, kind=kind, param=param, code=code)
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def not_ready_response(state: object) -> JSONResponse:
+    """The answer to a request that came before the engine was ready, or after the end has begun."""
+    if state == "starting":
+        text = "the engine is still starting: ask /ready how far it is."
+        return error_response(503, text, code="not_ready", retry_after_s=START_RETRY_AFTER_S)
+    return error_response(503, f"the server is {state}: ask /ready why.", code="not_ready")
+
+
+def start_response(start: Mapping[str, object]) -> JSONResponse:
+    """The answer of /ready; `start` is StartProgress.snapshot()."""
+    is_starting = start["state"] == "starting"
+    return JSONResponse(
+        start,
+        status_code=200 if start["state"] == "ready" else 503,
+        headers={"retry-after": str(START_RETRY_AFTER_S)} if is_starting else None,
+    )
+
+
+def event(data: Mapping[str, object]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def live_response(request: Request, events: AsyncIterator[Mapping[str, object]]) -> Response:
+    """The answer of /events, which the live page reads."""
+    if request.method == "HEAD":  # Starlette would run the endless body and send none of it
+        return Response(media_type="text/event-stream")
+    lines = (event(data) async for data in events)
+    return StreamingResponse(lines, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+async def while_connected(
+    receive: Receive, work: Coroutine[None, None, T], discard: Callable[[T], None] = lambda result: None
+) -> T | None:
+    """The result of `work`; None: the client went away, and `work` was cancelled.
+
+    The body must have been read. `discard` receives a result that comes when nobody waits for it any more.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    except asyncio.CancelledError:
+        if task.done() and not task.cancelled():
+            discard(task.result())
+        raise
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,32 @@
+"""What a start of our own engine needs before anything is downloaded or torch is imported."""
+
+from __future__ import annotations
+
+from blockdraft.errors import CapacityError, FetchError
+from blockdraft.machine.machine import may_have_gpu, read_machine
+from blockdraft.planner.fit import fit_native
+from blockdraft.planner.pair import open_pair
+from blockdraft.settings.settings import Settings, pin_threads
+
+
+def check_native(settings: Settings) -> None:
+    """Raises for weights that are too large and for a pair that does not match. The rest is left to the
+    start, which measures, fetches and says so.
+    """
+    if settings.model == "default" or ":" in settings.device:
+        return
+    machine = read_machine()
+    if settings.device == "cuda" and not machine.gpu_bytes:
+        return
+    try:
+        fit = fit_native(settings, machine, open_pair(settings))
+    except FetchError:
+        return
+    if fit.problem is not None and fit.weight_bytes > fit.budget:
+        raise CapacityError(f"{fit.problem} `blockdraft plan` with the same flags says more.")
+
+
+def pin_cpu_threads(settings: Settings) -> None:
+    """Pin the CPU's threads where the model will surely run on it. Before torch is imported."""
+    if settings.device == "cpu" or (settings.device == "auto" and not may_have_gpu()):
+        pin_threads()
