@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Group as Renderables
 from rich.text import Text
 
-from blockdraft.bench.figures import Cell, Distribution, Estimate, headline_speedup
-from blockdraft.bench.report import Report, ReportCell, Row, arm_names, rows_of, whole_rows
+from blockdraft.bench.figures import Agreement, Cell, Estimate, SpeculationFigures, headline_speedup
+from blockdraft.bench.report import Report, Row, arm_names, rows_of, whole_rows
 from blockdraft.bench.sheet import (
     NOTHING,
     Sheet,
@@ -41,11 +41,11 @@ def headline(report: Report) -> Sheet:
             label(row.key),
             load_text(row.key),
             *(text(row) for text in extra.values()),
-            FIGURES["tokens_per_s"](row),
-            FIGURES["speedup"](row),
-            FIGURES["committed_per_step"](row),
+            FIGURES["tokens_per_s"][1](row),
+            FIGURES["speedup"][1](row),
+            FIGURES["committed_per_step"][1](row),
             f"{milliseconds(row.cell['ttft_s']['p50'])}/{milliseconds(row.cell['ttft_s']['p99'])}",
-            FIGURES["tpot"](row),
+            FIGURES["tpot"][1](row),
             _failed_text(row.cells),
         )
         for row in rows
@@ -55,30 +55,67 @@ def headline(report: Report) -> Sheet:
 
 def details(report: Report) -> Sheet:
     """Every cell of both arms."""
-    header = (
-        *(
-            "workload",
-            "arm",
-            "conc",
-            "depth",
-            "temp",
-            "requests",
-            "failed",
-            "tokens in",
-            "cached",
-            "tokens out",
-        ),
-        *("tok/s", "95 %", "tok/s a request p50", "committed/step", "95 %", "drafts accepted"),
-        *("TTFT p50", "p90", "p99 ms", "TPOT p50", "p90", "p99 ms", "ITL p50", "p99 ms"),
-        *("end to end p50", "p99 s", "send lag p99 ms"),
-    )
     names = arm_names(report["cells"])
-    return Sheet(
-        title="",
-        header=header,
-        rows=tuple(_detail(cell, arm=names[cell["arm"]]) for row in rows_of(report) for cell in row.cells),
-        num_labels=2,
+    rows = tuple(
+        (label(cell["key"]), names[cell["arm"]], *(text(cell) for _, text in DETAILS))
+        for row in rows_of(report)
+        for cell in row.cells
     )
+    return Sheet("", ("workload", "arm", *(title for title, _ in DETAILS)), rows, num_labels=2)
+
+
+def acceptance(report: Report) -> Sheet:
+    """The share of verify steps that accepted the draft at each position, where the server says it."""
+    found = [
+        (f"{full_label(cell['key'])} at {load_text(cell['key'])}", cell["speculation"])
+        for cell in (row.cell for row in whole_rows(report))
+        if cell["speculation"]["acceptance_by_position"]
+    ]
+    shares = [[f"{share:.1%}" for share in figures["acceptance_by_position"] or []] for _, figures in found]
+    width = max(map(len, shares), default=0)
+    rows = tuple(
+        (name, estimate(figures["committed_per_step"]), *line, *[NOTHING] * (width - len(line)))
+        for (name, figures), line in zip(found, shares, strict=True)
+    )
+    return Sheet("", ("workload", "committed/step", *map(str, range(1, width + 1))), rows)
+
+
+def agreement(report: Report) -> Sheet:
+    """Turns compared between the arms."""
+    rows = []
+    for name, compared in _agreements(report):
+        for kind, turns in (("first", compared["first_turns"]), ("later", compared["later_turns"])):
+            if kind == "later" and not turns["num_compared"] + turns["num_after_divergence"]:
+                continue
+            counts = (
+                turns["num_compared"],
+                turns["num_equal"],
+                turns["num_failed"],
+                turns["num_after_divergence"],
+            )
+            rows.append((name, kind, *map(str, counts), _percent(turns["share_equal"])))
+    header = ("workload", "turns", "compared", "equal", "failed", "after a divergence", "share equal")
+    return Sheet("", header, tuple(rows), num_labels=2)
+
+
+def divergences(report: Report) -> Sheet:
+    """Where answers first part."""
+    rows = tuple(
+        (name, one["prompt"], str(one["turn"]), str(one["position"]), one["speculative"], one["plain"])
+        for name, compared in _agreements(report)
+        for one in compared["divergences"]
+    )
+    header = ("workload", "prompt", "turn", "character", "with speculation", "without")
+    return Sheet("", header, rows, num_labels=6)
+
+
+def _agreements(report: Report) -> list[tuple[str, Agreement]]:
+    """What was compared at temperature 0, with the name of its row."""
+    return [
+        (f"{full_label(row.key)} at {load_text(row.key)}", row.pair["agreement"])
+        for row in whole_rows(report)
+        if row.pair is not None and row.pair["agreement"] is not None
+    ]
 
 
 def grid(report: Report, rows: Sequence[str], columns: Sequence[int], figure: str) -> Sheet:
@@ -94,7 +131,7 @@ def grid(report: Report, rows: Sequence[str], columns: Sequence[int], figure: st
     for name in rows:
         for variant in variants:
             cells = {
-                row.key["concurrency"]: FIGURES[figure](row)
+                row.key["concurrency"]: FIGURES[figure][1](row)
                 for row in found
                 if label(row.key) == name and (row.key["depth"], row.key["temperature"]) == variant
             }
@@ -102,7 +139,7 @@ def grid(report: Report, rows: Sequence[str], columns: Sequence[int], figure: st
                 shown = name if len(variants) == 1 else f"{name} (depth {variant[0]}, T {variant[1]:g})"
                 lines.append((shown, *(cells.get(column, NOTHING) for column in columns)))
     header = ("workload", *(f"concurrency {column}" for column in columns))
-    return Sheet(title=FIGURE_NAMES[figure], header=header, rows=tuple(lines))
+    return Sheet(title=FIGURES[figure][0], header=header, rows=tuple(lines))
 
 
 def verdict_lines(report: Report) -> list[str]:
@@ -127,16 +164,12 @@ def verdict_lines(report: Report) -> list[str]:
     return lines
 
 
-def agreement_line(report: Report) -> str | None:
-    """How many greedy answers of the pair are equal."""
-    pairs = [row.pair for row in whole_rows(report) if row.pair is not None]
-    compared = [pair["agreement"] for pair in pairs if pair["agreement"] is not None]
-    turns = [turns for one in compared for turns in (one["first_turns"], one["later_turns"])]
-    total = sum(turn["num_compared"] for turn in turns)
-    if not total:
-        return None
-    equal = sum(turn["num_equal"] for turn in turns)
-    return f"Greedy answers with and without speculation: {equal:,} of {total:,} equal."
+def lead_lines(report: Report) -> list[str]:
+    """The verdicts, and how many greedy answers of the pairs are equal."""
+    turns = [part[name] for _, part in _agreements(report) for name in ("first_turns", "later_turns")]
+    total, equal = sum(one["num_compared"] for one in turns), sum(one["num_equal"] for one in turns)
+    line = f"Greedy answers with and without speculation: {equal:,} of {total:,} equal."
+    return [*verdict_lines(report), *([line] if total else [])]
 
 
 def summary(report: Report) -> str:
@@ -148,11 +181,11 @@ def summary(report: Report) -> str:
 
 def terminal(report: Report) -> Renderables:
     """For rich: the headline table and what must not be missed."""
-    lines = [*verdict_lines(report), agreement_line(report) or "", *start_lines(report)]
+    lines = [*lead_lines(report), *start_lines(report)]
     return Renderables(
         Text(clean(summary(report)), style="bold"),
         to_rich(headline(report)),
-        *(Text(clean(line)) for line in lines if line),
+        *(Text(clean(line)) for line in lines),
         *(Text(f"warning: {clean(line)}", style="yellow") for line in report["warnings"]),
         *(Text(f"note: {clean(line)}", style="dim") for line in report["notes"]),
         Text(
@@ -164,17 +197,17 @@ def terminal(report: Report) -> Renderables:
 
 def markdown(report: Report) -> str:
     """The whole report as text."""
-    lines = [*verdict_lines(report), agreement_line(report) or "", *start_lines(report)]
-    facts = {**report["machine"], **report["versions"]}
+    lines = [*lead_lines(report), *start_lines(report)]
+    facts, parted = {**report["machine"], **report["versions"]}, divergences(report)
     parts = [
         f"# {escape_markdown(summary(report))}",
         to_markdown(headline(report)),
-        "\n".join(f"- {escape_markdown(line)}" for line in lines if line),
+        "\n".join(f"- {escape_markdown(line)}" for line in lines),
         "\n".join(f"- **Warning**: {escape_markdown(line)}" for line in report["warnings"]),
         "\n".join(f"- Note: {escape_markdown(line)}" for line in report["notes"]),
         "## All cells",
         to_markdown(details(report)),
-        *_divergence_part(report),
+        *(["## First divergences", to_markdown(parted)] if parted.rows else []),
         "## How it was run",
         _list_facts({"endpoint": report["endpoint"], "baseline": report["baseline"]}),
         _list_facts(report["options"]),
@@ -209,24 +242,45 @@ def _card_text(row: Row) -> str:
     return f"{number(row.cell['tokens_per_s']['value'])}{gain}"
 
 
-FIGURES: dict[str, Callable[[Row], str]] = {
-    "tokens_per_s": lambda row: estimate(row.cell["tokens_per_s"]),
-    "speedup": lambda row: estimate(_speedup(row), suffix="x"),
-    "committed_per_step": _committed_text,
-    "request_tokens_per_s": lambda row: number(row.cell["request_tokens_per_s"]["p50"]),
-    "ttft": lambda row: milliseconds(row.cell["ttft_s"]["p50"]),
-    "tpot": lambda row: milliseconds(row.cell["tpot_s"]["p50"]),
-    "card": _card_text,
+FIGURES: dict[str, tuple[str, Callable[[Row], str]]] = {  # a title, and the text of a row
+    "tokens_per_s": ("tok/s", lambda row: estimate(row.cell["tokens_per_s"])),
+    "speedup": ("speedup over plain decoding", lambda row: estimate(_speedup(row), suffix="x")),
+    "committed_per_step": ("tokens committed per step (accepted + 1)", _committed_text),
+    "request_tokens_per_s": (
+        "tok/s of one request, p50",
+        lambda row: number(row.cell["request_tokens_per_s"]["p50"]),
+    ),
+    "ttft": ("TTFT p50, ms", lambda row: milliseconds(row.cell["ttft_s"]["p50"])),
+    "tpot": ("TPOT p50, ms", lambda row: milliseconds(row.cell["tpot_s"]["p50"])),
+    "card": ("tok/s (speedup)", _card_text),
 }
-FIGURE_NAMES = {
-    "tokens_per_s": "tok/s",
-    "speedup": "speedup over plain decoding",
-    "committed_per_step": "tokens committed per step (accepted + 1)",
-    "request_tokens_per_s": "tok/s of one request, p50",
-    "ttft": "TTFT p50, ms",
-    "tpot": "TPOT p50, ms",
-    "card": "tok/s (speedup)",
-}
+DETAILS: tuple[tuple[str, Callable[[Cell], str]], ...] = (  # a title, and the text of a cell
+    ("conc", lambda cell: load_text(cell["key"])),
+    ("depth", lambda cell: str(cell["key"]["depth"])),
+    ("temp", lambda cell: f"{cell['key']['temperature']:g}"),
+    ("requests", lambda cell: str(cell["num_requests"])),
+    ("failed", lambda cell: _failed_detail(cell)),
+    ("tokens in", lambda cell: _count(cell["tokens_in"])),
+    ("cached", lambda cell: _count(cell["cached_tokens"])),
+    ("tokens out", lambda cell: _count(cell["tokens_out"])),
+    ("tok/s", lambda cell: number(cell["tokens_per_s"]["value"])),
+    ("95 %", lambda cell: interval_text(cell["tokens_per_s"]["interval"])),
+    ("tok/s a request p50", lambda cell: number(cell["request_tokens_per_s"]["p50"])),
+    ("committed/step", lambda cell: _committed_detail(cell["speculation"])),
+    ("95 %", lambda cell: interval_text(cell["speculation"]["committed_per_step"]["interval"])),
+    ("drafts accepted", lambda cell: _percent(cell["speculation"]["draft_acceptance_rate"])),
+    ("TTFT p50", lambda cell: milliseconds(cell["ttft_s"]["p50"])),
+    ("p90", lambda cell: milliseconds(cell["ttft_s"]["p90"])),
+    ("p99 ms", lambda cell: milliseconds(cell["ttft_s"]["p99"])),
+    ("TPOT p50", lambda cell: milliseconds(cell["tpot_s"]["p50"])),
+    ("p90", lambda cell: milliseconds(cell["tpot_s"]["p90"])),
+    ("p99 ms", lambda cell: milliseconds(cell["tpot_s"]["p99"])),
+    ("ITL p50", lambda cell: milliseconds(cell["itl_s"]["p50"])),
+    ("p99 ms", lambda cell: milliseconds(cell["itl_s"]["p99"])),
+    ("end to end p50", lambda cell: number(cell["latency_s"]["p50"])),
+    ("p99 s", lambda cell: number(cell["latency_s"]["p99"])),
+    ("send lag p99 ms", lambda cell: milliseconds(cell["send_lag_s"]["p99"])),
+)
 
 
 def _varying(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
@@ -243,44 +297,19 @@ def _failed_text(cells: Sequence[Cell]) -> str:
     return f"{failed}/{sum(cell['num_requests'] for cell in cells)}" if failed else "0"
 
 
-def _detail(cell: ReportCell, *, arm: str) -> tuple[str, ...]:
-    key, speculation = cell["key"], cell["speculation"]
-    committed, rate = speculation["committed_per_step"], speculation["draft_acceptance_rate"]
-    return (
-        label(key),
-        arm,
-        load_text(key),
-        str(key["depth"]),
-        f"{key['temperature']:g}",
-        str(cell["num_requests"]),
-        _failed_detail(cell),
-        _count(cell["tokens_in"]),
-        _count(cell["cached_tokens"]),
-        _count(cell["tokens_out"]),
-        number(cell["tokens_per_s"]["value"]),
-        interval_text(cell["tokens_per_s"]["interval"]),
-        number(cell["request_tokens_per_s"]["p50"]),
-        speculation["acceptance"] if committed["value"] is None else number(committed["value"]),
-        interval_text(committed["interval"]),
-        NOTHING if rate is None else f"{rate:.1%}",
-        *_three(cell["ttft_s"]),
-        *_three(cell["tpot_s"]),
-        milliseconds(cell["itl_s"]["p50"]),
-        milliseconds(cell["itl_s"]["p99"]),
-        number(cell["latency_s"]["p50"]),
-        number(cell["latency_s"]["p99"]),
-        milliseconds(cell["send_lag_s"]["p99"]),
-    )
-
-
 def _failed_detail(cell: Cell) -> str:
     not_sent = f" +{cell['num_not_sent']} not sent" if cell["num_not_sent"] else ""
     not_ended = f" +{cell['num_not_ended']} given up" if cell["num_not_ended"] else ""
     return f"{cell['num_failed']}{not_sent}{not_ended}"
 
 
-def _three(times: Distribution) -> tuple[str, str, str]:
-    return milliseconds(times["p50"]), milliseconds(times["p90"]), milliseconds(times["p99"])
+def _committed_detail(figures: SpeculationFigures) -> str:
+    committed = figures["committed_per_step"]["value"]
+    return figures["acceptance"] if committed is None else number(committed)
+
+
+def _percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:.1%}"
 
 
 def _count(value: int | None) -> str:
@@ -306,29 +335,6 @@ def start_lines(report: Report) -> list[str]:
             f"arm, p50: {milliseconds(warm['rest_ttft_s'])}), {number(warm['first_tokens_per_s'])} tok/s."
         )
     return lines
-
-
-def _divergence_part(report: Report) -> list[str]:
-    lines = [
-        (
-            f"{full_label(pair['key'])} at {load_text(pair['key'])}",
-            one["prompt"],
-            str(one["turn"]),
-            str(one["position"]),
-            one["speculative"],
-            one["plain"],
-        )
-        for pair in (row.pair for row in whole_rows(report))
-        if pair is not None and pair["agreement"] is not None
-        for one in pair["agreement"]["divergences"]
-    ]
-    if not lines:
-        return []
-    header = ("workload", "prompt", "turn", "character", "with speculation", "without")
-    return [
-        "## First divergences",
-        to_markdown(Sheet(title="", header=header, rows=tuple(lines), num_labels=6)),
-    ]
 
 
 def _list_facts(facts: Mapping[str, object]) -> str:

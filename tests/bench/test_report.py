@@ -13,7 +13,6 @@ from blockdraft.bench import host
 from blockdraft.bench.compare import compare
 from blockdraft.bench.figures import Pair
 from blockdraft.bench.layout import (
-    FIGURE_NAMES,
     FIGURES,
     details,
     grid,
@@ -270,7 +269,7 @@ def test_a_grid_has_the_shape_that_was_asked_for():
     assert all(re.fullmatch(r"\d\.\d\d \(\d\.\d\dx\)", entry) for entry in sheet.rows[1][1:3])
     assert sheet.rows[2][1:] == ("-", "-", "-")
     for figure in FIGURES:
-        assert grid(report, rows=["code"], columns=[1], figure=figure).title == FIGURE_NAMES[figure]
+        assert grid(report, rows=["code"], columns=[1], figure=figure).title == FIGURES[figure][0]
     with pytest.raises(BenchError, match=r"'speed'.*speedup"):
         grid(report, rows=["code"], columns=[1], figure="speed")
 
