@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from blockdraft.bench.prompt_files import AS_IT_IS, TEXT, PromptFile, Wrapper, prompts_of, read
 from blockdraft.bench.records import Prompt, Workload
-from blockdraft.bench.rows import AS_IT_IS, TEXT, PromptFile, Row, Wrapper, prompts_of, read
 from blockdraft.errors import BenchError
+from blockdraft.jsonl import Row
 
 _MATH = TEXT + "\nPlease reason step by step, and put your final answer within \\boxed{}."
 _HUMANEVAL = (

@@ -18,8 +18,8 @@ from pathlib import Path
 import blockdraft
 from blockdraft.bench.datasets import DATASETS, load_dataset
 from blockdraft.bench.filler import filler
+from blockdraft.bench.prompt_files import SUFFIXES, num_assistant_messages, prompts_of, read
 from blockdraft.bench.records import Prompt, Workload
-from blockdraft.bench.rows import AS_IT_IS, SUFFIXES, PromptFile, num_assistant_messages, prompts_of, read
 from blockdraft.errors import BenchError
 
 CLASSES = ("code", "reasoning", "dialogue", "prose", "qa", "json", "long_code", "summarise")
@@ -136,21 +136,17 @@ def _spelled(name: str) -> str:
 
 def _built_in(name: str) -> Workload:
     with resources.as_file(resources.files("blockdraft.bench") / "prompts" / f"{name}.jsonl") as path:
-        prompts = prompts_of(read(path).rows, name=name, category=name, wrapper=AS_IT_IS)
+        prompts = prompts_of(read(path).rows, name=name, category=name)
     return Workload(name, prompts, source=f"built in, blockdraft {blockdraft.__version__}")
 
 
 def _own(path: Path) -> Workload:
     file = read(path)
     name = path.name.split(".")[0] or path.name
-    prompts = prompts_of(file.rows, name=name, category=name, wrapper=AS_IT_IS)
-    return Workload(name, prompts, source=_own_source(file))
-
-
-def _own_source(file: PromptFile) -> str:
+    prompts = prompts_of(file.rows, name=name, category=name)
     left_out = num_assistant_messages(file.rows)
     note = f" ({left_out} assistant messages left out: the model writes its own)" if left_out else ""
-    return f"{file.path.name}, sha256 {file.digest}{note}"
+    return Workload(name, prompts, source=f"{path.name}, sha256 {file.digest}{note}")
 
 
 def _is_path(name: str) -> bool:

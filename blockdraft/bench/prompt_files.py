@@ -1,4 +1,4 @@
-"""Files of prompts: read row by row, each row made a prompt, and what is wrong named by its line.
+"""Files of prompts: each row is made a prompt, and what is wrong is named by its line.
 
 A row says its conversation in one of these ways:
     {"messages": [{"role": "user", "content": "..."}, ...]}   several user messages: successive turns
@@ -10,11 +10,7 @@ left out.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-import lzma
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,24 +18,13 @@ from pathlib import Path
 
 from blockdraft.bench.records import Prompt
 from blockdraft.errors import BenchError
+from blockdraft.jsonl import Place, Row, kind_of, open_packed, parse, read_rows, row_of
 
 TEXT_FIELDS = ("prompt", "question", "text")
 SUFFIXES = (".jsonl", ".json", ".gz", ".xz", ".parquet")
 TEXT = "{text}"  # the place of a row's text in a wrapper
 
 _ID_FIELDS = ("id", "question_id", "task_id", "prompt_id", "unique_id")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of a file, and where it stands: a line's number, or a place in a list."""
-
-    path: Path
-    number: int
-    fields: dict[str, object]
-
-    def error(self, fact: str) -> BenchError:
-        return _line_error(self.path, self.number, fact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,49 +49,41 @@ AS_IT_IS = Wrapper()
 
 def read(path: Path) -> PromptFile:
     """All rows of a .jsonl (or .jsonl.gz, .jsonl.xz), .json (a list) or .parquet file."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise BenchError(f"{path} does not exist: give the path of a JSONL file of prompts.") from None
-    except OSError as error:
-        raise BenchError(f"{path} cannot be read ({error.strerror}).") from error
-    digest = hashlib.sha256(data).hexdigest()[:12]
     if path.suffix == ".parquet":
         rows = tuple(_parquet_rows(path))
+    elif ".json" in path.suffixes:
+        rows = tuple(_listed_rows(path))
     else:
-        rows = tuple(_text_rows(path, _unpacked(path, data)))
+        rows = tuple(read_rows(path, BenchError))
     if not rows:
         raise BenchError(f"{path} holds no prompts.")
-    return PromptFile(path, rows, digest)
+    with path.open("rb") as file:
+        return PromptFile(path, rows, hashlib.file_digest(file, "sha256").hexdigest()[:12])
 
 
-def prompts_of(rows: Sequence[Row], *, name: str, category: str, wrapper: Wrapper) -> tuple[Prompt, ...]:
+def prompts_of(
+    rows: Sequence[Row], *, name: str, category: str, wrapper: Wrapper = AS_IT_IS
+) -> tuple[Prompt, ...]:
     """A prompt per row; `name` and `category` stand in where a row does not say."""
     lines: dict[str, int] = {}
     prompts = []
     for row in rows:
-        prompt = _prompt(row, name=name, category=category, wrapper=wrapper)
+        system, turns = _conversation(row, wrapper)
+        given = row.fields.get("category")
+        own = given if isinstance(given, str) and given else category
+        prompt = Prompt(_id(row, name), own, turns, system)
         if prompt.id in lines:
             raise row.error(f"the id '{prompt.id}' is that of line {lines[prompt.id]}: ids must differ")
-        lines[prompt.id] = row.number
+        lines[prompt.id] = row.place.number
         prompts.append(prompt)
     return tuple(prompts)
 
 
 def num_assistant_messages(rows: Sequence[Row]) -> int:
     """How many messages of these rows are left out, because the model writes its own."""
-    return sum(_role(message) == "assistant" for row in rows for message in _list(row.fields.get("messages")))
-
-
-def _prompt(row: Row, *, name: str, category: str, wrapper: Wrapper) -> Prompt:
-    system, turns = _conversation(row, wrapper)
-    given = row.fields.get("category")
-    return Prompt(
-        id=_id(row, name),
-        category=given if isinstance(given, str) and given else category,
-        turns=turns,
-        system=system,
-    )
+    lists = (row.fields.get("messages") for row in rows)
+    messages = (message for found in lists if isinstance(found, list) for message in found)
+    return sum(isinstance(message, dict) and message.get("role") == "assistant" for message in messages)
 
 
 def _id(row: Row, name: str) -> str:
@@ -116,7 +93,7 @@ def _id(row: Row, name: str) -> str:
             return value
         if isinstance(value, int):
             return f"{name}-{value}"
-    return f"{name}-{row.number}"
+    return f"{name}-{row.place.number}"
 
 
 def _conversation(row: Row, wrapper: Wrapper) -> tuple[str | None, tuple[str, ...]]:
@@ -125,7 +102,7 @@ def _conversation(row: Row, wrapper: Wrapper) -> tuple[str | None, tuple[str, ..
         return _from_messages(row)
     system = row.fields.get("system")
     if system is not None and not isinstance(system, str):
-        raise row.error(f'"system" is {_kind(system)}, where a text was expected')
+        raise row.error(f'"system" is {kind_of(system)}, where a text was expected')
     if "turns" in row.fields:
         return system, _turns(row, "turns")
     for field in wrapper.fields:
@@ -141,21 +118,21 @@ def _conversation(row: Row, wrapper: Wrapper) -> tuple[str | None, tuple[str, ..
 def _turns(row: Row, field: str) -> tuple[str, ...]:
     value = row.fields[field]
     if not isinstance(value, list) or not value:
-        raise row.error(f'"{field}" is {_kind(value)}, where a list of texts was expected')
+        raise row.error(f'"{field}" is {kind_of(value)}, where a list of texts was expected')
     return tuple(_text(row, f"{field}[{i}]", turn) for i, turn in enumerate(value))
 
 
 def _from_messages(row: Row) -> tuple[str | None, tuple[str, ...]]:
     messages = row.fields["messages"]
     if not isinstance(messages, list) or not messages:
-        raise row.error(f'"messages" is {_kind(messages)}, where a list of messages was expected')
+        raise row.error(f'"messages" is {kind_of(messages)}, where a list of messages was expected')
     system: str | None = None
     turns = []
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
         if not isinstance(message, dict):
-            raise row.error(f"{place} is {_kind(message)}, where an object was expected")
-        match _role(message):
+            raise row.error(f"{place} is {kind_of(message)}, where an object was expected")
+        match message.get("role"):
             case "user":
                 turns.append(_text(row, f"{place}.content", message.get("content")))
             case "system" | "developer" if i == 0:
@@ -174,7 +151,7 @@ def _text(row: Row, place: str, value: object) -> str:
     if isinstance(value, list):
         value = "".join(_part(row, f"{place}[{i}]", part) for i, part in enumerate(value))
     if not isinstance(value, str):
-        raise row.error(f'"{place}" is {_kind(value)}, where a text was expected')
+        raise row.error(f'"{place}" is {kind_of(value)}, where a text was expected')
     if not value.strip():
         raise row.error(f'"{place}" is empty')
     if any("\ud800" <= character <= "\udfff" for character in value):
@@ -188,83 +165,12 @@ def _part(row: Row, place: str, part: object) -> str:
     raise row.error(f'"{place}" is not a text part: only text can be sent')
 
 
-def _role(message: object) -> object:
-    return message.get("role") if isinstance(message, dict) else None
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
-def _kind(value: object) -> str:
-    """What a JSON value is, in words."""
-    match value:
-        case None:
-            return "missing or null"
-        case bool():
-            return "true or false"
-        case int() | float():
-            return "a number"
-        case str():
-            return "a text"
-        case list():
-            return "a list" if value else "an empty list"
-        case _:
-            return "an object"
-
-
-def _unpacked(path: Path, data: bytes) -> bytes:
-    try:
-        match path.suffix:
-            case ".gz":
-                return gzip.decompress(data)
-            case ".xz":
-                return lzma.decompress(data)
-            case _:
-                return data
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise BenchError(f"{path} is not a whole {path.suffix} file ({error}): copy it again.") from error
-
-
-def _text_rows(path: Path, data: bytes) -> Iterator[Row]:
-    data = data.removeprefix(b"\xef\xbb\xbf")  # the mark some editors put first
-    if ".json" in path.suffixes:
-        yield from _listed_rows(path, data)
-        return
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if line.strip():
-            yield _row(path, number, _json(path, number, line))
-
-
-def _listed_rows(path: Path, data: bytes) -> Iterator[Row]:
-    values = _json(path, 1, data)
+def _listed_rows(path: Path) -> Iterator[Row]:
+    with open_packed(path, BenchError) as file:
+        values = parse(file.read(), Place(path, 1, BenchError, unit="row"))
     if not isinstance(values, list):
-        raise BenchError(f"{path} holds {_kind(values)}, where a list of prompts was expected.")
-    for number, value in enumerate(values, start=1):
-        yield _row(path, number, value)
-
-
-def _json(path: Path, number: int, text: bytes) -> object:
-    try:
-        return json.loads(text.decode())
-    except UnicodeDecodeError as error:
-        raise _line_error(path, number, f"not UTF-8 (byte {error.start + 1})") from None
-    except json.JSONDecodeError as error:
-        at = number + error.lineno - 1  # a list of prompts spans lines
-        raise _line_error(path, at, f"not JSON ({error.msg} at column {error.colno})") from None
-    except RecursionError:
-        raise _line_error(path, number, "JSON that is nested too deeply") from None
-
-
-def _row(path: Path, number: int, value: object) -> Row:
-    if not isinstance(value, dict):
-        raise _line_error(path, number, f"{_kind(value)}, where an object was expected")
-    return Row(path, number, value)
-
-
-def _line_error(path: Path, number: int, fact: str) -> BenchError:
-    unit = "line" if ".json" not in path.suffixes and path.suffix != ".parquet" else "row"
-    return BenchError(f"{path}, {unit} {number}: {fact}.")
+        raise BenchError(f"{path} holds {kind_of(values)}, where a list of prompts was expected.")
+    return _numbered(path, values)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -274,9 +180,13 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise BenchError(
             f"{path} is a Parquet file, which pyarrow reads: 'pip install pyarrow', or give JSONL."
         ) from None
-    try:
-        values = parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        raise BenchError(f"{path} cannot be read as Parquet ({error}).") from error
+    with open_packed(path, BenchError) as file:
+        try:
+            return _numbered(path, parquet.read_table(file).to_pylist())
+        except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+            raise BenchError(f"{path} cannot be read as Parquet ({error}).") from error
+
+
+def _numbered(path: Path, values: Sequence[object]) -> Iterator[Row]:
     for number, value in enumerate(values, start=1):
-        yield _row(path, number, value)
+        yield row_of(value, Place(path, number, BenchError, unit="row"))
