@@ -9,10 +9,10 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO
 
-_OPENERS: Mapping[str, Callable[..., IO[bytes]]] = {".xz": lzma.open, ".gz": gzip.open}
+_OPENERS: Mapping[str, Callable[..., BufferedIOBase]] = {".xz": lzma.LZMAFile, ".gz": gzip.GzipFile}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which some editors put first
 MakeError = Callable[[str], Exception]
 
@@ -52,7 +52,7 @@ def read_rows(path: Path, make_error: MakeError, *, hint: str = "") -> Iterator[
 
 
 @contextmanager
-def open_packed(path: Path, make_error: MakeError) -> Iterator[IO[bytes]]:
+def open_packed(path: Path, make_error: MakeError) -> Iterator[BufferedIOBase]:
     """A file to read from, .gz and .xz unpacked; an error while it is read says what to do."""
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:

@@ -10,10 +10,18 @@ from typing import Literal
 from rich.console import Group as Renderables
 from rich.text import Text
 
-from blockdraft.bench.figures import Distribution, Estimate, Key, headline_speedup
+from blockdraft.bench.figures import (
+    BenchReport,
+    Cell,
+    Distribution,
+    Estimate,
+    Key,
+    headline_speedup,
+    make_estimate,
+)
 from blockdraft.bench.layout import fact_text
-from blockdraft.bench.records import SPECULATIVE, Arm
-from blockdraft.bench.report import Report, ReportCell, arm_names, rows_of
+from blockdraft.bench.records import Arm
+from blockdraft.bench.report import arm_names, rows_of
 from blockdraft.bench.sheet import (
     NOTHING,
     Sheet,
@@ -68,7 +76,7 @@ class Comparison:
     only_b: tuple[str, ...]
 
 
-def compare(a: Report, b: Report) -> Comparison:
+def compare(a: BenchReport, b: BenchReport) -> Comparison:
     """Cells are matched by workload, class, load, depth, temperature and arm.
 
     A cell without a partner for its temperature alone is matched all the same, with a warning.
@@ -119,11 +127,9 @@ def to_json(comparison: Comparison) -> str:
     return json.dumps(asdict(comparison), indent=1, allow_nan=False) + "\n"
 
 
-def _matched(
-    a: Sequence[ReportCell], b: Sequence[ReportCell]
-) -> tuple[list[tuple[ReportCell, ReportCell]], list[ReportCell], list[ReportCell]]:
+def _matched(a: Sequence[Cell], b: Sequence[Cell]) -> tuple[list[tuple[Cell, Cell]], list[Cell], list[Cell]]:
     """Pairs, and what is left of either side."""
-    pairs: list[tuple[ReportCell, ReportCell]] = []
+    pairs: list[tuple[Cell, Cell]] = []
     rest_a, rest_b = list(a), list(b)
     for with_temperature in (True, False):
         for two in list(rest_b):
@@ -138,12 +144,12 @@ def _matched(
     return sorted(pairs, key=lambda pair: order[id(pair[1])]), rest_a, rest_b
 
 
-def _identity(cell: ReportCell, *, with_temperature: bool) -> str:
+def _identity(cell: Cell, *, with_temperature: bool) -> str:
     key = {name: value for name, value in cell["key"].items() if with_temperature or name != "temperature"}
     return json.dumps([key, cell["arm"]], sort_keys=True)
 
 
-def _speedups(report: Report) -> dict[str, Estimate]:
+def _speedups(report: BenchReport) -> dict[str, Estimate]:
     """The speedup of each speculative cell that has a baseline."""
     return {
         _identity(row.speculative, with_temperature=True): headline_speedup(row.key, row.pair["speedup"])
@@ -153,25 +159,21 @@ def _speedups(report: Report) -> dict[str, Estimate]:
 
 
 def _changes(
-    one: ReportCell, two: ReportCell, speedups: tuple[dict[str, Estimate], dict[str, Estimate]]
+    one: Cell, two: Cell, speedups: tuple[dict[str, Estimate], dict[str, Estimate]]
 ) -> Iterable[Change]:
     before, after = (_figures(cell, found) for cell, found in zip((one, two), speedups, strict=True))
     for figure, (_, is_more_better) in HEADLINE.items():
         yield _change(figure, before[figure], after[figure], is_more_better=is_more_better)
 
 
-def _figures(cell: ReportCell, speedups: dict[str, Estimate]) -> dict[str, Estimate]:
-    nothing: Estimate = {"value": None, "interval": None}
-    is_speculative = cell["arm"] == SPECULATIVE
+def _figures(cell: Cell, speedups: dict[str, Estimate]) -> dict[str, Estimate]:
     return {
         "tokens_per_s": cell["tokens_per_s"],
         "request_tokens_per_s": _median(cell["request_tokens_per_s"], scale=1),
         "ttft_ms": _median(cell["ttft_s"], scale=1000),
         "tpot_ms": _median(cell["tpot_s"], scale=1000),
         "committed_per_step": cell["speculation"]["committed_per_step"],
-        "speedup": speedups.get(_identity(cell, with_temperature=True), nothing)
-        if is_speculative
-        else nothing,
+        "speedup": speedups.get(_identity(cell, with_temperature=True), make_estimate()),
     }
 
 
@@ -203,7 +205,7 @@ def _ratio(change: Change) -> str:
     return f"{change.ratio:.2f}x{sign}"
 
 
-def _run_warnings(a: Report, b: Report) -> list[str]:
+def _run_warnings(a: BenchReport, b: BenchReport) -> list[str]:
     """What differs between the runs as a whole and makes their numbers those of different things."""
     facts = {
         "model": (a["endpoint"].get("model"), b["endpoint"].get("model")),
@@ -214,7 +216,7 @@ def _run_warnings(a: Report, b: Report) -> list[str]:
     return [_difference(name, one, two) for name, (one, two) in facts.items() if one != two]
 
 
-def _differences(a: Report, b: Report) -> list[str]:
+def _differences(a: BenchReport, b: BenchReport) -> list[str]:
     """What differs as well, and may be what the comparison is about."""
     facts = {
         name: (a["endpoint"].get(name), b["endpoint"].get(name))
@@ -229,7 +231,7 @@ def _difference(name: str, one: object, two: object) -> str:
     return f"{name}: {fact_text(one)} in A, {fact_text(two)} in B."
 
 
-def _cell_warnings(pairs: Sequence[tuple[ReportCell, ReportCell]], names: Mapping[Arm, str]) -> list[str]:
+def _cell_warnings(pairs: Sequence[tuple[Cell, Cell]], names: Mapping[Arm, str]) -> list[str]:
     """What was asked differently, with the cells it concerns."""
     found: dict[str, list[str]] = {}
     for one, two in pairs:

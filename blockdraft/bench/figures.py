@@ -144,6 +144,7 @@ class Cell(TypedDict):
     latency_s: Distribution
     send_lag_s: Distribution
     speculation: SpeculationFigures
+    vllm: dict[str, object]  # the same under the names of `vllm bench serve`
 
 
 class Speedup(TypedDict):
@@ -190,6 +191,58 @@ class Pair(TypedDict):
     speedup: Speedup
     verdict: Verdict
     agreement: Agreement | None
+
+
+class Phase(TypedDict):
+    """One part of a start-up."""
+
+    name: str
+    seconds: float
+
+
+class Startup(TypedDict):
+    """One start of the server, and the first request it answered."""
+
+    label: str
+    phases: list[Phase]
+    ready_s: float | None
+    first_ttft_s: float | None
+    first_latency_s: float | None
+
+
+class Warmup(TypedDict):
+    """Requests before the measured ones; the first is the cold one."""
+
+    num_requests: int
+    num_failed: int
+    first_ttft_s: float | None
+    first_latency_s: float | None
+    first_tokens_per_s: float | None
+    rest_ttft_s: float | None
+    rest_latency_s: float | None
+
+
+class BenchReport(TypedDict):
+    """The JSON. A report of one workload at one load has vLLM's keys beside these."""
+
+    schema: str
+    date: str
+    versions: dict[str, str]
+    machine: dict[str, object]
+    endpoint: dict[str, object]
+    baseline: dict[str, object] | None
+    options: dict[str, object]
+    startup: list[Startup]
+    warmup: Warmup
+    cells: list[Cell]
+    pairs: list[Pair]
+    warnings: list[str]
+    notes: list[str]
+    definitions: dict[str, str]
+
+
+def make_estimate(value: float | None = None, interval: Interval = None) -> Estimate:
+    return {"value": value, "interval": interval}
 
 
 def headline_speedup(key: Key, speedup: Speedup) -> Estimate:

@@ -8,8 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Group as Renderables
 from rich.text import Text
 
-from blockdraft.bench.figures import Agreement, Cell, Estimate, SpeculationFigures, headline_speedup
-from blockdraft.bench.report import Report, Row, arm_names, rows_of, whole_rows
+from blockdraft.bench.figures import (
+    Agreement,
+    BenchReport,
+    Cell,
+    Estimate,
+    SpeculationFigures,
+    headline_speedup,
+    make_estimate,
+)
+from blockdraft.bench.report import ReportRow, arm_names, rows_of, whole_rows
 from blockdraft.bench.sheet import (
     NOTHING,
     Sheet,
@@ -28,7 +36,7 @@ from blockdraft.bench.sheet import (
 from blockdraft.errors import BenchError
 
 
-def headline(report: Report) -> Sheet:
+def headline(report: BenchReport) -> Sheet:
     """The table that is read in ten seconds: the speculative arm, or the only one, and what it gained."""
     rows = rows_of(report)
     extra = _varying(rows)
@@ -53,7 +61,7 @@ def headline(report: Report) -> Sheet:
     return Sheet(title="", header=header, rows=tuple(lines))
 
 
-def details(report: Report) -> Sheet:
+def details(report: BenchReport) -> Sheet:
     """Every cell of both arms."""
     names = arm_names(report["cells"])
     rows = tuple(
@@ -64,7 +72,7 @@ def details(report: Report) -> Sheet:
     return Sheet("", ("workload", "arm", *(title for title, _ in DETAILS)), rows, num_labels=2)
 
 
-def acceptance(report: Report) -> Sheet:
+def acceptance(report: BenchReport) -> Sheet:
     """The share of verify steps that accepted the draft at each position, where the server says it."""
     found = [
         (f"{full_label(cell['key'])} at {load_text(cell['key'])}", cell["speculation"])
@@ -80,7 +88,7 @@ def acceptance(report: Report) -> Sheet:
     return Sheet("", ("workload", "committed/step", *map(str, range(1, width + 1))), rows)
 
 
-def agreement(report: Report) -> Sheet:
+def agreement(report: BenchReport) -> Sheet:
     """Turns compared between the arms."""
     rows = []
     for name, compared in _agreements(report):
@@ -98,7 +106,7 @@ def agreement(report: Report) -> Sheet:
     return Sheet("", header, tuple(rows), num_labels=2)
 
 
-def divergences(report: Report) -> Sheet:
+def divergences(report: BenchReport) -> Sheet:
     """Where answers first part."""
     rows = tuple(
         (name, one["prompt"], str(one["turn"]), str(one["position"]), one["speculative"], one["plain"])
@@ -109,7 +117,7 @@ def divergences(report: Report) -> Sheet:
     return Sheet("", header, rows, num_labels=6)
 
 
-def _agreements(report: Report) -> list[tuple[str, Agreement]]:
+def _agreements(report: BenchReport) -> list[tuple[str, Agreement]]:
     """What was compared at temperature 0, with the name of its row."""
     return [
         (f"{full_label(row.key)} at {load_text(row.key)}", row.pair["agreement"])
@@ -118,7 +126,7 @@ def _agreements(report: Report) -> list[tuple[str, Agreement]]:
     ]
 
 
-def grid(report: Report, rows: Sequence[str], columns: Sequence[int], figure: str) -> Sheet:
+def grid(report: BenchReport, rows: Sequence[str], columns: Sequence[int], figure: str) -> Sheet:
     """One figure of workloads ("name" or "name / class") by concurrencies, as published tables have it.
 
     A workload has one row per depth and temperature it was measured at, and one at least.
@@ -142,7 +150,7 @@ def grid(report: Report, rows: Sequence[str], columns: Sequence[int], figure: st
     return Sheet(title=FIGURES[figure][0], header=header, rows=tuple(lines))
 
 
-def verdict_lines(report: Report) -> list[str]:
+def verdict_lines(report: BenchReport) -> list[str]:
     """Whether speculation pays, a line for each answer."""
     words = {
         "pays": "Speculation pays",
@@ -164,7 +172,7 @@ def verdict_lines(report: Report) -> list[str]:
     return lines
 
 
-def lead_lines(report: Report) -> list[str]:
+def lead_lines(report: BenchReport) -> list[str]:
     """The verdicts, and how many greedy answers of the pairs are equal."""
     turns = [part[name] for _, part in _agreements(report) for name in ("first_turns", "later_turns")]
     total, equal = sum(one["num_compared"] for one in turns), sum(one["num_equal"] for one in turns)
@@ -172,14 +180,14 @@ def lead_lines(report: Report) -> list[str]:
     return [*verdict_lines(report), *([line] if total else [])]
 
 
-def summary(report: Report) -> str:
+def summary(report: BenchReport) -> str:
     """What was measured, on one line."""
     endpoint = report["endpoint"]
     drafter = f" with drafter {endpoint['drafter']}" if endpoint["drafter"] else ""
     return f"{endpoint['model']}{drafter}, {endpoint['kind']} {endpoint['version'] or ''}, {report['date']}"
 
 
-def terminal(report: Report) -> Renderables:
+def terminal(report: BenchReport) -> Renderables:
     """For rich: the headline table and what must not be missed."""
     lines = [*lead_lines(report), *start_lines(report)]
     return Renderables(
@@ -195,7 +203,7 @@ def terminal(report: Report) -> Renderables:
     )
 
 
-def markdown(report: Report) -> str:
+def markdown(report: BenchReport) -> str:
     """The whole report as text."""
     lines = [*lead_lines(report), *start_lines(report)]
     facts, parted = {**report["machine"], **report["versions"]}, divergences(report)
@@ -223,26 +231,24 @@ def fact_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _committed_text(row: Row) -> str:
+def _committed_text(row: ReportRow) -> str:
     figures = row.cell["speculation"]
     if figures["acceptance"] in ("unknown", "none"):
         return figures["acceptance"]
     return number(figures["committed_per_step"]["value"])
 
 
-def _speedup(row: Row) -> Estimate:
-    if row.pair is None:
-        return {"value": None, "interval": None}
-    return headline_speedup(row.key, row.pair["speedup"])
+def _speedup(row: ReportRow) -> Estimate:
+    return make_estimate() if row.pair is None else headline_speedup(row.key, row.pair["speedup"])
 
 
-def _card_text(row: Row) -> str:
+def _card_text(row: ReportRow) -> str:
     speedup = _speedup(row)["value"]
     gain = "" if speedup is None else f" ({number(speedup)}x)"
     return f"{number(row.cell['tokens_per_s']['value'])}{gain}"
 
 
-FIGURES: dict[str, tuple[str, Callable[[Row], str]]] = {  # a title, and the text of a row
+FIGURES: dict[str, tuple[str, Callable[[ReportRow], str]]] = {  # a title, and the text of a row
     "tokens_per_s": ("tok/s", lambda row: estimate(row.cell["tokens_per_s"])),
     "speedup": ("speedup over plain decoding", lambda row: estimate(_speedup(row), suffix="x")),
     "committed_per_step": ("tokens committed per step (accepted + 1)", _committed_text),
@@ -283,9 +289,9 @@ DETAILS: tuple[tuple[str, Callable[[Cell], str]], ...] = (  # a title, and the t
 )
 
 
-def _varying(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
+def _varying(rows: Sequence[ReportRow]) -> dict[str, Callable[[ReportRow], str]]:
     """Depth and temperature, where the report has more than one of them."""
-    columns: dict[str, Callable[[Row], str]] = {
+    columns: dict[str, Callable[[ReportRow], str]] = {
         "depth": lambda row: str(row.key["depth"]),
         "temperature": lambda row: f"{row.key['temperature']:g}",
     }
@@ -316,7 +322,7 @@ def _count(value: int | None) -> str:
     return NOTHING if value is None else f"{value:,}"
 
 
-def start_lines(report: Report) -> list[str]:
+def start_lines(report: BenchReport) -> list[str]:
     """Start-ups and the warm-up, a line each."""
     lines = []
     for one in report["startup"]:

@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from blockdraft.bench.figures import Estimate, Interval, Key, Pair, headline_speedup
+from blockdraft.bench.figures import BenchReport, Estimate, Interval, Key, Pair, headline_speedup
 from blockdraft.bench.layout import (
     acceptance,
     agreement,
@@ -28,7 +28,7 @@ from blockdraft.bench.layout import (
     summary,
 )
 from blockdraft.bench.records import SPECULATIVE, Arm
-from blockdraft.bench.report import Report, Row, arm_names, whole_rows
+from blockdraft.bench.report import ReportRow, arm_names, whole_rows
 from blockdraft.bench.sheet import (
     Sheet,
     clean,
@@ -77,7 +77,7 @@ class Chart:
     top: float | None = None  # of the axis; None: what the marks need
 
 
-def render(report: Report) -> str:
+def render(report: BenchReport) -> str:
     """The whole page."""
     rows, names = whole_rows(report), arm_names(report["cells"])
     speeds, gains = _throughput_charts(rows, names), _speedup_charts(report["pairs"])
@@ -130,7 +130,7 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _top(report: Report) -> str:
+def _top(report: BenchReport) -> str:
     return (
         "".join(f'<p class="lead">{text(line)}</p>' for line in lead_lines(report))
         + "".join(f'<p class="warning">{text(line)}</p>' for line in report["warnings"])
@@ -169,7 +169,7 @@ def _bar(figure: Estimate, style: str, before: str, unit: str, after: str = "") 
     return [Mark(style, note, (0.0, value), interval)]
 
 
-def _throughput_charts(rows: Sequence[Row], names: Mapping[Arm, str]) -> list[Chart]:
+def _throughput_charts(rows: Sequence[ReportRow], names: Mapping[Arm, str]) -> list[Chart]:
     charts = []
     for title, members in _by_workload(rows).items():
         groups: Groups = [(load_text(row.key), []) for row in members]
@@ -196,7 +196,7 @@ def _speedup_charts(pairs: Sequence[Pair]) -> list[Chart]:
     ]
 
 
-def _acceptance_charts(rows: Sequence[Row]) -> list[Chart]:
+def _acceptance_charts(rows: Sequence[ReportRow]) -> list[Chart]:
     """At the lowest load, where the server says it."""
     charts = []
     for title, members in _by_workload(rows).items():
@@ -211,7 +211,7 @@ def _acceptance_charts(rows: Sequence[Row]) -> list[Chart]:
     return charts
 
 
-def _time_charts(rows: Sequence[Row], names: Mapping[Arm, str]) -> list[Chart]:
+def _time_charts(rows: Sequence[ReportRow], names: Mapping[Arm, str]) -> list[Chart]:
     """TTFT and TPOT, a chart per load."""
     found: dict[str, Groups] = {}
     for name in ("TTFT", "TPOT"):
@@ -230,9 +230,9 @@ def _time_charts(rows: Sequence[Row], names: Mapping[Arm, str]) -> list[Chart]:
     return [Chart(title, "ms", groups, is_horizontal=True, is_time=True) for title, groups in found.items()]
 
 
-def _by_workload(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def _by_workload(rows: Sequence[ReportRow]) -> dict[str, list[ReportRow]]:
     """Rows that differ in their load only, lowest load first, under a name."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[ReportRow]] = {}
     for row in sorted(rows, key=lambda row: (row.key["rate"] or 0.0, row.key["concurrency"])):
         found.setdefault(f"{label(row.key)}, {_setting(row.key, with_load=False)}", []).append(row)
     return found
@@ -265,7 +265,7 @@ def _table(sheet: Sheet, *, style: str = "") -> str:
     return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>' if body else ""
 
 
-def _how(report: Report) -> dict[str, object]:
+def _how(report: BenchReport) -> dict[str, object]:
     parts: dict[str, Mapping[str, object]] = {
         "endpoint": report["endpoint"],
         "baseline": report["baseline"] or {},

@@ -94,8 +94,20 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def preset(name: str) -> Preset:
-    """The preset of this name."""
+DEFAULT = Preset(
+    description="four classes, one request at a time",
+    published="",
+    workloads=("code", "reasoning", "dialogue", "prose"),
+    concurrencies=(1,),
+    max_tokens=256,
+    temperature=0.0,
+    num_prompts=8,
+    figures=(),
+    num_warmups=2,
+)
+
+
+def find_preset(name: str) -> Preset:
     if name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"did you mean '{close[0]}'?" if close else f"one of {', '.join(PRESETS)}."

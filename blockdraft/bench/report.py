@@ -6,18 +6,20 @@ import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn, TypedDict, cast
+from typing import NoReturn, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 
 from blockdraft import __version__
-from blockdraft.bench.figures import DEFINITIONS, Cell, Distribution, Key, Pair
+from blockdraft.bench.figures import DEFINITIONS, BenchReport, Cell, Distribution, Key, Pair, Startup, Warmup
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm, Group
-from blockdraft.bench.shapes import misfit
+from blockdraft.bench.schema import schema_error
 from blockdraft.bench.sheet import full_label, load_text, milliseconds
 from blockdraft.bench.statistics import key_of, pair, split_by_category, summarise
+from blockdraft.bench.wire import shown_host
 from blockdraft.errors import BenchError
 
 SCHEMA_NAME = "blockdraft-bench"
@@ -30,78 +32,24 @@ MAX_COMMITTED = 1.1  # tokens of verify steps over tokens out; the end of an ans
 Facts = Mapping[str, object]
 
 
-class ReportCell(Cell):
-    """A cell, and the same under the names of `vllm bench serve`."""
-
-    vllm: dict[str, object]
-
-
-class Phase(TypedDict):
-    """One part of a start-up."""
-
-    name: str
-    seconds: float
-
-
-class Startup(TypedDict):
-    """One start of the server, and the first request it answered."""
-
-    label: str
-    phases: list[Phase]
-    ready_s: float | None
-    first_ttft_s: float | None
-    first_latency_s: float | None
-
-
-class Warmup(TypedDict):
-    """Requests before the measured ones; the first is the cold one."""
-
-    num_requests: int
-    num_failed: int
-    first_ttft_s: float | None
-    first_latency_s: float | None
-    first_tokens_per_s: float | None
-    rest_ttft_s: float | None
-    rest_latency_s: float | None
-
-
-class Report(TypedDict):
-    """The JSON. A report of one workload at one load has vLLM's keys beside these."""
-
-    schema: str
-    date: str
-    versions: dict[str, str]
-    machine: dict[str, object]
-    endpoint: dict[str, object]
-    baseline: dict[str, object] | None
-    options: dict[str, object]
-    startup: list[Startup]
-    warmup: Warmup
-    cells: list[ReportCell]
-    pairs: list[Pair]
-    warnings: list[str]
-    notes: list[str]
-    definitions: dict[str, str]
-
-
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """What is measured of one workload at one load: both arms, or one."""
 
     key: Key
-    speculative: ReportCell | None
-    plain: ReportCell | None
+    speculative: Cell | None
+    plain: Cell | None
     pair: Pair | None
 
     @property
-    def cell(self) -> ReportCell:
+    def cell(self) -> Cell:
         """The arm that a single figure is of."""
         cell = self.speculative or self.plain
         assert cell is not None
         return cell
 
     @property
-    def cells(self) -> list[ReportCell]:
+    def cells(self) -> list[Cell]:
         return [cell for cell in (self.speculative, self.plain) if cell is not None]
 
 
@@ -112,19 +60,21 @@ def build(  # noqa: PLR0913  # the sections of a report
     baseline: Facts | None = None,
     options: Facts,
     machine: Facts,
-    startup: Sequence[Facts] = (),
+    startup: Sequence[Startup] = (),
     warmup: Sequence[Answer] = (),
     notes: Sequence[str] = (),
     date: str,
-) -> Report:
+) -> BenchReport:
     """All figures of a run. Workloads of several classes get a cell for each, unless `groups` has them."""
     seed = options.get("seed")
     seed = seed if isinstance(seed, int) else 0
     groups = _with_classes(groups)
     facts = _endpoint(endpoint)
-    cells = [_cell(group, seed=seed, endpoint=facts, date=date) for group in groups]
+    cells = [summarise(group, seed=seed) for group in groups]
+    for cell in cells:
+        cell["vllm"] = vllm_keys(cell, model=facts["model"], kind=facts["kind"], date=date)
     pairs = [pair(one, other, seed=seed) for one, other in _arms(groups)]
-    report: Report = {
+    report: BenchReport = {
         "schema": SCHEMA,
         "date": date,
         "versions": {
@@ -136,7 +86,7 @@ def build(  # noqa: PLR0913  # the sections of a report
         "endpoint": facts,
         "baseline": None if baseline is None else _endpoint(baseline),
         "options": {name: value for name, value in options.items() if not name.endswith("api_key")},
-        "startup": [_startup(one) for one in startup],
+        "startup": list(startup),
         "warmup": _warmup(warmup),
         "cells": cells,
         "pairs": pairs,
@@ -147,18 +97,18 @@ def build(  # noqa: PLR0913  # the sections of a report
     report["warnings"] = _warnings(report, groups)
     whole = whole_rows(report)
     if len(whole) == 1:  # our own keys win; "date" is the one name that both have
-        report = cast("Report", {**whole[0].cell["vllm"], **report})
+        report = cast("BenchReport", {**whole[0].cell["vllm"], **report})
     return report
 
 
-def rows_of(report: Report) -> list[Row]:
+def rows_of(report: BenchReport) -> list[ReportRow]:
     """One row per workload, class and load, in the order of the cells."""
-    found: dict[str, dict[str, ReportCell]] = {}
+    found: dict[str, dict[str, Cell]] = {}
     for cell in report["cells"]:
         found.setdefault(_key_text(cell["key"]), {})[cell["arm"]] = cell
     pairs = {_key_text(pair["key"]): pair for pair in report["pairs"]}
     return [
-        Row(
+        ReportRow(
             key=next(iter(arms.values()))["key"],
             speculative=arms.get(SPECULATIVE),
             plain=arms.get(PLAIN),
@@ -168,7 +118,7 @@ def rows_of(report: Report) -> list[Row]:
     ]
 
 
-def whole_rows(report: Report) -> list[Row]:
+def whole_rows(report: BenchReport) -> list[ReportRow]:
     """Without the rows that are one class of another row's workload."""
     rows = rows_of(report)
     wholes = {row.key["workload"] for row in rows if row.key["category"] == "all"}
@@ -221,11 +171,28 @@ def vllm_keys(cell: Cell, *, model: object = None, kind: object = None, date: st
     }
 
 
-def to_json(report: Report) -> str:
+def to_json(report: BenchReport) -> str:
     return json.dumps(report, indent=1, allow_nan=False) + "\n"
 
 
-def load_report(path: Path | str) -> Report:
+def output_paths(out: str | None) -> list[Path]:
+    """Where --out puts JSON, Markdown and HTML, made sure of before anything is measured; "none": nowhere."""
+    out = out or f"blockdraft-bench-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    if out == "none":
+        return []
+    paths = [Path(out.removesuffix(".json") + suffix) for suffix in (".json", ".md", ".html")]
+    try:
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+            if path.stat().st_size == 0:
+                path.unlink()
+    except OSError as error:
+        raise BenchError(f"--out: cannot write '{error.filename}': {error.strerror}.") from None
+    return paths
+
+
+def load_report(path: Path | str) -> BenchReport:
     """A report that was written before; BenchError says what is wrong with any other file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -238,7 +205,7 @@ def load_report(path: Path | str) -> Report:
             f"{str(path)!r} is not JSON: {error}. Was the run that wrote it cut short?"
         ) from error
     _check_schema(found, path)
-    return cast("Report", found)
+    return cast("BenchReport", found)
 
 
 def _with_classes(groups: Sequence[Group]) -> list[Group]:
@@ -260,22 +227,10 @@ def _key_text(key: Key) -> str:
     return json.dumps(key, sort_keys=True)
 
 
-def _cell(group: Group, *, seed: int, endpoint: Facts, date: str) -> ReportCell:
-    cell = summarise(group, seed=seed)
-    return {**cell, "vllm": vllm_keys(cell, model=endpoint["model"], kind=endpoint["kind"], date=date)}
-
-
 def _vllm_times(name: str, times: Distribution) -> dict[str, object]:
-    return {
-        f"{kind}_{name}_ms": (value or 0.0) * 1000
-        for kind, value in (
-            ("mean", times["mean"]),
-            ("median", times["p50"]),
-            ("std", times["std"]),
-            ("p90", times["p90"]),
-            ("p99", times["p99"]),
-        )
-    }
+    kinds = {"mean": times["mean"], "median": times["p50"], "std": times["std"]}
+    kinds |= {"p90": times["p90"], "p99": times["p99"]}
+    return {f"{kind}_{name}_ms": (value or 0.0) * 1000 for kind, value in kinds.items()}
 
 
 def _vllm_speculation(cell: Cell) -> dict[str, object]:
@@ -293,24 +248,12 @@ def _vllm_speculation(cell: Cell) -> dict[str, object]:
 
 
 def _endpoint(facts: Facts) -> dict[str, object]:
+    """The facts, with null for what is not known and the address without a password."""
     named = ("kind", "version", "url", "model", "drafter", "drafter_hash")
     found = {**dict.fromkeys(named), **facts}
     if isinstance(found["url"], str):
-        found["url"] = _without_password(found["url"])
+        found["url"] = urlunsplit(urlsplit(found["url"])._replace(netloc=shown_host(found["url"])))
     return found
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-
-
-def _startup(facts: Facts) -> Startup:
-    phases = facts.get("phases") or {}
-    if isinstance(phases, Mapping):
-        phases = [{"name": name, "seconds": seconds} for name, seconds in phases.items()]
-    found = {"label": "", "ready_s": None, "first_ttft_s": None, "first_latency_s": None, **facts}
-    return cast("Startup", {**found, "phases": phases})
 
 
 def _warmup(answers: Sequence[Answer]) -> Warmup:
@@ -345,7 +288,7 @@ def _endpoint_warnings(endpoint: Facts) -> list[str]:
     return [f"the server is at {host}: 'machine' describes the machine that measured, not the server's."]
 
 
-def _warnings(report: Report, groups: Sequence[Group]) -> list[str]:
+def _warnings(report: BenchReport, groups: Sequence[Group]) -> list[str]:
     cached = {(_key_text(key_of(group)), group.key.arm): _cached_share(group) for group in groups}
     warnings = _endpoint_warnings(report["endpoint"])
     names = arm_names(report["cells"])
@@ -419,7 +362,7 @@ def _check_schema(found: object, path: Path | str) -> None:
         raise BenchError(
             f"{str(path)!r} was written by a newer blockdraft ({found['schema']}): update this one."
         )
-    damaged = misfit(found, Report)
+    damaged = schema_error(found, BenchReport)
     if damaged is not None:
         raise BenchError(f"{str(path)!r} is damaged: '{damaged}' is missing or is not what it should be.")
 

@@ -60,6 +60,11 @@ class Grid:
         ):
             yield Point(workload, load, depth, temperature)
 
+    @property
+    def total(self) -> int:
+        """Conversations of one arm."""
+        return sum(self.num_conversations(point.load) for point in self.points())
+
     def num_conversations(self, load: Load) -> int:
         """Of one cell and arm: enough for two blocks that keep the concurrency up."""
         return max(self.num_requests, 4 * load.concurrency if load.concurrency > 1 else 2)
@@ -116,6 +121,15 @@ class Outcome:
     cold: dict[Arm, Answer] = field(default_factory=dict)  # the first request to each server
     warm: list[Answer] = field(default_factory=list)  # excluded from every figure
     trouble: str | None = None  # why it ended early
+
+    @property
+    def failure(self) -> str | None:
+        """Why there are no figures, or not all; None: there are."""
+        answers = [answer for group in self.groups for answer in group.answers]
+        if self.trouble is not None or any(answer.is_ok for answer in answers):
+            return self.trouble
+        errors = [answer.error for answer in answers if answer.error is not None]
+        return f"every request failed: {errors[0] if errors else 'none was sent.'}"
 
 
 class Runner:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import aiohttp
 
+from blockdraft.bench.figures import Startup
 from blockdraft.bench.records import Answer
 from blockdraft.errors import BenchError
 
@@ -39,16 +40,17 @@ class Started:
     seconds: float  # from the command to ready
     phases: tuple[tuple[str, float], ...]  # as far as the server tells
 
-    def facts(self, first: Answer | None) -> dict[str, object]:
+    def facts(self, first: Answer | None) -> Startup:
         """For the report; `first` is the first request that the server got."""
-        is_ok = first is not None and first.is_ok
+        good = first if first is not None and first.is_ok else None
         rest_s = self.seconds - sum(seconds for _, seconds in self.phases)
+        phases = [("process and imports", rest_s), *self.phases] if self.phases else []
         return {
             "label": self.label,
-            "phases": {"process and imports": rest_s, **dict(self.phases)} if self.phases else {},
+            "phases": [{"name": name, "seconds": seconds} for name, seconds in phases],
             "ready_s": round(self.seconds, 3),
-            "first_ttft_s": first.ttft_s if first is not None and is_ok else None,
-            "first_latency_s": first.latency_s if first is not None and is_ok else None,
+            "first_ttft_s": good.ttft_s if good else None,
+            "first_latency_s": good.latency_s if good else None,
         }
 
 

@@ -74,6 +74,7 @@ def summarise(group: Group, *, seed: int) -> Cell:
             [(answer.ask.prompt.id, answer.sent_s - answer.planned_s) for answer in answers], None
         ),
         "speculation": _speculation(group, good, draws),
+        "vllm": {},
     }
 
 

@@ -76,7 +76,8 @@ def hostile_report():
     given = facts(endpoint={**names, "url": "http://x/" + HOSTILE}, notes=[HOSTILE], date=HOSTILE)
     given["options"] = {HOSTILE: [HOSTILE], "seed": 1}
     given["machine"] = {"platform": HOSTILE, "cpu": HOSTILE, "gpus": [{"name": HOSTILE}]}
-    given["startup"] = [{"label": HOSTILE, "phases": {HOSTILE: 1.0}}]
+    times = dict.fromkeys(("ready_s", "first_ttft_s", "first_latency_s"))
+    given["startup"] = [{"label": HOSTILE, "phases": [{"name": HOSTILE, "seconds": 1.0}], **times}]
     return build(both, **given)
 
 

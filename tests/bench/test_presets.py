@@ -6,14 +6,14 @@ import pytest
 
 from blockdraft.bench.datasets import DATASETS
 from blockdraft.bench.layout import FIGURES
-from blockdraft.bench.presets import PRESETS, Figure, preset
+from blockdraft.bench.presets import PRESETS, Figure, find_preset
 from blockdraft.bench.workloads import CLASSES
 from blockdraft.errors import BenchError
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_asks_for_workloads_that_exist_and_says_where_it_is_from(name):
-    wanted = preset(name)
+    wanted = find_preset(name)
     assert set(wanted.workloads) <= {*CLASSES, *DATASETS}
     assert list(wanted.concurrencies) == sorted(set(wanted.concurrencies))
     assert wanted.num_prompts >= max(wanted.concurrencies)
@@ -47,6 +47,6 @@ def test_the_mt_bench_table_is_eighty_prompts_one_at_a_time():
 
 def test_an_unknown_table_gets_a_suggestion():
     with pytest.raises(BenchError, match="unknown table 'zlab': did you mean 'z-lab'"):
-        preset("zlab")
+        find_preset("zlab")
     with pytest.raises(BenchError, match="one of z-lab, spark, mt-bench"):
-        preset("xyzzy")
+        find_preset("xyzzy")
