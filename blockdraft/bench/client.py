@@ -21,12 +21,14 @@ from blockdraft.bench.speculation import read_chunk
 from blockdraft.bench.wire import (
     Json,
     headers,
+    inside,
     is_refusal,
     one_line,
     reason,
     server_message,
     server_root,
     shown_host,
+    whole_number,
 )
 
 Clock = Callable[[], float]
@@ -245,14 +247,12 @@ class _Reader:
         self._text_s = now_s
 
     def _usage(self, usage: object) -> None:
-        if not isinstance(usage, dict) or not isinstance(usage.get("completion_tokens"), int):
+        answer, completion_tokens = self._answer, whole_number(inside(usage, "completion_tokens"))
+        if completion_tokens is None:
             return
-        answer, self._has_usage = self._answer, True
-        answer.completion_tokens = usage["completion_tokens"]
-        prompt, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details")
-        answer.prompt_tokens = prompt if isinstance(prompt, int) else None
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        answer.cached_tokens = cached if isinstance(cached, int) else None
+        self._has_usage, answer.completion_tokens = True, completion_tokens
+        answer.prompt_tokens = whole_number(inside(usage, "prompt_tokens"))
+        answer.cached_tokens = whole_number(inside(usage, "prompt_tokens_details", "cached_tokens"))
 
     def check_end(self) -> None:
         """_BadAnswer for a stream that is over before it was complete."""

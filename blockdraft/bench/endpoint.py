@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,11 +10,19 @@ from typing import Literal
 import aiohttp
 
 from blockdraft.bench.records import PLAIN, Ask, Speculation
-from blockdraft.bench.speculation import difference, read_metrics
-from blockdraft.bench.wire import Json, headers, one_line, reason, server_message, server_root, shown_host
+from blockdraft.bench.speculation import read_metrics
+from blockdraft.bench.wire import (
+    Json,
+    as_object,
+    headers,
+    inside,
+    one_line,
+    reason,
+    server_message,
+    server_root,
+    shown_host,
+)
 from blockdraft.errors import BenchError
-
-__all__ = ["Endpoint", "Kind", "Switches", "difference", "probe", "read_speculation"]
 
 Kind = Literal["blockdraft", "vllm", "sglang", "llama.cpp", "unknown"]
 PROBE_TIMEOUT_S = 10.0  # arbitrary
@@ -88,11 +95,7 @@ class _Reply:
 
     def json(self) -> Json:
         """The object that it is; empty: it is none."""
-        try:
-            value = json.loads(self.body) if self.status == 200 else {}
-        except ValueError:
-            return {}
-        return value if isinstance(value, dict) else {}
+        return as_object(self.body) if self.status == 200 else {}
 
 
 class _Asker:
@@ -229,16 +232,13 @@ def _version(version: Json, props: Json, info: Json) -> str | None:
 
 
 def _max_model_len(card: Json, props: Json, info: Json) -> int | None:
-    meta, settings = card.get("meta"), props.get("default_generation_settings")
-    for value in (
+    places = (
         card.get("max_model_len"),
-        settings.get("n_ctx") if isinstance(settings, dict) else None,
-        meta.get("n_ctx") if isinstance(meta, dict) else None,
+        inside(props, "default_generation_settings", "n_ctx"),
+        inside(card, "meta", "n_ctx"),
         info.get("context_length"),
-    ):
-        if isinstance(value, int):
-            return value
-    return None
+    )
+    return next((value for value in places if isinstance(value, int)), None)
 
 
 def _is_speculative(kind: Kind, engine: Json, info: Json, metrics: str, *, is_metered: bool) -> bool | None:
@@ -262,9 +262,7 @@ def _text(parent: Json, key: str) -> str | None:
 
 def _own_switches(openapi: Json) -> Switches:
     """By what the server's own description has: one that does not know a salt refuses it."""
-    found: object = openapi
-    for key in ("components", "schemas", "ChatRequest", "properties"):
-        found = found.get(key) if isinstance(found, dict) else None
+    found = inside(openapi, "components", "schemas", "ChatRequest", "properties")
     names = found if isinstance(found, dict) else {}
     return Switches(
         plain={"speculative": False} if "speculative" in names else {},
@@ -280,8 +278,7 @@ async def _engine_info(ask: _Asker) -> Json:
                 return {}
             line = await response.content.readuntil(b"\n\n")
             response.close()
-            event = json.loads(line.strip().removeprefix(b"data:"))
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
         return {}
-    engine = event.get("engine") if isinstance(event, dict) else None
+    engine = inside(as_object(line.strip().removeprefix(b"data:")), "engine")
     return engine if isinstance(engine, dict) else {}

@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from blockdraft.bench.records import PLAIN, Answer, Group
-from blockdraft.bench.run import Point
+from blockdraft.bench.run import Point, Watcher
 from blockdraft.bench.sheet import clean
 
 REDRAWS_PER_S = 4
 
 
-class Watch:
-    """A Watcher; use it as a context. `total` is the number of conversations of the whole run."""
+class Watch(Watcher):
+    """Use it as a context. `total` is the number of conversations of the whole run."""
 
     def __init__(self, total: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total

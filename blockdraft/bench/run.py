@@ -12,10 +12,10 @@ import itertools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from blockdraft.bench.client import Client, Clock
-from blockdraft.bench.endpoint import Endpoint, difference, read_speculation
+from blockdraft.bench.endpoint import Endpoint, read_speculation
 from blockdraft.bench.filler import filler
 from blockdraft.bench.load import MAX_REFUSED, poisson, run_block
 from blockdraft.bench.records import (
@@ -29,6 +29,7 @@ from blockdraft.bench.records import (
     Speculation,
     Workload,
 )
+from blockdraft.bench.speculation import difference, total_of
 from blockdraft.bench.wire import shown_host
 from blockdraft.bench.workloads import deepened, estimate_tokens_per_word, salted
 
@@ -90,27 +91,17 @@ class Server(NamedTuple):
     api_key: str | None = None
 
 
-class Watcher(Protocol):
-    """Whoever shows how far the run is."""
-
-    def begin(self, point: Point, num_conversations: int) -> None: ...
-
-    def take(self, answer: Answer) -> None: ...
-
-    def end(self, groups: Sequence[Group]) -> None: ...
-
-
-class Silent:
-    """Shows nothing."""
+class Watcher:
+    """Whoever shows how far the run is; this one shows nothing."""
 
     def begin(self, point: Point, num_conversations: int) -> None:
-        pass
+        """A cell begins."""
 
     def take(self, answer: Answer) -> None:
-        pass
+        """A turn has ended, of a cell or of the warm-up."""
 
     def end(self, groups: Sequence[Group]) -> None:
-        pass
+        """A cell is measured."""
 
 
 @dataclass(slots=True)
@@ -148,7 +139,7 @@ class Runner:
         self.servers = servers
         self.outcome = Outcome()
         self._clock = clock
-        self._watcher = watcher or Silent()
+        self._watcher = watcher or Watcher()
         self._stop = stop or asyncio.Event()
         self._run_id = secrets.token_hex(3)
         # Words change what is answered: they are salted only where a field of the request does not do.
@@ -227,7 +218,8 @@ class Runner:
         group.answers += answers
         group.busy_s += max(a.end_s for a in answers) - min(a.sent_s for a in answers)
         if before is not None and (after := await self._read_meter(server)) is not None:
-            group.metered = _sum(group.metered, difference(before, after))
+            parts = (group.metered, difference(before, after))
+            group.metered = total_of(part for part in parts if part is not None)
 
     async def _read_meter(self, server: Server) -> Speculation | None:
         if not server.endpoint.is_metered:
@@ -284,11 +276,3 @@ def _blocks(count: int, load: Load) -> list[tuple[int, int]]:
     half = -(-count // 2)
     size = max(2 * load.concurrency, min(LONG_BLOCK, half)) if load.rate is None else half
     return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
-
-
-def _sum(one: Speculation | None, other: Speculation | None) -> Speculation | None:
-    if one is None or other is None:
-        return one or other
-    pairs = itertools.zip_longest(one.accepted, other.accepted, fillvalue=0)
-    accepted = tuple(a + b for a, b in pairs)
-    return Speculation(one.steps + other.steps, one.drafted + other.drafted, accepted, one.has_positions)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -24,6 +23,7 @@ import aiohttp
 
 from blockdraft.bench.figures import Startup
 from blockdraft.bench.records import Answer
+from blockdraft.bench.wire import as_object, inside
 from blockdraft.errors import BenchError
 
 POLL_S = 0.05
@@ -104,7 +104,7 @@ async def _until_ready(
                 raise BenchError(f"the server was not ready in time (--start-timeout): {_tail(log)}")
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                 async with session.get(f"{url}/ready") as reply:
-                    body = _json(await reply.text(errors="replace"))
+                    body = as_object(await reply.text(errors="replace"))
                 if reply.status == 200 and body:
                     return _phases(body)
                 if not (reply.status == 503 and body):  # else it is ours, starts, and will say so here
@@ -114,22 +114,13 @@ async def _until_ready(
             await asyncio.sleep(POLL_S)
 
 
-def _json(text: str) -> dict[str, object]:
-    """The object that a text is; empty: it is none."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _phases(body: Mapping[str, object]) -> tuple[tuple[str, float], ...]:
     listed = body.get("phases")
-    found = []
-    for phase in listed if isinstance(listed, list) else []:
-        if isinstance(phase, dict) and phase.get("state") == "done":
-            found.append((str(phase.get("name")), float(phase.get("seconds") or 0.0)))
-    return tuple(found)
+    return tuple(
+        (str(inside(phase, "name")), float(phase.get("seconds") or 0.0))
+        for phase in (listed if isinstance(listed, list) else [])
+        if inside(phase, "state") == "done"
+    )
 
 
 def _tail(log: Path) -> str:

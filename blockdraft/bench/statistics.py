@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import numpy as np
 
@@ -31,8 +31,10 @@ from blockdraft.bench.figures import (
     Speedup,
     Verdict,
     headline_speedup,
+    make_estimate,
 )
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Group, Speculation
+from blockdraft.bench.speculation import total_of
 
 MAX_DIVERGENCES = 5
 EXCERPT = 40  # characters shown of each side of a divergence
@@ -63,16 +65,12 @@ def summarise(group: Group, *, seed: int) -> Cell:
         "cached_tokens": _total_known(answer.cached_tokens for answer in good),
         "busy_s": group.busy_s,
         "tokens_per_s": _throughput(group, answers, draws),
-        "request_tokens_per_s": _distribution(_known(good, "tokens_per_s"), draws),
-        "ttft_s": _distribution(_known(good, "ttft_s"), draws),
-        "tpot_s": _distribution(_known(good, "tpot_s"), draws),
-        "itl_s": _distribution(
-            [(answer.ask.prompt.id, gap) for answer in good for gap in answer.gaps_s], None
-        ),
-        "latency_s": _distribution([(answer.ask.prompt.id, answer.latency_s) for answer in good], draws),
-        "send_lag_s": _distribution(
-            [(answer.ask.prompt.id, answer.sent_s - answer.planned_s) for answer in answers], None
-        ),
+        "request_tokens_per_s": _distribution(_known(good, lambda one: one.tokens_per_s), draws),
+        "ttft_s": _distribution(_known(good, lambda one: one.ttft_s), draws),
+        "tpot_s": _distribution(_known(good, lambda one: one.tpot_s), draws),
+        "itl_s": _distribution([(one.ask.prompt.id, gap_s) for one in good for gap_s in one.gaps_s], None),
+        "latency_s": _distribution(_known(good, lambda one: one.latency_s), draws),
+        "send_lag_s": _distribution(_known(answers, lambda one: one.sent_s - one.planned_s), None),
         "speculation": _speculation(group, good, draws),
         "vllm": {},
     }
@@ -93,7 +91,7 @@ def pair(speculative: Group, plain: Group, *, seed: int) -> Pair:
     ]
     speeds = [_throughput_samples(group, answers, draws) for group, answers in arms]
     tpots = [
-        _median_samples(_known([answer for answer in answers if answer.is_ok], "tpot_s"), draws)
+        _median_samples(_known([one for one in answers if one.is_ok], lambda one: one.tpot_s), draws)
         for _, answers in arms
     ]
     key = key_of(speculative)
@@ -150,18 +148,14 @@ def _ended(group: Group) -> Group:
     """Without what was not sent or given up, and without the part of the busy time that the latter took."""
     if all(answer.is_ended for answer in group.answers):
         return group
-    is_at_rate = group.key.load.rate is not None
     ended = [answer for answer in group.answers if answer.is_ended]
-    work, all_work = (
-        sum(_work(answer, is_at_rate=is_at_rate) for answer in answers if answer.is_sent)
-        for answers in (ended, group.answers)
-    )
+    work, all_work = _work(group, ended), _work(group, (one for one in group.answers if one.is_sent))
     return replace(group, answers=ended, busy_s=group.busy_s * _share(work, all_work))
 
 
 def _throughput(group: Group, answers: Sequence[Answer], draws: Resamples) -> Estimate:
     value, samples = _throughput_samples(group, answers, draws)
-    return {"value": value, "interval": None if value is None else draws.interval(samples)}
+    return make_estimate(value, None if value is None else draws.interval(samples))
 
 
 def _throughput_samples(
@@ -177,23 +171,22 @@ def _throughput_samples(
     tokens = _total(answer.completion_tokens for answer in good)
     if tokens is None or group.busy_s <= 0:
         return None, np.full(RESAMPLES, np.nan)
-    is_at_rate = group.key.load.rate is not None
-    works = [_work(answer, is_at_rate=is_at_rate) for answer in answers]
-    all_work = sum(_work(answer, is_at_rate=is_at_rate) for answer in group.answers)
-    busy_s = group.busy_s * _share(sum(works), all_work)
+    all_work = _work(group, group.answers)
+    busy_s = group.busy_s * _share(_work(group, answers), all_work)
     value = tokens / busy_s if busy_s > 0 else None
-    if is_at_rate:
+    if group.key.load.rate is not None:
         return value, np.full(RESAMPLES, np.nan)
-    drawn_s = group.busy_s * draws.sums(_with_prompt(answers, works)) / (all_work or 1)
-    drawn_tokens = draws.sums(_with_prompt(good, [answer.completion_tokens or 0 for answer in good]))
+    drawn_s = group.busy_s * draws.sums(_known(answers, lambda one: one.latency_s)) / (all_work or 1)
+    drawn_tokens = draws.sums(_known(good, lambda one: one.completion_tokens))
     with np.errstate(divide="ignore", invalid="ignore"):
         return value, drawn_tokens / drawn_s
 
 
-def _work(answer: Answer, *, is_at_rate: bool) -> float:
-    if is_at_rate:
-        return float(answer.turn == 0)
-    return answer.latency_s
+def _work(group: Group, answers: Iterable[Answer]) -> float:
+    """What busy time goes with: the time that requests took, or at a rate the number of conversations."""
+    if group.key.load.rate is None:
+        return sum(answer.latency_s for answer in answers)
+    return sum(answer.turn == 0 for answer in answers)
 
 
 def _median_samples(values: Sequence[tuple[str, float]], draws: Resamples) -> tuple[float | None, Floats]:
@@ -205,9 +198,9 @@ def _ratio(
     above: tuple[float | None, Floats], below: tuple[float | None, Floats], draws: Resamples
 ) -> Estimate:
     if above[0] is None or not below[0]:
-        return {"value": None, "interval": None}
+        return make_estimate()
     with np.errstate(divide="ignore", invalid="ignore"):
-        return {"value": above[0] / below[0], "interval": draws.interval(above[1] / below[1])}
+        return make_estimate(above[0] / below[0], draws.interval(above[1] / below[1]))
 
 
 def _verdict(interval: Interval) -> Verdict:
@@ -221,17 +214,9 @@ def _verdict(interval: Interval) -> Verdict:
 def _distribution(values: Sequence[tuple[str, float]], draws: Resamples | None) -> Distribution:
     """Of values that belong to prompts; without draws, without intervals."""
     if not values:
-        return {
-            "count": 0,
-            "mean": None,
-            "mean_interval": None,
-            "p50": None,
-            "p50_interval": None,
-            "p90": None,
-            "p99": None,
-            "std": None,
-            "quantiles": [],
-        }
+        return cast(
+            "Distribution", {**dict.fromkeys(Distribution.__annotations__), "count": 0, "quantiles": []}
+        )
     numbers = np.array([value for _, value in values])
     p50, p90, p99 = (float(bound) for bound in np.quantile(numbers, [0.5, 0.9, 0.99]))
     return {
@@ -255,7 +240,7 @@ def _mean_interval(values: Sequence[tuple[str, float]], draws: Resamples) -> Int
 
 def _speculation(group: Group, good: Sequence[Answer], draws: Resamples) -> SpeculationFigures:
     said = [(answer.ask.prompt.id, answer.speculation) for answer in good if answer.speculation is not None]
-    total = _sum_of([speculation for _, speculation in said])
+    total = total_of(speculation for _, speculation in said)
     if total.steps:
         figures = _speculation_figures("answers", total, num_answers=len(said))
         steps = draws.sums((prompt, one.steps) for prompt, one in said)
@@ -265,17 +250,10 @@ def _speculation(group: Group, good: Sequence[Answer], draws: Resamples) -> Spec
         return figures
     if group.metered is not None and group.metered.steps:
         return _speculation_figures("metered", group.metered, num_answers=0)
-    return {
-        "acceptance": "none" if group.key.arm == PLAIN else "unknown",
-        "num_answers": 0,
-        "steps": None,
-        "drafted": None,
-        "accepted": None,
-        "committed_per_step": {"value": None, "interval": None},
-        "draft_acceptance_rate": None,
-        "acceptance_by_position": None,
-        "acceptance_histogram": None,
-    }
+    nothing = dict.fromkeys(SpeculationFigures.__annotations__)
+    acceptance = "none" if group.key.arm == PLAIN else "unknown"
+    known = {"acceptance": acceptance, "num_answers": 0, "committed_per_step": make_estimate()}
+    return cast("SpeculationFigures", {**nothing, **known})
 
 
 def _speculation_figures(
@@ -291,25 +269,11 @@ def _speculation_figures(
         "steps": total.steps,
         "drafted": total.drafted,
         "accepted": accepted,
-        "committed_per_step": {"value": 1 + accepted / total.steps, "interval": None},
+        "committed_per_step": make_estimate(1 + accepted / total.steps),
         "draft_acceptance_rate": accepted / total.drafted if total.drafted else None,
         "acceptance_by_position": shares if total.has_positions else None,
         "acceptance_histogram": [count / total.steps for count in exactly] if total.has_positions else None,
     }
-
-
-def _sum_of(parts: Sequence[Speculation]) -> Speculation:
-    width = max((len(part.accepted) for part in parts), default=0)
-    accepted = [0] * width
-    for part in parts:
-        for position, count in enumerate(part.accepted):
-            accepted[position] += count
-    return Speculation(
-        steps=sum(part.steps for part in parts),
-        drafted=sum(part.drafted for part in parts),
-        accepted=tuple(accepted),
-        has_positions=all(part.has_positions for part in parts),
-    )
 
 
 def _agreement(speculative: Sequence[Answer], plain: Sequence[Answer]) -> Agreement:
@@ -340,13 +304,7 @@ def _agreement(speculative: Sequence[Answer], plain: Sequence[Answer]) -> Agreem
 
 
 def _nothing_compared() -> Agreed:
-    return {
-        "num_compared": 0,
-        "num_equal": 0,
-        "share_equal": None,
-        "num_failed": 0,
-        "num_after_divergence": 0,
-    }
+    return cast("Agreed", {**dict.fromkeys(Agreed.__annotations__, 0), "share_equal": None})
 
 
 def _by_turn(answers: Sequence[Answer]) -> dict[tuple[int, Conversation], Answer]:
@@ -427,30 +385,17 @@ def _prompt_ids(answers: Sequence[Answer]) -> list[str]:
     return sorted({answer.ask.prompt.id for answer in answers})
 
 
-def _known(
-    answers: Sequence[Answer], figure: Literal["ttft_s", "tpot_s", "tokens_per_s"]
-) -> list[tuple[str, float]]:
+def _known(answers: Sequence[Answer], figure: Callable[[Answer], float | None]) -> list[tuple[str, float]]:
     """The figure of each answer that has it, with the prompt it belongs to."""
-    values = []
-    for answer in answers:
-        value: float | None = getattr(answer, figure)
-        if value is not None:
-            values.append((answer.ask.prompt.id, value))
-    return values
-
-
-def _with_prompt(answers: Sequence[Answer], values: Sequence[float]) -> list[tuple[str, float]]:
-    return [(answer.ask.prompt.id, value) for answer, value in zip(answers, values, strict=True)]
+    values = ((answer.ask.prompt.id, figure(answer)) for answer in answers)
+    return [(prompt, value) for prompt, value in values if value is not None]
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
     """None where one is unknown: a sum of the others would pass for the whole."""
-    total = 0
-    for count in counts:
-        if count is None:
-            return None
-        total += count
-    return total
+    found = list(counts)
+    known = [count for count in found if count is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
 def _total_known(counts: Iterable[int | None]) -> int | None:

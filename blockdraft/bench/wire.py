@@ -15,6 +15,26 @@ _API_PATHS = ("/chat/completions", "/completions", "/models")
 Json = dict[str, object]
 
 
+def as_object(text: str | bytes) -> Json:
+    """The JSON object that a text is; empty: it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def inside(value: object, *keys: str) -> object:
+    """What a JSON value has under these keys, each inside the one before; None: nothing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def whole_number(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
 def server_root(url: str) -> str:
     """The address that /v1 and /metrics are appended to; `url` may end in /v1 or in a route."""
     text = url.strip() if "://" in url else f"http://{url.strip()}"
@@ -63,8 +83,7 @@ def server_message(body: bytes) -> str:
     except ValueError:
         return text.strip() or "no explanation"
     for key in ("error", "message", "detail"):
-        if isinstance(said, dict) and said.get(key):
-            said = said[key]
+        said = inside(said, key) or said
     return said if isinstance(said, str) else json.dumps(said)
 
 

@@ -16,7 +16,7 @@ from blockdraft.bench.live import Watch
 from blockdraft.bench.load import poisson
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Ask, Group, Load, Prompt, Workload
 from blockdraft.bench.report import build
-from blockdraft.bench.run import Grid, Point, Runner, Server, Silent
+from blockdraft.bench.run import Grid, Point, Runner, Server, Watcher
 from tests.bench.answers import facts
 from tests.bench.stub import OWN_ROUTES, Script, Stub
 
@@ -57,7 +57,7 @@ def measure(url, asked, *, arms=BOTH, watcher=None, stop=None):
     return asyncio.run(run())
 
 
-class OnAnswer(Silent):
+class OnAnswer(Watcher):
     """Calls `act` when so many measured answers are in."""
 
     def __init__(self, num, act):
