@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-from blockdraft.bench.records import Arm
+from blockdraft.bench.records import Arm, Key
 
 Interval = list[float] | None
 Acceptance = Literal["answers", "metered", "none", "unknown"]
@@ -95,17 +95,6 @@ class SpeculationFigures(TypedDict):
     draft_acceptance_rate: float | None
     acceptance_by_position: list[float] | None
     acceptance_histogram: list[float] | None
-
-
-class Key(TypedDict):
-    """What a pair of cells has in common."""
-
-    workload: str
-    category: str
-    concurrency: int
-    rate: float | None
-    depth: int
-    temperature: float
 
 
 class Asked(TypedDict):

@@ -12,10 +12,7 @@ from blockdraft.bench.figures import (
     Agreement,
     BenchReport,
     Cell,
-    Estimate,
     SpeculationFigures,
-    headline_speedup,
-    make_estimate,
 )
 from blockdraft.bench.report import ReportRow, arm_names, rows_of, whole_rows
 from blockdraft.bench.sheet import (
@@ -238,19 +235,15 @@ def _committed_text(row: ReportRow) -> str:
     return number(figures["committed_per_step"]["value"])
 
 
-def _speedup(row: ReportRow) -> Estimate:
-    return make_estimate() if row.pair is None else headline_speedup(row.key, row.pair["speedup"])
-
-
 def _card_text(row: ReportRow) -> str:
-    speedup = _speedup(row)["value"]
+    speedup = row.speedup["value"]
     gain = "" if speedup is None else f" ({number(speedup)}x)"
     return f"{number(row.cell['tokens_per_s']['value'])}{gain}"
 
 
 FIGURES: dict[str, tuple[str, Callable[[ReportRow], str]]] = {  # a title, and the text of a row
     "tokens_per_s": ("tok/s", lambda row: estimate(row.cell["tokens_per_s"])),
-    "speedup": ("speedup over plain decoding", lambda row: estimate(_speedup(row), suffix="x")),
+    "speedup": ("speedup over plain decoding", lambda row: estimate(row.speedup, suffix="x")),
     "committed_per_step": ("tokens committed per step (accepted + 1)", _committed_text),
     "request_tokens_per_s": (
         "tok/s of one request, p50",

@@ -80,7 +80,7 @@ class Watch(Watcher):
         speeds = []
         for group in groups:
             tokens = sum(answer.completion_tokens or 0 for answer in group.answers if answer.is_ok)
-            arm = " plain" if group.key.arm == PLAIN else ""
+            arm = " plain" if group.arm == PLAIN else ""
             speeds.append(f"{tokens / group.busy_s:.1f} tok/s{arm}" if group.busy_s else "none")
         failed = sum(not answer.is_ok for group in groups for answer in group.answers)
         return ", ".join(speeds), f"{failed} failed" if failed else ""

@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from blockdraft.bench.figures import BenchReport, Estimate, Interval, Key, Pair, headline_speedup
+from blockdraft.bench.figures import BenchReport, Estimate, Interval
 from blockdraft.bench.layout import (
     acceptance,
     agreement,
@@ -27,8 +27,8 @@ from blockdraft.bench.layout import (
     start_lines,
     summary,
 )
-from blockdraft.bench.records import SPECULATIVE, Arm
-from blockdraft.bench.report import ReportRow, arm_names, whole_rows
+from blockdraft.bench.records import SPECULATIVE, Arm, Key
+from blockdraft.bench.report import ReportRow, arm_names, rows_of, whole_rows
 from blockdraft.bench.sheet import (
     Sheet,
     clean,
@@ -80,7 +80,7 @@ class Chart:
 def render(report: BenchReport) -> str:
     """The whole page."""
     rows, names = whole_rows(report), arm_names(report["cells"])
-    speeds, gains = _throughput_charts(rows, names), _speedup_charts(report["pairs"])
+    speeds, gains = _throughput_charts(rows, names), _speedup_charts(rows_of(report))
     shares, times = _acceptance_charts(rows), _time_charts(rows, names)
     legend = _legend(names)
     sections = [
@@ -181,14 +181,14 @@ def _throughput_charts(rows: Sequence[ReportRow], names: Mapping[Arm, str]) -> l
     return charts
 
 
-def _speedup_charts(pairs: Sequence[Pair]) -> list[Chart]:
+def _speedup_charts(rows: Sequence[ReportRow]) -> list[Chart]:
     """A chart per load, with a bar per workload and class."""
     loads: dict[str, Groups] = {}
-    for pair in pairs:
-        speedup = headline_speedup(pair["key"], pair["speedup"])
-        if marks := _bar(speedup, _COLOURS[pair["verdict"]], "", "x", f" {pair['verdict']}"):
-            name = clean(f"{label(pair['key'])}: {estimate(speedup, suffix='x')}")
-            loads.setdefault(_setting(pair["key"], with_load=True), []).append((name, marks))
+    for row in rows:
+        verdict = "unclear" if row.pair is None else row.pair["verdict"]
+        if marks := _bar(row.speedup, _COLOURS[verdict], "", "x", f" {verdict}"):
+            name = clean(f"{label(row.key)}: {estimate(row.speedup, suffix='x')}")
+            loads.setdefault(_setting(row.key, with_load=True), []).append((name, marks))
     unit = "speedup; 1 = no gain"
     return [
         Chart(f"Speedup, {load}", unit, groups, is_horizontal=True, mark_at=1.0)

@@ -6,7 +6,7 @@ Times are seconds of one monotonic clock, counted from the start of the run.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict
 
 Arm = Literal["speculative", "plain"]
 PLAIN: Arm = "plain"
@@ -132,23 +132,23 @@ class Answer:
         return self.completion_tokens / self.latency_s
 
 
-@dataclass(frozen=True, slots=True)
-class CellKey:
-    """What distinguishes one row of the report from the others."""
+class Key(TypedDict):
+    """What a cell of the report and its baseline have in common."""
 
     workload: str
     category: str  # "all", or one class of the workload
-    load: Load
+    concurrency: int
+    rate: float | None
     depth: int  # tokens of context put before each prompt
     temperature: float
-    arm: Arm
 
 
 @dataclass(slots=True)
 class Group:
     """The answers of one cell, and for how long they kept the server busy."""
 
-    key: CellKey
+    key: Key
+    arm: Arm
     answers: list[Answer]
     busy_s: float  # sum over the blocks of this arm, from first request to last answer
     metered: Speculation | None = None  # from the server's /metrics, where answers do not say

@@ -14,11 +14,22 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 
 from blockdraft import __version__
-from blockdraft.bench.figures import DEFINITIONS, BenchReport, Cell, Distribution, Key, Pair, Startup, Warmup
-from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm, Group
+from blockdraft.bench.figures import (
+    DEFINITIONS,
+    BenchReport,
+    Cell,
+    Distribution,
+    Estimate,
+    Pair,
+    Startup,
+    Warmup,
+    headline_speedup,
+    make_estimate,
+)
+from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm, Group, Key
 from blockdraft.bench.schema import schema_error
 from blockdraft.bench.sheet import full_label, load_text, milliseconds
-from blockdraft.bench.statistics import key_of, pair, split_by_category, summarise
+from blockdraft.bench.statistics import pair, split_by_category, summarise
 from blockdraft.bench.wire import shown_host
 from blockdraft.errors import BenchError
 
@@ -47,6 +58,10 @@ class ReportRow:
         cell = self.speculative or self.plain
         assert cell is not None
         return cell
+
+    @property
+    def speedup(self) -> Estimate:
+        return make_estimate() if self.pair is None else headline_speedup(self.key, self.pair["speedup"])
 
     @property
     def cells(self) -> list[Cell]:
@@ -209,17 +224,17 @@ def load_report(path: Path | str) -> BenchReport:
 
 
 def _with_classes(groups: Sequence[Group]) -> list[Group]:
-    if any(group.key.category != "all" for group in groups):
+    if any(group.key["category"] != "all" for group in groups):
         return list(groups)
     return [part for group in groups for part in (group, *split_by_category(group))]
 
 
 def _arms(groups: Sequence[Group]) -> Iterable[tuple[Group, Group]]:
     """Each group with speculation and its baseline, where there is one."""
-    plain = {_key_text(key_of(group)): group for group in groups if group.key.arm == PLAIN}
+    plain = {_key_text(group.key): group for group in groups if group.arm == PLAIN}
     for group in groups:
-        other = plain.get(_key_text(key_of(group)))
-        if group.key.arm == SPECULATIVE and other is not None:
+        other = plain.get(_key_text(group.key))
+        if group.arm == SPECULATIVE and other is not None:
             yield group, other
 
 
@@ -289,7 +304,7 @@ def _endpoint_warnings(endpoint: Facts) -> list[str]:
 
 
 def _warnings(report: BenchReport, groups: Sequence[Group]) -> list[str]:
-    cached = {(_key_text(key_of(group)), group.key.arm): _cached_share(group) for group in groups}
+    cached = {(_key_text(group.key), group.arm): _cached_share(group) for group in groups}
     warnings = _endpoint_warnings(report["endpoint"])
     names = arm_names(report["cells"])
     for row in whole_rows(report):

@@ -22,8 +22,8 @@ from blockdraft.bench.records import (
     Answer,
     Arm,
     Ask,
-    CellKey,
     Group,
+    Key,
     Load,
     Prompt,
     Speculation,
@@ -79,8 +79,16 @@ class Point(NamedTuple):
     depth: int
     temperature: float
 
-    def key(self, arm: Arm) -> CellKey:
-        return CellKey(self.workload.name, "all", self.load, self.depth, self.temperature, arm)
+    @property
+    def key(self) -> Key:
+        return {
+            "workload": self.workload.name,
+            "category": "all",
+            "concurrency": self.load.concurrency,
+            "rate": self.load.rate,
+            "depth": self.depth,
+            "temperature": self.temperature,
+        }
 
 
 class Server(NamedTuple):
@@ -195,7 +203,7 @@ class Runner:
     # ---- measuring
 
     async def _measure(self, number: int, point: Point) -> None:
-        groups = {arm: Group(point.key(arm), [], 0.0) for arm in self.servers}
+        groups = {arm: Group(point.key, arm, [], 0.0) for arm in self.servers}
         count = self.grid.num_conversations(point.load)
         self._watcher.begin(point, count * len(groups))
         self.outcome.groups += groups.values()
@@ -207,14 +215,14 @@ class Runner:
                 asks = [self._ask(arm, point, prompts[i], f"cell{number}", i) for i in range(begin, end)]
                 if times is not None:
                     asks = [replace(ask, at_s=at_s) for ask, at_s in zip(asks, times, strict=True)]
-                await self._measure_block(self.servers[arm], groups[arm], asks)
+                await self._measure_block(self.servers[arm], groups[arm], asks, point.load)
                 if self.outcome.trouble is not None:
                     return
         self._watcher.end(list(groups.values()))
 
-    async def _measure_block(self, server: Server, group: Group, asks: list[Ask]) -> None:
+    async def _measure_block(self, server: Server, group: Group, asks: list[Ask], load: Load) -> None:
         before = await self._read_meter(server)
-        answers = await self._block(server, asks, group.key.load)
+        answers = await self._block(server, asks, load)
         group.answers += answers
         group.busy_s += max(a.end_s for a in answers) - min(a.sent_s for a in answers)
         if before is not None and (after := await self._read_meter(server)) is not None:

@@ -12,7 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from blockdraft.bench.figures import Estimate, Interval, Key
+from blockdraft.bench.figures import Estimate, Interval
+from blockdraft.bench.records import Key
 
 NOTHING = "-"
 

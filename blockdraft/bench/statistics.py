@@ -25,7 +25,6 @@ from blockdraft.bench.figures import (
     Estimate,
     Failures,
     Interval,
-    Key,
     Pair,
     SpeculationFigures,
     Speedup,
@@ -51,8 +50,8 @@ def summarise(group: Group, *, seed: int) -> Cell:
     good = [answer for answer in answers if answer.is_ok]
     draws = Resamples(_prompt_ids(answers), seed=seed)
     return {
-        "key": key_of(group),
-        "arm": group.key.arm,
+        "key": group.key,
+        "arm": group.arm,
         "asked": _asked(asked),
         "num_prompts": draws.num_prompts,
         "num_requests": len(answers),
@@ -78,8 +77,8 @@ def summarise(group: Group, *, seed: int) -> Cell:
 
 def pair(speculative: Group, plain: Group, *, seed: int) -> Pair:
     """What speculation brought, and whether it changed the text."""
-    assert key_of(speculative) == key_of(plain)
-    assert (speculative.key.arm, plain.key.arm) == (SPECULATIVE, PLAIN)
+    assert speculative.key == plain.key
+    assert (speculative.arm, plain.arm) == (SPECULATIVE, PLAIN)
     speculative, plain = _ended(speculative), _ended(plain)
     plain_ids = set(_prompt_ids(plain.answers))
     matched = [prompt for prompt in _prompt_ids(speculative.answers) if prompt in plain_ids]
@@ -94,7 +93,7 @@ def pair(speculative: Group, plain: Group, *, seed: int) -> Pair:
         _median_samples(_known([one for one in answers if one.is_ok], lambda one: one.tpot_s), draws)
         for _, answers in arms
     ]
-    key = key_of(speculative)
+    key = speculative.key
     speedup: Speedup = {
         "tokens_per_s": _ratio(speeds[0], speeds[1], draws),
         "tpot": _ratio(tpots[1], tpots[0], draws),
@@ -105,7 +104,7 @@ def pair(speculative: Group, plain: Group, *, seed: int) -> Pair:
         "num_unmatched": len(unmatched),
         "speedup": speedup,
         "verdict": _verdict(headline_speedup(key, speedup)["interval"]),
-        "agreement": _agreement(arms[0][1], arms[1][1]) if speculative.key.temperature == 0 else None,
+        "agreement": _agreement(arms[0][1], arms[1][1]) if key["temperature"] == 0 else None,
     }
 
 
@@ -123,25 +122,13 @@ def split_by_category(group: Group) -> list[Group]:
     total_s = sum(answer.latency_s for answer in group.answers)
     return [
         Group(
-            key=replace(group.key, category=category),
+            key={**group.key, "category": category},
+            arm=group.arm,
             answers=answers,
             busy_s=group.busy_s * _share(sum(answer.latency_s for answer in answers), total_s),
         )
         for category, answers in classes.items()
     ]
-
-
-def key_of(group: Group) -> Key:
-    """The group's key without its arm."""
-    key = group.key
-    return {
-        "workload": key.workload,
-        "category": key.category,
-        "concurrency": key.load.concurrency,
-        "rate": key.load.rate,
-        "depth": key.depth,
-        "temperature": key.temperature,
-    }
 
 
 def _ended(group: Group) -> Group:
@@ -174,7 +161,7 @@ def _throughput_samples(
     all_work = _work(group, group.answers)
     busy_s = group.busy_s * _share(_work(group, answers), all_work)
     value = tokens / busy_s if busy_s > 0 else None
-    if group.key.load.rate is not None:
+    if group.key["rate"] is not None:
         return value, np.full(RESAMPLES, np.nan)
     drawn_s = group.busy_s * draws.sums(_known(answers, lambda one: one.latency_s)) / (all_work or 1)
     drawn_tokens = draws.sums(_known(good, lambda one: one.completion_tokens))
@@ -184,7 +171,7 @@ def _throughput_samples(
 
 def _work(group: Group, answers: Iterable[Answer]) -> float:
     """What busy time goes with: the time that requests took, or at a rate the number of conversations."""
-    if group.key.load.rate is None:
+    if group.key["rate"] is None:
         return sum(answer.latency_s for answer in answers)
     return sum(answer.turn == 0 for answer in answers)
 
@@ -251,7 +238,7 @@ def _speculation(group: Group, good: Sequence[Answer], draws: Resamples) -> Spec
     if group.metered is not None and group.metered.steps:
         return _speculation_figures("metered", group.metered, num_answers=0)
     nothing = dict.fromkeys(SpeculationFigures.__annotations__)
-    acceptance = "none" if group.key.arm == PLAIN else "unknown"
+    acceptance = "none" if group.arm == PLAIN else "unknown"
     known = {"acceptance": acceptance, "num_answers": 0, "committed_per_step": make_estimate()}
     return cast("SpeculationFigures", {**nothing, **known})
 

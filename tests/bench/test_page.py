@@ -68,9 +68,7 @@ def hostile_report():
     """Everything that others choose is a script."""
     both = arms(6, workload=HOSTILE)
     for one in both:
-        one.answers[0] = answer(
-            Prompt(HOSTILE, HOSTILE, (HOSTILE,)), arm=one.key.arm, text=one.key.arm + HOSTILE
-        )
+        one.answers[0] = answer(Prompt(HOSTILE, HOSTILE, (HOSTILE,)), arm=one.arm, text=one.arm + HOSTILE)
     both[0].answers[1].error = HOSTILE
     names = dict.fromkeys(("kind", "version", "model", "drafter", "drafter_hash"), HOSTILE)
     given = facts(endpoint={**names, "url": "http://x/" + HOSTILE}, notes=[HOSTILE], date=HOSTILE)

@@ -455,7 +455,7 @@ def test_a_field_of_another_kind_is_refused_and_named(tmp_path, where, value):
 
 def test_classes_alone_are_reported_in_full():
     """Without a group of the whole workload, nothing stands in for its classes."""
-    both = [replace(one, key=replace(one.key, workload="w", category="code")) for one in arms(4)]
+    both = [replace(one, key={**one.key, "workload": "w", "category": "code"}) for one in arms(4)]
     both[0].answers[0].error = "HTTP 500"
     report = build(both, **facts())
     assert "1 of 4 requests failed" in report["warnings"][0]
