@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -48,7 +47,10 @@ _FIELDS = (b"event:", b"id:", b"retry:", b":")  # of server-sent events, beside 
 
 
 class Client:
-    """One model of one server. `clock` gives seconds from the start of the run; `timeout_s` is for a turn."""
+    """One model of one server, used as a context.
+
+    `clock` gives seconds from the start of the run; `timeout_s` is for a turn.
+    """
 
     def __init__(
         self,
@@ -72,17 +74,16 @@ class Client:
         self._beginning = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S),
+            headers={**headers(self._api_key), "content-type": "application/json"},
+        )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+    async def __aexit__(self, *_: object) -> None:
+        assert self._session is not None
+        await self._session.close()
 
     async def converse(
         self, ask: Ask, *, planned_s: float | None = None, on_answer: OnAnswer | None = None
@@ -127,7 +128,8 @@ class Client:
         return answer
 
     async def _exchange(self, path: str, body: bytes, reader: _Reader) -> None:
-        async with self._opened().post(self._root + path, data=body) as response:
+        assert self._session is not None, "a client is used as a context"
+        async with self._session.post(self._root + path, data=body) as response:
             self.num_refused = 0
             if response.status != 200:
                 said = server_message(await response.read())
@@ -142,15 +144,6 @@ class Client:
                         await content.read()
                 except (TimeoutError, aiohttp.ClientError):
                     response.close()
-
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S),
-                headers={**headers(self._api_key), "content-type": "application/json"},
-            )
-        return self._session
 
     def _body(self, ask: Ask, messages: list[Json]) -> Json:
         body: Json = {

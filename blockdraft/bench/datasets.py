@@ -7,13 +7,14 @@ added (z-lab/dflash, benchmark.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 from blockdraft.bench.prompt_files import AS_IT_IS, TEXT, PromptFile, Wrapper, prompts_of, read
-from blockdraft.bench.records import Prompt, Workload
+from blockdraft.bench.records import Workload
 from blockdraft.errors import BenchError
 from blockdraft.jsonl import Row
 
@@ -30,14 +31,6 @@ _PACKINGS = ("", ".gz", ".xz")
 
 
 @dataclass(frozen=True, slots=True)
-class HubFile:
-    """One file of a data set on the hub."""
-
-    repo: str
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
 class Dataset:
     """One public data set.
 
@@ -48,7 +41,7 @@ class Dataset:
     title: str
     category: str
     files: tuple[str, ...]
-    hub: HubFile | None
+    hub: tuple[str, str] | None  # repository and file
     home: str  # where a person finds the file
     wrapper: Wrapper = AS_IT_IS
     shared_files: tuple[str, ...] = ()
@@ -86,7 +79,7 @@ DATASETS: dict[str, Dataset] = {
         files=("gsm8k_test.jsonl", "gsm8k.jsonl", "gsm8k/test.jsonl", "grade_school_math/data/test.jsonl"),
         shared_files=("test.jsonl",),
         is_own=_has("question"),
-        hub=HubFile("openai/gsm8k", "main/test-00000-of-00001.parquet"),
+        hub=("openai/gsm8k", "main/test-00000-of-00001.parquet"),
         home="github.com/openai/grade-school-math, grade_school_math/data/test.jsonl",
         wrapper=Wrapper(("question",), _MATH),
     ),
@@ -96,7 +89,7 @@ DATASETS: dict[str, Dataset] = {
         files=("math500.jsonl", "math500_test.jsonl", "math500/test.jsonl", "MATH-500/test.jsonl"),
         shared_files=("test.jsonl",),
         is_own=_has("problem"),
-        hub=HubFile("HuggingFaceH4/MATH-500", "test.jsonl"),
+        hub=("HuggingFaceH4/MATH-500", "test.jsonl"),
         home="huggingface.co/datasets/HuggingFaceH4/MATH-500, test.jsonl",
         wrapper=Wrapper(("problem",), _MATH),
     ),
@@ -109,7 +102,7 @@ DATASETS: dict[str, Dataset] = {
             "data/HumanEval.jsonl",
             "human-eval/data/HumanEval.jsonl",
         ),
-        hub=HubFile("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"),
+        hub=("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"),
         home="github.com/openai/human-eval, data/HumanEval.jsonl.gz",
         wrapper=Wrapper(("prompt",), _HUMANEVAL),
     ),
@@ -123,7 +116,7 @@ DATASETS: dict[str, Dataset] = {
             "mbpp.jsonl",
             "mbpp/mbpp.jsonl",
         ),
-        hub=HubFile("google-research-datasets/mbpp", "sanitized/test-00000-of-00001.parquet"),
+        hub=("google-research-datasets/mbpp", "sanitized/test-00000-of-00001.parquet"),
         home="github.com/google-research/google-research, mbpp/sanitized-mbpp.json",
         wrapper=Wrapper(("prompt", "text")),
         is_wanted=_is_mbpp_test,
@@ -134,7 +127,7 @@ DATASETS: dict[str, Dataset] = {
         files=("mt_bench.jsonl", "mt_bench/question.jsonl"),
         shared_files=("question.jsonl",),
         is_own=_is_mt_bench,
-        hub=HubFile("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"),
+        hub=("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"),
         home="github.com/lm-sys/FastChat, fastchat/llm_judge/data/mt_bench/question.jsonl",
         wrapper=Wrapper(("prompt",)),
     ),
@@ -154,25 +147,17 @@ DATASETS: dict[str, Dataset] = {
 def load_dataset(name: str, *, data_dir: Path | None, is_offline: bool) -> Workload:
     """All prompts of a data set, from the folder where its file is there, else from the hub."""
     dataset = DATASETS[name]
-    local = _local_file(dataset, data_dir)
-    if local is not None:
-        return _workload(name, local, source=f"{local.path.name}, sha256 {local.digest}")
-    path = _hub_file(name, dataset, data_dir=data_dir, is_offline=is_offline)
-    file = read(path)
-    return _workload(name, file, source=f"hub {_hub_name(dataset)}, sha256 {file.digest}")
-
-
-def _workload(name: str, file: PromptFile, *, source: str) -> Workload:
-    dataset = DATASETS[name]
+    file = _local_file(dataset, data_dir)
+    source = "" if file is None else file.path.name
+    if file is None:
+        file = read(_hub_file(name, dataset, data_dir=data_dir, is_offline=is_offline))
+        source = f"hub {' '.join(dataset.hub or ())}"
     rows = tuple(filter(dataset.is_wanted, file.rows))
     if not rows:
         raise BenchError(f"{file.path} holds no row of the test split of {dataset.title}.")
     prompts = prompts_of(rows, name=name, category=dataset.category, wrapper=dataset.wrapper)
-    return Workload(name, tuple(_grouped(prompt, dataset) for prompt in prompts), source)
-
-
-def _grouped(prompt: Prompt, dataset: Dataset) -> Prompt:
-    return Prompt(prompt.id, dataset.group(prompt.category), prompt.turns, prompt.system)
+    grouped = tuple(replace(prompt, category=dataset.group(prompt.category)) for prompt in prompts)
+    return Workload(name, grouped, f"{source}, sha256 {file.digest}")
 
 
 def _local_file(dataset: Dataset, data_dir: Path | None) -> PromptFile | None:
@@ -182,22 +167,12 @@ def _local_file(dataset: Dataset, data_dir: Path | None) -> PromptFile | None:
         raise BenchError(
             f"the data folder {data_dir} is not a folder: give one that holds the data sets' files."
         )
-    for path in _candidates(dataset.files, data_dir):
-        return read(path)
-    for path in _candidates(dataset.shared_files, data_dir):
-        file = read(path)
-        if dataset.is_own(file.rows):
-            return file
+    for files, is_shared in ((dataset.files, False), (dataset.shared_files, True)):
+        for folder, name, packing in product((data_dir, data_dir / "eval"), files, _PACKINGS):
+            path = folder / (name + packing)
+            if path.is_file() and (not is_shared or dataset.is_own(read(path).rows)):
+                return read(path)
     return None
-
-
-def _candidates(files: tuple[str, ...], data_dir: Path) -> Iterator[Path]:
-    for folder in (data_dir, data_dir / "eval"):
-        for file in files:
-            for packing in _PACKINGS:
-                path = folder / (file + packing)
-                if path.is_file():
-                    yield path
 
 
 def _hub_file(name: str, dataset: Dataset, *, data_dir: Path | None, is_offline: bool) -> Path:
@@ -208,7 +183,7 @@ def _hub_file(name: str, dataset: Dataset, *, data_dir: Path | None, is_offline:
         raise BenchError(f"{absent}, and the hub has no copy: {advice}.")
     if is_offline:
         raise BenchError(f"{absent}, and downloads are off: {advice}.")
-    if dataset.hub.path.endswith(".parquet") and not _can_read_parquet():
+    if dataset.hub[1].endswith(".parquet") and not _can_read_parquet():
         raise BenchError(
             f"{absent}, and the hub has it as Parquet, read by pyarrow: 'pip install pyarrow', or {advice}."
         )
@@ -217,17 +192,13 @@ def _hub_file(name: str, dataset: Dataset, *, data_dir: Path | None, is_offline:
     from blockdraft.checkpoints.hub import HUB_ERRORS
 
     try:
-        return Path(huggingface_hub.hf_hub_download(dataset.hub.repo, dataset.hub.path, repo_type="dataset"))
+        return Path(huggingface_hub.hf_hub_download(*dataset.hub, repo_type="dataset"))
     except HUB_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BenchError(
-            f"{absent}, and {_hub_name(dataset)} did not come from the hub ({reason}): {advice}."
+            f"{absent}, and {' '.join(dataset.hub)} did not come from the hub ({reason}): {advice}."
         ) from error
 
 
 def _can_read_parquet() -> bool:
     return find_spec("pyarrow") is not None
-
-
-def _hub_name(dataset: Dataset) -> str:
-    return "" if dataset.hub is None else f"{dataset.hub.repo} {dataset.hub.path}"

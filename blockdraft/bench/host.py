@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from pathlib import Path
@@ -12,12 +11,13 @@ from blockdraft.machine.machine import read_machine
 
 def machine() -> dict[str, object]:
     """This machine: the one that measured, which is the server's only where the server runs on it."""
+    found = read_machine()
     return {
         "platform": platform.platform(),
         "architecture": platform.machine(),
         "cpu": _cpu_name(),
-        "num_cpus": _num_cpus(),
-        "memory_available_bytes": read_machine().memory_bytes,
+        "num_cpus": found.cpu.num_cores,
+        "memory_available_bytes": found.memory_bytes,
         "gpus": _gpus(),
     }
 
@@ -30,10 +30,6 @@ def _cpu_name() -> str:
         if name.strip().lower() == "model name":
             return value.strip()
     return _output_of("sysctl", "-n", "machdep.cpu.brand_string").strip() or platform.machine()
-
-
-def _num_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus() -> list[dict[str, str]]:

@@ -39,7 +39,21 @@ async def run_block(
     Everything asked for is answered, if only by an error that begins with NOT_SENT.
     """
     with _quiet_collector():
-        return await _run_block(_Block(client, asks, clock, on_answer), load, stop)
+        block = _Block(client, asks, clock, on_answer)
+        work = asyncio.ensure_future(
+            block.at_times() if load.rate is not None else block.in_turn(load.concurrency)
+        )
+        stopping = asyncio.ensure_future((stop or asyncio.Event()).wait())
+        try:
+            await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
+            stopping.cancel()
+            await asyncio.gather(work, stopping, return_exceptions=True)
+        if not work.cancelled():
+            work.result()  # a bug of ours shows itself here
+        block.mark_unanswered()
+        return [answer for answers in block.answers for answer in answers]
 
 
 @contextlib.contextmanager
@@ -51,24 +65,6 @@ def _quiet_collector() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-async def _run_block(block: _Block, load: Load, stop: asyncio.Event | None) -> list[Answer]:
-    work = asyncio.ensure_future(
-        block.at_times() if load.rate is not None else block.in_turn(load.concurrency)
-    )
-    stopping = asyncio.ensure_future(stop.wait()) if stop is not None else None
-    try:
-        await asyncio.wait({work, stopping} if stopping else {work}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (work, stopping):
-            if task is not None and not task.done():
-                task.cancel()
-        await asyncio.gather(work, *([stopping] if stopping else []), return_exceptions=True)
-    if not work.cancelled():
-        work.result()  # a bug of ours shows itself here
-    block.mark_unanswered()
-    return [answer for answers in block.answers for answer in answers]
 
 
 class _Block:

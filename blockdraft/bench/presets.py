@@ -7,18 +7,8 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Literal
 
 from blockdraft.errors import BenchError
-
-Figure = Literal[  # see `layout.FIGURES`
-    "tokens_per_s",  # of all requests together
-    "request_tokens_per_s",  # median over the requests
-    "ttft",  # median
-    "tpot",  # median
-    "card",  # tokens_per_s, and its ratio to the plain arm's
-    "committed_per_step",  # accepted drafts + 1
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +18,15 @@ class Preset:
     `num_prompts` are requests per place of the table: workloads with fewer prompts repeat them.
     """
 
-    description: str
     published: str  # where the original stands, and what it does not say
     workloads: tuple[str, ...]
     concurrencies: tuple[int, ...]
     max_tokens: int
     temperature: float
     num_prompts: int
-    figures: tuple[Figure, ...]  # a table each: a row per workload, a column per concurrency
+    figures: tuple[
+        str, ...
+    ]  # of `layout.FIGURES`, a table each: a row per workload, a column per concurrency
     max_turns: int | None = None  # 1: only the first turn of a conversation is asked
     num_warmups: int = 1
     thinking: bool | None = None  # None: the model's default
@@ -43,7 +34,6 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     "z-lab": Preset(
-        description="tasks x concurrency 1, 8, 32, as on z-lab's model cards",
         published=(
             "card of z-lab/gemma-4-31B-it-DFlash: vLLM on one B300, thinking on, greedy, at most 4096 "
             "tokens; 128 prompts a task from the README of z-lab/dflash, whose benchmark asks first "
@@ -61,7 +51,6 @@ PRESETS: dict[str, Preset] = {
         thinking=True,
     ),
     "spark": Preset(
-        description="prompt classes x concurrency 1, 4, 8, 16, as for the DGX Spark container",
         published=(
             "README and BENCHMARKS.md of AEON-7/vllm-dflash: 16 requests of at most 512 tokens at each "
             "concurrency after 3 warm-ups, temperature 0. There every request of a class is the same "
@@ -78,7 +67,6 @@ PRESETS: dict[str, Preset] = {
         num_warmups=3,
     ),
     "mt-bench": Preset(
-        description="MT-Bench, 80 prompts, one at a time, 2048 tokens",
         published=(
             "meanaverage/gemma4-dflash-spark-vllm: 'vllm bench serve' on philschmid/mt-bench, which "
             "asks first turns only; 80 prompts, concurrency 1, at most 2048 tokens, temperature 0."
@@ -95,7 +83,6 @@ PRESETS: dict[str, Preset] = {
 
 
 DEFAULT = Preset(
-    description="four classes, one request at a time",
     published="",
     workloads=("code", "reasoning", "dialogue", "prose"),
     concurrencies=(1,),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import random
-import re
 import string
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +30,6 @@ _SPELLINGS = {"math_500": "math500", "human_eval": "humaneval", "summarize": "su
 _RANDOM_WORDS = 256  # of one prompt, unless `random:N` says; arbitrary
 _RANDOM_PROMPTS = 12  # as many as a built-in class has
 _NOISE = string.ascii_letters + string.digits
-_SALT_LINE = re.compile(r"\A\[run [\w-]+\]\n")
 _DEPTH_HEADING = "Background notes (not needed for the task):"
 
 

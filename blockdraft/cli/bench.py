@@ -37,30 +37,26 @@ FILE_WIDTH = 160  # characters of a line that goes to no terminal; arbitrary
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", nargs="*", metavar="URL", help="or: compare A.json B.json")
-    server = parser.add_argument_group("server")
-    server.add_argument("--name", help="which of the server's models (default: the only one)")
-    server.add_argument("--api-key", metavar="KEY", help="(default: $BLOCKDRAFT_API_KEY)")
-    server.add_argument("--baseline", metavar="URL", help="the same model without speculation, elsewhere")
-    server.add_argument(
-        "--no-baseline", action="store_true", help="do not measure plain decoding beside speculation"
-    )
-    server.add_argument(
+    add = parser.add_argument_group("server").add_argument
+    add("--name", help="which of the server's models (default: the only one)")
+    add("--api-key", metavar="KEY", help="(default: $BLOCKDRAFT_API_KEY)")
+    add("--baseline", metavar="URL", help="the same model without speculation, elsewhere")
+    add("--no-baseline", action="store_true", help="do not measure plain decoding beside speculation")
+    add(
         "--start",
         metavar="COMMAND",
         help="start this server first and measure its start; {port} becomes a free port, e.g. "
         "'vllm serve NAME --port {port}'",
     )
-    server.add_argument(
+    add(
         "--also-eager",
         action="store_true",
         help="of our own server: also start it with --no-graphs, to compare",
     )
-    server.add_argument("--start-timeout", type=float, default=1800.0, metavar="S", help="(default: 1800)")
-    server.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="per request (default: 600)"
-    )
-    load = parser.add_argument_group("load")
-    load.add_argument(
+    add("--start-timeout", type=float, default=1800.0, metavar="S", help="(default: 1800)")
+    add("--timeout", type=float, default=600.0, metavar="S", help="per request (default: 600)")
+    add = parser.add_argument_group("load").add_argument
+    add(
         "--workload",
         action="append",
         metavar="NAMES",
@@ -68,42 +64,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "gsm8k, math500, humaneval, mbpp, mt_bench, spec_bench, random[:N], or a JSONL file; several with "
         "commas or by repeating (default: code,reasoning,dialogue,prose)",
     )
-    load.add_argument("--concurrency", metavar="N,…", help="requests at a time (default: 1)")
-    load.add_argument(
-        "--rate", type=float, metavar="R", help="instead: R requests per second, at random times"
-    )
-    load.add_argument("--depth", default="0", metavar="N,…", help="tokens of context before each prompt")
-    load.add_argument("--temperature", metavar="T,…", help="(default: 0, greedy)")
-    load.add_argument("--max-tokens", type=int, metavar="N", help="per answer (default: 256)")
-    load.add_argument(
-        "--num-prompts",
-        type=int,
-        metavar="N",
-        help="requests per cell and arm, at least (default: 8)",
-    )
-    load.add_argument("--max-turns", type=int, metavar="N", help="of a conversation (default: all)")
-    load.add_argument("--ignore-eos", action="store_true", help="answers of exactly --max-tokens")
-    load.add_argument("--cached", action="store_true", help="let prefix caches help: prompts as they are")
-    load.add_argument(
-        "--thinking", choices=["on", "off"], help="of models that can (default: the model's own)"
-    )
-    load.add_argument(
-        "--data", type=Path, metavar="DIR", help="where data sets lie, e.g. gsm8k_test.jsonl.gz"
-    )
-    load.add_argument("--offline", action="store_true", help="do not look for data sets on the hub")
-    load.add_argument("--prompt-seed", type=int, default=0, metavar="N", help="of samples and arrivals")
-    load.add_argument(
-        "--table", metavar="NAME", help="the shape of a published table: z-lab, spark or mt-bench"
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument(
+    add("--concurrency", metavar="N,…", help="requests at a time (default: 1)")
+    add("--rate", type=float, metavar="R", help="instead: R requests per second, at random times")
+    add("--depth", default="0", metavar="N,…", help="tokens of context before each prompt")
+    add("--temperature", metavar="T,…", help="(default: 0, greedy)")
+    add("--max-tokens", type=int, metavar="N", help="per answer (default: 256)")
+    add("--num-prompts", type=int, metavar="N", help="requests per cell and arm, at least (default: 8)")
+    add("--max-turns", type=int, metavar="N", help="of a conversation (default: all)")
+    add("--ignore-eos", action="store_true", help="answers of exactly --max-tokens")
+    add("--cached", action="store_true", help="let prefix caches help: prompts as they are")
+    add("--thinking", choices=["on", "off"], help="of models that can (default: the model's own)")
+    add("--data", type=Path, metavar="DIR", help="where data sets lie, e.g. gsm8k_test.jsonl.gz")
+    add("--offline", action="store_true", help="do not look for data sets on the hub")
+    add("--prompt-seed", type=int, default=0, metavar="N", help="of samples and arrivals")
+    add("--table", metavar="NAME", help="the shape of a published table: z-lab, spark or mt-bench")
+    add = parser.add_argument_group("output").add_argument
+    add(
         "--out",
         metavar="PATH",
         help="write PATH.json, PATH.md and PATH.html (default: blockdraft-bench-TIME; none: no files)",
     )
-    output.add_argument(
-        "--json", dest="prints_json", action="store_true", help="print the JSON, not the table"
-    )
+    add("--json", dest="prints_json", action="store_true", help="print the JSON, not the table")
     add_settings(parser)
 
 
