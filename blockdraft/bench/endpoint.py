@@ -97,6 +97,9 @@ class _Reply:
         """The object that it is; empty: it is none."""
         return as_object(self.body) if self.status == 200 else {}
 
+    def text(self) -> str:
+        return self.body.decode("utf-8", "replace") if self.status == 200 else ""
+
 
 class _Asker:
     """GETs of one server."""
@@ -114,20 +117,12 @@ class _Asker:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise self.error(reason(error, shown_host(self.root), PROBE_TIMEOUT_S)) from None
 
-    async def try_get(self, path: str) -> Json:
-        """The object that is there; empty: there is none."""
+    async def find(self, path: str) -> _Reply:
+        """What is there; an empty reply where there is no answer."""
         try:
-            return (await self.get(path)).json()
+            return await self.get(path)
         except BenchError:
-            return {}
-
-    async def metrics(self) -> str:
-        """The text of /metrics; empty: there is none."""
-        try:
-            reply = await self.get("/metrics")
-        except BenchError:
-            return ""
-        return reply.body.decode("utf-8", "replace") if reply.status == 200 else ""
+            return _Reply(0, "", b"")
 
     def error(self, text: str) -> BenchError:
         return BenchError(one_line(text, self._api_key))
@@ -139,23 +134,21 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
         ask = _Asker(session, server_root(url), api_key)
         reply = await ask.get("/v1/models")
         card = _find_model(ask, _cards(ask, reply), model)
-        props = await ask.try_get("/props")
-        info = await ask.try_get("/get_server_info")
+        props = (await ask.find("/props")).json()
+        info = (await ask.find("/get_server_info")).json()
         kind = _kind(reply, card, props, info)
         engine = await _engine_info(ask) if kind == "blockdraft" else {}
         drafter = engine.get("draft") or info.get("speculative_draft_model_path")
         notices = engine.get("notices")
-        metrics = await ask.metrics()
+        metrics = (await ask.find("/metrics")).text()
         is_metered = read_metrics(metrics, str(card["id"])) is not None
         return Endpoint(
             url=ask.root,
             kind=kind,
-            version=_version(await ask.try_get("/version"), props, info),
+            version=_version((await ask.find("/version")).json(), props, info),
             model=str(card["id"]),
             max_model_len=_max_model_len(card, props, info),
-            switches=_own_switches(await ask.try_get("/openapi.json"))
-            if kind == "blockdraft"
-            else _SWITCHES[kind],
+            switches=await _own_switches(ask) if kind == "blockdraft" else _SWITCHES[kind],
             is_metered=is_metered,
             is_speculative=_is_speculative(kind, engine, info, metrics, is_metered=is_metered),
             drafter=drafter if isinstance(drafter, str) else None,
@@ -169,7 +162,8 @@ async def read_speculation(
 ) -> Speculation | None:
     """What /metrics has counted since the server's start; None: it does not say."""
     async with _session(api_key) as session:
-        return read_metrics(await _Asker(session, server_root(url), api_key).metrics(), model)
+        reply = await _Asker(session, server_root(url), api_key).find("/metrics")
+        return read_metrics(reply.text(), model)
 
 
 def _session(api_key: str | None) -> aiohttp.ClientSession:
@@ -260,8 +254,9 @@ def _text(parent: Json, key: str) -> str | None:
 # ---- blockdraft's own server
 
 
-def _own_switches(openapi: Json) -> Switches:
+async def _own_switches(ask: _Asker) -> Switches:
     """By what the server's own description has: one that does not know a salt refuses it."""
+    openapi = (await ask.find("/openapi.json")).json()
     found = inside(openapi, "components", "schemas", "ChatRequest", "properties")
     names = found if isinstance(found, dict) else {}
     return Switches(

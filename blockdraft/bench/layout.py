@@ -12,7 +12,6 @@ from blockdraft.bench.figures import (
     Agreement,
     BenchReport,
     Cell,
-    SpeculationFigures,
 )
 from blockdraft.bench.report import ReportRow, arm_names, rows_of, whole_rows
 from blockdraft.bench.sheet import (
@@ -27,6 +26,7 @@ from blockdraft.bench.sheet import (
     load_text,
     milliseconds,
     number,
+    row_name,
     to_markdown,
     to_rich,
 )
@@ -72,9 +72,9 @@ def details(report: BenchReport) -> Sheet:
 def acceptance(report: BenchReport) -> Sheet:
     """The share of verify steps that accepted the draft at each position, where the server says it."""
     found = [
-        (f"{full_label(cell['key'])} at {load_text(cell['key'])}", cell["speculation"])
-        for cell in (row.cell for row in whole_rows(report))
-        if cell["speculation"]["acceptance_by_position"]
+        (row_name(row.key), row.cell["speculation"])
+        for row in whole_rows(report)
+        if row.cell["speculation"]["acceptance_by_position"]
     ]
     shares = [[f"{share:.1%}" for share in figures["acceptance_by_position"] or []] for _, figures in found]
     width = max(map(len, shares), default=0)
@@ -92,13 +92,8 @@ def agreement(report: BenchReport) -> Sheet:
         for kind, turns in (("first", compared["first_turns"]), ("later", compared["later_turns"])):
             if kind == "later" and not turns["num_compared"] + turns["num_after_divergence"]:
                 continue
-            counts = (
-                turns["num_compared"],
-                turns["num_equal"],
-                turns["num_failed"],
-                turns["num_after_divergence"],
-            )
-            rows.append((name, kind, *map(str, counts), _percent(turns["share_equal"])))
+            counts = [str(value) for figure, value in turns.items() if figure != "share_equal"]
+            rows.append((name, kind, *counts, _percent(turns["share_equal"])))
     header = ("workload", "turns", "compared", "equal", "failed", "after a divergence", "share equal")
     return Sheet("", header, tuple(rows), num_labels=2)
 
@@ -117,7 +112,7 @@ def divergences(report: BenchReport) -> Sheet:
 def _agreements(report: BenchReport) -> list[tuple[str, Agreement]]:
     """What was compared at temperature 0, with the name of its row."""
     return [
-        (f"{full_label(row.key)} at {load_text(row.key)}", row.pair["agreement"])
+        (row_name(row.key), row.pair["agreement"])
         for row in whole_rows(report)
         if row.pair is not None and row.pair["agreement"] is not None
     ]
@@ -228,11 +223,10 @@ def fact_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _committed_text(row: ReportRow) -> str:
-    figures = row.cell["speculation"]
-    if figures["acceptance"] in ("unknown", "none"):
-        return figures["acceptance"]
-    return number(figures["committed_per_step"]["value"])
+def _committed_text(cell: Cell) -> str:
+    figures = cell["speculation"]
+    committed = figures["committed_per_step"]["value"]
+    return figures["acceptance"] if committed is None else number(committed)
 
 
 def _card_text(row: ReportRow) -> str:
@@ -244,7 +238,7 @@ def _card_text(row: ReportRow) -> str:
 FIGURES: dict[str, tuple[str, Callable[[ReportRow], str]]] = {  # a title, and the text of a row
     "tokens_per_s": ("tok/s", lambda row: estimate(row.cell["tokens_per_s"])),
     "speedup": ("speedup over plain decoding", lambda row: estimate(row.speedup, suffix="x")),
-    "committed_per_step": ("tokens committed per step (accepted + 1)", _committed_text),
+    "committed_per_step": ("tokens committed per step (accepted + 1)", lambda row: _committed_text(row.cell)),
     "request_tokens_per_s": (
         "tok/s of one request, p50",
         lambda row: number(row.cell["request_tokens_per_s"]["p50"]),
@@ -265,7 +259,7 @@ DETAILS: tuple[tuple[str, Callable[[Cell], str]], ...] = (  # a title, and the t
     ("tok/s", lambda cell: number(cell["tokens_per_s"]["value"])),
     ("95 %", lambda cell: interval_text(cell["tokens_per_s"]["interval"])),
     ("tok/s a request p50", lambda cell: number(cell["request_tokens_per_s"]["p50"])),
-    ("committed/step", lambda cell: _committed_detail(cell["speculation"])),
+    ("committed/step", _committed_text),
     ("95 %", lambda cell: interval_text(cell["speculation"]["committed_per_step"]["interval"])),
     ("drafts accepted", lambda cell: _percent(cell["speculation"]["draft_acceptance_rate"])),
     ("TTFT p50", lambda cell: milliseconds(cell["ttft_s"]["p50"])),
@@ -300,11 +294,6 @@ def _failed_detail(cell: Cell) -> str:
     not_sent = f" +{cell['num_not_sent']} not sent" if cell["num_not_sent"] else ""
     not_ended = f" +{cell['num_not_ended']} given up" if cell["num_not_ended"] else ""
     return f"{cell['num_failed']}{not_sent}{not_ended}"
-
-
-def _committed_detail(figures: SpeculationFigures) -> str:
-    committed = figures["committed_per_step"]["value"]
-    return figures["acceptance"] if committed is None else number(committed)
 
 
 def _percent(share: float | None) -> str:

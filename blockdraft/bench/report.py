@@ -28,7 +28,7 @@ from blockdraft.bench.figures import (
 )
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm, Group, Key
 from blockdraft.bench.schema import schema_error
-from blockdraft.bench.sheet import full_label, load_text, milliseconds
+from blockdraft.bench.sheet import milliseconds, row_name
 from blockdraft.bench.statistics import pair, split_by_category, summarise
 from blockdraft.bench.wire import shown_host
 from blockdraft.errors import BenchError
@@ -83,7 +83,8 @@ def build(  # noqa: PLR0913  # the sections of a report
     """All figures of a run. Workloads of several classes get a cell for each, unless `groups` has them."""
     seed = options.get("seed")
     seed = seed if isinstance(seed, int) else 0
-    groups = _with_classes(groups)
+    if all(group.key["category"] == "all" for group in groups):
+        groups = [part for group in groups for part in (group, *split_by_category(group))]
     facts = _endpoint(endpoint)
     cells = [summarise(group, seed=seed) for group in groups]
     for cell in cells:
@@ -92,11 +93,7 @@ def build(  # noqa: PLR0913  # the sections of a report
     report: BenchReport = {
         "schema": SCHEMA,
         "date": date,
-        "versions": {
-            "blockdraft": __version__,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        },
+        "versions": {"blockdraft": __version__, "python": platform.python_version(), "numpy": np.__version__},
         "machine": dict(machine),
         "endpoint": facts,
         "baseline": None if baseline is None else _endpoint(baseline),
@@ -209,24 +206,17 @@ def output_paths(out: str | None) -> list[Path]:
 
 def load_report(path: Path | str) -> BenchReport:
     """A report that was written before; BenchError says what is wrong with any other file."""
+    name = repr(str(path))
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        found = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
     except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"cannot read the report {str(path)!r}: {error}.") from error
-    try:
-        found = json.loads(text, parse_constant=_refuse)
+        raise BenchError(f"cannot read the report {name}: {error}.") from error
     except (ValueError, RecursionError) as error:
-        raise BenchError(
-            f"{str(path)!r} is not JSON: {error}. Was the run that wrote it cut short?"
-        ) from error
-    _check_schema(found, path)
+        raise BenchError(f"{name} is not JSON: {error}. Was the run that wrote it cut short?") from error
+    fact = _not_a_report(found)
+    if fact is not None:
+        raise BenchError(f"{name} {fact}")
     return cast("BenchReport", found)
-
-
-def _with_classes(groups: Sequence[Group]) -> list[Group]:
-    if any(group.key["category"] != "all" for group in groups):
-        return list(groups)
-    return [part for group in groups for part in (group, *split_by_category(group))]
 
 
 def _arms(groups: Sequence[Group]) -> Iterable[tuple[Group, Group]]:
@@ -317,7 +307,7 @@ def _warnings(report: BenchReport, groups: Sequence[Group]) -> list[str]:
 
 
 def _cell_warnings(cell: Cell, *, arm: str, cached: float) -> list[str]:
-    name = f"{full_label(cell['key'])} at {load_text(cell['key'])}, {arm}"
+    name = f"{row_name(cell['key'])}, {arm}"
     warnings = []
     if cell["num_failed"]:
         kinds = ", ".join(f"{error['kind']} ({error['count']})" for error in cell["errors"])
@@ -331,9 +321,8 @@ def _cell_warnings(cell: Cell, *, arm: str, cached: float) -> list[str]:
     speculation = cell["speculation"]
     committed = (speculation["steps"] or 0) + (speculation["accepted"] or 0)
     if cell["tokens_out"] is not None and committed > MAX_COMMITTED * cell["tokens_out"]:
-        others = (
-            ", as do requests that failed or are not ours" if speculation["acceptance"] == "metered" else ""
-        )
+        is_metered = speculation["acceptance"] == "metered"
+        others = ", as do requests that failed or are not ours" if is_metered else ""
         warnings.append(
             f"{name}: steps committed {committed:,} tokens, answers have {cell['tokens_out']:,}: drafts past "
             f"the end of answers count{others}, and committed/step is too high."
@@ -353,7 +342,7 @@ def _cached_share(group: Group) -> float:
 
 
 def _pair_warnings(pair: Pair) -> list[str]:
-    name = f"{full_label(pair['key'])} at {load_text(pair['key'])}"
+    name = row_name(pair["key"])
     warnings = []
     if pair["num_unmatched"]:
         warnings.append(f"{name}: {pair['num_unmatched']} prompts are in one arm only, and not compared.")
@@ -367,19 +356,18 @@ def _pair_warnings(pair: Pair) -> list[str]:
     return warnings
 
 
-def _check_schema(found: object, path: Path | str) -> None:
-    if not isinstance(found, dict) or not isinstance(found.get("schema"), str):
-        raise BenchError(f"{str(path)!r} is not a report of blockdraft bench: it has no 'schema'.")
-    name, _, version = found["schema"].partition("/")
+def _not_a_report(found: object) -> str | None:
+    """Why it is none that we can read; None: it is."""
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if not isinstance(schema, str):
+        return "is not a report of blockdraft bench: it has no 'schema'."
+    name, _, version = schema.partition("/")
     if name != SCHEMA_NAME or not version.isdecimal():
-        raise BenchError(f"{str(path)!r} has the schema {found['schema']!r}, not {SCHEMA!r}.")
+        return f"has the schema {schema!r}, not {SCHEMA!r}."
     if int(version) > SCHEMA_VERSION:
-        raise BenchError(
-            f"{str(path)!r} was written by a newer blockdraft ({found['schema']}): update this one."
-        )
+        return f"was written by a newer blockdraft ({schema}): update this one."
     damaged = schema_error(found, BenchReport)
-    if damaged is not None:
-        raise BenchError(f"{str(path)!r} is damaged: '{damaged}' is missing or is not what it should be.")
+    return None if damaged is None else f"is damaged: '{damaged}' is missing or is not what it should be."
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -18,17 +18,7 @@ from blockdraft.bench.client import Client, Clock
 from blockdraft.bench.endpoint import Endpoint, read_speculation
 from blockdraft.bench.filler import filler
 from blockdraft.bench.load import MAX_REFUSED, poisson, run_block
-from blockdraft.bench.records import (
-    Answer,
-    Arm,
-    Ask,
-    Group,
-    Key,
-    Load,
-    Prompt,
-    Speculation,
-    Workload,
-)
+from blockdraft.bench.records import Answer, Arm, Ask, Group, Key, Load, Prompt, Speculation, Workload
 from blockdraft.bench.speculation import difference, total_of
 from blockdraft.bench.wire import shown_host
 from blockdraft.bench.workloads import deepened, estimate_tokens_per_word, salted
@@ -56,10 +46,8 @@ class Grid:
     seed: int = 0
 
     def points(self) -> Iterator[Point]:
-        for workload, load, depth, temperature in itertools.product(
-            self.workloads, self.loads, self.depths, self.temperatures
-        ):
-            yield Point(workload, load, depth, temperature)
+        axes = (self.workloads, self.loads, self.depths, self.temperatures)
+        return itertools.starmap(Point, itertools.product(*axes))
 
     @property
     def total(self) -> int:

@@ -109,6 +109,11 @@ def full_label(key: Key) -> str:
     return f"{label(key)}{depth}{temperature}"
 
 
+def row_name(key: Key) -> str:
+    """All of it."""
+    return f"{full_label(key)} at {load_text(key)}"
+
+
 def load_text(key: Key) -> str:
     """How requests arrived."""
     return str(key["concurrency"]) if key["rate"] is None else f"{key['rate']:g}/s"
