@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from blockdraft.bench.presets import DEFAULT, Preset, find_preset
+from blockdraft.bench.presets import Preset, find_preset
 from blockdraft.bench.records import Load
 from blockdraft.bench.run import Grid
 from blockdraft.bench.wire import server_root, shown_host
@@ -74,7 +74,7 @@ class Options:
 
     @property
     def preset(self) -> Preset:
-        return DEFAULT if self.table is None else find_preset(self.table)
+        return Preset() if self.table is None else find_preset(self.table)
 
     @property
     def turns(self) -> int | None:

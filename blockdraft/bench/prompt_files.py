@@ -22,7 +22,7 @@ from blockdraft.jsonl import Place, Row, kind_of, open_packed, parse, read_rows,
 
 TEXT_FIELDS = ("prompt", "question", "text")
 SUFFIXES = (".jsonl", ".json", ".gz", ".xz", ".parquet")
-TEXT = "{text}"  # the place of a row's text in a wrapper
+TEXT = "{text}"  # the place of a row's text in a template
 
 _ID_FIELDS = ("id", "question_id", "task_id", "prompt_id", "unique_id")
 
@@ -34,17 +34,6 @@ class PromptFile:
     path: Path
     rows: tuple[Row, ...]
     digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wrapper:
-    """How rows of a data set become prompts: which fields hold their text, and the words around it."""
-
-    fields: tuple[str, ...] = TEXT_FIELDS
-    template: str = TEXT
-
-
-AS_IT_IS = Wrapper()
 
 
 def read(path: Path) -> PromptFile:
@@ -62,13 +51,21 @@ def read(path: Path) -> PromptFile:
 
 
 def prompts_of(
-    rows: Sequence[Row], *, name: str, category: str, wrapper: Wrapper = AS_IT_IS
+    rows: Sequence[Row],
+    *,
+    name: str,
+    category: str,
+    fields: Sequence[str] = TEXT_FIELDS,
+    template: str = TEXT,
 ) -> tuple[Prompt, ...]:
-    """A prompt per row; `name` and `category` stand in where a row does not say."""
+    """A prompt per row; `name` and `category` stand in where a row does not say.
+
+    `fields` may hold a row's text, around which the words of `template` are put.
+    """
     lines: dict[str, int] = {}
     prompts = []
     for row in rows:
-        system, turns = _conversation(row, wrapper)
+        system, turns = _conversation(row, fields, template)
         given = row.fields.get("category")
         own = given if isinstance(given, str) and given else category
         prompt = Prompt(_id(row, name), own, turns, system)
@@ -96,8 +93,8 @@ def _id(row: Row, name: str) -> str:
     return f"{name}-{row.place.number}"
 
 
-def _conversation(row: Row, wrapper: Wrapper) -> tuple[str | None, tuple[str, ...]]:
-    """(system, user turns). Messages and turns are taken as they are; a bare text gets the wrapper."""
+def _conversation(row: Row, fields: Sequence[str], template: str) -> tuple[str | None, tuple[str, ...]]:
+    """(system, user turns). Messages and turns are taken as they are; a bare text gets the template."""
     if "messages" in row.fields:
         return _from_messages(row)
     system = row.fields.get("system")
@@ -105,13 +102,13 @@ def _conversation(row: Row, wrapper: Wrapper) -> tuple[str | None, tuple[str, ..
         raise row.error(f'"system" is {kind_of(system)}, where a text was expected')
     if "turns" in row.fields:
         return system, _turns(row, "turns")
-    for field in wrapper.fields:
+    for field in fields:
         if isinstance(row.fields.get(field), list):
             return system, _turns(row, field)
         if field in row.fields:
             text = _text(row, field, row.fields[field])
-            return system, (wrapper.template.replace(TEXT, text),)
-    wanted = ", ".join(f'"{field}"' for field in ("messages", "turns", *wrapper.fields))
+            return system, (template.replace(TEXT, text),)
+    wanted = ", ".join(f'"{field}"' for field in ("messages", "turns", *fields))
     raise row.error(f"no prompt: one of {wanted} was expected")
 
 

@@ -103,7 +103,7 @@ def test_the_prompt_files_are_part_of_the_package():
     if not project.exists():
         pytest.skip("not a checkout")
     packaged = tomllib.loads(project.read_text())["tool"]["setuptools"]["package-data"]
-    assert "prompts/*" in packaged["blockdraft.bench"]
+    assert {"*.toml", "prompts/*"} <= set(packaged["blockdraft.bench"])
 
 
 def test_workloads_need_no_torch():
