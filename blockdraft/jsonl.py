@@ -1,4 +1,4 @@
-"""Files of JSON lines, packed or not: read row by row, and what is wrong is named by its file and line."""
+"""Reads files of JSON lines, packed or not, row by row; what is wrong is named by its file and line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Row:
 
 
 def read_rows(path: Path, make_error: MakeError, *, hint: str = "") -> Iterator[Row]:
-    """The objects of a .jsonl, .jsonl.gz or .jsonl.xz file, one at a time; blank lines are left out."""
+    """Yield the objects of a .jsonl, .jsonl.gz or .jsonl.xz file, one at a time; blank lines are left out."""
     with open_packed(path, make_error) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -53,7 +53,7 @@ def read_rows(path: Path, make_error: MakeError, *, hint: str = "") -> Iterator[
 
 @contextmanager
 def open_packed(path: Path, make_error: MakeError) -> Iterator[BufferedIOBase]:
-    """A file to read from, .gz and .xz unpacked; an error while it is read says what to do."""
+    """Open a file to read from, .gz and .xz unpacked; an error while it is read says what to do."""
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield file
@@ -66,7 +66,7 @@ def open_packed(path: Path, make_error: MakeError) -> Iterator[BufferedIOBase]:
 
 
 def parse(text: bytes, place: Place) -> object:
-    """The JSON value of a text; an error is given with the line in which it is."""
+    """Return the JSON value of a text; an error names the line in which it is."""
     try:
         return json.loads(text.removeprefix(_BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError as error:
@@ -85,7 +85,7 @@ def row_of(value: object, place: Place) -> Row:
 
 
 def kind_of(value: object) -> str:
-    """What a JSON value is, in words."""
+    """Say in words what a JSON value is."""
     match value:
         case None:
             return "missing or null"

@@ -1,4 +1,4 @@
-"""The client: conversations over HTTP, with the time of everything that comes back.
+"""The client holds conversations over HTTP and notes the time of everything that comes back.
 
 Whatever goes wrong is an Answer with an error. Much here is about what the client itself adds to the times
 it measures: one thread may hold hundreds of streams. The text of a request is made before its time begins,
@@ -88,7 +88,7 @@ class Client:
     async def converse(
         self, ask: Ask, *, planned_s: float | None = None, on_answer: OnAnswer | None = None
     ) -> list[Answer]:
-        """All turns of a conversation, up to the first that fails; `on_answer` gets each when it ends."""
+        """Ask all turns of a conversation, up to the first that fails; `on_answer` gets each when it ends."""
         messages: list[Json] = []
         if ask.prompt.system is not None:
             messages.append({"role": "system", "content": ask.prompt.system})
@@ -167,7 +167,7 @@ class Client:
 
 
 class _BadAnswer(Exception):
-    """An answer that came, and is none; its text becomes the Answer's error."""
+    """Raised for a reply that is no answer; its text becomes the Answer's error."""
 
 
 class _Reader:
@@ -248,7 +248,7 @@ class _Reader:
         answer.cached_tokens = whole_number(inside(usage, "prompt_tokens_details", "cached_tokens"))
 
     def check_end(self) -> None:
-        """_BadAnswer for a stream that is over before it was complete."""
+        """Raise _BadAnswer if the stream is over before it was complete."""
         if self._rest.strip() and not self.is_done:
             if _event_data(self._rest.strip()) != _DONE:
                 raise _BadAnswer(f"the stream broke off inside an event: {_shown(self._rest)}")
@@ -261,14 +261,14 @@ class _Reader:
             raise _BadAnswer("the server sent no usage: how many tokens the answer has is unknown.")
 
     def finish(self) -> None:
-        """The last byte ends a complete answer, its discovery a failed one."""
+        """Note the end: of a complete answer its last byte, of a failed one the moment it was found out."""
         answer = self._answer
         answer.end_s = self._last_s if answer.is_ok else self._clock()
         answer.text, answer.thinking = "".join(self._texts), "".join(self._thoughts)
 
 
 def _event_data(event: bytes) -> bytes:
-    """The data of one server-sent event; empty: it has none."""
+    """Return the data of one server-sent event; empty: it has none."""
     if event.startswith(b"data:") and b"\n" not in event:
         return event[5:].strip()
     parts = []

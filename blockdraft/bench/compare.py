@@ -94,7 +94,7 @@ class _Side(NamedTuple):
 
 
 def compare(a: BenchReport, b: BenchReport) -> Comparison:
-    """Cells are matched by workload, class, load, depth, temperature and arm.
+    """Match cells by workload, class, load, depth, temperature and arm.
 
     A cell without a partner for its temperature alone is matched all the same, with a warning.
     """
@@ -109,7 +109,7 @@ def compare(a: BenchReport, b: BenchReport) -> Comparison:
 
 
 def sheet(comparison: Comparison) -> Sheet:
-    """One row per figure that either report has, so that a terminal of 80 columns shows all of it."""
+    """Give each figure that either report has a row, so that a terminal of 80 columns shows all of it."""
     rows = []
     for match in comparison.matches:
         name = _name(match.key, match.arm)
@@ -123,7 +123,7 @@ def sheet(comparison: Comparison) -> Sheet:
 
 
 def terminal(comparison: Comparison) -> Renderables:
-    """For rich, the warnings first."""
+    """Lay the comparison out for rich, the warnings first."""
     sides = (("A", comparison.only_a), ("B", comparison.only_b))
     return Renderables(
         *(Text(f"NOT COMPARABLE: {clean(line)}", style="bold red") for line in comparison.warnings),
@@ -139,7 +139,7 @@ def to_json(comparison: Comparison) -> str:
 
 
 def _sides(report: BenchReport) -> list[_Side]:
-    """In the order of the report's cells."""
+    """Return the cells of a report, in its order."""
     names, rows = arm_names(report["cells"]), rows_of(report)
     speedups = {id(row.speculative): row.speedup for row in rows}
     return [
@@ -150,7 +150,7 @@ def _sides(report: BenchReport) -> list[_Side]:
 def _matched(
     a: Sequence[_Side], b: Sequence[_Side]
 ) -> tuple[list[tuple[_Side, _Side]], list[_Side], list[_Side]]:
-    """Pairs, in the order of B, and what is left of either side."""
+    """Return the pairs, in the order of B, and what is left of either side."""
     partners: dict[int, _Side] = {}  # by the place in B
     rest_a, rest_b = list(a), dict(enumerate(b))
     for exact in (True, False):
@@ -201,7 +201,7 @@ def _ratio(change: Change) -> str:
 
 
 def _facts(report: BenchReport) -> dict[str, object]:
-    """What makes the numbers of two runs those of different things where it differs."""
+    """Return the facts that make two runs incomparable where they differ."""
     machine = {f"machine ({name})": report["machine"].get(name) for name in ("cpu", "num_cpus", "gpus")}
     model = report["endpoint"].get("model")
     return {"model": model, "definitions of the figures": report["definitions"], **machine}
@@ -210,7 +210,7 @@ def _facts(report: BenchReport) -> dict[str, object]:
 def _differences(
     a: Mapping[str, object], b: Mapping[str, object], names: Iterable[str] | None = None
 ) -> list[str]:
-    """A line for each of the names (all, unless given) whose facts differ."""
+    """Return a line for each of the names (all, unless given) whose facts differ."""
     lines = []
     for name in a if names is None else names:
         one, two = a.get(name), b.get(name)
@@ -222,7 +222,7 @@ def _differences(
 
 
 def _cell_warnings(pairs: Sequence[tuple[_Side, _Side]]) -> list[str]:
-    """What was asked differently, with the cells it concerns."""
+    """Say what was asked differently, with the cells it concerns."""
     found: dict[str, list[str]] = {}
     for one, two in pairs:
         for text in _differences(one.asked(), two.asked(), _ASKED):

@@ -61,7 +61,7 @@ DATASETS = {name: Dataset(name, **facts) for name, facts in _TABLE.items()}
 
 
 def load_dataset(name: str, *, data_dir: Path | None, is_offline: bool) -> Workload:
-    """All prompts of a data set, from the folder where its file is there, else from the hub."""
+    """Return all prompts of a data set, from the folder if its file is there, else from the hub."""
     dataset = DATASETS[name]
     file = _local_file(dataset, data_dir)
     source = "" if file is None else file.path.name

@@ -94,7 +94,7 @@ class _Reply:
     body: bytes
 
     def json(self) -> Json:
-        """The object that it is; empty: it is none."""
+        """Return the JSON object of the body; empty: it is none."""
         return as_object(self.body) if self.status == 200 else {}
 
     def text(self) -> str:
@@ -102,7 +102,7 @@ class _Reply:
 
 
 class _Asker:
-    """GETs of one server."""
+    """Sends GET requests to one server."""
 
     def __init__(self, session: aiohttp.ClientSession, root: str, api_key: str | None) -> None:
         self.session = session
@@ -110,7 +110,7 @@ class _Asker:
         self._api_key = api_key
 
     async def get(self, path: str) -> _Reply:
-        """BenchError when there is no answer at all."""
+        """Return the reply; BenchError says why there is none."""
         try:
             async with self.session.get(self.root + path) as response:
                 return _Reply(response.status, response.headers.get("server", ""), await response.read())
@@ -118,7 +118,7 @@ class _Asker:
             raise self.error(reason(error, shown_host(self.root), PROBE_TIMEOUT_S)) from None
 
     async def find(self, path: str) -> _Reply:
-        """What is there; an empty reply where there is no answer."""
+        """Return the reply; an empty one where there is none."""
         try:
             return await self.get(path)
         except BenchError:
@@ -129,13 +129,14 @@ class _Asker:
 
 
 async def probe(url: str, api_key: str | None = None, model: str | None = None) -> Endpoint:
-    """Look at a server. BenchError: it cannot be measured, and why."""
+    """Find out what a server is; BenchError says why it cannot be measured."""
     async with _session(api_key) as session:
         ask = _Asker(session, server_root(url), api_key)
         reply = await ask.get("/v1/models")
         card = _find_model(ask, _cards(ask, reply), model)
         props = (await ask.find("/props")).json()
         info = (await ask.find("/get_server_info")).json()
+        version = (await ask.find("/version")).json()
         kind = _kind(reply, card, props, info)
         engine = await _engine_info(ask) if kind == "blockdraft" else {}
         drafter = engine.get("draft") or info.get("speculative_draft_model_path")
@@ -145,7 +146,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
         return Endpoint(
             url=ask.root,
             kind=kind,
-            version=_version((await ask.find("/version")).json(), props, info),
+            version=_text(version, "version") or _text(info, "version") or _text(props, "build_info"),
             model=str(card["id"]),
             max_model_len=_max_model_len(card, props, info),
             switches=await _own_switches(ask) if kind == "blockdraft" else _SWITCHES[kind],
@@ -160,7 +161,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
 async def read_speculation(
     url: str, api_key: str | None = None, model: str | None = None
 ) -> Speculation | None:
-    """What /metrics has counted since the server's start; None: it does not say."""
+    """Return what /metrics has counted since the server's start; None: it does not say."""
     async with _session(api_key) as session:
         reply = await _Asker(session, server_root(url), api_key).find("/metrics")
         return read_metrics(reply.text(), model)
@@ -194,7 +195,7 @@ def _cards(ask: _Asker, reply: _Reply) -> list[Json]:
 
 
 def _find_model(ask: _Asker, cards: list[Json], model: str | None) -> Json:
-    """The card of `model`; without a name, of the only model there is."""
+    """Return the card of `model`; without a name, of the only model there is."""
     names = ", ".join(f"'{card['id']}'" for card in cards)
     if model is None:
         bases = [card for card in cards if not card.get("parent")]  # not vLLM's adapters
@@ -219,10 +220,6 @@ def _kind(reply: _Reply, card: Json, props: Json, info: Json) -> Kind:
     if "tokenizer_path" in info or "mem_fraction_static" in info:
         return "sglang"
     return "unknown"
-
-
-def _version(version: Json, props: Json, info: Json) -> str | None:
-    return _text(version, "version") or _text(info, "version") or _text(props, "build_info")
 
 
 def _max_model_len(card: Json, props: Json, info: Json) -> int | None:
@@ -255,7 +252,7 @@ def _text(parent: Json, key: str) -> str | None:
 
 
 async def _own_switches(ask: _Asker) -> Switches:
-    """By what the server's own description has: one that does not know a salt refuses it."""
+    """Look the fields up in the server's own description: a server that does not know a salt refuses it."""
     openapi = (await ask.find("/openapi.json")).json()
     found = inside(openapi, "components", "schemas", "ChatRequest", "properties")
     names = found if isinstance(found, dict) else {}
@@ -266,7 +263,7 @@ async def _own_switches(ask: _Asker) -> Switches:
 
 
 async def _engine_info(ask: _Asker) -> Json:
-    """The engine as the live page is told: the first event of an endless stream."""
+    """Return what the live page is told of the engine: the first event of an endless stream."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S), ask.session.get(ask.root + "/events") as response:
             if response.status != 200:

@@ -154,7 +154,7 @@ class Agreed(TypedDict):
 
 
 class Divergence(TypedDict):
-    """Where two answers to one prompt part."""
+    """The place where two answers to one prompt begin to differ."""
 
     prompt: str
     turn: int
@@ -212,7 +212,7 @@ class Warmup(TypedDict):
 
 
 class BenchReport(TypedDict):
-    """The JSON. A report of one workload at one load has vLLM's keys beside these."""
+    """The JSON file. A report of one workload at one load has vLLM's keys beside these."""
 
     schema: str
     date: str
@@ -235,5 +235,5 @@ def make_estimate(value: float | None = None, interval: Interval = None) -> Esti
 
 
 def headline_speedup(key: Key, speedup: Speedup) -> Estimate:
-    """The one to judge by: at a rate the arrivals decide the aggregate tok/s, whichever arm serves them."""
+    """Return the one to judge by: at a rate the arrivals decide the aggregate tok/s, whichever arm serves."""
     return speedup["tokens_per_s"] if key["rate"] is None else speedup["tpot"]

@@ -1,4 +1,4 @@
-"""Readable notes about nothing in particular, of any length: the context put before a prompt.
+"""Writes readable notes of any length about nothing in particular: the context put before a prompt.
 
 Sentences are drawn from patterns whose gaps are filled from word lists, so that neither a drafter
 nor a cache finds one text repeated. The same seed gives the same notes, and a longer text begins
@@ -20,7 +20,7 @@ _MAX_SMALL = 9
 
 
 def filler(num_words: int, *, seed: str) -> str:
-    """Exactly so many words of notes, in paragraphs."""
+    """Return exactly `num_words` words of notes, in paragraphs."""
     words = 0
     kept: list[str] = []
     for paragraph in _paragraphs(random.Random(f"filler/{seed}")):
@@ -43,7 +43,7 @@ def _paragraphs(draw: random.Random) -> Iterator[str]:
 
 
 def _filled(pattern: str, draw: random.Random) -> str:
-    """The pattern with each gap filled afresh: two names in one sentence differ."""
+    """Fill each gap of a pattern afresh: two names in one sentence differ."""
     used: set[str] = set()
     pieces: list[str] = []
     for piece in pattern.replace("}", "{").split("{"):

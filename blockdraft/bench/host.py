@@ -10,7 +10,7 @@ from blockdraft.machine.machine import read_machine
 
 
 def machine() -> dict[str, object]:
-    """This machine: the one that measured, which is the server's only where the server runs on it."""
+    """Describe the machine that measures, which is the server's only where the server runs on it."""
     found = read_machine()
     return {
         "platform": platform.platform(),
@@ -41,7 +41,7 @@ def _gpus() -> list[dict[str, str]]:
 
 
 def _output_of(*command: str) -> str:
-    """What a program says; nothing where it is missing or fails."""
+    """Return what a program prints; nothing where it is missing or fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=20, check=True

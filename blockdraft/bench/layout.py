@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from rich.console import Group as Renderables
 from rich.text import Text
@@ -32,34 +33,33 @@ from blockdraft.bench.sheet import (
 )
 from blockdraft.errors import BenchError
 
+Of = TypeVar("Of")
+Column = tuple[str, Callable[[Of], str]]  # a title, and the text for a row or a cell
+
 
 def headline(report: BenchReport) -> Sheet:
-    """The table that is read in ten seconds: the speculative arm, or the only one, and what it gained."""
+    """Return the table that is read in ten seconds: the speculative arm, or the only one, and its gain."""
     rows = rows_of(report)
-    extra = _varying(rows)
-    header = (
-        *("workload", "conc", *extra, "tok/s\n(±)", "speedup\n(±)", "commit\n/step"),
-        *("TTFT ms\np50/p99", "TPOT ms\np50", "failed"),
-    )
-    lines = [
+    columns: list[Column[ReportRow]] = [
+        ("workload", lambda row: label(row.key)),
+        ("conc", lambda row: load_text(row.key)),
+        *(column for column in VARYING if len({column[1](row) for row in rows}) > 1),
+        ("tok/s\n(±)", FIGURES["tokens_per_s"][1]),
+        ("speedup\n(±)", FIGURES["speedup"][1]),
+        ("commit\n/step", FIGURES["committed_per_step"][1]),
         (
-            label(row.key),
-            load_text(row.key),
-            *(text(row) for text in extra.values()),
-            FIGURES["tokens_per_s"][1](row),
-            FIGURES["speedup"][1](row),
-            FIGURES["committed_per_step"][1](row),
-            f"{milliseconds(row.cell['ttft_s']['p50'])}/{milliseconds(row.cell['ttft_s']['p99'])}",
-            FIGURES["tpot"][1](row),
-            _failed_text(row.cells),
-        )
-        for row in rows
+            "TTFT ms\np50/p99",
+            lambda row: "/".join(milliseconds(row.cell["ttft_s"][at]) for at in ("p50", "p99")),
+        ),
+        ("TPOT ms\np50", FIGURES["tpot"][1]),
+        ("failed", lambda row: _failed_text(row.cells)),
     ]
-    return Sheet(title="", header=header, rows=tuple(lines))
+    lines = (tuple(text(row) for _, text in columns) for row in rows)
+    return Sheet("", tuple(title for title, _ in columns), tuple(lines))
 
 
 def details(report: BenchReport) -> Sheet:
-    """Every cell of both arms."""
+    """Return a table of every cell of both arms."""
     names = arm_names(report["cells"])
     rows = tuple(
         (label(cell["key"]), names[cell["arm"]], *(text(cell) for _, text in DETAILS))
@@ -70,7 +70,7 @@ def details(report: BenchReport) -> Sheet:
 
 
 def acceptance(report: BenchReport) -> Sheet:
-    """The share of verify steps that accepted the draft at each position, where the server says it."""
+    """Return the share of steps that accepted the draft at each position, where the server says it."""
     found = [
         (row_name(row.key), row.cell["speculation"])
         for row in whole_rows(report)
@@ -86,7 +86,7 @@ def acceptance(report: BenchReport) -> Sheet:
 
 
 def agreement(report: BenchReport) -> Sheet:
-    """Turns compared between the arms."""
+    """Return how many turns of the arms were compared, and how many are equal."""
     rows = []
     for name, compared in _agreements(report):
         for kind, turns in (("first", compared["first_turns"]), ("later", compared["later_turns"])):
@@ -99,7 +99,7 @@ def agreement(report: BenchReport) -> Sheet:
 
 
 def divergences(report: BenchReport) -> Sheet:
-    """Where answers first part."""
+    """Return the places where answers of the arms begin to differ."""
     rows = tuple(
         (name, one["prompt"], str(one["turn"]), str(one["position"]), one["speculative"], one["plain"])
         for name, compared in _agreements(report)
@@ -110,7 +110,7 @@ def divergences(report: BenchReport) -> Sheet:
 
 
 def _agreements(report: BenchReport) -> list[tuple[str, Agreement]]:
-    """What was compared at temperature 0, with the name of its row."""
+    """Return what was compared at temperature 0, with the name of its row."""
     return [
         (row_name(row.key), row.pair["agreement"])
         for row in whole_rows(report)
@@ -119,7 +119,7 @@ def _agreements(report: BenchReport) -> list[tuple[str, Agreement]]:
 
 
 def grid(report: BenchReport, rows: Sequence[str], columns: Sequence[int], figure: str) -> Sheet:
-    """One figure of workloads ("name" or "name / class") by concurrencies, as published tables have it.
+    """Return one figure of workloads ("name" or "name / class") by concurrencies, as in published tables.
 
     A workload has one row per depth and temperature it was measured at, and one at least.
     """
@@ -143,7 +143,7 @@ def grid(report: BenchReport, rows: Sequence[str], columns: Sequence[int], figur
 
 
 def verdict_lines(report: BenchReport) -> list[str]:
-    """Whether speculation pays, a line for each answer."""
+    """Say whether speculation pays, in a line for each verdict."""
     words = {
         "pays": "Speculation pays",
         "loses": "Speculation costs",
@@ -165,7 +165,7 @@ def verdict_lines(report: BenchReport) -> list[str]:
 
 
 def lead_lines(report: BenchReport) -> list[str]:
-    """The verdicts, and how many greedy answers of the pairs are equal."""
+    """Return the verdicts, and how many greedy answers of the pairs are equal."""
     turns = [part[name] for _, part in _agreements(report) for name in ("first_turns", "later_turns")]
     total, equal = sum(one["num_compared"] for one in turns), sum(one["num_equal"] for one in turns)
     line = f"Greedy answers with and without speculation: {equal:,} of {total:,} equal."
@@ -173,14 +173,14 @@ def lead_lines(report: BenchReport) -> list[str]:
 
 
 def summary(report: BenchReport) -> str:
-    """What was measured, on one line."""
+    """Say on one line what was measured."""
     endpoint = report["endpoint"]
     drafter = f" with drafter {endpoint['drafter']}" if endpoint["drafter"] else ""
     return f"{endpoint['model']}{drafter}, {endpoint['kind']} {endpoint['version'] or ''}, {report['date']}"
 
 
 def terminal(report: BenchReport) -> Renderables:
-    """For rich: the headline table and what must not be missed."""
+    """Lay out for rich the headline table and what must not be missed."""
     lines = [*lead_lines(report), *start_lines(report)]
     return Renderables(
         Text(clean(summary(report)), style="bold"),
@@ -196,7 +196,7 @@ def terminal(report: BenchReport) -> Renderables:
 
 
 def markdown(report: BenchReport) -> str:
-    """The whole report as text."""
+    """Write the whole report as Markdown."""
     lines = [*lead_lines(report), *start_lines(report)]
     facts, parted = {**report["machine"], **report["versions"]}, divergences(report)
     parts = [
@@ -219,7 +219,7 @@ def markdown(report: BenchReport) -> str:
 
 
 def fact_text(value: object) -> str:
-    """A fact as it is read: words as they are, everything else as JSON."""
+    """Write a fact: words as they are, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -235,7 +235,7 @@ def _card_text(row: ReportRow) -> str:
     return f"{number(row.cell['tokens_per_s']['value'])}{gain}"
 
 
-FIGURES: dict[str, tuple[str, Callable[[ReportRow], str]]] = {  # a title, and the text of a row
+FIGURES: dict[str, Column[ReportRow]] = {
     "tokens_per_s": ("tok/s", lambda row: estimate(row.cell["tokens_per_s"])),
     "speedup": ("speedup over plain decoding", lambda row: estimate(row.speedup, suffix="x")),
     "committed_per_step": ("tokens committed per step (accepted + 1)", lambda row: _committed_text(row.cell)),
@@ -247,7 +247,11 @@ FIGURES: dict[str, tuple[str, Callable[[ReportRow], str]]] = {  # a title, and t
     "tpot": ("TPOT p50, ms", lambda row: milliseconds(row.cell["tpot_s"]["p50"])),
     "card": ("tok/s (speedup)", _card_text),
 }
-DETAILS: tuple[tuple[str, Callable[[Cell], str]], ...] = (  # a title, and the text of a cell
+VARYING: tuple[Column[ReportRow], ...] = (  # are columns where a report has more than one value of them
+    ("depth", lambda row: str(row.key["depth"])),
+    ("temperature", lambda row: f"{row.key['temperature']:g}"),
+)
+DETAILS: tuple[Column[Cell], ...] = (
     ("conc", lambda cell: load_text(cell["key"])),
     ("depth", lambda cell: str(cell["key"]["depth"])),
     ("temp", lambda cell: f"{cell['key']['temperature']:g}"),
@@ -276,15 +280,6 @@ DETAILS: tuple[tuple[str, Callable[[Cell], str]], ...] = (  # a title, and the t
 )
 
 
-def _varying(rows: Sequence[ReportRow]) -> dict[str, Callable[[ReportRow], str]]:
-    """Depth and temperature, where the report has more than one of them."""
-    columns: dict[str, Callable[[ReportRow], str]] = {
-        "depth": lambda row: str(row.key["depth"]),
-        "temperature": lambda row: f"{row.key['temperature']:g}",
-    }
-    return {name: text for name, text in columns.items() if len({text(row) for row in rows}) > 1}
-
-
 def _failed_text(cells: Sequence[Cell]) -> str:
     failed = sum(cell["num_failed"] for cell in cells)
     return f"{failed}/{sum(cell['num_requests'] for cell in cells)}" if failed else "0"
@@ -305,7 +300,7 @@ def _count(value: int | None) -> str:
 
 
 def start_lines(report: BenchReport) -> list[str]:
-    """Start-ups and the warm-up, a line each."""
+    """Return a line for each start-up and for the warm-up."""
     lines = []
     for one in report["startup"]:
         phases = ", ".join(f"{phase['name']} {number(phase['seconds'])} s" for phase in one["phases"])

@@ -1,4 +1,4 @@
-"""How far a run is: a table that grows while it runs, or a line per cell where there is no terminal."""
+"""Shows how far a run is: a table that grows while it runs, or a line per cell without a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REDRAWS_PER_S = 4
 
 
 class Watch(Watcher):
-    """Use it as a context. `total` is the number of conversations of the whole run."""
+    """Shows the progress on a console, as a context; `total` is the number of conversations of the run."""
 
     def __init__(self, total: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
@@ -34,15 +34,13 @@ class Watch(Watcher):
         self._cell_start_s = 0.0
         self._cell_done = 0
         self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(
+                console=console, get_renderable=self._table, refresh_per_second=REDRAWS_PER_S, transient=True
+            )
 
     def __enter__(self) -> Watch:
-        if self._console.is_terminal:
-            self._live = Live(
-                console=self._console,
-                get_renderable=self._table,
-                refresh_per_second=REDRAWS_PER_S,
-                transient=True,
-            )
+        if self._live is not None:
             self._live.start()
         return self
 

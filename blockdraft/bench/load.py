@@ -16,7 +16,7 @@ STOPPED = "the run was stopped."
 
 
 def poisson(num: int, rate: float, seed: int) -> list[float]:
-    """Arrival times in seconds: `num` of a Poisson process with `rate` per second."""
+    """Return `num` arrival times in seconds, of a Poisson process with `rate` per second."""
     source, at_s, times = random.Random(seed), 0.0, []
     for _ in range(num):
         at_s += source.expovariate(rate)
@@ -32,7 +32,7 @@ async def run_block(
     on_answer: OnAnswer | None = None,
     stop: asyncio.Event | None = None,
 ) -> list[Answer]:
-    """The answers, all turns, in the order of `asks`; `on_answer` gets each as it ends.
+    """Return the answers, all turns, in the order of `asks`; `on_answer` gets each as it ends.
 
     Without a rate `load.concurrency` conversations run at a time, and the next begins the moment one ends.
     With a rate each begins at its `at_s`, whatever else is running. When `stop` is set what runs is given up.
@@ -117,7 +117,7 @@ class _Block:
             self._on_answer(answer)
 
     def mark_unanswered(self) -> None:
-        """An error for each conversation that has not come to its end."""
+        """Add an error for each conversation that has not come to its end."""
         gone = f"{self._client.host} refused {MAX_REFUSED} connections in a row."
         why = gone if self._is_gone else STOPPED
         for number, ask in enumerate(self._asks):

@@ -61,7 +61,7 @@ class Options:
         self._check_server()
 
     def _check_server(self) -> None:
-        """Flags that would have no effect are refused: who gave them expects one."""
+        """Refuse flags that would have no effect: who gave them expects one."""
         url = None if self.url is None else shown_host(server_root(self.url))
         if url is not None and self.start is not None:
             raise BenchError(f"--start starts a server, but {url} runs already: give one of them.")
@@ -78,7 +78,7 @@ class Options:
 
     @property
     def turns(self) -> int | None:
-        """How many of a conversation are asked; None: all."""
+        """Return how many turns of a conversation are asked; None: all."""
         return self.max_turns or self.preset.max_turns
 
     @property
@@ -89,7 +89,7 @@ class Options:
             raise BenchError(f"--start '{self.start}' is no command: {error}.") from None
 
     def grid(self) -> Grid:
-        """What is measured; the prompts are read here."""
+        """Read the prompts, and return what is to be measured."""
         preset = self.preset
         concurrencies = _numbers("--concurrency", self.concurrency, int, 1, 100_000) or preset.concurrencies
         temperatures = _numbers("--temperature", self.temperature, float, 0, 100) or (preset.temperature,)
@@ -118,7 +118,7 @@ class Options:
 def _numbers(
     flag: str, text: str | None, kind: type[_Number], low: float, high: float
 ) -> tuple[_Number, ...]:
-    """The numbers of a list with commas, each once; none of no list."""
+    """Return the numbers of a list with commas, each once; none where there is no list."""
     if text is None:
         return ()
     try:

@@ -78,7 +78,7 @@ class Chart:
 
 
 def render(report: BenchReport) -> str:
-    """The whole page."""
+    """Return the whole page."""
     rows, names = whole_rows(report), arm_names(report["cells"])
     speeds, gains = _throughput_charts(rows, names), _speedup_charts(rows_of(report))
     shares, times = _acceptance_charts(rows), _time_charts(rows, names)
@@ -112,17 +112,17 @@ def render(report: BenchReport) -> str:
 
 
 def text(value: object) -> str:
-    """Anything, safe inside HTML, attributes included."""
+    """Write anything so that it is safe inside HTML, attributes included."""
     return escape(clean(str(value)), quote=True)
 
 
 def _json(value: object) -> str:
-    """JSON that can stand inside a script element, which only a "<" could end."""
+    """Return JSON that can stand inside a script element, which only a "<" could end."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
 
 
 def _hash(script: str) -> str:
-    """By which the page's policy knows a script."""
+    """Return the name by which the page's policy allows a script."""
     return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
@@ -148,7 +148,7 @@ def _legend(names: Mapping[Arm, str]) -> str:
 
 
 def _figures(charts: Sequence[Chart], before: str = "") -> str:
-    """A place for each chart, which the script finds by their order."""
+    """Make a place for each chart, which the script finds by its order."""
     figures = "".join(
         f'<figure class="chart"><h3>{text(chart.title)}</h3><div class="plot" role="img" '
         f'aria-label="{text(chart.title)}"></div><figcaption class="muted"></figcaption></figure>'
@@ -161,7 +161,7 @@ def _figures(charts: Sequence[Chart], before: str = "") -> str:
 
 
 def _bar(figure: Estimate, style: str, before: str, unit: str, after: str = "") -> list[Mark]:
-    """One, or none where nothing was measured."""
+    """Return one mark, or none where nothing was measured."""
     value, interval = figure["value"], figure["interval"]
     if value is None:
         return []
@@ -182,7 +182,7 @@ def _throughput_charts(rows: Sequence[ReportRow], names: Mapping[Arm, str]) -> l
 
 
 def _speedup_charts(rows: Sequence[ReportRow]) -> list[Chart]:
-    """A chart per load, with a bar per workload and class."""
+    """Make a chart per load, with a bar per workload and class."""
     loads: dict[str, Groups] = {}
     for row in rows:
         verdict = "unclear" if row.pair is None else row.pair["verdict"]
@@ -197,7 +197,7 @@ def _speedup_charts(rows: Sequence[ReportRow]) -> list[Chart]:
 
 
 def _acceptance_charts(rows: Sequence[ReportRow]) -> list[Chart]:
-    """At the lowest load, where the server says it."""
+    """Make a chart per workload, at its lowest load, where the server says how drafts fared."""
     charts = []
     for title, members in _by_workload(rows).items():
         figures = members[0].cell["speculation"]
@@ -212,7 +212,7 @@ def _acceptance_charts(rows: Sequence[ReportRow]) -> list[Chart]:
 
 
 def _time_charts(rows: Sequence[ReportRow], names: Mapping[Arm, str]) -> list[Chart]:
-    """TTFT and TPOT, a chart per load."""
+    """Make a chart per load for TTFT, and one for TPOT."""
     found: dict[str, Groups] = {}
     for name in ("TTFT", "TPOT"):
         for row in rows:
@@ -231,7 +231,7 @@ def _time_charts(rows: Sequence[ReportRow], names: Mapping[Arm, str]) -> list[Ch
 
 
 def _by_workload(rows: Sequence[ReportRow]) -> dict[str, list[ReportRow]]:
-    """Rows that differ in their load only, lowest load first, under a name."""
+    """Put rows that differ in their load only under one name, the lowest load first."""
     found: dict[str, list[ReportRow]] = {}
     for row in sorted(rows, key=lambda row: (row.key["rate"] or 0.0, row.key["concurrency"])):
         found.setdefault(f"{label(row.key)}, {_setting(row.key, with_load=False)}", []).append(row)
@@ -253,7 +253,7 @@ def _setting(key: Key, *, with_load: bool) -> str:
 
 
 def _table(sheet: Sheet, *, style: str = "") -> str:
-    """Empty where the table is."""
+    """Return the table; nothing where it has no rows."""
     words = ["word" if place < sheet.num_labels else "" for place in range(len(sheet.header))]
 
     def line(tag: str, entries: Sequence[str], classes: str = "") -> str:

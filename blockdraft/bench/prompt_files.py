@@ -1,4 +1,4 @@
-"""Files of prompts: each row is made a prompt, and what is wrong is named by its line.
+"""Reads files of prompts: each row is made a prompt, and what is wrong is named by its line.
 
 A row says its conversation in one of these ways:
     {"messages": [{"role": "user", "content": "..."}, ...]}   several user messages: successive turns
@@ -37,7 +37,7 @@ class PromptFile:
 
 
 def read(path: Path) -> PromptFile:
-    """All rows of a .jsonl (or .jsonl.gz, .jsonl.xz), .json (a list) or .parquet file."""
+    """Return all rows of a .jsonl (or .jsonl.gz, .jsonl.xz), .json (a list) or .parquet file."""
     if path.suffix == ".parquet":
         rows = tuple(_parquet_rows(path))
     elif ".json" in path.suffixes:
@@ -58,7 +58,7 @@ def prompts_of(
     fields: Sequence[str] = TEXT_FIELDS,
     template: str = TEXT,
 ) -> tuple[Prompt, ...]:
-    """A prompt per row; `name` and `category` stand in where a row does not say.
+    """Make a prompt of each row; `name` and `category` stand in where a row does not say.
 
     `fields` may hold a row's text, around which the words of `template` are put.
     """
@@ -77,7 +77,7 @@ def prompts_of(
 
 
 def num_assistant_messages(rows: Sequence[Row]) -> int:
-    """How many messages of these rows are left out, because the model writes its own."""
+    """Count the messages of these rows that are left out, because the model writes its own."""
     lists = (row.fields.get("messages") for row in rows)
     messages = (message for found in lists if isinstance(found, list) for message in found)
     return sum(isinstance(message, dict) and message.get("role") == "assistant" for message in messages)
@@ -94,7 +94,7 @@ def _id(row: Row, name: str) -> str:
 
 
 def _conversation(row: Row, fields: Sequence[str], template: str) -> tuple[str | None, tuple[str, ...]]:
-    """(system, user turns). Messages and turns are taken as they are; a bare text gets the template."""
+    """Return (system, user turns). A bare text gets the template; messages and turns stay as they are."""
     if "messages" in row.fields:
         return _from_messages(row)
     system = row.fields.get("system")
@@ -144,7 +144,7 @@ def _from_messages(row: Row) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _text(row: Row, place: str, value: object) -> str:
-    """A text, or the joined text parts of a message."""
+    """Return a text, or the joined text parts of a message."""
     if isinstance(value, list):
         value = "".join(_part(row, f"{place}[{i}]", part) for i, part in enumerate(value))
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a benchmark is made of: prompts, what is asked of a server, what came back.
+"""The records of a benchmark: prompts, what is asked of a server, what came back.
 
 Times are seconds of one monotonic clock, counted from the start of the run.
 """
@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the server had its chance, well or badly."""
+        """Whether the server had its chance to answer, well or badly."""
         return self.error is None or not self.error.startswith((NOT_SENT, NOT_ENDED))
 
     @property
@@ -114,7 +114,7 @@ class Answer:
 
     @property
     def latency_s(self) -> float:
-        """End to end."""
+        """Seconds from end to end."""
         return self.end_s - self.sent_s
 
     @property
@@ -126,7 +126,7 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of this request alone: its tokens over its latency."""
+        """The tokens of this request alone over its latency."""
         if not self.completion_tokens or self.latency_s <= 0:
             return None
         return self.completion_tokens / self.latency_s

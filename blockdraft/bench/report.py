@@ -45,7 +45,7 @@ Facts = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """What is measured of one workload at one load: both arms, or one."""
+    """The cells of one workload at one load: both arms, or one."""
 
     key: Key
     speculative: Cell | None
@@ -54,7 +54,7 @@ class ReportRow:
 
     @property
     def cell(self) -> Cell:
-        """The arm that a single figure is of."""
+        """The cell that a single figure is of."""
         cell = self.speculative or self.plain
         assert cell is not None
         return cell
@@ -80,7 +80,7 @@ def build(  # noqa: PLR0913  # the sections of a report
     notes: Sequence[str] = (),
     date: str,
 ) -> BenchReport:
-    """All figures of a run. Workloads of several classes get a cell for each, unless `groups` has them."""
+    """Compute all figures of a run. Each class of a workload gets a cell too, unless `groups` has them."""
     seed = options.get("seed")
     seed = seed if isinstance(seed, int) else 0
     if all(group.key["category"] == "all" for group in groups):
@@ -114,7 +114,7 @@ def build(  # noqa: PLR0913  # the sections of a report
 
 
 def rows_of(report: BenchReport) -> list[ReportRow]:
-    """One row per workload, class and load, in the order of the cells."""
+    """Return one row per workload, class and load, in the order of the cells."""
     found: dict[str, dict[str, Cell]] = {}
     for cell in report["cells"]:
         found.setdefault(_key_text(cell["key"]), {})[cell["arm"]] = cell
@@ -131,14 +131,14 @@ def rows_of(report: BenchReport) -> list[ReportRow]:
 
 
 def whole_rows(report: BenchReport) -> list[ReportRow]:
-    """Without the rows that are one class of another row's workload."""
+    """Return the rows that are not one class of another row's workload."""
     rows = rows_of(report)
     wholes = {row.key["workload"] for row in rows if row.key["category"] == "all"}
     return [row for row in rows if row.key["category"] == "all" or row.key["workload"] not in wholes]
 
 
 def arm_names(cells: Sequence[Cell]) -> dict[Arm, str]:
-    """What to call the arms: of a server in which no speculation was seen, nobody knows whether it does."""
+    """Name the arms: a server in which no speculation was seen is not called speculative."""
     is_seen = any(
         cell["arm"] == SPECULATIVE and cell["speculation"]["acceptance"] in ("answers", "metered")
         for cell in cells
@@ -147,7 +147,7 @@ def arm_names(cells: Sequence[Cell]) -> dict[Arm, str]:
 
 
 def vllm_keys(cell: Cell, *, model: object = None, kind: object = None, date: str = "") -> dict[str, object]:
-    """The names that `vllm bench serve --save-result` writes.
+    """Return the figures under the names that `vllm bench serve --save-result` writes.
 
     With its conventions: 0 where nothing was measured, acceptance in percent, and no `spec_decode_` keys
     where acceptance is not known.
@@ -188,7 +188,7 @@ def to_json(report: BenchReport) -> str:
 
 
 def output_paths(out: str | None) -> list[Path]:
-    """Where --out puts JSON, Markdown and HTML, made sure of before anything is measured; "none": nowhere."""
+    """Return where --out puts JSON, Markdown and HTML, once it is sure that they can be written."""
     out = out or f"blockdraft-bench-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     if out == "none":
         return []
@@ -205,7 +205,7 @@ def output_paths(out: str | None) -> list[Path]:
 
 
 def load_report(path: Path | str) -> BenchReport:
-    """A report that was written before; BenchError says what is wrong with any other file."""
+    """Read a report that was written before; BenchError says what is wrong with any other file."""
     name = repr(str(path))
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
@@ -220,7 +220,7 @@ def load_report(path: Path | str) -> BenchReport:
 
 
 def _arms(groups: Sequence[Group]) -> Iterable[tuple[Group, Group]]:
-    """Each group with speculation and its baseline, where there is one."""
+    """Yield each group with speculation and its baseline, where there is one."""
     plain = {_key_text(group.key): group for group in groups if group.arm == PLAIN}
     for group in groups:
         other = plain.get(_key_text(group.key))
@@ -253,7 +253,7 @@ def _vllm_speculation(cell: Cell) -> dict[str, object]:
 
 
 def _endpoint(facts: Facts) -> dict[str, object]:
-    """The facts, with null for what is not known and the address without a password."""
+    """Return the facts, with null for what is not known and the address without a password."""
     named = ("kind", "version", "url", "model", "drafter", "drafter_hash")
     found = {**dict.fromkeys(named), **facts}
     if isinstance(found["url"], str):
@@ -262,7 +262,7 @@ def _endpoint(facts: Facts) -> dict[str, object]:
 
 
 def _warmup(answers: Sequence[Answer]) -> Warmup:
-    """The first request apart: it pays for what is compiled, captured and read when it is first needed.
+    """Keep the first request apart: it pays for what is compiled, captured and read when first needed.
 
     Beside it stand the others of its arm: the other arm, or its server, has another pace.
     """
@@ -357,7 +357,7 @@ def _pair_warnings(pair: Pair) -> list[str]:
 
 
 def _not_a_report(found: object) -> str | None:
-    """Why it is none that we can read; None: it is."""
+    """Say why it is not a report that we can read; None: it is one."""
     schema = found.get("schema") if isinstance(found, dict) else None
     if not isinstance(schema, str):
         return "is not a report of blockdraft bench: it has no 'schema'."

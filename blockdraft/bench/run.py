@@ -31,7 +31,7 @@ CALIBRATION_WORDS = 400  # enough for 1 % of the tokens of a word
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is measured: each workload under each load, at each depth and temperature."""
+    """The cells to measure: each workload under each load, at each depth and temperature."""
 
     workloads: tuple[Workload, ...]
     loads: tuple[Load, ...]
@@ -51,11 +51,11 @@ class Grid:
 
     @property
     def total(self) -> int:
-        """Conversations of one arm."""
+        """The number of conversations of one arm."""
         return sum(self.num_conversations(point.load) for point in self.points())
 
     def num_conversations(self, load: Load) -> int:
-        """Of one cell and arm: enough for two blocks that keep the concurrency up."""
+        """Return how many one cell and arm has: enough for two blocks that keep the concurrency up."""
         return max(self.num_requests, 4 * load.concurrency if load.concurrency > 1 else 2)
 
 
@@ -111,7 +111,7 @@ class Outcome:
 
     @property
     def failure(self) -> str | None:
-        """Why there are no figures, or not all; None: there are."""
+        """Says why figures are missing; None: none is."""
         answers = [answer for group in self.groups for answer in group.answers]
         if self.trouble is not None or any(answer.is_ok for answer in answers):
             return self.trouble
@@ -144,7 +144,7 @@ class Runner:
         self._tokens_per_word = 1.5  # until an answer tells
 
     async def run(self) -> Outcome:
-        """Never raises for what a server does: `trouble` says why a run ended early."""
+        """Measure the grid. Never raises for what a server does: `trouble` says why a run ended early."""
         await self._warm_up()
         for number, point in enumerate(self.grid.points()):
             if self.outcome.trouble is not None:
@@ -156,7 +156,7 @@ class Runner:
     # ---- warming up
 
     async def _warm_up(self) -> None:
-        """One request to each server alone, cold; then as many at once as the grid will ask for."""
+        """Send one cold request to each server alone, then as many at once as the grid will ask for."""
         point = next(self.grid.points())
         for arm, server in self.servers.items():
             ask = cold_ask(arm, f"{self._run_id}-cold-{arm}", is_raw=point.workload.is_raw)
@@ -174,7 +174,7 @@ class Runner:
                 return
 
     async def _calibrate(self) -> None:
-        """What a word of context costs: by how much it makes the cold prompt longer."""
+        """Measure how many tokens a word of context costs: by how much it makes the cold prompt longer."""
         depths = [depth for depth in self.grid.depths if depth]
         if not depths:
             return
@@ -234,7 +234,7 @@ class Runner:
         return answers
 
     def _ask(self, arm: Arm, point: Point, original: Prompt, cell: str, number: int) -> Ask:
-        """Both arms get the same words. Their salts differ: the second would find the first one's cache."""
+        """Make a request. Both arms get the same words; by one salt one would find the other's cache."""
         grid, prompt, name = self.grid, original, f"{cell}-{number}"
         if point.depth:
             prompt = deepened(
@@ -258,17 +258,17 @@ class Runner:
 
 
 def cold_ask(arm: Arm, salt: str, *, is_raw: bool) -> Ask:
-    """The first request: the same for every server, so that starts can be compared."""
+    """Return the first request, the same for every server, so that starts can be compared."""
     return Ask(salted(COLD_PROMPT, salt), arm, WARM_TOKENS, is_raw=is_raw, cache_salt=salt)
 
 
 def _repeated(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """`count` of them, from the first on, as often as it takes; each keeps its id."""
+    """Return `count` prompts, from the first on, repeated as often as it takes; each keeps its id."""
     return list(itertools.islice(itertools.cycle(prompts), count))
 
 
 def _blocks(count: int, load: Load) -> list[tuple[int, int]]:
-    """[begin, end) of each block, two at least, so that either arm is first once; at a rate, two."""
+    """Return [begin, end) of each block: two at least, so that either arm is first once; at a rate, two."""
     half = -(-count // 2)
     size = max(2 * load.concurrency, min(LONG_BLOCK, half)) if load.rate is None else half
     return [(begin, min(begin + size, count)) for begin in range(0, count, size)]

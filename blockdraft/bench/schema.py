@@ -1,4 +1,4 @@
-"""Whether a value that was read has the shape that a type says: typed dictionaries, lists, plain values."""
+"""Checks a value that was read against a type: typed dictionaries, lists, plain values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MISSING = object()  # has no shape
 
 
 def schema_error(value: object, shape: object, *, at: str = "") -> str | None:
-    """Where the value first departs from the shape; None where it fits. Further keys are fine."""
+    """Return where the value first departs from the shape; None where it fits. Further keys are fine."""
     origin, parts = get_origin(shape), get_args(shape)
     if origin in (Union, UnionType):
         return None if any(schema_error(value, part) is None for part in parts) else at

@@ -41,7 +41,7 @@ class Started:
     phases: tuple[tuple[str, float], ...]  # as far as the server tells
 
     def facts(self, first: Answer | None) -> Startup:
-        """For the report; `first` is the first request that the server got."""
+        """Return the start for the report; `first` is the answer to the server's first request."""
         good = first if first is not None and first.is_ok else None
         rest_s = self.seconds - sum(seconds for _, seconds in self.phases)
         phases = [("process and imports", rest_s), *self.phases] if self.phases else []
@@ -55,7 +55,7 @@ class Started:
 
 
 def our_command(flags: Sequence[str]) -> list[str]:
-    """`blockdraft serve` with these flags; {port} stands for the port."""
+    """Return the command `blockdraft serve` with these flags; {port} stands for the port."""
     return [sys.executable, "-m", "blockdraft", "serve", "--host", "127.0.0.1", "--port", "{port}", *flags]
 
 
@@ -131,7 +131,7 @@ def _tail(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, which ours drains on; what stays, a child of the server included, is killed."""
+    """Send SIGTERM, on which our server drains; what stays, a child of it included, is killed."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
             os.killpg(process.pid, number)

@@ -28,7 +28,7 @@ ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(si
 
 
 class Measured(NamedTuple):
-    """The report, and why it holds no figures, or not all of them (None: it does)."""
+    """The report, and why figures are missing in it (None: none is)."""
 
     report: BenchReport
     failure: str | None
@@ -68,7 +68,7 @@ class Session:
 
     @contextlib.asynccontextmanager
     async def _server(self, starts: list[Startup]) -> AsyncIterator[tuple[str, Started | None]]:
-        """Where to measure; a server of our own, or the one of --start, runs as long as the context."""
+        """Yield where to measure; a server that we start runs as long as the context."""
         options = self.options
         if options.url is not None:
             yield options.url, None
@@ -90,7 +90,7 @@ class Session:
         return served(command, label, options.start_timeout)
 
     async def _first_answer(self, url: str) -> Answer:
-        """A cold request to a server that is started for that alone."""
+        """Send a cold request to a server that is started for that alone."""
         key = self.options.api_key
         endpoint = await probe(url, key, self.options.name)
         ask = cold_ask(SPECULATIVE, "cold", is_raw=self.grid.workloads[0].is_raw)
@@ -164,7 +164,7 @@ class Session:
 
 
 def _on_endings(act: Callable[[], object]) -> None:
-    """From now on the loop acts so when somebody wants us to end."""
+    """Make the loop act so from now on, when somebody wants us to end."""
     with contextlib.suppress(NotImplementedError):  # no signals on Windows' loop
         for number in (signal.SIGINT, *ENDINGS):
             asyncio.get_running_loop().add_signal_handler(number, act)

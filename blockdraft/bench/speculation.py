@@ -1,4 +1,4 @@
-"""How drafts fared, read from a stream's chunks and from /metrics, in the words of several servers.
+"""Reads how drafts fared from a stream's chunks and from /metrics, in the words of several servers.
 
 blockdraft, vLLM   chunk.metrics.speculative_decoding; counters vllm:spec_decode_*
 SGLang             chunk.usage or chunk.sglext.spec_tokens_details; counters sglang:spec_verify_calls_total
@@ -19,7 +19,7 @@ _SGLANG = "sglang:"
 
 
 def read_chunk(chunk: Json) -> Speculation | None:
-    """What a chunk says of the whole answer; None: nothing."""
+    """Return what a chunk says of the whole answer; None: nothing."""
     if drafts := inside(chunk, "metrics", "speculative_decoding"):
         return _by_histogram(
             inside(drafts, "acceptance_histogram"),
@@ -68,7 +68,7 @@ def _count(parent: object, key: str) -> int:
 
 
 def read_metrics(text: str, model: str | None = None) -> Speculation | None:
-    """The counters since the server's start, of `model` where they tell models apart; None: it has none."""
+    """Return the counters since the server's start, of `model` if they tell models apart; None: none."""
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
     for name, labels, value in samples(text):
@@ -110,7 +110,7 @@ def _sglang_counters(totals: Mapping[str, float]) -> Speculation:
 
 
 def difference(before: Speculation | None, after: Speculation | None) -> Speculation | None:
-    """What happened between two readings; None where it cannot be told, as after a restart of the server."""
+    """Return what happened between two readings; None where it cannot be told, as after a restart."""
     if before is None or after is None or (before.has_positions != after.has_positions and before.steps):
         return None
     size = max(len(before.accepted), len(after.accepted))
@@ -123,7 +123,7 @@ def difference(before: Speculation | None, after: Speculation | None) -> Specula
 
 
 def total_of(parts: Iterable[Speculation]) -> Speculation:
-    """All parts together."""
+    """Add all parts up."""
     found = list(parts)
     columns = itertools.zip_longest(*(part.accepted for part in found), fillvalue=0)
     return Speculation(

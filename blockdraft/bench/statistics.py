@@ -1,4 +1,4 @@
-"""From answers to figures: one cell of the report, and the pair of a cell and its baseline.
+"""Turns answers into figures: of one cell of the report, and of the pair of a cell and its baseline.
 
 `figures.DEFINITIONS` says what each of them means.
 """
@@ -14,7 +14,7 @@ from typing import Literal, TypeVar, cast
 
 import numpy as np
 
-from blockdraft.bench.bootstrap import RESAMPLES, Floats, Resamples
+from blockdraft.bench.bootstrap import RESAMPLES, Floats, Resamples, ratio
 from blockdraft.bench.figures import (
     Agreed,
     Agreement,
@@ -44,7 +44,7 @@ Conversation = tuple[str, int, int]  # prompt, number, repetition of these two
 
 
 def summarise(group: Group, *, seed: int) -> Cell:
-    """The figures of one cell."""
+    """Compute the figures of one cell."""
     asked, group = group.answers, _ended(group)
     answers = group.answers
     good = [answer for answer in answers if answer.is_ok]
@@ -76,14 +76,12 @@ def summarise(group: Group, *, seed: int) -> Cell:
 
 
 def pair(speculative: Group, plain: Group, *, seed: int) -> Pair:
-    """What speculation brought, and whether it changed the text."""
+    """Compute what speculation brought, and whether it changed the text."""
     assert speculative.key == plain.key
     assert (speculative.arm, plain.arm) == (SPECULATIVE, PLAIN)
     speculative, plain = _ended(speculative), _ended(plain)
-    plain_ids = set(_prompt_ids(plain.answers))
-    matched = [prompt for prompt in _prompt_ids(speculative.answers) if prompt in plain_ids]
-    unmatched = (plain_ids | set(_prompt_ids(speculative.answers))) - set(matched)
-    draws = Resamples(matched, seed=seed)
+    ids, plain_ids = set(_prompt_ids(speculative.answers)), set(_prompt_ids(plain.answers))
+    draws = Resamples(sorted(ids & plain_ids), seed=seed)
     arms = [
         (group, [answer for answer in group.answers if answer.ask.prompt.id in draws.index])
         for group in (speculative, plain)
@@ -100,8 +98,8 @@ def pair(speculative: Group, plain: Group, *, seed: int) -> Pair:
     }
     return {
         "key": key,
-        "num_prompts": len(matched),
-        "num_unmatched": len(unmatched),
+        "num_prompts": draws.num_prompts,
+        "num_unmatched": len(ids ^ plain_ids),
         "speedup": speedup,
         "verdict": _verdict(headline_speedup(key, speedup)["interval"]),
         "agreement": _agreement(arms[0][1], arms[1][1]) if key["temperature"] == 0 else None,
@@ -109,7 +107,7 @@ def pair(speculative: Group, plain: Group, *, seed: int) -> Pair:
 
 
 def split_by_category(group: Group) -> list[Group]:
-    """One group per class of prompts, in order of appearance; none where there is only one class.
+    """Return one group per class of prompts, in order of appearance; none where there is only one class.
 
     Classes that were in flight together share the busy time by the time their requests took. The server's
     counters cannot be shared out.
@@ -132,7 +130,7 @@ def split_by_category(group: Group) -> list[Group]:
 
 
 def _ended(group: Group) -> Group:
-    """Without what was not sent or given up, and without the part of the busy time that the latter took."""
+    """Leave out what was not sent or given up, and the part of the busy time that the latter took."""
     if all(answer.is_ended for answer in group.answers):
         return group
     ended = [answer for answer in group.answers if answer.is_ended]
@@ -148,7 +146,7 @@ def _throughput(group: Group, answers: Sequence[Answer], draws: Resamples) -> Es
 def _throughput_samples(
     group: Group, answers: Sequence[Answer], draws: Resamples
 ) -> tuple[float | None, Floats]:
-    """Aggregate tok/s of some of a group's answers, and of each resample of them.
+    """Return aggregate tok/s of some of a group's answers, and of each resample of them.
 
     A resample that drew long conversations would have kept the server busy for longer: with `concurrency`
     requests in flight, busy time goes with the time that requests took, the failed ones' too. At a given rate
@@ -165,12 +163,11 @@ def _throughput_samples(
         return value, np.full(RESAMPLES, np.nan)
     drawn_s = group.busy_s * draws.sums(_known(answers, lambda one: one.latency_s)) / (all_work or 1)
     drawn_tokens = draws.sums(_known(good, lambda one: one.completion_tokens))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return value, drawn_tokens / drawn_s
+    return value, ratio(drawn_tokens, drawn_s)
 
 
 def _work(group: Group, answers: Iterable[Answer]) -> float:
-    """What busy time goes with: the time that requests took, or at a rate the number of conversations."""
+    """Return what shares the busy time out: the time requests took, or at a rate how many began."""
     if group.key["rate"] is None:
         return sum(answer.latency_s for answer in answers)
     return sum(answer.turn == 0 for answer in answers)
@@ -186,8 +183,7 @@ def _ratio(
 ) -> Estimate:
     if above[0] is None or not below[0]:
         return make_estimate()
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return make_estimate(above[0] / below[0], draws.interval(above[1] / below[1]))
+    return make_estimate(above[0] / below[0], draws.interval(ratio(above[1], below[1])))
 
 
 def _verdict(interval: Interval) -> Verdict:
@@ -199,30 +195,31 @@ def _verdict(interval: Interval) -> Verdict:
 
 
 def _distribution(values: Sequence[tuple[str, float]], draws: Resamples | None) -> Distribution:
-    """Of values that belong to prompts; without draws, without intervals."""
+    """Describe values, each with the prompt it belongs to; without draws there are no intervals."""
     if not values:
         return cast(
             "Distribution", {**dict.fromkeys(Distribution.__annotations__), "count": 0, "quantiles": []}
         )
     numbers = np.array([value for _, value in values])
+    means = medians = None
+    if draws is not None:
+        counts = draws.sums((prompt, 1) for prompt, _ in values)
+        means, medians = (
+            draws.interval(ratio(draws.sums(values), counts)),
+            draws.interval(draws.medians(values)),
+        )
     p50, p90, p99 = (float(bound) for bound in np.quantile(numbers, [0.5, 0.9, 0.99]))
     return {
         "count": len(values),
         "mean": float(numbers.mean()),
-        "mean_interval": None if draws is None else _mean_interval(values, draws),
+        "mean_interval": means,
         "p50": p50,
-        "p50_interval": None if draws is None else draws.interval(draws.medians(values)),
+        "p50_interval": medians,
         "p90": p90,
         "p99": p99,
         "std": float(numbers.std()),
         "quantiles": [float(bound) for bound in np.quantile(numbers, QUANTILES)],
     }
-
-
-def _mean_interval(values: Sequence[tuple[str, float]], draws: Resamples) -> Interval:
-    counts = draws.sums((prompt, 1) for prompt, _ in values)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return draws.interval(draws.sums(values) / counts)
 
 
 def _speculation(group: Group, good: Sequence[Answer], draws: Resamples) -> SpeculationFigures:
@@ -232,8 +229,7 @@ def _speculation(group: Group, good: Sequence[Answer], draws: Resamples) -> Spec
         figures = _speculation_figures("answers", total, num_answers=len(said))
         steps = draws.sums((prompt, one.steps) for prompt, one in said)
         accepted = draws.sums((prompt, sum(one.accepted)) for prompt, one in said)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            figures["committed_per_step"]["interval"] = draws.interval(1 + accepted / steps)
+        figures["committed_per_step"]["interval"] = draws.interval(1 + ratio(accepted, steps))
         return figures
     if group.metered is not None and group.metered.steps:
         return _speculation_figures("metered", group.metered, num_answers=0)
@@ -295,7 +291,7 @@ def _nothing_compared() -> Agreed:
 
 
 def _by_turn(answers: Sequence[Answer]) -> dict[tuple[int, Conversation], Answer]:
-    """Answers by turn and conversation.
+    """Sort answers by turn and conversation.
 
     Not by time: which of two conversations sends its second turn first depends on the speed of the arm.
     Conversations that share a number are told apart by the order in which they were asked.
@@ -325,7 +321,7 @@ def _divergence(answer: Answer, other: Answer) -> Divergence:
 
 
 def _failures(answers: Sequence[Answer]) -> list[Failures]:
-    """Errors by what stands before their first ": ", the most frequent first; ports have colons too."""
+    """Group errors by what stands before ": " (ports have colons too), the most frequent first."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for answer in answers:
         if answer.error is not None:
@@ -335,7 +331,7 @@ def _failures(answers: Sequence[Answer]) -> list[Failures]:
 
 
 def _num_not_sent(answers: Sequence[Answer]) -> int:
-    """Turns of every conversation that was asked for, less those that were sent."""
+    """Count the turns of every conversation that was asked for, less those that were sent."""
     due = sum(
         1 if answer.ask.is_raw else len(answer.ask.prompt.turns) for answer in answers if answer.turn == 0
     )
@@ -356,30 +352,30 @@ def _asked(answers: Sequence[Answer]) -> Asked:
 
 
 def _common(values: Sequence[Value]) -> Value | None:
-    """The value that all have; None where they differ."""
+    """Return the value that all have; None where they differ."""
     return values[0] if values and all(value == values[0] for value in values) else None
 
 
 def _prompts_hash(answers: Sequence[Answer]) -> str:
-    """Tells whether two reports asked the same questions: without their salts, which differ in every run."""
+    """Hash the questions without their salts, which differ in every run."""
     prompts = {answer.ask.original or answer.ask.prompt for answer in answers}
     texts = sorted([prompt.id, prompt.system or "", *prompt.turns] for prompt in prompts)
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
 def _prompt_ids(answers: Sequence[Answer]) -> list[str]:
-    """Each once, in an order that does not depend on which answer came first."""
+    """Return each id once, in an order that does not depend on which answer came first."""
     return sorted({answer.ask.prompt.id for answer in answers})
 
 
 def _known(answers: Sequence[Answer], figure: Callable[[Answer], float | None]) -> list[tuple[str, float]]:
-    """The figure of each answer that has it, with the prompt it belongs to."""
+    """Return the figure of each answer that has it, with the prompt it belongs to."""
     values = ((answer.ask.prompt.id, figure(answer)) for answer in answers)
     return [(prompt, value) for prompt, value in values if value is not None]
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """None where one is unknown: a sum of the others would pass for the whole."""
+    """Add up; None where one is unknown, as a sum of the others would pass for the whole."""
     found = list(counts)
     known = [count for count in found if count is not None]
     return sum(known) if len(known) == len(found) else None

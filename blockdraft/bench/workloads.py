@@ -41,7 +41,7 @@ def load(
     data_dir: Path | None = None,
     is_offline: bool = False,
 ) -> Workload:
-    """The prompts of one workload; with a limit, a sample spread evenly over them.
+    """Return the prompts of one workload; with a limit, a sample spread evenly over them.
 
     A workload with fewer prompts than the limit gives all it has: whoever needs more repeats them.
     """
@@ -73,7 +73,7 @@ def load_all(
     data_dir: Path | None = None,
     is_offline: bool = False,
 ) -> tuple[Workload, ...]:
-    """One workload per name, in order; "all" stands for every built-in class. The limit is each one's."""
+    """Return one workload per name, in order; "all" is every built-in class. The limit is each one's."""
     each: dict[str, None] = {}  # a set that keeps its order
     for name in names:
         each.update(dict.fromkeys(CLASSES if _spelled(name) == ALL else (name,)))
@@ -87,13 +87,13 @@ def load_all(
 
 
 def with_turns(workload: Workload, max_turns: int | None) -> Workload:
-    """The same conversations, cut after so many user turns."""
+    """Cut the conversations after so many user turns."""
     prompts = tuple(replace(prompt, turns=prompt.turns[:max_turns]) for prompt in workload.prompts)
     return replace(workload, prompts=prompts)
 
 
 def salted(prompt: Prompt, salt: str) -> Prompt:
-    """The prompt behind a first line of its own, so that a prefix cache that saw it does not know it again.
+    """Put a first line of its own before the prompt, so that a prefix cache does not know it again.
 
     To be put on last, after `deepened`: what stands before the salt can be recognised.
     """
@@ -104,7 +104,7 @@ def salted(prompt: Prompt, salt: str) -> Prompt:
 
 
 def deepened(prompt: Prompt, *, num_tokens: int, tokens_per_word: float, seed: int = 0) -> Prompt:
-    """The prompt behind notes of about so many tokens, which differ from prompt to prompt."""
+    """Put notes of about so many tokens before the prompt, which differ from prompt to prompt."""
     if num_tokens < 0 or tokens_per_word <= 0:
         raise BenchError(f"a context of {num_tokens} tokens ({tokens_per_word} a word) cannot be made.")
     num_words = round(num_tokens / tokens_per_word) - len(_DEPTH_HEADING.split())
@@ -116,7 +116,7 @@ def deepened(prompt: Prompt, *, num_tokens: int, tokens_per_word: float, seed: i
 
 
 def estimate_tokens_per_word(prompt_tokens: int, text: str) -> float:
-    """Tokens a word of this text costs, from the usage a server reported for it.
+    """Return how many tokens a word of this text costs, from the usage a server reported for it.
 
     Measure it on a long piece of `filler`: the chat template's own tokens count as the text's.
     """
@@ -127,7 +127,7 @@ def estimate_tokens_per_word(prompt_tokens: int, text: str) -> float:
 
 
 def _spelled(name: str) -> str:
-    """The name as we spell it: `MT-Bench` is mt_bench."""
+    """Spell a name as we do: `MT-Bench` is mt_bench."""
     name = name.lower().replace("-", "_")
     return _SPELLINGS.get(name, name)
 
@@ -159,7 +159,7 @@ def _unknown(given: str, name: str) -> str:
 
 
 def _spread(prompts: tuple[Prompt, ...], limit: int | None, seed: int) -> tuple[Prompt, ...]:
-    """One prompt from each of `limit` stretches of equal length, in the file's order."""
+    """Draw one prompt from each of `limit` stretches of equal length, in the file's order."""
     if limit is None or limit >= len(prompts):
         return prompts
     draw = random.Random(f"sample/{seed}")
@@ -186,6 +186,6 @@ def _num_random_words(name: str) -> int:
 
 
 def _noise(num_words: int, seed: str) -> str:
-    """Made-up words that no vocabulary holds: a tokenizer cuts them into pieces that predict nothing."""
+    """Make up words that no vocabulary holds: a tokenizer cuts them into pieces that predict nothing."""
     draw = random.Random(f"noise/{seed}")
     return " ".join("".join(draw.choices(_NOISE, k=draw.randint(2, 9))) for _ in range(num_words))
