@@ -108,6 +108,7 @@ class Outcome:
     cold: dict[Arm, Answer] = field(default_factory=dict)  # the first request to each server
     warm: list[Answer] = field(default_factory=list)  # excluded from every figure
     trouble: str | None = None  # why it ended early
+    is_stopped: bool = False  # by the user
 
     @property
     def failure(self) -> str | None:
@@ -151,6 +152,7 @@ class Runner:
                 break
             await self._measure(number, point)
         self.outcome.groups = [group for group in self.outcome.groups if group.answers]
+        self.outcome.is_stopped = self._stop.is_set()
         return self.outcome
 
     # ---- warming up

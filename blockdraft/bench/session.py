@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 from rich.console import Console
 
@@ -27,14 +26,6 @@ from blockdraft.bench.served import Started, our_command, served
 ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-class Measured(NamedTuple):
-    """The report, and why figures are missing in it (None: none is)."""
-
-    report: BenchReport
-    failure: str | None
-    is_stopped: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Session:
     """One run: what was asked for, the flags of a server that we start, and where progress is told."""
@@ -45,7 +36,7 @@ class Session:
     server_flags: Sequence[str] = ()
     shown_flags: Sequence[str] = ()  # the same without keys
 
-    async def run(self) -> Measured:
+    async def run(self) -> tuple[BenchReport, Outcome]:
         task = asyncio.current_task()
         assert task is not None
         # Between two steps of the loop, not in the middle of starting a process that then nobody ends.
@@ -64,7 +55,7 @@ class Session:
                 outcome = await Runner(self.grid, servers, clock=clock, watcher=watch, stop=stop).run()
         if started is not None:
             starts.append(started.facts(next(iter(outcome.cold.values()), None)))
-        return Measured(self._report(servers, outcome, starts), outcome.failure, stop.is_set())
+        return self._report(servers, outcome, starts), outcome
 
     @contextlib.asynccontextmanager
     async def _server(self, starts: list[Startup]) -> AsyncIterator[tuple[str, Started | None]]:

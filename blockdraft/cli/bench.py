@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     # A server of our own ends with us, whatever ends us.
     before = {number: signal.signal(number, signal.default_int_handler) for number in ENDINGS}
     try:
-        return _measure(args, options)
+        return asyncio.run(_measure(args, options))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except BenchError as error:  # a server's log may hold the key
@@ -124,7 +124,8 @@ def _options(args: argparse.Namespace) -> Options:
     )
 
 
-def _measure(args: argparse.Namespace, options: Options) -> int:
+async def _measure(args: argparse.Namespace, options: Options) -> int:
+    """All of it runs in the loop, which takes signals: a second one does not interrupt the writing."""
     from blockdraft.bench.layout import grid, markdown, terminal
     from blockdraft.bench.page import render
     from blockdraft.bench.report import output_paths, to_json
@@ -132,24 +133,24 @@ def _measure(args: argparse.Namespace, options: Options) -> int:
 
     session = _session(args, options)
     paths = output_paths(args.out)
-    measured = asyncio.run(session.run())
+    report, outcome = await session.run()
     # Written before anything is shown: who reads it may have left. Without --out there is no path.
     for path, write in zip(paths, (to_json, markdown, render), strict=False):
-        path.write_text(write(measured.report), encoding="utf-8")
+        path.write_text(write(report), encoding="utf-8")
     if args.prints_json:
-        print(to_json(measured.report), end="")
+        print(to_json(report), end="")
     else:
-        _stdout().print(terminal(measured.report))
+        _stdout().print(terminal(report))
         names = [workload.name for workload in session.grid.workloads]
         loads = [load.concurrency for load in session.grid.loads]
         for figure in options.preset.figures:
-            _stdout().print(to_rich(grid(measured.report, names, loads, figure)))
+            _stdout().print(to_rich(grid(report, names, loads, figure)))
     for path in paths:
         session.console.print(f"written: {path}", soft_wrap=True)
-    if measured.is_stopped:
+    if outcome.is_stopped:
         return EXIT_INTERRUPT
-    if measured.failure is not None:
-        print("blockdraft: error:", measured.failure, file=sys.stderr)
+    if outcome.failure is not None:
+        print("blockdraft: error:", outcome.failure, file=sys.stderr)
         return EXIT_TROUBLE
     return 0
 

@@ -4,7 +4,7 @@ import pytest
 
 from blockdraft.bench.datasets import DATASETS
 from blockdraft.bench.layout import FIGURES
-from blockdraft.bench.presets import PRESETS, find_preset
+from blockdraft.bench.options import PRESETS, find_preset
 from blockdraft.bench.workloads import CLASSES
 from blockdraft.errors import BenchError
 
