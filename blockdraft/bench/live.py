@@ -12,7 +12,7 @@ from rich.text import Text
 
 from blockdraft.bench.records import PLAIN, Answer, Group
 from blockdraft.bench.run import Point, Watcher
-from blockdraft.bench.sheet import clean
+from blockdraft.bench.sheet import clean, setting
 
 REDRAWS_PER_S = 4
 
@@ -108,10 +108,8 @@ class Watch(Watcher):
 
 
 def _words(point: Point) -> tuple[str, ...]:
-    depth = f" depth {point.depth}" if point.depth else ""
-    temperature = f" T {point.temperature:g}" if point.temperature else ""
     load = f"{point.load.concurrency} at a time" if point.load.rate is None else f"{point.load.rate:g}/s"
-    return point.workload.name, load + depth + temperature
+    return point.workload.name, load + setting(point.key).replace(",", "")
 
 
 def _duration(seconds: float) -> str:

@@ -33,11 +33,13 @@ from blockdraft.bench.sheet import (
     Sheet,
     clean,
     estimate,
+    full_label,
     interval_text,
     label,
     load_text,
     milliseconds,
     number,
+    setting,
 )
 
 FOLDER = Path(__file__).parent / "page"
@@ -188,7 +190,7 @@ def _speedup_charts(rows: Sequence[ReportRow]) -> list[Chart]:
         verdict = "unclear" if row.pair is None else row.pair["verdict"]
         if marks := _bar(row.speedup, _COLOURS[verdict], "", "x", f" {verdict}"):
             name = clean(f"{label(row.key)}: {estimate(row.speedup, suffix='x')}")
-            loads.setdefault(_setting(row.key, with_load=True), []).append((name, marks))
+            loads.setdefault(_load_title(row.key), []).append((name, marks))
     unit = "speedup; 1 = no gain"
     return [
         Chart(f"Speedup, {load}", unit, groups, is_horizontal=True, mark_at=1.0)
@@ -225,7 +227,7 @@ def _time_charts(rows: Sequence[ReportRow], names: Mapping[Arm, str]) -> list[Ch
                 shown = ", ".join(f"{part} {milliseconds(value)} ms" for part, value in parts)
                 note = clean(f"{label(row.key)}, {names[cell['arm']]}: {shown}")
                 mark = Mark(cell["arm"], note, (at[5], at[15]), [at[1], at[19]], at[10], times["p99"] * 1000)
-                title = f"{name}, {_setting(row.key, with_load=True)}"
+                title = f"{name}, {_load_title(row.key)}"
                 found.setdefault(title, []).append((clean(label(row.key)), [mark]))
     return [Chart(title, "ms", groups, is_horizontal=True, is_time=True) for title, groups in found.items()]
 
@@ -234,19 +236,14 @@ def _by_workload(rows: Sequence[ReportRow]) -> dict[str, list[ReportRow]]:
     """Put rows that differ in their load only under one name, the lowest load first."""
     found: dict[str, list[ReportRow]] = {}
     for row in sorted(rows, key=lambda row: (row.key["rate"] or 0.0, row.key["concurrency"])):
-        found.setdefault(f"{label(row.key)}, {_setting(row.key, with_load=False)}", []).append(row)
+        at_rate = "" if row.key["rate"] is None else ", at a rate"
+        found.setdefault(full_label(row.key) + at_rate, []).append(row)
     return found
 
 
-def _setting(key: Key, *, with_load: bool) -> str:
-    words = []
-    if with_load:
-        words.append(f"{key['rate']:g}/s" if key["rate"] is not None else f"concurrency {key['concurrency']}")
-    elif key["rate"] is not None:
-        words.append("at a rate")
-    if key["depth"]:
-        words.append(f"depth {key['depth']}")
-    return ", ".join([*words, f"T {key['temperature']:g}"])
+def _load_title(key: Key) -> str:
+    load = f"{key['rate']:g}/s" if key["rate"] is not None else f"concurrency {key['concurrency']}"
+    return load + setting(key)
 
 
 # ---- tables

@@ -74,42 +74,37 @@ class Session:
     def _started(
         self, label: str, more: Sequence[str] = ()
     ) -> contextlib.AbstractAsyncContextManager[Started]:
-        options = self.options
-        own = our_command([*self.server_flags, *more])
-        command = own if options.start is None else options.start_command
+        start = self.options.start
+        command = our_command([*self.server_flags, *more]) if start is None else self.options.start_command
         self.console.print(f"starting {label} …")
-        return served(command, label, options.start_timeout)
+        return served(command, label, self.options.start_timeout)
 
     async def _first_answer(self, url: str) -> Answer:
         """Send a cold request to a server that is started for that alone."""
-        key = self.options.api_key
-        endpoint = await probe(url, key, self.options.name)
         ask = cold_ask(SPECULATIVE, "cold", is_raw=self.grid.workloads[0].is_raw)
-        async with Client(url, endpoint.model, api_key=key, clock=time.monotonic) as client:
-            return (await client.converse(ask))[0]
+        async with self._connected(url, time.monotonic) as server:
+            return (await server.client.converse(ask))[0]
+
+    @contextlib.asynccontextmanager
+    async def _connected(self, url: str, clock: Clock) -> AsyncIterator[Server]:
+        key, timeout_s = self.options.api_key, self.options.timeout
+        endpoint = await probe(url, key, self.options.name)
+        switches = endpoint.switches
+        async with Client(
+            url, endpoint.model, api_key=key, clock=clock, timeout_s=timeout_s, switches=switches
+        ) as client:
+            yield Server(client, endpoint, key)
 
     async def _servers(self, url: str, clock: Clock, stack: contextlib.AsyncExitStack) -> dict[Arm, Server]:
-        options, key = self.options, self.options.api_key
-
-        async def server(url: str) -> Server:
-            endpoint = await probe(url, key, options.name)
-            client = Client(
-                url,
-                endpoint.model,
-                api_key=key,
-                clock=clock,
-                timeout_s=options.timeout,
-                switches=endpoint.switches,
-            )
-            return Server(await stack.enter_async_context(client), endpoint, key)
-
-        first = await server(url)
-        if first.endpoint.is_speculative is False and options.baseline is None:
+        """Connect to the server of each arm; one server may be both."""
+        baseline = self.options.baseline
+        first = await stack.enter_async_context(self._connected(url, clock))
+        if first.endpoint.is_speculative is False and baseline is None:
             return {PLAIN: first}  # nothing to pair
         servers: dict[Arm, Server] = {SPECULATIVE: first}
-        if options.baseline is not None:
-            servers[PLAIN] = await server(options.baseline)
-        elif not options.no_baseline and first.endpoint.can_switch:
+        if baseline is not None:
+            servers[PLAIN] = await stack.enter_async_context(self._connected(baseline, clock))
+        elif not self.options.no_baseline and first.endpoint.can_switch:
             servers[PLAIN] = first
         return servers
 

@@ -99,9 +99,14 @@ def label(key: Key) -> str:
 
 def full_label(key: Key) -> str:
     """Name workload, depth and temperature, where these two are not 0."""
+    return f"{label(key)}{setting(key)}"
+
+
+def setting(key: Key) -> str:
+    """Name depth and temperature after a comma each, where they are not 0."""
     depth = f", depth {key['depth']}" if key["depth"] else ""
     temperature = f", T {key['temperature']:g}" if key["temperature"] else ""
-    return f"{label(key)}{depth}{temperature}"
+    return depth + temperature
 
 
 def row_name(key: Key) -> str:
