@@ -23,11 +23,12 @@ FLOORS = [
     {"cache"},
     {"kernels"},
 ]
-ANYONE = {"errors", "phases", "exposition", "machine", "settings"}  # importable by all rooms
+ANYONE = {"errors", "phases", "exposition", "jsonl", "machine", "settings"}  # importable by all rooms
 ANYONE_USES = {  # and what those import in turn, beside the standard library
     "errors": set(),
     "phases": set(),
     "exposition": set(),
+    "jsonl": set(),
     "settings": {"settings", "machine", "errors"},
     "machine": {"machine", "settings", "errors"},
 }

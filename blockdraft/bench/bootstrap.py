@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 
 class Resamples:
-    """How often each prompt was drawn in each resample, the same for all figures of a cell."""
+    """Counts how often each prompt was drawn in each resample; all figures of a cell share the draws."""
 
     def __init__(self, prompt_ids: Sequence[str], *, seed: int) -> None:
         self.index = {prompt: position for position, prompt in enumerate(prompt_ids)}
@@ -35,14 +35,14 @@ class Resamples:
         self._draws = draws[:, : self.num_prompts]  # [resamples, prompts]
 
     def sums(self, values: Iterable[tuple[str, float]]) -> Floats:
-        """The sum over each resample's prompts, of values that belong to prompts."""
+        """Sum values, each of which belongs to a prompt, over the prompts of each resample."""
         by_prompt = np.zeros(self.num_prompts)
         for prompt, value in values:
             by_prompt[self.index[prompt]] += value
         return np.asarray(self._draws @ by_prompt, dtype=np.float64)
 
     def medians(self, values: Sequence[tuple[str, float]]) -> Floats:
-        """The median of each resample's values; NaN for one without any."""
+        """Return the median of each resample's values; NaN for one without any."""
         numbers = np.array([value for _, value in values])
         order = np.argsort(numbers, kind="stable")
         columns = np.array([self.index[prompt] for prompt, _ in values], dtype=np.int64)[order]
@@ -56,7 +56,7 @@ class Resamples:
         return medians
 
     def interval(self, samples: Floats) -> Interval:
-        """The 95 % interval of a figure, from its value in each resample."""
+        """Return the 95 % interval of a figure, given its value in each resample."""
         finite = samples[np.isfinite(samples)]
         if self.num_prompts < MIN_PROMPTS or finite.size < RESAMPLES / 2:
             return None
@@ -64,8 +64,14 @@ class Resamples:
         return [float(bound) for bound in np.quantile(finite, [tail, 1 - tail])]
 
 
+def ratio(above: Floats, below: Floats) -> Floats:
+    """Divide; what is not finite counts in no interval."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return above / below
+
+
 def _counted_medians(ordered: Floats, counts: NDArray[np.int64]) -> Floats:
-    """The median of each row, in which ordered[j] occurs counts[row, j] times."""
+    """Return the median of each row, in which ordered[j] occurs counts[row, j] times."""
     below = np.cumsum(counts, axis=1)
     totals = below[:, -1:]
     last = len(ordered) - 1
@@ -76,7 +82,7 @@ def _counted_medians(ordered: Floats, counts: NDArray[np.int64]) -> Floats:
 
 
 def _tail(num_prompts: int) -> float:
-    """The share of resamples to cut at each end.
+    """Return the share of resamples to cut at each end.
 
     Plain percentiles are too narrow for few prompts: they lack the factor n / (n - 1) of the variance and the
     heavier tails of Student's t. After Hesterberg, "What teachers should know about the bootstrap" (2015).

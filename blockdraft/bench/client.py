@@ -1,4 +1,4 @@
-"""The client: conversations over HTTP, with the time of everything that comes back.
+"""The client holds conversations over HTTP and notes the time of everything that comes back.
 
 Whatever goes wrong is an Answer with an error. Much here is about what the client itself adds to the times
 it measures: one thread may hold hundreds of streams. The text of a request is made before its time begins,
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -21,12 +20,14 @@ from blockdraft.bench.speculation import read_chunk
 from blockdraft.bench.wire import (
     Json,
     headers,
+    inside,
     is_refusal,
     one_line,
     reason,
     server_message,
     server_root,
     shown_host,
+    whole_number,
 )
 
 Clock = Callable[[], float]
@@ -46,7 +47,10 @@ _FIELDS = (b"event:", b"id:", b"retry:", b":")  # of server-sent events, beside 
 
 
 class Client:
-    """One model of one server. `clock` gives seconds from the start of the run; `timeout_s` is for a turn."""
+    """One model of one server, used as a context.
+
+    `clock` gives seconds from the start of the run; `timeout_s` is for a turn.
+    """
 
     def __init__(
         self,
@@ -70,22 +74,21 @@ class Client:
         self._beginning = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S),
+            headers={**headers(self._api_key), "content-type": "application/json"},
+        )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+    async def __aexit__(self, *_: object) -> None:
+        assert self._session is not None
+        await self._session.close()
 
     async def converse(
         self, ask: Ask, *, planned_s: float | None = None, on_answer: OnAnswer | None = None
     ) -> list[Answer]:
-        """All turns of a conversation, up to the first that fails; `on_answer` gets each when it ends."""
+        """Ask all turns of a conversation, up to the first that fails; `on_answer` gets each when it ends."""
         messages: list[Json] = []
         if ask.prompt.system is not None:
             messages.append({"role": "system", "content": ask.prompt.system})
@@ -125,7 +128,8 @@ class Client:
         return answer
 
     async def _exchange(self, path: str, body: bytes, reader: _Reader) -> None:
-        async with self._opened().post(self._root + path, data=body) as response:
+        assert self._session is not None, "a client is used as a context"
+        async with self._session.post(self._root + path, data=body) as response:
             self.num_refused = 0
             if response.status != 200:
                 said = server_message(await response.read())
@@ -140,15 +144,6 @@ class Client:
                         await content.read()
                 except (TimeoutError, aiohttp.ClientError):
                     response.close()
-
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S),
-                headers={**headers(self._api_key), "content-type": "application/json"},
-            )
-        return self._session
 
     def _body(self, ask: Ask, messages: list[Json]) -> Json:
         body: Json = {
@@ -172,7 +167,7 @@ class Client:
 
 
 class _BadAnswer(Exception):
-    """An answer that came, and is none; its text becomes the Answer's error."""
+    """Raised for a reply that is no answer; its text becomes the Answer's error."""
 
 
 class _Reader:
@@ -245,17 +240,15 @@ class _Reader:
         self._text_s = now_s
 
     def _usage(self, usage: object) -> None:
-        if not isinstance(usage, dict) or not isinstance(usage.get("completion_tokens"), int):
+        answer, completion_tokens = self._answer, whole_number(inside(usage, "completion_tokens"))
+        if completion_tokens is None:
             return
-        answer, self._has_usage = self._answer, True
-        answer.completion_tokens = usage["completion_tokens"]
-        prompt, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details")
-        answer.prompt_tokens = prompt if isinstance(prompt, int) else None
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        answer.cached_tokens = cached if isinstance(cached, int) else None
+        self._has_usage, answer.completion_tokens = True, completion_tokens
+        answer.prompt_tokens = whole_number(inside(usage, "prompt_tokens"))
+        answer.cached_tokens = whole_number(inside(usage, "prompt_tokens_details", "cached_tokens"))
 
     def check_end(self) -> None:
-        """_BadAnswer for a stream that is over before it was complete."""
+        """Raise _BadAnswer if the stream is over before it was complete."""
         if self._rest.strip() and not self.is_done:
             if _event_data(self._rest.strip()) != _DONE:
                 raise _BadAnswer(f"the stream broke off inside an event: {_shown(self._rest)}")
@@ -268,14 +261,14 @@ class _Reader:
             raise _BadAnswer("the server sent no usage: how many tokens the answer has is unknown.")
 
     def finish(self) -> None:
-        """The last byte ends a complete answer, its discovery a failed one."""
+        """Note the end: of a complete answer its last byte, of a failed one the moment it was found out."""
         answer = self._answer
         answer.end_s = self._last_s if answer.is_ok else self._clock()
         answer.text, answer.thinking = "".join(self._texts), "".join(self._thoughts)
 
 
 def _event_data(event: bytes) -> bytes:
-    """The data of one server-sent event; empty: it has none."""
+    """Return the data of one server-sent event; empty: it has none."""
     if event.startswith(b"data:") and b"\n" not in event:
         return event[5:].strip()
     parts = []

@@ -5,24 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rich.console import Group as Renderables
 from rich.text import Text
 
-from blockdraft.bench.figures import Distribution, Estimate, Key, headline_speedup
+from blockdraft.bench.figures import BenchReport, Cell, Distribution, Estimate, make_estimate
 from blockdraft.bench.layout import fact_text
-from blockdraft.bench.records import SPECULATIVE, Arm
-from blockdraft.bench.report import Report, ReportCell, arm_names, rows_of
-from blockdraft.bench.sheet import (
-    NOTHING,
-    Sheet,
-    clean,
-    label,
-    load_text,
-    number,
-    to_rich,
-)
+from blockdraft.bench.records import Key
+from blockdraft.bench.report import arm_names, rows_of
+from blockdraft.bench.sheet import NOTHING, Sheet, clean, label, load_text, number, to_rich
 
 Outcome = Literal["better", "worse", "within noise", "unknown"]
 HEADLINE = {  # figure: its title, and whether more of it is better
@@ -34,6 +26,8 @@ HEADLINE = {  # figure: its title, and whether more of it is better
     "speedup": ("speedup", True),
 }
 LEGEND = "* the 95 % intervals do not overlap; ? no interval."
+_SERVER = ("kind", "version", "drafter", "drafter_hash")  # may be what the comparison is about
+_ASKED = ("prompts_hash", "temperature", "max_tokens", "thinking", "ignores_eos", "is_salted", "is_raw")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,49 +62,74 @@ class Comparison:
     only_b: tuple[str, ...]
 
 
-def compare(a: Report, b: Report) -> Comparison:
-    """Cells are matched by workload, class, load, depth, temperature and arm.
+class _Side(NamedTuple):
+    """A cell of one of the reports, with the name it has there."""
+
+    cell: Cell
+    arm: str  # what its report calls it
+    speedup: Estimate
+
+    @property
+    def name(self) -> str:
+        return _name(self.cell["key"], self.arm)
+
+    def identity(self, *, with_temperature: bool) -> str:
+        left_out = () if with_temperature else ("temperature",)
+        key = {name: value for name, value in self.cell["key"].items() if name not in left_out}
+        return json.dumps([key, self.cell["arm"]], sort_keys=True)
+
+    def asked(self) -> dict[str, object]:
+        return {**self.cell["asked"], "temperature": self.cell["key"]["temperature"]}
+
+    def figures(self) -> dict[str, Estimate]:
+        cell = self.cell
+        return {
+            "tokens_per_s": cell["tokens_per_s"],
+            "request_tokens_per_s": _median(cell["request_tokens_per_s"], scale=1),
+            "ttft_ms": _median(cell["ttft_s"], scale=1000),
+            "tpot_ms": _median(cell["tpot_s"], scale=1000),
+            "committed_per_step": cell["speculation"]["committed_per_step"],
+            "speedup": self.speedup,
+        }
+
+
+def compare(a: BenchReport, b: BenchReport) -> Comparison:
+    """Match cells by workload, class, load, depth, temperature and arm.
 
     A cell without a partner for its temperature alone is matched all the same, with a warning.
     """
-    pairs, only_a, only_b = _matched(a["cells"], b["cells"])
-    speedups = _speedups(a), _speedups(b)
-    names_a, names_b = arm_names(a["cells"]), arm_names(b["cells"])
-    matches = tuple(
-        Match(key=two["key"], arm=names_b[two["arm"]], changes=tuple(_changes(one, two, speedups)))
-        for one, two in pairs
-    )
+    pairs, only_a, only_b = _matched(_sides(a), _sides(b))
     return Comparison(
-        warnings=(*_run_warnings(a, b), *_cell_warnings(pairs, names_b)),
-        differences=tuple(_differences(a, b)),
-        matches=matches,
-        only_a=tuple(_cell_name(cell["key"], names_a[cell["arm"]]) for cell in only_a),
-        only_b=tuple(_cell_name(cell["key"], names_b[cell["arm"]]) for cell in only_b),
+        warnings=(*_differences(_facts(a), _facts(b)), *_cell_warnings(pairs)),
+        differences=tuple(_differences(a["endpoint"], b["endpoint"], _SERVER)),
+        matches=tuple(Match(two.cell["key"], two.arm, _changes(one, two)) for one, two in pairs),
+        only_a=tuple(side.name for side in only_a),
+        only_b=tuple(side.name for side in only_b),
     )
 
 
 def sheet(comparison: Comparison) -> Sheet:
-    """One row per figure that either report has, so that a terminal of 80 columns shows all of it."""
+    """Give each figure that either report has a row, so that a terminal of 80 columns shows all of it."""
     rows = []
     for match in comparison.matches:
-        name = _cell_name(match.key, match.arm)
+        name = _name(match.key, match.arm)
         for change in match.changes:
             if change.a["value"] is None and change.b["value"] is None:
                 continue
             title, _ = HEADLINE[change.figure]
             rows.append((name, title, number(change.a["value"]), number(change.b["value"]), _ratio(change)))
             name = ""  # the cell is named once
-    header = ("cell", "figure", "A", "B", "B / A")
-    return Sheet(title="", header=header, rows=tuple(rows), num_labels=2)
+    return Sheet("", ("cell", "figure", "A", "B", "B / A"), tuple(rows), num_labels=2)
 
 
 def terminal(comparison: Comparison) -> Renderables:
-    """For rich, the warnings first."""
+    """Lay the comparison out for rich, the warnings first."""
+    sides = (("A", comparison.only_a), ("B", comparison.only_b))
     return Renderables(
         *(Text(f"NOT COMPARABLE: {clean(line)}", style="bold red") for line in comparison.warnings),
         *(Text(clean(line), style="yellow") for line in comparison.differences),
         to_rich(sheet(comparison)) if comparison.matches else Text("No cell is in both.", style="bold red"),
-        *(Text(clean(line)) for line in _missing_lines(comparison)),
+        *(Text(clean(f"Only in {side}: {'; '.join(cells)}.")) for side, cells in sides if cells),
         Text(LEGEND, style="dim"),
     )
 
@@ -119,68 +138,46 @@ def to_json(comparison: Comparison) -> str:
     return json.dumps(asdict(comparison), indent=1, allow_nan=False) + "\n"
 
 
+def _sides(report: BenchReport) -> list[_Side]:
+    """Return the cells of a report, in its order."""
+    names, rows = arm_names(report["cells"]), rows_of(report)
+    speedups = {id(row.speculative): row.speedup for row in rows}
+    return [
+        _Side(cell, names[cell["arm"]], speedups.get(id(cell), make_estimate())) for cell in report["cells"]
+    ]
+
+
 def _matched(
-    a: Sequence[ReportCell], b: Sequence[ReportCell]
-) -> tuple[list[tuple[ReportCell, ReportCell]], list[ReportCell], list[ReportCell]]:
-    """Pairs, and what is left of either side."""
-    pairs: list[tuple[ReportCell, ReportCell]] = []
-    rest_a, rest_b = list(a), list(b)
-    for with_temperature in (True, False):
-        for two in list(rest_b):
-            name = _identity(two, with_temperature=with_temperature)
-            partners = [one for one in rest_a if _identity(one, with_temperature=with_temperature) == name]
-            rivals = [one for one in rest_b if _identity(one, with_temperature=with_temperature) == name]
-            if len(partners) == len(rivals) == 1:
-                pairs.append((partners[0], two))
-                rest_a.remove(partners[0])
-                rest_b.remove(two)
-    order = {id(cell): place for place, cell in enumerate(b)}
-    return sorted(pairs, key=lambda pair: order[id(pair[1])]), rest_a, rest_b
+    a: Sequence[_Side], b: Sequence[_Side]
+) -> tuple[list[tuple[_Side, _Side]], list[_Side], list[_Side]]:
+    """Return the pairs, in the order of B, and what is left of either side."""
+    partners: dict[int, _Side] = {}  # by the place in B
+    rest_a, rest_b = list(a), dict(enumerate(b))
+    for exact in (True, False):
+        for place, two in list(rest_b.items()):
+            name = two.identity(with_temperature=exact)
+            found = [one for one in rest_a if one.identity(with_temperature=exact) == name]
+            rivals = [one for one in rest_b.values() if one.identity(with_temperature=exact) == name]
+            if len(found) == len(rivals) == 1:
+                partners[place] = found[0]
+                rest_a.remove(found[0])
+                del rest_b[place]
+    return [(partners[place], b[place]) for place in sorted(partners)], rest_a, list(rest_b.values())
 
 
-def _identity(cell: ReportCell, *, with_temperature: bool) -> str:
-    key = {name: value for name, value in cell["key"].items() if with_temperature or name != "temperature"}
-    return json.dumps([key, cell["arm"]], sort_keys=True)
-
-
-def _speedups(report: Report) -> dict[str, Estimate]:
-    """The speedup of each speculative cell that has a baseline."""
-    return {
-        _identity(row.speculative, with_temperature=True): headline_speedup(row.key, row.pair["speedup"])
-        for row in rows_of(report)
-        if row.speculative is not None and row.pair is not None
-    }
-
-
-def _changes(
-    one: ReportCell, two: ReportCell, speedups: tuple[dict[str, Estimate], dict[str, Estimate]]
-) -> Iterable[Change]:
-    before, after = (_figures(cell, found) for cell, found in zip((one, two), speedups, strict=True))
-    for figure, (_, is_more_better) in HEADLINE.items():
-        yield _change(figure, before[figure], after[figure], is_more_better=is_more_better)
-
-
-def _figures(cell: ReportCell, speedups: dict[str, Estimate]) -> dict[str, Estimate]:
-    nothing: Estimate = {"value": None, "interval": None}
-    is_speculative = cell["arm"] == SPECULATIVE
-    return {
-        "tokens_per_s": cell["tokens_per_s"],
-        "request_tokens_per_s": _median(cell["request_tokens_per_s"], scale=1),
-        "ttft_ms": _median(cell["ttft_s"], scale=1000),
-        "tpot_ms": _median(cell["tpot_s"], scale=1000),
-        "committed_per_step": cell["speculation"]["committed_per_step"],
-        "speedup": speedups.get(_identity(cell, with_temperature=True), nothing)
-        if is_speculative
-        else nothing,
-    }
+def _changes(one: _Side, two: _Side) -> tuple[Change, ...]:
+    before, after = one.figures(), two.figures()
+    return tuple(
+        _change(name, before[name], after[name], is_more_better=more) for name, (_, more) in HEADLINE.items()
+    )
 
 
 def _median(distribution: Distribution, *, scale: float) -> Estimate:
     value, interval = distribution["p50"], distribution["p50_interval"]
-    return {
-        "value": None if value is None else value * scale,
-        "interval": None if interval is None else [bound * scale for bound in interval],
-    }
+    return make_estimate(
+        None if value is None else value * scale,
+        None if interval is None else [bound * scale for bound in interval],
+    )
 
 
 def _change(figure: str, a: Estimate, b: Estimate, *, is_more_better: bool) -> Change:
@@ -203,58 +200,36 @@ def _ratio(change: Change) -> str:
     return f"{change.ratio:.2f}x{sign}"
 
 
-def _run_warnings(a: Report, b: Report) -> list[str]:
-    """What differs between the runs as a whole and makes their numbers those of different things."""
-    facts = {
-        "model": (a["endpoint"].get("model"), b["endpoint"].get("model")),
-        "definitions of the figures": (a["definitions"], b["definitions"]),
-    }
-    for name in ("cpu", "num_cpus", "gpus"):
-        facts[f"machine ({name})"] = (a["machine"].get(name), b["machine"].get(name))
-    return [_difference(name, one, two) for name, (one, two) in facts.items() if one != two]
+def _facts(report: BenchReport) -> dict[str, object]:
+    """Return the facts that make two runs incomparable where they differ."""
+    machine = {f"machine ({name})": report["machine"].get(name) for name in ("cpu", "num_cpus", "gpus")}
+    model = report["endpoint"].get("model")
+    return {"model": model, "definitions of the figures": report["definitions"], **machine}
 
 
-def _differences(a: Report, b: Report) -> list[str]:
-    """What differs as well, and may be what the comparison is about."""
-    facts = {
-        name: (a["endpoint"].get(name), b["endpoint"].get(name))
-        for name in ("kind", "version", "drafter", "drafter_hash")
-    }
-    return [_difference(name, one, two) for name, (one, two) in facts.items() if one != two]
+def _differences(
+    a: Mapping[str, object], b: Mapping[str, object], names: Iterable[str] | None = None
+) -> list[str]:
+    """Return a line for each of the names (all, unless given) whose facts differ."""
+    lines = []
+    for name in a if names is None else names:
+        one, two = a.get(name), b.get(name)
+        if one != two and (isinstance(one, dict) or isinstance(two, dict)):
+            lines.append(f"the {name} differ.")
+        elif one != two:
+            lines.append(f"{name}: {fact_text(one)} in A, {fact_text(two)} in B.")
+    return lines
 
 
-def _difference(name: str, one: object, two: object) -> str:
-    if isinstance(one, dict) or isinstance(two, dict):
-        return f"the {name} differ."
-    return f"{name}: {fact_text(one)} in A, {fact_text(two)} in B."
-
-
-def _cell_warnings(pairs: Sequence[tuple[ReportCell, ReportCell]], names: Mapping[Arm, str]) -> list[str]:
-    """What was asked differently, with the cells it concerns."""
+def _cell_warnings(pairs: Sequence[tuple[_Side, _Side]]) -> list[str]:
+    """Say what was asked differently, with the cells it concerns."""
     found: dict[str, list[str]] = {}
     for one, two in pairs:
-        asked = {**one["asked"], "temperature": one["key"]["temperature"]}
-        then = {**two["asked"], "temperature": two["key"]["temperature"]}
-        for name in (
-            "prompts_hash",
-            "temperature",
-            "max_tokens",
-            "thinking",
-            "ignores_eos",
-            "is_salted",
-            "is_raw",
-        ):
-            if asked[name] != then[name]:
-                text = _difference(name, asked[name], then[name])
-                found.setdefault(text, []).append(_cell_name(two["key"], names[two["arm"]]))
+        for text in _differences(one.asked(), two.asked(), _ASKED):
+            found.setdefault(text, []).append(two.name)
     return [f"{text} Cells: {'; '.join(cells)}." for text, cells in found.items()]
 
 
-def _cell_name(key: Key, arm: str) -> str:
+def _name(key: Key, arm: str) -> str:
     depth = f", depth {key['depth']}" if key["depth"] else ""
     return f"{label(key)} at {load_text(key)}{depth}, T {key['temperature']:g}, {arm}"
-
-
-def _missing_lines(comparison: Comparison) -> list[str]:
-    sides = (("A", comparison.only_a), ("B", comparison.only_b))
-    return [f"Only in {side}: {'; '.join(cells)}." for side, cells in sides if cells]

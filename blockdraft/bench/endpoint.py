@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,11 +10,19 @@ from typing import Literal
 import aiohttp
 
 from blockdraft.bench.records import PLAIN, Ask, Speculation
-from blockdraft.bench.speculation import difference, read_metrics
-from blockdraft.bench.wire import Json, headers, one_line, reason, server_message, server_root, shown_host
+from blockdraft.bench.speculation import read_metrics
+from blockdraft.bench.wire import (
+    Json,
+    as_object,
+    headers,
+    inside,
+    one_line,
+    reason,
+    server_message,
+    server_root,
+    shown_host,
+)
 from blockdraft.errors import BenchError
-
-__all__ = ["Endpoint", "Kind", "Switches", "difference", "probe", "read_speculation"]
 
 Kind = Literal["blockdraft", "vllm", "sglang", "llama.cpp", "unknown"]
 PROBE_TIMEOUT_S = 10.0  # arbitrary
@@ -87,16 +94,15 @@ class _Reply:
     body: bytes
 
     def json(self) -> Json:
-        """The object that it is; empty: it is none."""
-        try:
-            value = json.loads(self.body) if self.status == 200 else {}
-        except ValueError:
-            return {}
-        return value if isinstance(value, dict) else {}
+        """Return the JSON object of the body; empty: it is none."""
+        return as_object(self.body) if self.status == 200 else {}
+
+    def text(self) -> str:
+        return self.body.decode("utf-8", "replace") if self.status == 200 else ""
 
 
 class _Asker:
-    """GETs of one server."""
+    """Sends GET requests to one server."""
 
     def __init__(self, session: aiohttp.ClientSession, root: str, api_key: str | None) -> None:
         self.session = session
@@ -104,55 +110,46 @@ class _Asker:
         self._api_key = api_key
 
     async def get(self, path: str) -> _Reply:
-        """BenchError when there is no answer at all."""
+        """Return the reply; BenchError says why there is none."""
         try:
             async with self.session.get(self.root + path) as response:
                 return _Reply(response.status, response.headers.get("server", ""), await response.read())
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise self.error(reason(error, shown_host(self.root), PROBE_TIMEOUT_S)) from None
 
-    async def try_get(self, path: str) -> Json:
-        """The object that is there; empty: there is none."""
+    async def find(self, path: str) -> _Reply:
+        """Return the reply; an empty one where there is none."""
         try:
-            return (await self.get(path)).json()
+            return await self.get(path)
         except BenchError:
-            return {}
-
-    async def metrics(self) -> str:
-        """The text of /metrics; empty: there is none."""
-        try:
-            reply = await self.get("/metrics")
-        except BenchError:
-            return ""
-        return reply.body.decode("utf-8", "replace") if reply.status == 200 else ""
+            return _Reply(0, "", b"")
 
     def error(self, text: str) -> BenchError:
         return BenchError(one_line(text, self._api_key))
 
 
 async def probe(url: str, api_key: str | None = None, model: str | None = None) -> Endpoint:
-    """Look at a server. BenchError: it cannot be measured, and why."""
+    """Find out what a server is; BenchError says why it cannot be measured."""
     async with _session(api_key) as session:
         ask = _Asker(session, server_root(url), api_key)
         reply = await ask.get("/v1/models")
         card = _find_model(ask, _cards(ask, reply), model)
-        props = await ask.try_get("/props")
-        info = await ask.try_get("/get_server_info")
+        props = (await ask.find("/props")).json()
+        info = (await ask.find("/get_server_info")).json()
+        version = (await ask.find("/version")).json()
         kind = _kind(reply, card, props, info)
         engine = await _engine_info(ask) if kind == "blockdraft" else {}
         drafter = engine.get("draft") or info.get("speculative_draft_model_path")
         notices = engine.get("notices")
-        metrics = await ask.metrics()
+        metrics = (await ask.find("/metrics")).text()
         is_metered = read_metrics(metrics, str(card["id"])) is not None
         return Endpoint(
             url=ask.root,
             kind=kind,
-            version=_version(await ask.try_get("/version"), props, info),
+            version=_text(version, "version") or _text(info, "version") or _text(props, "build_info"),
             model=str(card["id"]),
             max_model_len=_max_model_len(card, props, info),
-            switches=_own_switches(await ask.try_get("/openapi.json"))
-            if kind == "blockdraft"
-            else _SWITCHES[kind],
+            switches=await _own_switches(ask) if kind == "blockdraft" else _SWITCHES[kind],
             is_metered=is_metered,
             is_speculative=_is_speculative(kind, engine, info, metrics, is_metered=is_metered),
             drafter=drafter if isinstance(drafter, str) else None,
@@ -164,9 +161,10 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
 async def read_speculation(
     url: str, api_key: str | None = None, model: str | None = None
 ) -> Speculation | None:
-    """What /metrics has counted since the server's start; None: it does not say."""
+    """Return what /metrics has counted since the server's start; None: it does not say."""
     async with _session(api_key) as session:
-        return read_metrics(await _Asker(session, server_root(url), api_key).metrics(), model)
+        reply = await _Asker(session, server_root(url), api_key).find("/metrics")
+        return read_metrics(reply.text(), model)
 
 
 def _session(api_key: str | None) -> aiohttp.ClientSession:
@@ -197,7 +195,7 @@ def _cards(ask: _Asker, reply: _Reply) -> list[Json]:
 
 
 def _find_model(ask: _Asker, cards: list[Json], model: str | None) -> Json:
-    """The card of `model`; without a name, of the only model there is."""
+    """Return the card of `model`; without a name, of the only model there is."""
     names = ", ".join(f"'{card['id']}'" for card in cards)
     if model is None:
         bases = [card for card in cards if not card.get("parent")]  # not vLLM's adapters
@@ -224,21 +222,14 @@ def _kind(reply: _Reply, card: Json, props: Json, info: Json) -> Kind:
     return "unknown"
 
 
-def _version(version: Json, props: Json, info: Json) -> str | None:
-    return _text(version, "version") or _text(info, "version") or _text(props, "build_info")
-
-
 def _max_model_len(card: Json, props: Json, info: Json) -> int | None:
-    meta, settings = card.get("meta"), props.get("default_generation_settings")
-    for value in (
+    places = (
         card.get("max_model_len"),
-        settings.get("n_ctx") if isinstance(settings, dict) else None,
-        meta.get("n_ctx") if isinstance(meta, dict) else None,
+        inside(props, "default_generation_settings", "n_ctx"),
+        inside(card, "meta", "n_ctx"),
         info.get("context_length"),
-    ):
-        if isinstance(value, int):
-            return value
-    return None
+    )
+    return next((value for value in places if isinstance(value, int)), None)
 
 
 def _is_speculative(kind: Kind, engine: Json, info: Json, metrics: str, *, is_metered: bool) -> bool | None:
@@ -260,11 +251,10 @@ def _text(parent: Json, key: str) -> str | None:
 # ---- blockdraft's own server
 
 
-def _own_switches(openapi: Json) -> Switches:
-    """By what the server's own description has: one that does not know a salt refuses it."""
-    found: object = openapi
-    for key in ("components", "schemas", "ChatRequest", "properties"):
-        found = found.get(key) if isinstance(found, dict) else None
+async def _own_switches(ask: _Asker) -> Switches:
+    """Look the fields up in the server's own description: a server that does not know a salt refuses it."""
+    openapi = (await ask.find("/openapi.json")).json()
+    found = inside(openapi, "components", "schemas", "ChatRequest", "properties")
     names = found if isinstance(found, dict) else {}
     return Switches(
         plain={"speculative": False} if "speculative" in names else {},
@@ -273,15 +263,14 @@ def _own_switches(openapi: Json) -> Switches:
 
 
 async def _engine_info(ask: _Asker) -> Json:
-    """The engine as the live page is told: the first event of an endless stream."""
+    """Return what the live page is told of the engine: the first event of an endless stream."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S), ask.session.get(ask.root + "/events") as response:
             if response.status != 200:
                 return {}
             line = await response.content.readuntil(b"\n\n")
             response.close()
-            event = json.loads(line.strip().removeprefix(b"data:"))
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
         return {}
-    engine = event.get("engine") if isinstance(event, dict) else None
+    engine = inside(as_object(line.strip().removeprefix(b"data:")), "engine")
     return engine if isinstance(engine, dict) else {}

@@ -1,57 +1,19 @@
-"""The figures of a report: what each is called, what it means, and what it is made of."""
+"""The figures of a report: what each is called, what it means (definitions.toml), and what it is made of."""
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Literal, TypedDict
 
-from blockdraft.bench.records import Arm
+from blockdraft.bench.records import Arm, Key
 
 Interval = list[float] | None
 Acceptance = Literal["answers", "metered", "none", "unknown"]
 Verdict = Literal["pays", "loses", "unclear", "too little"]
 
-DEFINITIONS: dict[str, str] = {
-    "num_requests": "Requests sent and answered: one per turn of a conversation, failures included.",
-    "num_failed": "Requests that ended in an error, without a whole answer or without usage: counted, in no "
-    "time below.",
-    "num_not_sent": "Turns never sent: an earlier one of the conversation failed, or the run ended.",
-    "num_not_ended": "Requests given up when the run was stopped: in no other figure, nor is their share of "
-    "busy_s.",
-    "num_prompts": "Different prompts; the unit that the bootstrap draws.",
-    "tokens_out": "Completion tokens of good answers, as the server's usage says (reasoning included).",
-    "tokens_in": "Prompt tokens of good answers, as the server's usage says, cached ones included.",
-    "cached_tokens": "Prompt tokens that the server found in its prefix cache; null: it does not say.",
-    "busy_s": "Seconds from first request to last answer, summed over the blocks of this arm; at a rate the "
-    "server may have been idle in between. Of one class "
-    "of a workload: its share of them, by the time its requests took.",
-    "tokens_per_s": "Aggregate: completion tokens of good answers over busy_s. At a rate the arrivals decide "
-    "it, not the server: without an interval there.",
-    "request_tokens_per_s": "Of each good request alone: its completion tokens over its end-to-end time.",
-    "ttft_s": "Time to first token: from sending a request to the first delta with text (reasoning is text).",
-    "tpot_s": "Time per output token after the first: (last byte - first delta) / (completion tokens - 1), "
-    "of requests with two tokens or more.",
-    "itl_s": "Time between deltas. A speculative server sends several tokens in one: compare TPOT instead.",
-    "latency_s": "End to end: from sending a request to its last byte.",
-    "send_lag_s": "How late a request was sent: the load generator's own delay.",
-    "committed_per_step": "Tokens committed per verify step: accepted drafts + 1, the bonus token included. "
-    "Others report accepted drafts alone, one less. As in vLLM, drafts accepted past the end of an answer "
-    "count: with short answers it promises more than comes out.",
-    "acceptance": 'Where the figures come from: "answers" (each answer says), "metered" (the server\'s '
-    'counters before and after), "none" (an arm without speculation), "unknown" (the server does not say).',
-    "acceptance_by_position": "Share of verify steps that accepted the draft at each position.",
-    "acceptance_histogram": "Share of verify steps that accepted exactly 0, 1, 2, ... drafts.",
-    "draft_acceptance_rate": "Accepted drafts over drafted tokens.",
-    "speedup.tokens_per_s": "Aggregate tok/s with speculation over that without, same prompts, same run.",
-    "speedup.tpot": "TPOT p50 without speculation over that with: above 1, speculation is faster.",
-    "verdict": '"pays": the interval of speedup.tokens_per_s (at a rate: of speedup.tpot) lies above 1; '
-    '"loses": below; "unclear": 1 is inside; "too little": no interval.',
-    "agreement": "At temperature 0, turns in which both arms gave the same text, reasoning included, where "
-    "both succeeded. A later turn is compared only where those before it agreed: else the prompts differ.",
-    "interval": "95 % by bootstrap over prompts (1,000 resamples, percentiles widened for few prompts after "
-    "Hesterberg 2015); null with fewer than 3 prompts. A resample's busy time is scaled by the time its "
-    "requests took, so that the requests in flight stay the same.",
-    "percentiles": "p50, p90, p99 interpolated linearly; std of the population; quantiles at 0, 5, ... 100 %",
-}
+_TEXTS = Path(__file__).with_name("definitions.toml").read_text(encoding="utf-8")
+DEFINITIONS: dict[str, str] = tomllib.loads(_TEXTS)
 
 
 class Estimate(TypedDict):
@@ -97,17 +59,6 @@ class SpeculationFigures(TypedDict):
     acceptance_histogram: list[float] | None
 
 
-class Key(TypedDict):
-    """What a pair of cells has in common."""
-
-    workload: str
-    category: str
-    concurrency: int
-    rate: float | None
-    depth: int
-    temperature: float
-
-
 class Asked(TypedDict):
     """What was asked of the server; null where requests differ."""
 
@@ -144,6 +95,7 @@ class Cell(TypedDict):
     latency_s: Distribution
     send_lag_s: Distribution
     speculation: SpeculationFigures
+    vllm: dict[str, object]  # the same under the names of `vllm bench serve`
 
 
 class Speedup(TypedDict):
@@ -164,7 +116,7 @@ class Agreed(TypedDict):
 
 
 class Divergence(TypedDict):
-    """Where two answers to one prompt part."""
+    """The place where two answers to one prompt begin to differ."""
 
     prompt: str
     turn: int
@@ -192,6 +144,58 @@ class Pair(TypedDict):
     agreement: Agreement | None
 
 
+class Phase(TypedDict):
+    """One part of a start-up."""
+
+    name: str
+    seconds: float
+
+
+class Startup(TypedDict):
+    """One start of the server, and the first request it answered."""
+
+    label: str
+    phases: list[Phase]
+    ready_s: float | None
+    first_ttft_s: float | None
+    first_latency_s: float | None
+
+
+class Warmup(TypedDict):
+    """Requests before the measured ones; the first is the cold one."""
+
+    num_requests: int
+    num_failed: int
+    first_ttft_s: float | None
+    first_latency_s: float | None
+    first_tokens_per_s: float | None
+    rest_ttft_s: float | None
+    rest_latency_s: float | None
+
+
+class BenchReport(TypedDict):
+    """The JSON file. A report of one workload at one load has vLLM's keys beside these."""
+
+    schema: str
+    date: str
+    versions: dict[str, str]
+    machine: dict[str, object]
+    endpoint: dict[str, object]
+    baseline: dict[str, object] | None
+    options: dict[str, object]
+    startup: list[Startup]
+    warmup: Warmup
+    cells: list[Cell]
+    pairs: list[Pair]
+    warnings: list[str]
+    notes: list[str]
+    definitions: dict[str, str]
+
+
+def make_estimate(value: float | None = None, interval: Interval = None) -> Estimate:
+    return {"value": value, "interval": interval}
+
+
 def headline_speedup(key: Key, speedup: Speedup) -> Estimate:
-    """The one to judge by: at a rate the arrivals decide the aggregate tok/s, whichever arm serves them."""
+    """Return the one to judge by: at a rate the arrivals decide the aggregate tok/s, whichever arm serves."""
     return speedup["tokens_per_s"] if key["rate"] is None else speedup["tpot"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from pathlib import Path
@@ -11,13 +10,14 @@ from blockdraft.machine.machine import read_machine
 
 
 def machine() -> dict[str, object]:
-    """This machine: the one that measured, which is the server's only where the server runs on it."""
+    """Describe the machine that measures, which is the server's only where the server runs on it."""
+    found = read_machine()
     return {
         "platform": platform.platform(),
         "architecture": platform.machine(),
         "cpu": _cpu_name(),
-        "num_cpus": _num_cpus(),
-        "memory_available_bytes": read_machine().memory_bytes,
+        "num_cpus": found.cpu.num_cores,
+        "memory_available_bytes": found.memory_bytes,
         "gpus": _gpus(),
     }
 
@@ -32,10 +32,6 @@ def _cpu_name() -> str:
     return _output_of("sysctl", "-n", "machdep.cpu.brand_string").strip() or platform.machine()
 
 
-def _num_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _gpus() -> list[dict[str, str]]:
     names = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
     text = _output_of("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader")
@@ -45,7 +41,7 @@ def _gpus() -> list[dict[str, str]]:
 
 
 def _output_of(*command: str) -> str:
-    """What a program says; nothing where it is missing or fails."""
+    """Return what a program prints; nothing where it is missing or fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=20, check=True

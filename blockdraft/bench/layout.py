@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from rich.console import Group as Renderables
 from rich.text import Text
 
-from blockdraft.bench.figures import Cell, Distribution, Estimate, headline_speedup
-from blockdraft.bench.report import Report, ReportCell, Row, arm_names, rows_of, whole_rows
+from blockdraft.bench.figures import (
+    Agreement,
+    BenchReport,
+    Cell,
+)
+from blockdraft.bench.report import ReportRow, arm_names, rows_of, whole_rows
 from blockdraft.bench.sheet import (
     NOTHING,
     Sheet,
@@ -22,67 +27,99 @@ from blockdraft.bench.sheet import (
     load_text,
     milliseconds,
     number,
+    row_name,
     to_markdown,
     to_rich,
 )
 from blockdraft.errors import BenchError
 
+Of = TypeVar("Of")
+Column = tuple[str, Callable[[Of], str]]  # a title, and the text for a row or a cell
 
-def headline(report: Report) -> Sheet:
-    """The table that is read in ten seconds: the speculative arm, or the only one, and what it gained."""
+
+def headline(report: BenchReport) -> Sheet:
+    """Return the table that is read in ten seconds: the speculative arm, or the only one, and its gain."""
     rows = rows_of(report)
-    extra = _varying(rows)
-    header = (
-        *("workload", "conc", *extra, "tok/s\n(±)", "speedup\n(±)", "commit\n/step"),
-        *("TTFT ms\np50/p99", "TPOT ms\np50", "failed"),
-    )
-    lines = [
+    columns: list[Column[ReportRow]] = [
+        ("workload", lambda row: label(row.key)),
+        ("conc", lambda row: load_text(row.key)),
+        *(column for column in VARYING if len({column[1](row) for row in rows}) > 1),
+        ("tok/s\n(±)", FIGURES["tokens_per_s"][1]),
+        ("speedup\n(±)", FIGURES["speedup"][1]),
+        ("commit\n/step", FIGURES["committed_per_step"][1]),
         (
-            label(row.key),
-            load_text(row.key),
-            *(text(row) for text in extra.values()),
-            FIGURES["tokens_per_s"](row),
-            FIGURES["speedup"](row),
-            FIGURES["committed_per_step"](row),
-            f"{milliseconds(row.cell['ttft_s']['p50'])}/{milliseconds(row.cell['ttft_s']['p99'])}",
-            FIGURES["tpot"](row),
-            _failed_text(row.cells),
-        )
-        for row in rows
-    ]
-    return Sheet(title="", header=header, rows=tuple(lines))
-
-
-def details(report: Report) -> Sheet:
-    """Every cell of both arms."""
-    header = (
-        *(
-            "workload",
-            "arm",
-            "conc",
-            "depth",
-            "temp",
-            "requests",
-            "failed",
-            "tokens in",
-            "cached",
-            "tokens out",
+            "TTFT ms\np50/p99",
+            lambda row: "/".join(milliseconds(row.cell["ttft_s"][at]) for at in ("p50", "p99")),
         ),
-        *("tok/s", "95 %", "tok/s a request p50", "committed/step", "95 %", "drafts accepted"),
-        *("TTFT p50", "p90", "p99 ms", "TPOT p50", "p90", "p99 ms", "ITL p50", "p99 ms"),
-        *("end to end p50", "p99 s", "send lag p99 ms"),
-    )
+        ("TPOT ms\np50", FIGURES["tpot"][1]),
+        ("failed", lambda row: _failed_text(row.cells)),
+    ]
+    lines = (tuple(text(row) for _, text in columns) for row in rows)
+    return Sheet("", tuple(title for title, _ in columns), tuple(lines))
+
+
+def details(report: BenchReport) -> Sheet:
+    """Return a table of every cell of both arms."""
     names = arm_names(report["cells"])
-    return Sheet(
-        title="",
-        header=header,
-        rows=tuple(_detail(cell, arm=names[cell["arm"]]) for row in rows_of(report) for cell in row.cells),
-        num_labels=2,
+    rows = tuple(
+        (label(cell["key"]), names[cell["arm"]], *(text(cell) for _, text in DETAILS))
+        for row in rows_of(report)
+        for cell in row.cells
     )
+    return Sheet("", ("workload", "arm", *(title for title, _ in DETAILS)), rows, num_labels=2)
 
 
-def grid(report: Report, rows: Sequence[str], columns: Sequence[int], figure: str) -> Sheet:
-    """One figure of workloads ("name" or "name / class") by concurrencies, as published tables have it.
+def acceptance(report: BenchReport) -> Sheet:
+    """Return the share of steps that accepted the draft at each position, where the server says it."""
+    found = [
+        (row_name(row.key), row.cell["speculation"])
+        for row in whole_rows(report)
+        if row.cell["speculation"]["acceptance_by_position"]
+    ]
+    shares = [[f"{share:.1%}" for share in figures["acceptance_by_position"] or []] for _, figures in found]
+    width = max(map(len, shares), default=0)
+    rows = tuple(
+        (name, estimate(figures["committed_per_step"]), *line, *[NOTHING] * (width - len(line)))
+        for (name, figures), line in zip(found, shares, strict=True)
+    )
+    return Sheet("", ("workload", "committed/step", *map(str, range(1, width + 1))), rows)
+
+
+def agreement(report: BenchReport) -> Sheet:
+    """Return how many turns of the arms were compared, and how many are equal."""
+    rows = []
+    for name, compared in _agreements(report):
+        for kind, turns in (("first", compared["first_turns"]), ("later", compared["later_turns"])):
+            if kind == "later" and not turns["num_compared"] + turns["num_after_divergence"]:
+                continue
+            counts = [str(value) for figure, value in turns.items() if figure != "share_equal"]
+            rows.append((name, kind, *counts, _percent(turns["share_equal"])))
+    header = ("workload", "turns", "compared", "equal", "failed", "after a divergence", "share equal")
+    return Sheet("", header, tuple(rows), num_labels=2)
+
+
+def divergences(report: BenchReport) -> Sheet:
+    """Return the places where answers of the arms begin to differ."""
+    rows = tuple(
+        (name, one["prompt"], str(one["turn"]), str(one["position"]), one["speculative"], one["plain"])
+        for name, compared in _agreements(report)
+        for one in compared["divergences"]
+    )
+    header = ("workload", "prompt", "turn", "character", "with speculation", "without")
+    return Sheet("", header, rows, num_labels=6)
+
+
+def _agreements(report: BenchReport) -> list[tuple[str, Agreement]]:
+    """Return what was compared at temperature 0, with the name of its row."""
+    return [
+        (row_name(row.key), row.pair["agreement"])
+        for row in whole_rows(report)
+        if row.pair is not None and row.pair["agreement"] is not None
+    ]
+
+
+def grid(report: BenchReport, rows: Sequence[str], columns: Sequence[int], figure: str) -> Sheet:
+    """Return one figure of workloads ("name" or "name / class") by concurrencies, as in published tables.
 
     A workload has one row per depth and temperature it was measured at, and one at least.
     """
@@ -94,7 +131,7 @@ def grid(report: Report, rows: Sequence[str], columns: Sequence[int], figure: st
     for name in rows:
         for variant in variants:
             cells = {
-                row.key["concurrency"]: FIGURES[figure](row)
+                row.key["concurrency"]: FIGURES[figure][1](row)
                 for row in found
                 if label(row.key) == name and (row.key["depth"], row.key["temperature"]) == variant
             }
@@ -102,11 +139,11 @@ def grid(report: Report, rows: Sequence[str], columns: Sequence[int], figure: st
                 shown = name if len(variants) == 1 else f"{name} (depth {variant[0]}, T {variant[1]:g})"
                 lines.append((shown, *(cells.get(column, NOTHING) for column in columns)))
     header = ("workload", *(f"concurrency {column}" for column in columns))
-    return Sheet(title=FIGURE_NAMES[figure], header=header, rows=tuple(lines))
+    return Sheet(title=FIGURES[figure][0], header=header, rows=tuple(lines))
 
 
-def verdict_lines(report: Report) -> list[str]:
-    """Whether speculation pays, a line for each answer."""
+def verdict_lines(report: BenchReport) -> list[str]:
+    """Say whether speculation pays, in a line for each verdict."""
     words = {
         "pays": "Speculation pays",
         "loses": "Speculation costs",
@@ -127,32 +164,28 @@ def verdict_lines(report: Report) -> list[str]:
     return lines
 
 
-def agreement_line(report: Report) -> str | None:
-    """How many greedy answers of the pair are equal."""
-    pairs = [row.pair for row in whole_rows(report) if row.pair is not None]
-    compared = [pair["agreement"] for pair in pairs if pair["agreement"] is not None]
-    turns = [turns for one in compared for turns in (one["first_turns"], one["later_turns"])]
-    total = sum(turn["num_compared"] for turn in turns)
-    if not total:
-        return None
-    equal = sum(turn["num_equal"] for turn in turns)
-    return f"Greedy answers with and without speculation: {equal:,} of {total:,} equal."
+def lead_lines(report: BenchReport) -> list[str]:
+    """Return the verdicts, and how many greedy answers of the pairs are equal."""
+    turns = [part[name] for _, part in _agreements(report) for name in ("first_turns", "later_turns")]
+    total, equal = sum(one["num_compared"] for one in turns), sum(one["num_equal"] for one in turns)
+    line = f"Greedy answers with and without speculation: {equal:,} of {total:,} equal."
+    return [*verdict_lines(report), *([line] if total else [])]
 
 
-def summary(report: Report) -> str:
-    """What was measured, on one line."""
+def summary(report: BenchReport) -> str:
+    """Say on one line what was measured."""
     endpoint = report["endpoint"]
     drafter = f" with drafter {endpoint['drafter']}" if endpoint["drafter"] else ""
     return f"{endpoint['model']}{drafter}, {endpoint['kind']} {endpoint['version'] or ''}, {report['date']}"
 
 
-def terminal(report: Report) -> Renderables:
-    """For rich: the headline table and what must not be missed."""
-    lines = [*verdict_lines(report), agreement_line(report) or "", *start_lines(report)]
+def terminal(report: BenchReport) -> Renderables:
+    """Lay out for rich the headline table and what must not be missed."""
+    lines = [*lead_lines(report), *start_lines(report)]
     return Renderables(
         Text(clean(summary(report)), style="bold"),
         to_rich(headline(report)),
-        *(Text(clean(line)) for line in lines if line),
+        *(Text(clean(line)) for line in lines),
         *(Text(f"warning: {clean(line)}", style="yellow") for line in report["warnings"]),
         *(Text(f"note: {clean(line)}", style="dim") for line in report["notes"]),
         Text(
@@ -162,19 +195,19 @@ def terminal(report: Report) -> Renderables:
     )
 
 
-def markdown(report: Report) -> str:
-    """The whole report as text."""
-    lines = [*verdict_lines(report), agreement_line(report) or "", *start_lines(report)]
-    facts = {**report["machine"], **report["versions"]}
+def markdown(report: BenchReport) -> str:
+    """Write the whole report as Markdown."""
+    lines = [*lead_lines(report), *start_lines(report)]
+    facts, parted = {**report["machine"], **report["versions"]}, divergences(report)
     parts = [
         f"# {escape_markdown(summary(report))}",
         to_markdown(headline(report)),
-        "\n".join(f"- {escape_markdown(line)}" for line in lines if line),
+        "\n".join(f"- {escape_markdown(line)}" for line in lines),
         "\n".join(f"- **Warning**: {escape_markdown(line)}" for line in report["warnings"]),
         "\n".join(f"- Note: {escape_markdown(line)}" for line in report["notes"]),
         "## All cells",
         to_markdown(details(report)),
-        *_divergence_part(report),
+        *(["## First divergences", to_markdown(parted)] if parted.rows else []),
         "## How it was run",
         _list_facts({"endpoint": report["endpoint"], "baseline": report["baseline"]}),
         _list_facts(report["options"]),
@@ -186,91 +219,70 @@ def markdown(report: Report) -> str:
 
 
 def fact_text(value: object) -> str:
-    """A fact as it is read: words as they are, everything else as JSON."""
+    """Write a fact: words as they are, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _committed_text(row: Row) -> str:
-    figures = row.cell["speculation"]
-    if figures["acceptance"] in ("unknown", "none"):
-        return figures["acceptance"]
-    return number(figures["committed_per_step"]["value"])
+def _committed_text(cell: Cell) -> str:
+    figures = cell["speculation"]
+    committed = figures["committed_per_step"]["value"]
+    return figures["acceptance"] if committed is None else number(committed)
 
 
-def _speedup(row: Row) -> Estimate:
-    if row.pair is None:
-        return {"value": None, "interval": None}
-    return headline_speedup(row.key, row.pair["speedup"])
-
-
-def _card_text(row: Row) -> str:
-    speedup = _speedup(row)["value"]
+def _card_text(row: ReportRow) -> str:
+    speedup = row.speedup["value"]
     gain = "" if speedup is None else f" ({number(speedup)}x)"
     return f"{number(row.cell['tokens_per_s']['value'])}{gain}"
 
 
-FIGURES: dict[str, Callable[[Row], str]] = {
-    "tokens_per_s": lambda row: estimate(row.cell["tokens_per_s"]),
-    "speedup": lambda row: estimate(_speedup(row), suffix="x"),
-    "committed_per_step": _committed_text,
-    "request_tokens_per_s": lambda row: number(row.cell["request_tokens_per_s"]["p50"]),
-    "ttft": lambda row: milliseconds(row.cell["ttft_s"]["p50"]),
-    "tpot": lambda row: milliseconds(row.cell["tpot_s"]["p50"]),
-    "card": _card_text,
+FIGURES: dict[str, Column[ReportRow]] = {
+    "tokens_per_s": ("tok/s", lambda row: estimate(row.cell["tokens_per_s"])),
+    "speedup": ("speedup over plain decoding", lambda row: estimate(row.speedup, suffix="x")),
+    "committed_per_step": ("tokens committed per step (accepted + 1)", lambda row: _committed_text(row.cell)),
+    "request_tokens_per_s": (
+        "tok/s of one request, p50",
+        lambda row: number(row.cell["request_tokens_per_s"]["p50"]),
+    ),
+    "ttft": ("TTFT p50, ms", lambda row: milliseconds(row.cell["ttft_s"]["p50"])),
+    "tpot": ("TPOT p50, ms", lambda row: milliseconds(row.cell["tpot_s"]["p50"])),
+    "card": ("tok/s (speedup)", _card_text),
 }
-FIGURE_NAMES = {
-    "tokens_per_s": "tok/s",
-    "speedup": "speedup over plain decoding",
-    "committed_per_step": "tokens committed per step (accepted + 1)",
-    "request_tokens_per_s": "tok/s of one request, p50",
-    "ttft": "TTFT p50, ms",
-    "tpot": "TPOT p50, ms",
-    "card": "tok/s (speedup)",
-}
-
-
-def _varying(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
-    """Depth and temperature, where the report has more than one of them."""
-    columns: dict[str, Callable[[Row], str]] = {
-        "depth": lambda row: str(row.key["depth"]),
-        "temperature": lambda row: f"{row.key['temperature']:g}",
-    }
-    return {name: text for name, text in columns.items() if len({text(row) for row in rows}) > 1}
+VARYING: tuple[Column[ReportRow], ...] = (  # are columns where a report has more than one value of them
+    ("depth", lambda row: str(row.key["depth"])),
+    ("temperature", lambda row: f"{row.key['temperature']:g}"),
+)
+DETAILS: tuple[Column[Cell], ...] = (
+    ("conc", lambda cell: load_text(cell["key"])),
+    ("depth", lambda cell: str(cell["key"]["depth"])),
+    ("temp", lambda cell: f"{cell['key']['temperature']:g}"),
+    ("requests", lambda cell: str(cell["num_requests"])),
+    ("failed", lambda cell: _failed_detail(cell)),
+    ("tokens in", lambda cell: _count(cell["tokens_in"])),
+    ("cached", lambda cell: _count(cell["cached_tokens"])),
+    ("tokens out", lambda cell: _count(cell["tokens_out"])),
+    ("tok/s", lambda cell: number(cell["tokens_per_s"]["value"])),
+    ("95 %", lambda cell: interval_text(cell["tokens_per_s"]["interval"])),
+    ("tok/s a request p50", lambda cell: number(cell["request_tokens_per_s"]["p50"])),
+    ("committed/step", _committed_text),
+    ("95 %", lambda cell: interval_text(cell["speculation"]["committed_per_step"]["interval"])),
+    ("drafts accepted", lambda cell: _percent(cell["speculation"]["draft_acceptance_rate"])),
+    ("TTFT p50", lambda cell: milliseconds(cell["ttft_s"]["p50"])),
+    ("p90", lambda cell: milliseconds(cell["ttft_s"]["p90"])),
+    ("p99 ms", lambda cell: milliseconds(cell["ttft_s"]["p99"])),
+    ("TPOT p50", lambda cell: milliseconds(cell["tpot_s"]["p50"])),
+    ("p90", lambda cell: milliseconds(cell["tpot_s"]["p90"])),
+    ("p99 ms", lambda cell: milliseconds(cell["tpot_s"]["p99"])),
+    ("ITL p50", lambda cell: milliseconds(cell["itl_s"]["p50"])),
+    ("p99 ms", lambda cell: milliseconds(cell["itl_s"]["p99"])),
+    ("end to end p50", lambda cell: number(cell["latency_s"]["p50"])),
+    ("p99 s", lambda cell: number(cell["latency_s"]["p99"])),
+    ("send lag p99 ms", lambda cell: milliseconds(cell["send_lag_s"]["p99"])),
+)
 
 
 def _failed_text(cells: Sequence[Cell]) -> str:
     failed = sum(cell["num_failed"] for cell in cells)
     return f"{failed}/{sum(cell['num_requests'] for cell in cells)}" if failed else "0"
-
-
-def _detail(cell: ReportCell, *, arm: str) -> tuple[str, ...]:
-    key, speculation = cell["key"], cell["speculation"]
-    committed, rate = speculation["committed_per_step"], speculation["draft_acceptance_rate"]
-    return (
-        label(key),
-        arm,
-        load_text(key),
-        str(key["depth"]),
-        f"{key['temperature']:g}",
-        str(cell["num_requests"]),
-        _failed_detail(cell),
-        _count(cell["tokens_in"]),
-        _count(cell["cached_tokens"]),
-        _count(cell["tokens_out"]),
-        number(cell["tokens_per_s"]["value"]),
-        interval_text(cell["tokens_per_s"]["interval"]),
-        number(cell["request_tokens_per_s"]["p50"]),
-        speculation["acceptance"] if committed["value"] is None else number(committed["value"]),
-        interval_text(committed["interval"]),
-        NOTHING if rate is None else f"{rate:.1%}",
-        *_three(cell["ttft_s"]),
-        *_three(cell["tpot_s"]),
-        milliseconds(cell["itl_s"]["p50"]),
-        milliseconds(cell["itl_s"]["p99"]),
-        number(cell["latency_s"]["p50"]),
-        number(cell["latency_s"]["p99"]),
-        milliseconds(cell["send_lag_s"]["p99"]),
-    )
 
 
 def _failed_detail(cell: Cell) -> str:
@@ -279,16 +291,16 @@ def _failed_detail(cell: Cell) -> str:
     return f"{cell['num_failed']}{not_sent}{not_ended}"
 
 
-def _three(times: Distribution) -> tuple[str, str, str]:
-    return milliseconds(times["p50"]), milliseconds(times["p90"]), milliseconds(times["p99"])
+def _percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:.1%}"
 
 
 def _count(value: int | None) -> str:
     return NOTHING if value is None else f"{value:,}"
 
 
-def start_lines(report: Report) -> list[str]:
-    """Start-ups and the warm-up, a line each."""
+def start_lines(report: BenchReport) -> list[str]:
+    """Return a line for each start-up and for the warm-up."""
     lines = []
     for one in report["startup"]:
         phases = ", ".join(f"{phase['name']} {number(phase['seconds'])} s" for phase in one["phases"])
@@ -306,29 +318,6 @@ def start_lines(report: Report) -> list[str]:
             f"arm, p50: {milliseconds(warm['rest_ttft_s'])}), {number(warm['first_tokens_per_s'])} tok/s."
         )
     return lines
-
-
-def _divergence_part(report: Report) -> list[str]:
-    lines = [
-        (
-            f"{full_label(pair['key'])} at {load_text(pair['key'])}",
-            one["prompt"],
-            str(one["turn"]),
-            str(one["position"]),
-            one["speculative"],
-            one["plain"],
-        )
-        for pair in (row.pair for row in whole_rows(report))
-        if pair is not None and pair["agreement"] is not None
-        for one in pair["agreement"]["divergences"]
-    ]
-    if not lines:
-        return []
-    header = ("workload", "prompt", "turn", "character", "with speculation", "without")
-    return [
-        "## First divergences",
-        to_markdown(Sheet(title="", header=header, rows=tuple(lines), num_labels=6)),
-    ]
 
 
 def _list_facts(facts: Mapping[str, object]) -> str:

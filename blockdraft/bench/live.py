@@ -1,4 +1,4 @@
-"""How far a run is: a table that grows while it runs, or a line per cell where there is no terminal."""
+"""Shows how far a run is: a table that grows while it runs, or a line per cell without a terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from blockdraft.bench.records import PLAIN, Answer, Group
-from blockdraft.bench.run import Point
-from blockdraft.bench.sheet import clean
+from blockdraft.bench.run import Point, Watcher
+from blockdraft.bench.sheet import clean, setting
 
 REDRAWS_PER_S = 4
 
 
-class Watch:
-    """A Watcher; use it as a context. `total` is the number of conversations of the whole run."""
+class Watch(Watcher):
+    """Shows the progress on a console, as a context; `total` is the number of conversations of the run."""
 
     def __init__(self, total: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
@@ -34,15 +34,13 @@ class Watch:
         self._cell_start_s = 0.0
         self._cell_done = 0
         self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(
+                console=console, get_renderable=self._table, refresh_per_second=REDRAWS_PER_S, transient=True
+            )
 
     def __enter__(self) -> Watch:
-        if self._console.is_terminal:
-            self._live = Live(
-                console=self._console,
-                get_renderable=self._table,
-                refresh_per_second=REDRAWS_PER_S,
-                transient=True,
-            )
+        if self._live is not None:
             self._live.start()
         return self
 
@@ -80,7 +78,7 @@ class Watch:
         speeds = []
         for group in groups:
             tokens = sum(answer.completion_tokens or 0 for answer in group.answers if answer.is_ok)
-            arm = " plain" if group.key.arm == PLAIN else ""
+            arm = " plain" if group.arm == PLAIN else ""
             speeds.append(f"{tokens / group.busy_s:.1f} tok/s{arm}" if group.busy_s else "none")
         failed = sum(not answer.is_ok for group in groups for answer in group.answers)
         return ", ".join(speeds), f"{failed} failed" if failed else ""
@@ -110,10 +108,8 @@ class Watch:
 
 
 def _words(point: Point) -> tuple[str, ...]:
-    depth = f" depth {point.depth}" if point.depth else ""
-    temperature = f" T {point.temperature:g}" if point.temperature else ""
     load = f"{point.load.concurrency} at a time" if point.load.rate is None else f"{point.load.rate:g}/s"
-    return point.workload.name, load + depth + temperature
+    return point.workload.name, load + setting(point.key).replace(",", "")
 
 
 def _duration(seconds: float) -> str:

@@ -16,7 +16,7 @@ STOPPED = "the run was stopped."
 
 
 def poisson(num: int, rate: float, seed: int) -> list[float]:
-    """Arrival times in seconds: `num` of a Poisson process with `rate` per second."""
+    """Return `num` arrival times in seconds, of a Poisson process with `rate` per second."""
     source, at_s, times = random.Random(seed), 0.0, []
     for _ in range(num):
         at_s += source.expovariate(rate)
@@ -32,14 +32,28 @@ async def run_block(
     on_answer: OnAnswer | None = None,
     stop: asyncio.Event | None = None,
 ) -> list[Answer]:
-    """The answers, all turns, in the order of `asks`; `on_answer` gets each as it ends.
+    """Return the answers, all turns, in the order of `asks`; `on_answer` gets each as it ends.
 
     Without a rate `load.concurrency` conversations run at a time, and the next begins the moment one ends.
     With a rate each begins at its `at_s`, whatever else is running. When `stop` is set what runs is given up.
     Everything asked for is answered, if only by an error that begins with NOT_SENT.
     """
     with _quiet_collector():
-        return await _run_block(_Block(client, asks, clock, on_answer), load, stop)
+        block = _Block(client, asks, clock, on_answer)
+        work = asyncio.ensure_future(
+            block.at_times() if load.rate is not None else block.in_turn(load.concurrency)
+        )
+        stopping = asyncio.ensure_future((stop or asyncio.Event()).wait())
+        try:
+            await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
+            stopping.cancel()
+            await asyncio.gather(work, stopping, return_exceptions=True)
+        if not work.cancelled():
+            work.result()  # a bug of ours shows itself here
+        block.mark_unanswered()
+        return [answer for answers in block.answers for answer in answers]
 
 
 @contextlib.contextmanager
@@ -51,24 +65,6 @@ def _quiet_collector() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-async def _run_block(block: _Block, load: Load, stop: asyncio.Event | None) -> list[Answer]:
-    work = asyncio.ensure_future(
-        block.at_times() if load.rate is not None else block.in_turn(load.concurrency)
-    )
-    stopping = asyncio.ensure_future(stop.wait()) if stop is not None else None
-    try:
-        await asyncio.wait({work, stopping} if stopping else {work}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (work, stopping):
-            if task is not None and not task.done():
-                task.cancel()
-        await asyncio.gather(work, *([stopping] if stopping else []), return_exceptions=True)
-    if not work.cancelled():
-        work.result()  # a bug of ours shows itself here
-    block.mark_unanswered()
-    return [answer for answers in block.answers for answer in answers]
 
 
 class _Block:
@@ -121,7 +117,7 @@ class _Block:
             self._on_answer(answer)
 
     def mark_unanswered(self) -> None:
-        """An error for each conversation that has not come to its end."""
+        """Add an error for each conversation that has not come to its end."""
         gone = f"{self._client.host} refused {MAX_REFUSED} connections in a row."
         why = gone if self._is_gone else STOPPED
         for number, ask in enumerate(self._asks):

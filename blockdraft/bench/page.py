@@ -1,85 +1,147 @@
-"""The report as one HTML file: no network, no script, light and dark, readable on a phone.
+"""The report as one HTML file: no network, light and dark, readable on a phone, every figure in a table too.
 
-Everything that comes from a server, a prompt or a file passes `charts.text` on its way in.
+The charts are drawn by uPlot, which the live page uses as well. The page allows no script but these two, and
+everything that comes from a server, a prompt or a file passes `text` or JSON on its way in.
 """
 
 from __future__ import annotations
 
+import json
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from html import escape
 from pathlib import Path
 from string import Template
 
-from blockdraft.bench.charts import Bar, Strip, bars, lying_bars, strips, text
-from blockdraft.bench.figures import Distribution, Key, Pair, headline_speedup
+from blockdraft.bench.figures import BenchReport, Estimate, Interval
 from blockdraft.bench.layout import (
-    agreement_line,
+    acceptance,
+    agreement,
     details,
+    divergences,
     fact_text,
     headline,
+    lead_lines,
     start_lines,
     summary,
-    verdict_lines,
 )
-from blockdraft.bench.records import SPECULATIVE, Arm
-from blockdraft.bench.report import Report, ReportCell, Row, arm_names, whole_rows
-from blockdraft.bench.sheet import Sheet, estimate, interval_text, label, load_text, milliseconds, number
+from blockdraft.bench.records import SPECULATIVE, Arm, Key
+from blockdraft.bench.report import ReportRow, arm_names, rows_of, whole_rows
+from blockdraft.bench.sheet import (
+    Sheet,
+    clean,
+    estimate,
+    full_label,
+    interval_text,
+    label,
+    load_text,
+    milliseconds,
+    number,
+    setting,
+)
 
 FOLDER = Path(__file__).parent / "page"
-ArmNames = Mapping[Arm, str]
-
-
-def render(report: Report) -> str:
-    """The whole page."""
-    whole = whole_rows(report)
-    names = arm_names(report["cells"])
-    legend = _legend(names)
-    machine = report["machine"]
-    parts = [
-        _top(report),
-        _table(headline(report)),
-        _section("Throughput by concurrency", legend, _charts(_throughput_charts(whole, names))),
-        _section("What speculation gains", "", _charts(_speedup_charts(report["pairs"]))),
-        _section("Acceptance by position", _ACCEPTANCE_NOTE, _charts(_acceptance_charts(whole))),
-        _section("Times", legend + _TIMES_NOTE, _charts(_time_charts(whole, names))),
-        _section("All cells", "", _table(details(report))),
-        _section("Agreement", "", _agreement([row.pair for row in whole if row.pair is not None])),
-        _section("Start-up and warm-up", "", _paragraphs(start_lines(report))),
-        _section("How it was run", "", _facts(_how(report))),
-        _section("What the figures mean", "", _facts(report["definitions"])),
-    ]
-    template = Template((FOLDER / "report.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        title=text(summary(report)),
-        subtitle=text(
-            f"measured from {machine.get('platform')}, {machine.get('cpu')}, {_gpu_names(machine)}"
-        ),
-        style=(FOLDER / "style.css").read_text(encoding="utf-8"),
-        sections="\n".join(part for part in parts if part),
-    )
-
-
-_ACCEPTANCE_NOTE = (
-    '<p class="muted">Share of verify steps that accepted the draft at each position, at the lowest load.</p>'
-)
+UPLOT = Path(__file__).parents[1] / "server" / "page" / "uplot"  # the copy that the live page has
+_COLOURS = {"pays": "speculative", "loses": "error", "unclear": "muted", "too little": "muted"}
 _TIMES_NOTE = (
     '<p class="muted">Time to first token (TTFT) and per output token after it (TPOT). Box: the middle half; '
     "line: 5 to 95 %; upright bar: median; dot: p99.</p>"
 )
 
 
-_VERDICT_STYLES = {"pays": "speculative", "loses": "loses", "unclear": "unclear", "too little": "unclear"}
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A value or a distribution in a chart; `style` is a colour of the style sheet."""
+
+    style: str
+    note: str  # shown while the cursor is over the mark
+    box: tuple[float, float]  # from, to
+    line: Interval = None
+    tick: float | None = None
+    dot: float | None = None
 
 
-def _top(report: Report) -> str:
-    lines = [*verdict_lines(report), agreement_line(report) or ""]
-    return (
-        "".join(f'<p class="lead">{text(line)}</p>' for line in lines if line)
-        + "".join(f'<p class="warning">{text(line)}</p>' for line in report["warnings"])
-        + "".join(f'<p class="muted">Note: {text(line)}</p>' for line in report["notes"])
+Groups = list[tuple[str, list[Mark]]]  # the marks under each name
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What charts.js draws."""
+
+    title: str
+    unit: str
+    groups: Groups
+    is_horizontal: bool = False  # a row for each group, its bars from left to right
+    is_time: bool = False  # which may span decades
+    mark_at: float | None = None  # where a line goes across
+    top: float | None = None  # of the axis; None: what the marks need
+
+
+def render(report: BenchReport) -> str:
+    """Return the whole page."""
+    rows, names = whole_rows(report), arm_names(report["cells"])
+    speeds, gains = _throughput_charts(rows, names), _speedup_charts(rows_of(report))
+    shares, times = _acceptance_charts(rows), _time_charts(rows, names)
+    legend = _legend(names)
+    sections = [
+        ("Throughput by concurrency", _figures(speeds, legend)),
+        ("What speculation gains", _figures(gains)),
+        ("Acceptance by position", _figures(shares) + _table(acceptance(report))),
+        ("Times", _figures(times, legend + _TIMES_NOTE)),
+        ("All cells", _table(details(report))),
+        ("Agreement", _table(agreement(report))),
+        ("First divergences", _table(divergences(report), style="text")),
+        ("Start-up and warm-up", "".join(f"<p>{text(line)}</p>" for line in start_lines(report))),
+        ("How it was run", _facts(_how(report))),
+        ("What the figures mean", _facts(report["definitions"])),
+    ]
+    body = "\n".join(f"<section><h2>{title}</h2>{part}</section>" for title, part in sections if part)
+    library = f"/* {_read(UPLOT / 'LICENSE')} */\n{_read(UPLOT / 'uPlot.iife.min.js')}"
+    script = _read(FOLDER / "charts.js")
+    charts = [asdict(chart) for chart in (*speeds, *gains, *shares, *times)]  # in the order of their places
+    return Template(_read(FOLDER / "report.html")).substitute(
+        title=text(summary(report)),
+        subtitle=text(f"measured from {_machine(report['machine'])}"),
+        style=_read(UPLOT / "uPlot.min.css") + _read(FOLDER / "style.css"),
+        sections=_top(report) + body,
+        data=_json({"charts": charts}),
+        library=library,
+        script=script,
+        hashes=f"{_hash(library)} {_hash(script)}",
     )
 
 
-def _legend(names: ArmNames) -> str:
+def text(value: object) -> str:
+    """Write anything so that it is safe inside HTML, attributes included."""
+    return escape(clean(str(value)), quote=True)
+
+
+def _json(value: object) -> str:
+    """Return JSON that can stand inside a script element, which only a "<" could end."""
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
+
+
+def _hash(script: str) -> str:
+    """Return the name by which the page's policy allows a script."""
+    return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _top(report: BenchReport) -> str:
+    return (
+        "".join(f'<p class="lead">{text(line)}</p>' for line in lead_lines(report))
+        + "".join(f'<p class="warning">{text(line)}</p>' for line in report["warnings"])
+        + "".join(f'<p class="muted">Note: {text(line)}</p>' for line in report["notes"])
+        + _table(headline(report))
+    )
+
+
+def _legend(names: Mapping[Arm, str]) -> str:
     speculative = "with speculation" if names[SPECULATIVE] == "speculative" else names[SPECULATIVE]
     return (
         f'<div class="legend"><span class="speculative">{speculative}</span>'
@@ -87,187 +149,120 @@ def _legend(names: ArmNames) -> str:
     )
 
 
-def _section(title: str, before: str, body: str) -> str:
-    return f"<section><h2>{text(title)}</h2>{before}{body}</section>" if body else ""
+def _figures(charts: Sequence[Chart], before: str = "") -> str:
+    """Make a place for each chart, which the script finds by its order."""
+    figures = "".join(
+        f'<figure class="chart"><h3>{text(chart.title)}</h3><div class="plot" role="img" '
+        f'aria-label="{text(chart.title)}"></div><figcaption class="muted"></figcaption></figure>'
+        for chart in charts
+    )
+    return f'{before}<div class="charts">{figures}</div>' if charts else ""
 
 
-def _charts(charts: Sequence[tuple[str, str]]) -> str:
-    figures = [
-        f'<figure class="chart"><h3>{text(title)}</h3>{chart}</figure>' for title, chart in charts if chart
-    ]
-    return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
+# ---- charts
 
 
-def _throughput_charts(rows: Sequence[Row], names: ArmNames) -> list[tuple[str, str]]:
+def _bar(figure: Estimate, style: str, before: str, unit: str, after: str = "") -> list[Mark]:
+    """Return one mark, or none where nothing was measured."""
+    value, interval = figure["value"], figure["interval"]
+    if value is None:
+        return []
+    note = f"{before}{number(value)}{unit}, 95 %: {interval_text(interval)}{after}"
+    return [Mark(style, note, (0.0, value), interval)]
+
+
+def _throughput_charts(rows: Sequence[ReportRow], names: Mapping[Arm, str]) -> list[Chart]:
     charts = []
     for title, members in _by_workload(rows).items():
-        groups = [
-            (
-                load_text(row.key),
-                [
-                    Bar(
-                        value=cell["tokens_per_s"]["value"],
-                        interval=cell["tokens_per_s"]["interval"],
-                        style=cell["arm"],
-                        note=f"{names[cell['arm']]}: {number(cell['tokens_per_s']['value'])} tok/s, "
-                        f"95 %: {interval_text(cell['tokens_per_s']['interval'])}",
-                    )
-                    for cell in row.cells
-                ],
-            )
-            for row in members
-        ]
+        groups: Groups = [(load_text(row.key), []) for row in members]
+        for row, (_, marks) in zip(members, groups, strict=True):
+            for cell in row.cells:
+                marks += _bar(cell["tokens_per_s"], cell["arm"], f"{names[cell['arm']]}: ", " tok/s")
         unit = "tok/s by concurrency" if members[0].key["rate"] is None else "tok/s by request rate"
-        charts.append((title, bars(groups, title=f"Throughput of {title}", unit=unit)))
+        charts.append(Chart(f"Throughput of {title}", unit, groups))
     return charts
 
 
-def _speedup_charts(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
-    """A chart per load, with a bar per workload and class."""
-    loads: dict[str, list[tuple[str, Bar]]] = {}
-    for pair in pairs:
-        speedup = headline_speedup(pair["key"], pair["speedup"])
-        if speedup["value"] is None:
-            continue
-        bar = Bar(
-            value=speedup["value"],
-            interval=speedup["interval"],
-            style=_VERDICT_STYLES[pair["verdict"]],
-            note=f"{number(speedup['value'])}x, 95 %: {interval_text(speedup['interval'])} {pair['verdict']}",
-        )
-        shown = f"{label(pair['key'])}: {estimate(speedup, suffix='x')}"
-        loads.setdefault(_setting(pair["key"], with_load=True), []).append((shown, bar))
+def _speedup_charts(rows: Sequence[ReportRow]) -> list[Chart]:
+    """Make a chart per load, with a bar per workload and class."""
+    loads: dict[str, Groups] = {}
+    for row in rows:
+        verdict = "unclear" if row.pair is None else row.pair["verdict"]
+        if marks := _bar(row.speedup, _COLOURS[verdict], "", "x", f" {verdict}"):
+            name = clean(f"{label(row.key)}: {estimate(row.speedup, suffix='x')}")
+            loads.setdefault(_load_title(row.key), []).append((name, marks))
+    unit = "speedup; 1 = no gain"
     return [
-        (load, lying_bars(rows, title=f"Speedup, {load}", unit="speedup; 1 = no gain", mark_at=1.0))
-        for load, rows in loads.items()
+        Chart(f"Speedup, {load}", unit, groups, is_horizontal=True, mark_at=1.0)
+        for load, groups in loads.items()
     ]
 
 
-def _acceptance_charts(rows: Sequence[Row]) -> list[tuple[str, str]]:
+def _acceptance_charts(rows: Sequence[ReportRow]) -> list[Chart]:
+    """Make a chart per workload, at its lowest load, where the server says how drafts fared."""
     charts = []
     for title, members in _by_workload(rows).items():
         figures = members[0].cell["speculation"]
-        shares = figures["acceptance_by_position"]
-        if not shares:
-            continue
         groups = [
-            (str(place), [Bar(value=share, style="speculative", note=f"position {place}: {share:.1%}")])
-            for place, share in enumerate(shares, start=1)
+            (str(at), [Mark(SPECULATIVE, f"position {at}: {share:.1%}", (0.0, share))])
+            for at, share in enumerate(figures["acceptance_by_position"] or [], start=1)
         ]
-        committed = estimate(figures["committed_per_step"])
-        shown = f"{title}: {committed} committed per step"
-        charts.append(
-            (shown, bars(groups, title=f"Acceptance of {title}", unit="position of the draft", top=1.0))
-        )
+        if groups:
+            shown = f"{title}: {estimate(figures['committed_per_step'])} committed per step"
+            charts.append(Chart(shown, "share accepted at the lowest load, by position", groups, top=1.0))
     return charts
 
 
-def _time_charts(rows: Sequence[Row], names: ArmNames) -> list[tuple[str, str]]:
-    """TTFT and TPOT, a chart per load."""
-    loads: dict[str, list[ReportCell]] = {}
-    for row in rows:
-        loads.setdefault(_setting(row.key, with_load=True), []).extend(row.cells)
-    charts = []
+def _time_charts(rows: Sequence[ReportRow], names: Mapping[Arm, str]) -> list[Chart]:
+    """Make a chart per load for TTFT, and one for TPOT."""
+    found: dict[str, Groups] = {}
     for name in ("TTFT", "TPOT"):
-        for load, cells in loads.items():
-            found = [strip for cell in cells for strip in _strips(cell, name, names[cell["arm"]])]
-            charts.append((f"{name}, {load}", strips(found, title=f"{name}, {load}", unit="ms")))
-    return charts
+        for row in rows:
+            for cell in row.cells:
+                times = cell["ttft_s"] if name == "TTFT" else cell["tpot_s"]
+                if times["p50"] is None or times["p99"] is None:
+                    continue
+                at = [value * 1000 for value in times["quantiles"]]  # 0, 5, ... 100 %
+                parts = (("p50", times["p50"]), ("p90", times["p90"]), ("p99", times["p99"]))
+                shown = ", ".join(f"{part} {milliseconds(value)} ms" for part, value in parts)
+                note = clean(f"{label(row.key)}, {names[cell['arm']]}: {shown}")
+                mark = Mark(cell["arm"], note, (at[5], at[15]), [at[1], at[19]], at[10], times["p99"] * 1000)
+                title = f"{name}, {_load_title(row.key)}"
+                found.setdefault(title, []).append((clean(label(row.key)), [mark]))
+    return [Chart(title, "ms", groups, is_horizontal=True, is_time=True) for title, groups in found.items()]
 
 
-def _strips(cell: ReportCell, name: str, arm: str) -> list[Strip]:
-    """One, or none where nothing was measured."""
-    times: Distribution = cell["ttft_s"] if name == "TTFT" else cell["tpot_s"]
-    if times["p99"] is None:
-        return []
-    figures = (f"{part} {milliseconds(value)} ms" for part, value in _named_times(times))
-    return [
-        Strip(
-            label=label(cell["key"]),
-            style=cell["arm"],
-            quantiles=[value * 1000 for value in times["quantiles"]],
-            p99=times["p99"] * 1000,
-            note=f"{label(cell['key'])}, {arm}: {', '.join(figures)}",
-        )
-    ]
-
-
-def _named_times(times: Distribution) -> list[tuple[str, float | None]]:
-    return [("p50", times["p50"]), ("p90", times["p90"]), ("p99", times["p99"])]
-
-
-def _by_workload(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows that differ in their load only, lowest load first, under a name."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(f"{label(row.key)}, {_setting(row.key, with_load=False)}", []).append(row)
-    for members in found.values():
-        members.sort(key=lambda row: (row.key["rate"] or 0.0, row.key["concurrency"]))
+def _by_workload(rows: Sequence[ReportRow]) -> dict[str, list[ReportRow]]:
+    """Put rows that differ in their load only under one name, the lowest load first."""
+    found: dict[str, list[ReportRow]] = {}
+    for row in sorted(rows, key=lambda row: (row.key["rate"] or 0.0, row.key["concurrency"])):
+        at_rate = "" if row.key["rate"] is None else ", at a rate"
+        found.setdefault(full_label(row.key) + at_rate, []).append(row)
     return found
 
 
-def _setting(key: Key, *, with_load: bool) -> str:
-    words = []
-    if with_load:
-        words.append(f"{key['rate']:g}/s" if key["rate"] is not None else f"concurrency {key['concurrency']}")
-    elif key["rate"] is not None:
-        words.append("at a rate")
-    if key["depth"]:
-        words.append(f"depth {key['depth']}")
-    return ", ".join([*words, f"T {key['temperature']:g}"])
+def _load_title(key: Key) -> str:
+    load = f"{key['rate']:g}/s" if key["rate"] is not None else f"concurrency {key['concurrency']}"
+    return load + setting(key)
 
 
-def _agreement(pairs: Sequence[Pair]) -> str:
-    lines, divergences = [], []
-    for pair in pairs:
-        agreement = pair["agreement"]
-        if agreement is None:
-            continue
-        where = f"{label(pair['key'])}, {_setting(pair['key'], with_load=True)}"
-        for name, turns in (("first", agreement["first_turns"]), ("later", agreement["later_turns"])):
-            if name == "later" and not turns["num_compared"] + turns["num_after_divergence"]:
-                continue
-            share = "-" if turns["share_equal"] is None else f"{turns['share_equal']:.1%}"
-            counts = (turns["num_compared"], turns["num_equal"], turns["num_failed"])
-            lines.append(
-                (where, name, *(str(count) for count in counts), str(turns["num_after_divergence"]), share)
-            )
-        for one in agreement["divergences"]:
-            place = f"turn {one['turn']}, character {one['position']}"
-            divergences.append((where, one["prompt"], place, one["speculative"], one["plain"]))
-    if not lines:
-        return ""
-    header = ("workload", "turns", "compared", "equal", "failed", "after a divergence", "share equal")
-    table = _table(Sheet(title="", header=header, rows=tuple(lines), num_labels=2))
-    if not divergences:
-        return table
-    shown = ("workload", "prompt", "where", "with speculation", "without")
-    sheet = Sheet(title="", header=shown, rows=tuple(divergences), num_labels=5)
-    return f"{table}<h2>First divergences</h2>{_table(sheet, style='text')}"
+# ---- tables
 
 
 def _table(sheet: Sheet, *, style: str = "") -> str:
+    """Return the table; nothing where it has no rows."""
     words = ["word" if place < sheet.num_labels else "" for place in range(len(sheet.header))]
-    head = "".join(
-        f'<th class="{word}">{text(name)}</th>' for word, name in zip(words, sheet.header, strict=True)
-    )
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<td class="{word} {style}">{text(entry)}</td>' for word, entry in zip(words, row, strict=True)
-        )
-        + "</tr>"
-        for row in sheet.rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+    def line(tag: str, entries: Sequence[str], classes: str = "") -> str:
+        cells = zip(words, entries, strict=True)
+        return "".join(f'<{tag} class="{word} {classes}">{text(entry)}</{tag}>' for word, entry in cells)
+
+    body = "".join(f"<tr>{line('td', row, style)}</tr>" for row in sheet.rows)
+    head = f"<thead><tr>{line('th', sheet.header)}</tr></thead>"
+    return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>' if body else ""
 
 
-def _paragraphs(lines: Sequence[str]) -> str:
-    return "".join(f"<p>{text(line)}</p>" for line in lines)
-
-
-def _how(report: Report) -> dict[str, object]:
-    sections: dict[str, object] = {"schema": report["schema"], "date": report["date"]}
+def _how(report: BenchReport) -> dict[str, object]:
     parts: dict[str, Mapping[str, object]] = {
         "endpoint": report["endpoint"],
         "baseline": report["baseline"] or {},
@@ -275,9 +270,8 @@ def _how(report: Report) -> dict[str, object]:
         "machine": report["machine"],
         "version": report["versions"],
     }
-    for part, facts in parts.items():
-        sections.update({f"{part}: {name}": value for name, value in facts.items()})
-    return sections
+    named = {f"{part}: {name}": value for part, facts in parts.items() for name, value in facts.items()}
+    return {"schema": report["schema"], "date": report["date"], **named}
 
 
 def _facts(facts: Mapping[str, object]) -> str:
@@ -285,9 +279,7 @@ def _facts(facts: Mapping[str, object]) -> str:
     return f"<dl>{''.join(entries)}</dl>"
 
 
-def _gpu_names(machine: Mapping[str, object]) -> str:
-    gpus = machine.get("gpus")
-    names = (
-        [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, Mapping)] if isinstance(gpus, list) else []
-    )
-    return ", ".join(names) or "no GPU seen"
+def _machine(facts: Mapping[str, object]) -> str:
+    gpus = facts.get("gpus")
+    names = [str(gpu["name"]) for gpu in gpus if "name" in gpu] if isinstance(gpus, list) else []
+    return f"{facts.get('platform')}, {facts.get('cpu')}, {', '.join(names) or 'no GPU seen'}"

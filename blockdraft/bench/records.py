@@ -1,4 +1,4 @@
-"""What a benchmark is made of: prompts, what is asked of a server, what came back.
+"""The records of a benchmark: prompts, what is asked of a server, what came back.
 
 Times are seconds of one monotonic clock, counted from the start of the run.
 """
@@ -6,7 +6,7 @@ Times are seconds of one monotonic clock, counted from the start of the run.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict
 
 Arm = Literal["speculative", "plain"]
 PLAIN: Arm = "plain"
@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the server had its chance, well or badly."""
+        """Whether the server had its chance to answer, well or badly."""
         return self.error is None or not self.error.startswith((NOT_SENT, NOT_ENDED))
 
     @property
@@ -114,7 +114,7 @@ class Answer:
 
     @property
     def latency_s(self) -> float:
-        """End to end."""
+        """Seconds from end to end."""
         return self.end_s - self.sent_s
 
     @property
@@ -126,29 +126,29 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of this request alone: its tokens over its latency."""
+        """The tokens of this request alone over its latency."""
         if not self.completion_tokens or self.latency_s <= 0:
             return None
         return self.completion_tokens / self.latency_s
 
 
-@dataclass(frozen=True, slots=True)
-class CellKey:
-    """What distinguishes one row of the report from the others."""
+class Key(TypedDict):
+    """What a cell of the report and its baseline have in common."""
 
     workload: str
     category: str  # "all", or one class of the workload
-    load: Load
+    concurrency: int
+    rate: float | None
     depth: int  # tokens of context put before each prompt
     temperature: float
-    arm: Arm
 
 
 @dataclass(slots=True)
 class Group:
     """The answers of one cell, and for how long they kept the server busy."""
 
-    key: CellKey
+    key: Key
+    arm: Arm
     answers: list[Answer]
     busy_s: float  # sum over the blocks of this arm, from first request to last answer
     metered: Speculation | None = None  # from the server's /metrics, where answers do not say

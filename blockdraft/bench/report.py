@@ -6,18 +6,31 @@ import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn, TypedDict, cast
+from typing import NoReturn, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 
 from blockdraft import __version__
-from blockdraft.bench.figures import DEFINITIONS, Cell, Distribution, Key, Pair
-from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm, Group
-from blockdraft.bench.shapes import misfit
-from blockdraft.bench.sheet import full_label, load_text, milliseconds
-from blockdraft.bench.statistics import key_of, pair, split_by_category, summarise
+from blockdraft.bench.figures import (
+    DEFINITIONS,
+    BenchReport,
+    Cell,
+    Distribution,
+    Estimate,
+    Pair,
+    Startup,
+    Warmup,
+    headline_speedup,
+    make_estimate,
+)
+from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm, Group, Key
+from blockdraft.bench.schema import schema_error
+from blockdraft.bench.sheet import milliseconds, row_name
+from blockdraft.bench.statistics import pair, split_by_category, summarise
+from blockdraft.bench.wire import shown_host
 from blockdraft.errors import BenchError
 
 SCHEMA_NAME = "blockdraft-bench"
@@ -30,78 +43,28 @@ MAX_COMMITTED = 1.1  # tokens of verify steps over tokens out; the end of an ans
 Facts = Mapping[str, object]
 
 
-class ReportCell(Cell):
-    """A cell, and the same under the names of `vllm bench serve`."""
-
-    vllm: dict[str, object]
-
-
-class Phase(TypedDict):
-    """One part of a start-up."""
-
-    name: str
-    seconds: float
-
-
-class Startup(TypedDict):
-    """One start of the server, and the first request it answered."""
-
-    label: str
-    phases: list[Phase]
-    ready_s: float | None
-    first_ttft_s: float | None
-    first_latency_s: float | None
-
-
-class Warmup(TypedDict):
-    """Requests before the measured ones; the first is the cold one."""
-
-    num_requests: int
-    num_failed: int
-    first_ttft_s: float | None
-    first_latency_s: float | None
-    first_tokens_per_s: float | None
-    rest_ttft_s: float | None
-    rest_latency_s: float | None
-
-
-class Report(TypedDict):
-    """The JSON. A report of one workload at one load has vLLM's keys beside these."""
-
-    schema: str
-    date: str
-    versions: dict[str, str]
-    machine: dict[str, object]
-    endpoint: dict[str, object]
-    baseline: dict[str, object] | None
-    options: dict[str, object]
-    startup: list[Startup]
-    warmup: Warmup
-    cells: list[ReportCell]
-    pairs: list[Pair]
-    warnings: list[str]
-    notes: list[str]
-    definitions: dict[str, str]
-
-
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What is measured of one workload at one load: both arms, or one."""
+class ReportRow:
+    """The cells of one workload at one load: both arms, or one."""
 
     key: Key
-    speculative: ReportCell | None
-    plain: ReportCell | None
+    speculative: Cell | None
+    plain: Cell | None
     pair: Pair | None
 
     @property
-    def cell(self) -> ReportCell:
-        """The arm that a single figure is of."""
+    def cell(self) -> Cell:
+        """The cell that a single figure is of."""
         cell = self.speculative or self.plain
         assert cell is not None
         return cell
 
     @property
-    def cells(self) -> list[ReportCell]:
+    def speedup(self) -> Estimate:
+        return make_estimate() if self.pair is None else headline_speedup(self.key, self.pair["speedup"])
+
+    @property
+    def cells(self) -> list[Cell]:
         return [cell for cell in (self.speculative, self.plain) if cell is not None]
 
 
@@ -112,31 +75,30 @@ def build(  # noqa: PLR0913  # the sections of a report
     baseline: Facts | None = None,
     options: Facts,
     machine: Facts,
-    startup: Sequence[Facts] = (),
+    startup: Sequence[Startup] = (),
     warmup: Sequence[Answer] = (),
     notes: Sequence[str] = (),
     date: str,
-) -> Report:
-    """All figures of a run. Workloads of several classes get a cell for each, unless `groups` has them."""
+) -> BenchReport:
+    """Compute all figures of a run. Each class of a workload gets a cell too, unless `groups` has them."""
     seed = options.get("seed")
     seed = seed if isinstance(seed, int) else 0
-    groups = _with_classes(groups)
+    if all(group.key["category"] == "all" for group in groups):
+        groups = [part for group in groups for part in (group, *split_by_category(group))]
     facts = _endpoint(endpoint)
-    cells = [_cell(group, seed=seed, endpoint=facts, date=date) for group in groups]
+    cells = [summarise(group, seed=seed) for group in groups]
+    for cell in cells:
+        cell["vllm"] = vllm_keys(cell, model=facts["model"], kind=facts["kind"], date=date)
     pairs = [pair(one, other, seed=seed) for one, other in _arms(groups)]
-    report: Report = {
+    report: BenchReport = {
         "schema": SCHEMA,
         "date": date,
-        "versions": {
-            "blockdraft": __version__,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        },
+        "versions": {"blockdraft": __version__, "python": platform.python_version(), "numpy": np.__version__},
         "machine": dict(machine),
         "endpoint": facts,
         "baseline": None if baseline is None else _endpoint(baseline),
         "options": {name: value for name, value in options.items() if not name.endswith("api_key")},
-        "startup": [_startup(one) for one in startup],
+        "startup": list(startup),
         "warmup": _warmup(warmup),
         "cells": cells,
         "pairs": pairs,
@@ -147,18 +109,18 @@ def build(  # noqa: PLR0913  # the sections of a report
     report["warnings"] = _warnings(report, groups)
     whole = whole_rows(report)
     if len(whole) == 1:  # our own keys win; "date" is the one name that both have
-        report = cast("Report", {**whole[0].cell["vllm"], **report})
+        report = cast("BenchReport", {**whole[0].cell["vllm"], **report})
     return report
 
 
-def rows_of(report: Report) -> list[Row]:
-    """One row per workload, class and load, in the order of the cells."""
-    found: dict[str, dict[str, ReportCell]] = {}
+def rows_of(report: BenchReport) -> list[ReportRow]:
+    """Return one row per workload, class and load, in the order of the cells."""
+    found: dict[str, dict[str, Cell]] = {}
     for cell in report["cells"]:
         found.setdefault(_key_text(cell["key"]), {})[cell["arm"]] = cell
     pairs = {_key_text(pair["key"]): pair for pair in report["pairs"]}
     return [
-        Row(
+        ReportRow(
             key=next(iter(arms.values()))["key"],
             speculative=arms.get(SPECULATIVE),
             plain=arms.get(PLAIN),
@@ -168,15 +130,15 @@ def rows_of(report: Report) -> list[Row]:
     ]
 
 
-def whole_rows(report: Report) -> list[Row]:
-    """Without the rows that are one class of another row's workload."""
+def whole_rows(report: BenchReport) -> list[ReportRow]:
+    """Return the rows that are not one class of another row's workload."""
     rows = rows_of(report)
     wholes = {row.key["workload"] for row in rows if row.key["category"] == "all"}
     return [row for row in rows if row.key["category"] == "all" or row.key["workload"] not in wholes]
 
 
 def arm_names(cells: Sequence[Cell]) -> dict[Arm, str]:
-    """What to call the arms: of a server in which no speculation was seen, nobody knows whether it does."""
+    """Name the arms: a server in which no speculation was seen is not called speculative."""
     is_seen = any(
         cell["arm"] == SPECULATIVE and cell["speculation"]["acceptance"] in ("answers", "metered")
         for cell in cells
@@ -185,7 +147,7 @@ def arm_names(cells: Sequence[Cell]) -> dict[Arm, str]:
 
 
 def vllm_keys(cell: Cell, *, model: object = None, kind: object = None, date: str = "") -> dict[str, object]:
-    """The names that `vllm bench serve --save-result` writes.
+    """Return the figures under the names that `vllm bench serve --save-result` writes.
 
     With its conventions: 0 where nothing was measured, acceptance in percent, and no `spec_decode_` keys
     where acceptance is not known.
@@ -221,38 +183,48 @@ def vllm_keys(cell: Cell, *, model: object = None, kind: object = None, date: st
     }
 
 
-def to_json(report: Report) -> str:
+def to_json(report: BenchReport) -> str:
     return json.dumps(report, indent=1, allow_nan=False) + "\n"
 
 
-def load_report(path: Path | str) -> Report:
-    """A report that was written before; BenchError says what is wrong with any other file."""
+def output_paths(out: str | None) -> list[Path]:
+    """Return where --out puts JSON, Markdown and HTML, once it is sure that they can be written."""
+    out = out or f"blockdraft-bench-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    if out == "none":
+        return []
+    paths = [Path(out.removesuffix(".json") + suffix) for suffix in (".json", ".md", ".html")]
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+            if path.stat().st_size == 0:
+                path.unlink()
+    except OSError as error:
+        raise BenchError(f"--out: cannot write '{error.filename}': {error.strerror}.") from None
+    return paths
+
+
+def load_report(path: Path | str) -> BenchReport:
+    """Read a report that was written before; BenchError says what is wrong with any other file."""
+    name = repr(str(path))
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
     except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"cannot read the report {str(path)!r}: {error}.") from error
-    try:
-        found = json.loads(text, parse_constant=_refuse)
+        raise BenchError(f"cannot read the report {name}: {error}.") from error
     except (ValueError, RecursionError) as error:
-        raise BenchError(
-            f"{str(path)!r} is not JSON: {error}. Was the run that wrote it cut short?"
-        ) from error
-    _check_schema(found, path)
-    return cast("Report", found)
-
-
-def _with_classes(groups: Sequence[Group]) -> list[Group]:
-    if any(group.key.category != "all" for group in groups):
-        return list(groups)
-    return [part for group in groups for part in (group, *split_by_category(group))]
+        raise BenchError(f"{name} is not JSON: {error}. Was the run that wrote it cut short?") from error
+    fact = _not_a_report(found)
+    if fact is not None:
+        raise BenchError(f"{name} {fact}")
+    return cast("BenchReport", found)
 
 
 def _arms(groups: Sequence[Group]) -> Iterable[tuple[Group, Group]]:
-    """Each group with speculation and its baseline, where there is one."""
-    plain = {_key_text(key_of(group)): group for group in groups if group.key.arm == PLAIN}
+    """Yield each group with speculation and its baseline, where there is one."""
+    plain = {_key_text(group.key): group for group in groups if group.arm == PLAIN}
     for group in groups:
-        other = plain.get(_key_text(key_of(group)))
-        if group.key.arm == SPECULATIVE and other is not None:
+        other = plain.get(_key_text(group.key))
+        if group.arm == SPECULATIVE and other is not None:
             yield group, other
 
 
@@ -260,22 +232,10 @@ def _key_text(key: Key) -> str:
     return json.dumps(key, sort_keys=True)
 
 
-def _cell(group: Group, *, seed: int, endpoint: Facts, date: str) -> ReportCell:
-    cell = summarise(group, seed=seed)
-    return {**cell, "vllm": vllm_keys(cell, model=endpoint["model"], kind=endpoint["kind"], date=date)}
-
-
 def _vllm_times(name: str, times: Distribution) -> dict[str, object]:
-    return {
-        f"{kind}_{name}_ms": (value or 0.0) * 1000
-        for kind, value in (
-            ("mean", times["mean"]),
-            ("median", times["p50"]),
-            ("std", times["std"]),
-            ("p90", times["p90"]),
-            ("p99", times["p99"]),
-        )
-    }
+    kinds = {"mean": times["mean"], "median": times["p50"], "std": times["std"]}
+    kinds |= {"p90": times["p90"], "p99": times["p99"]}
+    return {f"{kind}_{name}_ms": (value or 0.0) * 1000 for kind, value in kinds.items()}
 
 
 def _vllm_speculation(cell: Cell) -> dict[str, object]:
@@ -293,28 +253,16 @@ def _vllm_speculation(cell: Cell) -> dict[str, object]:
 
 
 def _endpoint(facts: Facts) -> dict[str, object]:
+    """Return the facts, with null for what is not known and the address without a password."""
     named = ("kind", "version", "url", "model", "drafter", "drafter_hash")
     found = {**dict.fromkeys(named), **facts}
     if isinstance(found["url"], str):
-        found["url"] = _without_password(found["url"])
+        found["url"] = urlunsplit(urlsplit(found["url"])._replace(netloc=shown_host(found["url"])))
     return found
 
 
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-
-
-def _startup(facts: Facts) -> Startup:
-    phases = facts.get("phases") or {}
-    if isinstance(phases, Mapping):
-        phases = [{"name": name, "seconds": seconds} for name, seconds in phases.items()]
-    found = {"label": "", "ready_s": None, "first_ttft_s": None, "first_latency_s": None, **facts}
-    return cast("Startup", {**found, "phases": phases})
-
-
 def _warmup(answers: Sequence[Answer]) -> Warmup:
-    """The first request apart: it pays for what is compiled, captured and read when it is first needed.
+    """Keep the first request apart: it pays for what is compiled, captured and read when first needed.
 
     Beside it stand the others of its arm: the other arm, or its server, has another pace.
     """
@@ -345,8 +293,8 @@ def _endpoint_warnings(endpoint: Facts) -> list[str]:
     return [f"the server is at {host}: 'machine' describes the machine that measured, not the server's."]
 
 
-def _warnings(report: Report, groups: Sequence[Group]) -> list[str]:
-    cached = {(_key_text(key_of(group)), group.key.arm): _cached_share(group) for group in groups}
+def _warnings(report: BenchReport, groups: Sequence[Group]) -> list[str]:
+    cached = {(_key_text(group.key), group.arm): _cached_share(group) for group in groups}
     warnings = _endpoint_warnings(report["endpoint"])
     names = arm_names(report["cells"])
     for row in whole_rows(report):
@@ -359,7 +307,7 @@ def _warnings(report: Report, groups: Sequence[Group]) -> list[str]:
 
 
 def _cell_warnings(cell: Cell, *, arm: str, cached: float) -> list[str]:
-    name = f"{full_label(cell['key'])} at {load_text(cell['key'])}, {arm}"
+    name = f"{row_name(cell['key'])}, {arm}"
     warnings = []
     if cell["num_failed"]:
         kinds = ", ".join(f"{error['kind']} ({error['count']})" for error in cell["errors"])
@@ -373,9 +321,8 @@ def _cell_warnings(cell: Cell, *, arm: str, cached: float) -> list[str]:
     speculation = cell["speculation"]
     committed = (speculation["steps"] or 0) + (speculation["accepted"] or 0)
     if cell["tokens_out"] is not None and committed > MAX_COMMITTED * cell["tokens_out"]:
-        others = (
-            ", as do requests that failed or are not ours" if speculation["acceptance"] == "metered" else ""
-        )
+        is_metered = speculation["acceptance"] == "metered"
+        others = ", as do requests that failed or are not ours" if is_metered else ""
         warnings.append(
             f"{name}: steps committed {committed:,} tokens, answers have {cell['tokens_out']:,}: drafts past "
             f"the end of answers count{others}, and committed/step is too high."
@@ -395,7 +342,7 @@ def _cached_share(group: Group) -> float:
 
 
 def _pair_warnings(pair: Pair) -> list[str]:
-    name = f"{full_label(pair['key'])} at {load_text(pair['key'])}"
+    name = row_name(pair["key"])
     warnings = []
     if pair["num_unmatched"]:
         warnings.append(f"{name}: {pair['num_unmatched']} prompts are in one arm only, and not compared.")
@@ -409,19 +356,18 @@ def _pair_warnings(pair: Pair) -> list[str]:
     return warnings
 
 
-def _check_schema(found: object, path: Path | str) -> None:
-    if not isinstance(found, dict) or not isinstance(found.get("schema"), str):
-        raise BenchError(f"{str(path)!r} is not a report of blockdraft bench: it has no 'schema'.")
-    name, _, version = found["schema"].partition("/")
+def _not_a_report(found: object) -> str | None:
+    """Say why it is not a report that we can read; None: it is one."""
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if not isinstance(schema, str):
+        return "is not a report of blockdraft bench: it has no 'schema'."
+    name, _, version = schema.partition("/")
     if name != SCHEMA_NAME or not version.isdecimal():
-        raise BenchError(f"{str(path)!r} has the schema {found['schema']!r}, not {SCHEMA!r}.")
+        return f"has the schema {schema!r}, not {SCHEMA!r}."
     if int(version) > SCHEMA_VERSION:
-        raise BenchError(
-            f"{str(path)!r} was written by a newer blockdraft ({found['schema']}): update this one."
-        )
-    damaged = misfit(found, Report)
-    if damaged is not None:
-        raise BenchError(f"{str(path)!r} is damaged: '{damaged}' is missing or is not what it should be.")
+        return f"was written by a newer blockdraft ({schema}): update this one."
+    damaged = schema_error(found, BenchReport)
+    return None if damaged is None else f"is damaged: '{damaged}' is missing or is not what it should be."
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -12,23 +12,14 @@ import itertools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from blockdraft.bench.client import Client, Clock
-from blockdraft.bench.endpoint import Endpoint, difference, read_speculation
+from blockdraft.bench.endpoint import Endpoint, read_speculation
 from blockdraft.bench.filler import filler
 from blockdraft.bench.load import MAX_REFUSED, poisson, run_block
-from blockdraft.bench.records import (
-    Answer,
-    Arm,
-    Ask,
-    CellKey,
-    Group,
-    Load,
-    Prompt,
-    Speculation,
-    Workload,
-)
+from blockdraft.bench.records import Answer, Arm, Ask, Group, Key, Load, Prompt, Speculation, Workload
+from blockdraft.bench.speculation import difference, total_of
 from blockdraft.bench.wire import shown_host
 from blockdraft.bench.workloads import deepened, estimate_tokens_per_word, salted
 
@@ -40,7 +31,7 @@ CALIBRATION_WORDS = 400  # enough for 1 % of the tokens of a word
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is measured: each workload under each load, at each depth and temperature."""
+    """The cells to measure: each workload under each load, at each depth and temperature."""
 
     workloads: tuple[Workload, ...]
     loads: tuple[Load, ...]
@@ -55,13 +46,16 @@ class Grid:
     seed: int = 0
 
     def points(self) -> Iterator[Point]:
-        for workload, load, depth, temperature in itertools.product(
-            self.workloads, self.loads, self.depths, self.temperatures
-        ):
-            yield Point(workload, load, depth, temperature)
+        axes = (self.workloads, self.loads, self.depths, self.temperatures)
+        return itertools.starmap(Point, itertools.product(*axes))
+
+    @property
+    def total(self) -> int:
+        """The number of conversations of one arm."""
+        return sum(self.num_conversations(point.load) for point in self.points())
 
     def num_conversations(self, load: Load) -> int:
-        """Of one cell and arm: enough for two blocks that keep the concurrency up."""
+        """Return how many one cell and arm has: enough for two blocks that keep the concurrency up."""
         return max(self.num_requests, 4 * load.concurrency if load.concurrency > 1 else 2)
 
 
@@ -73,8 +67,16 @@ class Point(NamedTuple):
     depth: int
     temperature: float
 
-    def key(self, arm: Arm) -> CellKey:
-        return CellKey(self.workload.name, "all", self.load, self.depth, self.temperature, arm)
+    @property
+    def key(self) -> Key:
+        return {
+            "workload": self.workload.name,
+            "category": "all",
+            "concurrency": self.load.concurrency,
+            "rate": self.load.rate,
+            "depth": self.depth,
+            "temperature": self.temperature,
+        }
 
 
 class Server(NamedTuple):
@@ -85,27 +87,17 @@ class Server(NamedTuple):
     api_key: str | None = None
 
 
-class Watcher(Protocol):
-    """Whoever shows how far the run is."""
-
-    def begin(self, point: Point, num_conversations: int) -> None: ...
-
-    def take(self, answer: Answer) -> None: ...
-
-    def end(self, groups: Sequence[Group]) -> None: ...
-
-
-class Silent:
-    """Shows nothing."""
+class Watcher:
+    """Whoever shows how far the run is; this one shows nothing."""
 
     def begin(self, point: Point, num_conversations: int) -> None:
-        pass
+        """A cell begins."""
 
     def take(self, answer: Answer) -> None:
-        pass
+        """A turn has ended, of a cell or of the warm-up."""
 
     def end(self, groups: Sequence[Group]) -> None:
-        pass
+        """A cell is measured."""
 
 
 @dataclass(slots=True)
@@ -116,6 +108,16 @@ class Outcome:
     cold: dict[Arm, Answer] = field(default_factory=dict)  # the first request to each server
     warm: list[Answer] = field(default_factory=list)  # excluded from every figure
     trouble: str | None = None  # why it ended early
+    is_stopped: bool = False  # by the user
+
+    @property
+    def failure(self) -> str | None:
+        """Says why figures are missing; None: none is."""
+        answers = [answer for group in self.groups for answer in group.answers]
+        if self.trouble is not None or any(answer.is_ok for answer in answers):
+            return self.trouble
+        errors = [answer.error for answer in answers if answer.error is not None]
+        return f"every request failed: {errors[0] if errors else 'none was sent.'}"
 
 
 class Runner:
@@ -134,7 +136,7 @@ class Runner:
         self.servers = servers
         self.outcome = Outcome()
         self._clock = clock
-        self._watcher = watcher or Silent()
+        self._watcher = watcher or Watcher()
         self._stop = stop or asyncio.Event()
         self._run_id = secrets.token_hex(3)
         # Words change what is answered: they are salted only where a field of the request does not do.
@@ -143,19 +145,20 @@ class Runner:
         self._tokens_per_word = 1.5  # until an answer tells
 
     async def run(self) -> Outcome:
-        """Never raises for what a server does: `trouble` says why a run ended early."""
+        """Measure the grid. Never raises for what a server does: `trouble` says why a run ended early."""
         await self._warm_up()
         for number, point in enumerate(self.grid.points()):
             if self.outcome.trouble is not None:
                 break
             await self._measure(number, point)
         self.outcome.groups = [group for group in self.outcome.groups if group.answers]
+        self.outcome.is_stopped = self._stop.is_set()
         return self.outcome
 
     # ---- warming up
 
     async def _warm_up(self) -> None:
-        """One request to each server alone, cold; then as many at once as the grid will ask for."""
+        """Send one cold request to each server alone, then as many at once as the grid will ask for."""
         point = next(self.grid.points())
         for arm, server in self.servers.items():
             ask = cold_ask(arm, f"{self._run_id}-cold-{arm}", is_raw=point.workload.is_raw)
@@ -173,7 +176,7 @@ class Runner:
                 return
 
     async def _calibrate(self) -> None:
-        """What a word of context costs: by how much it makes the cold prompt longer."""
+        """Measure how many tokens a word of context costs: by how much it makes the cold prompt longer."""
         depths = [depth for depth in self.grid.depths if depth]
         if not depths:
             return
@@ -190,7 +193,7 @@ class Runner:
     # ---- measuring
 
     async def _measure(self, number: int, point: Point) -> None:
-        groups = {arm: Group(point.key(arm), [], 0.0) for arm in self.servers}
+        groups = {arm: Group(point.key, arm, [], 0.0) for arm in self.servers}
         count = self.grid.num_conversations(point.load)
         self._watcher.begin(point, count * len(groups))
         self.outcome.groups += groups.values()
@@ -202,18 +205,19 @@ class Runner:
                 asks = [self._ask(arm, point, prompts[i], f"cell{number}", i) for i in range(begin, end)]
                 if times is not None:
                     asks = [replace(ask, at_s=at_s) for ask, at_s in zip(asks, times, strict=True)]
-                await self._measure_block(self.servers[arm], groups[arm], asks)
+                await self._measure_block(self.servers[arm], groups[arm], asks, point.load)
                 if self.outcome.trouble is not None:
                     return
         self._watcher.end(list(groups.values()))
 
-    async def _measure_block(self, server: Server, group: Group, asks: list[Ask]) -> None:
+    async def _measure_block(self, server: Server, group: Group, asks: list[Ask], load: Load) -> None:
         before = await self._read_meter(server)
-        answers = await self._block(server, asks, group.key.load)
+        answers = await self._block(server, asks, load)
         group.answers += answers
         group.busy_s += max(a.end_s for a in answers) - min(a.sent_s for a in answers)
         if before is not None and (after := await self._read_meter(server)) is not None:
-            group.metered = _sum(group.metered, difference(before, after))
+            parts = (group.metered, difference(before, after))
+            group.metered = total_of(part for part in parts if part is not None)
 
     async def _read_meter(self, server: Server) -> Speculation | None:
         if not server.endpoint.is_metered:
@@ -232,7 +236,7 @@ class Runner:
         return answers
 
     def _ask(self, arm: Arm, point: Point, original: Prompt, cell: str, number: int) -> Ask:
-        """Both arms get the same words. Their salts differ: the second would find the first one's cache."""
+        """Make a request. Both arms get the same words; by one salt one would find the other's cache."""
         grid, prompt, name = self.grid, original, f"{cell}-{number}"
         if point.depth:
             prompt = deepened(
@@ -256,25 +260,17 @@ class Runner:
 
 
 def cold_ask(arm: Arm, salt: str, *, is_raw: bool) -> Ask:
-    """The first request: the same for every server, so that starts can be compared."""
+    """Return the first request, the same for every server, so that starts can be compared."""
     return Ask(salted(COLD_PROMPT, salt), arm, WARM_TOKENS, is_raw=is_raw, cache_salt=salt)
 
 
 def _repeated(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """`count` of them, from the first on, as often as it takes; each keeps its id."""
+    """Return `count` prompts, from the first on, repeated as often as it takes; each keeps its id."""
     return list(itertools.islice(itertools.cycle(prompts), count))
 
 
 def _blocks(count: int, load: Load) -> list[tuple[int, int]]:
-    """[begin, end) of each block, two at least, so that either arm is first once; at a rate, two."""
+    """Return [begin, end) of each block: two at least, so that either arm is first once; at a rate, two."""
     half = -(-count // 2)
     size = max(2 * load.concurrency, min(LONG_BLOCK, half)) if load.rate is None else half
     return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
-
-
-def _sum(one: Speculation | None, other: Speculation | None) -> Speculation | None:
-    if one is None or other is None:
-        return one or other
-    pairs = itertools.zip_longest(one.accepted, other.accepted, fillvalue=0)
-    accepted = tuple(a + b for a, b in pairs)
-    return Speculation(one.steps + other.steps, one.drafted + other.drafted, accepted, one.has_positions)

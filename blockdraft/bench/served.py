@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -22,7 +21,9 @@ from pathlib import Path
 
 import aiohttp
 
+from blockdraft.bench.figures import Startup
 from blockdraft.bench.records import Answer
+from blockdraft.bench.wire import as_object, inside
 from blockdraft.errors import BenchError
 
 POLL_S = 0.05
@@ -39,21 +40,22 @@ class Started:
     seconds: float  # from the command to ready
     phases: tuple[tuple[str, float], ...]  # as far as the server tells
 
-    def facts(self, first: Answer | None) -> dict[str, object]:
-        """For the report; `first` is the first request that the server got."""
-        is_ok = first is not None and first.is_ok
+    def facts(self, first: Answer | None) -> Startup:
+        """Return the start for the report; `first` is the answer to the server's first request."""
+        good = first if first is not None and first.is_ok else None
         rest_s = self.seconds - sum(seconds for _, seconds in self.phases)
+        phases = [("process and imports", rest_s), *self.phases] if self.phases else []
         return {
             "label": self.label,
-            "phases": {"process and imports": rest_s, **dict(self.phases)} if self.phases else {},
+            "phases": [{"name": name, "seconds": seconds} for name, seconds in phases],
             "ready_s": round(self.seconds, 3),
-            "first_ttft_s": first.ttft_s if first is not None and is_ok else None,
-            "first_latency_s": first.latency_s if first is not None and is_ok else None,
+            "first_ttft_s": good.ttft_s if good else None,
+            "first_latency_s": good.latency_s if good else None,
         }
 
 
 def our_command(flags: Sequence[str]) -> list[str]:
-    """`blockdraft serve` with these flags; {port} stands for the port."""
+    """Return the command `blockdraft serve` with these flags; {port} stands for the port."""
     return [sys.executable, "-m", "blockdraft", "serve", "--host", "127.0.0.1", "--port", "{port}", *flags]
 
 
@@ -102,7 +104,7 @@ async def _until_ready(
                 raise BenchError(f"the server was not ready in time (--start-timeout): {_tail(log)}")
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                 async with session.get(f"{url}/ready") as reply:
-                    body = _json(await reply.text(errors="replace"))
+                    body = as_object(await reply.text(errors="replace"))
                 if reply.status == 200 and body:
                     return _phases(body)
                 if not (reply.status == 503 and body):  # else it is ours, starts, and will say so here
@@ -112,22 +114,13 @@ async def _until_ready(
             await asyncio.sleep(POLL_S)
 
 
-def _json(text: str) -> dict[str, object]:
-    """The object that a text is; empty: it is none."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _phases(body: Mapping[str, object]) -> tuple[tuple[str, float], ...]:
     listed = body.get("phases")
-    found = []
-    for phase in listed if isinstance(listed, list) else []:
-        if isinstance(phase, dict) and phase.get("state") == "done":
-            found.append((str(phase.get("name")), float(phase.get("seconds") or 0.0)))
-    return tuple(found)
+    return tuple(
+        (str(inside(phase, "name")), float(phase.get("seconds") or 0.0))
+        for phase in (listed if isinstance(listed, list) else [])
+        if inside(phase, "state") == "done"
+    )
 
 
 def _tail(log: Path) -> str:
@@ -138,7 +131,7 @@ def _tail(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, which ours drains on; what stays, a child of the server included, is killed."""
+    """Send SIGTERM, on which our server drains; what stays, a child of it included, is killed."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
             os.killpg(process.pid, number)

@@ -12,7 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from blockdraft.bench.figures import Estimate, Interval, Key
+from blockdraft.bench.figures import Estimate, Interval
+from blockdraft.bench.records import Key
 
 NOTHING = "-"
 
@@ -28,7 +29,7 @@ class Sheet:
 
 
 def to_rich(sheet: Sheet) -> Table:
-    """Narrow: a terminal has 80 columns."""
+    """Make the table narrow: a terminal has 80 columns."""
     table = Table(
         title=Text(clean(sheet.title)) if sheet.title else None,
         title_justify="left",
@@ -61,7 +62,7 @@ def to_markdown(sheet: Sheet) -> str:
 
 
 def clean(text: str) -> str:
-    """On one line, without control characters, which can command a terminal or turn the writing around."""
+    """Put a text on one line, without characters that command a terminal or turn the writing around."""
     return "".join(letter if letter.isprintable() else " " if letter.isspace() else "�" for letter in text)
 
 
@@ -70,10 +71,8 @@ def escape_markdown(text: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three figures or more, without an exponent."""
-    if value is None:
-        return NOTHING
-    return f"{value:,.{_decimals(value)}f}"
+    """Write a number with three figures or more, without an exponent."""
+    return NOTHING if value is None else f"{value:,.{_decimals(value)}f}"
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -81,15 +80,12 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def estimate(figure: Estimate, *, suffix: str = "") -> str:
-    """The value and half the width of its interval."""
+    """Write the value and half the width of its interval."""
     value, interval = figure["value"], figure["interval"]
     if value is None:
         return NOTHING
-    return f"{number(value)}{suffix}{plus_minus(interval, decimals=_decimals(value))}"
-
-
-def plus_minus(interval: Interval, *, decimals: int) -> str:
-    return "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:,.{decimals}f}"
+    half = "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:,.{_decimals(value)}f}"
+    return f"{number(value)}{suffix}{half}"
 
 
 def interval_text(interval: Interval) -> str:
@@ -97,19 +93,29 @@ def interval_text(interval: Interval) -> str:
 
 
 def label(key: Key) -> str:
-    """Workload, and class where it is one class only."""
+    """Name the workload, and the class where it is one class only."""
     return key["workload"] if key["category"] == "all" else f"{key['workload']} / {key['category']}"
 
 
 def full_label(key: Key) -> str:
-    """All but the load: with depth and temperature, where they are not 0."""
+    """Name workload, depth and temperature, where these two are not 0."""
+    return f"{label(key)}{setting(key)}"
+
+
+def setting(key: Key) -> str:
+    """Name depth and temperature after a comma each, where they are not 0."""
     depth = f", depth {key['depth']}" if key["depth"] else ""
     temperature = f", T {key['temperature']:g}" if key["temperature"] else ""
-    return f"{label(key)}{depth}{temperature}"
+    return depth + temperature
+
+
+def row_name(key: Key) -> str:
+    """Name everything that tells a row from others, the load included."""
+    return f"{full_label(key)} at {load_text(key)}"
 
 
 def load_text(key: Key) -> str:
-    """How requests arrived."""
+    """Say how requests arrived."""
     return str(key["concurrency"]) if key["rate"] is None else f"{key['rate']:g}/s"
 
 

@@ -1,4 +1,4 @@
-"""How drafts fared, read from a stream's chunks and from /metrics, in the words of several servers.
+"""Reads how drafts fared from a stream's chunks and from /metrics, in the words of several servers.
 
 blockdraft, vLLM   chunk.metrics.speculative_decoding; counters vllm:spec_decode_*
 SGLang             chunk.usage or chunk.sglext.spec_tokens_details; counters sglang:spec_verify_calls_total
@@ -7,10 +7,11 @@ llama.cpp          chunk.timings
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 
 from blockdraft.bench.records import Speculation
-from blockdraft.bench.wire import Json
+from blockdraft.bench.wire import Json, inside
 from blockdraft.exposition import samples
 
 _VLLM = "vllm:spec_decode_num_"
@@ -18,26 +19,23 @@ _SGLANG = "sglang:"
 
 
 def read_chunk(chunk: Json) -> Speculation | None:
-    """What a chunk says of the whole answer; None: nothing."""
-    if (metrics := _object(chunk, "metrics")) and (drafts := _object(metrics, "speculative_decoding")):
+    """Return what a chunk says of the whole answer; None: nothing."""
+    if drafts := inside(chunk, "metrics", "speculative_decoding"):
         return _by_histogram(
-            drafts.get("acceptance_histogram"),
+            inside(drafts, "acceptance_histogram"),
             steps=_count(drafts, "num_spec_steps"),
             drafted=_count(drafts, "num_draft_tokens"),
             accepted=_count(drafts, "num_accepted_draft_tokens"),
         )
-    extension = _object(chunk, "sglext") or {}
-    drafts = _object(extension, "spec_tokens_details") or _object(chunk, "usage") or {}
-    if _count(drafts, "spec_verify_ct"):
+    drafts = inside(chunk, "sglext", "spec_tokens_details") or inside(chunk, "usage")
+    if steps := _count(drafts, "spec_verify_ct"):
         return _by_histogram(
-            drafts.get("spec_correct_drafts_histogram"),
-            steps=_count(drafts, "spec_verify_ct"),
+            inside(drafts, "spec_correct_drafts_histogram"),
+            steps=steps,
             drafted=_count(drafts, "spec_num_proposed_drafts"),
             accepted=_count(drafts, "spec_num_correct_drafts"),
         )
-    if timings := _object(chunk, "timings"):
-        return _by_timings(timings)
-    return None
+    return _by_timings(inside(chunk, "timings"))
 
 
 def _by_histogram(histogram: object, *, steps: int, drafted: int, accepted: int) -> Speculation | None:
@@ -50,7 +48,7 @@ def _by_histogram(histogram: object, *, steps: int, drafted: int, accepted: int)
     return Speculation(steps=steps, drafted=drafted, accepted=(accepted,), has_positions=False)
 
 
-def _by_timings(timings: Json) -> Speculation | None:
+def _by_timings(timings: object) -> Speculation | None:
     """llama.cpp counts tokens only: every step commits one token beyond its drafts, and the first token of
     an answer comes from the prompt.
     """
@@ -61,13 +59,8 @@ def _by_timings(timings: Json) -> Speculation | None:
     return Speculation(steps=steps, drafted=drafted, accepted=(accepted,), has_positions=False)
 
 
-def _object(parent: Json, key: str) -> Json | None:
-    value = parent.get(key)
-    return value if isinstance(value, dict) else None
-
-
-def _count(parent: Json, key: str) -> int:
-    value = parent.get(key)
+def _count(parent: object, key: str) -> int:
+    value = inside(parent, key)
     return int(value) if isinstance(value, int | float) else 0
 
 
@@ -75,7 +68,7 @@ def _count(parent: Json, key: str) -> int:
 
 
 def read_metrics(text: str, model: str | None = None) -> Speculation | None:
-    """The counters since the server's start, of `model` where they tell models apart; None: it has none."""
+    """Return the counters since the server's start, of `model` if they tell models apart; None: none."""
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
     for name, labels, value in samples(text):
@@ -117,7 +110,7 @@ def _sglang_counters(totals: Mapping[str, float]) -> Speculation:
 
 
 def difference(before: Speculation | None, after: Speculation | None) -> Speculation | None:
-    """What happened between two readings; None where it cannot be told, as after a restart of the server."""
+    """Return what happened between two readings; None where it cannot be told, as after a restart."""
     if before is None or after is None or (before.has_positions != after.has_positions and before.steps):
         return None
     size = max(len(before.accepted), len(after.accepted))
@@ -127,3 +120,15 @@ def difference(before: Speculation | None, after: Speculation | None) -> Specula
     if steps < 0 or drafted < 0 or any(count < 0 for count in accepted):
         return None
     return Speculation(steps=steps, drafted=drafted, accepted=accepted, has_positions=after.has_positions)
+
+
+def total_of(parts: Iterable[Speculation]) -> Speculation:
+    """Add all parts up."""
+    found = list(parts)
+    columns = itertools.zip_longest(*(part.accepted for part in found), fillvalue=0)
+    return Speculation(
+        steps=sum(part.steps for part in found),
+        drafted=sum(part.drafted for part in found),
+        accepted=tuple(map(sum, columns)),
+        has_positions=all(part.has_positions for part in found),
+    )

@@ -1,4 +1,4 @@
-"""From answers to figures: one cell of the report, and the pair of a cell and its baseline.
+"""Turns answers into figures: of one cell of the report, and of the pair of a cell and its baseline.
 
 `figures.DEFINITIONS` says what each of them means.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import numpy as np
 
-from blockdraft.bench.bootstrap import RESAMPLES, Floats, Resamples
+from blockdraft.bench.bootstrap import RESAMPLES, Floats, Resamples, ratio
 from blockdraft.bench.figures import (
     Agreed,
     Agreement,
@@ -25,14 +25,15 @@ from blockdraft.bench.figures import (
     Estimate,
     Failures,
     Interval,
-    Key,
     Pair,
     SpeculationFigures,
     Speedup,
     Verdict,
     headline_speedup,
+    make_estimate,
 )
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Group, Speculation
+from blockdraft.bench.speculation import total_of
 
 MAX_DIVERGENCES = 5
 EXCERPT = 40  # characters shown of each side of a divergence
@@ -43,14 +44,14 @@ Conversation = tuple[str, int, int]  # prompt, number, repetition of these two
 
 
 def summarise(group: Group, *, seed: int) -> Cell:
-    """The figures of one cell."""
+    """Compute the figures of one cell."""
     asked, group = group.answers, _ended(group)
     answers = group.answers
     good = [answer for answer in answers if answer.is_ok]
     draws = Resamples(_prompt_ids(answers), seed=seed)
     return {
-        "key": key_of(group),
-        "arm": group.key.arm,
+        "key": group.key,
+        "arm": group.arm,
         "asked": _asked(asked),
         "num_prompts": draws.num_prompts,
         "num_requests": len(answers),
@@ -63,55 +64,50 @@ def summarise(group: Group, *, seed: int) -> Cell:
         "cached_tokens": _total_known(answer.cached_tokens for answer in good),
         "busy_s": group.busy_s,
         "tokens_per_s": _throughput(group, answers, draws),
-        "request_tokens_per_s": _distribution(_known(good, "tokens_per_s"), draws),
-        "ttft_s": _distribution(_known(good, "ttft_s"), draws),
-        "tpot_s": _distribution(_known(good, "tpot_s"), draws),
-        "itl_s": _distribution(
-            [(answer.ask.prompt.id, gap) for answer in good for gap in answer.gaps_s], None
-        ),
-        "latency_s": _distribution([(answer.ask.prompt.id, answer.latency_s) for answer in good], draws),
-        "send_lag_s": _distribution(
-            [(answer.ask.prompt.id, answer.sent_s - answer.planned_s) for answer in answers], None
-        ),
+        "request_tokens_per_s": _distribution(_known(good, lambda one: one.tokens_per_s), draws),
+        "ttft_s": _distribution(_known(good, lambda one: one.ttft_s), draws),
+        "tpot_s": _distribution(_known(good, lambda one: one.tpot_s), draws),
+        "itl_s": _distribution([(one.ask.prompt.id, gap_s) for one in good for gap_s in one.gaps_s], None),
+        "latency_s": _distribution(_known(good, lambda one: one.latency_s), draws),
+        "send_lag_s": _distribution(_known(answers, lambda one: one.sent_s - one.planned_s), None),
         "speculation": _speculation(group, good, draws),
+        "vllm": {},
     }
 
 
 def pair(speculative: Group, plain: Group, *, seed: int) -> Pair:
-    """What speculation brought, and whether it changed the text."""
-    assert key_of(speculative) == key_of(plain)
-    assert (speculative.key.arm, plain.key.arm) == (SPECULATIVE, PLAIN)
+    """Compute what speculation brought, and whether it changed the text."""
+    assert speculative.key == plain.key
+    assert (speculative.arm, plain.arm) == (SPECULATIVE, PLAIN)
     speculative, plain = _ended(speculative), _ended(plain)
-    plain_ids = set(_prompt_ids(plain.answers))
-    matched = [prompt for prompt in _prompt_ids(speculative.answers) if prompt in plain_ids]
-    unmatched = (plain_ids | set(_prompt_ids(speculative.answers))) - set(matched)
-    draws = Resamples(matched, seed=seed)
+    ids, plain_ids = set(_prompt_ids(speculative.answers)), set(_prompt_ids(plain.answers))
+    draws = Resamples(sorted(ids & plain_ids), seed=seed)
     arms = [
         (group, [answer for answer in group.answers if answer.ask.prompt.id in draws.index])
         for group in (speculative, plain)
     ]
     speeds = [_throughput_samples(group, answers, draws) for group, answers in arms]
     tpots = [
-        _median_samples(_known([answer for answer in answers if answer.is_ok], "tpot_s"), draws)
+        _median_samples(_known([one for one in answers if one.is_ok], lambda one: one.tpot_s), draws)
         for _, answers in arms
     ]
-    key = key_of(speculative)
+    key = speculative.key
     speedup: Speedup = {
         "tokens_per_s": _ratio(speeds[0], speeds[1], draws),
         "tpot": _ratio(tpots[1], tpots[0], draws),
     }
     return {
         "key": key,
-        "num_prompts": len(matched),
-        "num_unmatched": len(unmatched),
+        "num_prompts": draws.num_prompts,
+        "num_unmatched": len(ids ^ plain_ids),
         "speedup": speedup,
         "verdict": _verdict(headline_speedup(key, speedup)["interval"]),
-        "agreement": _agreement(arms[0][1], arms[1][1]) if speculative.key.temperature == 0 else None,
+        "agreement": _agreement(arms[0][1], arms[1][1]) if key["temperature"] == 0 else None,
     }
 
 
 def split_by_category(group: Group) -> list[Group]:
-    """One group per class of prompts, in order of appearance; none where there is only one class.
+    """Return one group per class of prompts, in order of appearance; none where there is only one class.
 
     Classes that were in flight together share the busy time by the time their requests took. The server's
     counters cannot be shared out.
@@ -124,7 +120,8 @@ def split_by_category(group: Group) -> list[Group]:
     total_s = sum(answer.latency_s for answer in group.answers)
     return [
         Group(
-            key=replace(group.key, category=category),
+            key={**group.key, "category": category},
+            arm=group.arm,
             answers=answers,
             busy_s=group.busy_s * _share(sum(answer.latency_s for answer in answers), total_s),
         )
@@ -132,41 +129,24 @@ def split_by_category(group: Group) -> list[Group]:
     ]
 
 
-def key_of(group: Group) -> Key:
-    """The group's key without its arm."""
-    key = group.key
-    return {
-        "workload": key.workload,
-        "category": key.category,
-        "concurrency": key.load.concurrency,
-        "rate": key.load.rate,
-        "depth": key.depth,
-        "temperature": key.temperature,
-    }
-
-
 def _ended(group: Group) -> Group:
-    """Without what was not sent or given up, and without the part of the busy time that the latter took."""
+    """Leave out what was not sent or given up, and the part of the busy time that the latter took."""
     if all(answer.is_ended for answer in group.answers):
         return group
-    is_at_rate = group.key.load.rate is not None
     ended = [answer for answer in group.answers if answer.is_ended]
-    work, all_work = (
-        sum(_work(answer, is_at_rate=is_at_rate) for answer in answers if answer.is_sent)
-        for answers in (ended, group.answers)
-    )
+    work, all_work = _work(group, ended), _work(group, (one for one in group.answers if one.is_sent))
     return replace(group, answers=ended, busy_s=group.busy_s * _share(work, all_work))
 
 
 def _throughput(group: Group, answers: Sequence[Answer], draws: Resamples) -> Estimate:
     value, samples = _throughput_samples(group, answers, draws)
-    return {"value": value, "interval": None if value is None else draws.interval(samples)}
+    return make_estimate(value, None if value is None else draws.interval(samples))
 
 
 def _throughput_samples(
     group: Group, answers: Sequence[Answer], draws: Resamples
 ) -> tuple[float | None, Floats]:
-    """Aggregate tok/s of some of a group's answers, and of each resample of them.
+    """Return aggregate tok/s of some of a group's answers, and of each resample of them.
 
     A resample that drew long conversations would have kept the server busy for longer: with `concurrency`
     requests in flight, busy time goes with the time that requests took, the failed ones' too. At a given rate
@@ -176,23 +156,21 @@ def _throughput_samples(
     tokens = _total(answer.completion_tokens for answer in good)
     if tokens is None or group.busy_s <= 0:
         return None, np.full(RESAMPLES, np.nan)
-    is_at_rate = group.key.load.rate is not None
-    works = [_work(answer, is_at_rate=is_at_rate) for answer in answers]
-    all_work = sum(_work(answer, is_at_rate=is_at_rate) for answer in group.answers)
-    busy_s = group.busy_s * _share(sum(works), all_work)
+    all_work = _work(group, group.answers)
+    busy_s = group.busy_s * _share(_work(group, answers), all_work)
     value = tokens / busy_s if busy_s > 0 else None
-    if is_at_rate:
+    if group.key["rate"] is not None:
         return value, np.full(RESAMPLES, np.nan)
-    drawn_s = group.busy_s * draws.sums(_with_prompt(answers, works)) / (all_work or 1)
-    drawn_tokens = draws.sums(_with_prompt(good, [answer.completion_tokens or 0 for answer in good]))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return value, drawn_tokens / drawn_s
+    drawn_s = group.busy_s * draws.sums(_known(answers, lambda one: one.latency_s)) / (all_work or 1)
+    drawn_tokens = draws.sums(_known(good, lambda one: one.completion_tokens))
+    return value, ratio(drawn_tokens, drawn_s)
 
 
-def _work(answer: Answer, *, is_at_rate: bool) -> float:
-    if is_at_rate:
-        return float(answer.turn == 0)
-    return answer.latency_s
+def _work(group: Group, answers: Iterable[Answer]) -> float:
+    """Return what shares the busy time out: the time requests took, or at a rate how many began."""
+    if group.key["rate"] is None:
+        return sum(answer.latency_s for answer in answers)
+    return sum(answer.turn == 0 for answer in answers)
 
 
 def _median_samples(values: Sequence[tuple[str, float]], draws: Resamples) -> tuple[float | None, Floats]:
@@ -204,9 +182,8 @@ def _ratio(
     above: tuple[float | None, Floats], below: tuple[float | None, Floats], draws: Resamples
 ) -> Estimate:
     if above[0] is None or not below[0]:
-        return {"value": None, "interval": None}
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return {"value": above[0] / below[0], "interval": draws.interval(above[1] / below[1])}
+        return make_estimate()
+    return make_estimate(above[0] / below[0], draws.interval(ratio(above[1], below[1])))
 
 
 def _verdict(interval: Interval) -> Verdict:
@@ -218,27 +195,26 @@ def _verdict(interval: Interval) -> Verdict:
 
 
 def _distribution(values: Sequence[tuple[str, float]], draws: Resamples | None) -> Distribution:
-    """Of values that belong to prompts; without draws, without intervals."""
+    """Describe values, each with the prompt it belongs to; without draws there are no intervals."""
     if not values:
-        return {
-            "count": 0,
-            "mean": None,
-            "mean_interval": None,
-            "p50": None,
-            "p50_interval": None,
-            "p90": None,
-            "p99": None,
-            "std": None,
-            "quantiles": [],
-        }
+        return cast(
+            "Distribution", {**dict.fromkeys(Distribution.__annotations__), "count": 0, "quantiles": []}
+        )
     numbers = np.array([value for _, value in values])
+    means = medians = None
+    if draws is not None:
+        counts = draws.sums((prompt, 1) for prompt, _ in values)
+        means, medians = (
+            draws.interval(ratio(draws.sums(values), counts)),
+            draws.interval(draws.medians(values)),
+        )
     p50, p90, p99 = (float(bound) for bound in np.quantile(numbers, [0.5, 0.9, 0.99]))
     return {
         "count": len(values),
         "mean": float(numbers.mean()),
-        "mean_interval": None if draws is None else _mean_interval(values, draws),
+        "mean_interval": means,
         "p50": p50,
-        "p50_interval": None if draws is None else draws.interval(draws.medians(values)),
+        "p50_interval": medians,
         "p90": p90,
         "p99": p99,
         "std": float(numbers.std()),
@@ -246,35 +222,21 @@ def _distribution(values: Sequence[tuple[str, float]], draws: Resamples | None) 
     }
 
 
-def _mean_interval(values: Sequence[tuple[str, float]], draws: Resamples) -> Interval:
-    counts = draws.sums((prompt, 1) for prompt, _ in values)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return draws.interval(draws.sums(values) / counts)
-
-
 def _speculation(group: Group, good: Sequence[Answer], draws: Resamples) -> SpeculationFigures:
     said = [(answer.ask.prompt.id, answer.speculation) for answer in good if answer.speculation is not None]
-    total = _sum_of([speculation for _, speculation in said])
+    total = total_of(speculation for _, speculation in said)
     if total.steps:
         figures = _speculation_figures("answers", total, num_answers=len(said))
         steps = draws.sums((prompt, one.steps) for prompt, one in said)
         accepted = draws.sums((prompt, sum(one.accepted)) for prompt, one in said)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            figures["committed_per_step"]["interval"] = draws.interval(1 + accepted / steps)
+        figures["committed_per_step"]["interval"] = draws.interval(1 + ratio(accepted, steps))
         return figures
     if group.metered is not None and group.metered.steps:
         return _speculation_figures("metered", group.metered, num_answers=0)
-    return {
-        "acceptance": "none" if group.key.arm == PLAIN else "unknown",
-        "num_answers": 0,
-        "steps": None,
-        "drafted": None,
-        "accepted": None,
-        "committed_per_step": {"value": None, "interval": None},
-        "draft_acceptance_rate": None,
-        "acceptance_by_position": None,
-        "acceptance_histogram": None,
-    }
+    nothing = dict.fromkeys(SpeculationFigures.__annotations__)
+    acceptance = "none" if group.arm == PLAIN else "unknown"
+    known = {"acceptance": acceptance, "num_answers": 0, "committed_per_step": make_estimate()}
+    return cast("SpeculationFigures", {**nothing, **known})
 
 
 def _speculation_figures(
@@ -290,25 +252,11 @@ def _speculation_figures(
         "steps": total.steps,
         "drafted": total.drafted,
         "accepted": accepted,
-        "committed_per_step": {"value": 1 + accepted / total.steps, "interval": None},
+        "committed_per_step": make_estimate(1 + accepted / total.steps),
         "draft_acceptance_rate": accepted / total.drafted if total.drafted else None,
         "acceptance_by_position": shares if total.has_positions else None,
         "acceptance_histogram": [count / total.steps for count in exactly] if total.has_positions else None,
     }
-
-
-def _sum_of(parts: Sequence[Speculation]) -> Speculation:
-    width = max((len(part.accepted) for part in parts), default=0)
-    accepted = [0] * width
-    for part in parts:
-        for position, count in enumerate(part.accepted):
-            accepted[position] += count
-    return Speculation(
-        steps=sum(part.steps for part in parts),
-        drafted=sum(part.drafted for part in parts),
-        accepted=tuple(accepted),
-        has_positions=all(part.has_positions for part in parts),
-    )
 
 
 def _agreement(speculative: Sequence[Answer], plain: Sequence[Answer]) -> Agreement:
@@ -339,17 +287,11 @@ def _agreement(speculative: Sequence[Answer], plain: Sequence[Answer]) -> Agreem
 
 
 def _nothing_compared() -> Agreed:
-    return {
-        "num_compared": 0,
-        "num_equal": 0,
-        "share_equal": None,
-        "num_failed": 0,
-        "num_after_divergence": 0,
-    }
+    return cast("Agreed", {**dict.fromkeys(Agreed.__annotations__, 0), "share_equal": None})
 
 
 def _by_turn(answers: Sequence[Answer]) -> dict[tuple[int, Conversation], Answer]:
-    """Answers by turn and conversation.
+    """Sort answers by turn and conversation.
 
     Not by time: which of two conversations sends its second turn first depends on the speed of the arm.
     Conversations that share a number are told apart by the order in which they were asked.
@@ -379,7 +321,7 @@ def _divergence(answer: Answer, other: Answer) -> Divergence:
 
 
 def _failures(answers: Sequence[Answer]) -> list[Failures]:
-    """Errors by what stands before their first ": ", the most frequent first; ports have colons too."""
+    """Group errors by what stands before ": " (ports have colons too), the most frequent first."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for answer in answers:
         if answer.error is not None:
@@ -389,7 +331,7 @@ def _failures(answers: Sequence[Answer]) -> list[Failures]:
 
 
 def _num_not_sent(answers: Sequence[Answer]) -> int:
-    """Turns of every conversation that was asked for, less those that were sent."""
+    """Count the turns of every conversation that was asked for, less those that were sent."""
     due = sum(
         1 if answer.ask.is_raw else len(answer.ask.prompt.turns) for answer in answers if answer.turn == 0
     )
@@ -410,46 +352,33 @@ def _asked(answers: Sequence[Answer]) -> Asked:
 
 
 def _common(values: Sequence[Value]) -> Value | None:
-    """The value that all have; None where they differ."""
+    """Return the value that all have; None where they differ."""
     return values[0] if values and all(value == values[0] for value in values) else None
 
 
 def _prompts_hash(answers: Sequence[Answer]) -> str:
-    """Tells whether two reports asked the same questions: without their salts, which differ in every run."""
+    """Hash the questions without their salts, which differ in every run."""
     prompts = {answer.ask.original or answer.ask.prompt for answer in answers}
     texts = sorted([prompt.id, prompt.system or "", *prompt.turns] for prompt in prompts)
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
 def _prompt_ids(answers: Sequence[Answer]) -> list[str]:
-    """Each once, in an order that does not depend on which answer came first."""
+    """Return each id once, in an order that does not depend on which answer came first."""
     return sorted({answer.ask.prompt.id for answer in answers})
 
 
-def _known(
-    answers: Sequence[Answer], figure: Literal["ttft_s", "tpot_s", "tokens_per_s"]
-) -> list[tuple[str, float]]:
-    """The figure of each answer that has it, with the prompt it belongs to."""
-    values = []
-    for answer in answers:
-        value: float | None = getattr(answer, figure)
-        if value is not None:
-            values.append((answer.ask.prompt.id, value))
-    return values
-
-
-def _with_prompt(answers: Sequence[Answer], values: Sequence[float]) -> list[tuple[str, float]]:
-    return [(answer.ask.prompt.id, value) for answer, value in zip(answers, values, strict=True)]
+def _known(answers: Sequence[Answer], figure: Callable[[Answer], float | None]) -> list[tuple[str, float]]:
+    """Return the figure of each answer that has it, with the prompt it belongs to."""
+    values = ((answer.ask.prompt.id, figure(answer)) for answer in answers)
+    return [(prompt, value) for prompt, value in values if value is not None]
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """None where one is unknown: a sum of the others would pass for the whole."""
-    total = 0
-    for count in counts:
-        if count is None:
-            return None
-        total += count
-    return total
+    """Add up; None where one is unknown, as a sum of the others would pass for the whole."""
+    found = list(counts)
+    known = [count for count in found if count is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
 def _total_known(counts: Iterable[int | None]) -> int | None:

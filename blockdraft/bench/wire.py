@@ -1,4 +1,4 @@
-"""Addresses, and what goes wrong on the way to a server, told in one line that holds no key."""
+"""Reads addresses and replies, and tells in one line without a key what went wrong on the way."""
 
 from __future__ import annotations
 
@@ -15,8 +15,28 @@ _API_PATHS = ("/chat/completions", "/completions", "/models")
 Json = dict[str, object]
 
 
+def as_object(text: str | bytes) -> Json:
+    """Return the JSON object that a text is; empty: it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def inside(value: object, *keys: str) -> object:
+    """Return what a JSON value has under these keys, each inside the one before; None: nothing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def whole_number(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
 def server_root(url: str) -> str:
-    """The address that /v1 and /metrics are appended to; `url` may end in /v1 or in a route."""
+    """Return the address to which /v1 and /metrics are appended; `url` may end in /v1 or in a route."""
     text = url.strip() if "://" in url else f"http://{url.strip()}"
     try:
         parts = urlsplit(text)
@@ -32,7 +52,7 @@ def server_root(url: str) -> str:
 
 
 def shown_host(url: str) -> str:
-    """Host and port, without a user's name and password."""
+    """Return host and port, without a user's name and password."""
     return urlsplit(url).netloc.rpartition("@")[2]
 
 
@@ -42,13 +62,13 @@ def _without_password(url: str) -> str:
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """Uncompressed: unpacking would be measured as the server's time."""
+    """Ask for replies without compression: unpacking would be measured as the server's time."""
     found = {"accept-encoding": "identity"}
     return found if api_key is None else {**found, "authorization": f"Bearer {api_key}"}
 
 
 def one_line(text: str, api_key: str | None) -> str:
-    """`text` on one line, not too long, with the key taken out."""
+    """Put `text` on one line, not too long, with the key taken out."""
     line = " ".join(text.split())
     if api_key:
         line = line.replace(api_key, "***")
@@ -56,15 +76,14 @@ def one_line(text: str, api_key: str | None) -> str:
 
 
 def server_message(body: bytes) -> str:
-    """What a server says in the body of an error, in the shapes of OpenAI, vLLM, SGLang and FastAPI."""
+    """Return the message of an error's body, in the shapes of OpenAI, vLLM, SGLang and FastAPI."""
     text = body.decode("utf-8", "replace")
     try:
         said: object = json.loads(text)
     except ValueError:
         return text.strip() or "no explanation"
     for key in ("error", "message", "detail"):
-        if isinstance(said, dict) and said.get(key):
-            said = said[key]
+        said = inside(said, key) or said
     return said if isinstance(said, str) else json.dumps(said)
 
 
@@ -74,7 +93,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def reason(error: aiohttp.ClientError | OSError | ValueError, host: str, timeout_s: float) -> str:
-    """Why a request failed on the way; `timeout_s` is what it was given."""
+    """Say why a request failed on the way; `timeout_s` is what it was given."""
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return f"cannot connect to {host}: it does not answer."
     if isinstance(error, TimeoutError):

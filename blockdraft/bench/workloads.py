@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import random
-import re
 import string
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +17,8 @@ from pathlib import Path
 import blockdraft
 from blockdraft.bench.datasets import DATASETS, load_dataset
 from blockdraft.bench.filler import filler
+from blockdraft.bench.prompt_files import SUFFIXES, num_assistant_messages, prompts_of, read
 from blockdraft.bench.records import Prompt, Workload
-from blockdraft.bench.rows import AS_IT_IS, SUFFIXES, PromptFile, num_assistant_messages, prompts_of, read
 from blockdraft.errors import BenchError
 
 CLASSES = ("code", "reasoning", "dialogue", "prose", "qa", "json", "long_code", "summarise")
@@ -31,7 +30,6 @@ _SPELLINGS = {"math_500": "math500", "human_eval": "humaneval", "summarize": "su
 _RANDOM_WORDS = 256  # of one prompt, unless `random:N` says; arbitrary
 _RANDOM_PROMPTS = 12  # as many as a built-in class has
 _NOISE = string.ascii_letters + string.digits
-_SALT_LINE = re.compile(r"\A\[run [\w-]+\]\n")
 _DEPTH_HEADING = "Background notes (not needed for the task):"
 
 
@@ -43,7 +41,7 @@ def load(
     data_dir: Path | None = None,
     is_offline: bool = False,
 ) -> Workload:
-    """The prompts of one workload; with a limit, a sample spread evenly over them.
+    """Return the prompts of one workload; with a limit, a sample spread evenly over them.
 
     A workload with fewer prompts than the limit gives all it has: whoever needs more repeats them.
     """
@@ -75,7 +73,7 @@ def load_all(
     data_dir: Path | None = None,
     is_offline: bool = False,
 ) -> tuple[Workload, ...]:
-    """One workload per name, in order; "all" stands for every built-in class. The limit is each one's."""
+    """Return one workload per name, in order; "all" is every built-in class. The limit is each one's."""
     each: dict[str, None] = {}  # a set that keeps its order
     for name in names:
         each.update(dict.fromkeys(CLASSES if _spelled(name) == ALL else (name,)))
@@ -89,13 +87,13 @@ def load_all(
 
 
 def with_turns(workload: Workload, max_turns: int | None) -> Workload:
-    """The same conversations, cut after so many user turns."""
+    """Cut the conversations after so many user turns."""
     prompts = tuple(replace(prompt, turns=prompt.turns[:max_turns]) for prompt in workload.prompts)
     return replace(workload, prompts=prompts)
 
 
 def salted(prompt: Prompt, salt: str) -> Prompt:
-    """The prompt behind a first line of its own, so that a prefix cache that saw it does not know it again.
+    """Put a first line of its own before the prompt, so that a prefix cache does not know it again.
 
     To be put on last, after `deepened`: what stands before the salt can be recognised.
     """
@@ -106,7 +104,7 @@ def salted(prompt: Prompt, salt: str) -> Prompt:
 
 
 def deepened(prompt: Prompt, *, num_tokens: int, tokens_per_word: float, seed: int = 0) -> Prompt:
-    """The prompt behind notes of about so many tokens, which differ from prompt to prompt."""
+    """Put notes of about so many tokens before the prompt, which differ from prompt to prompt."""
     if num_tokens < 0 or tokens_per_word <= 0:
         raise BenchError(f"a context of {num_tokens} tokens ({tokens_per_word} a word) cannot be made.")
     num_words = round(num_tokens / tokens_per_word) - len(_DEPTH_HEADING.split())
@@ -118,7 +116,7 @@ def deepened(prompt: Prompt, *, num_tokens: int, tokens_per_word: float, seed: i
 
 
 def estimate_tokens_per_word(prompt_tokens: int, text: str) -> float:
-    """Tokens a word of this text costs, from the usage a server reported for it.
+    """Return how many tokens a word of this text costs, from the usage a server reported for it.
 
     Measure it on a long piece of `filler`: the chat template's own tokens count as the text's.
     """
@@ -129,28 +127,24 @@ def estimate_tokens_per_word(prompt_tokens: int, text: str) -> float:
 
 
 def _spelled(name: str) -> str:
-    """The name as we spell it: `MT-Bench` is mt_bench."""
+    """Spell a name as we do: `MT-Bench` is mt_bench."""
     name = name.lower().replace("-", "_")
     return _SPELLINGS.get(name, name)
 
 
 def _built_in(name: str) -> Workload:
     with resources.as_file(resources.files("blockdraft.bench") / "prompts" / f"{name}.jsonl") as path:
-        prompts = prompts_of(read(path).rows, name=name, category=name, wrapper=AS_IT_IS)
+        prompts = prompts_of(read(path).rows, name=name, category=name)
     return Workload(name, prompts, source=f"built in, blockdraft {blockdraft.__version__}")
 
 
 def _own(path: Path) -> Workload:
     file = read(path)
     name = path.name.split(".")[0] or path.name
-    prompts = prompts_of(file.rows, name=name, category=name, wrapper=AS_IT_IS)
-    return Workload(name, prompts, source=_own_source(file))
-
-
-def _own_source(file: PromptFile) -> str:
+    prompts = prompts_of(file.rows, name=name, category=name)
     left_out = num_assistant_messages(file.rows)
     note = f" ({left_out} assistant messages left out: the model writes its own)" if left_out else ""
-    return f"{file.path.name}, sha256 {file.digest}{note}"
+    return Workload(name, prompts, source=f"{path.name}, sha256 {file.digest}{note}")
 
 
 def _is_path(name: str) -> bool:
@@ -165,7 +159,7 @@ def _unknown(given: str, name: str) -> str:
 
 
 def _spread(prompts: tuple[Prompt, ...], limit: int | None, seed: int) -> tuple[Prompt, ...]:
-    """One prompt from each of `limit` stretches of equal length, in the file's order."""
+    """Draw one prompt from each of `limit` stretches of equal length, in the file's order."""
     if limit is None or limit >= len(prompts):
         return prompts
     draw = random.Random(f"sample/{seed}")
@@ -192,6 +186,6 @@ def _num_random_words(name: str) -> int:
 
 
 def _noise(num_words: int, seed: str) -> str:
-    """Made-up words that no vocabulary holds: a tokenizer cuts them into pieces that predict nothing."""
+    """Make up words that no vocabulary holds: a tokenizer cuts them into pieces that predict nothing."""
     draw = random.Random(f"noise/{seed}")
     return " ".join("".join(draw.choices(_NOISE, k=draw.randint(2, 9))) for _ in range(num_words))

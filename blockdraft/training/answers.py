@@ -8,22 +8,19 @@ conversation is a document of its own, with everything before it as its prompt. 
 
 from __future__ import annotations
 
-import gzip
-import json
-import lzma
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
 from blockdraft.errors import SettingsError
+from blockdraft.jsonl import Row, read_rows
 from blockdraft.text.tokenizer import Tokenizer
 
-_OPENERS: Mapping[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
+_HINT = ' A line is {"messages": [{"role": "user", "content": "…"}], "category": "…"}.'
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,48 +57,27 @@ def read_conversations(path: Path) -> list[Conversation]:
 
     Assistant turns are dropped: the target writes its own. A "prompt" string does for one user message.
     """
-    found = [_conversation(path, number, line) for number, line in _lines(path)]
+    found = [_conversation(row) for row in read_rows(path, SettingsError, hint=_HINT)]
     if not found:
-        raise SettingsError(f"'{path}' holds no prompts.")
+        raise SettingsError(f"{path} holds no prompts.")
     return found
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, with their numbers in the file."""
-    try:
-        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read prompts from '{path}': {error}.") from None
-
-
-def _conversation(path: Path, number: int, line: str) -> Conversation:
-    def wrong(what: str) -> SettingsError:
-        return SettingsError(
-            f"'{path}', line {number}: {what}. A line is "
-            '{"messages": [{"role": "user", "content": "…"}], "category": "…"}.'
-        )
-
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise wrong(f"not JSON ({error.msg})") from None
-    if not isinstance(row, dict):
-        raise wrong("not an object")
-    messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
+def _conversation(row: Row) -> Conversation:
+    messages = row.fields.get("messages", [{"role": "user", "content": row.fields.get("prompt")}])
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise wrong("'messages' is not a list of objects")
+        raise row.error("'messages' is not a list of objects")
     texts: dict[str, list[str]] = {"user": [], "system": [], "assistant": []}
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in texts or not isinstance(content, str):
-            raise wrong(f"a message of role {role!r} with content {type(content).__name__}")
+            raise row.error(f"a message of role {role!r} with content {type(content).__name__}")
         texts[role].append(content)
     if not texts["user"]:
-        raise wrong("no user message")
+        raise row.error("no user message")
     return Conversation(
-        name=str(row.get("id", number)),
-        category=str(row.get("category", "all")),
+        name=str(row.fields.get("id", row.place.number)),
+        category=str(row.fields.get("category", "all")),
         turns=tuple(texts["user"]),
         system=texts["system"][0] if texts["system"] else None,
     )

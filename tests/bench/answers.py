@@ -5,9 +5,7 @@ from blockdraft.bench.records import (
     SPECULATIVE,
     Answer,
     Ask,
-    CellKey,
     Group,
-    Load,
     Prompt,
     Speculation,
 )
@@ -72,15 +70,15 @@ def group(
     rate=None,
     metered=None,
 ):
-    key = CellKey(
-        workload=workload,
-        category=category,
-        load=Load(concurrency=concurrency, rate=rate),
-        depth=depth,
-        temperature=temperature,
-        arm=arm,
-    )
-    return Group(key=key, answers=answers, busy_s=busy_s, metered=metered)
+    key = {
+        "workload": workload,
+        "category": category,
+        "concurrency": concurrency,
+        "rate": rate,
+        "depth": depth,
+        "temperature": temperature,
+    }
+    return Group(key=key, arm=arm, answers=answers, busy_s=busy_s, metered=metered)
 
 
 def prompts(count, *, turns=1, category="code"):
@@ -137,8 +135,6 @@ def workloads(*, gain=2.0):
             both = arms(6, gain=gain, workload=workload, concurrency=concurrency)
             if workload == "prose":
                 for one in both:
-                    one.answers[0] = answer(
-                        one.answers[0].ask.prompt, arm=one.key.arm, error="HTTP 500: full"
-                    )
+                    one.answers[0] = answer(one.answers[0].ask.prompt, arm=one.arm, error="HTTP 500: full")
             found += both
     return found

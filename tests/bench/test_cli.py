@@ -567,7 +567,7 @@ def test_the_page_of_a_real_run_in_a_browser(real_url, tmp_path):
         page.on("request", lambda request: asked.append(request.url))
         page.goto(file.as_uri())
         text = page.inner_text("body")
-        assert page.locator("svg").count() >= 4
+        assert page.locator(".plot canvas").count() >= 4
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         browser.close()
     assert "qa" in text

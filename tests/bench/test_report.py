@@ -11,9 +11,8 @@ from rich.console import Console
 
 from blockdraft.bench import host
 from blockdraft.bench.compare import compare
-from blockdraft.bench.figures import Pair
+from blockdraft.bench.figures import BenchReport, Cell, Pair
 from blockdraft.bench.layout import (
-    FIGURE_NAMES,
     FIGURES,
     details,
     grid,
@@ -26,8 +25,6 @@ from blockdraft.bench.page import render
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Speculation
 from blockdraft.bench.report import (
     SCHEMA,
-    Report,
-    ReportCell,
     build,
     load_report,
     rows_of,
@@ -38,6 +35,13 @@ from blockdraft.bench.sheet import number
 from blockdraft.errors import BenchError
 from tests.bench.answers import HOSTILE, answer, arms, facts, group, prompt, prompts, workloads
 
+STARTUP = {
+    "label": "captured",
+    "phases": [{"name": "load", "seconds": 3.0}, {"name": "capture", "seconds": 2.5}],
+    "ready_s": 5.5,
+    "first_ttft_s": None,
+    "first_latency_s": None,
+}
 SCHEMA_PAGE = Path(__file__).parents[2] / "docs" / "bench-schema.md"
 
 
@@ -68,7 +72,7 @@ def full():
         groups,
         **facts(
             baseline=facts()["endpoint"],
-            startup=[{"label": "captured", "phases": {"load": 3.0, "capture": 2.5}, "ready_s": 5.5}],
+            startup=[STARTUP],
             warmup=[answer(prompt("w0"), latency_s=9.0), answer(prompt("w1"), sent_s=9.0)],
             notes=["a note"],
             machine=host.machine()
@@ -91,7 +95,7 @@ def test_the_documented_fields_of_a_report_and_its_cells_exist():
     for line in SCHEMA_PAGE.read_text().splitlines():
         if line.startswith("| `"):
             names |= set(re.findall(r"`(\w+)`", line.split("|")[1]))
-    assert names == {*Report.__annotations__, *ReportCell.__annotations__, *Pair.__annotations__}
+    assert names == {*BenchReport.__annotations__, *Cell.__annotations__, *Pair.__annotations__}
 
 
 def test_a_report_survives_being_written_and_read(full, tmp_path):
@@ -123,10 +127,7 @@ def test_without_a_baseline_there_are_no_pairs():
 def test_the_cold_request_and_the_start_are_numbers_of_their_own(full):
     warm = full["warmup"]
     assert (warm["num_requests"], warm["first_latency_s"], warm["rest_latency_s"]) == (2, 9.0, 2.5)
-    assert full["startup"][0]["phases"] == [
-        {"name": "load", "seconds": 3.0},
-        {"name": "capture", "seconds": 2.5},
-    ]
+    assert full["startup"] == [STARTUP]
     assert "ready after 5.50 s (load 3.00 s, capture 2.50 s)" in shown(terminal(full))
 
 
@@ -270,7 +271,7 @@ def test_a_grid_has_the_shape_that_was_asked_for():
     assert all(re.fullmatch(r"\d\.\d\d \(\d\.\d\dx\)", entry) for entry in sheet.rows[1][1:3])
     assert sheet.rows[2][1:] == ("-", "-", "-")
     for figure in FIGURES:
-        assert grid(report, rows=["code"], columns=[1], figure=figure).title == FIGURE_NAMES[figure]
+        assert grid(report, rows=["code"], columns=[1], figure=figure).title == FIGURES[figure][0]
     with pytest.raises(BenchError, match=r"'speed'.*speedup"):
         grid(report, rows=["code"], columns=[1], figure="speed")
 
@@ -454,7 +455,7 @@ def test_a_field_of_another_kind_is_refused_and_named(tmp_path, where, value):
 
 def test_classes_alone_are_reported_in_full():
     """Without a group of the whole workload, nothing stands in for its classes."""
-    both = [replace(one, key=replace(one.key, workload="w", category="code")) for one in arms(4)]
+    both = [replace(one, key={**one.key, "workload": "w", "category": "code"}) for one in arms(4)]
     both[0].answers[0].error = "HTTP 500"
     report = build(both, **facts())
     assert "1 of 4 requests failed" in report["warnings"][0]

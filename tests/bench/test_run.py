@@ -16,7 +16,7 @@ from blockdraft.bench.live import Watch
 from blockdraft.bench.load import poisson
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Ask, Group, Load, Prompt, Workload
 from blockdraft.bench.report import build
-from blockdraft.bench.run import Grid, Point, Runner, Server, Silent
+from blockdraft.bench.run import Grid, Point, Runner, Server, Watcher
 from tests.bench.answers import facts
 from tests.bench.stub import OWN_ROUTES, Script, Stub
 
@@ -57,7 +57,7 @@ def measure(url, asked, *, arms=BOTH, watcher=None, stop=None):
     return asyncio.run(run())
 
 
-class OnAnswer(Silent):
+class OnAnswer(Watcher):
     """Calls `act` when so many measured answers are in."""
 
     def __init__(self, num, act):
@@ -107,12 +107,12 @@ def test_every_cell_of_the_grid_is_measured_once(stub):
     asked = grid(workload("a"), workload("b"), loads=loads, depths=(0, 64), temperatures=(0.0, 0.7))
     outcome = measure(stub.url, asked, arms=(SPECULATIVE,))
     keys = [
-        (group.key.workload, group.key.load, group.key.depth, group.key.temperature)
+        (group.key["workload"], Load(group.key["concurrency"]), group.key["depth"], group.key["temperature"])
         for group in outcome.groups
     ]
     assert keys == list(itertools.product("ab", loads, (0, 64), (0.0, 0.7)))
-    assert {len(group.answers) for group in outcome.groups if group.key.load == Load(1)} == {4}
-    assert {len(group.answers) for group in outcome.groups if group.key.load == Load(3)} == {12}
+    assert {len(group.answers) for group in outcome.groups if group.key["concurrency"] == 1} == {4}
+    assert {len(group.answers) for group in outcome.groups if group.key["concurrency"] == 3} == {12}
     sent = Counter((body["temperature"], body.get("seed")) for body in measured(stub, outcome))
     assert sent == {(0.0, None): 64, (0.7, 0): 64}
     assert outcome.trouble is None
@@ -122,7 +122,7 @@ def test_blocks_alternate_which_arm_goes_first(stub):
     outcome = measure(stub.url, grid(num_requests=20))
     arms = [(arm, len(list(run))) for arm, run in itertools.groupby(map(arm_of, measured(stub, outcome)))]
     assert arms == [(SPECULATIVE, 8), (PLAIN, 16), (SPECULATIVE, 12), (PLAIN, 4)]
-    assert [(group.key.arm, len(group.answers)) for group in outcome.groups] == [
+    assert [(group.arm, len(group.answers)) for group in outcome.groups] == [
         (SPECULATIVE, 20),
         (PLAIN, 20),
     ]
@@ -304,7 +304,7 @@ def test_a_server_that_dies_leaves_what_it_answered(stub, num_requests):
     assert "secret" not in outcome.trouble
     whole, last = outcome.groups[:4], outcome.groups[4:]
     assert all(answer.is_ok for group in whole for answer in group.answers)
-    assert {group.key.workload for group in last} == {"c"}
+    assert {group.key["workload"] for group in last} == {"c"}
     assert 0 < sum(answer.is_ok for group in last for answer in group.answers) <= 2
     assert any(not answer.is_ok for group in last for answer in group.answers)
     assert build(outcome.groups, **facts())["cells"][-1]["num_failed"] > 0
@@ -407,8 +407,8 @@ def test_without_a_terminal_each_cell_is_one_line():
         point = Point(workload("qa[/bold]"), Load(rate=2.5), 0, 0.0)
         watch.begin(point, 2)
         groups = [
-            Group(point.key(SPECULATIVE), [answered(30)], 2.0),
-            Group(point.key(PLAIN), [answered(30), answered(9, error="x")], 3.0),
+            Group(point.key, SPECULATIVE, [answered(30)], 2.0),
+            Group(point.key, PLAIN, [answered(30), answered(9, error="x")], 3.0),
         ]
         watch.end(groups)
     assert lines_of(console) == ["qa[/bold]  2.5/s  15.0 tok/s, 10.0 tok/s plain  1 failed"]

@@ -103,12 +103,12 @@ def test_the_prompt_files_are_part_of_the_package():
     if not project.exists():
         pytest.skip("not a checkout")
     packaged = tomllib.loads(project.read_text())["tool"]["setuptools"]["package-data"]
-    assert "prompts/*.jsonl" in packaged["blockdraft.bench"]
+    assert {"*.toml", "prompts/*"} <= set(packaged["blockdraft.bench"])
 
 
 def test_workloads_need_no_torch():
     code = (
-        "import sys, blockdraft.bench.workloads as w, blockdraft.bench.presets; w.load('code'); "
+        "import sys, blockdraft.bench.workloads as w, blockdraft.bench.options; w.load('code'); "
         "assert not {'torch', 'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(blockdraft.__file__).parents[1])

@@ -59,7 +59,7 @@ def test_conversations_are_read_packed_or_not(tmp_path, suffix, opener):
     ("line", "message"),
     [
         ("{", "line 3: not JSON"),
-        ("[]", "line 3: not an object"),
+        ("[]", "line 3: an empty list, where an object was expected"),
         ("{}", "line 3: a message of role 'user' with content NoneType"),
         ('{"messages": null}', "line 3: 'messages' is not a list of objects"),
         ('{"messages": ["hello"]}', "line 3: 'messages' is not a list of objects"),
@@ -86,15 +86,15 @@ def test_a_bad_line_is_named_with_its_number_in_the_file(tmp_path, line, message
         for name, content, message in [
             ("empty.jsonl", b"", "holds no prompts"),
             ("blank.jsonl", b"\n  \n", "holds no prompts"),
-            ("latin.jsonl", b'{"prompt": "caf\xe9"}', "cannot read prompts"),
-            ("not.jsonl.gz", b'{"prompt": "x"}', "cannot read prompts"),
+            ("latin.jsonl", b'{"prompt": "caf\xe9"}', r"latin\.jsonl, line 1: not UTF-8"),
+            ("not.jsonl.gz", b'{"prompt": "x"}', "not a whole .gz file"),
             (
                 "damaged.jsonl.gz",
                 gzip.compress(b'{"prompt": "x"}' * 99)[:12] + b"\xff" * 20,
-                "cannot read prompts",
+                "not a whole .gz file",
             ),
-            ("not.jsonl.xz", b'{"prompt": "x"}', "cannot read prompts"),
-            ("cut.jsonl.xz", lzma.compress(b'{"prompt": "x"}' * 99)[:-40], "cannot read prompts"),
+            ("not.jsonl.xz", b'{"prompt": "x"}', "not a whole .xz file"),
+            ("cut.jsonl.xz", lzma.compress(b'{"prompt": "x"}' * 99)[:-40], "not a whole .xz file"),
         ]
     ],
 )
@@ -106,7 +106,7 @@ def test_a_file_without_prompts_is_refused(tmp_path, name, content, message):
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none.jsonl"):
-        with pytest.raises(SettingsError, match="cannot read prompts"):
+        with pytest.raises(SettingsError, match=str(path)):
             read_conversations(path)
 
 

@@ -315,8 +315,8 @@ STEPS_FLAG = ("--steps", "2")
         ((*TAPS, *STEPS_FLAG, "--mask-token", "64"), "masks with token 64"),
         ((*TAPS, *STEPS_FLAG, "--mask-token", "62"), "which ends the target's text"),
         ((*TAPS, *STEPS_FLAG, "--resume"), "cannot resume"),
-        ((*TAPS, *STEPS_FLAG, "--prompts", "/nowhere.jsonl"), "cannot read prompts from '/nowhere.jsonl'"),
-        ((*TAPS, *STEPS_FLAG, "--held-out", "x=/nowhere.jsonl"), "cannot read prompts from '/nowhere.jsonl'"),
+        ((*TAPS, *STEPS_FLAG, "--prompts", "/nowhere.jsonl"), "/nowhere.jsonl does not exist"),
+        ((*TAPS, *STEPS_FLAG, "--held-out", "x=/nowhere.jsonl"), "/nowhere.jsonl does not exist"),
         ((*TAPS, *STEPS_FLAG, "--from", "/nowhere"), "/nowhere"),
     ],
 )

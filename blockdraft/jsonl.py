@@ -1,0 +1,101 @@
+"""Reads files of JSON lines, packed or not, row by row; what is wrong is named by its file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from io import BufferedIOBase
+from pathlib import Path
+
+_OPENERS: Mapping[str, Callable[..., BufferedIOBase]] = {".xz": lzma.LZMAFile, ".gz": gzip.GzipFile}
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which some editors put first
+MakeError = Callable[[str], Exception]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a row stands in its file, and the kind of error that a wrong row is."""
+
+    path: Path
+    number: int
+    make_error: MakeError
+    unit: str = "line"
+    hint: str = ""  # ends every message
+
+    def error(self, fact: str) -> Exception:
+        return self.make_error(f"{self.path}, {self.unit} {self.number}: {fact}.{self.hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One object of a file."""
+
+    fields: dict[str, object]
+    place: Place
+
+    def error(self, fact: str) -> Exception:
+        return self.place.error(fact)
+
+
+def read_rows(path: Path, make_error: MakeError, *, hint: str = "") -> Iterator[Row]:
+    """Yield the objects of a .jsonl, .jsonl.gz or .jsonl.xz file, one at a time; blank lines are left out."""
+    with open_packed(path, make_error) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                place = Place(path, number, make_error, hint=hint)
+                yield row_of(parse(line.rstrip(), place), place)
+
+
+@contextmanager
+def open_packed(path: Path, make_error: MakeError) -> Iterator[BufferedIOBase]:
+    """Open a file to read from, .gz and .xz unpacked; an error while it is read says what to do."""
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise make_error(f"{path} does not exist: give the path of a JSONL file of prompts.") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise make_error(f"{path} is not a whole {path.suffix} file ({error}): copy it again.") from error
+    except OSError as error:
+        raise make_error(f"{path} cannot be read ({error.strerror}).") from error
+
+
+def parse(text: bytes, place: Place) -> object:
+    """Return the JSON value of a text; an error names the line in which it is."""
+    try:
+        return json.loads(text.removeprefix(_BYTE_ORDER_MARK).decode())
+    except UnicodeDecodeError as error:
+        raise place.error(f"not UTF-8 (byte {error.start + 1})") from None
+    except json.JSONDecodeError as error:
+        at = replace(place, number=place.number + error.lineno - 1)
+        raise at.error(f"not JSON ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise place.error("JSON that is nested too deeply") from None
+
+
+def row_of(value: object, place: Place) -> Row:
+    if not isinstance(value, dict):
+        raise place.error(f"{kind_of(value)}, where an object was expected")
+    return Row(value, place)
+
+
+def kind_of(value: object) -> str:
+    """Say in words what a JSON value is."""
+    match value:
+        case None:
+            return "missing or null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a text"
+        case list():
+            return "a list" if value else "an empty list"
+        case _:
+            return "an object"
