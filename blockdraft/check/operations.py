@@ -233,14 +233,16 @@ def _attention_inputs(
     num_pages = -(-max(ends) // page_size)  # of a row
     pages = (numbers.order(2 * num_pages) + 1).view(2, num_pages)  # page 0 is where masked reads point
     slots = (pages[..., None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)
-    cache = numbers.normal(2, kind.num_kv_heads, (2 * num_pages + 1) * page_size, kind.dim)
-    cache[:, :, :page_size] = 0
-    for row, end in enumerate(ends):
-        cache[:, :, slots[row, end:]] = math.nan
+    shape = (kind.num_kv_heads, (2 * num_pages + 1) * page_size, kind.dim)
+    keys, values = numbers.normal(*shape), numbers.normal(*shape)
+    for tensor in (keys, values):
+        tensor[:, :page_size] = 0
+        for row, end in enumerate(ends):
+            tensor[:, slots[row, end:]] = math.nan
     blocks = Blocks(pages=pages, starts=numbers.whole(*starts), counts=counts, page_size=page_size)
     q = numbers.normal(sum(counts), kind.num_heads, kind.dim)
     sinks = numbers.normal(kind.num_heads) if kind.has_sinks else None
-    return q, cache[0], cache[1], blocks, kind.mask, sinks
+    return q, keys, values, blocks, kind.mask, sinks
 
 
 # ---- the small steps of a layer
@@ -255,15 +257,22 @@ def _compare_norms(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _compare_rotations(engine: Engine, numbers: Numbers) -> Comparisons:
+    for kind, angles in _rotated(engine, numbers, lambda kind: (kind.num_heads, kind.dim)):
+        x = numbers.normal(len(angles[0]), kind.num_heads, kind.dim)
+        where = f"{kind.num_heads} heads of {kind.dim}"
+        yield run(where, rows.rotate, rows.reference_rotate, x, angles)
+
+
+def _rotated(
+    engine: Engine, numbers: Numbers, key: Callable[[_Heads], object]
+) -> Iterator[tuple[_Heads, rows.Angles]]:
+    """The kinds of heads that each Rotary can turn, with its angles at five positions."""
     for model in models_of(engine):
-        shapes = dict.fromkeys((kind.num_heads, kind.dim) for kind in _heads(engine, model))
+        kinds = distinct(_heads(engine, model), key)
         for rotary in (part for part in model.modules() if isinstance(part, Rotary)):
             last = rotary.cos.shape[0] - 1
-            angles = rotary(numbers.whole(0, 1, last // 2, last))
-            for num_heads, dim in shapes:
-                if 2 * rotary.cos.shape[-1] <= dim:
-                    x = numbers.normal(4, num_heads, dim)
-                    yield run(f"{num_heads} heads of {dim}", rows.rotate, rows.reference_rotate, x, angles)
+            angles = rotary(numbers.whole(0, 1, last // 3, last // 2, last))
+            yield from ((kind, angles) for kind in kinds if 2 * rotary.cos.shape[-1] <= kind.dim)
 
 
 def _compare_activations(engine: Engine, numbers: Numbers) -> Comparisons:
@@ -286,14 +295,9 @@ def _reference_of(activate: Activation) -> Activation:
 
 def _compare_heads(engine: Engine, numbers: Numbers) -> Comparisons:
     """Queries, and all of a small cache: a write beside its slots shows as well."""
-    for model in models_of(engine):
-        entered = [kind for kind in _heads(engine, model) if kind.is_entered]
-        kinds = distinct(entered, lambda kind: (*kind[:3], kind.norm_dtype, kind.has_context))
-        for rotary in (part for part in model.modules() if isinstance(part, Rotary)):
-            angles = rotary(numbers.order(min(rotary.cos.shape[0], 20))[:5])
-            for kind in kinds:
-                if 2 * rotary.cos.shape[-1] <= kind.dim:
-                    yield from _compare_entering(kind, angles, numbers)
+    for kind, angles in _rotated(engine, numbers, lambda kind: (*kind[:3], *kind[5:])):
+        if kind.is_entered:
+            yield from _compare_entering(kind, angles, numbers)
 
 
 def _compare_entering(kind: _Heads, angles: rows.Angles, numbers: Numbers) -> Comparisons:

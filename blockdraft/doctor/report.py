@@ -13,7 +13,7 @@ from blockdraft.doctor.hardware import disk_findings, limit_findings, machine_fi
 from blockdraft.doctor.kernels import kernel_findings, torch_findings
 from blockdraft.doctor.known import facts_of, known_findings
 from blockdraft.doctor.libraries import library_findings, read_versions
-from blockdraft.doctor.patient import Probe, ask
+from blockdraft.doctor.probe_runner import Probe, ask
 from blockdraft.machine.cards import Capability
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.settings.settings import cache_dirs

@@ -8,8 +8,9 @@ import pytest
 
 from blockdraft.cli import doctor
 from blockdraft.doctor import report as report_module
-from blockdraft.doctor.patient import SHAPE_NAMES, Check, Failure, Probe, Torch
+from blockdraft.doctor.probe_runner import Check, Failure, Probe, Torch
 from blockdraft.doctor.report import as_json, diagnose
+from blockdraft.doctor.shapes import SHAPE_NAMES
 from blockdraft.errors import SettingsError
 from blockdraft.machine.machine import Cpu, Gpu, Limits, Machine
 

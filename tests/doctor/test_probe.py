@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.doctor import patient
+from blockdraft.doctor import probe_runner
 from blockdraft.doctor.kernels import kernel_findings, torch_findings
-from blockdraft.doctor.patient import SHAPE_NAMES, Check, Failure, Outcome, Probe, Torch, ask, run_probe
-from blockdraft.doctor.patient import Path as Taken
+from blockdraft.doctor.probe_runner import Check, Failure, Outcome, Probe, Torch, ask, run_probe
+from blockdraft.doctor.probe_runner import Path as Taken
+from blockdraft.doctor.shapes import SHAPE_NAMES
 from blockdraft.machine.machine import Gpu, Machine
 
 GIB = 1 << 30
@@ -113,7 +114,7 @@ def test_a_crash_in_the_last_shape_starts_no_other_process():
     run = FakeProbe(int8=("", None))
     probe = ask("auto", run=run)
     assert len(run.asked) == 1
-    assert probe.failures[0].how == f"it did not end within {patient.SECONDS:.0f} s"
+    assert probe.failures[0].how == f"it did not end within {probe_runner.TIMEOUT_S:.0f} s"
 
 
 @pytest.mark.parametrize("what", ["torch", "a product on cpu", "the choice of kernels"])
@@ -266,7 +267,7 @@ def test_a_broken_torch_is_a_finding(tmp_path, monkeypatch, code, how):
 
 def test_a_torch_that_hangs_is_stopped(tmp_path, monkeypatch):
     fake_torch(tmp_path, monkeypatch, "import time\ntime.sleep(60)")
-    monkeypatch.setattr(patient, "SECONDS", 1.0)
+    monkeypatch.setattr(probe_runner, "TIMEOUT_S", 1.0)
     assert ask("auto").failures == (Failure("torch", "it did not end within 1 s"),)
 
 
@@ -282,7 +283,7 @@ def test_no_part_of_the_doctor_but_the_probe_imports_torch():
         "import blockdraft.cli.doctor, blockdraft.doctor.report, blockdraft.doctor.probe\n"
         "sys.exit('torch' in sys.modules)"
     )
-    root = Path(patient.__file__).parents[2]
+    root = Path(probe_runner.__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged, attend_paged
+from blockdraft.kernels.attention import Blocks, Mask, attend_paged, reference_attend_paged
 from blockdraft.kernels.cpu import why_no_llvm
 
 pytest.importorskip("llvmlite")
@@ -112,7 +112,8 @@ def test_every_ratio_of_heads_and_head_size(heads, groups, dim, dtype):
 def test_softcap_takes_the_reference():
     mask = Mask(scale=SCALE, softcap=0.7)
     rows = Rows([30], dtype=torch.float64)
-    ours, theirs = (rows.attend(mask, [(0, 20, 5)], attend=op)[0] for op in (attend_paged, reference_attend_paged))
+    paths = (attend_paged, reference_attend_paged)
+    ours, theirs = (rows.attend(mask, [(0, 20, 5)], attend=path)[0] for path in paths)
     assert torch.equal(ours, theirs)
 
 
