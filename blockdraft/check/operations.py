@@ -358,32 +358,27 @@ def _compare_delta(engine: Engine, numbers: Numbers) -> Comparisons:
     """Two rows of a scan, a fold of all tokens of one and of two of the other, and the convolution."""
     wide_dtype, lead = torch.promote_types(numbers.dtype, torch.float32), (2, engine.models.plan.block + 3)
     for spec, name, _ in _delta_layers(engine):
-        inputs = (
-            numbers.normal(*lead, spec.num_key_heads, spec.key_dim),
-            numbers.normal(*lead, spec.num_key_heads, spec.key_dim),
-            numbers.normal(*lead, spec.num_heads, spec.value_dim),
-            -numbers.uniform(*lead, spec.num_heads, dtype=wide_dtype),
-            numbers.uniform(*lead, spec.num_heads),
-            numbers.normal(2, spec.num_heads, spec.key_dim, spec.value_dim, dtype=wide_dtype),
-        )
+        q, k = (numbers.normal(*lead, spec.num_key_heads, spec.key_dim) for _ in range(2))
+        v = numbers.normal(*lead, spec.num_heads, spec.value_dim)
+        gate = -numbers.uniform(*lead, spec.num_heads, dtype=wide_dtype)
+        beta = numbers.uniform(*lead, spec.num_heads)
+        state = numbers.normal(2, spec.num_heads, spec.key_dim, spec.value_dim, dtype=wide_dtype)
         counts = numbers.whole(lead[1], 2)
-        expected, state = _reference_scan(wide(inputs), counts)
-        got, tape = gated_delta.scan(*inputs)
-        gated_delta.fold(inputs[-1], tape, counts)
+        expected, expected_state = _reference_scan(*wide((q, k, v, gate, beta, state)), counts)
+        got, tape = gated_delta.scan(q, k, v, gate, beta, state)
+        gated_delta.fold(state, tape, counts)
         yield Comparison(f"scan, {name}", got, expected)
-        yield Comparison(f"fold, {name}", inputs[-1], state)
-        x, tail = (
-            numbers.normal(*lead, spec.conv_channels),
-            numbers.normal(2, spec.conv_width - 1, spec.conv_channels),
-        )
-        weight = numbers.normal(spec.conv_channels, spec.conv_width)
-        where = f"convolve, {spec.conv_channels} channels"
+        yield Comparison(f"fold, {name}", state, expected_state)
+        channels, width = spec.conv_channels, spec.conv_width
+        x, tail = numbers.normal(*lead, channels), numbers.normal(2, width - 1, channels)
+        weight, where = numbers.normal(channels, width), f"convolve, {channels} channels"
         yield run(where, gated_delta.convolve, gated_delta.reference_convolve, x, tail, weight)
 
 
-def _reference_scan(inputs: tuple[Tensor, ...], counts: Tensor) -> tuple[Tensor, Tensor]:
-    """What is read, and the last input, the state, after `counts` tokens."""
-    q, k, v, gate, beta, state = inputs
+def _reference_scan(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What all tokens read, and the state after `counts` of them."""
     reads, tape = gated_delta.reference_scan(q, k, v, gate, beta, state)
     gated_delta.reference_fold(state, tape, counts)
     return reads, state
@@ -453,7 +448,7 @@ def _reference_row(
     q, k, v = torch.split(mixed, [math.prod(keys), math.prod(keys), math.prod(values)], dim=2)
     q, k, v = (x.reshape(1, -1, *shape) for x, shape in ((q, keys), (k, keys), (v, values)))
     state = x.new_zeros(1, spec.num_heads, spec.key_dim, spec.value_dim)
-    reads, state = _reference_scan((q, k, v, decay, rate, state), torch.tensor([length], device=x.device))
+    reads, state = _reference_scan(q, k, v, decay, rate, state, torch.tensor([length], device=x.device))
     return reads[0], state[0]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from blockdraft.doctor.finding import Area, Finding
-from blockdraft.doctor.probe_runner import Check, Failure, Path, Probe, Torch
+from blockdraft.doctor.probe_runner import Failure, KernelPath, Probe, ShapeCheck, Torch
 from blockdraft.doctor.shapes import SHAPE_NAMES
 from blockdraft.machine.machine import Machine
 from blockdraft.machine.remedies import INSTALL, NO_COMPILER, NO_HEADERS, why_unseen
@@ -104,7 +104,7 @@ def kernel_findings(probe: Probe) -> Iterator[Finding]:
             yield _failed(failure)
 
 
-def _path(path: Path) -> Finding:
+def _path(path: KernelPath) -> Finding:
     if path.taken is not None:
         return Finding("kernels", path.operation, "ok", path.taken)
     why = path.why_not or "not taken"
@@ -117,7 +117,7 @@ def _path(path: Path) -> Finding:
     return Finding("kernels", path.operation, "ok", f"not here: {why}")
 
 
-def _checked(shape: str, checks: list[Check]) -> Iterator[Finding]:
+def _checked(shape: str, checks: list[ShapeCheck]) -> Iterator[Finding]:
     wrong = [check for check in checks if not check.is_passed]
     for check in wrong:
         off = "not a number" if check.error is None else f"off by {check.error:.1e}"

@@ -32,7 +32,7 @@ class Torch:
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class KernelPath:
     """How an operation runs here; `taken` is None where our fast path is not, for the reason given."""
 
     operation: str
@@ -41,7 +41,7 @@ class Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ShapeCheck:
     """An operation of one shape against its reference; an error of None is not a number."""
 
     shape: str
@@ -68,8 +68,8 @@ class Probe:
     torch: Torch | None = None
     device: str | None = None
     is_product_right: bool = True
-    paths: tuple[Path, ...] = ()
-    checks: tuple[Check, ...] = ()
+    paths: tuple[KernelPath, ...] = ()
+    checks: tuple[ShapeCheck, ...] = ()
     failures: tuple[Failure, ...] = ()
 
 
@@ -84,20 +84,20 @@ class Outcome(NamedTuple):
 Run = Callable[[str], Outcome]
 
 
-def ask(device: str, *, with_kernels: bool = True, run: Run | None = None) -> Probe:
+def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = None) -> Probe:
     """A shape that ends its process costs that shape only: another process takes up the ones after it."""
     run = run or run_probe
-    left = SHAPE_NAMES if with_kernels else ()
+    remaining = SHAPE_NAMES if with_kernels else ()
     probe = Probe()
     while True:
-        outcome = run(json.dumps({"device": device, "shapes": left}))
+        outcome = run(json.dumps({"device": device, "shapes": remaining}))
         probe, ended_at = _read(probe, outcome.out)
         if ended_at is None:
             return probe
-        probe = replace(probe, failures=(*probe.failures, Failure(ended_at, _how(outcome))))
-        if ended_at not in left[:-1]:
+        probe = replace(probe, failures=(*probe.failures, Failure(ended_at, _describe_end(outcome))))
+        if ended_at not in remaining[:-1]:
             return probe
-        left = left[left.index(ended_at) + 1 :]
+        remaining = remaining[remaining.index(ended_at) + 1 :]
 
 
 def run_probe(argument: str) -> Outcome:
@@ -128,10 +128,10 @@ def _read(probe: Probe, text: str) -> tuple[Probe, str | None]:
         elif kind == "device":
             probe = replace(probe, device=entry["name"], is_product_right=entry["is_right"])
         elif kind == "path":  # the last word on an operation counts
-            paths = {path.operation: path for path in (*probe.paths, Path(**entry))}
+            paths = {path.operation: path for path in (*probe.paths, KernelPath(**entry))}
             probe = replace(probe, paths=tuple(paths.values()))
         elif kind == "check":
-            probe = replace(probe, checks=(*probe.checks, Check(**entry)))
+            probe = replace(probe, checks=(*probe.checks, ShapeCheck(**entry)))
     return probe, begun
 
 
@@ -150,7 +150,7 @@ def _torch(entry: Mapping[str, Any]) -> Torch:
     return Torch(**{**entry, **tuples})
 
 
-def _how(outcome: Outcome) -> str:
+def _describe_end(outcome: Outcome) -> str:
     if outcome.code is None:
         return f"it did not end within {TIMEOUT_S:.0f} s"
     if outcome.code < 0:
