@@ -85,12 +85,14 @@ class _Matrix:
         chosen = _sample(self.weight.shape[0], numbers.device)
         for count in counts:
             where = f"{name}{list(self.weight.shape)} x {count} tokens"
-            x, onto = numbers.normal(count, self.weight.shape[1]), numbers.normal(count, self.weight.shape[0])
-            expected, sums = self.reference(x, chosen), onto[:, chosen].double()
+            x = numbers.normal(count, self.weight.shape[1])
+            expected = self.reference(x, chosen)
             yield Comparison(where, self.multiply(x)[:, chosen], expected)
             if has_stream:
+                onto = numbers.normal(count, self.weight.shape[0])
+                sums = expected + onto[:, chosen].double()  # first: the product may overwrite the stream
                 got = self.multiply(x, onto)[:, chosen]
-                yield Comparison(f"{where}, onto the stream", got, expected + sums, num_steps=2)
+                yield Comparison(f"{where}, onto the stream", got, sums, num_steps=2)
 
 
 def _values(weight: Tensor | Packed, chosen: Tensor | None) -> Tensor:
@@ -137,11 +139,12 @@ def _matrix(part: Linear | ExpertLinear, expert: int | None = None) -> _Matrix:
 
 def _compare_linear(engine: Engine, numbers: Numbers) -> Comparisons:
     matrices = distinct(_matrices(engine, Tensor), _Matrix.kind)
-    first = min(matrices, key=lambda matrix: matrix.bias is not None, default=None)
+    # One is enough for every tile: the first without a bias.
+    tiled = min(matrices, key=lambda matrix: matrix.bias is not None, default=None)
     configs = (engine.models.config, engine.models.draft_config)
     stream_sizes = {config.hidden_size for config in configs if config is not None}
     for matrix in matrices:
-        counts = EVERY_TILE if matrix is first else (1, max(engine.models.plan.width, 5), *_many(numbers))
+        counts = EVERY_TILE if matrix is tiled else (1, max(engine.models.plan.width, 5), *_many(numbers))
         has_stream = matrix.weight.shape[0] in stream_sizes
         yield from matrix.compare("", numbers, counts, has_stream=has_stream)
 
@@ -622,11 +625,11 @@ def _compare_places(engine: Engine, numbers: Numbers) -> Comparisons:
         pages = numbers.order(3 * num_pages).view(3, num_pages)
         where = {"rows": numbers.whole(*order), "starts": numbers.whole(*starts)}
         blocks = Blocks(pages=pages, counts=counts, page_size=page_size, **where)
-        positions, slots = [], []
+        positions, slots, table = [], [], pages.tolist()
         for row, start, count in zip(order, starts, counts, strict=True):
             for position in range(start, start + count):
                 positions.append(position)
-                slots.append(int(pages[row, position // page_size]) * page_size + position % page_size)
+                slots.append(table[row][position // page_size] * page_size + position % page_size)
         yield Comparison(f"positions, {counts} tokens", blocks.positions, numbers.whole(*positions))
         yield Comparison(f"slots, {counts} tokens", blocks.write_slots, numbers.whole(*slots))
 
