@@ -11,7 +11,7 @@ from blockdraft.models.config import ModelConfig
 # than 64 tokens of a row in attention, and for more than 512 pairs of a token and an expert.
 LONG, RAGGED, MIDDLE, FEW = 144, (40, 25, 3), 30, 7
 MANY_PAIRS = 513
-# A CPU's kernels do not change with the number of tokens; `kernelcheck` has the heights of its tiles.
+# A CPU's kernels do not change with the number of tokens; `operations` has the heights of its tiles.
 CPU_LONG, CPU_RAGGED = 16, (6, 5)
 
 

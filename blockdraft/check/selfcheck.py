@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from blockdraft.check.comparison import models_of
 from blockdraft.check.draftcheck import check_captured, check_drafter, draft_name
-from blockdraft.check.kernelcheck import check_kernels, models_of
+from blockdraft.check.kernelcheck import check_kernels
 from blockdraft.check.layercheck import Finding, LayerError, check_layers
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from blockdraft.doctor.finding import Area, Finding
-from blockdraft.doctor.patient import Check, Failure, Path, Probe, Torch
-from blockdraft.doctor.shapes import SHAPES
+from blockdraft.doctor.probe_runner import Failure, KernelPath, Probe, ShapeCheck, Torch
+from blockdraft.doctor.shapes import SHAPE_NAMES
 from blockdraft.machine.machine import Machine
 from blockdraft.machine.remedies import INSTALL, NO_COMPILER, NO_HEADERS, why_unseen
 
 REPORT = "please report this line with the output of `blockdraft doctor --json`"
 GIB = 1 << 30
 HIDDEN_SHARE = 0.75  # of the memory that is available: CUDA sees more than this where the page cache is small
-SHAPE_NAMES = frozenset(shape.name for shape in SHAPES)
 # The first that a failure's text contains, in small letters.
 ADVICE = (
     ("outofresources", f"a tile is too large for this card: --engine vllm may be faster; {REPORT}"),
@@ -43,26 +42,20 @@ def torch_findings(machine: Machine, probe: Probe) -> Iterator[Finding]:
     threads = f"{torch.num_threads} thread{'s' if torch.num_threads != 1 else ''}"
     yield Finding("libraries", "torch", "ok", f"{torch.version}, built for {build}; {threads}")
     if machine.gpus and not torch.has_gpu:
-        yield _unseen(machine, torch)
+        unseen = why_unseen(machine, torch.version, torch.cuda)
+        assert unseen is not None
+        yield Finding("libraries", "torch and the GPU", "problem", unseen.says, advice=unseen.advice)
     if torch.has_gpu and not _has_code(torch):
         assert torch.capability is not None
-        yield Finding(
-            "libraries",
-            "torch's kernels",
-            "problem",
-            f"{torch.gpu} has capability {torch.capability[0]}.{torch.capability[1]}, but this PyTorch was "
-            f"compiled for {', '.join(torch.architectures)}",
-            advice=f"install a PyTorch that was compiled for it: {INSTALL}",
-        )
+        major, minor = torch.capability
+        compiled_for = f"this PyTorch was compiled for {', '.join(torch.architectures)}"
+        says = f"{torch.gpu} has capability {major}.{minor}, but {compiled_for}"
+        advice = f"install a PyTorch that was compiled for it: {INSTALL}"
+        yield Finding("libraries", "torch's kernels", "problem", says, advice)
     yield from _page_cache(machine, torch)
     if not probe.is_product_right:
-        yield Finding(
-            "kernels",
-            "a product",
-            "problem",
-            f"64 x 64 ones are multiplied wrongly on {probe.device}",
-            REPORT,
-        )
+        says = f"64 x 64 ones are multiplied wrongly on {probe.device}"
+        yield Finding("kernels", "a product", "problem", says, REPORT)
 
 
 def _page_cache(machine: Machine, torch: Torch) -> Iterator[Finding]:
@@ -80,12 +73,6 @@ def _page_cache(machine: Machine, torch: Torch) -> Iterator[Finding]:
             advice="sync; echo 3 | sudo tee /proc/sys/vm/drop_caches",
             thread="vllm-project/vllm#48140",
         )
-
-
-def _unseen(machine: Machine, torch: Torch) -> Finding:
-    unseen = why_unseen(machine, torch.version, torch.cuda)
-    assert unseen is not None
-    return Finding("libraries", "torch and the GPU", "problem", unseen.says, advice=unseen.advice)
 
 
 def _has_code(torch: Torch) -> bool:
@@ -117,26 +104,20 @@ def kernel_findings(probe: Probe) -> Iterator[Finding]:
             yield _failed(failure)
 
 
-def _path(path: Path) -> Finding:
+def _path(path: KernelPath) -> Finding:
     if path.taken is not None:
         return Finding("kernels", path.operation, "ok", path.taken)
     why = path.why_not or "not taken"
     if "pip install" in why:
-        return Finding(
-            "kernels", path.operation, "warning", f"PyTorch's own, slower: {why}", advice=_install_of(why)
-        )
+        command = why[why.index("pip install") :].rstrip(")")  # between brackets
+        return Finding("kernels", path.operation, "warning", f"PyTorch's own, slower: {why}", advice=command)
     if why.startswith("does not compile"):
         says = f"{why}: its reference serves, slower"
         return Finding("kernels", path.operation, "warning", says, advice=_advice(why) or REPORT)
     return Finding("kernels", path.operation, "ok", f"not here: {why}")
 
 
-def _install_of(why: str) -> str:
-    """The command between the brackets."""
-    return why[why.index("pip install") :].rstrip(")")
-
-
-def _checked(shape: str, checks: list[Check]) -> Iterator[Finding]:
+def _checked(shape: str, checks: list[ShapeCheck]) -> Iterator[Finding]:
     wrong = [check for check in checks if not check.is_passed]
     for check in wrong:
         off = "not a number" if check.error is None else f"off by {check.error:.1e}"

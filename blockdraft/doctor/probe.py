@@ -3,7 +3,7 @@
 `python -m blockdraft.doctor.probe` gets one JSON object as its argument and writes one per line: what torch
 is, which path each operation takes, and for each shape a `begin` and the comparisons. A kernel that does not
 compile is a path that is not taken, as it is in a start; nothing else is caught. A shape that raises or
-crashes ends the process, and the reader (`patient.py`) knows which one it was.
+crashes ends the process, and the reader (`probe_runner.py`) knows which one it was.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,9 +43,10 @@ def examine(device_name: str, names: list[str]) -> Iterator[Line]:
         device_name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device_name)
     yield {"kind": "begin", "what": f"a product on {device_name}"}
-    yield {"kind": "device", "name": device_name, **_product(device)}
+    ones = torch.ones(64, 64, device=device)  # whether torch has code for this card, and its sums are right
+    yield {"kind": "device", "name": device_name, "is_right": bool((ones @ ones == 64).all())}
     yield {"kind": "begin", "what": "the choice of kernels"}
-    yield from ({"kind": "path", **path} for path in _paths(device))
+    yield from _paths_on_gpu(device) if device.type == "cuda" else _paths_on_cpu(device)
     for shape in SHAPES:
         if shape.name in names:
             yield {"kind": "begin", "what": shape.name}
@@ -71,22 +73,7 @@ def _torch_facts() -> Line:
     }
 
 
-def _product(device: torch.device) -> Line:
-    """The smallest thing that shows whether torch has code for this card, and whether its sums are right."""
-    import torch
-
-    ones = torch.ones(64, 64, device=device)
-    return {"is_right": bool((ones @ ones == 64).all())}
-
-
 # ---- which path is taken, asked of the dispatch itself
-
-
-def _paths(device: torch.device) -> Iterator[Line]:
-    if device.type == "cuda":
-        yield from _paths_on_gpu(device)
-    else:
-        yield from _paths_on_cpu(device)
 
 
 def _paths_on_gpu(device: torch.device) -> Iterator[Line]:
@@ -129,7 +116,8 @@ def _paths_on_cpu(device: torch.device) -> Iterator[Line]:
 
 
 def _path(operation: str, taken: str, why_not: str | None) -> Line:
-    return {"operation": operation, "taken": taken if why_not is None else None, "why_not": why_not}
+    taken_here = taken if why_not is None else None
+    return {"kind": "path", "operation": operation, "taken": taken_here, "why_not": why_not}
 
 
 # ---- the operations against their references
@@ -160,22 +148,15 @@ def _check(shape: Shape, device_name: str) -> Iterator[Line]:
         )
         engine = Engine(load_models(settings, lambda text: None))
     slow: list[Line] = []
-    findings = with_kernels_that_compile(
+    results = with_kernels_that_compile(
         lambda: list(check_kernels(engine)),
         lambda operation, why: slow.append(_path(operation, "", f"does not compile here ({why})")),
     )
-    yield from ({"kind": "path", **path} for path in slow)
-    for found in findings:
-        yield {
-            "kind": "check",
-            "shape": shape.name,
-            "operation": found.operation,
-            "where": found.where,
-            "error": found.error if found.error < float("inf") else None,
-            "tolerance": found.tolerance,
-            "num_comparisons": found.num_comparisons,
-            "is_passed": found.is_passed,
-        }
+    yield from slow
+    for result in results:
+        error = result.error if result.error < float("inf") else None
+        passed = {"error": error, "is_passed": result.is_passed}
+        yield {"kind": "check", "shape": shape.name, **asdict(result), **passed}
 
 
 def _write(config: object, folder: Path) -> str:

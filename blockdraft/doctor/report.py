@@ -12,7 +12,7 @@ from blockdraft.doctor.finding import Finding, Level, worst
 from blockdraft.doctor.hardware import disk_findings, limit_findings, machine_findings
 from blockdraft.doctor.kernels import kernel_findings, torch_findings
 from blockdraft.doctor.libraries import library_findings, read_versions
-from blockdraft.doctor.patient import Probe, ask
+from blockdraft.doctor.probe_runner import Probe, probe_torch
 from blockdraft.doctor.problems import facts_of, problem_findings
 from blockdraft.machine.cards import Capability
 from blockdraft.machine.machine import Machine, read_machine
@@ -43,7 +43,7 @@ def examine(device: str, *, with_kernels: bool, note: Note) -> Diagnosis:
     note("importing torch" + (" and comparing kernels with their references" if with_kernels else ""))
     if with_kernels and machine.gpus:
         note("the first time, Triton compiles them: a few minutes")
-    return diagnose(machine, versions, ask(device, with_kernels=with_kernels))
+    return diagnose(machine, versions, probe_torch(device, with_kernels=with_kernels))
 
 
 def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Diagnosis:

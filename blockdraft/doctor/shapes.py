@@ -111,3 +111,4 @@ SHAPES = (
     Shape("fp8", "the hybrid's weights in fp8", HYBRID, quantization="fp8"),
     Shape("int8", "the pair's weights in int8", DENSE, draft=DRAFT, quantization="int8"),
 )
+SHAPE_NAMES = tuple(shape.name for shape in SHAPES)

@@ -299,13 +299,13 @@ def attend_paged(
     """Attention of q [N, H, D] over keys and values [G, S, D], which hold the blocks' own; sinks [H]."""
     learned = (q, keys) if sinks is None else (q, keys, sinks)
     if takes_reference(*learned):
-        return _attend_groups(q, keys, values, blocks, mask, sinks)
+        return reference_attend_paged(q, keys, values, blocks, mask, sinks)
     if takes_triton(q, "attention"):
         return blocks.attend_on_gpu(q, keys, values, mask, sinks)
     if mask.softcap is not None:
-        return _attend_groups(q, keys, values, blocks, mask, sinks)
+        return reference_attend_paged(q, keys, values, blocks, mask, sinks)
     if (kernel := _chosen(q.dtype, q.device, q.shape[-1])) is None:
-        return _attend_groups(q, keys, values, blocks, mask, sinks)
+        return reference_attend_paged(q, keys, values, blocks, mask, sinks)
     return kernel(
         q,
         keys,
@@ -327,7 +327,7 @@ def _chosen(dtype: torch.dtype, device: torch.device, head_dim: int) -> PagedAtt
     return PagedAttention(dtype, head_dim)
 
 
-def _attend_groups(
+def reference_attend_paged(
     q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
     parts, begin = [], 0

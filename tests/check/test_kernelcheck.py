@@ -10,12 +10,12 @@ if not torch.cuda.is_available():  # before anything imports Triton, which other
 
 from blockdraft.cache.recurrent import RecurrentStates
 from blockdraft.cache.rows import Rows
-from blockdraft.check import kernelcheck, kernelcheck_layers
+from blockdraft.check import operations
 from blockdraft.check.comparison import Comparison, Numbers
-from blockdraft.check.kernelcheck import check_kernels
-from blockdraft.kernels import linear
+from blockdraft.check.kernelcheck import check_kernels, measure
+from blockdraft.kernels import acceptance, gated_delta, heads, linear, moe, sampling
 from blockdraft.kernels.attention import Blocks
-from blockdraft.kernels.choice import takes_reference, use
+from blockdraft.kernels.choice import use
 from blockdraft.models.layers import Linear
 from blockdraft.models.moe import Experts
 from tests import tiny
@@ -35,16 +35,21 @@ def plain():
 
 
 def failed(engine):
-    return {finding.operation: finding.where for finding in check_kernels(engine) if not finding.is_passed}
+    return {result.operation: result.where for result in check_kernels(engine) if not result.is_passed}
+
+
+def failed_at(operation, engine):
+    """Where one operation is wrong; no other runs."""
+    found = operations.OPERATIONS[operation](engine, Numbers(engine))
+    return {one.where for one in found if not measure(operation, one).is_passed}
 
 
 def wrong(monkeypatch, owner, name, change):
-    """`owner.name` gives change(result, arguments) wherever the reference was not asked for."""
+    """`owner.name` gives change(result, arguments); no reference calls it."""
     right = getattr(owner, name)
 
     def call(*arguments, **options):
-        result = right(*arguments, **options)
-        return result if takes_reference() else change(result, *arguments, **options)
+        return change(right(*arguments, **options), *arguments, **options)
 
     monkeypatch.setattr(owner, name, call)
 
@@ -54,8 +59,8 @@ def slightly(result, *arguments, **options):
 
 
 def test_a_right_engine_has_every_operation_checked(engine, plain):
-    found = [finding.operation for finding in check_kernels(engine)]
-    assert set(found) == set(kernelcheck._OPERATIONS) - {"packed product"}
+    found = [result.operation for result in check_kernels(engine)]
+    assert set(found) == set(operations.OPERATIONS) - {"packed product"}
     assert failed(engine) == {}
     assert failed(plain) == {}
 
@@ -68,7 +73,7 @@ def test_other_dtypes_pass(dtype, tmp_path):
 @pytest.mark.parametrize("name", ["gpt_oss-whole", "gemma4-mixture"])
 def test_every_kind_of_mixture_is_checked(name, tmp_path):
     engine = family_engine(name, tmp_path, width=4)
-    assert {"routing", "experts"} <= {finding.operation for finding in check_kernels(engine)}
+    assert {"routing", "experts"} <= {result.operation for result in check_kernels(engine)}
 
 
 def test_a_product_that_forgets_the_stream(engine, monkeypatch):
@@ -83,7 +88,7 @@ def test_a_gated_product(engine, monkeypatch):
 
 
 def test_queries_that_enter_wrongly(engine, monkeypatch):
-    wrong(monkeypatch, kernelcheck_layers, "enter", slightly)
+    wrong(monkeypatch, heads, "enter", slightly)
     assert "queries" in failed(engine)["heads"]
 
 
@@ -94,7 +99,7 @@ def test_a_write_beside_the_slots(engine, name, monkeypatch):
         getattr(slots, name)[-1, free, -1] += 1
         return result
 
-    wrong(monkeypatch, kernelcheck_layers, "enter", spill)
+    wrong(monkeypatch, heads, "enter", spill)
     assert name in failed(engine)["heads"]
 
 
@@ -102,17 +107,17 @@ def test_a_context_that_is_written_elsewhere(plain, monkeypatch):
     def move(result, *arguments, slots, **options):
         slots.keys.copy_(slots.keys.roll(1, dims=1))
 
-    wrong(monkeypatch, kernelcheck_layers, "enter_context", move)
-    assert "context" in failed(plain)["heads"]
+    wrong(monkeypatch, heads, "enter_context", move)
+    assert any("context" in where for where in failed_at("heads", plain))
 
 
 def test_heads_that_are_opened_wrongly(engine, monkeypatch):
-    wrong(monkeypatch, kernelcheck_layers, "open_heads", slightly)
+    wrong(monkeypatch, heads, "open_heads", slightly)
     assert list(failed(engine)) == ["heads' gates"]
 
 
 def test_the_norm_behind_a_delta_layer(engine, monkeypatch):
-    wrong(monkeypatch, kernelcheck_layers, "gated_norm", slightly)
+    wrong(monkeypatch, gated_delta, "gated_norm", slightly)
     assert "norm" in failed(engine)["gated delta layer"]
 
 
@@ -158,7 +163,7 @@ def test_a_block_that_starts_from_nothing(engine, monkeypatch):
     ids=["weights", "experts", "one expert twice"],
 )
 def test_a_wrong_route(engine, change, monkeypatch):
-    wrong(monkeypatch, kernelcheck_layers, "route", lambda choice, *_: change(choice))
+    wrong(monkeypatch, moe, "route", lambda choice, *_: change(choice))
     assert list(failed(engine)) == ["routing"]
 
 
@@ -183,41 +188,43 @@ def test_experts_that_forget_what_is_added(engine, forgotten, monkeypatch):
 def test_tokens_in_the_wrong_place(engine, name, monkeypatch):
     right = getattr(Blocks, name).fget
     rolled = type("Rolled", (Blocks,), {name: property(lambda blocks: right(blocks).roll(1))})
-    monkeypatch.setattr(kernelcheck_layers, "Blocks", rolled)  # not in attention: it would read out of reach
-    assert list(failed(engine)) == ["places"]
+    monkeypatch.setattr(operations, "Blocks", rolled)
+    kind = {"positions": "positions", "write_slots": "slots"}[name]
+    found = failed_at("places", engine)  # attention would read out of reach
+    assert {where.split(",")[0] for where in found} == {kind}
 
 
-@pytest.mark.parametrize("row", range(len(kernelcheck_layers.RULES)))
+@pytest.mark.parametrize("row", range(len(operations.RULES)))
 def test_a_wrong_sample_of_any_rule(engine, row, monkeypatch):
     def change(ids, *_):
         ids[row, 1] = (ids[row, 1] + 1) % 96
         return ids
 
-    wrong(monkeypatch, kernelcheck_layers, "choose", change)
+    wrong(monkeypatch, sampling, "choose", change)
     assert list(failed(engine)) == ["sampling"]
 
 
 def test_ids_out_of_range_are_wrong_samples(engine, monkeypatch):
-    wrong(monkeypatch, kernelcheck_layers, "choose", lambda ids, *_: torch.full_like(ids, 10**6))
+    wrong(monkeypatch, sampling, "choose", lambda ids, *_: torch.full_like(ids, 10**6))
     assert list(failed(engine)) == ["sampling"]
 
 
 def test_samples_as_good_as_equal_pass_and_others_do_not():
     numbers = Numbers(tiny.engine(dtype="float32"))
-    rows = kernelcheck_layers._placed(9, numbers)
+    rows = operations._rows_of_rules(9, numbers)
     starts, recent = rows.length[rows.active], torch.zeros(len(rows.active), 1, dtype=torch.int64)
     logits = torch.zeros(len(rows.active), 1, 9, dtype=torch.float64) - 20
     logits[..., 3], logits[..., 5] = 5.0, 5.0 - 5e-5
     batch = rows.sampling()
-    greedy = kernelcheck_layers._nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
+    greedy = operations._nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
     assert greedy.tolist() == [5]
     logits[..., 5] -= 1e-3
-    greedy = kernelcheck_layers._nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
+    greedy = operations._nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
     assert greedy.tolist() == [3]
 
 
 def test_a_wrong_count(engine, monkeypatch):
-    wrong(monkeypatch, kernelcheck_layers, "count_accepted", lambda counts, *_: counts.clamp(max=3))
+    wrong(monkeypatch, acceptance, "count_accepted", lambda counts, *_: counts.clamp(max=3))
     assert list(failed(engine)) == ["acceptance"]
 
 
@@ -232,13 +239,13 @@ def test_rows_that_advance_wrongly(engine, name, monkeypatch):
 
 def test_whole_numbers_have_no_tolerance():
     got = torch.tensor([1, 2, 3, 4])
-    finding = kernelcheck._measure("places", Comparison("here", got, torch.tensor([1, 2, 3, 5])))
-    assert (finding.error, finding.tolerance, finding.is_passed) == (0.25, 0.0, False)
+    result = measure("places", Comparison("here", got, torch.tensor([1, 2, 3, 5])))
+    assert (result.error, result.tolerance, result.is_passed) == (0.25, 0.0, False)
 
 
 def test_what_is_not_a_number_fails():
     got, expected = torch.tensor([1.0, float("nan")]), torch.ones(2, dtype=torch.float64)
-    assert not kernelcheck._measure("norm", Comparison("here", got, expected)).is_passed
+    assert not measure("norm", Comparison("here", got, expected)).is_passed
 
 
 def test_the_kernels_of_a_gpu_pass(plain):

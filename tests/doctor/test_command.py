@@ -8,8 +8,9 @@ import pytest
 
 from blockdraft.cli import doctor
 from blockdraft.doctor import report as report_module
-from blockdraft.doctor.patient import SHAPE_NAMES, Check, Failure, Probe, Torch
+from blockdraft.doctor.probe_runner import Failure, Probe, ShapeCheck, Torch
 from blockdraft.doctor.report import as_json, diagnose
+from blockdraft.doctor.shapes import SHAPE_NAMES
 from blockdraft.errors import SettingsError
 from blockdraft.machine.machine import Cpu, Gpu, Limits, Machine
 
@@ -33,7 +34,7 @@ TORCH = Torch(
     capability=(12, 1),
     architectures=("sm_120",),
 )
-CHECK = Check("hybrid", "attention", "4/2 heads", 1e-3, 2e-2, 4, is_passed=True)
+CHECK = ShapeCheck("hybrid", "attention", "4/2 heads", 1e-3, 2e-2, 4, is_passed=True)
 GOOD = Probe(torch=TORCH, device="cuda", checks=(CHECK,))
 
 

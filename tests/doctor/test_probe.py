@@ -9,10 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.doctor import patient
+from blockdraft.doctor import probe_runner
 from blockdraft.doctor.kernels import kernel_findings, torch_findings
-from blockdraft.doctor.patient import SHAPE_NAMES, Check, Failure, Outcome, Probe, Torch, ask, run_probe
-from blockdraft.doctor.patient import Path as Taken
+from blockdraft.doctor.probe_runner import (
+    Failure,
+    KernelPath,
+    Outcome,
+    Probe,
+    ShapeCheck,
+    Torch,
+    probe_torch,
+    run_probe,
+)
+from blockdraft.doctor.shapes import SHAPE_NAMES
 from blockdraft.machine.machine import Gpu, Machine
 
 GIB = 1 << 30
@@ -43,7 +52,7 @@ def bad(findings):
 
 def check(shape="hybrid", operation="linear", error=1e-6, **fields):
     defaults = {"where": "here", "tolerance": 1e-5, "num_comparisons": 3, "is_passed": True}
-    return Check(shape, operation, error=error, **defaults | fields)
+    return ShapeCheck(shape, operation, error=error, **defaults | fields)
 
 
 class FakeProbe:
@@ -83,7 +92,7 @@ def vars_of(item):
 
 def test_a_probe_that_ends_well():
     run = FakeProbe()
-    probe = ask("auto", run=run)
+    probe = probe_torch("auto", run=run)
     assert run.asked == [list(SHAPE_NAMES)]
     assert (probe.torch.version, probe.device, probe.failures) == ("2.13.0", "cpu", ())
     assert [found.shape for found in probe.checks] == list(SHAPE_NAMES)
@@ -92,13 +101,13 @@ def test_a_probe_that_ends_well():
 
 def test_without_kernels_no_shape_is_asked_for():
     run = FakeProbe()
-    assert ask("auto", with_kernels=False, run=run).checks == ()
+    assert probe_torch("auto", with_kernels=False, run=run).checks == ()
     assert run.asked == [[]]
 
 
 def test_a_shape_that_crashes_costs_itself_only():
     run = FakeProbe(wide_heads=("", -11), sinks=("Traceback\n  x\nRuntimeError: CUDA error: bad\n", 1))
-    probe = ask("auto", run=run)
+    probe = probe_torch("auto", run=run)
     assert [(failure.what, failure.how) for failure in probe.failures] == [
         ("wide heads", "the process was killed by SIGSEGV"),
         ("sinks", "RuntimeError: CUDA error: bad"),
@@ -111,28 +120,28 @@ def test_a_shape_that_crashes_costs_itself_only():
 
 def test_a_crash_in_the_last_shape_starts_no_other_process():
     run = FakeProbe(int8=("", None))
-    probe = ask("auto", run=run)
+    probe = probe_torch("auto", run=run)
     assert len(run.asked) == 1
-    assert probe.failures[0].how == f"it did not end within {patient.SECONDS:.0f} s"
+    assert probe.failures[0].how == f"it did not end within {probe_runner.TIMEOUT_S:.0f} s"
 
 
 @pytest.mark.parametrize("what", ["torch", "a product on cpu", "the choice of kernels"])
 def test_what_breaks_before_the_shapes_breaks_all_of_them(what):
     run = FakeProbe(**{what.replace(" ", "_"): ("ImportError: libcudart.so.13: cannot open", 1)})
-    probe = ask("auto", run=run)
+    probe = probe_torch("auto", run=run)
     assert len(run.asked) == 1
     assert probe.failures == (Failure(what, "ImportError: libcudart.so.13: cannot open"),)
     assert (probe.torch is None) is (what == "torch")
 
 
 def test_a_process_that_says_nothing_failed_at_torch():
-    probe = ask("auto", run=lambda argument: Outcome("", "", 127))
+    probe = probe_torch("auto", run=lambda argument: Outcome("", "", 127))
     assert probe.failures == (Failure("torch", "the process ended with code 127"),)
 
 
 def test_the_error_is_found_among_what_compilers_add():
     err = "Traceback:\n  File x\ntriton.runtime.errors.PTXASError: PTXAS error\n`ptxas` stderr:\nbla\n"
-    probe = ask("auto", run=lambda argument: Outcome("", err, 1))
+    probe = probe_torch("auto", run=lambda argument: Outcome("", err, 1))
     assert probe.failures[0].how == "triton.runtime.errors.PTXASError: PTXAS error"
 
 
@@ -143,7 +152,7 @@ def test_good_torch_and_kernels():
     probe = Probe(
         torch=replace(TORCH, architectures=("sm_80", "sm_90", "compute_90")),
         device="cuda",
-        paths=(Taken("attention", "Triton", None),),
+        paths=(KernelPath("attention", "Triton", None),),
         checks=(check("hybrid"), check("sinks")),
     )
     assert bad(torch_findings(H200, probe)) == bad(kernel_findings(probe)) == {}
@@ -199,8 +208,8 @@ def test_a_kernel_that_is_off_is_named_with_its_error():
 
 
 def test_a_path_that_something_installed_would_open_is_a_warning():
-    missing = Taken("attention", None, "llvmlite is not installed (pip install llvmlite)")
-    elsewhere = Taken("products", None, "the CPU kernels were never measured on x86_64")
+    missing = KernelPath("attention", None, "llvmlite is not installed (pip install llvmlite)")
+    elsewhere = KernelPath("products", None, "the CPU kernels were never measured on x86_64")
     found = list(kernel_findings(Probe(paths=(missing, elsewhere))))
     assert bad(found) == {"attention": "warning"}
     assert found[0].advice == "pip install llvmlite"
@@ -208,7 +217,7 @@ def test_a_path_that_something_installed_would_open_is_a_warning():
 
 def test_a_kernel_that_does_not_compile_is_a_warning_since_its_reference_serves():
     why = "does not compile here (OutOfResources: out of resource: shared memory, Required: 300000)"
-    (found,) = kernel_findings(Probe(paths=(Taken("attention", None, why),)))
+    (found,) = kernel_findings(Probe(paths=(KernelPath("attention", None, why),)))
     assert (found.name, found.level) == ("attention", "warning")
     assert found.says == f"{why}: its reference serves, slower"
     assert "--engine vllm" in found.advice
@@ -258,7 +267,7 @@ def fake_torch(tmp_path, monkeypatch, code):
 )
 def test_a_broken_torch_is_a_finding(tmp_path, monkeypatch, code, how):
     fake_torch(tmp_path, monkeypatch, code)
-    probe = ask("auto")
+    probe = probe_torch("auto")
     assert probe.torch is None
     assert probe.failures[0].what == "torch"
     assert how in probe.failures[0].how
@@ -266,12 +275,12 @@ def test_a_broken_torch_is_a_finding(tmp_path, monkeypatch, code, how):
 
 def test_a_torch_that_hangs_is_stopped(tmp_path, monkeypatch):
     fake_torch(tmp_path, monkeypatch, "import time\ntime.sleep(60)")
-    monkeypatch.setattr(patient, "SECONDS", 1.0)
-    assert ask("auto").failures == (Failure("torch", "it did not end within 1 s"),)
+    monkeypatch.setattr(probe_runner, "TIMEOUT_S", 1.0)
+    assert probe_torch("auto").failures == (Failure("torch", "it did not end within 1 s"),)
 
 
 def test_a_device_that_is_not_there_is_a_finding():
-    probe = ask("cuda:63", with_kernels=False)
+    probe = probe_torch("cuda:63", with_kernels=False)
     assert probe.torch is not None
     assert probe.failures[0].what == "a product on cuda:63"
 
@@ -282,7 +291,7 @@ def test_no_part_of_the_doctor_but_the_probe_imports_torch():
         "import blockdraft.cli.doctor, blockdraft.doctor.report, blockdraft.doctor.probe\n"
         "sys.exit('torch' in sys.modules)"
     )
-    root = Path(patient.__file__).parents[2]
+    root = Path(probe_runner.__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from blockdraft.kernels.attention import Blocks, Mask, _attend_groups, attend_paged
+from blockdraft.kernels.attention import Blocks, Mask, attend_paged, reference_attend_paged
 from blockdraft.kernels.cpu import why_no_llvm
 
 pytest.importorskip("llvmlite")
@@ -95,7 +95,7 @@ def test_kernel_and_reference_agree(name):
     rows = Rows([300, 20], dtype=torch.float64)
     parts = [(0, 290, 6), (1, 11, 6)]
     ours = rows.attend(MASKS[name], parts)
-    theirs = rows.attend(MASKS[name], parts, attend=_attend_groups)
+    theirs = rows.attend(MASKS[name], parts, attend=reference_attend_paged)
     torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), rtol=0, atol=1e-12)
 
 
@@ -112,7 +112,8 @@ def test_every_ratio_of_heads_and_head_size(heads, groups, dim, dtype):
 def test_softcap_takes_the_reference():
     mask = Mask(scale=SCALE, softcap=0.7)
     rows = Rows([30], dtype=torch.float64)
-    ours, theirs = (rows.attend(mask, [(0, 20, 5)], attend=op)[0] for op in (attend_paged, _attend_groups))
+    paths = (attend_paged, reference_attend_paged)
+    ours, theirs = (rows.attend(mask, [(0, 20, 5)], attend=path)[0] for path in paths)
     assert torch.equal(ours, theirs)
 
 

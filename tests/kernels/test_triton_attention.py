@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton")  # reads the environment when it is imported
 
-from blockdraft.kernels.attention import Blocks, Mask, _attend_groups  # noqa: E402
+from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged  # noqa: E402
 from blockdraft.kernels.triton import attention as kernel  # noqa: E402
 from blockdraft.kernels.triton.attention import Config, _attend, _config  # noqa: E402
 
@@ -118,7 +118,7 @@ class Rows:
             page_size=page_size,
         )
         sinks = None if sinks is None else sinks.double()
-        return _attend_groups(q.double(), keys.double(), values.double(), blocks, mask, sinks)
+        return reference_attend_paged(q.double(), keys.double(), values.double(), blocks, mask, sinks)
 
 
 def assert_agrees(rows, mask, parts, **options):

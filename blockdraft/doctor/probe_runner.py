@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from blockdraft.doctor.shapes import SHAPES
+from blockdraft.doctor.shapes import SHAPE_NAMES
 
-SECONDS = 900.0  # for one process: on a slow card, compiling every kernel takes minutes
-SHAPE_NAMES = tuple(shape.name for shape in SHAPES)
+TIMEOUT_S = 900.0  # for one process: on a slow card, compiling every kernel takes minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Torch:
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class KernelPath:
     """How an operation runs here; `taken` is None where our fast path is not, for the reason given."""
 
     operation: str
@@ -42,7 +41,7 @@ class Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ShapeCheck:
     """An operation of one shape against its reference; an error of None is not a number."""
 
     shape: str
@@ -69,13 +68,13 @@ class Probe:
     torch: Torch | None = None
     device: str | None = None
     is_product_right: bool = True
-    paths: tuple[Path, ...] = ()
-    checks: tuple[Check, ...] = ()
+    paths: tuple[KernelPath, ...] = ()
+    checks: tuple[ShapeCheck, ...] = ()
     failures: tuple[Failure, ...] = ()
 
 
 class Outcome(NamedTuple):
-    """Of a process; a code of None: it was stopped after SECONDS."""
+    """Of a process; a code of None: it was stopped after TIMEOUT_S."""
 
     out: str
     err: str
@@ -85,26 +84,26 @@ class Outcome(NamedTuple):
 Run = Callable[[str], Outcome]
 
 
-def ask(device: str, *, with_kernels: bool = True, run: Run | None = None) -> Probe:
+def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = None) -> Probe:
     """A shape that ends its process costs that shape only: another process takes up the ones after it."""
     run = run or run_probe
-    left = list(SHAPE_NAMES) if with_kernels else []
-    found = _Found()
+    remaining = SHAPE_NAMES if with_kernels else ()
+    probe = Probe()
     while True:
-        outcome = run(json.dumps({"device": device, "shapes": left}))
-        ended_at = found.read(outcome.out)
+        outcome = run(json.dumps({"device": device, "shapes": remaining}))
+        probe, ended_at = _read(probe, outcome.out)
         if ended_at is None:
-            return found.probe()
-        found.failures.append(Failure(ended_at, _how(outcome)))
-        if ended_at not in left[:-1]:
-            return found.probe()
-        left = left[left.index(ended_at) + 1 :]
+            return probe
+        probe = replace(probe, failures=(*probe.failures, Failure(ended_at, _describe_end(outcome))))
+        if ended_at not in remaining[:-1]:
+            return probe
+        remaining = remaining[remaining.index(ended_at) + 1 :]
 
 
 def run_probe(argument: str) -> Outcome:
     command = (sys.executable, "-m", "blockdraft.doctor.probe", argument)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired as stopped:
         return Outcome(_text(stopped.stdout), _text(stopped.stderr), None)
     return Outcome(done.stdout, done.stderr, done.returncode)
@@ -114,46 +113,26 @@ def _text(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-@dataclass(slots=True)
-class _Found:
-    """Fills up over the processes."""
-
-    torch: Torch | None = None
-    device: str | None = None
-    is_product_right: bool = True
-    paths: dict[str, Path] = field(default_factory=dict)
-    checks: list[Check] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-
-    def read(self, text: str) -> str | None:
-        """What was begun and not ended; None: everything ended."""
-        begun: str | None = "torch"
-        for line in text.splitlines():
-            entry = _parse(line)
-            kind = entry.pop("kind", None)
-            if kind == "begin":
-                begun = entry["what"]
-            elif kind == "end":
-                begun = None
-            elif kind == "torch":
-                self.torch = _torch(entry)
-            elif kind == "device":
-                self.device, self.is_product_right = entry["name"], entry["is_right"]
-            elif kind == "path":
-                self.paths[entry["operation"]] = Path(**entry)
-            elif kind == "check":
-                self.checks.append(Check(**entry))
-        return begun
-
-    def probe(self) -> Probe:
-        return Probe(
-            torch=self.torch,
-            device=self.device,
-            is_product_right=self.is_product_right,
-            paths=tuple(self.paths.values()),
-            checks=tuple(self.checks),
-            failures=tuple(self.failures),
-        )
+def _read(probe: Probe, text: str) -> tuple[Probe, str | None]:
+    """`probe` with what a process wrote, and what that process began and did not end; None: all ended."""
+    begun: str | None = "torch"
+    for line in text.splitlines():
+        entry = _parse(line)
+        kind = entry.pop("kind", None)
+        if kind == "begin":
+            begun = entry["what"]
+        elif kind == "end":
+            begun = None
+        elif kind == "torch":
+            probe = replace(probe, torch=_torch(entry))
+        elif kind == "device":
+            probe = replace(probe, device=entry["name"], is_product_right=entry["is_right"])
+        elif kind == "path":  # the last word on an operation counts
+            paths = {path.operation: path for path in (*probe.paths, KernelPath(**entry))}
+            probe = replace(probe, paths=tuple(paths.values()))
+        elif kind == "check":
+            probe = replace(probe, checks=(*probe.checks, ShapeCheck(**entry)))
+    return probe, begun
 
 
 def _parse(line: str) -> dict[str, Any]:
@@ -166,19 +145,14 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _torch(entry: Mapping[str, Any]) -> Torch:
-    capability = entry["capability"]
-    return Torch(
-        **{
-            **entry,
-            "capability": None if capability is None else (capability[0], capability[1]),
-            "architectures": tuple(entry["architectures"]),
-        }
-    )
+    """JSON has lists only."""
+    tuples = {name: tuple(value) for name, value in entry.items() if isinstance(value, list)}
+    return Torch(**{**entry, **tuples})
 
 
-def _how(outcome: Outcome) -> str:
+def _describe_end(outcome: Outcome) -> str:
     if outcome.code is None:
-        return f"it did not end within {SECONDS:.0f} s"
+        return f"it did not end within {TIMEOUT_S:.0f} s"
     if outcome.code < 0:
         return f"the process was killed by {_signal_name(-outcome.code)}"
     return _last_line(outcome.err.splitlines()) or f"the process ended with code {outcome.code}"

@@ -1,0 +1,654 @@
+"""The table of operations: where the models use each, on which inputs, the call that serves, its reference.
+
+The check at the start, `blockdraft doctor` and the tests go through this one table. An entry yields a
+comparison for every distinct use of its operation in an engine's models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
+from blockdraft.cache.rows import Rows, RowSampling
+from blockdraft.cache.spec import Recurrent
+from blockdraft.check.comparison import Comparison, Numbers, distinct, models_of, parts_of, run, wide
+from blockdraft.engine.engine import Engine
+from blockdraft.kernels import acceptance, gated_delta, heads, linear, moe, rows, sampling
+from blockdraft.kernels.attention import Blocks, Mask, attend_paged, reference_attend_paged
+from blockdraft.kernels.sampling_tables import Real
+from blockdraft.models.dflash import DFlashLayer
+from blockdraft.models.gated_delta import GatedAttention, GatedDelta
+from blockdraft.models.gemma4 import GemmaAttention, GemmaFeedForward
+from blockdraft.models.gpt_oss import GptOssMoE
+from blockdraft.models.layers import Embedding, GatedMLP, Linear, RMSNorm
+from blockdraft.models.moe import ExpertLinear, Experts, MoE, SharedExpert
+from blockdraft.models.packed import Packed, Scaled, Stacked
+from blockdraft.models.rotary import Rotary
+
+MAX_OUTPUTS = 512  # weight rows whose products are recomputed; all of them are multiplied
+EVERY_TILE = (1, 2, 3, 4, 5, 6, 7, 8, 19)  # tokens: each has code of its own in the CPU's matrix product
+CONTEXT = 300  # keys: past one chunk of the attention kernels and their reference
+LONG_PIECE = 80  # tokens of a row: a card's attention has code of its own for so many
+GATED_TILES = (17, 65, 129)  # tokens: on a card each is multiplied by another kernel
+MAX_WINDOW = 8192  # windows up to here are reached by a context of their own
+NEAR = 1e-4  # of a score: closer tokens are as good as equal, and rounding decides between them
+MAX_MIXED = 3  # tokens through the experts: each wants its own, and float64 takes one after another
+
+Comparisons = Iterator[Comparison]
+Activation = Callable[[Tensor], Tensor]  # of gate and up, side by side
+
+
+# ---- matrix products
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """What activations are multiplied by."""
+
+    weight: Tensor | Packed
+    bias: Tensor | None = None
+
+    def multiply(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        if isinstance(self.weight, Packed):
+            return self.weight.matmul(x, self.bias, onto=onto)
+        return linear.linear(x, self.weight, self.bias, onto=onto)
+
+    def reference(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """Some rows of the product in float64. Some cards round many tokens to fp8, and that is no error."""
+        weight, bias = self.weight, self.bias
+        if isinstance(weight, Scaled) and weight.has_row_scales and linear.rounds_tokens(x, weight.values):
+            x = linear.rounded_to_fp8(x)
+        if bias is not None:
+            bias = (bias if chosen is None else bias[chosen]).double()
+        return linear.reference_linear(x.double(), _values(weight, chosen).double(), bias)
+
+    def kind(self) -> tuple[object, bool]:
+        """Plain weights differ by their shape, packed ones by their format."""
+        weight = self.weight
+        return _format(weight) if isinstance(weight, Packed) else tuple(weight.shape), self.bias is None
+
+    def size(self) -> int:
+        return math.prod(self.weight.shape)
+
+    def compare(
+        self, name: str, numbers: Numbers, counts: tuple[int, ...], *, has_stream: bool
+    ) -> Comparisons:
+        """With each number of tokens; the product is also added to a stream, where it may be."""
+        chosen = _sample(self.weight.shape[0], numbers.device)
+        for count in counts:
+            where = f"{name}{list(self.weight.shape)} x {count} tokens"
+            x = numbers.normal(count, self.weight.shape[1])
+            expected = self.reference(x, chosen)
+            yield Comparison(where, self.multiply(x)[:, chosen], expected)
+            if has_stream:
+                onto = numbers.normal(count, self.weight.shape[0])
+                sums = expected + onto[:, chosen].double()  # first: the product may overwrite the stream
+                got = self.multiply(x, onto)[:, chosen]
+                yield Comparison(f"{where}, onto the stream", got, sums, num_steps=2)
+
+
+def _values(weight: Tensor | Packed, chosen: Tensor | None) -> Tensor:
+    """Rows as numbers; a format that cannot be cut there is unpacked as a whole."""
+    if chosen is not None:
+        try:
+            return _values(weight[chosen], None)
+        except TypeError:
+            return _values(weight, None)[chosen]
+    return weight.dequantise(torch.float32) if isinstance(weight, Packed) else weight
+
+
+def _format(weight: Packed) -> str:
+    if isinstance(weight, Stacked):
+        return " and ".join(sorted({_format(part) for part in weight.members()}))
+    return type(weight).__name__
+
+
+def _sample(count: int, device: torch.device) -> Tensor:
+    """At most MAX_OUTPUTS of `count` rows, the first and the last included."""
+    return torch.linspace(0, count - 1, min(count, MAX_OUTPUTS), dtype=torch.float64).long().to(device)
+
+
+def _matrices(engine: Engine, kind: type) -> list[_Matrix]:
+    """Every matrix that activations are multiplied by whose weight is of a kind."""
+    found: list[_Matrix] = []
+    for part in parts_of(engine, nn.Module):
+        if isinstance(part, Linear):
+            found.append(_matrix(part))
+        elif isinstance(part, ExpertLinear):
+            found.append(_matrix(part, 0))
+        elif isinstance(part, Embedding):
+            found += [_Matrix(part.weight)] if engine.models.config.ties_embeddings else []
+        elif not isinstance(part, Packed):  # a router's
+            found += [_Matrix(p) for p in part.parameters(recurse=False) if p.dim() == 2]
+    return [matrix for matrix in found if isinstance(matrix.weight, kind)]
+
+
+def _matrix(part: Linear | ExpertLinear, expert: int | None = None) -> _Matrix:
+    if expert is None:
+        return _Matrix(part.weight, part.bias)
+    return _Matrix(part.weight[expert], None if part.bias is None else part.bias[expert])
+
+
+def _compare_linear(engine: Engine, numbers: Numbers) -> Comparisons:
+    matrices = distinct(_matrices(engine, Tensor), _Matrix.kind)
+    # One is enough for every tile: the first without a bias.
+    tiled = min(matrices, key=lambda matrix: matrix.bias is not None, default=None)
+    configs = (engine.models.config, engine.models.draft_config)
+    stream_sizes = {config.hidden_size for config in configs if config is not None}
+    for matrix in matrices:
+        counts = EVERY_TILE if matrix is tiled else (1, max(engine.models.plan.width, 5), *_many(numbers))
+        has_stream = matrix.weight.shape[0] in stream_sizes
+        yield from matrix.compare("", numbers, counts, has_stream=has_stream)
+
+
+def _compare_packed(engine: Engine, numbers: Numbers) -> Comparisons:
+    """The smallest matrix of each format."""
+    matrices = sorted(_matrices(engine, Packed), key=_Matrix.size)
+    for matrix in distinct(matrices, lambda matrix: matrix.kind()[0]):
+        counts = (5, *_many(numbers))
+        yield from matrix.compare(f"{matrix.kind()[0]} ", numbers, counts, has_stream=True)
+
+
+def _compare_gated(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Of plain weights each shape, of packed ones the smallest of each format."""
+    found = [(_matrix(part.gate_up), part) for part in parts_of(engine, GatedMLP)]
+    found.sort(key=lambda item: item[0].size())
+    tiles = GATED_TILES if numbers.device.type == "cuda" else ()
+    for matrix, part in distinct(found, lambda item: (item[0].kind(), item[1].activate)):
+        chosen, inner = _sample(part.gate_up.parts[0], numbers.device), part.gate_up.parts[0]
+        for count in dict.fromkeys((1, max(engine.models.plan.width, 5), *tiles)):
+            x = numbers.normal(count, matrix.weight.shape[1])
+            both = matrix.reference(x, torch.cat((chosen, chosen + inner)))
+            where = f"{list(matrix.weight.shape)} x {count} tokens"
+            got = part.gate_up.gated(x, part.activate)[:, chosen]
+            yield Comparison(where, got, _reference_of(part.activate)(both), num_steps=2)
+
+
+def _many(numbers: Numbers) -> tuple[int, ...]:
+    """On a GPU: a number of tokens past what its own kernel takes."""
+    return (linear.MAX_TOKENS + 1,) if numbers.device.type == "cuda" else ()
+
+
+# ---- attention
+
+
+class _Heads(NamedTuple):
+    """What one kind of attention layer asks, and what it does with its heads before."""
+
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+    mask: Mask
+    has_sinks: bool
+    norm_dtype: torch.dtype | None  # of the weights of the heads' norms; None: no norms
+    is_entered: bool  # `heads.enter` normalises, rotates and writes them
+    has_context: bool  # keys and values also come alone
+
+    def __str__(self) -> str:
+        return f"{self.num_heads}/{self.num_kv_heads} heads of {self.dim}"
+
+
+def _heads(engine: Engine, model: nn.Module) -> list[_Heads]:
+    """Of every layer that attends: they all keep a Mask, and know their place in the cache."""
+    found = []
+    for part in model.modules():
+        mask, children = vars(part).get("mask"), dict(part.named_children())
+        if isinstance(mask, Mask):
+            storage, out = engine.cache.storage[vars(part)["layer"]], children["out"]
+            assert isinstance(storage, PagedKV)
+            assert isinstance(out, Linear)
+            (num_kv_heads, _, dim), norm = storage.keys.shape, children.get("q_norm")
+            has_sinks = "sinks" in dict(part.named_parameters(recurse=False))
+            norm_dtype = norm.weight.dtype if isinstance(norm, RMSNorm) else None
+            kind = (norm_dtype, not isinstance(part, GemmaAttention), isinstance(part, DFlashLayer))
+            found.append(_Heads(out.weight.shape[1] // dim, num_kv_heads, dim, mask, has_sinks, *kind))
+    return found
+
+
+def _compare_attention(engine: Engine, numbers: Numbers) -> Comparisons:
+    width, page_size = engine.models.plan.width, engine.models.plan.page_size
+    found = [kind for model in models_of(engine) for kind in _heads(engine, model)]
+    for kind in distinct(found, lambda kind: kind[:5]):
+        window = kind.mask.window
+        longest = CONTEXT if window is None or window > MAX_WINDOW else max(CONTEXT, window + 40)
+        pieces = [((longest, 5), (width, width)), ((40, 0), (1, 20))]
+        if numbers.device.type == "cuda":
+            pieces.append(((longest, 5), (LONG_PIECE, 20)))
+        for starts, counts in pieces:
+            inputs = _attention_inputs(kind, numbers, starts=starts, counts=counts, page_size=page_size)
+            where = f"{kind}, window {window}, {counts} tokens after {starts}"
+            yield run(where, attend_paged, reference_attend_paged, *inputs)
+
+
+def _attention_inputs(
+    kind: _Heads, numbers: Numbers, *, starts: tuple[int, int], counts: tuple[int, int], page_size: int
+) -> tuple[object, ...]:
+    """Two rows in pages dealt at random. Slots that no row has reached hold NaN: reading one shows."""
+    ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    num_pages = -(-max(ends) // page_size)  # of a row
+    pages = (numbers.order(2 * num_pages) + 1).view(2, num_pages)  # page 0 is where masked reads point
+    slots = (pages[..., None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)
+    shape = (kind.num_kv_heads, (2 * num_pages + 1) * page_size, kind.dim)
+    keys, values = numbers.normal(*shape), numbers.normal(*shape)
+    for tensor in (keys, values):
+        tensor[:, :page_size] = 0
+        for row, end in enumerate(ends):
+            tensor[:, slots[row, end:]] = math.nan
+    blocks = Blocks(pages=pages, starts=numbers.whole(*starts), counts=counts, page_size=page_size)
+    q = numbers.normal(sum(counts), kind.num_heads, kind.dim)
+    sinks = numbers.normal(kind.num_heads) if kind.has_sinks else None
+    return q, keys, values, blocks, kind.mask, sinks
+
+
+# ---- the small steps of a layer
+
+
+def _compare_norms(engine: Engine, numbers: Numbers) -> Comparisons:
+    parts = parts_of(engine, RMSNorm)
+    for part in distinct(parts, lambda part: (part.weight.shape, part.weight.dtype, part.eps)):
+        x = numbers.normal(5, part.weight.shape[0])
+        for weight in (part.weight, None):  # some values are normalised without one
+            yield run(f"{x.shape[1]} values", rows.rms_norm, rows.reference_rms_norm, x, weight, part.eps)
+
+
+def _compare_rotations(engine: Engine, numbers: Numbers) -> Comparisons:
+    for kind, angles in _rotated(engine, numbers, lambda kind: (kind.num_heads, kind.dim)):
+        x = numbers.normal(len(angles[0]), kind.num_heads, kind.dim)
+        where = f"{kind.num_heads} heads of {kind.dim}"
+        yield run(where, rows.rotate, rows.reference_rotate, x, angles)
+
+
+def _rotated(
+    engine: Engine, numbers: Numbers, key: Callable[[_Heads], object]
+) -> Iterator[tuple[_Heads, rows.Angles]]:
+    """The kinds of heads that each Rotary can turn, with its angles at five positions."""
+    for model in models_of(engine):
+        kinds = distinct(_heads(engine, model), key)
+        for rotary in (part for part in model.modules() if isinstance(part, Rotary)):
+            last = rotary.cos.shape[0] - 1
+            angles = rotary(numbers.whole(0, 1, last // 3, last // 2, last))
+            yield from ((kind, angles) for kind in kinds if 2 * rotary.cos.shape[-1] <= kind.dim)
+
+
+def _compare_activations(engine: Engine, numbers: Numbers) -> Comparisons:
+    parts: list[GatedMLP | Experts] = [*parts_of(engine, GatedMLP), *parts_of(engine, Experts)]
+    for activate, size in dict.fromkeys((part.activate, part.down.weight.shape[-1]) for part in parts):
+        if activate in linear.GATES:
+            where = f"{linear.GATES[activate]} of {size} values"
+            yield run(where, activate, _reference_of(activate), numbers.normal(5, 2 * size))
+
+
+def _reference_of(activate: Activation) -> Activation:
+    """Itself, where it has no kernel and is plain PyTorch."""
+    if activate is rows.silu_mul:
+        return rows.reference_silu_mul
+    return rows.reference_gelu_mul if activate is rows.gelu_mul else activate
+
+
+# ---- heads
+
+
+def _compare_heads(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Queries, and all of a small cache: a write beside its slots shows as well."""
+    for kind, angles in _rotated(engine, numbers, lambda kind: (*kind[:3], *kind[5:])):
+        if kind.is_entered:
+            yield from _compare_entering(kind, angles, numbers)
+
+
+def _compare_entering(kind: _Heads, angles: rows.Angles, numbers: Numbers) -> Comparisons:
+    num_tokens, norms = len(angles[0]), None
+    sizes = (kind.num_heads, kind.num_kv_heads, kind.num_kv_heads)
+    q, k, v = torch.split(numbers.normal(num_tokens, sum(sizes), kind.dim), list(sizes), dim=1)
+    if kind.norm_dtype is not None:  # not the model's: beside a large weight, rounding looks like a fault
+        q_weight, k_weight = 0.5 + numbers.uniform(2, kind.dim, dtype=kind.norm_dtype)
+        norms = heads.HeadNorms(q_weight, k_weight, 1e-6)
+    place = numbers.order(2 * num_tokens)[:num_tokens]
+    keys, values = numbers.normal(2, kind.num_kv_heads, 2 * num_tokens, kind.dim)
+    slots, alone = (heads.Slots(keys.clone(), values.clone(), place) for _ in range(2))
+    queries, keys, values = _reference_enter(*wide((q, k, v, norms, angles, slots)))
+    got = heads.enter(q, k, v, norms=norms, angles=angles, slots=slots)
+    yield Comparison(f"queries, {kind}", got, queries, num_steps=4)
+    yield Comparison(f"keys, {kind}", slots.keys, keys, num_steps=4)
+    yield Comparison(f"values, {kind}", slots.values, values)
+    if kind.has_context:
+        heads.enter_context(k, v, norms=norms, angles=angles, slots=alone)
+        yield Comparison(f"keys of the context, {kind}", alone.keys, keys, num_steps=4)
+        yield Comparison(f"values of the context, {kind}", alone.values, values)
+
+
+def _reference_enter(
+    q: Tensor, k: Tensor, v: Tensor, norms: heads.HeadNorms | None, angles: rows.Angles, slots: heads.Slots
+) -> tuple[Tensor, ...]:
+    if norms is not None:
+        q, k = (rows.reference_rms_norm(x, by, norms.eps) for x, by in ((q, norms.q), (k, norms.k)))
+    heads.write(rows.reference_rotate(k, angles), v, slots)
+    return rows.reference_rotate(q, angles), slots.keys, slots.values
+
+
+def _compare_head_gates(engine: Engine, numbers: Numbers) -> Comparisons:
+    parts = parts_of(engine, GatedAttention)
+    for num_heads, dim in dict.fromkeys((part.num_heads, part.head_dim) for part in parts):
+        x = numbers.normal(5, num_heads, dim)
+        gate = 4 * numbers.normal(5, 2 * num_heads, dim)[:, 1::2]  # as the model lays them out
+        expected = x.double() * torch.sigmoid(gate.double())
+        yield Comparison(f"{num_heads} heads of {dim}", heads.open_heads(x, gate), expected, num_steps=2)
+
+
+# ---- the gated delta rule
+
+
+def _delta_layers(engine: Engine) -> list[tuple[Recurrent, str, GatedDelta]]:
+    """One of each spec, with its name."""
+    found = []
+    for part in parts_of(engine, GatedDelta):
+        storage = engine.cache.storage[part.layer]
+        assert isinstance(storage, RecurrentState)
+        spec = storage.spec
+        name = f"{spec.num_key_heads}/{spec.num_heads} heads of {spec.key_dim} x {spec.value_dim}"
+        found.append((spec, name, part))
+    return distinct(found, lambda item: item[0])
+
+
+def _compare_delta(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Two rows of a scan, a fold of all tokens of one and of two of the other, and the convolution."""
+    wide_dtype, lead = torch.promote_types(numbers.dtype, torch.float32), (2, engine.models.plan.block + 3)
+    for spec, name, _ in _delta_layers(engine):
+        q, k = (numbers.normal(*lead, spec.num_key_heads, spec.key_dim) for _ in range(2))
+        v = numbers.normal(*lead, spec.num_heads, spec.value_dim)
+        gate = -numbers.uniform(*lead, spec.num_heads, dtype=wide_dtype)
+        beta = numbers.uniform(*lead, spec.num_heads)
+        state = numbers.normal(2, spec.num_heads, spec.key_dim, spec.value_dim, dtype=wide_dtype)
+        counts = numbers.whole(lead[1], 2)
+        expected, expected_state = _reference_scan(*wide((q, k, v, gate, beta, state)), counts)
+        got, tape = gated_delta.scan(q, k, v, gate, beta, state)
+        gated_delta.fold(state, tape, counts)
+        yield Comparison(f"scan, {name}", got, expected)
+        yield Comparison(f"fold, {name}", state, expected_state)
+        channels, width = spec.conv_channels, spec.conv_width
+        x, tail = numbers.normal(*lead, channels), numbers.normal(2, width - 1, channels)
+        weight, where = numbers.normal(channels, width), f"convolve, {channels} channels"
+        yield run(where, gated_delta.convolve, gated_delta.reference_convolve, x, tail, weight)
+
+
+def _reference_scan(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What all tokens read, and the state after `counts` of them."""
+    reads, tape = gated_delta.reference_scan(q, k, v, gate, beta, state)
+    gated_delta.reference_fold(state, tape, counts)
+    return reads, state
+
+
+def _compare_delta_layers(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Prompt tokens and a block through a state of its own, kept in part; then the norm behind it."""
+    for spec, name, part in _delta_layers(engine):
+        weights = gated_delta.DeltaWeights(part.conv[:, 0], part.decay_log, part.gate_bias)
+        width = max(engine.models.plan.width, 2)
+        yield from _compare_states(spec, name, weights, numbers, width=width)
+        read = numbers.normal(5, spec.num_heads, spec.value_dim)
+        z = numbers.normal(5, spec.num_heads * (spec.value_dim + 1))[:, spec.num_heads :]  # of a projection
+        where = f"norm, {spec.num_heads} heads of {spec.value_dim}"
+        norm = (part.norm.weight, part.norm.eps)
+        yield run(where, gated_delta.gated_norm, _reference_gated_norm, read, z, *norm, num_steps=2)
+
+
+def _reference_gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rows.reference_rms_norm(read, weight, eps) * functional.silu(z.reshape(read.shape))
+
+
+def _compare_states(
+    spec: Recurrent, name: str, weights: gated_delta.DeltaWeights, numbers: Numbers, *, width: int
+) -> Comparisons:
+    """Rows 2 and 0 of three: 5 and 3 known tokens, then a block of which they keep all and one.
+
+    In two layers of the same weights, each with its own tokens: they are committed together.
+    """
+    known, kept, sizes = (5, 3), (width, 1), (spec.conv_channels, spec.num_heads, spec.num_heads)
+    states = RecurrentStates(spec, num_layers=2, num_rows=3, dtype=numbers.dtype, device=numbers.device)
+    states.state.fill_(math.nan)  # a row that begins has no past
+    states.tail.fill_(math.nan)
+    row_ids, starts = numbers.whole(2, 0), numbers.whole(*known)
+    begin = Scan(row_ids, starts * 0, known, True, numbers.whole(0, known[0], sum(known)), max(known))
+    block = Scan(row_ids, starts, (width, width), False, numbers.whole(0, width, 2 * width), width)
+    inputs = [[numbers.normal(count + width, sum(sizes)) for count in known] for _ in range(2)]  # of each row
+    reads: list[list[Tensor]] = [[], []]  # of each layer: its rows' known tokens, then their block
+    for scan, piece in ((begin, 0), (block, 1)):
+        for layer, of_rows in enumerate(inputs):
+            parts = [row.tensor_split([count])[piece] for row, count in zip(of_rows, known, strict=True)]
+            x, beta, gate = torch.split(torch.cat(parts), list(sizes), dim=1)
+            found = states.scan(layer, x, beta, gate, weights, scan)
+            reads[layer] += torch.split(found, [len(part) for part in parts])
+    states.commit(row_ids, starts, numbers.whole(*kept))
+    for layer, of_rows in enumerate(inputs):
+        for index, row in enumerate((2, 0)):
+            length = known[index] + kept[index]
+            expected, state = _reference_row(spec, of_rows[index].double(), wide(weights), length)
+            yield Comparison(f"reads, {name}", torch.cat(reads[layer][index::2]), expected, num_steps=6)
+            # In the stream's dtype: what the state was made from had no more digits.
+            got = states.state[layer, row].to(numbers.dtype)
+            yield Comparison(f"state, {name}", got, state, num_steps=6)
+            last = of_rows[index][length - spec.conv_width + 1 : length, : spec.conv_channels]
+            yield Comparison(f"last inputs, {name}", states.tail[layer, row], last.double())
+
+
+def _reference_row(
+    spec: Recurrent, inputs: Tensor, weights: gated_delta.DeltaWeights, length: int
+) -> tuple[Tensor, Tensor]:
+    """Reads of all tokens, and the state after `length` of them."""
+    x, beta, gate = torch.split(inputs[None], [spec.conv_channels, spec.num_heads, spec.num_heads], dim=2)
+    rate, decay = gated_delta.gates(beta, gate, weights)
+    tail = x.new_zeros(1, spec.conv_width - 1, spec.conv_channels)
+    mixed = gated_delta.reference_convolve(x, tail, weights.conv)
+    keys, values = (spec.num_key_heads, spec.key_dim), (spec.num_heads, spec.value_dim)
+    q, k, v = torch.split(mixed, [math.prod(keys), math.prod(keys), math.prod(values)], dim=2)
+    q, k, v = (x.reshape(1, -1, *shape) for x, shape in ((q, keys), (k, keys), (v, values)))
+    state = x.new_zeros(1, spec.num_heads, spec.key_dim, spec.value_dim)
+    reads, state = _reference_scan(q, k, v, decay, rate, state, torch.tensor([length], device=x.device))
+    return reads[0], state[0]
+
+
+# ---- mixtures
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    """Experts, and how a token's are chosen."""
+
+    experts: Experts
+    num_chosen: int
+    weighing: moe.Weighing
+    expert_scale: Tensor | None = None
+    shared: SharedExpert | None = None
+
+    def kind(self) -> tuple[object, ...]:
+        parts = (self.experts.gate_up, self.experts.down)
+        stored = [(tuple(part.weight.shape), type(part.weight), part.bias is None) for part in parts]
+        chosen = (self.num_chosen, self.weighing, self.expert_scale is None, self.shared is None)
+        return *stored, self.experts.activation, *chosen
+
+
+def _mixtures(engine: Engine) -> list[_Mixture]:
+    """One of each kind."""
+    found = []
+    for part in parts_of(engine, nn.Module):
+        if isinstance(part, MoE):
+            found.append(_Mixture(part.experts, part.num_chosen, part.weighing, shared=part.shared))
+        elif isinstance(part, GptOssMoE):
+            found.append(_Mixture(part.experts, part.num_chosen, "chosen"))
+        elif isinstance(part, GemmaFeedForward) and part.has_experts:
+            router = part.router
+            found.append(_Mixture(part.experts, router.num_chosen, "renormalised", router.expert_scale))
+    return distinct(found, _Mixture.kind)
+
+
+def _compare_routes(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Which of several equal logits are chosen is left open: it is the logits that must agree."""
+    for mixture in _mixtures(engine):
+        num_experts, num_chosen = mixture.experts.gate_up.weight.shape[0], mixture.num_chosen
+        logits, where = 3 * numbers.normal(7, num_experts), f"{num_chosen} of {num_experts} experts"
+        weights, ids, _ = moe.route(logits, num_chosen, mixture.weighing, mixture.expert_scale)
+        expected, likeliest, _ = moe.reference_route(logits.double(), num_chosen, mixture.weighing)
+        if mixture.expert_scale is not None:
+            expected = expected * mixture.expert_scale.double()[ids]
+        yield Comparison(f"choice, {where}", logits.gather(1, ids), logits.double().gather(1, likeliest))
+        num_distinct = numbers.whole(*(len(set(chosen)) for chosen in ids.tolist()))
+        yield Comparison(f"choice, {where}", num_distinct, torch.full_like(num_distinct, num_chosen))
+        yield Comparison(f"weights, {where}", weights, expected)
+
+
+def _compare_experts(engine: Engine, numbers: Numbers) -> Comparisons:
+    for mixture in _mixtures(engine):
+        experts, shared = mixture.experts, mixture.shared
+        num_experts, _, hidden = experts.gate_up.weight.shape
+        x, onto = numbers.normal(MAX_MIXED, hidden), numbers.normal(MAX_MIXED, hidden)
+        gate = numbers.normal(MAX_MIXED, 1)
+        scores = numbers.normal(MAX_MIXED, num_experts, dtype=torch.float32)
+        choice = moe.route(scores, mixture.num_chosen, mixture.weighing)
+        routed = _reference_experts(experts, x.double(), choice)
+        where = f"{mixture.num_chosen} of {num_experts} experts, {list(experts.down.weight.shape[1:])}"
+        yield Comparison(where, experts(x, choice), routed, num_steps=4)
+        expected = onto.double() + routed
+        if shared is not None:
+            expected += torch.sigmoid(gate.double()) * _reference_mlp(shared, x.double())
+        got = experts(x, choice, None if shared is None else moe.Shared(gate, shared), onto)
+        yield Comparison(f"{where}, onto the stream", got, expected, num_steps=4)
+
+
+def _reference_experts(experts: Experts, x: Tensor, choice: moe.Choice) -> Tensor:
+    """One token and expert after another."""
+    routed = torch.zeros_like(x)
+    for token, ids in enumerate(choice.ids.tolist()):
+        for weight, expert in zip(choice.weights[token].double(), ids, strict=True):
+            routed[token] += weight * _reference_mlp(experts, x[token], expert)
+    return routed
+
+
+def _reference_mlp(part: Experts | SharedExpert, x: Tensor, expert: int | None = None) -> Tensor:
+    inner = _reference_of(part.activate)(_matrix(part.gate_up, expert).reference(x))
+    return _matrix(part.down, expert).reference(inner)
+
+
+# ---- behind the head
+
+
+RULES = (
+    RowSampling(),
+    RowSampling(repetition=1.3, presence=0.4, frequency=0.3, output_start=2),
+    RowSampling(temperature=0.8, seed=-3),
+    RowSampling(temperature=1.1, top_k=20, min_p=0.02, seed=5),
+    RowSampling(temperature=0.9, top_p=0.8, seed=2**40, bias=((1, 3.0),), stop_ids=(0,), min_end=9),
+)
+
+
+def _compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
+    vocab_size = engine.models.config.vocab_size
+    table = _rows_of_rules(vocab_size, numbers)
+    starts, recent = table.length[table.active], numbers.integers(min(vocab_size, 9), len(RULES), 2)
+    logits = 3 * numbers.normal(len(RULES), 2, vocab_size)
+    got = sampling.choose(logits, starts, recent, table.sampling())
+    expected = _nearest(got, logits.double(), starts, recent, table.sampling())
+    for row, rule in enumerate(RULES):
+        kind = "random" if rule.is_random else "greedy"
+        name = f"{'filtered ' * rule.is_filtered}{'penalised ' * rule.is_penalised}{kind}"
+        yield Comparison(f"{name}, {vocab_size} tokens", got[row], expected[row])
+
+
+def _rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:
+    """A row for each of RULES, all active."""
+    count, device = len(RULES), numbers.device
+    table = Rows(max_rows=count, max_pages=1, vocab_size=vocab_size, scratch_page=0, device=device)
+    for row, rule in enumerate(RULES):
+        table.place(row, numbers.integers(min(vocab_size, 9), 6 + row).tolist(), 5 + row, rule)
+    table.activate(range(count))
+    return table
+
+
+def _nearest(
+    got: Tensor, logits: Tensor, starts: Tensor, recent: Tensor, batch: sampling.SamplingBatch
+) -> Tensor:
+    """What the reference chooses; `got` itself where it would do so with numbers NEAR the given ones."""
+    expected = sampling.choose_reference(logits, starts, recent, batch)
+    if torch.equal(got, expected):
+        return expected
+    in_reach = got.clamp(0, logits.shape[2] - 1)[..., None]
+    nudged = logits.scatter_add(2, in_reach, torch.full_like(logits[..., :1], NEAR))
+    for top_p in (1.0, 1 - NEAR, 1 + NEAR):
+        real = batch.real.clone()
+        real[:, Real.TOP_P] *= top_p
+        for near in (logits, nudged):
+            found = sampling.choose_reference(near, starts, recent, replace(batch, real=real))
+            expected = torch.where(found == got, got, expected)
+    return expected
+
+
+def _compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Counts, and where the rows stand after that step, by counting."""
+    width = max(engine.models.plan.width, 2)
+    sampled, block = numbers.integers(2, 8, width), numbers.integers(2, 8, width)
+    sampled[0, :-1] = block[0, 1:]  # all right
+    sampled[1, :-1] = 1 - block[1, 1:]  # all wrong
+    agrees = (sampled[:, :-1] == block[:, 1:]).tolist()
+    counts = [1 + [*row, False].index(False) for row in agrees]
+    got = acceptance.count_accepted(sampled, block)
+    yield Comparison(f"blocks of {width}", got, numbers.whole(*counts))
+    table = _rows_of_rules(9, numbers)
+    lengths, anchors = table.length.clone(), table.anchor.clone()
+    output_counts = table.sampling().output_counts.long()
+    for row, rule in enumerate(RULES):
+        if rule.is_penalised:
+            for token in block[row, max(0, rule.output_start - int(lengths[row])) : counts[row]].tolist():
+                output_counts[row, token] += 1
+        lengths[row] += counts[row]
+        anchors[row] = sampled[row, counts[row] - 1]
+    num = len(RULES)
+    table.advance(block[:num], sampled[:num], numbers.whole(*counts[:num]))
+    yield Comparison(f"lengths after blocks of {width}", table.length, lengths)
+    yield Comparison(f"anchors after blocks of {width}", table.anchor, anchors)
+    after = table.sampling().output_counts.long()
+    yield Comparison(f"counts after blocks of {width}", after, output_counts)
+
+
+def _compare_places(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Positions and slots of a ragged stream and of blocks, by counting."""
+    width, page_size = engine.models.plan.width, engine.models.plan.page_size
+    order, starts = (2, 0, 1), (page_size - 1, 0, 7)
+    for counts in ((width, width, width), (3, 1, 2 * page_size + 1)):
+        num_pages = (max(starts) + max(counts)) // page_size + 1
+        pages = numbers.order(3 * num_pages).view(3, num_pages)
+        where = {"rows": numbers.whole(*order), "starts": numbers.whole(*starts)}
+        blocks = Blocks(pages=pages, counts=counts, page_size=page_size, **where)
+        positions, slots, table = [], [], pages.tolist()
+        for row, start, count in zip(order, starts, counts, strict=True):
+            for position in range(start, start + count):
+                positions.append(position)
+                slots.append(table[row][position // page_size] * page_size + position % page_size)
+        yield Comparison(f"positions, {counts} tokens", blocks.positions, numbers.whole(*positions))
+        yield Comparison(f"slots, {counts} tokens", blocks.write_slots, numbers.whole(*slots))
+
+
+OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
+    "linear": _compare_linear,
+    "packed product": _compare_packed,
+    "attention": _compare_attention,
+    "norm": _compare_norms,
+    "rotation": _compare_rotations,
+    "activation": _compare_activations,
+    "gated product": _compare_gated,
+    "heads": _compare_heads,
+    "heads' gates": _compare_head_gates,
+    "gated delta": _compare_delta,
+    "gated delta layer": _compare_delta_layers,
+    "routing": _compare_routes,
+    "experts": _compare_experts,
+    "places": _compare_places,
+    "sampling": _compare_sampling,
+    "acceptance": _compare_acceptance,
+}
