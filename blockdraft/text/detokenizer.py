@@ -8,7 +8,6 @@ sequence. The result depends on the ids alone, never on how decoding grouped the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from blockdraft.errors import RequestError
 from blockdraft.text.tokenizer import REPLACEMENT, Tokenizer
@@ -95,13 +94,6 @@ def _num_open(text: str) -> int:
     return len(tail) - len(tail.rstrip(REPLACEMENT))
 
 
-class Emitted(NamedTuple):
-    """What one push lets through: text to show, and the stop string that ended it, if one did."""
-
-    text: str
-    stop: str | None = None
-
-
 class StopStrings:
     """Finds the first stop string in a stream of text and cuts there.
 
@@ -119,12 +111,15 @@ class StopStrings:
         self._held = ""
         self.stop_reason: str | None = None
 
-    def push(self, text: str, can_stop: bool = True) -> Emitted:
-        """With `can_stop` false a stop string that ends in `text` is let through as plain text; one
-        that only begins there is held back, and stops the stream if it ends in a later push."""
+    def push(self, text: str, can_stop: bool = True) -> str:
+        """The text to show now; `stop_reason` is set where a stop string ended it.
+
+        With `can_stop` false a stop string that ends in `text` is let through as plain text; one that only
+        begins there is held back, and stops the stream if it ends in a later push.
+        """
         assert self.stop_reason is None, "text after a stop string"
         if not self._matchers:
-            return Emitted(text)
+            return text
         waiting = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
             # No short cut here: every matcher has to see every character.
@@ -133,21 +128,21 @@ class StopStrings:
                 return self._stop(waiting[:end], complete[0])
         return self._hold(waiting)
 
-    def flush(self) -> Emitted:
+    def flush(self) -> str:
         """What was held back: the text is over, so no stop string can complete."""
         held, self._held = self._held, ""
-        return Emitted(held)
+        return held
 
-    def _stop(self, text: str, stop: str) -> Emitted:
+    def _stop(self, text: str, stop: str) -> str:
         self.stop_reason = stop
         self._held = ""
-        return Emitted(text if self._include else text[: -len(stop)], stop)
+        return text if self._include else text[: -len(stop)]
 
-    def _hold(self, waiting: str) -> Emitted:
+    def _hold(self, waiting: str) -> str:
         num_held = 0 if self._include else max(m.num_matched for m in self._matchers)
         cut = len(waiting) - num_held
         self._held = waiting[cut:]
-        return Emitted(waiting[:cut])
+        return waiting[:cut]
 
 
 class _Matcher:
@@ -211,7 +206,7 @@ class TextStream:
     def finish(self) -> None:
         """Lets go of all text held back. No push after this; a second finish does nothing."""
         if self.stop_reason is None and not self._emit(self._detokenizer.flush()):
-            self._ready.append(self._stops.flush().text)
+            self._ready.append(self._stops.flush())
 
     @property
     def text(self) -> str:
@@ -224,7 +219,5 @@ class TextStream:
         return self._stops.stop_reason
 
     def _emit(self, text: str) -> bool:
-        emitted = self._stops.push(text, can_stop=self._can_stop)
-        if emitted.text:
-            self._ready.append(emitted.text)
-        return emitted.stop is not None
+        self._ready.append(self._stops.push(text, can_stop=self._can_stop))
+        return self.stop_reason is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,14 +109,8 @@ def read_shard(path: Path) -> list[Document]:
         with np.load(path, allow_pickle=False) as shard:
             arrays = {name: shard[name] for name in shard.files}
         names = [str(name) for name in arrays["names"]]
-        rows = zip(
-            arrays["prompt_sizes"].tolist(),
-            arrays["answer_sizes"].tolist(),
-            arrays["categories"].tolist(),
-            arrays["is_greedy"].tolist(),
-            arrays["keys"].tolist(),
-            strict=True,
-        )
+        columns = ("prompt_sizes", "answer_sizes", "categories", "is_greedy", "keys")
+        rows = zip(*(arrays[column].tolist() for column in columns), strict=True)
         tokens = arrays["tokens"].tolist()
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise SettingsError(f"'{path}' is not a shard of answers ({error}): delete it.") from None
@@ -126,6 +121,19 @@ def read_shard(path: Path) -> list[Document]:
         documents.append(Document(prompt_ids, answer_ids, names[category], is_greedy, key))
         begin = end
     return documents
+
+
+def first_of_each(
+    conversations: Iterable[Conversation], count: int
+) -> tuple[list[Conversation], list[Conversation]]:
+    """The first `count` of each category, and the others, both in order."""
+    seen: Counter[str] = Counter()
+    first: list[Conversation] = []
+    rest: list[Conversation] = []
+    for one in conversations:
+        (first if seen[one.category] < count else rest).append(one)
+        seen[one.category] += 1
+    return first, rest
 
 
 def encode_conversation(tokenizer: Tokenizer, one: Conversation, said: Sequence[str] = ()) -> list[int]:

@@ -8,8 +8,8 @@ the exported drafter commits in the engine must be the same.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from torch.nn import functional
 from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
-from blockdraft.engine.request import Metrics, SamplingParams
+from blockdraft.engine.request import Delta, Metrics, SamplingParams
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.settings.settings import Settings
@@ -141,13 +141,26 @@ def fit_in_engine(
         graphs=False,  # a few steps: not worth their capture
     )
     engine = Engine(load_models(settings, lambda line: None))
-    waiting, finished = list(documents), list[Metrics]()
+    asked = [
+        (one.prompt_ids, SamplingParams(temperature=0.0, max_tokens=len(one.answer_ids))) for one in documents
+    ]
+    deltas = itertools.chain.from_iterable(run_engine(engine, asked))
+    return fit_of_metrics([delta.metrics for delta in deltas if delta.metrics is not None])
+
+
+def run_engine(
+    engine: Engine, asked: Iterable[tuple[Sequence[int], SamplingParams]]
+) -> Iterator[Sequence[Delta]]:
+    """Step `engine` until all prompts are answered; each joins as soon as there is room, and in order.
+
+    The requests are called "0", "1", and so on.
+    """
+    waiting = deque(enumerate(asked))
     while waiting or engine.has_work:
         while waiting and engine.scheduler.has_room(1):
-            one = waiting.pop(0)
-            engine.add(one.prompt_ids, SamplingParams(temperature=0.0, max_tokens=len(one.answer_ids)))
-        finished += [delta.metrics for delta in engine.step() if delta.metrics is not None]
-    return fit_of_metrics(finished)
+            number, (prompt_ids, params) = waiting.popleft()
+            engine.add(prompt_ids, params, str(number))
+        yield engine.step()
 
 
 def _runs(forward: BlockForward, rows: PackedRows, rows_per_step: int, num_anchors: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,8 +21,14 @@ from blockdraft.llm import LLM
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.start.memory import release
 from blockdraft.step.dflash import DFlashDrafter
-from blockdraft.training.answers import Conversation, Document, encode_conversation, encode_plain
-from blockdraft.training.evaluate import DrafterFit, fit_of_metrics, fit_of_steps
+from blockdraft.training.answers import (
+    Conversation,
+    Document,
+    encode_conversation,
+    encode_plain,
+    first_of_each,
+)
+from blockdraft.training.evaluate import DrafterFit, fit_of_metrics, fit_of_steps, run_engine
 from blockdraft.training.fit_report import (
     LOW,
     RAISES_ELSEWHERE,
@@ -53,7 +59,7 @@ def fit(
     show: Show = lambda stage, share, detail: None,
 ) -> FitReport:
     """Measure how a drafter fits on the prompts of `question.source`; where that is low, find out why."""
-    conversations = _chosen(conversations, question.limit)
+    conversations, _ = first_of_each(conversations, question.limit)
     session = _Session(question, show)
     usable = session.prompts(conversations)
     if not usable:
@@ -90,17 +96,6 @@ def fit(
 
 
 # ---- prompts
-
-
-def _chosen(conversations: Iterable[Conversation], limit: int) -> list[Conversation]:
-    """The first `limit` of each category."""
-    seen: dict[str, int] = defaultdict(int)
-    chosen = []
-    for one in conversations:
-        seen[one.category] += 1
-        if seen[one.category] <= limit:
-            chosen.append(one)
-    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,17 +154,12 @@ class _Session:
     def answer(
         self, stage: str, prompts: Sequence[_Prompt], max_tokens: int, temperature: float
     ) -> list[_Answer]:
-        engine = self._llm.engine
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, width=self.width)
-        waiting, asked = deque(prompts), dict[str, _Prompt]()
         steps: dict[str, list[tuple[int, ...]]] = defaultdict(list)
         finished: dict[str, Metrics] = {}
         num_done, num_all = 0, max_tokens * len(prompts)
-        while waiting or engine.has_work:
-            while waiting and engine.scheduler.has_room(1):
-                prompt = waiting.popleft()
-                asked[engine.add(prompt.ids, params)] = prompt
-            for delta in engine.step():
+        for deltas in run_engine(self._llm.engine, ((prompt.ids, params) for prompt in prompts)):
+            for delta in deltas:
                 if delta.token_ids:
                     steps[delta.request_id].append(delta.token_ids)
                     num_done += len(delta.token_ids)
@@ -177,7 +167,11 @@ class _Session:
                     finished[delta.request_id] = delta.metrics
                     num_done += max_tokens - delta.metrics.num_tokens
             self._show(stage, num_done / num_all, f"{len(finished)} of {len(prompts)} prompts answered")
-        return [_Answer(prompt, tuple(steps[name]), finished[name]) for name, prompt in asked.items()]
+        names = map(str, range(len(prompts)))
+        return [
+            _Answer(prompt, tuple(steps[name]), finished[name])
+            for name, prompt in zip(names, prompts, strict=True)
+        ]
 
     def probes(self, answers: Sequence[_Answer]) -> list[_Answer]:
         """Greedy answers of every category to its shortest prompts; their first tokens are enough."""

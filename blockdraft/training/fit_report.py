@@ -190,15 +190,9 @@ def prospect_of(
             f"the built-in prompts are too few to train with: write some of your workload into {OWN_PROMPTS}"
         )
     start = [] if has_own_parts else ["--from", question.drafter]
-    words = [
-        "blockdraft",
-        "train",
-        question.target,
-        *start,
-        "--prompts",
-        str(question.prompts or OWN_PROMPTS),
-    ]
-    return Prospect(is_worth_it, tuple(reasons), shlex.join([*words, "--out", "trained", "--minutes", "30"]))
+    prompts = str(question.prompts or OWN_PROMPTS)
+    words = ["blockdraft", "train", question.target, *start, "--prompts", prompts, "--out", "trained"]
+    return Prospect(is_worth_it, tuple(reasons), shlex.join([*words, "--minutes", "30"]))
 
 
 def describe_depth(overall: DrafterFit) -> str:

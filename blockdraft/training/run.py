@@ -29,7 +29,7 @@ from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
-from blockdraft.training.answers import Conversation, Document, read_conversations
+from blockdraft.training.answers import Conversation, Document, first_of_each, read_conversations
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
 from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate
 from blockdraft.training.export import ModelCard, export
@@ -227,13 +227,7 @@ def _conversations(job: Job) -> tuple[list[Conversation], list[Conversation]]:
             for one in read_conversations(path)
         ]
     else:
-        seen: Counter[str] = Counter()
-        held_out = []
-        rest: list[Conversation] = []
-        share = max(1, min(HELD_OUT, len(found) // 20))
-        for one in found:
-            (held_out if seen[one.category] < share else rest).append(one)
-            seen[one.category] += 1
+        held_out, rest = first_of_each(found, max(1, min(HELD_OUT, len(found) // 20)))
         found = rest or found
     return found[: job.max_prompts], held_out
 
