@@ -521,7 +521,7 @@ def test_a_drafter_of_another_target_is_refused(tmp_path, prompts, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot read prompts"),
+        (None, "prompts.jsonl does not exist"),
         ("", "holds no prompts"),
         ("{]", "line 1: not JSON"),
         ('{"messages": [{"role": "system", "content": "x"}]}', "no user message"),
