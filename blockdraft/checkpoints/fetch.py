@@ -31,7 +31,8 @@ _CHUNK_BYTES = 1 << 20
 _STDERR_FD = 2  # sys.stderr is not always a file (notebooks)
 _HUB_WEIGHTS = ["*.safetensors", "model.safetensors.index.json"]
 _HUB_SMALL_FILES = [
-    *("config.json", "generation_config.json", "fit.json", "chat_template.jinja", "chat_template.json"),
+    *("config.json", "hf_quant_config.json", "generation_config.json", "fit.json"),
+    *("chat_template.jinja", "chat_template.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
 ]
 _HUB_DUPLICATES = ["*/*", "consolidated*"]  # other formats of the same weights

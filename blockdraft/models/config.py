@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 from blockdraft.cache.spec import LayerSpec, Paged, Recurrent, SharedWith, Windowed
 
-T = TypeVar("T", int, float, bool, str)
 Family = Literal[
     "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4", "gpt_oss"
 ]

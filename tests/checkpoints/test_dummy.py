@@ -90,7 +90,7 @@ def test_of_a_hub_id_only_the_small_files_are_fetched(monkeypatch, tmp_path):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     dummy("some/model")
-    assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= set(asked[0])
+    assert {"config.json", "hf_quant_config.json", "tokenizer.json", "chat_template.jinja"} <= set(asked[0])
     assert not any("safetensors" in pattern for pattern in asked[0])
     fetch.hub_folder("some/model", revision=None)
     assert set(asked[1]) - set(asked[0]) == {"*.safetensors", "model.safetensors.index.json"}
