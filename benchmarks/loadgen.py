@@ -165,7 +165,7 @@ async def measure(url: str, load: Load, times: list[float | None]) -> Sample:
     clock = time.perf_counter
     async with Client(url, "m", clock=clock) as client:
         start_s, busy_s, ready_s = clock(), time.process_time(), waited_s()
-        answers = await run_block(client, asks, load, clock)
+        answers = await run_block(client, asks, load)
         seconds = clock() - start_s
     failed = [answer.error for answer in answers if answer.error is not None]
     assert not failed, failed[0]

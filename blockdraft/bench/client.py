@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Self
 
 import aiohttp
 
+from blockdraft.bench import wire
 from blockdraft.bench.endpoint import Switches
 from blockdraft.bench.records import Answer, Ask
 from blockdraft.bench.speculation import read_chunk
-from blockdraft.bench.wire import (
-    Json,
-    headers,
-    inside,
-    is_refusal,
-    one_line,
-    reason,
-    server_message,
-    server_root,
-    shown_host,
-    whole_number,
-)
+from blockdraft.bench.wire import Json, inside, whole_number
 
 Clock = Callable[[], float]
 OnAnswer = Callable[[Answer], None]
@@ -49,7 +40,7 @@ _FIELDS = (b"event:", b"id:", b"retry:", b":")  # of server-sent events, beside 
 class Client:
     """One model of one server, used as a context.
 
-    `clock` gives seconds from the start of the run; `timeout_s` is for a turn.
+    `clock` gives seconds; `timeout_s` is for a turn.
     """
 
     def __init__(
@@ -58,7 +49,7 @@ class Client:
         model: str,
         *,
         api_key: str | None = None,
-        clock: Clock,
+        clock: Clock = time.monotonic,
         timeout_s: float = 600.0,
         switches: Switches | None = None,
     ) -> None:
@@ -66,9 +57,9 @@ class Client:
         self.clock = clock
         self.switches = Switches() if switches is None else switches
         self.num_refused = 0  # connections in a row that did not come about
-        self._root = server_root(url)
-        self.host = shown_host(self._root)
-        self._api_key = api_key
+        self._root = wire.server_root(url)
+        self.host = wire.shown_host(self._root)
+        self.api_key = api_key
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._beginning = asyncio.Lock()
@@ -77,7 +68,7 @@ class Client:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S),
-            headers={**headers(self._api_key), "content-type": "application/json"},
+            headers={**wire.headers(self.api_key), "content-type": "application/json"},
         )
         return self
 
@@ -119,10 +110,10 @@ class Client:
             await self._exchange(path, body, reader)
             reader.check_end()
         except _BadAnswer as error:
-            answer.error = one_line(str(error), self._api_key)
+            answer.error = wire.one_line(str(error), self.api_key)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # time-outs are OSErrors
-            self.num_refused += is_refusal(error)
-            answer.error = one_line(reason(error, self.host, self._timeout_s), self._api_key)
+            self.num_refused += wire.is_refusal(error)
+            answer.error = wire.one_line(wire.reason(error, self.host, self._timeout_s), self.api_key)
         finally:
             reader.finish()
         return answer
@@ -132,7 +123,7 @@ class Client:
         async with self._session.post(self._root + path, data=body) as response:
             self.num_refused = 0
             if response.status != 200:
-                said = server_message(await response.read())
+                said = wire.server_message(await response.read())
                 raise _BadAnswer(f"HTTP {response.status}: {said}")
             content = response.content
             while not reader.is_done and (data := await content.readany()):
@@ -205,7 +196,7 @@ class _Reader:
         if not isinstance(chunk, dict):
             raise _BadAnswer(f"malformed stream: an event is no object: {_shown(data)}")
         if chunk.get("error") or chunk.get("object") == "error":
-            raise _BadAnswer(f"the server says in the stream: {server_message(data)}")
+            raise _BadAnswer(f"the server says in the stream: {wire.server_message(data)}")
         choices = chunk.get("choices")
         if choices:
             self._choice(choices[0] if isinstance(choices, list) else choices, data)

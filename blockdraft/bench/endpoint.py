@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import aiohttp
 
@@ -26,13 +26,6 @@ from blockdraft.errors import BenchError
 
 Kind = Literal["blockdraft", "vllm", "sglang", "llama.cpp", "unknown"]
 PROBE_TIMEOUT_S = 10.0  # arbitrary
-_OWNERS: dict[str, Kind] = {
-    "blockdraft": "blockdraft",
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "llamacpp": "llama.cpp",
-    "llama.cpp": "llama.cpp",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +206,10 @@ def _find_model(ask: _Asker, cards: list[Json], model: str | None) -> Json:
 
 
 def _kind(reply: _Reply, card: Json, props: Json, info: Json) -> Kind:
-    if (kind := _OWNERS.get(str(card.get("owned_by")).lower())) is not None:
-        return kind
+    owner = str(card.get("owned_by")).lower().replace("llamacpp", "llama.cpp")
+    for kind in get_args(Kind):
+        if owner == kind and kind != "unknown":
+            return cast("Kind", kind)
     if reply.server.lower().startswith("llama.cpp") or "default_generation_settings" in props:
         return "llama.cpp"
     if "tokenizer_path" in info or "mem_fraction_static" in info:

@@ -7,8 +7,9 @@ import contextlib
 import gc
 import random
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
-from blockdraft.bench.client import Client, Clock, OnAnswer
+from blockdraft.bench.client import Client, OnAnswer
 from blockdraft.bench.records import NOT_ENDED, NOT_SENT, Answer, Ask, Load
 
 MAX_REFUSED = 3  # connections in a row that did not come about: the server has gone
@@ -17,18 +18,14 @@ STOPPED = "the run was stopped."
 
 def poisson(num: int, rate: float, seed: int) -> list[float]:
     """Return `num` arrival times in seconds, of a Poisson process with `rate` per second."""
-    source, at_s, times = random.Random(seed), 0.0, []
-    for _ in range(num):
-        at_s += source.expovariate(rate)
-        times.append(at_s)
-    return times
+    source = random.Random(seed)
+    return list(accumulate(source.expovariate(rate) for _ in range(num)))
 
 
 async def run_block(
     client: Client,
     asks: Sequence[Ask],
     load: Load,
-    clock: Clock,
     on_answer: OnAnswer | None = None,
     stop: asyncio.Event | None = None,
 ) -> list[Answer]:
@@ -39,7 +36,7 @@ async def run_block(
     Everything asked for is answered, if only by an error that begins with NOT_SENT.
     """
     with _quiet_collector():
-        block = _Block(client, asks, clock, on_answer)
+        block = _Block(client, asks, on_answer)
         work = asyncio.ensure_future(
             block.at_times() if load.rate is not None else block.in_turn(load.concurrency)
         )
@@ -68,12 +65,12 @@ def _quiet_collector() -> Iterator[None]:
 
 
 class _Block:
-    def __init__(self, client: Client, asks: Sequence[Ask], clock: Clock, on_answer: OnAnswer | None) -> None:
+    def __init__(self, client: Client, asks: Sequence[Ask], on_answer: OnAnswer | None) -> None:
         self._client = client
         self._asks = asks
-        self._clock = clock
+        self._clock = client.clock
         self._on_answer = on_answer
-        self._start_s = clock()
+        self._start_s = client.clock()
         client.num_refused = 0  # of an earlier block: the server may be back
         self._begun_s: list[float | None] = [None] * len(asks)
         self._is_ended = [False] * len(asks)

@@ -15,18 +15,8 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from blockdraft.bench import layout
 from blockdraft.bench.figures import BenchReport, Estimate, Interval
-from blockdraft.bench.layout import (
-    acceptance,
-    agreement,
-    details,
-    divergences,
-    fact_text,
-    headline,
-    lead_lines,
-    start_lines,
-    summary,
-)
 from blockdraft.bench.records import SPECULATIVE, Arm, Key
 from blockdraft.bench.report import ReportRow, arm_names, rows_of, whole_rows
 from blockdraft.bench.sheet import (
@@ -88,12 +78,12 @@ def render(report: BenchReport) -> str:
     sections = [
         ("Throughput by concurrency", _figures(speeds, legend)),
         ("What speculation gains", _figures(gains)),
-        ("Acceptance by position", _figures(shares) + _table(acceptance(report))),
+        ("Acceptance by position", _figures(shares) + _table(layout.acceptance(report))),
         ("Times", _figures(times, legend + _TIMES_NOTE)),
-        ("All cells", _table(details(report))),
-        ("Agreement", _table(agreement(report))),
-        ("First divergences", _table(divergences(report), style="text")),
-        ("Start-up and warm-up", "".join(f"<p>{text(line)}</p>" for line in start_lines(report))),
+        ("All cells", _table(layout.details(report))),
+        ("Agreement", _table(layout.agreement(report))),
+        ("First divergences", _table(layout.divergences(report), style="text")),
+        ("Start-up and warm-up", "".join(f"<p>{text(line)}</p>" for line in layout.start_lines(report))),
         ("How it was run", _facts(_how(report))),
         ("What the figures mean", _facts(report["definitions"])),
     ]
@@ -102,7 +92,7 @@ def render(report: BenchReport) -> str:
     script = _read(FOLDER / "charts.js")
     charts = [asdict(chart) for chart in (*speeds, *gains, *shares, *times)]  # in the order of their places
     return Template(_read(FOLDER / "report.html")).substitute(
-        title=text(summary(report)),
+        title=text(layout.summary(report)),
         subtitle=text(f"measured from {_machine(report['machine'])}"),
         style=_read(UPLOT / "uPlot.min.css") + _read(FOLDER / "style.css"),
         sections=_top(report) + body,
@@ -134,10 +124,10 @@ def _read(path: Path) -> str:
 
 def _top(report: BenchReport) -> str:
     return (
-        "".join(f'<p class="lead">{text(line)}</p>' for line in lead_lines(report))
+        "".join(f'<p class="lead">{text(line)}</p>' for line in layout.lead_lines(report))
         + "".join(f'<p class="warning">{text(line)}</p>' for line in report["warnings"])
         + "".join(f'<p class="muted">Note: {text(line)}</p>' for line in report["notes"])
-        + _table(headline(report))
+        + _table(layout.headline(report))
     )
 
 
@@ -275,7 +265,9 @@ def _how(report: BenchReport) -> dict[str, object]:
 
 
 def _facts(facts: Mapping[str, object]) -> str:
-    entries = (f"<dt>{text(name)}</dt><dd>{text(fact_text(value))}</dd>" for name, value in facts.items())
+    entries = (
+        f"<dt>{text(name)}</dt><dd>{text(layout.fact_text(value))}</dd>" for name, value in facts.items()
+    )
     return f"<dl>{''.join(entries)}</dl>"
 
 

@@ -1,6 +1,6 @@
 """The records of a benchmark: prompts, what is asked of a server, what came back.
 
-Times are seconds of one monotonic clock, counted from the start of the run.
+Times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations

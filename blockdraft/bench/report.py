@@ -25,9 +25,9 @@ from blockdraft.bench.figures import (
     Warmup,
     headline_speedup,
     make_estimate,
+    schema_error,
 )
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm, Group, Key
-from blockdraft.bench.schema import schema_error
 from blockdraft.bench.sheet import milliseconds, row_name
 from blockdraft.bench.statistics import pair, split_by_category, summarise
 from blockdraft.bench.wire import shown_host

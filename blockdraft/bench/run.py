@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from blockdraft.bench.client import Client, Clock
+from blockdraft.bench.client import Client
 from blockdraft.bench.endpoint import Endpoint, read_speculation
 from blockdraft.bench.filler import filler
 from blockdraft.bench.load import MAX_REFUSED, poisson, run_block
@@ -84,7 +84,6 @@ class Server(NamedTuple):
 
     client: Client
     endpoint: Endpoint
-    api_key: str | None = None
 
 
 class Watcher:
@@ -128,14 +127,12 @@ class Runner:
         grid: Grid,
         servers: Mapping[Arm, Server],
         *,
-        clock: Clock,
         watcher: Watcher | None = None,
         stop: asyncio.Event | None = None,
     ) -> None:
         self.grid = grid
         self.servers = servers
         self.outcome = Outcome()
-        self._clock = clock
         self._watcher = watcher or Watcher()
         self._stop = stop or asyncio.Event()
         self._run_id = secrets.token_hex(3)
@@ -222,12 +219,10 @@ class Runner:
     async def _read_meter(self, server: Server) -> Speculation | None:
         if not server.endpoint.is_metered:
             return None
-        return await read_speculation(server.endpoint.url, server.api_key, server.endpoint.model)
+        return await read_speculation(server.endpoint.url, server.client.api_key, server.endpoint.model)
 
     async def _block(self, server: Server, asks: list[Ask], load: Load) -> list[Answer]:
-        answers = await run_block(
-            server.client, asks, load, self._clock, on_answer=self._watcher.take, stop=self._stop
-        )
+        answers = await run_block(server.client, asks, load, on_answer=self._watcher.take, stop=self._stop)
         if self._stop.is_set():
             self.outcome.trouble = "interrupted: these are the results so far."
         elif server.client.num_refused >= min(MAX_REFUSED, len(asks)):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 from rich.console import Console
 
-from blockdraft.bench.client import Client, Clock
+from blockdraft.bench.client import Client
 from blockdraft.bench.endpoint import probe
 from blockdraft.bench.figures import BenchReport, Startup
 from blockdraft.bench.host import machine
@@ -41,18 +40,13 @@ class Session:
         assert task is not None
         # Between two steps of the loop, not in the middle of starting a process that then nobody ends.
         _on_endings(task.cancel)
-        begin_s = time.monotonic()
-
-        def clock() -> float:
-            return time.monotonic() - begin_s
-
         starts: list[Startup] = []
         async with self._server(starts) as (url, started), contextlib.AsyncExitStack() as stack:
-            servers = await self._servers(url, clock, stack)
+            servers = await self._servers(url, stack)
             stop = asyncio.Event()
             _on_endings(stop.set)
             with Watch(self.grid.total * len(servers), self.console) as watch:
-                outcome = await Runner(self.grid, servers, clock=clock, watcher=watch, stop=stop).run()
+                outcome = await Runner(self.grid, servers, watcher=watch, stop=stop).run()
         if started is not None:
             starts.append(started.facts(next(iter(outcome.cold.values()), None)))
         return self._report(servers, outcome, starts), outcome
@@ -82,28 +76,26 @@ class Session:
     async def _first_answer(self, url: str) -> Answer:
         """Send a cold request to a server that is started for that alone."""
         ask = cold_ask(SPECULATIVE, "cold", is_raw=self.grid.workloads[0].is_raw)
-        async with self._connected(url, time.monotonic) as server:
+        async with self._connected(url) as server:
             return (await server.client.converse(ask))[0]
 
     @contextlib.asynccontextmanager
-    async def _connected(self, url: str, clock: Clock) -> AsyncIterator[Server]:
+    async def _connected(self, url: str) -> AsyncIterator[Server]:
         key, timeout_s = self.options.api_key, self.options.timeout
         endpoint = await probe(url, key, self.options.name)
-        switches = endpoint.switches
-        async with Client(
-            url, endpoint.model, api_key=key, clock=clock, timeout_s=timeout_s, switches=switches
-        ) as client:
-            yield Server(client, endpoint, key)
+        client = Client(url, endpoint.model, api_key=key, timeout_s=timeout_s, switches=endpoint.switches)
+        async with client:
+            yield Server(client, endpoint)
 
-    async def _servers(self, url: str, clock: Clock, stack: contextlib.AsyncExitStack) -> dict[Arm, Server]:
+    async def _servers(self, url: str, stack: contextlib.AsyncExitStack) -> dict[Arm, Server]:
         """Connect to the server of each arm; one server may be both."""
         baseline = self.options.baseline
-        first = await stack.enter_async_context(self._connected(url, clock))
+        first = await stack.enter_async_context(self._connected(url))
         if first.endpoint.is_speculative is False and baseline is None:
             return {PLAIN: first}  # nothing to pair
         servers: dict[Arm, Server] = {SPECULATIVE: first}
         if baseline is not None:
-            servers[PLAIN] = await stack.enter_async_context(self._connected(baseline, clock))
+            servers[PLAIN] = await stack.enter_async_context(self._connected(baseline))
         elif not self.options.no_baseline and first.endpoint.can_switch:
             servers[PLAIN] = first
         return servers

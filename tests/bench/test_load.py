@@ -32,7 +32,7 @@ def run(url, asked, load, **options):
             event = asyncio.Event()
             if stop is not None:
                 asyncio.get_running_loop().call_later(stop, event.set)
-            return await run_block(client, asked, load, time.perf_counter, stop=event, **options)
+            return await run_block(client, asked, load, stop=event, **options)
 
     return asyncio.run(work())
 
@@ -126,7 +126,7 @@ def test_a_later_block_tries_again(stub):
     async def work():
         async with Client(stub.url, MODEL, clock=time.perf_counter) as client:
             client.num_refused = 3
-            return await run_block(client, asks(2), Load(), time.perf_counter)
+            return await run_block(client, asks(2), Load())
 
     assert all(answer.is_ok for answer in asyncio.run(work()))
 

@@ -52,7 +52,7 @@ def measure(url, asked, *, arms=BOTH, watcher=None, stop=None):
         client = Client(url, endpoint.model, clock=clock, timeout_s=20, switches=endpoint.switches)
         async with client:
             servers = dict.fromkeys(arms, Server(client, endpoint))
-            return await Runner(asked, servers, clock=clock, watcher=watcher, stop=event).run()
+            return await Runner(asked, servers, watcher=watcher, stop=event).run()
 
     return asyncio.run(run())
 
@@ -315,9 +315,7 @@ def test_a_server_that_is_gone_at_once_is_not_asked_on_and_on(stub):
         endpoint = await probe(stub.url)
         stub.die()
         async with Client(stub.url, endpoint.model, clock=time.perf_counter) as client:
-            return await Runner(
-                grid(), {SPECULATIVE: Server(client, endpoint)}, clock=time.perf_counter
-            ).run()
+            return await Runner(grid(), {SPECULATIVE: Server(client, endpoint)}).run()
 
     outcome = asyncio.run(run())
     assert "has gone: cannot connect to" in outcome.trouble
