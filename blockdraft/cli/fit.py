@@ -13,7 +13,6 @@ from blockdraft.cli.flags import dataclass_from
 from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
 
 if TYPE_CHECKING:
-    from blockdraft.training.answers import Conversation
     from blockdraft.training.evaluate import DrafterFit
     from blockdraft.training.fit_report import FitReport
 
@@ -63,14 +62,12 @@ def run(args: argparse.Namespace) -> int:
 
     pin_cpu_threads(Settings(device=args.device))
     from blockdraft.cli.training_progress import stage_bars, stage_shower
-    from blockdraft.training.answers import read_conversations
-    from blockdraft.training.fit import fit
+    from blockdraft.training.fit import conversations_of, fit
     from blockdraft.training.fit_report import FitQuestion
 
     question = dataclass_from(FitQuestion, args)
-    conversations = _built_in() if args.prompts is None else read_conversations(args.prompts)
     with stage_bars(is_quiet=args.quiet) as bars:
-        report = fit(question, conversations, stage_shower(bars, is_quiet=args.quiet))
+        report = fit(question, conversations_of(question), stage_shower(bars, is_quiet=args.quiet))
     if args.json:
         if report.agreement is not None and not report.agreement.agrees:
             print(f"warning: {_disagreement(report)}", file=sys.stderr)
@@ -79,18 +76,6 @@ def run(args: argparse.Namespace) -> int:
         for line in lines(report):
             print(line)
     return 0 if report.fits else EXIT_DOES_NOT_FIT
-
-
-def _built_in() -> list[Conversation]:
-    """The benchmark's own prompts; its classes are the categories."""
-    from blockdraft.bench.workloads import load_all
-    from blockdraft.training.answers import Conversation
-
-    return [
-        Conversation(name=one.id, category=workload.name, turns=one.turns, system=one.system)
-        for workload in load_all()
-        for one in workload.prompts
-    ]
 
 
 def lines(report: FitReport) -> Iterator[str]:

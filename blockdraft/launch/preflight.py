@@ -96,8 +96,6 @@ def check_launch(settings: Settings, name: str) -> CheckedLaunch:
     """
     settings, machine = _placed(with_drafter(settings)), read_machine()
     target, draft = (_opened(settings, source) for source in _sources(settings))
-    if target is not None and draft is not None:
-        check_stored(target, draft)
     _check_num_gpus(settings, machine)
     checked = _checked(settings, name, machine, target, draft)
     return replace(checked, warnings=_room(settings, machine))
@@ -138,8 +136,6 @@ def check_to_print(settings: Settings, name: str, card: str | None) -> CheckedLa
             models.append(None)
             unread.append(source)
     target, draft = models
-    if target is not None and draft is not None:
-        check_stored(target, draft)
     warnings = [
         f"the hub cannot be reached: config.json of {source} was not read, and what it says not checked"
         for source in unread
@@ -154,6 +150,8 @@ def check_to_print(settings: Settings, name: str, card: str | None) -> CheckedLa
 def _checked(
     settings: Settings, name: str, machine: Machine | None, target: Stored | None, draft: Stored | None
 ) -> CheckedLaunch:
+    if target is not None and draft is not None:
+        check_stored(target, draft)
     configs = (None if target is None else target.config, None if draft is None else draft.config)
     findings = check_settings(settings, machine=machine, target=configs[0], draft=configs[1])
     refuse(findings)

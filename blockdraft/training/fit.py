@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from blockdraft.bench.workloads import load_all
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.engine.request import Metrics, SamplingParams
@@ -27,6 +28,7 @@ from blockdraft.training.answers import (
     encode_conversation,
     encode_plain,
     first_of_each,
+    read_conversations,
 )
 from blockdraft.training.evaluate import DrafterFit, fit_of_metrics, fit_of_steps, run_engine
 from blockdraft.training.fit_report import (
@@ -96,6 +98,17 @@ def fit(
 
 
 # ---- prompts
+
+
+def conversations_of(question: FitQuestion) -> list[Conversation]:
+    """Those of its file, else the benchmark's own prompts, whose classes are the categories."""
+    if question.prompts is not None:
+        return read_conversations(question.prompts)
+    return [
+        Conversation(name=one.id, category=workload.name, turns=one.turns, system=one.system)
+        for workload in load_all()
+        for one in workload.prompts
+    ]
 
 
 @dataclass(frozen=True, slots=True)
