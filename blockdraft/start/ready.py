@@ -37,7 +37,7 @@ def start_engine(settings: Settings, startup: StartProgress) -> Engine:
         startup.rewind("allocate")
 
     with memory_explained(settings, models.device):
-        return with_kernels_that_compile(lambda: _prepared(models, settings, startup), tell)
+        return with_kernels_that_compile(models, lambda models: _prepared(models, settings, startup), tell)
 
 
 def plain_engine(
@@ -57,7 +57,9 @@ def plain_engine(
         note(notice)
     with memory_explained(settings, models.device):
         return with_kernels_that_compile(
-            lambda: _plain(models, settings, note), lambda operation, why: tell(_slower(operation, why))
+            models,
+            lambda models: _plain(models, settings, note),
+            lambda operation, why: tell(_slower(operation, why)),
         )
 
 

@@ -105,8 +105,7 @@ def test_massive_activations_pass(dtype):
 
 @pytest.mark.parametrize("name", ["mask off by one", "a stale page", "two tokens swapped in a piece"])
 def test_massive_activations_hide_no_fault(name, monkeypatch):
-    one = massive("bfloat16")
-    FAULTS[name][1](monkeypatch)
+    one = FAULTS[name][1](monkeypatch, massive("bfloat16"))
     assert not worst(one).is_passed
 
 
@@ -128,9 +127,7 @@ def test_drafters_with_windows_pass(is_anchored, is_causal):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_refused(name, dtype, monkeypatch):
     which, inject = FAULTS[name]
-    one = engine(which, dtype)
-    inject(monkeypatch)
-    found = worst(one)
+    found = worst(inject(monkeypatch, engine(which, dtype)))
     assert not found.is_passed, found
 
 

@@ -16,13 +16,14 @@ from blockdraft.errors import ModelError, RequestError
 from blockdraft.kernels import attention, gated_delta, linear, rows
 from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.models.packed import Scaled
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.warm import warm
 from tests import tiny
-from tests.faults import FAULTS
+from tests.faults import FAULTS, with_kernels
 from tests.models.checkpoints import load, write_target
 from tests.models.families import BASE, CASES, CONFIGS
 
@@ -109,9 +110,9 @@ def test_warming_runs_every_width_and_number_of_rows(monkeypatch):
 @needs_llvm
 @pytest.mark.parametrize("name", [None, "qwen3_5-whole"])
 def test_after_warming_nothing_is_left_to_compile(name, tmp_path, monkeypatch):
-    engine = tiny.engine(dtype="float32") if name is None else family_engine(name, tmp_path)
-    for module in (attention, gated_delta, linear, rows):
-        module._chosen.cache_clear()
+    models = (tiny.engine(dtype="float32") if name is None else family_engine(name, tmp_path)).models
+    for compiled_once in (attention._llvm_kernel, gated_delta._llvm, linear._llvm_linear, rows.llvm_rows):
+        compiled_once.cache_clear()
     compiled = []
     compile_module = Jit.__init__
 
@@ -120,6 +121,7 @@ def test_after_warming_nothing_is_left_to_compile(name, tmp_path, monkeypatch):
         compile_module(self, source)
 
     monkeypatch.setattr(Jit, "__init__", init)
+    engine = Engine(models.with_kernels(kernels_for(torch.float32, torch.device("cpu"))))
     warm(engine, ignore)
     assert compiled
     compiled.clear()
@@ -271,8 +273,7 @@ def test_a_captured_step_that_gives_other_tokens_stops_the_start(drafter, monkey
 
 @pytest.mark.parametrize("fault", ["a drafter's context one token late", "a drafter's block that is causal"])
 def test_a_drafter_whose_layers_are_wrong_is_dropped(fault, monkeypatch):
-    engine = tiny.engine(dtype="float32")
-    FAULTS[fault][1](monkeypatch)
+    engine = FAULTS[fault][1](monkeypatch, tiny.engine(dtype="float32"))
     found = verify(engine, ignore)
     assert not found.keeps_drafter
     assert "of the drafter of" in found.reason
@@ -305,51 +306,37 @@ def test_a_head_of_zeros_is_caught():
 # ---- kernels
 
 
-class Slightly:
-    """Every kernel of linear, rows and gated_delta, right but for `wrong`, which is off by a thousandth."""
+def off_by_a_thousandth(name):
+    """The reference of an operation, slightly wrong."""
+    right = getattr(REFERENCE, name)
 
-    def __init__(self, wrong):
-        self.wrong = wrong
+    def kernel(*arguments, **options):
+        result = right(*arguments, **options)
+        if name == "scan":
+            return result[0] * 1.001, result[1]
+        if name == "fold":
+            return arguments[0].mul_(1.001)
+        return result * 1.001
 
-    def _maybe(self, name, result):
-        return result * 1.001 if name == self.wrong else result
-
-    def __call__(self, x, weight, bias=None):
-        return self._maybe("linear", linear.reference_linear(x, weight, bias))
-
-    def rms_norm(self, x, weight, eps):
-        return self._maybe("norm", rows.reference_rms_norm(x, weight, eps))
-
-    def silu_mul(self, x):
-        return self._maybe("activation", rows.reference_silu_mul(x))
-
-    def rotate(self, x, cos, sin):
-        return self._maybe("rotation", rows.reference_rotate(x, (cos, sin)))
-
-    def scan(self, *inputs):
-        out, tape = gated_delta.reference_scan(*inputs)
-        return self._maybe("scan", out), tape
-
-    def fold(self, state, tape, counts):
-        gated_delta.reference_fold(state, tape, counts)
-        state.copy_(self._maybe("fold", state))
-
-    def convolve(self, x, tail, weight):
-        return self._maybe("convolve", gated_delta.reference_convolve(x, tail, weight))
+    return kernel
 
 
-@pytest.mark.parametrize("wrong", ["linear", "norm", "activation", "rotation", "scan", "fold", "convolve"])
-def test_a_wrong_kernel_is_named_with_its_error(wrong, tmp_path, monkeypatch):
-    engine = family_engine("qwen3_5-whole", tmp_path)
-    for module in (linear, rows, gated_delta):
-        monkeypatch.setattr(module, "_chosen", lambda *_: Slightly(None))
-    verify(engine, ignore)
-    for module in (linear, rows, gated_delta):
-        monkeypatch.setattr(module, "_chosen", lambda *_: Slightly(wrong))
-    name = {"scan": "gated delta", "fold": "gated delta", "convolve": "gated delta"}.get(wrong, wrong)
-    with pytest.raises(ModelError, match=rf"^{name} is wrong on this machine: .*off by \d\.\de-0\d") as error:
+@pytest.mark.parametrize(
+    ("wrong", "operation"),
+    [
+        ("linear", "linear"),
+        ("rms_norm", "norm"),
+        ("gate_mul", "activation"),
+        ("rotate", "rotation"),
+        ("scan", "gated delta"),
+        ("fold", "gated delta"),
+        ("convolve", "gated delta"),
+    ],
+)
+def test_a_wrong_kernel_is_named_with_its_error(wrong, operation, tmp_path):
+    engine = with_kernels(family_engine("qwen3_5-whole", tmp_path), **{wrong: off_by_a_thousandth(wrong)})
+    with pytest.raises(ModelError, match=rf"^{operation} is wrong on this machine: .*off by \d\.\de-0\d"):
         verify(engine, ignore)
-    assert wrong in str(error.value)
 
 
 @needs_llvm
