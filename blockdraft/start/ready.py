@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blockdraft.check.selfcheck import captured, verify, without_drafter
+from blockdraft.check.selfcheck import captured, verify_engine, without_drafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import SettingsError
@@ -119,7 +119,7 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress) -> Eng
         startup.skip("verify", "switched off")
         return engine
     with startup.phase("verify"):
-        verification = verify(engine, startup.note)
+        verification = verify_engine(engine, startup.note)
         if not verification.keeps_drafter:
             startup.warn(f"the drafter is not used: {verification.reason}")
             engine.graphs = None  # they hold the engine, and with it the cache

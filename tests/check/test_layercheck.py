@@ -9,7 +9,7 @@ import torch
 
 from blockdraft.check.layercheck import LayerError, Part, check_layers
 from blockdraft.check.pieces import pieces_for
-from blockdraft.check.selfcheck import verify
+from blockdraft.check.selfcheck import verify_engine
 from blockdraft.checkpoints.weights import QUANTISERS, slots_of
 from blockdraft.doctor.shapes import SHAPES
 from blockdraft.engine.engine import Engine
@@ -194,7 +194,7 @@ def test_a_drafter_that_overflows_is_left_out():
     assert "layer 0 of the drafter" in parts
     assert "layer 1 of the drafter" not in parts
     assert "the head" in parts
-    assert not verify(one, lambda text: None).keeps_drafter
+    assert not verify_engine(one, lambda text: None).keeps_drafter
 
 
 def test_the_engine_is_left_as_it_was():
