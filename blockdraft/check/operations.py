@@ -527,7 +527,7 @@ def _compare_experts(engine: Engine, numbers: Numbers) -> Comparisons:
         yield Comparison(f"{where}, onto the stream", got, expected, num_steps=4)
 
 
-def _reference_experts(experts: Experts, x: Tensor, choice: moe.Choice) -> Tensor:
+def _reference_experts(experts: Experts, x: Tensor, choice: moe.ExpertChoice) -> Tensor:
     """One token and expert after another."""
     routed = torch.zeros_like(x)
     for token, ids in enumerate(choice.ids.tolist()):

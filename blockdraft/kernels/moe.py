@@ -57,7 +57,7 @@ def clamped_swiglu(gate_up: Tensor, *, limit: float | None) -> Tensor:
     return (up + 1) * (gate * sigmoid(gate * SLOPE))
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """Of a router: weights and expert ids (int64), [N, K] each.
 
     `groups`: the same by expert, where the kernel that made the choice has grouped it too.
@@ -128,7 +128,7 @@ class Beside(NamedTuple):
 
 
 RunExperts = Callable[
-    [Tensor, ExpertProduct, ExpertProduct, Choice, Activation, Shared | None, Tensor | None], Tensor
+    [Tensor, ExpertProduct, ExpertProduct, ExpertChoice, Activation, Shared | None, Tensor | None], Tensor
 ]
 
 
@@ -149,7 +149,7 @@ def pick_experts(at: Available, gate_mul: GateMul) -> RunExperts:
         x: Tensor,
         gate_up: ExpertProduct,
         down: ExpertProduct,
-        choice: Choice,
+        choice: ExpertChoice,
         activation: Activation,
         shared: Shared | None,
         onto: Tensor | None,
@@ -167,7 +167,7 @@ def reference_experts(  # noqa: PLR0913
     x: Tensor,
     gate_up: ExpertProduct,
     down: ExpertProduct,
-    choice: Choice,
+    choice: ExpertChoice,
     activation: Activation,
     shared: Shared | None = None,
     onto: Tensor | None = None,
@@ -196,7 +196,7 @@ def reference_combine(
     return total if onto is None else onto + total
 
 
-Route = Callable[[Tensor, int, Weighing, Tensor | None], Choice]
+Route = Callable[[Tensor, int, Weighing, Tensor | None], ExpertChoice]
 
 
 def pick_route(at: Available) -> Route:
@@ -213,18 +213,22 @@ def pick_route(at: Available) -> Route:
 
     alone, grouped = named("routing", routing.route), named("routing", routing.route_and_group)
 
-    def route(logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Tensor | None) -> Choice:
+    def route(
+        logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Tensor | None
+    ) -> ExpertChoice:
         num_tokens, num_experts = logits.shape
         is_small = routing.can_group_at_once(num_tokens, num_experts, num_chosen)
         kernel = grouped if is_small else alone
-        return Choice(*kernel(logits, num_chosen, is_over_all=weighing == "all", expert_scale=expert_scale))
+        return ExpertChoice(
+            *kernel(logits, num_chosen, is_over_all=weighing == "all", expert_scale=expert_scale)
+        )
 
     return route
 
 
 def reference_route(
     logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Tensor | None = None
-) -> Choice:
+) -> ExpertChoice:
     if weighing == "chosen":
         chosen, ids = logits.topk(num_chosen, dim=-1)
         weights = chosen.softmax(dim=-1)
@@ -233,7 +237,7 @@ def reference_route(
         weights, ids = wide.softmax(dim=-1).topk(num_chosen, dim=-1)
         if weighing == "renormalised":
             weights = weights / weights.sum(dim=-1, keepdim=True)
-    return Choice(weights if expert_scale is None else weights * expert_scale[ids], ids)
+    return ExpertChoice(weights if expert_scale is None else weights * expert_scale[ids], ids)
 
 
 def why_no_kernel(at: Available, gate_up: ExpertProduct, down: ExpertProduct) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
-from blockdraft.kernels.moe import Activation, Choice
+from blockdraft.kernels.moe import Activation, ExpertChoice
 from blockdraft.kernels.rows import Angles
 from blockdraft.models.bound import KernelModule
 from blockdraft.models.config import AttentionConfig, ModelConfig, MoEConfig
@@ -66,7 +66,7 @@ class GemmaRouter(KernelModule):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden))
         self.expert_scale = nn.Parameter(torch.empty(config.num_experts))
 
-    def forward(self, x: Tensor) -> Choice:
+    def forward(self, x: Tensor) -> ExpertChoice:
         return self.kernels.route(self.scores(x), self.num_chosen, "renormalised", self.expert_scale)
 
     def scores(self, x: Tensor) -> Tensor:

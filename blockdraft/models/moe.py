@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from blockdraft.kernels.moe import (
     Activation,
-    Choice,
+    ExpertChoice,
     Matrices,
     Parts,
     Shared,
@@ -102,7 +102,7 @@ class Experts(KernelModule):
         self.activation = activation
 
     def forward(
-        self, x: Tensor, choice: Choice, shared: Shared | None = None, onto: Tensor | None = None
+        self, x: Tensor, choice: ExpertChoice, shared: Shared | None = None, onto: Tensor | None = None
     ) -> Tensor:
         """[N, E] for x [N, E]; see `kernels.moe.pick_experts`."""
         return self.kernels.experts(x, self.gate_up, self.down, choice, self.activation, shared, onto)

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 
 from blockdraft.kernels import moe as contract  # noqa: E402
 from blockdraft.kernels.kernels import kernels_for  # noqa: E402
-from blockdraft.kernels.moe import Activation, Beside, Choice, Matrices, Parts, Shared  # noqa: E402
+from blockdraft.kernels.moe import Activation, Beside, ExpertChoice, Matrices, Parts, Shared  # noqa: E402
 from blockdraft.kernels.triton import moe, routing  # noqa: E402
 from blockdraft.models.bound import with_kernels  # noqa: E402
 from blockdraft.models.config import MoEConfig  # noqa: E402
@@ -270,13 +270,13 @@ def test_sizes(num_tokens, num_chosen, num_experts, hidden, inner):
 def test_one_expert_takes_all_pairs_and_others_none():
     experts = build(4, 32, 32, dtype=HALF)
     x, weights = normal(35, 32, dtype=HALF, seed=5), normal(35, 1, seed=6)
-    choice = Choice(weights, torch.full((35, 1), 2, device=DEVICE))
+    choice = ExpertChoice(weights, torch.full((35, 1), 2, device=DEVICE))
     assert_close(fast(experts, x, choice), slow(experts, x, choice))
 
 
 def test_a_choice_that_comes_with_its_groups():
     experts, x = build(6, 32, 32, dtype=HALF), normal(20, 32, dtype=HALF, seed=5)
-    choice = Choice(*routing.route_and_group(normal(20, 6, seed=6), 3, is_over_all=False))
+    choice = ExpertChoice(*routing.route_and_group(normal(20, 6, seed=6), 3, is_over_all=False))
     assert torch.equal(fast(experts, x, choice), fast(experts, x, choice._replace(groups=None)))
 
 
@@ -292,7 +292,7 @@ def test_high_tiles():
 
 def test_no_tokens():
     experts = build(3, 16, 16, dtype=HALF)
-    choice = Choice(normal(0, 2), torch.empty(0, 2, dtype=torch.int64, device=DEVICE))
+    choice = ExpertChoice(normal(0, 2), torch.empty(0, 2, dtype=torch.int64, device=DEVICE))
     assert fast(experts, normal(0, 16, dtype=HALF), choice).shape == (0, 16)
 
 
@@ -302,7 +302,7 @@ def test_a_tokens_bits_do_not_depend_on_its_neighbours():
     whole = fast(experts, x, choice)
     for some in ([0], [7, 29, 12], range(5, 27)):
         index = torch.tensor(list(some), device=DEVICE)
-        alone = fast(experts, x[index], Choice(choice.weights[index], choice.ids[index]))
+        alone = fast(experts, x[index], ExpertChoice(choice.weights[index], choice.ids[index]))
         assert torch.equal(alone, whole[index])
 
 
@@ -342,7 +342,7 @@ def test_combine_rounds_as_its_reference(has_onto, has_shared, dtype):
 def test_the_groups_of_one_token_are_its_places(has_shared):
     experts, shared = build_with_shared(6, 40, 32, dtype=HALF)
     x, logits = normal(1, 40, dtype=HALF, seed=5), normal(1, 7, dtype=HALF, seed=6)
-    choice = Choice(*routing.route_and_group(logits[:, :6], 3, is_over_all=False))
+    choice = ExpertChoice(*routing.route_and_group(logits[:, :6], 3, is_over_all=False))
     beside = Beside(logits[:, 6:], shared.parts()) if has_shared else None
     assert torch.equal(
         fast(experts, x, choice, beside), fast(experts, x, choice._replace(groups=None), beside)
@@ -387,7 +387,7 @@ def test_a_shared_experts_bits_do_not_depend_on_neighbours():
     whole = fast(experts, x, choice, Beside(gate, shared.parts()))
     for some in ([19], [17, 2, 12], range(3, 20)):
         index = torch.tensor(list(some), device=DEVICE)
-        chosen = Choice(choice.weights[index], choice.ids[index])
+        chosen = ExpertChoice(choice.weights[index], choice.ids[index])
         got = fast(experts, x[index], chosen, Beside(gate[index], shared.parts()))
         assert torch.equal(got, whole[index])
 
