@@ -24,7 +24,7 @@ def start(shape: str, max_rows: int, folder: str) -> dict[str, object]:
     """One start in this process."""
     import torch
 
-    from blockdraft.check.selfcheck import verify
+    from blockdraft.check.selfcheck import verify_engine
     from blockdraft.phases import StartProgress
     from blockdraft.settings.settings import Settings
     from blockdraft.start.ready import start_engine
@@ -41,7 +41,7 @@ def start(shape: str, max_rows: int, folder: str) -> dict[str, object]:
     )
     startup = StartProgress(lambda line: print(line, file=sys.stderr))
     engine = start_engine(settings, startup)
-    again = verify(engine, lambda text: None)  # everything is compiled now
+    again = verify_engine(engine, lambda text: None)  # everything is compiled now
     plan = engine.models.plan
     phases = {phase.name: phase.seconds for phase in startup.phases() if phase.state == "done"}
     reserved = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory

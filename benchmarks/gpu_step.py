@@ -26,7 +26,7 @@ from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.request import SamplingParams
-from blockdraft.kernels.moe import Choice
+from blockdraft.kernels.moe import ExpertChoice
 from blockdraft.models.moe import Experts
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.settings.settings import Settings
@@ -194,7 +194,7 @@ def _experts_touched(step: Step) -> dict[int, float]:
 
     def see(module: Experts, inputs: tuple[object, ...]) -> None:
         choice = inputs[1]
-        assert isinstance(choice, Choice)
+        assert isinstance(choice, ExpertChoice)
         shares[id(module)] = len(torch.unique(choice.ids)) / module.down.weight.shape[0]
 
     hooks = [

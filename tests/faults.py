@@ -1,21 +1,22 @@
 """Faults as kernels and their callers could have them, one at a time, in what serves and not in the oracle.
 
-Each changes what is computed wherever the reference was not asked for, by Python alone, so that the same
-faults can be tried on a CPU and on a card.
+Each is an injection: it takes an engine and gives one that computes wrongly, by Python alone, so that the
+same faults can be tried on a CPU and on a card.
 """
 
+import contextlib
 import functools
 from dataclasses import replace
 
 import torch
 
-from blockdraft.cache import paged, recurrent, view
+from blockdraft.cache import recurrent, view
 from blockdraft.cache.rows import Rows
+from blockdraft.check import layercheck
 from blockdraft.check.layercheck import check_layers
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels.attention import Blocks
-from blockdraft.kernels.choice import takes_reference
-from blockdraft.models import decoder, gemma4, gpt_oss, layers, moe
+from blockdraft.models import decoder, layers, moe
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.packed import Scaled
 from blockdraft.models.rotary import Rotary
@@ -50,47 +51,110 @@ def worst(one):
     return max(check_layers(one, prompt(one)), key=lambda finding: finding.off)
 
 
-def changed(monkeypatch, owner, name, before=None, after=None):
-    """`owner.name` gets before(arguments, options) and gives after(result), where it serves."""
-    right = getattr(owner, name)
+def with_kernels(one, **kernels):
+    """`one` on its own kernels, but for these."""
+    changed = replace(one.models.target.kernels, **kernels)
+    return Engine(one.models.with_kernels(changed))
 
+
+def kernel(name, before=None, after=None):
+    """The kernel `name` gets before(arguments, options) and gives after(result)."""
+
+    def inject(monkeypatch, one):
+        right = getattr(one.models.target.kernels, name)
+        return with_kernels(one, **{name: wrapped(right, before, after)})
+
+    return inject
+
+
+def wrapped(right, before, after):
     def call(*arguments, **options):
-        if takes_reference():
-            return right(*arguments, **options)
         if before is not None:
             arguments, options = before(list(arguments), dict(options))
         result = right(*arguments, **options)
         return result if after is None else after(result)
 
-    monkeypatch.setattr(owner, name, call)
+    return call
+
+
+_ORACLE = []  # not empty while the oracle of `check_layers` computes
+
+
+def method(owner, name, before=None, after=None):
+    """The same for a method, or a function of a module, while the oracle does not compute."""
+
+    def inject(monkeypatch, one):
+        right = getattr(owner, name)
+        return instead(owner, name, wrapped(right, before, after))(monkeypatch, one)
+
+    return inject
+
+
+def instead(owner, name, wrong):
+    """`wrong` in the place of a method, or of a function of a module, while the oracle does not compute."""
+
+    def inject(monkeypatch, one):
+        right, exactly = getattr(owner, name), layercheck._exactly
+
+        def call(*arguments, **options):
+            return (right if _ORACLE else wrong)(*arguments, **options)
+
+        @contextlib.contextmanager
+        def watched():
+            _ORACLE.append(True)
+            try:
+                with exactly():
+                    yield
+            finally:
+                _ORACLE.pop()
+
+        monkeypatch.setattr(owner, name, call)
+        monkeypatch.setattr(layercheck, "_exactly", watched)
+        return one
+
+    return inject
+
+
+def always(owner, name, wrong):
+    """`wrong` takes the place of what the oracle does not use."""
+
+    def inject(monkeypatch, one):
+        monkeypatch.setattr(owner, name, wrong)
+        return one
+
+    return inject
 
 
 def attention(change):
     """`change` gets the arguments by name and changes some of them."""
 
-    def inject(monkeypatch):
-        def before(arguments, options):
-            names = ("q", "keys", "values", "blocks", "mask", "sinks")
-            given = dict(zip(names, arguments, strict=False)) | options
-            return [], given | change(given)
+    def before(arguments, options):
+        names = ("q", "keys", "values", "blocks", "mask", "sinks")
+        given = dict(zip(names, arguments, strict=False)) | options
+        return [], given | change(given)
 
-        changed(monkeypatch, paged, "attend_paged", before=before)
+    return kernel("attend", before=before)
 
-    return inject
+
+_ATTEND = view.CacheView.attend
+
+
+def causal(self, layer, q, k, v, mask, **options):
+    return _ATTEND(self, layer, q, k, v, replace(mask, is_causal=True), **options)
 
 
 def moved(blocks, *, starts=None, table=None):
     return Blocks(
-        pages=blocks._table if table is None else table,
-        rows=blocks._rows,
+        pages=blocks.table if table is None else table,
+        rows=blocks.rows,
         starts=blocks.starts if starts is None else starts,
         counts=blocks.counts,
-        page_size=blocks._page_size,
+        page_size=blocks.page_size,
     )
 
 
 def stale_page(given):
-    table = given["blocks"]._table.clone()
+    table = given["blocks"].table.clone()
     table[:, 1] = table[:, 0]
     return {"blocks": moved(given["blocks"], table=table)}
 
@@ -99,8 +163,8 @@ def neighbours_pages(given):
     blocks = given["blocks"]
     if len(blocks.counts) == 1:
         return {}
-    table = blocks._table.clone()
-    table[blocks._rows[-1]] = blocks._table[blocks._rows[0]]
+    table = blocks.table.clone()
+    table[blocks.rows[-1]] = blocks.table[blocks.rows[0]]
     return {"blocks": moved(blocks, table=table)}
 
 
@@ -108,169 +172,88 @@ def hidden_key(given):
     return {"blocks": moved(given["blocks"], starts=(given["blocks"].starts - 1).clamp(min=0))}
 
 
-def rope_off_by_one(monkeypatch):
+def later_positions(arguments, options):
     """From some position on: a shift of all positions changes nothing."""
-    changed(
-        monkeypatch,
-        Rotary,
-        "forward",
-        before=lambda arguments, options: ([arguments[0], arguments[1] + (arguments[1] > 20)], options),
-    )
+    return [arguments[0], arguments[1] + (arguments[1] > 20)], options
 
 
-def rope_backwards(monkeypatch):
-    def before(arguments, options):
-        cos, sin = options["angles"]
-        return arguments, options | {"angles": (cos, -sin)}
-
-    changed(monkeypatch, view, "enter", before=before)
+def backwards(arguments, options):
+    *given, (cos, sin), slots = arguments
+    return [*given, (cos, -sin), slots], options
 
 
-def slots_off_by_one(monkeypatch):
-    right = Blocks.write_slots.fget
-    monkeypatch.setattr(Blocks, "write_slots", property(lambda blocks: right(blocks).roll(1)))
+_WRITE_SLOTS = Blocks.write_slots.fget
+_PAGES = view.CacheView._pages
 
 
-def wrong_layer(monkeypatch):
-    right = view.CacheView._pages
-    monkeypatch.setattr(view.CacheView, "_pages", lambda self, layer: right(self, min(layer, 1)))
+def gate_and_up_swapped(self, x, norm=None):
+    h = x if norm is None else norm(x)
+    halves = torch.cat(self.gate_up(h).chunk(2, dim=-1)[::-1], dim=-1)
+    return self.down(self.gate_up.kernels.gate_mul(halves, self.gate), None if norm is None else x)
 
 
-def one_row_off(monkeypatch):
-    changed(monkeypatch, decoder.Decoder, "head_logits", after=lambda logits: logits.roll(1, dims=-1))
+_DEQUANTISE = Scaled.dequantise
 
 
-def wrong_cap(monkeypatch):
-    changed(monkeypatch, decoder, "softcap", before=lambda arguments, options: ([arguments[0], 2.0], options))
-
-
-def forgotten_extension(monkeypatch):
-    monkeypatch.setattr(Rows, "extend", lambda self, counts: None)
-
-
-def no_bias(monkeypatch):
-    def before(arguments, options):
-        return [*arguments[:2], None], options
-
-    changed(monkeypatch, layers, "linear", before=before)
-
-
-def gate_and_up_swapped(monkeypatch):
-    right = layers.GatedMLP.forward
-
-    def forward(self, x, norm=None):
-        if takes_reference():
-            return right(self, x, norm)
-        h = x if norm is None else norm(x)
-        inner = self.activate(torch.cat(self.gate_up(h).chunk(2, dim=-1)[::-1], dim=-1))
-        return self.down(inner, None if norm is None else x)
-
-    monkeypatch.setattr(layers.GatedMLP, "forward", forward)
-
-
-def norms_without_weight(monkeypatch):
-    changed(
-        monkeypatch,
-        layers,
-        "rms_norm",
-        before=lambda arguments, options: ([arguments[0], None, arguments[2]], options),
-    )
-
-
-def neighbours_scale(monkeypatch):
-    changed(monkeypatch, Scaled, "_row_scale", after=lambda scale: scale.roll(1))
-
-    right = Scaled.dequantise
-
+def neighbours_scale(monkeypatch, one):
     def dequantise(self, dtype):
-        if takes_reference():
-            return right(self, dtype)
-        return right(Scaled(self.values, self.scale.roll(1, dims=-2), block=self.block), dtype)
+        return _DEQUANTISE(Scaled(self.values, self.scale.roll(1, dims=-2), block=self.block), dtype)
 
-    monkeypatch.setattr(Scaled, "dequantise", dequantise)
+    one = method(Scaled, "_row_scale", after=lambda scale: scale.roll(1))(monkeypatch, one)
+    return instead(Scaled, "dequantise", dequantise)(monkeypatch, one)
 
 
 def routes(change):
-    def inject(monkeypatch):
-        for owner in (moe, gpt_oss, gemma4):
-            right = owner.route
+    def inject(monkeypatch, one):
+        right = one.models.target.kernels.route
 
-            def route(logits, *arguments, right=right):
-                choice = right(logits, *arguments)
-                if takes_reference():
-                    return choice
-                return change(choice, logits.shape[1])._replace(groups=None)
+        def route(logits, *arguments):
+            return change(right(logits, *arguments), logits.shape[1])._replace(groups=None)
 
-            monkeypatch.setattr(owner, "route", route)
+        return with_kernels(one, route=route)
 
     return inject
 
 
 def experts_without(name):
-    def inject(monkeypatch):
-        right = moe.Experts.forward
+    right = moe.Experts.forward
 
-        def forward(self, x, choice, shared=None, onto=None):
-            added = {"shared": shared, "onto": onto}
-            return right(self, x, choice, **(added if takes_reference() else added | {name: None}))
+    def forward(self, x, choice, shared=None, onto=None):
+        return right(self, x, choice, **({"shared": shared, "onto": onto} | {name: None}))
 
-        monkeypatch.setattr(moe.Experts, "forward", forward)
-
-    return inject
+    return instead(moe.Experts, "forward", forward)
 
 
 def commits(shift):
-    def inject(monkeypatch):
-        right = recurrent.RecurrentStates.commit
+    right = recurrent.RecurrentStates.commit
 
-        def commit(self, rows, starts, counts):
-            right(self, rows, starts, (counts + shift).clamp(min=0))
+    def commit(self, rows, starts, counts):
+        right(self, rows, starts, (counts + shift).clamp(min=0))
 
-        monkeypatch.setattr(recurrent.RecurrentStates, "commit", commit)
-
-    return inject
+    return always(recurrent.RecurrentStates, "commit", commit)
 
 
-def state_from_nothing(monkeypatch):
-    right = recurrent.RecurrentStates.scan
-
-    def scan(self, layer, x, beta, gate, weights, where):
-        if not where.is_known:
-            self.state[layer] = 0
-        return right(self, layer, x, beta, gate, weights, where)
-
-    monkeypatch.setattr(recurrent.RecurrentStates, "scan", scan)
+_SCAN = recurrent.RecurrentStates.scan
+_SCAN_LAYER = recurrent.RecurrentState.scan
 
 
-def forgotten_tail(monkeypatch):
-    right = recurrent.RecurrentStates.scan
-
-    def scan(self, *arguments):
-        self.tail.zero_()
-        return right(self, *arguments)
-
-    monkeypatch.setattr(recurrent.RecurrentStates, "scan", scan)
+def from_nothing(self, layer, x, beta, gate, weights, where):
+    if not where.is_known:
+        self.state[layer] = 0
+    return _SCAN(self, layer, x, beta, gate, weights, where)
 
 
-def slow_fading(monkeypatch):
-    right = recurrent.RecurrentState.scan
-
-    def scan(self, x, beta, gate, weights, where):
-        return right(self, x, beta, gate, weights._replace(gate_bias=weights.gate_bias - 0.5), where)
-
-    monkeypatch.setattr(recurrent.RecurrentState, "scan", scan)
+def without_tail(self, *arguments):
+    self.tail.zero_()
+    return _SCAN(self, *arguments)
 
 
-def context_shifted(monkeypatch):
-    changed(
-        monkeypatch,
-        DFlash,
-        "absorb",
-        before=lambda arguments, options: (
-            [arguments[0], arguments[1].roll(1, dims=0), arguments[2]],
-            options,
-        ),
-    )
+def slow_fading(self, x, beta, gate, weights, where):
+    return _SCAN_LAYER(self, x, beta, gate, weights._replace(gate_bias=weights.gate_bias - 0.5), where)
+
+
+def late_context(arguments, options):
+    return [arguments[0], arguments[1].roll(1, dims=0), arguments[2]], options
 
 
 def tokens_swapped(minimum):
@@ -281,16 +264,13 @@ def tokens_swapped(minimum):
             result[[2, 3]] = result[[3, 2]]
         return result
 
-    def inject(monkeypatch):
-        changed(monkeypatch, layers, "gated_linear", after=swap)
-
-    return inject
+    return kernel("gated_linear", after=swap)
 
 
 # name: (which `engine` shows it, what injects it)
 FAULTS = {
-    "rope off by one": ("pair", rope_off_by_one),
-    "rope turned backwards": ("pair", rope_backwards),
+    "rope off by one": ("pair", method(Rotary, "forward", before=later_positions)),
+    "rope turned backwards": ("pair", kernel("norm_rope_write", before=backwards)),
     "mask off by one": ("pair", attention(hidden_key)),
     "a wrong scale of scores": (
         "pair",
@@ -301,19 +281,31 @@ FAULTS = {
     "swapped value heads": ("pair", attention(lambda given: {"values": given["values"].flip(0)})),
     "a stale page": ("pair", attention(stale_page)),
     "a neighbour's pages": ("pair", attention(neighbours_pages)),
-    "slots off by one": ("pair", slots_off_by_one),
-    "another layer's cache": ("pair", wrong_layer),
-    "chunks that overwrite one another": ("pair", forgotten_extension),
-    "gate and up swapped": ("pair", gate_and_up_swapped),
-    "norms without their weight": ("pair", norms_without_weight),
-    "two tokens swapped in a piece": ("pair", tokens_swapped(5)),
-    "a head one row off": ("pair", one_row_off),
-    "a drafter's context one token late": ("pair", context_shifted),
-    "a drafter's block that is causal": (
+    "slots off by one": (
         "pair",
-        attention(lambda given: {"mask": replace(given["mask"], is_causal=True)}),
+        always(Blocks, "write_slots", property(lambda blocks: _WRITE_SLOTS(blocks).roll(1))),
     ),
-    "a forgotten bias": ("qwen2-layer-types", no_bias),
+    "another layer's cache": (
+        "pair",
+        always(view.CacheView, "_pages", lambda self, layer: _PAGES(self, min(layer, 1))),
+    ),
+    "chunks that overwrite one another": ("pair", always(Rows, "extend", lambda self, counts: None)),
+    "gate and up swapped": ("pair", instead(layers.GatedMLP, "forward", gate_and_up_swapped)),
+    "norms without their weight": (
+        "pair",
+        kernel("rms_norm", before=lambda given, options: ([given[0], None, given[2]], options)),
+    ),
+    "two tokens swapped in a piece": ("pair", tokens_swapped(5)),
+    "a head one row off": (
+        "pair",
+        method(decoder.Decoder, "head_logits", after=lambda logits: logits.roll(1, dims=-1)),
+    ),
+    "a drafter's context one token late": ("pair", method(DFlash, "absorb", before=late_context)),
+    "a drafter's block that is causal": ("pair", always(view.CacheView, "attend", causal)),
+    "a forgotten bias": (
+        "qwen2-layer-types",
+        kernel("linear", before=lambda given, options: ([*given[:2], None], options)),
+    ),
     "a window that is ignored": (
         "qwen3-slides",
         attention(lambda given: {"mask": replace(given["mask"], window=None)}),
@@ -334,9 +326,21 @@ FAULTS = {
     "experts without the stream": ("qwen3_moe-some-dense", experts_without("onto")),
     "a forgotten shared expert": ("qwen3_next-whole", experts_without("shared")),
     "one token too few committed": ("qwen3_next-whole", commits(-1)),
-    "a state that starts from nothing": ("qwen3_next-whole", state_from_nothing),
-    "a convolution without its past": ("qwen3_next-whole", forgotten_tail),
-    "a state that fades too slowly": ("qwen3_next-whole", slow_fading),
-    "a wrong logit cap": ("gemma4-mixture", wrong_cap),
+    "a state that starts from nothing": (
+        "qwen3_next-whole",
+        always(recurrent.RecurrentStates, "scan", from_nothing),
+    ),
+    "a convolution without its past": (
+        "qwen3_next-whole",
+        always(recurrent.RecurrentStates, "scan", without_tail),
+    ),
+    "a state that fades too slowly": (
+        "qwen3_next-whole",
+        always(recurrent.RecurrentState, "scan", slow_fading),
+    ),
+    "a wrong logit cap": (
+        "gemma4-mixture",
+        method(decoder, "softcap", before=lambda given, options: ([given[0], 2.0], options)),
+    ),
     "a neighbour's scale": ("int8", neighbours_scale),
 }

@@ -368,10 +368,13 @@ def family_models(name, place):
     )
 
 
-def family_engine(name, place, drafter, *, is_captured):
+def family_engine(name, place, drafter, *, is_captured, off=()):
+    """Without the kernels of the operations `off`."""
     models = family_models(name, place)
-    plan = replace(models.plan, num_pages=400)
-    return pin(Engine(replace(models, drafter=drafter, plan=plan)), is_captured=is_captured)
+    models = replace(models, drafter=drafter, plan=replace(models.plan, num_pages=400))
+    for operation in off:
+        models = models.with_kernels(models.target.kernels.without(operation))
+    return pin(Engine(models), is_captured=is_captured)
 
 
 def family_requests(**params):

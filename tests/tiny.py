@@ -8,6 +8,7 @@ import torch
 
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels.sampling_tables import Whole
+from blockdraft.models.bound import with_kernels
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.step.dflash import DFlashDrafter
@@ -36,7 +37,7 @@ def random_drafter(dtype, device="cpu"):
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
     model = model.to(device=device, dtype=getattr(torch, dtype)).requires_grad_(False)
-    return DFlashDrafter(model, trained.target)
+    return DFlashDrafter(with_kernels(model, trained.target.kernels), trained.target)
 
 
 class HintedDrafter:
@@ -65,8 +66,8 @@ class HintedDrafter:
         pass
 
 
-def engine(drafter="trained", *, dtype="float64", device="cpu", **plan):
-    """An engine on the pair; `plan` overrides fields of the Plan."""
+def engine(drafter="trained", *, dtype="float64", device="cpu", kernels=None, **plan):
+    """An engine on the pair, on its own kernels or on others; `plan` overrides fields of the Plan."""
     models = load(dtype, device)
     if drafter == "none":
         drafter = NoDrafter(BLOCK)
@@ -75,7 +76,8 @@ def engine(drafter="trained", *, dtype="float64", device="cpu", **plan):
     elif drafter == "trained":
         drafter = models.drafter
     plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
-    return Engine(replace(models, drafter=drafter, plan=replace(models.plan, **plan)))
+    models = replace(models, drafter=drafter, plan=replace(models.plan, **plan))
+    return Engine(models if kernels is None else models.with_kernels(kernels))
 
 
 def run(engine, requests):

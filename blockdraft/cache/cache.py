@@ -16,6 +16,7 @@ from blockdraft.cache.rows import Rows
 from blockdraft.cache.spec import LayerSpec, Recurrent, SharedWith
 from blockdraft.cache.view import CacheView, LayerStorage
 from blockdraft.kernels.attention import Blocks
+from blockdraft.kernels.kernels import REFERENCE, Kernels
 
 SCRATCH_PAGE = 1
 
@@ -32,12 +33,19 @@ class Cache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: Kernels = REFERENCE,
     ) -> None:
+        self._kernels = kernels
         self.page_size = page_size
         self.num_pages = num_pages
         self._states = {
             spec: RecurrentStates(
-                spec, num_layers=specs.count(spec), num_rows=num_rows, dtype=dtype, device=device
+                spec,
+                num_layers=specs.count(spec),
+                num_rows=num_rows,
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
             )
             for spec in dict.fromkeys(specs)
             if isinstance(spec, Recurrent)
@@ -63,11 +71,16 @@ class Cache:
             counts = (counts,) * len(active)
         starts = rows.length[active]
         blocks = Blocks(
-            pages=rows.page_table, rows=active, starts=starts, counts=counts, page_size=self.page_size
+            pages=rows.page_table,
+            rows=active,
+            starts=starts,
+            counts=counts,
+            page_size=self.page_size,
+            locate=self._kernels.locate,
         )
         offsets = blocks.offsets if self._states else None
         scan = Scan(active, starts, counts, is_known, offsets, max(counts, default=0))
-        return CacheView(self.storage, blocks=blocks, rows=scan)
+        return CacheView(self.storage, blocks=blocks, rows=scan, kernels=self._kernels)
 
     def commit(self, rows: Rows, starts: Tensor, num_committed: Tensor) -> None:
         """Make the first `num_committed` [R] tokens of the block verified from `starts` [R] on permanent.

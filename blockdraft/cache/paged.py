@@ -1,4 +1,4 @@
-"""PagedKV: one layer's keys and values in slots. The format owns its reader."""
+"""PagedKV: one layer's keys and values in slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.spec import Paged
-from blockdraft.kernels.attention import Blocks, Mask, attend_paged
+from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.heads import Slots
 
 
@@ -31,9 +31,6 @@ class PagedKV:
     def slots(self, blocks: Blocks) -> Slots:
         """Where this forward writes."""
         return Slots(self.keys, self.values, blocks.write_slots)
-
-    def attend(self, q: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None) -> Tensor:
-        return attend_paged(q, self.keys, self.values, blocks, mask, sinks)
 
     @property
     def num_bytes(self) -> int:

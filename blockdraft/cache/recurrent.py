@@ -21,15 +21,10 @@ from blockdraft.kernels.gated_delta import (
     RowStates,
     RowTape,
     Tape,
-    convolve,
     empty_states,
-    fold,
-    fold_rows,
     gates,
-    is_in_place,
-    scan,
-    scan_rows,
 )
+from blockdraft.kernels.kernels import REFERENCE, Kernels
 
 
 class Scan(NamedTuple):
@@ -62,8 +57,16 @@ class RecurrentStates:
     """Layers of one spec: states [L, rows, H, K, V] in float32 or wider, the convolutions' last inputs."""
 
     def __init__(
-        self, spec: Recurrent, *, num_layers: int, num_rows: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: Recurrent,
+        *,
+        num_layers: int,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels = REFERENCE,
     ) -> None:
+        self._kernels = kernels
         self.spec = spec
         self.num_layers = num_layers
         wide = torch.promote_types(dtype, torch.float32)
@@ -71,14 +74,18 @@ class RecurrentStates:
         self.state = empty_states(shape, wide, device)
         tail = (num_layers, num_rows, spec.conv_width - 1, spec.conv_channels)
         self.tail = torch.zeros(tail, dtype=dtype, device=device)
-        self._block: dict[int, _Block] | _BlockInPlace = {}
+        self._block: dict[int, _Block] = {}  # of each layer that has scanned
+        self._block_in_place: _BlockInPlace | None = None
 
     def scan(
         self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, where: Scan
     ) -> Tensor:
         """x [N, C], logits beta and gate [N, H] of the rows' tokens, in row order; their reads [N, H, V]."""
-        if is_in_place(x):
-            return self._scan_in_place(layer, x, beta, gate, weights, where)
+        in_place = self._kernels.scan_in_place
+        if in_place is not None:
+            tape = None if where.is_known else self._tape(layer, where, num_tokens=x.shape[0])
+            at = self._at(where.rows, where.starts, where)
+            return in_place.scan(x, beta, gate, weights, at, layer=layer, tape=tape)
         assert where.counts is not None, "the number of tokens of each row is known"
         beta, gate = gates(beta, gate, weights)
         conv = weights.conv
@@ -93,18 +100,11 @@ class RecurrentStates:
             parts.append(self._scan_even(layer, x_row, conv, gate_row, beta_row, alone))
         return torch.cat(parts)
 
-    def _scan_in_place(
-        self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, where: Scan
-    ) -> Tensor:
-        tape = None if where.is_known else self._tape(layer, where, num_tokens=x.shape[0])
-        at = self._at(where.rows, where.starts, where)
-        return scan_rows(x, beta, gate, weights, at, layer=layer, tape=tape)
-
     def _tape(self, layer: int, where: Scan, *, num_tokens: int) -> RowTape:
         """Of all layers; the first of a forward makes it."""
-        block = self._block
-        if not isinstance(block, _BlockInPlace) or block.where is not where:
-            block = self._block = _BlockInPlace(where, self._empty_tape(num_tokens), set())
+        block = self._block_in_place
+        if block is None or block.where is not where:
+            block = self._block_in_place = _BlockInPlace(where, self._empty_tape(num_tokens), set())
         block.layers.add(layer)
         return block.tape
 
@@ -127,29 +127,30 @@ class RecurrentStates:
         spec, num_rows = self.spec, len(where.rows)
         x, gate, beta = (tensor.reshape(num_rows, -1, tensor.shape[1]) for tensor in (x, gate, beta))
         state, tail = self._committed(layer, where.rows, where.starts)
-        mixed = convolve(x, tail, conv)  # [R, T, C]
+        mixed = self._kernels.convolve(x, tail, conv)  # [R, T, C]
         keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
         q, k, v = torch.split(mixed, [keys, keys, values], dim=2)
         q, k = (part.reshape(*part.shape[:2], spec.num_key_heads, spec.key_dim) for part in (q, k))
         v = v.reshape(*v.shape[:2], spec.num_heads, spec.value_dim)
-        read, tape = scan(q, k, v, gate, beta, state)
+        read, tape = self._kernels.scan(q, k, v, gate, beta, state)
         if where.is_known:
             counts = torch.full_like(where.starts, x.shape[1])
             self._fold(layer, _Block(x, tape), where.rows, state, tail, counts)
         else:
-            if isinstance(self._block, _BlockInPlace):
-                self._block = {}
             # As a part of a wider projection, x would keep all of that alive until commit.
             self._block[layer] = _Block(x.contiguous(), tape)
         return read.flatten(0, 1)
 
     def commit(self, rows: Tensor, starts: Tensor, num_committed: Tensor) -> None:
         """Fold the first `num_committed` [R] tokens of the last block into the states of `rows` [R]."""
-        block, self._block = self._block, {}
-        if isinstance(block, _BlockInPlace):
-            assert len(block.layers) == self.num_layers, "every layer has scanned the block"
-            fold_rows(block.tape, self._at(rows, starts, block.where), num_committed)
+        in_place = self._kernels.scan_in_place
+        if in_place is not None:
+            whole, self._block_in_place = self._block_in_place, None
+            assert whole is not None
+            assert len(whole.layers) == self.num_layers, "every layer has scanned the block"
+            in_place.fold(whole.tape, self._at(rows, starts, whole.where), num_committed)
             return
+        block, self._block = self._block, {}
         assert len(block) == self.num_layers, "every layer has scanned the block"
         for layer, part in block.items():
             state, tail = self._committed(layer, rows, starts)
@@ -164,7 +165,7 @@ class RecurrentStates:
     def _fold(
         self, layer: int, block: _Block, rows: Tensor, state: Tensor, tail: Tensor, counts: Tensor
     ) -> None:
-        fold(state, block.tape, counts)
+        self._kernels.fold(state, block.tape, counts)
         self.state[layer][rows] = state
         seen = torch.cat((tail, block.inputs), dim=1)  # [R, W - 1 + T, C]
         last = counts[:, None] + torch.arange(tail.shape[1], device=counts.device)  # [R, W - 1]

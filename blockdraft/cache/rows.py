@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.acceptance import Progress, advance
+from blockdraft.kernels.acceptance import Progress
+from blockdraft.kernels.kernels import REFERENCE, Kernels
 from blockdraft.kernels.sampling import NEVER, SamplingBatch
 from blockdraft.kernels.sampling_tables import MAX_LISTED, Real, Whole
 from blockdraft.kernels.transfer import to_device
@@ -63,8 +64,10 @@ class Rows:
         vocab_size: int,
         scratch_page: int,
         device: torch.device,
+        kernels: Kernels = REFERENCE,
     ) -> None:
         count = max_rows + 1
+        self.kernels = kernels
         self.max_rows = max_rows
         self.vocab_size = vocab_size
         self.device = device
@@ -202,7 +205,8 @@ class Rows:
 
     def advance(self, block: Tensor, sampled: Tensor, num_committed: Tensor) -> None:
         """Commit the first `num_committed` [R] tokens of block [R, B]; the last sample is the new anchor."""
-        advance(Progress(self.length, self.anchor), block, sampled, num_committed, self.sampling())
+        progress = Progress(self.length, self.anchor)
+        self.kernels.advance(progress, block, sampled, num_committed, self.sampling())
 
     def extend(self, counts: Items[int]) -> None:
         """Commit `counts` prompt tokens of the active rows; the anchor stays the last known token."""

@@ -10,7 +10,8 @@ from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState, Scan
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.gated_delta import DeltaWeights
-from blockdraft.kernels.heads import HeadNorms, enter, enter_context, write
+from blockdraft.kernels.heads import HeadNorms, write
+from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.rows import Angles
 
 LayerStorage = PagedKV | RecurrentState
@@ -57,8 +58,11 @@ class CacheView:
     `start` is scratch until the step commits it.
     """
 
-    def __init__(self, storage: tuple[LayerStorage, ...], *, blocks: Blocks, rows: Scan) -> None:
+    def __init__(
+        self, storage: tuple[LayerStorage, ...], *, blocks: Blocks, rows: Scan, kernels: Kernels
+    ) -> None:
         self._storage = storage
+        self._kernels = kernels
         self._blocks = blocks
         self._rows = rows
 
@@ -89,12 +93,14 @@ class CacheView:
             if angles is None:
                 write(k, v, slots)
             else:
-                q = enter(q, k, v, norms=norms, angles=angles, slots=slots)
-        return storage.attend(q, self._blocks, mask, sinks)
+                rotated = self._kernels.norm_rope_write(q, k, v, norms, angles, slots)
+                assert rotated is not None
+                q = rotated
+        return self._kernels.attend(q, storage.keys, storage.values, self._blocks, mask, sinks)
 
     def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
         slots = self._pages(layer).slots(self._blocks)
-        enter_context(k, v, norms=norms, angles=angles, slots=slots)
+        self._kernels.norm_rope_write(None, k, v, norms, angles, slots)
 
     def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
         storage = self._storage[layer]

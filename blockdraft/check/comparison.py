@@ -21,6 +21,7 @@ class Numbers:
         self._generator = torch.Generator().manual_seed(0)
         self.dtype: torch.dtype = getattr(torch, engine.models.plan.dtype)
         self.device = engine.models.device
+        self.kernels = engine.models.target.kernels
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         drawn = torch.randn(shape, generator=self._generator)

@@ -15,6 +15,7 @@ far more. End-to-end logits have no such measure: depth amplifies their rounding
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,8 @@ from blockdraft.cache.view import CacheView
 from blockdraft.check.pieces import Piece, pieces_for
 from blockdraft.check.wholeview import WholeView
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels.choice import use
+from blockdraft.models.bound import with_kernels
+from blockdraft.models.decoder import Decoder
 from blockdraft.models.gemma4 import GemmaRouter
 from blockdraft.models.gpt_oss import GptOssMoE
 from blockdraft.models.moe import MoE
@@ -141,6 +143,7 @@ class _Check:
     def __init__(self, engine: Engine, prompt: list[int]) -> None:
         models = engine.models
         self.engine, self.target, self.device = engine, models.target, models.device
+        self.oracle = with_kernels(models.target, models.target.kernels.references())
         self.drafter = models.drafter if isinstance(models.drafter, DFlashDrafter) else None
         self.target_parts: list[Part] = []
         self.draft_parts: list[Part] = []
@@ -162,13 +165,13 @@ class _Check:
         )
         angles = self.target.angles(exact_view.positions)
         x = self.target.embed(self._ids)
-        for index, layer in enumerate(self.target.layers):
+        for index, layer in enumerate(self.oracle.layers):
             self._inputs.append(x)
-            with _oracle(), _scores(layer) as scores:
-                exact = self.target.through(index, x.to(self._wide), angles, exact_view)
+            with _exactly(), _scores(layer) as scores:
+                exact = self.oracle.through(index, x.to(self._wide), angles, exact_view)
                 rough = exact
                 if self._wide != self._dtype:
-                    rough = self.target.through(index, x.clone(), angles, rough_view)
+                    rough = self.oracle.through(index, x.clone(), angles, rough_view)
             router, agrees = self._router(index, scores)
             part = self._part(f"layer {index}", exact, rough, stream=x, counts=agrees)
             self._layers.append((part, router))
@@ -250,6 +253,7 @@ class _Check:
     def run_drafter(self, drafter: DFlashDrafter, lengths: list[int]) -> None:
         """A block for each row, behind the `lengths` tokens that the pieces have left there."""
         model, block = drafter.model, drafter.block
+        oracle = drafter.beside(with_kernels(drafter.target, self.oracle.kernels))
         anchors = self._ids[torch.tensor(lengths, device=self.device).clamp(max=len(self._ids) - 1)]
         masks = anchors.new_full((len(lengths), block - 1), model.config.mask_token_id)
         x = drafter.embed(torch.cat((anchors[:, None], masks), dim=1).flatten())
@@ -259,18 +263,19 @@ class _Check:
         angles = model.rotary(view.positions)
         index = torch.arange(len(x), device=self.device)
         where = [f"in column {column} of a block of {len(lengths)} rows" for column in range(block)]
-        with _oracle():
-            exact_view = self._behind(drafter, lengths, self._wide)
-            rough_view = self._behind(drafter, lengths, self._dtype)
-        for number, layer in enumerate(model.layers):
-            with _oracle():
-                exact = layer(x.to(self._wide), angles, exact_view)
-                rough = layer(x.clone(), angles, rough_view)
+        with _exactly():
+            exact_view = self._behind(oracle, lengths, self._wide)
+            rough_view = self._behind(oracle, lengths, self._dtype)
+        for number, (layer, same) in enumerate(zip(model.layers, oracle.model.layers, strict=True)):
+            with _exactly():
+                exact = same(x.to(self._wide), angles, exact_view)
+                rough = same(x.clone(), angles, rough_view)
             part = self._part(f"layer {number} of the drafter", exact, rough, stream=x)
             part.compare(layer(x.clone(), angles, view), index, where * len(lengths))
             self.draft_parts.append(part)
             x = exact.to(self._dtype)
-        self.draft_parts.append(self._head("the drafter's head", x, lambda x: _draft_logits(drafter, x)))
+        heads = (functools.partial(_draft_logits, one) for one in (oracle, drafter))
+        self.draft_parts.append(self._head("the drafter's head", x, *heads))
 
     def _behind(self, drafter: DFlashDrafter, lengths: list[int], dtype: torch.dtype) -> WholeView:
         """A view of each row's block and of the context before it."""
@@ -285,20 +290,27 @@ class _Check:
 
     def run_head(self) -> None:
         x = self._inputs[-1][-HEAD_TOKENS:]
-        part = self._head("the head", x, lambda x: self.target.logits(self.target.norm(x)))
+        heads = (functools.partial(_logits, one) for one in (self.oracle, self.target))
+        part = self._head("the head", x, *heads)
         if bool((part.exact.amax(dim=1) == part.exact.amin(dim=1)).any()):
             raise LayerError("the head", "flat")
         self.target_parts.append(part)
 
-    def _head(self, name: str, x: Tensor, logits: Callable[[Tensor], Tensor]) -> Part:
+    def _head(
+        self, name: str, x: Tensor, oracle: Callable[[Tensor], Tensor], logits: Callable[[Tensor], Tensor]
+    ) -> Part:
         """Logits of one token, of a block, and of more than that."""
-        with _oracle():
-            exact, rough = (logits(x.to(dtype)) for dtype in (self._wide, self._dtype))
+        with _exactly():
+            exact, rough = (oracle(x.to(dtype)) for dtype in (self._wide, self._dtype))
         part = self._part(name, exact, rough)
         for count in sorted({1, min(self.engine.models.plan.width, len(x)), len(x)}):
             index = torch.arange(count, device=self.device)
             part.compare(logits(x[:count]), index, [f"of {count} tokens"] * count)
         return part
+
+
+def _logits(target: Decoder, x: Tensor) -> Tensor:
+    return target.logits(target.norm(x))
 
 
 def _draft_logits(drafter: DFlashDrafter, x: Tensor) -> Tensor:
@@ -360,13 +372,12 @@ def _scores(layer: nn.Module) -> Iterator[list[_Scores]]:
 
 
 @contextlib.contextmanager
-def _oracle() -> Iterator[None]:
-    """The references, with float32 products in float32, whatever the process has asked for."""
+def _exactly() -> Iterator[None]:
+    """Float32 products in float32, whatever the process has asked for."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with use("reference"):
-            yield
+        yield
     finally:
         torch.set_float32_matmul_precision(before)
 

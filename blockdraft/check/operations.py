@@ -21,9 +21,11 @@ from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import Recurrent
 from blockdraft.check.comparison import Comparison, Numbers, distinct, models_of, parts_of, run, wide
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels import acceptance, gated_delta, heads, linear, moe, rows, sampling
-from blockdraft.kernels.attention import Blocks, Mask, attend_paged, reference_attend_paged
+from blockdraft.kernels import gated_delta, heads, linear, moe, rows, sampling
+from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
+from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.sampling_tables import Real
+from blockdraft.models.bound import KernelModule
 from blockdraft.models.dflash import DFlashLayer
 from blockdraft.models.gated_delta import GatedAttention, GatedDelta
 from blockdraft.models.gemma4 import GemmaAttention, GemmaFeedForward
@@ -43,7 +45,6 @@ NEAR = 1e-4  # of a score: closer tokens are as good as equal, and rounding deci
 MAX_MIXED = 3  # tokens through the experts: each wants its own, and float64 takes one after another
 
 Comparisons = Iterator[Comparison]
-Activation = Callable[[Tensor], Tensor]  # of gate and up, side by side
 
 
 # ---- matrix products
@@ -54,18 +55,19 @@ class _Matrix:
     """What activations are multiplied by."""
 
     weight: Tensor | Packed
-    bias: Tensor | None = None
+    bias: Tensor | None
+    kernels: Kernels  # of the module that has it
 
     def multiply(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         if isinstance(self.weight, Packed):
-            return self.weight.matmul(x, self.bias, onto=onto)
-        return linear.linear(x, self.weight, self.bias, onto=onto)
+            return self.weight.matmul(x, self.bias, onto=onto, kernels=self.kernels)
+        return self.kernels.linear(x, self.weight, self.bias, onto)
 
     def reference(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Some rows of the product in float64. Some cards round many tokens to fp8, and that is no error."""
         weight, bias = self.weight, self.bias
-        if isinstance(weight, Scaled) and weight.has_row_scales and linear.rounds_tokens(x, weight.values):
-            x = linear.rounded_to_fp8(x)
+        if isinstance(weight, Scaled) and weight.has_row_scales and "packed products" not in self.kernels.off:
+            x = linear.rounded_to_fp8(x) if linear.rounds_tokens(x, weight.values) else x
         if bias is not None:
             bias = (bias if chosen is None else bias[chosen]).double()
         return linear.reference_linear(x.double(), _values(weight, chosen).double(), bias)
@@ -119,22 +121,25 @@ def _sample(count: int, device: torch.device) -> Tensor:
 def _matrices(engine: Engine, kind: type) -> list[_Matrix]:
     """Every matrix that activations are multiplied by whose weight is of a kind."""
     found: list[_Matrix] = []
-    for part in parts_of(engine, nn.Module):
+    for part in parts_of(engine, KernelModule):
         if isinstance(part, Linear):
             found.append(_matrix(part))
         elif isinstance(part, ExpertLinear):
             found.append(_matrix(part, 0))
         elif isinstance(part, Embedding):
-            found += [_Matrix(part.weight)] if engine.models.config.ties_embeddings else []
-        elif not isinstance(part, Packed):  # a router's
-            found += [_Matrix(p) for p in part.parameters(recurse=False) if p.dim() == 2]
+            is_tied = engine.models.config.ties_embeddings
+            found += [_Matrix(part.weight, None, part.kernels)] if is_tied else []
+        else:  # a router's
+            weights = (weight for weight in part.parameters(recurse=False) if weight.dim() == 2)
+            found += [_Matrix(weight, None, part.kernels) for weight in weights]
     return [matrix for matrix in found if isinstance(matrix.weight, kind)]
 
 
 def _matrix(part: Linear | ExpertLinear, expert: int | None = None) -> _Matrix:
     if expert is None:
-        return _Matrix(part.weight, part.bias)
-    return _Matrix(part.weight[expert], None if part.bias is None else part.bias[expert])
+        return _Matrix(part.weight, part.bias, part.kernels)
+    bias = None if part.bias is None else part.bias[expert]
+    return _Matrix(part.weight[expert], bias, part.kernels)
 
 
 def _compare_linear(engine: Engine, numbers: Numbers) -> Comparisons:
@@ -162,14 +167,14 @@ def _compare_gated(engine: Engine, numbers: Numbers) -> Comparisons:
     found = [(_matrix(part.gate_up), part) for part in parts_of(engine, GatedMLP)]
     found.sort(key=lambda item: item[0].size())
     tiles = GATED_TILES if numbers.device.type == "cuda" else ()
-    for matrix, part in distinct(found, lambda item: (item[0].kind(), item[1].activate)):
+    for matrix, part in distinct(found, lambda item: (item[0].kind(), item[1].gate)):
         chosen, inner = _sample(part.gate_up.parts[0], numbers.device), part.gate_up.parts[0]
         for count in dict.fromkeys((1, max(engine.models.plan.width, 5), *tiles)):
             x = numbers.normal(count, matrix.weight.shape[1])
             both = matrix.reference(x, torch.cat((chosen, chosen + inner)))
             where = f"{list(matrix.weight.shape)} x {count} tokens"
-            got = part.gate_up.gated(x, part.activate)[:, chosen]
-            yield Comparison(where, got, _reference_of(part.activate)(both), num_steps=2)
+            got = part.gate_up.gated(x, part.gate)[:, chosen]
+            yield Comparison(where, got, rows.reference_gate_mul(both, part.gate), num_steps=2)
 
 
 def _many(numbers: Numbers) -> tuple[int, ...]:
@@ -189,7 +194,7 @@ class _Heads(NamedTuple):
     mask: Mask
     has_sinks: bool
     norm_dtype: torch.dtype | None  # of the weights of the heads' norms; None: no norms
-    is_entered: bool  # `heads.enter` normalises, rotates and writes them
+    is_written: bool  # `norm_rope_write` normalises, rotates and writes them
     has_context: bool  # keys and values also come alone
 
     def __str__(self) -> str:
@@ -225,7 +230,7 @@ def _compare_attention(engine: Engine, numbers: Numbers) -> Comparisons:
         for starts, counts in pieces:
             inputs = _attention_inputs(kind, numbers, starts=starts, counts=counts, page_size=page_size)
             where = f"{kind}, window {window}, {counts} tokens after {starts}"
-            yield run(where, attend_paged, reference_attend_paged, *inputs)
+            yield run(where, numbers.kernels.attend, reference_attend_paged, *inputs)
 
 
 def _attention_inputs(
@@ -256,14 +261,15 @@ def _compare_norms(engine: Engine, numbers: Numbers) -> Comparisons:
     for part in distinct(parts, lambda part: (part.weight.shape, part.weight.dtype, part.eps)):
         x = numbers.normal(5, part.weight.shape[0])
         for weight in (part.weight, None):  # some values are normalised without one
-            yield run(f"{x.shape[1]} values", rows.rms_norm, rows.reference_rms_norm, x, weight, part.eps)
+            norm = (numbers.kernels.rms_norm, rows.reference_rms_norm)
+            yield run(f"{x.shape[1]} values", *norm, x, weight, part.eps)
 
 
 def _compare_rotations(engine: Engine, numbers: Numbers) -> Comparisons:
     for kind, angles in _rotated(engine, numbers, lambda kind: (kind.num_heads, kind.dim)):
         x = numbers.normal(len(angles[0]), kind.num_heads, kind.dim)
         where = f"{kind.num_heads} heads of {kind.dim}"
-        yield run(where, rows.rotate, rows.reference_rotate, x, angles)
+        yield run(where, numbers.kernels.rotate, rows.reference_rotate, x, angles)
 
 
 def _rotated(
@@ -279,18 +285,13 @@ def _rotated(
 
 
 def _compare_activations(engine: Engine, numbers: Numbers) -> Comparisons:
-    parts: list[GatedMLP | Experts] = [*parts_of(engine, GatedMLP), *parts_of(engine, Experts)]
-    for activate, size in dict.fromkeys((part.activate, part.down.weight.shape[-1]) for part in parts):
-        if activate in linear.GATES:
-            where = f"{linear.GATES[activate]} of {size} values"
-            yield run(where, activate, _reference_of(activate), numbers.normal(5, 2 * size))
-
-
-def _reference_of(activate: Activation) -> Activation:
-    """Itself, where it has no kernel and is plain PyTorch."""
-    if activate is rows.silu_mul:
-        return rows.reference_silu_mul
-    return rows.reference_gelu_mul if activate is rows.gelu_mul else activate
+    gates = [(part.gate, part.down.weight.shape[-1]) for part in parts_of(engine, GatedMLP)]
+    for part in parts_of(engine, Experts):
+        if part.activation.kind != "swiglu_clamped":  # which has no kernel of its own
+            gates.append((part.activation.kind, part.down.weight.shape[-1]))
+    for gate, size in dict.fromkeys(gates):
+        gate_mul = (numbers.kernels.gate_mul, rows.reference_gate_mul)
+        yield run(f"{gate} of {size} values", *gate_mul, numbers.normal(5, 2 * size), gate)
 
 
 # ---- heads
@@ -299,11 +300,11 @@ def _reference_of(activate: Activation) -> Activation:
 def _compare_heads(engine: Engine, numbers: Numbers) -> Comparisons:
     """Queries, and all of a small cache: a write beside its slots shows as well."""
     for kind, angles in _rotated(engine, numbers, lambda kind: (*kind[:3], *kind[5:])):
-        if kind.is_entered:
-            yield from _compare_entering(kind, angles, numbers)
+        if kind.is_written:
+            yield from _compare_writing(kind, angles, numbers)
 
 
-def _compare_entering(kind: _Heads, angles: rows.Angles, numbers: Numbers) -> Comparisons:
+def _compare_writing(kind: _Heads, angles: rows.Angles, numbers: Numbers) -> Comparisons:
     num_tokens, norms = len(angles[0]), None
     sizes = (kind.num_heads, kind.num_kv_heads, kind.num_kv_heads)
     q, k, v = torch.split(numbers.normal(num_tokens, sum(sizes), kind.dim), list(sizes), dim=1)
@@ -313,18 +314,19 @@ def _compare_entering(kind: _Heads, angles: rows.Angles, numbers: Numbers) -> Co
     place = numbers.order(2 * num_tokens)[:num_tokens]
     keys, values = numbers.normal(2, kind.num_kv_heads, 2 * num_tokens, kind.dim)
     slots, alone = (heads.Slots(keys.clone(), values.clone(), place) for _ in range(2))
-    queries, keys, values = _reference_enter(*wide((q, k, v, norms, angles, slots)))
-    got = heads.enter(q, k, v, norms=norms, angles=angles, slots=slots)
+    queries, keys, values = _reference_write(*wide((q, k, v, norms, angles, slots)))
+    got = numbers.kernels.norm_rope_write(q, k, v, norms, angles, slots)
+    assert got is not None
     yield Comparison(f"queries, {kind}", got, queries, num_steps=4)
     yield Comparison(f"keys, {kind}", slots.keys, keys, num_steps=4)
     yield Comparison(f"values, {kind}", slots.values, values)
     if kind.has_context:
-        heads.enter_context(k, v, norms=norms, angles=angles, slots=alone)
+        numbers.kernels.norm_rope_write(None, k, v, norms, angles, alone)
         yield Comparison(f"keys of the context, {kind}", alone.keys, keys, num_steps=4)
         yield Comparison(f"values of the context, {kind}", alone.values, values)
 
 
-def _reference_enter(
+def _reference_write(
     q: Tensor, k: Tensor, v: Tensor, norms: heads.HeadNorms | None, angles: rows.Angles, slots: heads.Slots
 ) -> tuple[Tensor, ...]:
     if norms is not None:
@@ -339,7 +341,8 @@ def _compare_head_gates(engine: Engine, numbers: Numbers) -> Comparisons:
         x = numbers.normal(5, num_heads, dim)
         gate = 4 * numbers.normal(5, 2 * num_heads, dim)[:, 1::2]  # as the model lays them out
         expected = x.double() * torch.sigmoid(gate.double())
-        yield Comparison(f"{num_heads} heads of {dim}", heads.open_heads(x, gate), expected, num_steps=2)
+        got = numbers.kernels.gate_heads(x, gate)
+        yield Comparison(f"{num_heads} heads of {dim}", got, expected, num_steps=2)
 
 
 # ---- the gated delta rule
@@ -368,14 +371,14 @@ def _compare_delta(engine: Engine, numbers: Numbers) -> Comparisons:
         state = numbers.normal(2, spec.num_heads, spec.key_dim, spec.value_dim, dtype=wide_dtype)
         counts = numbers.whole(lead[1], 2)
         expected, expected_state = _reference_scan(*wide((q, k, v, gate, beta, state)), counts)
-        got, tape = gated_delta.scan(q, k, v, gate, beta, state)
-        gated_delta.fold(state, tape, counts)
+        got, tape = numbers.kernels.scan(q, k, v, gate, beta, state)
+        numbers.kernels.fold(state, tape, counts)
         yield Comparison(f"scan, {name}", got, expected)
         yield Comparison(f"fold, {name}", state, expected_state)
         channels, width = spec.conv_channels, spec.conv_width
         x, tail = numbers.normal(*lead, channels), numbers.normal(2, width - 1, channels)
         weight, where = numbers.normal(channels, width), f"convolve, {channels} channels"
-        yield run(where, gated_delta.convolve, gated_delta.reference_convolve, x, tail, weight)
+        yield run(where, numbers.kernels.convolve, gated_delta.reference_convolve, x, tail, weight)
 
 
 def _reference_scan(
@@ -397,7 +400,8 @@ def _compare_delta_layers(engine: Engine, numbers: Numbers) -> Comparisons:
         z = numbers.normal(5, spec.num_heads * (spec.value_dim + 1))[:, spec.num_heads :]  # of a projection
         where = f"norm, {spec.num_heads} heads of {spec.value_dim}"
         norm = (part.norm.weight, part.norm.eps)
-        yield run(where, gated_delta.gated_norm, _reference_gated_norm, read, z, *norm, num_steps=2)
+        gated_norm = numbers.kernels.gated_norm
+        yield run(where, gated_norm, _reference_gated_norm, read, z, *norm, num_steps=2)
 
 
 def _reference_gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -412,7 +416,8 @@ def _compare_states(
     In two layers of the same weights, each with its own tokens: they are committed together.
     """
     known, kept, sizes = (5, 3), (width, 1), (spec.conv_channels, spec.num_heads, spec.num_heads)
-    states = RecurrentStates(spec, num_layers=2, num_rows=3, dtype=numbers.dtype, device=numbers.device)
+    dtype, device, kernels = numbers.dtype, numbers.device, numbers.kernels
+    states = RecurrentStates(spec, num_layers=2, num_rows=3, dtype=dtype, device=device, kernels=kernels)
     states.state.fill_(math.nan)  # a row that begins has no past
     states.tail.fill_(math.nan)
     row_ids, starts = numbers.whole(2, 0), numbers.whole(*known)
@@ -494,7 +499,7 @@ def _compare_routes(engine: Engine, numbers: Numbers) -> Comparisons:
     for mixture in _mixtures(engine):
         num_experts, num_chosen = mixture.experts.gate_up.weight.shape[0], mixture.num_chosen
         logits, where = 3 * numbers.normal(7, num_experts), f"{num_chosen} of {num_experts} experts"
-        weights, ids, _ = moe.route(logits, num_chosen, mixture.weighing, mixture.expert_scale)
+        weights, ids, _ = numbers.kernels.route(logits, num_chosen, mixture.weighing, mixture.expert_scale)
         expected, likeliest, _ = moe.reference_route(logits.double(), num_chosen, mixture.weighing)
         if mixture.expert_scale is not None:
             expected = expected * mixture.expert_scale.double()[ids]
@@ -511,7 +516,7 @@ def _compare_experts(engine: Engine, numbers: Numbers) -> Comparisons:
         x, onto = numbers.normal(MAX_MIXED, hidden), numbers.normal(MAX_MIXED, hidden)
         gate = numbers.normal(MAX_MIXED, 1)
         scores = numbers.normal(MAX_MIXED, num_experts, dtype=torch.float32)
-        choice = moe.route(scores, mixture.num_chosen, mixture.weighing)
+        choice = numbers.kernels.route(scores, mixture.num_chosen, mixture.weighing, None)
         routed = _reference_experts(experts, x.double(), choice)
         where = f"{mixture.num_chosen} of {num_experts} experts, {list(experts.down.weight.shape[1:])}"
         yield Comparison(where, experts(x, choice), routed, num_steps=4)
@@ -522,7 +527,7 @@ def _compare_experts(engine: Engine, numbers: Numbers) -> Comparisons:
         yield Comparison(f"{where}, onto the stream", got, expected, num_steps=4)
 
 
-def _reference_experts(experts: Experts, x: Tensor, choice: moe.Choice) -> Tensor:
+def _reference_experts(experts: Experts, x: Tensor, choice: moe.ExpertChoice) -> Tensor:
     """One token and expert after another."""
     routed = torch.zeros_like(x)
     for token, ids in enumerate(choice.ids.tolist()):
@@ -532,7 +537,8 @@ def _reference_experts(experts: Experts, x: Tensor, choice: moe.Choice) -> Tenso
 
 
 def _reference_mlp(part: Experts | SharedExpert, x: Tensor, expert: int | None = None) -> Tensor:
-    inner = _reference_of(part.activate)(_matrix(part.gate_up, expert).reference(x))
+    activation = part.activation if isinstance(part, Experts) else moe.Activation(part.gate)
+    inner = activation.function(rows.reference_gate_mul)(_matrix(part.gate_up, expert).reference(x))
     return _matrix(part.down, expert).reference(inner)
 
 
@@ -553,7 +559,7 @@ def _compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
     table = _rows_of_rules(vocab_size, numbers)
     starts, recent = table.length[table.active], numbers.integers(min(vocab_size, 9), len(RULES), 2)
     logits = 3 * numbers.normal(len(RULES), 2, vocab_size)
-    got = sampling.choose(logits, starts, recent, table.sampling())
+    got = numbers.kernels.choose(logits, starts, recent, table.sampling())
     expected = _nearest(got, logits.double(), starts, recent, table.sampling())
     for row, rule in enumerate(RULES):
         kind = "random" if rule.is_random else "greedy"
@@ -564,7 +570,14 @@ def _compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
 def _rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:
     """A row for each of RULES, all active."""
     count, device = len(RULES), numbers.device
-    table = Rows(max_rows=count, max_pages=1, vocab_size=vocab_size, scratch_page=0, device=device)
+    table = Rows(
+        max_rows=count,
+        max_pages=1,
+        vocab_size=vocab_size,
+        scratch_page=0,
+        device=device,
+        kernels=numbers.kernels,
+    )
     for row, rule in enumerate(RULES):
         table.place(row, numbers.integers(min(vocab_size, 9), 6 + row).tolist(), 5 + row, rule)
     table.activate(range(count))
@@ -575,7 +588,7 @@ def _nearest(
     got: Tensor, logits: Tensor, starts: Tensor, recent: Tensor, batch: sampling.SamplingBatch
 ) -> Tensor:
     """What the reference chooses; `got` itself where it would do so with numbers NEAR the given ones."""
-    expected = sampling.choose_reference(logits, starts, recent, batch)
+    expected = sampling.reference_choose(logits, starts, recent, batch)
     if torch.equal(got, expected):
         return expected
     in_reach = got.clamp(0, logits.shape[2] - 1)[..., None]
@@ -584,7 +597,7 @@ def _nearest(
         real = batch.real.clone()
         real[:, Real.TOP_P] *= top_p
         for near in (logits, nudged):
-            found = sampling.choose_reference(near, starts, recent, replace(batch, real=real))
+            found = sampling.reference_choose(near, starts, recent, replace(batch, real=real))
             expected = torch.where(found == got, got, expected)
     return expected
 
@@ -597,7 +610,7 @@ def _compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
     sampled[1, :-1] = 1 - block[1, 1:]  # all wrong
     agrees = (sampled[:, :-1] == block[:, 1:]).tolist()
     counts = [1 + [*row, False].index(False) for row in agrees]
-    got = acceptance.count_accepted(sampled, block)
+    got = numbers.kernels.count_accepted(sampled, block)
     yield Comparison(f"blocks of {width}", got, numbers.whole(*counts))
     table = _rows_of_rules(9, numbers)
     lengths, anchors = table.length.clone(), table.anchor.clone()
@@ -624,7 +637,8 @@ def _compare_places(engine: Engine, numbers: Numbers) -> Comparisons:
         num_pages = (max(starts) + max(counts)) // page_size + 1
         pages = numbers.order(3 * num_pages).view(3, num_pages)
         where = {"rows": numbers.whole(*order), "starts": numbers.whole(*starts)}
-        blocks = Blocks(pages=pages, counts=counts, page_size=page_size, **where)
+        locate = numbers.kernels.locate
+        blocks = Blocks(pages=pages, counts=counts, page_size=page_size, locate=locate, **where)
         positions, slots, table = [], [], pages.tolist()
         for row, start, count in zip(order, starts, counts, strict=True):
             for position in range(start, start + count):

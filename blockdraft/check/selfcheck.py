@@ -60,7 +60,9 @@ class Verification:
     ] = ()  # [i]: share of the steps that accepted draft i + 1, where it was looked at
 
 
-def verify(engine: Engine, note: Note, *, min_tokens_per_step: float = MIN_TOKENS_PER_STEP) -> Verification:
+def verify_engine(
+    engine: Engine, note: Note, *, min_tokens_per_step: float = MIN_TOKENS_PER_STEP
+) -> Verification:
     """Check an idle engine and leave it as it was. ModelError: its answers would be wrong."""
     checks = []
     for check in _checks_of_target(engine):

@@ -128,8 +128,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Mask, sinks:
     num_heads, shared = q.shape[1], q.shape[1] // k.shape[1]
     keys, values = (x.to(wide).repeat_interleave(shared, dim=1).transpose(0, 1) for x in (k, v))  # [H, L, D]
     scores = q.to(wide).transpose(0, 1) @ keys.mT * mask.scale  # [H, N, L]
-    if mask.softcap is not None:
-        scores = torch.tanh(scores / mask.softcap) * mask.softcap
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         sink = sinks.to(wide).view(num_heads, 1, 1).expand(-1, len(q), 1)

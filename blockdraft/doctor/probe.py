@@ -79,13 +79,13 @@ def _torch_facts() -> Line:
 def _paths_on_gpu(device: torch.device) -> Iterator[Line]:
     import torch
 
-    from blockdraft.kernels.choice import has_triton
-    from blockdraft.kernels.moe import why_no_triton
+    from blockdraft.kernels.choice import Available, has_triton
 
     missing = None if has_triton() else "triton is not installed (pip install triton)"
     for name in ("attention", "products", "heads", "sampling", "gated delta", "acceptance"):
         yield _path(name, "Triton", missing)
-    yield _path("experts", "Triton", why_no_triton(torch.bfloat16, device))
+    experts = Available("triton", torch.bfloat16, device)
+    yield _path("experts", "Triton", experts.why_reference("experts"))
     yield _path("CUDA graphs", "one per step", missing)
     if missing is not None:
         return
@@ -146,10 +146,11 @@ def _check(shape: Shape, device_name: str) -> Iterator[Line]:
             chunk=64,
             cache_bytes=CACHE_BYTES,
         )
-        engine = Engine(load_models(settings, lambda text: None))
+        models = load_models(settings, lambda text: None)
     slow: list[Line] = []
     results = with_kernels_that_compile(
-        lambda: list(check_kernels(engine)),
+        models,
+        lambda models: list(check_kernels(Engine(models))),
         lambda operation, why: slow.append(_path(operation, "", f"does not compile here ({why})")),
     )
     yield from slow

@@ -59,6 +59,7 @@ class Engine:
             page_size=plan.page_size,
             dtype=getattr(torch, plan.dtype),
             device=models.device,
+            kernels=models.target.kernels,
         )
         self.rows = Rows(
             max_rows=plan.max_rows,
@@ -66,6 +67,7 @@ class Engine:
             vocab_size=models.config.vocab_size,
             scratch_page=SCRATCH_PAGE,
             device=models.device,
+            kernels=models.target.kernels,
         )
         pages = PageAllocator(num_pages=num_pages, first=NUM_RESERVED_PAGES, page_size=plan.page_size)
         self.scheduler = Scheduler(plan, pages, clock)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from blockdraft.checkpoints.draft_fit import Acceptance
+from blockdraft.kernels.kernels import Kernels
+from blockdraft.models.bound import with_kernels
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.draft_config import DraftConfig
@@ -48,13 +50,19 @@ class Models:
     def __post_init__(self) -> None:
         assert self.rates is None or len(self.rates) >= self.plan.block - 1, "a rate for each draft"
 
+    def with_kernels(self, kernels: Kernels) -> Models:
+        """The same models, weights shared, that compute by `kernels`."""
+        target, drafter = with_kernels(self.target, kernels), self.drafter
+        if isinstance(drafter, DFlashDrafter):
+            drafter = drafter.beside(target)
+        return replace(self, target=target, drafter=drafter)
+
     def why_not_captured(self) -> str | None:
         """What keeps a decode step out of a CUDA graph; None: nothing."""
-        dtype: torch.dtype = getattr(torch, self.plan.dtype)
         parts = [self.target, *([self.drafter.model] if isinstance(self.drafter, DFlashDrafter) else [])]
         for module in (module for part in parts for module in part.modules()):
             if isinstance(module, Experts):
-                reason = module.why_not_captured(dtype, self.device)
+                reason = module.why_not_captured()
                 if reason is not None:
                     return reason
             elif isinstance(module, Linear | Embedding) and isinstance(module.weight, Packed):

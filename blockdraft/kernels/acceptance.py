@@ -5,12 +5,14 @@ A draft counts while it equals the sample before it. Whole numbers only: referen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.choice import is_on_gpu, takes_reference
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
 from blockdraft.kernels.noise import philox
 from blockdraft.kernels.sampling import SamplingBatch
 from blockdraft.kernels.sampling_tables import Whole
@@ -18,26 +20,18 @@ from blockdraft.kernels.sampling_tables import Whole
 _WORD = 0xFFFFFFFF
 
 
-def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
+def reference_count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
     """[R] tokens to commit, 1 to B, for samples and block [R, B]: the drafts that match, and one more."""
-    if not takes_reference() and is_on_gpu(sampled, "acceptance"):
-        from blockdraft.kernels.triton.acceptance import count_accepted as kernel
-
-        return kernel(sampled, block)
     agrees = sampled[:, :-1] == block[:, 1:]  # [R, B - 1]
     return 1 + agrees.long().cumprod(dim=1).sum(dim=1)
 
 
-def draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
+def reference_draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
     """[R] tokens to commit where draft j is accepted with probability rates[j], whatever it says.
 
     rates [B - 1] do not increase, as a draft counts only behind those before it. For timing alone: one number
     between 0 and 1 per row, keyed by its seed and length, decides how far the step gets.
     """
-    if not takes_reference() and is_on_gpu(starts, "acceptance"):
-        from blockdraft.kernels.triton.acceptance import draw_accepted as kernel
-
-        return kernel(rates, starts, batch)
     seeds = batch.integers(Whole.SEED)
     zero = torch.zeros_like(starts)
     words = philox(
@@ -54,7 +48,7 @@ class Progress(NamedTuple):
     anchor: Tensor  # [rows]
 
 
-def advance(
+def reference_advance(
     progress: Progress, block: Tensor, sampled: Tensor, num_committed: Tensor, batch: SamplingBatch
 ) -> None:
     """Commit the first num_committed[r] tokens of block [R, B]; the last sample is the new anchor.
@@ -62,11 +56,6 @@ def advance(
     Committed outputs are counted in the tables of the rows that are penalised. The last row of the tables is
     scratch, and stays where it is.
     """
-    if not takes_reference() and is_on_gpu(block, "acceptance"):
-        from blockdraft.kernels.triton.acceptance import advance as kernel
-
-        kernel(progress, block, sampled, num_committed, batch)
-        return
     rows, (length, anchor) = batch.rows, progress
     is_real = rows != len(length) - 1
     last = sampled.gather(1, num_committed[:, None] - 1).squeeze(1)
@@ -80,3 +69,20 @@ def advance(
         batch.output_counts.index_put_((row, block), counted.to(torch.int32), accumulate=True)
     length[rows] += num_committed
     anchor[rows] = torch.where(is_real, last, anchor[rows])
+
+
+CountAccepted = Callable[[Tensor, Tensor], Tensor]
+DrawAccepted = Callable[[Tensor, Tensor, SamplingBatch], Tensor]
+Advance = Callable[[Progress, Tensor, Tensor, Tensor, SamplingBatch], None]
+
+
+def pick_acceptance(at: Available) -> tuple[CountAccepted, DrawAccepted, Advance]:
+    if not at.has_triton("acceptance"):
+        return reference_count_accepted, reference_draw_accepted, reference_advance
+    from blockdraft.kernels.triton import acceptance as kernels
+
+    return (
+        named("acceptance", kernels.count_accepted),
+        named("acceptance", kernels.draw_accepted),
+        named("acceptance", kernels.advance),
+    )

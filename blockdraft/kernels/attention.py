@@ -7,10 +7,9 @@ weigh exactly zero. What it cannot promise: equal bits for another number of que
 BLAS behind matmul may choose another order of summation for another shape.
 
 The CPU kernel, `llvm.attention`, promises that too: the bits of an output follow from its query, the keys
-and values it sees, their positions and its head's sink. `attend_paged` takes it where it was chosen and knows
-the mask.
+and values it sees, their positions and its head's sink.
 
-A sink is one more score per query head, neither scaled nor capped: it takes part in the softmax's maximum and
+A sink is one more score per query head, not scaled: it takes part in the softmax's maximum and
 sum, and has no value.
 """
 
@@ -18,14 +17,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.choice import is_on_gpu, takes_reference, takes_triton
-from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
 from blockdraft.kernels.transfer import to_device
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ class Mask:
     is_causal: bool = True
     window: int | None = None
     is_anchored: bool = False
-    softcap: float | None = None
 
 
 class Reads:
@@ -126,8 +125,6 @@ def _attend_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Mask, si
     q = (q * mask.scale).view(num_rows, width, num_groups, shared, dim)
     q = q.permute(2, 0, 3, 1, 4).reshape(num_groups, num_rows, 1, shared * width, dim)
     scores = torch.matmul(q, k.transpose(-1, -2))  # [G, R, C, shared * B, T]
-    if mask.softcap is not None:
-        scores = torch.tanh(scores / mask.softcap) * mask.softcap
     scores = scores.view(num_groups, num_rows, num_chunks, shared, width, chunk)
     scores += bias.view(num_rows, width, num_chunks, chunk).transpose(1, 2)[None, :, :, None]
     top = scores.amax(dim=(2, 5), keepdim=True)  # [G, R, 1, shared, B, 1]
@@ -152,6 +149,30 @@ def _merge(chunks: Tensor) -> Tensor:
     return total
 
 
+class Locate(Protocol):
+    """Position and slot [N] of every token of the stream of Blocks."""
+
+    def __call__(
+        self,
+        page_table: Tensor,
+        rows: Tensor,
+        starts: Tensor,
+        offsets: Tensor,
+        *,
+        num_tokens: int,
+        page_size: int,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def pick_locate(at: Available) -> Locate | None:
+    """None: Blocks does it by indexing."""
+    if not at.has_triton("places"):
+        return None
+    from blockdraft.kernels.triton.rows import locate
+
+    return named("places", locate)
+
+
 class Blocks:
     """What one forward reads: rows of a page table, their committed lengths, and `counts[r]` tokens of row r.
 
@@ -167,9 +188,10 @@ class Blocks:
         counts: tuple[int, ...],
         page_size: int,
         rows: Tensor | None = None,
+        locate: Locate | None = None,
     ) -> None:
-        self._table, self.starts, self._page_size = pages, starts, page_size
-        self._rows = torch.arange(len(counts), device=starts.device) if rows is None else rows
+        self.table, self.starts, self.page_size, self._locate = pages, starts, page_size, locate
+        self.rows = torch.arange(len(counts), device=starts.device) if rows is None else rows
         self.counts = counts
         self._ranges: dict[tuple[bool, int | None, bool], Tensor] = {}
         self._units: dict[int, Tensor] = {}
@@ -198,26 +220,24 @@ class Blocks:
 
     @functools.cached_property
     def _pages(self) -> Tensor:
-        return self._table[self._rows]
+        return self.table[self.rows]
 
     @functools.cached_property
     def _located(self) -> tuple[Tensor, Tensor]:
         """Position and slot [N] of every token of the stream."""
-        if is_on_gpu(self.starts, "places"):
-            from blockdraft.kernels.triton.rows import locate
-
-            return locate(
-                self._table,
-                self._rows,
+        if self._locate is not None:
+            return self._locate(
+                self.table,
+                self.rows,
                 self.starts,
                 self.offsets,
                 num_tokens=sum(self.counts),
-                page_size=self._page_size,
+                page_size=self.page_size,
             )
         offset = torch.arange(len(self._row), device=self.starts.device) - self.offsets[self._row]
         positions = self.starts[self._row] + offset
-        page = self._pages[self._row, positions // self._page_size]
-        return positions, page * self._page_size + positions % self._page_size
+        page = self._pages[self._row, positions // self.page_size]
+        return positions, page * self.page_size + positions % self.page_size
 
     @property
     def positions(self) -> Tensor:
@@ -235,7 +255,7 @@ class Blocks:
         row = torch.repeat_interleave(torch.arange(len(self.counts)), self._ends)
         first = self._ends.cumsum(0) - self._ends
         key = torch.arange(len(row)) - first[row]
-        return self._pages[row, key // self._page_size] * self._page_size + key % self._page_size
+        return self._pages[row, key // self.page_size] * self.page_size + key % self.page_size
 
     @functools.cached_property
     def groups(self) -> list[Reads]:
@@ -245,9 +265,7 @@ class Blocks:
         return [self._reads(slice(row, row + 1), count) for row, count in enumerate(self.counts)]
 
     def _reads(self, rows: slice, width: int) -> Reads:
-        return Reads(
-            pages=self._pages[rows], starts=self.starts[rows], width=width, page_size=self._page_size
-        )
+        return Reads(pages=self._pages[rows], starts=self.starts[rows], width=width, page_size=self.page_size)
 
     def ranges(self, mask: Mask) -> Tensor:
         """[2, N]: the keys [lo, hi) that each token sees."""
@@ -272,56 +290,65 @@ class Blocks:
             self._units[shared] = divide(self.counts, self._ends.tolist(), shared)
         return self._units[shared]
 
-    def attend_on_gpu(
-        self, q: Tensor, keys: Tensor, values: Tensor, mask: Mask, sinks: Tensor | None
-    ) -> Tensor:
-        from blockdraft.kernels.triton.attention import attend as kernel
 
-        return kernel(
+Attend = Callable[[Tensor, Tensor, Tensor, Blocks, Mask, Tensor | None], Tensor]
+
+
+def pick_attend(at: Available) -> Attend:
+    """Attention of q [N, H, D] over keys and values [G, S, D], which hold the blocks' own; sinks [H]."""
+    if at.has_triton("attention"):
+        return _triton_attend()
+    return _llvm_attend(at.dtype) if at.has_llvm() else reference_attend_paged
+
+
+def _triton_attend() -> Attend:
+    from blockdraft.kernels.triton.attention import attend as kernel
+
+    run = named("attention", kernel)
+
+    def attend(
+        q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+    ) -> Tensor:
+        return run(
             q,
             keys,
             values,
-            page_table=self._table,
-            rows=self._rows,
-            starts=self.starts,
-            offsets=self.offsets,
-            max_count=max(self.counts),
-            max_length=self._table.shape[1] * self._page_size,
-            page_size=self._page_size,
+            page_table=blocks.table,
+            rows=blocks.rows,
+            starts=blocks.starts,
+            offsets=blocks.offsets,
+            max_count=max(blocks.counts),
+            max_length=blocks.table.shape[1] * blocks.page_size,
+            page_size=blocks.page_size,
             mask=mask,
             sinks=sinks,
         )
 
+    return attend
 
-def attend_paged(
-    q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
-) -> Tensor:
-    """Attention of q [N, H, D] over keys and values [G, S, D], which hold the blocks' own; sinks [H]."""
-    learned = (q, keys) if sinks is None else (q, keys, sinks)
-    if takes_reference(*learned):
-        return reference_attend_paged(q, keys, values, blocks, mask, sinks)
-    if takes_triton(q, "attention"):
-        return blocks.attend_on_gpu(q, keys, values, mask, sinks)
-    if mask.softcap is not None:
-        return reference_attend_paged(q, keys, values, blocks, mask, sinks)
-    if (kernel := _chosen(q.dtype, q.device, q.shape[-1])) is None:
-        return reference_attend_paged(q, keys, values, blocks, mask, sinks)
-    return kernel(
-        q,
-        keys,
-        values,
-        slots=blocks.read_slots,
-        ranges=blocks.ranges(mask),
-        units=blocks.units(q.shape[1] // keys.shape[0]),
-        scale=mask.scale,
-        sinks=sinks,
-    )
+
+def _llvm_attend(dtype: torch.dtype) -> Attend:
+    def attend(
+        q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+    ) -> Tensor:
+        if q.shape[-1] % 4 != 0:
+            return reference_attend_paged(q, keys, values, blocks, mask, sinks)
+        return _llvm_kernel(dtype, q.shape[-1])(
+            q,
+            keys,
+            values,
+            slots=blocks.read_slots,
+            ranges=blocks.ranges(mask),
+            units=blocks.units(q.shape[1] // keys.shape[0]),
+            scale=mask.scale,
+            sinks=sinks,
+        )
+
+    return attend
 
 
 @functools.cache
-def _chosen(dtype: torch.dtype, device: torch.device, head_dim: int) -> PagedAttention | None:
-    if why_no_llvm(dtype, device) is not None or head_dim % 4 != 0:
-        return None
+def _llvm_kernel(dtype: torch.dtype, head_dim: int) -> PagedAttention:
     from blockdraft.kernels.llvm.attention import PagedAttention
 
     return PagedAttention(dtype, head_dim)

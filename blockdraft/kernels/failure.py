@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import subprocess
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
-from blockdraft.kernels.choice import has_triton
+from blockdraft.kernels.choice import Operation, has_triton
 from blockdraft.machine.remedies import NO_COMPILER, NO_HEADERS
 
 MAX_CHARACTERS = 160  # of a line
@@ -28,8 +30,37 @@ REFUSALS = (
 )
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 class DoesNotFit(ValueError):
     """A shape for which a kernel has no tile that fits this card."""
+
+
+class DoesNotCompile(Exception):
+    """The kernel of `operation` does not compile on this card; `why` has the compiler's own words."""
+
+    def __init__(self, operation: Operation, why: str) -> None:
+        super().__init__(f"the kernel of {operation} does not compile on this card: {why}")
+        self.operation: Operation = operation
+        self.why = why
+
+
+def named(operation: Operation, kernel: Callable[P, T]) -> Callable[P, T]:
+    """`kernel`, which raises DoesNotCompile with its operation's name where it does not compile."""
+
+    @functools.wraps(kernel)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return kernel(*args, **kwargs)
+        except kernel_errors() as error:
+            why = why_not_compiled(error)
+            if why is None:
+                raise
+            raise DoesNotCompile(operation, why) from error
+
+    return call
 
 
 def why_not_compiled(error: Exception) -> str | None:

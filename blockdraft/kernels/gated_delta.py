@@ -10,23 +10,24 @@ the number of threads. Reference and kernel each keep it; their bits differ from
 must stay with one of them. The reference keeps it by elementwise operations only: PyTorch's sums and matrix
 products choose their order by shape.
 
-On a CUDA device nothing is gathered: `scan_rows` and `fold_rows` address the rows' states where they lie,
-with all indices on the device, and take the convolution and the gates along. They keep the same promise. The
+On a CUDA device nothing is gathered: the kernels of `InPlace` address the rows' states where they lie, with
+all indices on the device, and take the convolution and the gates along. They keep the same promise. The
 states of all layers lie in one tensor, and so do their tapes: one launch folds them all.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import sent, takes_reference, takes_triton
-from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.rows import rms_norm, sigmoid, softplus
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
+from blockdraft.kernels.rows import RmsNorm, sigmoid, softplus
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.gated_delta import GatedDelta
@@ -50,7 +51,23 @@ class Tape(NamedTuple):
     delta: Tensor  # [R, T, H, V] beta * (v - key^T S)
 
 
-def scan(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tape]:
+DeltaScan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tape]]
+DeltaFold = Callable[[Tensor, Tape, Tensor], None]
+Convolve = Callable[[Tensor, Tensor, Tensor], Tensor]
+GatedNorm = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+def pick_scan(at: Available) -> tuple[DeltaScan, DeltaFold]:
+    dtype = torch.promote_types(at.dtype, torch.float32)  # that of the states
+    if not at.has_llvm(dtype):
+        return reference_scan, reference_fold
+    kernels = _llvm(dtype)
+    return kernels.scan, kernels.fold
+
+
+def reference_scan(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tape]:
     """T tokens of R rows, T > 0: the outputs [R, T, H, V] in v's dtype, and the tape.
 
     q, k [R, T, G, K], v [R, T, H, V], gate, beta [R, T, H]. Value head h has key head h // (H / G).
@@ -60,14 +77,6 @@ def scan(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Ten
 
     with q and k divided by sqrt(sum of squares + EPS), and q by sqrt(K) too.
     """
-    if takes_reference(q, k, v, gate, beta, state) or (kernel := _chosen(state.dtype, state.device)) is None:
-        return reference_scan(q, k, v, gate, beta, state)
-    return kernel.scan(q, k, v, gate, beta, state)
-
-
-def reference_scan(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tape]:
     dtype = state.dtype
     query = _unit(q.to(dtype)) * q.shape[-1] ** -0.5
     key, decay = _unit(k.to(dtype)), torch.exp(gate.to(dtype))
@@ -84,18 +93,11 @@ def reference_scan(
     return out, Tape(decay=decay, key=key, delta=torch.stack(deltas, dim=1))
 
 
-def fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
+def reference_fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
     """In place: state [R, H, K, V] becomes the state after the first counts[r] tokens of row r, 0..T.
 
     The same operations in the same order as in the scan that wrote the tape, hence the same bits.
     """
-    if takes_reference() or (kernel := _chosen(state.dtype, state.device)) is None:
-        reference_fold(state, tape, counts)
-    else:
-        kernel.fold(state, tape, counts)
-
-
-def reference_fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
     kept = state
     for t in range(tape.decay.shape[1]):
         key = _by_value_head(tape.key[:, t], state.shape[1])
@@ -104,18 +106,16 @@ def reference_fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
     state.copy_(kept)
 
 
-def convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
+def pick_convolve(at: Available) -> Convolve:
+    return _llvm(at.dtype).convolve if at.has_llvm() else reference_convolve
+
+
+def reference_convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
     """silu of the causal convolution of each channel: x [R, T, C], weight [C, W], returns [R, T, C].
 
     tail [R, W - 1, C]: the inputs before x. The last weight is the token's own. Half precision is computed in
     float32. Products are added oldest first, so a token's bits follow from its W inputs alone.
     """
-    if takes_reference(x, tail, weight) or (kernel := _chosen(x.dtype, x.device)) is None:
-        return reference_convolve(x, tail, weight)
-    return kernel.convolve(x, tail, weight)
-
-
-def reference_convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
     if x.dtype in (torch.bfloat16, torch.float16):
         return reference_convolve(x.float(), tail.float(), weight.float()).to(x.dtype)
     inputs, length = torch.cat([tail, x], dim=1), x.shape[1]
@@ -131,17 +131,21 @@ def gates(beta: Tensor, gate: Tensor, weights: DeltaWeights) -> tuple[Tensor, Te
     return sigmoid(beta), -weights.decay_log.exp() * softplus(wide + weights.gate_bias)
 
 
-def gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def pick_gated_norm(at: Available, rms_norm: RmsNorm) -> GatedNorm:
     """rms_norm(read) * silu(z): read [N, H, V], z [N, H * V]; returns read's shape and dtype.
 
     The norm is that of `rms_norm`; z and the product are computed in float32 or wider.
     """
-    if not takes_reference(read, z, weight) and takes_triton(read, "gated norms"):
+    if at.has_triton("gated norms"):
         from blockdraft.kernels.triton import gated_delta as kernels
 
-        return kernels.gated_norm(read, z, weight, eps)
-    z = z.reshape(read.shape).to(torch.promote_types(z.dtype, torch.float32))
-    return (rms_norm(read, weight, eps) * (z * sigmoid(z))).to(read.dtype)
+        return named("gated norms", kernels.gated_norm)
+
+    def gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        z = z.reshape(read.shape).to(torch.promote_types(z.dtype, torch.float32))
+        return (rms_norm(read, weight, eps) * (z * sigmoid(z))).to(read.dtype)
+
+    return gated_norm
 
 
 # ---- in place, on a CUDA device
@@ -162,17 +166,12 @@ class RowStates(NamedTuple):
 
 
 class RowTape(NamedTuple):
-    """What a block of N tokens leaves in L layers for `fold_rows`; float32 but for the inputs."""
+    """What a block of N tokens leaves in L layers for `InPlace.fold`; float32 but for the inputs."""
 
     decay: Tensor  # [L, N, H]
     key: Tensor  # [L, N, G, K] of length 1
     delta: Tensor  # [L, N, H, V]
     inputs: Tensor  # [L, N, C] of the convolution, in their dtype
-
-
-def is_in_place(x: Tensor) -> bool:
-    """Whether tokens x go through `scan_rows`, rather than through `convolve`, `gates`, `scan` and `fold`."""
-    return not takes_reference(x) and takes_triton(x, "gated delta")
 
 
 def empty_states(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -183,41 +182,48 @@ def empty_states(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def scan_rows(
-    x: Tensor,
-    beta: Tensor,
-    gate: Tensor,
-    weights: DeltaWeights,
-    at: RowStates,
-    *,
-    layer: int,
-    tape: RowTape | None,
-) -> Tensor:
-    """`convolve`, `gates` and `scan` of x [N, C], beta and gate [N, H] logits: the outputs [N, H, V].
+class ScanRows(Protocol):
+    """The convolution, `gates` and the scan of x [N, C], beta and gate [N, H] logits: outputs [N, H, V].
 
     Tokens of a block leave the rows' states and tails, and fill the layer's part of the tape. Known tokens
     come without a tape and move them.
     """
-    from blockdraft.kernels.triton import gated_delta as kernels
 
-    return kernels.scan(x, beta, gate, weights, at, layer=layer, tape=tape)
+    def __call__(
+        self,
+        x: Tensor,
+        beta: Tensor,
+        gate: Tensor,
+        weights: DeltaWeights,
+        at: RowStates,
+        *,
+        layer: int,
+        tape: RowTape | None,
+    ) -> Tensor: ...
 
 
-def fold_rows(tape: RowTape, at: RowStates, counts: Tensor) -> None:
-    """In place, in every layer: the rows' states and tails after the tape's first counts[r] tokens, 0..T.
+class InPlace(NamedTuple):
+    """The rule on states where they lie.
 
-    Here `at.offsets` are those of the scan. A row that keeps nothing is not touched.
+    `fold`, in every layer: the rows' states and tails after the tape's first counts[r] tokens, 0..T. There
+    `offsets` are those of the scan. A row that keeps nothing is not touched.
     """
+
+    scan: ScanRows
+    fold: Callable[[RowTape, RowStates, Tensor], None]
+
+
+def pick_in_place(at: Available) -> InPlace | None:
+    """None: states are gathered, for `convolve`, `gates`, `scan` and `fold`."""
+    if not at.has_triton("gated delta"):
+        return None
     from blockdraft.kernels.triton import gated_delta as kernels
 
-    sent("gated delta")
-    kernels.fold(tape, at, counts)
+    return InPlace(named("gated delta", kernels.scan), named("gated delta", kernels.fold))
 
 
 @functools.cache
-def _chosen(dtype: torch.dtype, device: torch.device) -> GatedDelta | None:
-    if why_no_llvm(dtype, device) is not None:
-        return None
+def _llvm(dtype: torch.dtype) -> GatedDelta:
     from blockdraft.kernels.llvm.gated_delta import GatedDelta
 
     return GatedDelta(dtype)

@@ -7,12 +7,14 @@ rounds after each step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
 
-from blockdraft.kernels.choice import takes_reference, takes_triton
-from blockdraft.kernels.rows import Angles, rms_norm, rotate, sigmoid
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
+from blockdraft.kernels.rows import Angles, RmsNorm, Rotate, sigmoid
 
 
 class HeadNorms(NamedTuple):
@@ -31,37 +33,30 @@ class Slots(NamedTuple):
     place: Tensor
 
 
-def enter(
-    q: Tensor, k: Tensor, v: Tensor, *, norms: HeadNorms | None, angles: Angles, slots: Slots
-) -> Tensor:
-    """The queries [N, H, D] to attend with; k and v [N, G, D] are in their slots afterwards."""
-    if takes_reference(q, k, v) or not takes_triton(k, "heads"):
+NormRopeWrite = Callable[[Tensor | None, Tensor, Tensor, HeadNorms | None, Angles, Slots], Tensor | None]
+GateHeads = Callable[[Tensor, Tensor], Tensor]
+
+
+def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> NormRopeWrite:
+    """The queries [N, H, D] to attend with, where some come; k and v [N, G, D] are in their slots afterwards.
+
+    One kernel does all of it, or `rms_norm`, `rotate` and `write` one after the other.
+    """
+    if at.has_triton("heads"):
+        from blockdraft.kernels.triton.rows import norm_rope_write as kernel
+
+        return named("heads", kernel)
+
+    def norm_rope_write(
+        q: Tensor | None, k: Tensor, v: Tensor, norms: HeadNorms | None, angles: Angles, slots: Slots
+    ) -> Tensor | None:
         if norms is not None:
-            q = rms_norm(q, norms.q, norms.eps)
-        enter_context(k, v, norms=norms, angles=angles, slots=slots)
-        return rotate(q, angles)
-    entered = _on_gpu(q, k, v, norms, angles, slots)
-    assert entered is not None
-    return entered
+            q = None if q is None else rms_norm(q, norms.q, norms.eps)
+            k = rms_norm(k, norms.k, norms.eps)
+        write(rotate(k, angles), v, slots)
+        return None if q is None else rotate(q, angles)
 
-
-def enter_context(k: Tensor, v: Tensor, *, norms: HeadNorms | None, angles: Angles, slots: Slots) -> None:
-    """The same for keys and values [N, G, D] that no query of this forward comes with."""
-    if not takes_reference(k, v) and takes_triton(k, "heads"):
-        _on_gpu(None, k, v, norms, angles, slots)
-        return
-    if norms is not None:
-        k = rms_norm(k, norms.k, norms.eps)
-    write(rotate(k, angles), v, slots)
-
-
-def open_heads(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), both [N, H, D]: what each head lets through."""
-    if takes_reference(x, gate) or not takes_triton(x, "heads' gates"):
-        return x * sigmoid(gate)
-    from blockdraft.kernels.triton.rows import open_heads as kernel
-
-    return kernel(x, gate)
+    return norm_rope_write
 
 
 def write(k: Tensor, v: Tensor, slots: Slots) -> None:
@@ -70,21 +65,14 @@ def write(k: Tensor, v: Tensor, slots: Slots) -> None:
     slots.values.index_copy_(1, slots.place, v.transpose(0, 1))
 
 
-def _on_gpu(
-    q: Tensor | None, k: Tensor, v: Tensor, norms: HeadNorms | None, angles: Angles, slots: Slots
-) -> Tensor | None:
-    from blockdraft.kernels.triton.rows import enter as kernel
+def pick_gate_heads(at: Available) -> GateHeads:
+    if not at.has_triton("heads' gates"):
+        return reference_gate_heads
+    from blockdraft.kernels.triton.rows import gate_heads
 
-    return kernel(
-        q,
-        k,
-        v,
-        q_weight=None if norms is None else norms.q,
-        k_weight=None if norms is None else norms.k,
-        eps=0.0 if norms is None else norms.eps,
-        cos=angles[0],
-        sin=angles[1],
-        keys=slots.keys,
-        values=slots.values,
-        slots=slots.place,
-    )
+    return named("heads' gates", gate_heads)
+
+
+def reference_gate_heads(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), both [N, H, D]: what each head lets through."""
+    return x * sigmoid(gate)

@@ -21,38 +21,62 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import has_triton, is_switched_off, takes_reference, takes_triton
-from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.rows import gelu_mul, silu_mul
-
-if TYPE_CHECKING:
-    from blockdraft.kernels.llvm.linear import TileLinear
+from blockdraft.kernels.choice import Available, has_triton
+from blockdraft.kernels.failure import named
+from blockdraft.kernels.rows import Gate, GateMul, reference_gate_mul
 
 MAX_TOKENS = 16  # of the GPU's own kernel; for more, cuBLAS is as fast or faster (H200, benchmarks/log.md)
 WIDENED_VALUES = 1 << 26  # of a weight, where the reference computes in a wider dtype than it is stored in
-GATES: dict[Callable[[Tensor], Tensor], str] = {silu_mul: "silu", gelu_mul: "gelu"}
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, onto: Tensor | None = None) -> Tensor:
-    """The contract, on the path chosen for this dtype and device. Training takes the reference."""
-    if takes_reference(x, weight):
-        return reference_linear(x, weight, bias, onto=onto)
-    if takes_triton(x, "products"):
-        return _on_gpu(x, weight, bias, onto)
-    if (kernel := _chosen(x.dtype, x.device)) is None:
-        return reference_linear(x, weight, bias, onto=onto)
-    out = kernel(x, weight, bias)
-    return out if onto is None else onto + out
+Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # x, weight, bias, onto
+GatedMultiply = Callable[[Tensor, Tensor, Tensor | None, Gate], Tensor]  # x, weight, bias, gate
+ScaledMultiply = Callable[  # x, values, scale, bias, onto, gate
+    [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Gate | None], Tensor | None
+]
+
+
+def pick_linear(at: Available) -> Multiply:
+    if at.has_triton("products"):
+        return _triton_linear()
+    return _llvm_linear(at.dtype) if at.has_llvm() else reference_linear
+
+
+def _triton_linear() -> Multiply:
+    from blockdraft.kernels.triton.linear import linear as kernel
+
+    multiply = named("products", kernel)
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+        if _is_small(x):
+            return multiply(x, weight, bias, onto=onto)
+        if onto is not None and bias is None and x.dim() == 2:
+            return onto.addmm_(x, weight.T)
+        return reference_linear(x, weight, bias, onto)
+
+    return linear
+
+
+@functools.cache
+def _llvm_linear(dtype: torch.dtype) -> Multiply:
+    from blockdraft.kernels.llvm.linear import TileLinear
+
+    multiply = TileLinear(dtype)
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+        out = multiply(x, weight, bias)
+        return out if onto is None else onto + out
+
+    return linear
 
 
 def reference_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, onto: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None
 ) -> Tensor:
     if weight.dtype.itemsize < x.dtype.itemsize:
         out = _widened(x, weight, bias)
@@ -77,67 +101,90 @@ def _slow_on_cpu() -> tuple[torch.dtype, ...]:
     return (torch.float16,) if is_fast else (torch.float16, torch.bfloat16)
 
 
-def gated_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activate: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """`activate`, silu_mul or gelu_mul, of the product: the halves of [..., 2 I] joined to [..., I]."""
-    if takes_reference(x, weight) or activate not in GATES:
-        return activate(linear(x, weight, bias))
-    is_small = _is_small(x)
-    if takes_triton(x, "gated products" if is_small else "gated tiles"):
-        from blockdraft.kernels.triton import gated_tile
-        from blockdraft.kernels.triton.linear import linear as multiply
+def pick_gated_linear(at: Available, linear: Multiply, gate_mul: GateMul) -> GatedMultiply:
+    """`gate_mul` of the product: the halves of [..., 2 I] joined to [..., I].
 
-        if is_small:
-            return multiply(x, weight, bias, gate=GATES[activate])
-        if gated_tile.fits(x, weight):
-            return gated_tile.gated_linear(x, weight, bias, GATES[activate])
-    return activate(linear(x, weight, bias))
+    By the kernels that join both steps, or by `linear` and `gate_mul` one after the other.
+    """
+
+    def in_two_steps(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        return gate_mul(linear(x, weight, bias, None), gate)
+
+    has_small, has_tiles = at.has_triton("gated products"), at.has_triton("gated tiles")
+    if not has_small and not has_tiles:
+        return in_two_steps
+    from blockdraft.kernels.triton import gated_tile
+    from blockdraft.kernels.triton.linear import linear as kernel
+
+    multiply, tiles = named("gated products", kernel), named("gated tiles", gated_tile.gated_linear)
+
+    def gated(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        if _is_small(x):
+            if has_small:
+                return multiply(x, weight, bias, gate=gate)
+        elif has_tiles and gated_tile.fits(x, weight):
+            return tiles(x, weight, bias, gate)
+        return in_two_steps(x, weight, bias, gate)
+
+    return gated
 
 
-def scaled_linear(
-    x: Tensor,
-    values: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    onto: Tensor | None = None,
-    activate: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor | None:
+def pick_scaled_linear(at: Available, gate_mul: GateMul) -> ScaledMultiply:
     """The product with fp8 or int8 values [N, K] times one scale [N] per row; None where there is no kernel.
 
     Up to MAX_TOKENS tokens, where reading the weight is what takes time, it is widened on its way to the
     tensor cores. Beyond, a card that multiplies fp8 natively does so: each token is rounded to fp8 by a scale
     of its own, and the result differs from the widened product by that rounding.
     """
-    if takes_reference(x):
-        if not rounds_tokens(x, values):
-            return None
-        product = _scaled_reference(rounded_to_fp8(x), values, scale)
-        product = product if bias is None else product + bias
-        product = product if activate is None else activate(product)
-        return product if onto is None else onto + product
-    if not takes_triton(x, "packed products") or x.dim() != 2:
-        return None
-    from blockdraft.kernels.triton import linear as gpu
+    if at.path == "reference" and "packed products" not in at.off:
+        return reference_scaled_linear
+    return _triton_scaled(gate_mul) if at.has_triton("packed products") else lambda *_: None
 
-    if not gpu.can_read(values, x.dtype):
-        return None
-    if _is_small(x):
-        gate = "none" if activate is None else GATES.get(activate)
-        if gate is None:
+
+def _triton_scaled(gate_mul: GateMul) -> ScaledMultiply:
+    from blockdraft.kernels.triton import linear as kernels
+
+    multiply = named("packed products", kernels.linear)
+    fp8_product = named("packed products", kernels.fp8_product)
+
+    def scaled(
+        x: Tensor,
+        values: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        onto: Tensor | None,
+        gate: Gate | None,
+    ) -> Tensor | None:
+        if x.dim() != 2 or not kernels.can_read(values, x.dtype):
             return None
-        return gpu.linear(x, values, bias, scale=scale, onto=onto, gate=gate)
-    if not gpu.has_fp8_product(x, values):
+        if _is_small(x):
+            return multiply(x, values, bias, scale=scale, onto=onto, gate=gate or "none")
+        if not kernels.has_fp8_product(x, values):
+            return None
+        product = fp8_product(x, values, scale)
+        if bias is not None:
+            product += bias
+        product = product if gate is None else gate_mul(product, gate)
+        return product if onto is None else onto.add_(product)
+
+    return scaled
+
+
+def reference_scaled_linear(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    onto: Tensor | None,
+    gate: Gate | None,
+) -> Tensor | None:
+    """With tokens rounded to fp8, where the kernel does that; None where it does not."""
+    if not rounds_tokens(x, values):
         return None
-    product = gpu.fp8_product(x, values, scale)
-    if bias is not None:
-        product += bias
-    product = product if activate is None else activate(product)
-    return product if onto is None else onto.add_(product)
+    product = _scaled_reference(rounded_to_fp8(x), values, scale)
+    product = product if bias is None else product + bias
+    product = product if gate is None else reference_gate_mul(product, gate)
+    return product if onto is None else onto + product
 
 
 def _scaled_reference(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
@@ -150,10 +197,8 @@ def _scaled_reference(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
 
 
 def rounds_tokens(x: Tensor, values: Tensor) -> bool:
-    """Whether `scaled_linear` rounds these tokens to fp8."""
+    """Whether the kernel of packed products rounds these tokens to fp8."""
     if not x.is_cuda or not has_triton() or x.dim() != 2 or _is_small(x):
-        return False
-    if is_switched_off("packed products"):
         return False
     from blockdraft.kernels.triton.linear import has_fp8_product
 
@@ -169,22 +214,3 @@ def rounded_to_fp8(x: Tensor) -> Tensor:
 
 def _is_small(x: Tensor) -> bool:
     return x.dim() == 2 and x.shape[0] <= MAX_TOKENS
-
-
-def _on_gpu(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None) -> Tensor:
-    if _is_small(x):
-        from blockdraft.kernels.triton.linear import linear as multiply
-
-        return multiply(x, weight, bias, onto=onto)
-    if onto is not None and bias is None and x.dim() == 2:
-        return onto.addmm_(x, weight.T)
-    return reference_linear(x, weight, bias, onto=onto)
-
-
-@functools.cache
-def _chosen(dtype: torch.dtype, device: torch.device) -> TileLinear | None:
-    if why_no_llvm(dtype, device) is not None:
-        return None
-    from blockdraft.kernels.llvm.linear import TileLinear
-
-    return TileLinear(dtype)

@@ -1,8 +1,8 @@
 """Mixtures of experts: choosing a few feed-forward parts per token, running them, weighing their outputs.
 
-Contract, PyTorch reference and the choice between that and `triton.moe`. The reference runs one product per
-expert over the tokens that chose it: it asks the device which experts those are, so it cannot be captured in
-a CUDA graph. The kernels can. They promise that a token's bits do not depend on its neighbours, while the
+Contract, PyTorch reference, and which of that and `triton.moe` a model has. The reference runs one product
+per expert over the tokens that chose it: it asks the device which experts those are, so it cannot be captured
+in a CUDA graph. The kernels can. They promise that a token's bits do not depend on its neighbours, while the
 number of (token, expert) pairs stays on one side of `triton.routing.MAX_FEW`. In the reference that holds
 where `linear` promises it: every chosen expert's output has its own place, and places are summed in order.
 """
@@ -10,7 +10,6 @@ where `linear` promises it: every chosen expert's output has its own place, and 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -18,8 +17,9 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.choice import is_switched_off, sent, takes_reference
-from blockdraft.kernels.rows import gelu_mul, sigmoid, silu_mul
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
+from blockdraft.kernels.rows import GateMul, reference_gate_mul, sigmoid
 
 Groups = tuple[Tensor, Tensor]  # order and tiles, see `triton.routing`
 Weighing = Literal["all", "renormalised", "chosen"]
@@ -42,12 +42,12 @@ class Activation:
     kind: Literal["silu", "gelu", "swiglu_clamped"] = "silu"
     limit: float | None = None
 
-    @property
-    def function(self) -> Callable[[Tensor], Tensor]:
+    def function(self, gate_mul: GateMul) -> Callable[[Tensor], Tensor]:
         """On gate and up side by side, [..., 2 I] -> [..., I]."""
-        if self.kind == "swiglu_clamped":
+        kind = self.kind
+        if kind == "swiglu_clamped":
             return functools.partial(clamped_swiglu, limit=self.limit)
-        return silu_mul if self.kind == "silu" else gelu_mul
+        return lambda gate_up: gate_mul(gate_up, kind)
 
 
 def clamped_swiglu(gate_up: Tensor, *, limit: float | None) -> Tensor:
@@ -57,7 +57,7 @@ def clamped_swiglu(gate_up: Tensor, *, limit: float | None) -> Tensor:
     return (up + 1) * (gate * sigmoid(gate * SLOPE))
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """Of a router: weights and expert ids (int64), [N, K] each.
 
     `groups`: the same by expert, where the kernel that made the choice has grouped it too.
@@ -127,41 +127,56 @@ class Beside(NamedTuple):
     value: Tensor | Parts
 
 
-def experts(
-    x: Tensor,
-    gate_up: ExpertProduct,
-    down: ExpertProduct,
-    choice: Choice,
-    activation: Activation,
-    shared: Shared | None = None,
-    onto: Tensor | None = None,
-) -> Tensor:
+RunExperts = Callable[
+    [Tensor, ExpertProduct, ExpertProduct, ExpertChoice, Activation, Shared | None, Tensor | None], Tensor
+]
+
+
+def pick_experts(at: Available, gate_mul: GateMul) -> RunExperts:
     """[N, E] for x [N, E]: sum over a token's choice of weight * down(activation(gate_up(x))).
 
     Weights are rounded to x's dtype, and so is each weighed output; their sum is float32 or wider and
     rounded, then `shared` is added and rounded, then `onto` (the residual stream) is added and rounded.
     """
-    found = "asked for" if takes_reference(x) else _readable(x.dtype, x.device, gate_up, down)
-    if isinstance(found, str):
-        return reference_experts(x, gate_up, down, choice, activation, shared, onto)
+    one_by_one = functools.partial(reference_experts, gate_mul=gate_mul)
+    if not at.has_triton("experts"):
+        return one_by_one
     from blockdraft.kernels.triton import moe
 
-    beside = None if shared is None else _beside(x, shared, found, choice.ids.numel())
-    sent("experts")
-    return moe.run_experts(x, found, choice, activation, beside, onto)
+    run = named("experts", moe.run_experts)
+
+    def experts(
+        x: Tensor,
+        gate_up: ExpertProduct,
+        down: ExpertProduct,
+        choice: ExpertChoice,
+        activation: Activation,
+        shared: Shared | None,
+        onto: Tensor | None,
+    ) -> Tensor:
+        parts = _readable(at, gate_up, down)
+        if isinstance(parts, str):
+            return one_by_one(x, gate_up, down, choice, activation, shared, onto)
+        beside = None if shared is None else _beside(x, shared, parts, choice.ids.numel())
+        return run(x, parts, choice, activation, beside, onto)
+
+    return experts
 
 
-def reference_experts(
+def reference_experts(  # noqa: PLR0913
     x: Tensor,
     gate_up: ExpertProduct,
     down: ExpertProduct,
-    choice: Choice,
+    choice: ExpertChoice,
     activation: Activation,
     shared: Shared | None = None,
     onto: Tensor | None = None,
+    *,
+    gate_mul: GateMul = reference_gate_mul,
 ) -> Tensor:
+    """One expert after another, by products and `gate_mul` that may have kernels of their own."""
     ids = choice.ids
-    activate = activation.function
+    activate = activation.function(gate_mul)
     outputs = x.new_empty(*ids.shape, x.shape[-1])  # [N, K, E]
     for expert in torch.unique(ids).tolist():
         token, place = torch.where(ids == expert)
@@ -181,7 +196,10 @@ def reference_combine(
     return total if onto is None else onto + total
 
 
-def route(logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Tensor | None = None) -> Choice:
+Route = Callable[[Tensor, int, Weighing, Tensor | None], ExpertChoice]
+
+
+def pick_route(at: Available) -> Route:
     """The `num_chosen` largest of each row of logits [N, X], the largest first, and their weights.
 
     Weights are a softmax over all experts ("all"), the same made to sum to one ("renormalised"), or a softmax
@@ -189,24 +207,28 @@ def route(logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Ten
     those of "chosen" may have the logits' dtype. Each is multiplied by its expert's `expert_scale`.
     The kernel gives ties to the lowest id; PyTorch promises no order for them.
     """
-    if (
-        takes_reference(logits)
-        or is_switched_off("routing")
-        or why_no_triton(logits.dtype, logits.device) is not None
-    ):
-        return reference_route(logits, num_chosen, weighing, expert_scale)
+    if not at.has_triton("routing"):
+        return reference_route
     from blockdraft.kernels.triton import routing
 
-    sent("routing")
-    num_tokens, num_experts = logits.shape
-    is_small = routing.can_group_at_once(num_tokens, num_experts, num_chosen)
-    kernel = routing.route_and_group if is_small else routing.route
-    return Choice(*kernel(logits, num_chosen, is_over_all=weighing == "all", expert_scale=expert_scale))
+    alone, grouped = named("routing", routing.route), named("routing", routing.route_and_group)
+
+    def route(
+        logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Tensor | None
+    ) -> ExpertChoice:
+        num_tokens, num_experts = logits.shape
+        is_small = routing.can_group_at_once(num_tokens, num_experts, num_chosen)
+        kernel = grouped if is_small else alone
+        return ExpertChoice(
+            *kernel(logits, num_chosen, is_over_all=weighing == "all", expert_scale=expert_scale)
+        )
+
+    return route
 
 
 def reference_route(
     logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Tensor | None = None
-) -> Choice:
+) -> ExpertChoice:
     if weighing == "chosen":
         chosen, ids = logits.topk(num_chosen, dim=-1)
         weights = chosen.softmax(dim=-1)
@@ -215,25 +237,18 @@ def reference_route(
         weights, ids = wide.softmax(dim=-1).topk(num_chosen, dim=-1)
         if weighing == "renormalised":
             weights = weights / weights.sum(dim=-1, keepdim=True)
-    return Choice(weights if expert_scale is None else weights * expert_scale[ids], ids)
+    return ExpertChoice(weights if expert_scale is None else weights * expert_scale[ids], ids)
 
 
-def why_no_kernel(
-    dtype: torch.dtype, device: torch.device, gate_up: ExpertProduct, down: ExpertProduct
-) -> str | None:
+def why_no_kernel(at: Available, gate_up: ExpertProduct, down: ExpertProduct) -> str | None:
     """None where the kernels run these experts, and a CUDA graph can hold them; else why not."""
-    found = _readable(dtype, device, gate_up, down)
+    found = at.why_reference("experts") or _readable(at, gate_up, down)
     return found if isinstance(found, str) else None
 
 
-def _readable(
-    dtype: torch.dtype, device: torch.device, gate_up: ExpertProduct, down: ExpertProduct
-) -> Parts | str:
-    reason = why_no_triton(dtype, device)
-    if reason is not None:
-        return reason
-    if is_switched_off("experts"):
-        return "the kernels for experts do not compile on this card"
+def _readable(at: Available, gate_up: ExpertProduct, down: ExpertProduct) -> Parts | str:
+    """What the kernels read, or why they cannot."""
+    dtype, device = at.dtype, at.device
     stacked, single = gate_up.matrices(), down.matrices()
     if stacked is None or single is None:
         return "no kernel reads the format of these experts"
@@ -286,15 +301,4 @@ def _why_unreadable(part: Matrices, dtype: torch.dtype, device: torch.device) ->
         return f"this card cannot convert fp8 to {dtype} (compute capability 8.9 and above can)"
     if dtype not in _HALVES and stored != torch.int8:
         return f"the kernels read {stored} beside half precision only, not {dtype}"
-    return None
-
-
-@functools.cache
-def why_no_triton(dtype: torch.dtype, device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"the kernels for experts are not for '{device.type}'"
-    if dtype not in (*_HALVES, torch.float32):
-        return f"the kernels for experts compute in half precision or float32, not {dtype}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install triton)"
     return None

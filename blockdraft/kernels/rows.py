@@ -10,40 +10,40 @@ operations for every element, of which `exp` and `log1p` do not vary. Training t
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import takes_reference, takes_triton
-from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.pointwise import RowKernels
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines, [N, 1, R / 2] each, contiguous, R <= D values rotated
+Gate = Literal["silu", "gelu"]  # gelu by its tanh approximation
+RmsNorm = Callable[[Tensor, Tensor | None, float], Tensor]
+GateMul = Callable[[Tensor, Gate], Tensor]
+Rotate = Callable[[Tensor, Angles], Tensor]
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def pick_rms_norm(at: Available) -> RmsNorm:
+    if at.has_triton("norms"):
+        from blockdraft.kernels.triton.rows import rms_norm
+
+        return named("norms", rms_norm)
+    return llvm_rows(at.dtype).rms_norm if at.has_llvm() else reference_rms_norm
+
+
+def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, accumulated in float32 or wider.
 
     Half precision is rounded before it meets a weight of its own dtype; a float32 weight is multiplied in
     float32 and the product is rounded, once. No weight: x / rms(x).
     """
-    weights = () if weight is None else (weight,)
-    if takes_reference(x, *weights):
-        return reference_rms_norm(x, weight, eps)
-    if takes_triton(x, "norms"):
-        from blockdraft.kernels.triton.rows import rms_norm as normalise
-
-        return normalise(x, weight, eps)
-    if (kernels := _chosen(x.dtype, x.device)) is None:
-        return reference_rms_norm(x, weight, eps)
-    return kernels.rms_norm(x, weight, eps)
-
-
-def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if x.dtype in (torch.float32, torch.float64):
         weight = None if weight is None else weight.to(x.dtype)
         return functional.rms_norm(x, x.shape[-1:], weight, eps)
@@ -55,53 +55,35 @@ def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, where gate_up [..., 2 K] holds one after the other; returns [..., K]."""
-    if takes_reference(gate_up):
-        return reference_silu_mul(gate_up)
-    if takes_triton(gate_up, "activations"):
+def pick_gate_mul(at: Available) -> GateMul:
+    if at.has_triton("activations"):
         from blockdraft.kernels.triton.rows import gate_mul
 
-        return gate_mul(gate_up, "silu")
-    if (kernels := _chosen(gate_up.dtype, gate_up.device)) is None:
-        return reference_silu_mul(gate_up)
-    return kernels.silu_mul(gate_up)
+        return named("activations", gate_mul)
+    if not at.has_llvm():
+        return reference_gate_mul
+    kernels = llvm_rows(at.dtype)
+    return lambda gate_up, gate: kernels.silu_mul(gate_up) if gate == "silu" else kernels.gelu_mul(gate_up)
 
 
-def reference_silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+def reference_gate_mul(gate_up: Tensor, gate: Gate) -> Tensor:
+    """gate(a) * b, where gate_up [..., 2 K] holds a and b one after the other; returns [..., K]."""
+    a, b = gate_up.chunk(2, dim=-1)
+    return (functional.silu(a) if gate == "silu" else functional.gelu(a, approximate="tanh")) * b
 
 
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up, gelu by its tanh approximation; laid out as in `silu_mul`."""
-    if takes_reference(gate_up):
-        return reference_gelu_mul(gate_up)
-    if takes_triton(gate_up, "activations"):
-        from blockdraft.kernels.triton.rows import gate_mul
-
-        return gate_mul(gate_up, "gelu")
-    if (kernels := _chosen(gate_up.dtype, gate_up.device)) is None:
-        return reference_gelu_mul(gate_up)
-    return kernels.gelu_mul(gate_up)
+def pick_rotate(at: Available) -> Rotate:
+    if not at.has_llvm():
+        return reference_rotate
+    kernels = llvm_rows(at.dtype)
+    return lambda x, angles: kernels.rotate(x, *angles)
 
 
-def reference_gelu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.gelu(gate, approximate="tanh") * up
-
-
-def rotate(x: Tensor, angles: Angles) -> Tensor:
+def reference_rotate(x: Tensor, angles: Angles) -> Tensor:
     """Rotary position on x [N, H, D]: the halves of its first R values are the coordinates (neox style).
 
     R is twice the number of angles; the values past it stay as they are.
     """
-    if takes_reference(x) or (kernels := _chosen(x.dtype, x.device)) is None:
-        return reference_rotate(x, angles)
-    return kernels.rotate(x, *angles)
-
-
-def reference_rotate(x: Tensor, angles: Angles) -> Tensor:
     cos, sin = angles
     size = cos.shape[-1]
     first, second, rest = x[..., :size], x[..., size : 2 * size], x[..., 2 * size :]
@@ -120,9 +102,8 @@ def softplus(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _chosen(dtype: torch.dtype, device: torch.device) -> RowKernels | None:
-    if why_no_llvm(dtype, device) is not None:
-        return None
+def llvm_rows(dtype: torch.dtype) -> RowKernels:
+    """The CPU's kernels of `dtype`, compiled once in a process."""
     from blockdraft.kernels.llvm.pointwise import RowKernels
 
     return RowKernels(dtype)

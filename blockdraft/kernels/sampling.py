@@ -6,12 +6,14 @@ target's verify and the drafter's proposals call one function. The order is vLLM
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.choice import takes_reference, takes_triton
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
 from blockdraft.kernels.noise import gumbel
 from blockdraft.kernels.sampling_tables import Real, Whole
 
@@ -50,21 +52,23 @@ class SamplingBatch:
         return self.whole[self.rows, column]
 
 
-def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
+Choose = Callable[[Tensor, Tensor, Tensor, SamplingBatch], Tensor]
+
+
+def pick_choose(at: Available) -> Choose:
+    if not at.has_triton("sampling"):
+        return reference_choose
+    from blockdraft.kernels.triton.sampling import choose
+
+    return named("sampling", choose)
+
+
+def reference_choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
     """One token for each of [R, C]: column c of logits [R, C, V] chooses the one at starts[r] + 1 + c.
 
     The tokens `recent` [R, J] sit at positions starts[r], starts[r] + 1, … and are not counted in the tables
     yet: column c counts the first min(c + 1, J) of them.
     """
-    if not takes_reference(logits) and takes_triton(logits, "sampling"):
-        from blockdraft.kernels.triton import sampling  # Triton is there where a CUDA device is
-
-        return sampling.choose(logits, starts, recent, batch)
-    return choose_reference(logits, starts, recent, batch)
-
-
-def choose_reference(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
-    """`choose` in PyTorch: the specification."""
     scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     positions = starts[:, None] + 1 + torch.arange(scores.shape[1], device=scores.device)  # [R, C]
     if batch.has_bias:

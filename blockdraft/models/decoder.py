@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from blockdraft.cache.view import View
 from blockdraft.kernels.rows import Angles
+from blockdraft.models.bound import KernelModule
 from blockdraft.models.config import AttentionConfig, ModelConfig, Rope
 from blockdraft.models.layers import Embedding, Linear, RMSNorm
 from blockdraft.models.rotary import Rotary
 
 
-class Decoder(nn.Module):
+class Decoder(KernelModule):
     """A target model. `taps` are the layers whose outputs a drafter reads."""
 
     def __init__(
@@ -73,6 +74,7 @@ class Decoder(nn.Module):
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """The logits before they are capped."""
+        self.check_no_gradient(hidden)
         return self.embedding.project(hidden) if self.head is None else self.head(hidden)
 
 

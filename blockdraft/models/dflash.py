@@ -15,6 +15,7 @@ from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.heads import HeadNorms
 from blockdraft.kernels.rows import Angles
+from blockdraft.models.bound import KernelModule
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
 from blockdraft.models.rotary import Rotary
@@ -59,7 +60,7 @@ class DFlashLayer(nn.Module):
         return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
 
 
-class DFlash(nn.Module):
+class DFlash(KernelModule):
     """The drafter's body; `first_layer` is where its layers begin in the shared cache."""
 
     def __init__(
@@ -85,6 +86,7 @@ class DFlash(nn.Module):
 
     def absorb(self, features: Tensor, view: View) -> None:
         """Leave the context's keys and values of these positions in the cache: features [N, taps * E]."""
+        self.check_no_gradient(features)
         context = self.hidden_norm(self.fc(features))
         angles = self.rotary(view.positions)
         for layer in self.layers:
@@ -93,6 +95,7 @@ class DFlash(nn.Module):
 
     def forward(self, x: Tensor, view: View) -> Tensor:
         """Hidden states [N, E] of a block whose embeddings are x [N, E]."""
+        self.check_no_gradient(x)
         angles = self.rotary(view.positions)
         for layer in self.layers:
             x = layer(x, angles, view)

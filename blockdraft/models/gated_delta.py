@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
-from blockdraft.kernels.gated_delta import DeltaWeights, gated_norm
-from blockdraft.kernels.heads import HeadNorms, open_heads
+from blockdraft.kernels.gated_delta import DeltaWeights
+from blockdraft.kernels.heads import HeadNorms
 from blockdraft.kernels.rows import Angles
+from blockdraft.models.bound import KernelModule
 from blockdraft.models.config import DeltaConfig, ModelConfig
 from blockdraft.models.layers import (
     DecoderLayer,
@@ -33,7 +34,7 @@ Inputs = tuple[
 ]  # qkv [N, C], z [N, H * V], beta's and the gate's logits [N, H]
 
 
-class GatedDelta(nn.Module):
+class GatedDelta(KernelModule):
     """A delta layer around `inputs`, the projections that Qwen3-Next and Qwen3.5 lay out differently."""
 
     def __init__(self, model: ModelConfig, layer: int, inputs: nn.Module) -> None:
@@ -51,7 +52,7 @@ class GatedDelta(nn.Module):
         qkv, z, beta, gate = self.inputs(x, norm)
         weights = DeltaWeights(self.conv[:, 0], self.decay_log, self.gate_bias)
         read = view.scan(self.layer, qkv, beta, gate, weights)  # [N, H, V]
-        gated = gated_norm(read, z, self.norm.weight, self.norm.eps)
+        gated = self.kernels.gated_norm(read, z, self.norm.weight, self.norm.eps)
         return self.out(gated.flatten(1), x)  # type: ignore[no-any-return]
 
 
@@ -73,7 +74,7 @@ def delta_config(model: ModelConfig, layer: int) -> DeltaConfig:
     return mixer
 
 
-class GatedAttention(nn.Module):
+class GatedAttention(KernelModule):
     """Attention whose output each head lets through by a gate; it comes with the queries."""
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
@@ -98,4 +99,4 @@ class GatedAttention(nn.Module):
         q, gate = queries[:, 0::2], queries[:, 1::2]  # a head's query, then its gate
         norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         attended = view.attend(self.layer, q, k, v, self.mask, angles=angles, norms=norms)
-        return self.out(open_heads(attended, gate).flatten(1), x)  # type: ignore[no-any-return]
+        return self.out(self.kernels.gate_heads(attended, gate).flatten(1), x)  # type: ignore[no-any-return]

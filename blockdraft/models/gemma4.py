@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
-from blockdraft.kernels.linear import linear
-from blockdraft.kernels.moe import Activation, Choice, route
-from blockdraft.kernels.rows import Angles, gelu_mul, rms_norm, rotate
+from blockdraft.kernels.moe import Activation, ExpertChoice
+from blockdraft.kernels.rows import Angles
+from blockdraft.models.bound import KernelModule
 from blockdraft.models.config import AttentionConfig, ModelConfig, MoEConfig
 from blockdraft.models.layers import GatedMLP, Linear, WideNorm, attention_config
 from blockdraft.models.moe import Experts
@@ -21,7 +21,7 @@ from blockdraft.models.moe import Experts
 norm = WideNorm
 
 
-class GemmaAttention(nn.Module):
+class GemmaAttention(KernelModule):
     """Attention over its own keys and values, or over those of the layer it shares them with."""
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
@@ -39,12 +39,12 @@ class GemmaAttention(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
         q, *keys_values = self.qkv(x).unflatten(1, (-1, self.head_dim)).split(self.sizes, dim=1)
-        q = rotate(self.q_norm(q), angles)
+        q = self.kernels.rotate(self.q_norm(q), angles)
         k: Tensor | None = None
         v: Tensor | None = None
         if self.k_norm is not None:
-            k = rotate(self.k_norm(keys_values[0]), angles)
-            v = rms_norm(keys_values[-1], None, self.eps)
+            k = self.kernels.rotate(self.k_norm(keys_values[0]), angles)
+            v = self.kernels.rms_norm(keys_values[-1], None, self.eps)
         return self.out(view.attend(self.layer, q, k, v, self.mask, angles=None).flatten(1))  # type: ignore[no-any-return]
 
 
@@ -55,7 +55,7 @@ def _head_counts(config: AttentionConfig) -> tuple[int, ...]:
     return (config.num_heads, *(config.num_kv_heads,) * (2 if config.has_values else 1))
 
 
-class GemmaRouter(nn.Module):
+class GemmaRouter(KernelModule):
     """Scores of the normalised stream; each expert's weight is scaled by a number of its own."""
 
     def __init__(self, hidden: int, config: MoEConfig, eps: float) -> None:
@@ -66,12 +66,13 @@ class GemmaRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden))
         self.expert_scale = nn.Parameter(torch.empty(config.num_experts))
 
-    def forward(self, x: Tensor) -> Choice:
-        return route(self.scores(x), self.num_chosen, "renormalised", self.expert_scale)
+    def forward(self, x: Tensor) -> ExpertChoice:
+        return self.kernels.route(self.scores(x), self.num_chosen, "renormalised", self.expert_scale)
 
     def scores(self, x: Tensor) -> Tensor:
         """[N, X]: what the experts are chosen by."""
-        return linear(rms_norm(x, None, self.eps) * self.scale * x.shape[-1] ** -0.5, self.weight)
+        normed = self.kernels.rms_norm(x, None, self.eps) * self.scale * x.shape[-1] ** -0.5
+        return self.kernels.linear(normed, self.weight, None, None)
 
 
 class GemmaFeedForward(nn.Module):
@@ -82,7 +83,7 @@ class GemmaFeedForward(nn.Module):
         part, size, eps = config.layers[index], config.hidden_size, config.norm_eps
         assert part.mlp is not None
         self.before = norm(size, eps)
-        self.dense = GatedMLP(size, part.mlp.inner_size, activate=gelu_mul)
+        self.dense = GatedMLP(size, part.mlp.inner_size, gate="gelu")
         self.after = norm(size, eps)
         self.has_experts = part.moe is not None
         if part.moe is not None:

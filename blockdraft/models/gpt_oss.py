@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from blockdraft.kernels.linear import linear
-from blockdraft.kernels.moe import Activation, route
+from blockdraft.kernels.moe import Activation
+from blockdraft.models.bound import KernelModule
 from blockdraft.models.config import ModelConfig, MoEConfig
 from blockdraft.models.layers import Attention, DecoderLayer, RMSNorm, WideNorm, attention_config
 from blockdraft.models.moe import Experts
@@ -28,7 +28,7 @@ class SinkAttention(Attention):
         self.sinks = nn.Parameter(torch.empty(attention_config(model, layer).num_heads))
 
 
-class GptOssMoE(nn.Module):
+class GptOssMoE(KernelModule):
     """Experts weighed by a softmax over the chosen logits alone."""
 
     def __init__(self, model: ModelConfig, config: MoEConfig) -> None:
@@ -42,9 +42,10 @@ class GptOssMoE(nn.Module):
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x + what the experts make of it, normalised."""
         h = norm(x)
-        choice = route(linear(h, self.router, self.router_bias), self.num_chosen, "chosen")
+        logits = self.kernels.linear(h, self.router, self.router_bias, None)
+        choice = self.kernels.route(logits, self.num_chosen, "chosen", None)
         return self.experts(h, choice, onto=x)  # type: ignore[no-any-return]
 
     def scores(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """[N, X]: what the experts of the same call are chosen by."""
-        return linear(norm(x), self.router, self.router_bias)
+        return self.kernels.linear(norm(x), self.router, self.router_bias, None)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.heads import HeadNorms
-from blockdraft.kernels.linear import gated_linear, linear
-from blockdraft.kernels.rows import Angles, rms_norm, silu_mul
+from blockdraft.kernels.rows import Angles, Gate
+from blockdraft.models.bound import KernelModule
 from blockdraft.models.config import AttentionConfig, ModelConfig
 from blockdraft.models.packed import Packed
 
 
-class Linear(nn.Module):
+class Linear(KernelModule):
     """y = x W^T + b, where W [sum(parts), inputs] may stack several projections of one input.
 
     It owns the format of W: a plain parameter, or a Packed weight that the loader puts in its place.
@@ -34,26 +34,26 @@ class Linear(nn.Module):
         """The product, of x normalised and added to `onto` where those are given."""
         x = x if norm is None else norm(x)
         if isinstance(self.weight, Packed):
-            return self.weight.matmul(x, self.bias, onto=onto)
-        return linear(x, self.weight, self.bias, onto=onto)
+            return self.weight.matmul(x, self.bias, onto=onto, kernels=self.kernels)
+        return self.kernels.linear(x, self.weight, self.bias, onto)
 
-    def gated(self, x: Tensor, activate: Callable[[Tensor], Tensor], norm: RMSNorm | None = None) -> Tensor:
-        """`activate` of the product, whose halves it joins."""
+    def gated(self, x: Tensor, gate: Gate, norm: RMSNorm | None = None) -> Tensor:
+        """gate(a) * b of the product's halves a and b."""
         x = x if norm is None else norm(x)
         if isinstance(self.weight, Packed):
-            return self.weight.gated(x, self.bias, activate)
-        return gated_linear(x, self.weight, self.bias, activate)
+            return self.weight.gated(x, self.bias, gate, kernels=self.kernels)
+        return self.kernels.gated_linear(x, self.weight, self.bias, gate)
 
     def last(self, x: Tensor, num_parts: int) -> Tensor:
         """The product with the last `num_parts` parts alone."""
         begin = sum(self.parts[:-num_parts])
         bias = None if self.bias is None else self.bias[begin:]
         if isinstance(self.weight, Packed):
-            return self.weight.rows_from(begin).matmul(x, bias)
-        return linear(x, self.weight[begin:], bias)
+            return self.weight.rows_from(begin).matmul(x, bias, kernels=self.kernels)
+        return self.kernels.linear(x, self.weight[begin:], bias, None)
 
 
-class Embedding(nn.Module):
+class Embedding(KernelModule):
     """A row per token, read by token id; a tied head multiplies by the same rows."""
 
     weight: nn.Parameter | Packed
@@ -71,11 +71,11 @@ class Embedding(nn.Module):
     def project(self, hidden: Tensor) -> Tensor:
         """[..., V] for hidden states [..., E]."""
         if isinstance(self.weight, Packed):
-            return self.weight.matmul(hidden)
-        return linear(hidden, self.weight)
+            return self.weight.matmul(hidden, kernels=self.kernels)
+        return self.kernels.linear(hidden, self.weight, None, None)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(KernelModule):
     """x / rms(x) * weight, where the loader adds `offset` to what the file stores."""
 
     offset = 0.0
@@ -86,7 +86,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
 class WideNorm(RMSNorm):
@@ -148,19 +148,17 @@ def attention_config(model: ModelConfig, layer: int) -> AttentionConfig:
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)); `activate` takes both halves side by side."""
+    """down(gate(a(x)) * b(x)), where `gate_up` has the rows of a, then those of b."""
 
-    def __init__(
-        self, hidden: int, inner: int, *, bias: bool = False, activate: Callable[[Tensor], Tensor] = silu_mul
-    ) -> None:
+    def __init__(self, hidden: int, inner: int, *, bias: bool = False, gate: Gate = "silu") -> None:
         super().__init__()
         self.gate_up = Linear(hidden, inner, inner, bias=bias)
         self.down = Linear(inner, hidden, bias=bias)
-        self.activate = activate
+        self.gate = gate
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """[N, E]; with a layer's norm, x normalised goes in, and the result is added to x."""
-        inner = self.gate_up.gated(x, self.activate, norm)
+        inner = self.gate_up.gated(x, self.gate, norm)
         return self.down(inner, None if norm is None else x)  # type: ignore[no-any-return]
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from blockdraft.kernels.linear import linear
 from blockdraft.kernels.moe import (
     Activation,
-    Choice,
+    ExpertChoice,
     Matrices,
     Parts,
     Shared,
     Weighing,
-    experts,
-    route,
     why_no_kernel,
 )
+from blockdraft.models.bound import KernelModule
 from blockdraft.models.config import MoEConfig
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
 from blockdraft.models.packed import Packed, Scaled, Stacked
@@ -25,7 +23,7 @@ from blockdraft.models.packed_groups import Fp4Groups
 _SILU = Activation("silu")
 
 
-class ExpertLinear(nn.Module):
+class ExpertLinear(KernelModule):
     """One Linear per expert: weight [experts, sum(parts), inputs], plain or packed."""
 
     weight: nn.Parameter | Packed
@@ -39,8 +37,8 @@ class ExpertLinear(nn.Module):
     def forward(self, x: Tensor, expert: int) -> Tensor:
         bias = None if self.bias is None else self.bias[expert]
         if isinstance(self.weight, Packed):
-            return self.weight[expert].matmul(x, bias)
-        return linear(x, self.weight[expert], bias)
+            return self.weight[expert].matmul(x, bias, kernels=self.kernels)
+        return self.kernels.linear(x, self.weight[expert], bias, None)
 
     def matrices(self) -> tuple[Matrices, ...] | None:
         """Each part as a kernel reads it; None where the weight is in a format that no kernel reads."""
@@ -90,7 +88,7 @@ def _cut(matrices: Matrices, counts: list[int]) -> list[Matrices]:
     return [matrices._replace(values=part, scale=scale) for part, scale in zip(values, scales, strict=True)]
 
 
-class Experts(nn.Module):
+class Experts(KernelModule):
     """Gated feed-forward parts, of which each token takes the ones chosen for it."""
 
     def __init__(
@@ -102,17 +100,16 @@ class Experts(nn.Module):
         )
         self.down = ExpertLinear(config.num_experts, config.inner_size, hidden, bias=bias)
         self.activation = activation
-        self.activate = activation.function
 
     def forward(
-        self, x: Tensor, choice: Choice, shared: Shared | None = None, onto: Tensor | None = None
+        self, x: Tensor, choice: ExpertChoice, shared: Shared | None = None, onto: Tensor | None = None
     ) -> Tensor:
-        """[N, E] for x [N, E]; see `kernels.moe.experts`."""
-        return experts(x, self.gate_up, self.down, choice, self.activation, shared, onto)
+        """[N, E] for x [N, E]; see `kernels.moe.pick_experts`."""
+        return self.kernels.experts(x, self.gate_up, self.down, choice, self.activation, shared, onto)
 
-    def why_not_captured(self, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why a CUDA graph cannot hold these experts for activations of `dtype`; None where it can."""
-        return why_no_kernel(dtype, device, self.gate_up, self.down)
+    def why_not_captured(self) -> str | None:
+        """Why a CUDA graph cannot hold these experts; None where it can."""
+        return why_no_kernel(self.kernels.available, self.gate_up, self.down)
 
 
 class SharedExpert(GatedMLP):
@@ -124,7 +121,7 @@ class SharedExpert(GatedMLP):
         return None if stacked is None or single is None else Parts(*stacked, *single)
 
 
-class MoE(nn.Module):
+class MoE(KernelModule):
     """Routed experts, and beside them a gated one that every token takes, if the config has it.
 
     A softmax over all experts, then the `num_chosen` likeliest. The shared expert's gate is one more row of
@@ -139,14 +136,14 @@ class MoE(nn.Module):
         self.router = Linear(hidden, config.num_experts, *((1,) if has_shared else ()))
         self.experts = Experts(hidden, config)
         self.shared = None
-        if has_shared:  # with the routed experts' activation: the kernels run it among them
-            self.shared = SharedExpert(hidden, config.shared_size or 0, activate=self.experts.activate)
+        if has_shared:  # with silu, as the routed experts: the kernels run it among them
+            self.shared = SharedExpert(hidden, config.shared_size or 0)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x + what the experts make of it, normalised."""
         h = norm(x)
         logits, gate = self.router(h).tensor_split([self.num_experts], dim=-1)
-        choice = route(logits, self.num_chosen, self.weighing)
+        choice = self.kernels.route(logits, self.num_chosen, self.weighing, None)
         shared = None if self.shared is None else Shared(gate, self.shared)
         return self.experts(h, choice, shared, x)  # type: ignore[no-any-return]
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.errors import ModelError
-from blockdraft.kernels.linear import linear, scaled_linear
+from blockdraft.kernels.kernels import REFERENCE, Kernels
+from blockdraft.kernels.rows import Gate
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
@@ -46,14 +47,21 @@ class Packed(nn.Module):
     def stack_with(self, others: Sequence[Packed]) -> Packed:
         """This matrix and others of the same format as one [E, rows, columns]; see `stack`."""
 
-    def matmul(self, x: Tensor, bias: Tensor | None = None, *, onto: Tensor | None = None) -> Tensor:
+    def matmul(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        onto: Tensor | None = None,
+        kernels: Kernels = REFERENCE,
+    ) -> Tensor:
         """x [..., columns] -> [..., rows], with the rest in the same rounding as a plain weight's."""
         assert len(self.shape) == 2, "a product needs one matrix; take an expert first"
-        return linear(x, self.dequantise(x.dtype), bias, onto=onto)
+        return kernels.linear(x, self.dequantise(x.dtype), bias, onto)
 
-    def gated(self, x: Tensor, bias: Tensor | None, activate: Callable[[Tensor], Tensor]) -> Tensor:
-        """`activate` of the product, whose halves it joins."""
-        return activate(self.matmul(x, bias))
+    def gated(self, x: Tensor, bias: Tensor | None, gate: Gate, *, kernels: Kernels = REFERENCE) -> Tensor:
+        """gate(a) * b of the product's halves a and b."""
+        return kernels.gate_mul(self.matmul(x, bias, kernels=kernels), gate)
 
     def rows_from(self, begin: int) -> Packed:
         """The matrix without its first `begin` rows."""
@@ -279,20 +287,26 @@ class Scaled(Buffered):
         """One scale per row and no zero points: what the GPU's kernels multiply by."""
         return self.zero is None and self.block == (1, self.shape[-1])
 
-    def matmul(self, x: Tensor, bias: Tensor | None = None, *, onto: Tensor | None = None) -> Tensor:
+    def matmul(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        onto: Tensor | None = None,
+        kernels: Kernels = REFERENCE,
+    ) -> Tensor:
         if len(self.shape) == 2 and self.has_row_scales:
-            product = scaled_linear(x, self.values, self._row_scale(), bias, onto=onto)
+            product = kernels.scaled_linear(x, self.values, self._row_scale(), bias, onto, None)
             if product is not None:
                 return product
-        return super().matmul(x, bias, onto=onto)
+        return super().matmul(x, bias, onto=onto, kernels=kernels)
 
-    def gated(self, x: Tensor, bias: Tensor | None, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    def gated(self, x: Tensor, bias: Tensor | None, gate: Gate, *, kernels: Kernels = REFERENCE) -> Tensor:
         if len(self.shape) == 2 and self.has_row_scales:
-            scale = self._row_scale()
-            product = scaled_linear(x, self.values, scale, bias, activate=activate)
+            product = kernels.scaled_linear(x, self.values, self._row_scale(), bias, None, gate)
             if product is not None:
                 return product
-        return super().gated(x, bias, activate)
+        return super().gated(x, bias, gate, kernels=kernels)
 
     def _row_scale(self) -> Tensor:
         return self.scale.flatten().float()

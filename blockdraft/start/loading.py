@@ -20,7 +20,9 @@ from blockdraft.checkpoints.weights import load_decoder, load_drafter
 from blockdraft.engine.loaded import Labels, Models
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import CapacityError, ModelError
+from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import read_machine
+from blockdraft.models.bound import with_kernels
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
@@ -265,7 +267,8 @@ def load_target(
         fill(target, storage=plan.quantization, device=device, progress=progress)
     else:
         load_decoder(target, checkpoint, storage=plan.quantization, device=device, progress=progress)
-    return target.requires_grad_(False).eval()
+    kernels = kernels_for(getattr(torch, plan.dtype), device)
+    return with_kernels(target.requires_grad_(False).eval(), kernels)
 
 
 def _decoder(config: ModelConfig, taps: tuple[int, ...], max_positions: int, device: torch.device) -> Decoder:
@@ -299,7 +302,7 @@ def load_dflash(
     else:
         load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
         ids = _vocab_map(checkpoint, config, has_head, device)
-    model.requires_grad_(False).eval()
+    model = with_kernels(model.requires_grad_(False).eval(), target.kernels)
     return DFlashDrafter(model, target, ids)
 
 

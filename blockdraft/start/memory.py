@@ -18,7 +18,7 @@ from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import CapacityError
-from blockdraft.kernels.choice import HOST_BOUND, has_triton, switched_off
+from blockdraft.kernels.choice import HOST_BOUND, has_triton
 from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, Plan, memory_share
 from blockdraft.settings.settings import Settings
@@ -101,7 +101,7 @@ def why_no_graphs(models: Models, settings: Settings) -> str | None:
         return "the GPU's kernels do not compute in float64"
     if not has_triton():
         return "Triton is not installed"
-    slow = [operation for operation in switched_off() if operation in HOST_BOUND]
+    slow = [operation for operation in models.target.kernels.off if operation in HOST_BOUND]
     if slow:
         return f"the kernel of {slow[0]} does not compile on this card, and a graph cannot hold its reference"
     return models.why_not_captured()

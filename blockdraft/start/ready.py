@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blockdraft.check.selfcheck import captured, verify, without_drafter
+from blockdraft.check.selfcheck import captured, verify_engine, without_drafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import SettingsError
@@ -37,7 +37,7 @@ def start_engine(settings: Settings, startup: StartProgress) -> Engine:
         startup.rewind("allocate")
 
     with memory_explained(settings, models.device):
-        return with_kernels_that_compile(lambda: _prepared(models, settings, startup), tell)
+        return with_kernels_that_compile(models, lambda models: _prepared(models, settings, startup), tell)
 
 
 def plain_engine(
@@ -57,7 +57,9 @@ def plain_engine(
         note(notice)
     with memory_explained(settings, models.device):
         return with_kernels_that_compile(
-            lambda: _plain(models, settings, note), lambda operation, why: tell(_slower(operation, why))
+            models,
+            lambda models: _plain(models, settings, note),
+            lambda operation, why: tell(_slower(operation, why)),
         )
 
 
@@ -117,7 +119,7 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress) -> Eng
         startup.skip("verify", "switched off")
         return engine
     with startup.phase("verify"):
-        verification = verify(engine, startup.note)
+        verification = verify_engine(engine, startup.note)
         if not verification.keeps_drafter:
             startup.warn(f"the drafter is not used: {verification.reason}")
             engine.graphs = None  # they hold the engine, and with it the cache

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
-from blockdraft.kernels.sampling import NEVER, choose
+from blockdraft.kernels.sampling import NEVER
+from blockdraft.models.bound import with_kernels
 from blockdraft.models.decoder import Decoder, softcap
 from blockdraft.models.dflash import DFlash
 
@@ -27,6 +30,12 @@ class DFlashDrafter:
         # No column then reads a later one, so the later ones need not be there.
         self.is_causal = all(model.config.is_causal)
 
+    def beside(self, target: Decoder) -> DFlashDrafter:
+        """The same drafter, weights shared, for another copy of its target: by the kernels of that one."""
+        twin = copy.copy(self)
+        twin.model, twin.target = with_kernels(self.model, target.kernels), target
+        return twin
+
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         """Runs its whole block, or only the first `width` columns where that gives the same drafts."""
         anchor = rows.anchor[rows.active][:, None]  # [R, 1]
@@ -35,7 +44,7 @@ class DFlashDrafter:
         num_columns = width if self.is_causal else self.block
         own = view if width == num_columns else cache.view(rows, num_columns)
         logits = self.block_logits(anchor, own, num_columns)[:, : width - 1]
-        proposals = choose(logits, view.starts, anchor, rows.sampling())
+        proposals = rows.kernels.choose(logits, view.starts, anchor, rows.sampling())
         return torch.cat((anchor, proposals), dim=1)
 
     def block_logits(self, anchor: Tensor, view: View, num_columns: int | None = None) -> Tensor:

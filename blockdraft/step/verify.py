@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.rows import Rows
-from blockdraft.kernels.acceptance import count_accepted, draw_accepted
-from blockdraft.kernels.sampling import choose
 
 LOGIT_SLICE = 64  # positions whose logits are widened at one time, when log-probabilities are asked for
 
@@ -56,11 +54,11 @@ def verify(
     change how many tokens a step yields and never which tokens. `rates`, for timing alone, draw how many are
     kept instead: the text is then nonsense.
     """
-    sampled = choose(logits, starts, block, rows.sampling())  # [R, B]
+    sampled = rows.kernels.choose(logits, starts, block, rows.sampling())  # [R, B]
     if rates is None:
-        num_committed = count_accepted(sampled, block)
+        num_committed = rows.kernels.count_accepted(sampled, block)
     else:
-        num_committed = draw_accepted(rates[: block.shape[1] - 1], starts, rows.sampling())
+        num_committed = rows.kernels.draw_accepted(rates[: block.shape[1] - 1], starts, rows.sampling())
     logprobs = None if num_logprobs is None else measure(logits, sampled, num_logprobs)
     return Verdict(sampled, num_committed, logprobs)
 

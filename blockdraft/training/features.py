@@ -44,6 +44,7 @@ class FeatureReader:
             page_size=PAGE,
             dtype=target.norm.weight.dtype,
             device=self._device,
+            kernels=target.kernels,
         )
         self._rows = Rows(
             max_rows=self._limit,

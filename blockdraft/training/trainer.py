@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.engine.engine import mix
-from blockdraft.kernels.choice import use
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.step.dflash import DFlashDrafter
@@ -50,6 +49,7 @@ class BlockForward:
     """A drafter over packed rows: hidden states of all blocks at once."""
 
     def __init__(self, model: DFlash, target: Decoder) -> None:
+        assert model.kernels.is_reference, "only the references have gradients, and can be compiled"
         self.model, self.target = model, target
         self.block = model.config.block
         self._drafter = DFlashDrafter(model, target)
@@ -69,7 +69,7 @@ class BlockForward:
         ids = batch.block_ids(self.model.config.mask_token_id)
         x = self._drafter.embed(ids.flatten())
         masks = block_masks(batch, self._masks)
-        with _half(x), use("reference"):
+        with _half(x):
             hidden = self._run(
                 self.model,
                 features,

@@ -13,13 +13,14 @@ from blockdraft.cache.rows import Rows
 from blockdraft.check import operations
 from blockdraft.check.comparison import Comparison, Numbers
 from blockdraft.check.kernelcheck import check_kernels, measure
-from blockdraft.kernels import acceptance, gated_delta, heads, linear, moe, sampling
+from blockdraft.engine.engine import Engine
 from blockdraft.kernels.attention import Blocks
-from blockdraft.kernels.choice import use
+from blockdraft.kernels.kernels import kernels_for
 from blockdraft.models.layers import Linear
 from blockdraft.models.moe import Experts
 from tests import tiny
 from tests.check.test_selfcheck import family_engine
+from tests.faults import with_kernels
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,16 @@ def wrong(monkeypatch, owner, name, change):
     monkeypatch.setattr(owner, name, call)
 
 
+def wrong_kernel(engine, name, change):
+    """`engine` with a kernel that gives change(result, arguments)."""
+    right = getattr(engine.models.target.kernels, name)
+
+    def call(*arguments, **options):
+        return change(right(*arguments, **options), *arguments, **options)
+
+    return with_kernels(engine, **{name: call})
+
+
 def slightly(result, *arguments, **options):
     return result * 1.001
 
@@ -76,10 +87,10 @@ def test_every_kind_of_mixture_is_checked(name, tmp_path):
     assert {"routing", "experts"} <= {result.operation for result in check_kernels(engine)}
 
 
-def test_a_product_that_forgets_the_stream(engine, monkeypatch):
-    right = linear.linear
-    monkeypatch.setattr(linear, "linear", lambda x, weight, bias=None, *, onto=None: right(x, weight, bias))
-    assert "onto the stream" in failed(engine)["linear"]
+def test_a_product_that_forgets_the_stream(engine):
+    right = engine.models.target.kernels.linear
+    forgetful = with_kernels(engine, linear=lambda x, weight, bias, onto: right(x, weight, bias, None))
+    assert "onto the stream" in failed(forgetful)["linear"]
 
 
 def test_a_gated_product(engine, monkeypatch):
@@ -87,38 +98,41 @@ def test_a_gated_product(engine, monkeypatch):
     assert list(failed(engine)) == ["gated product", "experts"], "a shared expert has one too"
 
 
-def test_queries_that_enter_wrongly(engine, monkeypatch):
-    wrong(monkeypatch, heads, "enter", slightly)
-    assert "queries" in failed(engine)["heads"]
+def test_queries_that_are_a_little_off(engine):
+    def change(rotated, *_):
+        return None if rotated is None else rotated * 1.001
+
+    assert "queries" in failed(wrong_kernel(engine, "norm_rope_write", change))["heads"]
 
 
 @pytest.mark.parametrize("name", ["keys", "values"])
-def test_a_write_beside_the_slots(engine, name, monkeypatch):
-    def spill(result, *arguments, slots, **options):
+def test_a_write_beside_the_slots(engine, name):
+    def spill(result, *arguments):
+        slots = arguments[-1]
         free = sorted(set(range(slots.keys.shape[1])) - set(slots.place.tolist()))[0]
         getattr(slots, name)[-1, free, -1] += 1
         return result
 
-    wrong(monkeypatch, heads, "enter", spill)
-    assert name in failed(engine)["heads"]
+    assert name in failed(wrong_kernel(engine, "norm_rope_write", spill))["heads"]
 
 
-def test_a_context_that_is_written_elsewhere(plain, monkeypatch):
-    def move(result, *arguments, slots, **options):
-        slots.keys.copy_(slots.keys.roll(1, dims=1))
+def test_a_context_that_is_written_elsewhere(plain):
+    def move(result, q, *arguments):
+        if q is None:
+            arguments[-1].keys.copy_(arguments[-1].keys.roll(1, dims=1))
+        return result
 
-    wrong(monkeypatch, heads, "enter_context", move)
-    assert any("context" in where for where in failed_at("heads", plain))
-
-
-def test_heads_that_are_opened_wrongly(engine, monkeypatch):
-    wrong(monkeypatch, heads, "open_heads", slightly)
-    assert list(failed(engine)) == ["heads' gates"]
+    assert any(
+        "context" in where for where in failed_at("heads", wrong_kernel(plain, "norm_rope_write", move))
+    )
 
 
-def test_the_norm_behind_a_delta_layer(engine, monkeypatch):
-    wrong(monkeypatch, gated_delta, "gated_norm", slightly)
-    assert "norm" in failed(engine)["gated delta layer"]
+def test_heads_that_are_let_through_wrongly(engine):
+    assert list(failed(wrong_kernel(engine, "gate_heads", slightly))) == ["heads' gates"]
+
+
+def test_the_norm_behind_a_delta_layer(engine):
+    assert "norm" in failed(wrong_kernel(engine, "gated_norm", slightly))["gated delta layer"]
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -162,9 +176,8 @@ def test_a_block_that_starts_from_nothing(engine, monkeypatch):
     ],
     ids=["weights", "experts", "one expert twice"],
 )
-def test_a_wrong_route(engine, change, monkeypatch):
-    wrong(monkeypatch, moe, "route", lambda choice, *_: change(choice))
-    assert list(failed(engine)) == ["routing"]
+def test_a_wrong_route(engine, change):
+    assert list(failed(wrong_kernel(engine, "route", lambda choice, *_: change(choice)))) == ["routing"]
 
 
 def test_experts_that_are_a_little_off(engine, monkeypatch):
@@ -195,18 +208,17 @@ def test_tokens_in_the_wrong_place(engine, name, monkeypatch):
 
 
 @pytest.mark.parametrize("row", range(len(operations.RULES)))
-def test_a_wrong_sample_of_any_rule(engine, row, monkeypatch):
+def test_a_wrong_sample_of_any_rule(engine, row):
     def change(ids, *_):
         ids[row, 1] = (ids[row, 1] + 1) % 96
         return ids
 
-    wrong(monkeypatch, sampling, "choose", change)
-    assert list(failed(engine)) == ["sampling"]
+    assert list(failed(wrong_kernel(engine, "choose", change))) == ["sampling"]
 
 
-def test_ids_out_of_range_are_wrong_samples(engine, monkeypatch):
-    wrong(monkeypatch, sampling, "choose", lambda ids, *_: torch.full_like(ids, 10**6))
-    assert list(failed(engine)) == ["sampling"]
+def test_ids_out_of_range_are_wrong_samples(engine):
+    out_of_range = wrong_kernel(engine, "choose", lambda ids, *_: torch.full_like(ids, 10**6))
+    assert list(failed(out_of_range)) == ["sampling"]
 
 
 def test_samples_as_good_as_equal_pass_and_others_do_not():
@@ -223,9 +235,9 @@ def test_samples_as_good_as_equal_pass_and_others_do_not():
     assert greedy.tolist() == [3]
 
 
-def test_a_wrong_count(engine, monkeypatch):
-    wrong(monkeypatch, acceptance, "count_accepted", lambda counts, *_: counts.clamp(max=3))
-    assert list(failed(engine)) == ["acceptance"]
+def test_a_wrong_count(engine):
+    clamped = wrong_kernel(engine, "count_accepted", lambda counts, *_: counts.clamp(max=3))
+    assert list(failed(clamped)) == ["acceptance"]
 
 
 @pytest.mark.parametrize("name", ["length", "anchor", "_output_counts"])
@@ -253,5 +265,5 @@ def test_the_kernels_of_a_gpu_pass(plain):
     if torch.cuda.is_available():
         pytest.skip("the card's own run is the check itself")
     pytest.importorskip("triton")
-    with use("triton"):
-        assert failed(plain) == {}
+    kernels = kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True)
+    assert failed(Engine(plain.models.with_kernels(kernels))) == {}

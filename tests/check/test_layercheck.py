@@ -9,7 +9,7 @@ import torch
 
 from blockdraft.check.layercheck import LayerError, Part, check_layers
 from blockdraft.check.pieces import pieces_for
-from blockdraft.check.selfcheck import verify
+from blockdraft.check.selfcheck import verify_engine
 from blockdraft.checkpoints.weights import QUANTISERS, slots_of
 from blockdraft.doctor.shapes import SHAPES
 from blockdraft.engine.engine import Engine
@@ -105,8 +105,7 @@ def test_massive_activations_pass(dtype):
 
 @pytest.mark.parametrize("name", ["mask off by one", "a stale page", "two tokens swapped in a piece"])
 def test_massive_activations_hide_no_fault(name, monkeypatch):
-    one = massive("bfloat16")
-    FAULTS[name][1](monkeypatch)
+    one = FAULTS[name][1](monkeypatch, massive("bfloat16"))
     assert not worst(one).is_passed
 
 
@@ -128,9 +127,7 @@ def test_drafters_with_windows_pass(is_anchored, is_causal):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_refused(name, dtype, monkeypatch):
     which, inject = FAULTS[name]
-    one = engine(which, dtype)
-    inject(monkeypatch)
-    found = worst(one)
+    found = worst(inject(monkeypatch, engine(which, dtype)))
     assert not found.is_passed, found
 
 
@@ -197,7 +194,7 @@ def test_a_drafter_that_overflows_is_left_out():
     assert "layer 0 of the drafter" in parts
     assert "layer 1 of the drafter" not in parts
     assert "the head" in parts
-    assert not verify(one, lambda text: None).keeps_drafter
+    assert not verify_engine(one, lambda text: None).keeps_drafter
 
 
 def test_the_engine_is_left_as_it_was():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockdraft.check import draftcheck, selfcheck
-from blockdraft.check.selfcheck import MIN_TOKENS_PER_STEP, verify, without_drafter
+from blockdraft.check.selfcheck import MIN_TOKENS_PER_STEP, verify_engine, without_drafter
 from blockdraft.engine import engine as engine_module
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams, TokenLogprobs
@@ -16,13 +16,14 @@ from blockdraft.errors import ModelError, RequestError
 from blockdraft.kernels import attention, gated_delta, linear, rows
 from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.models.packed import Scaled
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.warm import warm
 from tests import tiny
-from tests.faults import FAULTS
+from tests.faults import FAULTS, with_kernels
 from tests.models.checkpoints import load, write_target
 from tests.models.families import BASE, CASES, CONFIGS
 
@@ -65,7 +66,7 @@ def test_warming_leaves_no_trace(plan):
     cold, engine = (tiny.engine(prefix_cache=True, page_size=2, **plan) for _ in range(2))
     requests = REQUESTS[:2] if "max_context" in plan else REQUESTS
     warm(engine, ignore)
-    verify(engine, ignore)
+    verify_engine(engine, ignore)
     pages = engine.scheduler.pages
     assert not engine.has_work
     assert pages.num_free == pages.num_pages
@@ -109,9 +110,9 @@ def test_warming_runs_every_width_and_number_of_rows(monkeypatch):
 @needs_llvm
 @pytest.mark.parametrize("name", [None, "qwen3_5-whole"])
 def test_after_warming_nothing_is_left_to_compile(name, tmp_path, monkeypatch):
-    engine = tiny.engine(dtype="float32") if name is None else family_engine(name, tmp_path)
-    for module in (attention, gated_delta, linear, rows):
-        module._chosen.cache_clear()
+    models = (tiny.engine(dtype="float32") if name is None else family_engine(name, tmp_path)).models
+    for compiled_once in (attention._llvm_kernel, gated_delta._llvm, linear._llvm_linear, rows.llvm_rows):
+        compiled_once.cache_clear()
     compiled = []
     compile_module = Jit.__init__
 
@@ -120,6 +121,7 @@ def test_after_warming_nothing_is_left_to_compile(name, tmp_path, monkeypatch):
         compile_module(self, source)
 
     monkeypatch.setattr(Jit, "__init__", init)
+    engine = Engine(models.with_kernels(kernels_for(torch.float32, torch.device("cpu"))))
     warm(engine, ignore)
     assert compiled
     compiled.clear()
@@ -134,7 +136,7 @@ def test_after_warming_nothing_is_left_to_compile(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_the_trained_pair_passes_and_keeps_its_drafter(dtype):
     notes = []
-    found = verify(tiny.engine(dtype=dtype), notes.append)
+    found = verify_engine(tiny.engine(dtype=dtype), notes.append)
     assert found.keeps_drafter
     assert found.reason is None
     assert found.tokens_per_step > 3
@@ -160,7 +162,7 @@ def test_the_trained_pair_passes_and_keeps_its_drafter(dtype):
 def test_families_pass(name, dtype, tmp_path):
     engine = family_engine(name, tmp_path, dtype=dtype, width=4)
     warm(engine, ignore)
-    found = verify(engine, ignore)
+    found = verify_engine(engine, ignore)
     assert found.keeps_drafter
     assert found.tokens_per_step is None
     has_delta = any(check.name == "kernel gated delta" for check in found.checks)
@@ -172,7 +174,7 @@ def test_families_pass(name, dtype, tmp_path):
 
 def test_a_drafter_that_does_not_fit_is_dropped_with_its_number():
     engine = tiny.engine("random")
-    found = verify(engine, ignore)
+    found = verify_engine(engine, ignore)
     assert not found.keeps_drafter
     assert found.tokens_per_step < MIN_TOKENS_PER_STEP
     assert f"{found.tokens_per_step:.2f} tokens per step" in found.reason
@@ -181,7 +183,7 @@ def test_a_drafter_that_does_not_fit_is_dropped_with_its_number():
 
 
 def test_the_floor_can_be_chosen():
-    assert not verify(tiny.engine(), ignore, min_tokens_per_step=8.5).keeps_drafter
+    assert not verify_engine(tiny.engine(), ignore, min_tokens_per_step=8.5).keeps_drafter
 
 
 def test_without_its_drafter_a_target_decodes_plainly():
@@ -194,7 +196,7 @@ def test_without_its_drafter_a_target_decodes_plainly():
     assert models.target.taps != ()
     requests = [(prompt, replace(params, width=1)) for prompt, params in REQUESTS]
     assert tiny.run(engine, requests) == tiny.run(tiny.engine("none", width=1), requests)
-    assert verify(engine, ignore).keeps_drafter
+    assert verify_engine(engine, ignore).keeps_drafter
 
 
 class Meddler:
@@ -224,7 +226,7 @@ class Meddler:
 def test_a_drafter_that_touches_the_targets_cache_stops_the_start(dtype, name):
     engine = tiny.engine(Meddler(tiny.load(dtype).drafter, name), dtype=dtype)
     with pytest.raises(ModelError, match=r"writes into layer 1 of the target's cache"):
-        verify(engine, ignore)
+        verify_engine(engine, ignore)
     assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
 
 
@@ -257,7 +259,7 @@ def test_where_no_bits_are_kept_equal_answers_are_counted():
 def test_a_captured_step_that_gives_other_tokens_stops_the_start(drafter, monkeypatch):
     engine = tiny.engine(drafter)
     engine.graphs = SimpleNamespace(find=lambda *_: None)
-    assert "graphs" in [check.name for check in verify(engine, ignore).checks]
+    assert "graphs" in [check.name for check in verify_engine(engine, ignore).checks]
     right = draftcheck.answer
 
     def answer(*arguments, num_logprobs=None):
@@ -266,14 +268,13 @@ def test_a_captured_step_that_gives_other_tokens_stops_the_start(drafter, monkey
 
     monkeypatch.setattr(draftcheck, "answer", answer)
     with pytest.raises(ModelError, match=r"captured step of width 1 gives other tokens .* use --no-graphs"):
-        verify(engine, ignore)
+        verify_engine(engine, ignore)
 
 
 @pytest.mark.parametrize("fault", ["a drafter's context one token late", "a drafter's block that is causal"])
 def test_a_drafter_whose_layers_are_wrong_is_dropped(fault, monkeypatch):
-    engine = tiny.engine(dtype="float32")
-    FAULTS[fault][1](monkeypatch)
-    found = verify(engine, ignore)
+    engine = FAULTS[fault][1](monkeypatch, tiny.engine(dtype="float32"))
+    found = verify_engine(engine, ignore)
     assert not found.keeps_drafter
     assert "of the drafter of" in found.reason
 
@@ -286,7 +287,7 @@ def test_an_undefined_weight_is_named():
         target.layers[2].mlp.down.weight[3, 4] = float("nan")
 
     with pytest.raises(ModelError, match=r"holds 1 values in layers\.2\.mlp\.down\.weight that are infinite"):
-        verify(damaged(damage), ignore)
+        verify_engine(damaged(damage), ignore)
 
 
 def test_a_layer_that_overflows_is_named():
@@ -294,62 +295,48 @@ def test_a_layer_that_overflows_is_named():
         target.layers[1].mlp.down.weight.fill_(3e38)
 
     with pytest.raises(ModelError, match=r"what layer 1 of .* is infinite or undefined: the checkpoint"):
-        verify(damaged(damage), ignore)
+        verify_engine(damaged(damage), ignore)
 
 
 def test_a_head_of_zeros_is_caught():
     with pytest.raises(ModelError, match="every token the same logit"):
-        verify(damaged(lambda target: target.embedding.weight.zero_()), ignore)
+        verify_engine(damaged(lambda target: target.embedding.weight.zero_()), ignore)
 
 
 # ---- kernels
 
 
-class Slightly:
-    """Every kernel of linear, rows and gated_delta, right but for `wrong`, which is off by a thousandth."""
+def off_by_a_thousandth(name):
+    """The reference of an operation, slightly wrong."""
+    right = getattr(REFERENCE, name)
 
-    def __init__(self, wrong):
-        self.wrong = wrong
+    def kernel(*arguments, **options):
+        result = right(*arguments, **options)
+        if name == "scan":
+            return result[0] * 1.001, result[1]
+        if name == "fold":
+            return arguments[0].mul_(1.001)
+        return result * 1.001
 
-    def _maybe(self, name, result):
-        return result * 1.001 if name == self.wrong else result
-
-    def __call__(self, x, weight, bias=None):
-        return self._maybe("linear", linear.reference_linear(x, weight, bias))
-
-    def rms_norm(self, x, weight, eps):
-        return self._maybe("norm", rows.reference_rms_norm(x, weight, eps))
-
-    def silu_mul(self, x):
-        return self._maybe("activation", rows.reference_silu_mul(x))
-
-    def rotate(self, x, cos, sin):
-        return self._maybe("rotation", rows.reference_rotate(x, (cos, sin)))
-
-    def scan(self, *inputs):
-        out, tape = gated_delta.reference_scan(*inputs)
-        return self._maybe("scan", out), tape
-
-    def fold(self, state, tape, counts):
-        gated_delta.reference_fold(state, tape, counts)
-        state.copy_(self._maybe("fold", state))
-
-    def convolve(self, x, tail, weight):
-        return self._maybe("convolve", gated_delta.reference_convolve(x, tail, weight))
+    return kernel
 
 
-@pytest.mark.parametrize("wrong", ["linear", "norm", "activation", "rotation", "scan", "fold", "convolve"])
-def test_a_wrong_kernel_is_named_with_its_error(wrong, tmp_path, monkeypatch):
-    engine = family_engine("qwen3_5-whole", tmp_path)
-    for module in (linear, rows, gated_delta):
-        monkeypatch.setattr(module, "_chosen", lambda *_: Slightly(None))
-    verify(engine, ignore)
-    for module in (linear, rows, gated_delta):
-        monkeypatch.setattr(module, "_chosen", lambda *_: Slightly(wrong))
-    name = {"scan": "gated delta", "fold": "gated delta", "convolve": "gated delta"}.get(wrong, wrong)
-    with pytest.raises(ModelError, match=rf"^{name} is wrong on this machine: .*off by \d\.\de-0\d") as error:
-        verify(engine, ignore)
-    assert wrong in str(error.value)
+@pytest.mark.parametrize(
+    ("wrong", "operation"),
+    [
+        ("linear", "linear"),
+        ("rms_norm", "norm"),
+        ("gate_mul", "activation"),
+        ("rotate", "rotation"),
+        ("scan", "gated delta"),
+        ("fold", "gated delta"),
+        ("convolve", "gated delta"),
+    ],
+)
+def test_a_wrong_kernel_is_named_with_its_error(wrong, operation, tmp_path):
+    engine = with_kernels(family_engine("qwen3_5-whole", tmp_path), **{wrong: off_by_a_thousandth(wrong)})
+    with pytest.raises(ModelError, match=rf"^{operation} is wrong on this machine: .*off by \d\.\de-0\d"):
+        verify_engine(engine, ignore)
 
 
 @needs_llvm
@@ -358,7 +345,7 @@ def test_attention_that_ignores_the_window_is_named(tmp_path, monkeypatch):
     ranges = Blocks.ranges
     monkeypatch.setattr(Blocks, "ranges", lambda self, mask: ranges(self, replace(mask, window=None)))
     with pytest.raises(ModelError, match=r"attention is wrong on this machine: .*window 7"):
-        verify(engine, ignore)
+        verify_engine(engine, ignore)
 
 
 def test_packed_products_are_checked(monkeypatch):
@@ -372,7 +359,7 @@ def test_packed_products_are_checked(monkeypatch):
         width=8,
     )
     engine = Engine(load_models(settings, ignore))
-    names = [check.name for check in verify(engine, ignore).checks]
+    names = [check.name for check in verify_engine(engine, ignore).checks]
     assert "kernel packed product" in names
     assert "kernel linear" in names  # the drafter's
     matmul = Scaled.matmul
@@ -380,7 +367,7 @@ def test_packed_products_are_checked(monkeypatch):
         Scaled, "matmul", lambda self, x, *bias, **onto: matmul(self, x, *bias, **onto) * 1.01
     )
     with pytest.raises(ModelError, match="packed product is wrong on this machine: at Scaled"):
-        verify(engine, ignore)
+        verify_engine(engine, ignore)
 
 
 def test_a_path_that_only_the_whole_model_shows_is_caught(monkeypatch):
@@ -388,7 +375,7 @@ def test_a_path_that_only_the_whole_model_shows_is_caught(monkeypatch):
     engine = tiny.engine("none", dtype="float32")
     monkeypatch.setattr(engine.rows, "extend", ignore)
     with pytest.raises(ModelError, match=r"layer \d of .* is off by .* at position \d+, among"):
-        verify(engine, ignore)
+        verify_engine(engine, ignore)
 
 
 # ---- prompts

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blockdraft.check.selfcheck import verify
+from blockdraft.check.selfcheck import verify_engine
 from blockdraft.checkpoints import fetch
 from blockdraft.checkpoints.dummy import byte_tokenizer, vocab_map
 from blockdraft.checkpoints.opening import open_checkpoint
@@ -114,7 +114,7 @@ def test_every_family_passes_the_checks_of_the_start(name, tmp_path):
     write_target(tmp_path, CONFIGS[family](**BASE | overrides), seed=5)
     models = dummy(tmp_path)
     assert all(value.device.type == "cpu" for value in named(models.target).values())
-    found = verify(Engine(replace(models, plan=replace(models.plan, num_pages=60))), ignore)
+    found = verify_engine(Engine(replace(models, plan=replace(models.plan, num_pages=60))), ignore)
     assert "model" in [check.name for check in found.checks]
 
 
@@ -258,11 +258,11 @@ def test_a_profile_that_the_drafters_block_cannot_hold_stops_before_weights_are_
 
 def test_the_drafter_stays_although_it_knows_nothing():
     notes = []
-    found = verify(Engine(dummy(tiny.TARGET, tiny.DRAFT)), notes.append)
+    found = verify_engine(Engine(dummy(tiny.TARGET, tiny.DRAFT)), notes.append)
     assert found.keeps_drafter
     assert found.tokens_per_step < 1.2
     assert found.checks[-1].name == "drafter"
-    found = verify(Engine(dummy(tiny.TARGET, tiny.DRAFT, synthetic_acceptance="0.1")), notes.append)
+    found = verify_engine(Engine(dummy(tiny.TARGET, tiny.DRAFT, synthetic_acceptance="0.1")), notes.append)
     assert (found.keeps_drafter, found.tokens_per_step) == (True, None)
     assert notes[-1] == "drafter: not checked, since acceptance is synthetic"
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from blockdraft.engine.twin import serve, twin
-from blockdraft.kernels.choice import switched_off, without
 from blockdraft.phases import StartProgress
 from blockdraft.settings.settings import Settings
 from blockdraft.start.memory import release
@@ -50,8 +49,7 @@ def _needs_too_much(x):
 
 @pytest.fixture(autouse=True)
 def as_before():
-    with without():
-        yield
+    yield
     release()
 
 
@@ -76,7 +74,7 @@ def tokens(engine, request):
         ("sampling", "choose", "sampling", False),
         ("acceptance", "advance", "acceptance", False),
         ("rows", "locate", "places", False),
-        ("rows", "enter", "heads", True),
+        ("rows", "norm_rope_write", "heads", True),
         ("rows", "rms_norm", "norms", True),
         ("linear", "linear", "products", True),
     ],
@@ -86,8 +84,9 @@ def test_a_start_without_a_kernel_serves_exactly(monkeypatch, kernel, module, na
     startup = StartProgress()
     engine = start_engine(SETTINGS, startup)
     # Products and gated products are one kernel: each of the two is found out by itself.
-    assert operation in switched_off()
-    assert set(switched_off()) <= {operation, "gated products"}
+    off = engine.models.target.kernels.off
+    assert operation in off
+    assert set(off) <= {operation, "gated products"}
     assert f"the kernel of {operation} does not compile on this card" in " ".join(startup.warnings)
     assert (engine.graphs is not None) == has_graphs
     for request in make_requests(count=2, temperature=0.0) + make_requests(count=2, temperature=1.0):
@@ -99,7 +98,7 @@ def test_the_python_api_starts_without_it_too(monkeypatch):
     breaks(monkeypatch, "attention", "attend", _needs_too_much)
     warnings = []
     engine = plain_engine(SETTINGS, lambda text: None, warnings.append)
-    assert switched_off() == ("attention",)
+    assert engine.models.target.kernels.off == ("attention",)
     assert len(warnings) == 1
     (request,) = make_requests(count=1, temperature=0.0)
     assert tokens(twin(engine), request) == tokens(twin(engine, NoDrafter(tiny.BLOCK)), request)
@@ -112,18 +111,19 @@ def test_a_graph_holds_the_references_that_ask_nobody(operation):
     """The bits of hybrids and mixtures in graphs are those of the same step kernel by kernel."""
     name = "qwen3_next-whole"
     drafter = stepping.family_script(name, CARD)  # its answers are kept for other tests: with all kernels
-    with without(operation):
-        engines = [stepping.family_engine(name, CARD, drafter, is_captured=is_it) for is_it in (True, False)]
-        assert len(set(stepping.lockstep(*engines, stepping.family_requests()))) >= 4
+    engines = [
+        stepping.family_engine(name, CARD, drafter, is_captured=is_it, off=[operation])
+        for is_it in (True, False)
+    ]
+    assert len(set(stepping.lockstep(*engines, stepping.family_requests()))) >= 4
 
 
 @pytest.mark.parametrize("operation", ["gated delta", "routing", "experts"])
 def test_hybrids_and_mixtures_emit_the_tokens_of_plain_decoding(operation):
     name = "qwen3_next-whole"
     drafter, requests = stepping.family_script(name, CARD), stepping.family_requests()
-    with without(operation):
-        got, plain = (
-            stepping.serve(stepping.family_engine(name, CARD, one, is_captured=False), requests)
-            for one in (drafter, NoDrafter(FAMILY_BLOCK))
-        )
+    got, plain = (
+        stepping.serve(stepping.family_engine(name, CARD, one, is_captured=False, off=[operation]), requests)
+        for one in (drafter, NoDrafter(FAMILY_BLOCK))
+    )
     assert stepping.tokens_of(got) == stepping.tokens_of(plain)

@@ -57,7 +57,5 @@ def test_massive_activations_pass(dtype):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_refused(name, monkeypatch):
     which, inject = FAULTS[name]
-    one = engine(which, "bfloat16", "cuda")
-    inject(monkeypatch)
-    found = worst(one)
+    found = worst(inject(monkeypatch, engine(which, "bfloat16", "cuda")))
     assert not found.is_passed, found

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from blockdraft.cache.rows import Rows, RowSampling
-from blockdraft.kernels.acceptance import Progress, advance, count_accepted, draw_accepted
+from blockdraft.kernels.acceptance import (
+    Progress,
+    reference_advance,
+    reference_count_accepted,
+    reference_draw_accepted,
+)
 from blockdraft.kernels.noise import philox
 
 CPU = torch.device("cpu")
@@ -35,14 +40,14 @@ def count(samples, block):
 def test_a_draft_counts_while_it_equals_the_sample_before_it(name):
     sampled, block, expected = CASES[name]
     assert [count(*rows) for rows in zip(sampled, block, strict=True)] == expected
-    assert count_accepted(torch.tensor(sampled), torch.tensor(block)).tolist() == expected
+    assert reference_count_accepted(torch.tensor(sampled), torch.tensor(block)).tolist() == expected
 
 
 def test_drawn_blocks_count_as_one_by_one():
     sampled, block = torch.randint(0, 2, (2, 200, 9), generator=torch.Generator().manual_seed(0))
     expected = [count(*rows) for rows in zip(sampled.tolist(), block.tolist(), strict=True)]
     assert set(expected) >= {1, 2, 3, 4}
-    assert count_accepted(sampled, block).tolist() == expected
+    assert reference_count_accepted(sampled, block).tolist() == expected
 
 
 # ---- advance
@@ -97,7 +102,7 @@ def test_rows_advance_by_what_is_committed():
     case = Case()
     length, anchor, counts = case.expected()
     before = case.rows._output_counts.clone()
-    case.advance(advance)
+    case.advance(reference_advance)
     assert case.rows.length.tolist() == length
     assert case.rows.anchor.tolist() == anchor
     for row in case.penalised:
@@ -112,7 +117,7 @@ def test_without_a_penalty_nothing_is_counted():
     assert not batch.has_penalty
     before = case.rows._output_counts.clone()
     progress = Progress(case.rows.length, case.rows.anchor)
-    advance(progress, case.block[1:2], case.sampled[1:2], case.num_committed[1:2], batch)
+    reference_advance(progress, case.block[1:2], case.sampled[1:2], case.num_committed[1:2], batch)
     assert torch.equal(case.rows._output_counts, before)
     assert case.rows.length[0] == 7 + 4
 
@@ -130,10 +135,10 @@ def seeded(seeds, device=CPU):
 
 def test_rates_decide_how_far_a_step_gets():
     batch, starts = seeded([5, -5]), torch.tensor([3, 9])
-    assert draw_accepted(torch.ones(7), starts, batch).tolist() == [8, 8]
-    assert draw_accepted(torch.zeros(7), starts, batch).tolist() == [1, 1]
-    assert draw_accepted(torch.tensor([1.0, 1.0, 0.0]), starts, batch).tolist() == [3, 3]
-    assert draw_accepted(torch.ones(0), starts, batch).tolist() == [1, 1]
+    assert reference_draw_accepted(torch.ones(7), starts, batch).tolist() == [8, 8]
+    assert reference_draw_accepted(torch.zeros(7), starts, batch).tolist() == [1, 1]
+    assert reference_draw_accepted(torch.tensor([1.0, 1.0, 0.0]), starts, batch).tolist() == [3, 3]
+    assert reference_draw_accepted(torch.ones(0), starts, batch).tolist() == [1, 1]
 
 
 def test_the_number_of_a_row_is_philox_s_for_its_seed_and_length():
@@ -146,14 +151,18 @@ def test_the_number_of_a_row_is_philox_s_for_its_seed_and_length():
         uniform = ((word >> 9) + 0.5) * 2.0**-23
         batch, starts = seeded([seed]), torch.tensor([length])
         for shift, expected in ((1e-4, 2), (-1e-4, 1)):
-            assert draw_accepted(torch.tensor([uniform + shift]), starts, batch).tolist() == [expected]
+            assert reference_draw_accepted(torch.tensor([uniform + shift]), starts, batch).tolist() == [
+                expected
+            ]
 
 
 def test_frequencies_follow_the_rates():
     rates = torch.tensor([0.9, 0.6, 0.6, 0.25, 0.02])
     num_rows = 40
     batch = seeded(list(range(num_rows)))
-    drawn = torch.cat([draw_accepted(rates, torch.full((num_rows,), start), batch) for start in range(250)])
+    drawn = torch.cat(
+        [reference_draw_accepted(rates, torch.full((num_rows,), start), batch) for start in range(250)]
+    )
     total = len(drawn)
     for index, rate in enumerate(rates.tolist()):
         share = float((drawn > index + 1).double().mean())

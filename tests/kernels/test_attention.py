@@ -18,8 +18,6 @@ MASKS = {
     "bidirectional window": Mask(scale=SCALE, is_causal=False, window=4),
     "anchored": Mask(scale=SCALE, window=5, is_anchored=True),
     "anchored bidirectional": Mask(scale=SCALE, is_causal=False, window=5, is_anchored=True),
-    "softcap": Mask(scale=SCALE, softcap=0.7),
-    "softcap window": Mask(scale=SCALE, window=9, softcap=2.0),
 }
 
 
@@ -83,8 +81,6 @@ def naive(memory, mask, sinks=None):
             k, v = (t[:, slots[seen]].double() for t in (memory.keys, memory.values))  # [G, S, D]
             for head in range(memory.q.shape[2]):
                 scores = k[head // shared] @ memory.q[row, column, head].double() * mask.scale
-                if mask.softcap is not None:
-                    scores = mask.softcap * torch.tanh(scores / mask.softcap)
                 logits = scores if sinks is None else torch.cat([scores, sinks[head : head + 1].double()])
                 out[row, column, head] = logits.softmax(0)[: len(seen)] @ v[head // shared]
     return out
@@ -111,7 +107,7 @@ def test_any_page_size_reads_the_same_keys(page_size):
     torch.testing.assert_close(memory.attend(mask), naive(memory, mask), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["causal", "wide window", "window", "anchored bidirectional", "softcap"])
+@pytest.mark.parametrize("name", ["causal", "wide window", "window", "anchored bidirectional"])
 @pytest.mark.parametrize("starts", [[KEY_CHUNK - 3], [KEY_CHUNK, 5], [2 * KEY_CHUNK + 9, 1, KEY_CHUNK + 40]])
 def test_several_chunks_of_keys_are_merged_into_one_softmax(name, starts):
     memory = Memory(starts, 5, num_heads=2, num_groups=1, page_size=16)

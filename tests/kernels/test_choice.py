@@ -1,11 +1,9 @@
-"""use("reference"): every operation leaves its kernel aside, in this thread and only inside the `with`.
-
-use("triton"), for tests: tensors on a CPU go where those on a GPU would.
-"""
+"""Kernels are chosen once, when a model is built: which ones, and what must never meet them."""
 
 import importlib
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,16 +12,16 @@ if not torch.cuda.is_available():  # before anything imports Triton, which other
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from blockdraft.cache.rows import Rows, RowSampling
-from blockdraft.kernels import (
-    acceptance,
-    attention,
-    choice,
-    gated_delta,
-    heads,
-    linear,
-    rows,
-    sampling,
-)
+from blockdraft.kernels import attention, choice, cpu, gated_delta, heads, linear, rows
+from blockdraft.kernels.choice import OPERATIONS, Available
+from blockdraft.kernels.kernels import REFERENCE, kernels_for
+from blockdraft.models.bound import with_kernels
+from blockdraft.models.dflash import DFlash
+from blockdraft.models.layers import GatedMLP, RMSNorm
+from blockdraft.training.trainer import BlockForward, block_hidden
+from tests import tiny
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class _Called(Exception):
@@ -31,7 +29,7 @@ class _Called(Exception):
 
 
 class _Kernel:
-    """Stands in for every kernel class: using it shows."""
+    """Stands in for every kernel: using it shows."""
 
     def __call__(self, *args, **kwargs):
         raise _Called
@@ -39,256 +37,283 @@ class _Kernel:
     rms_norm = silu_mul = gelu_mul = rotate = scan = fold = convolve = __call__
 
 
-@pytest.fixture
-def kernels(monkeypatch):
-    for module in (attention, gated_delta, linear, rows):
-        monkeypatch.setattr(module, "_chosen", lambda *_: _Kernel())
+# ---- which operation has which kernel
 
 
-def _attend():
+def _attend(kernels):
     blocks = attention.Blocks(pages=torch.tensor([[1]]), starts=torch.tensor([3]), counts=(2,), page_size=8)
     keys, values = torch.randn(2, 1, 16, 4)
-    return attention.attend_paged(torch.randn(2, 2, 4), keys, values, blocks, attention.Mask(scale=0.5))
+    return kernels.attend(torch.randn(2, 2, 4), keys, values, blocks, attention.Mask(scale=0.5))
 
 
-def _delta():
+def _scan(kernels):
     q, k = torch.randn(2, 1, 3, 1, 4)
     state = torch.zeros(1, 2, 4, 5)
-    return q, k, torch.randn(1, 3, 2, 5), -torch.rand(1, 3, 2), torch.rand(1, 3, 2), state
+    return kernels.scan(q, k, torch.randn(1, 3, 2, 5), -torch.rand(1, 3, 2), torch.rand(1, 3, 2), state)[0]
 
 
-def _fold():
+def _fold(kernels):
     state = torch.zeros(1, 2, 4, 5)
     tape = gated_delta.Tape(torch.rand(1, 3, 2), torch.randn(1, 3, 1, 4), torch.randn(1, 3, 2, 5))
-    gated_delta.fold(state, tape, torch.tensor([2]))
+    kernels.fold(state, tape, torch.tensor([2]))
     return state
 
 
-OPERATIONS = {
-    "linear": lambda: linear.linear(torch.randn(2, 4), torch.randn(3, 4)),
-    "attend_paged": _attend,
-    "rms_norm": lambda: rows.rms_norm(torch.randn(2, 4), None, 1e-6),
-    "silu_mul": lambda: rows.silu_mul(torch.randn(2, 8)),
-    "gelu_mul": lambda: rows.gelu_mul(torch.randn(2, 8)),
-    "rotate": lambda: rows.rotate(torch.randn(2, 1, 4), (torch.rand(2, 1, 2), torch.rand(2, 1, 2))),
-    "scan": lambda: gated_delta.scan(*_delta())[0],
+def _rows(kernels=REFERENCE):
+    made = Rows(max_rows=1, max_pages=1, vocab_size=8, scratch_page=0, device=CPU, kernels=kernels)
+    made.place(0, [1, 2], 1, RowSampling(temperature=1.0))
+    made.activate([0])
+    return made
+
+
+def _advance(kernels):
+    made = _rows(kernels)
+    made.advance(torch.tensor([[2, 3]]), torch.tensor([[3, 4]]), torch.tensor([2]))
+    return made.length
+
+
+def _heads():
+    slots = heads.Slots(torch.zeros(1, 4, 4), torch.zeros(1, 4, 4), torch.tensor([1, 3]))
+    angles = torch.ones(2, 1, 2), torch.zeros(2, 1, 2)
+    return *torch.randn(3, 2, 1, 4), None, angles, slots
+
+
+def _write_context(kernels):
+    _, *given, slots = _heads()
+    kernels.norm_rope_write(None, *given, slots)
+    return slots.keys
+
+
+CALLS = {
+    "linear": lambda kernels: kernels.linear(torch.randn(2, 4), torch.randn(3, 4)),
+    "gated_linear": lambda kernels: kernels.gated_linear(torch.randn(2, 4), torch.randn(6, 4), None, "silu"),
+    "attend": _attend,
+    "rms_norm": lambda kernels: kernels.rms_norm(torch.randn(2, 4), None, 1e-6),
+    "silu": lambda kernels: kernels.gate_mul(torch.randn(2, 8), "silu"),
+    "gelu": lambda kernels: kernels.gate_mul(torch.randn(2, 8), "gelu"),
+    "rotate": lambda kernels: kernels.rotate(
+        torch.randn(2, 1, 4), (torch.rand(2, 1, 2), torch.rand(2, 1, 2))
+    ),
+    "norm_rope_write": lambda kernels: kernels.norm_rope_write(*_heads()),
+    "norm_rope_write of a context": _write_context,
+    "gate_heads": lambda kernels: kernels.gate_heads(torch.randn(2, 1, 4), torch.randn(2, 1, 4)),
+    "scan": _scan,
     "fold": _fold,
-    "convolve": lambda: gated_delta.convolve(torch.randn(1, 3, 6), torch.randn(1, 2, 6), torch.randn(6, 3)),
+    "convolve": lambda kernels: kernels.convolve(
+        torch.randn(1, 3, 6), torch.randn(1, 2, 6), torch.randn(6, 3)
+    ),
+    "gated_norm": lambda kernels: kernels.gated_norm(
+        torch.randn(2, 3, 4), torch.randn(2, 12), torch.ones(4), 1e-6
+    ),
+    "route": lambda kernels: kernels.route(torch.randn(2, 5), 2, "all", None).weights,
+    "choose": lambda kernels: kernels.choose(
+        torch.randn(1, 2, 8), torch.tensor([1]), torch.tensor([[2, 3]]), _rows().sampling()
+    ),
+    "count_accepted": lambda kernels: kernels.count_accepted(torch.tensor([[1, 2]]), torch.tensor([[0, 1]])),
+    "draw_accepted": lambda kernels: kernels.draw_accepted(
+        torch.ones(3), torch.tensor([1]), _rows().sampling()
+    ),
+    "advance": _advance,
+}
+ON_CPU = ["linear", "attend", "rms_norm", "silu", "gelu", "rotate", "scan", "fold", "convolve"]
+ON_GPU = {  # the kernel's module and name, and the operation that it belongs to
+    "linear": ("linear", "linear", "products"),
+    "gated_linear": ("linear", "linear", "gated products"),
+    "attend": ("attention", "attend", "attention"),
+    "rms_norm": ("rows", "rms_norm", "norms"),
+    "silu": ("rows", "gate_mul", "activations"),
+    "gelu": ("rows", "gate_mul", "activations"),
+    "norm_rope_write": ("rows", "norm_rope_write", "heads"),
+    "norm_rope_write of a context": ("rows", "norm_rope_write", "heads"),
+    "gate_heads": ("rows", "gate_heads", "heads' gates"),
+    "gated_norm": ("gated_delta", "gated_norm", "gated norms"),
+    "route": ("routing", "route_and_group", "routing"),
+    "choose": ("sampling", "choose", "sampling"),
+    "count_accepted": ("acceptance", "count_accepted", "acceptance"),
+    "draw_accepted": ("acceptance", "draw_accepted", "acceptance"),
+    "advance": ("acceptance", "advance", "acceptance"),
 }
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_takes_its_reference_inside_and_its_kernel_outside(kernels, name):
-    with choice.use("reference"):
-        assert OPERATIONS[name]().isfinite().all()
+@pytest.mark.parametrize("name", CALLS)
+def test_every_operation_has_a_reference(name):
+    assert CALLS[name](REFERENCE).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_cpu_takes_its_kernels_where_they_can_serve(name, monkeypatch):
+    for module, compiled in (
+        (attention, "_llvm_kernel"),
+        (gated_delta, "_llvm"),
+        (linear, "_llvm_linear"),
+        (rows, "llvm_rows"),
+    ):
+        monkeypatch.setattr(module, compiled, lambda *_: _Kernel())
+    monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: None)
     with pytest.raises(_Called):
-        OPERATIONS[name]()
+        CALLS[name](kernels_for(torch.float32, CPU))
+    monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: "an odd machine")
+    assert CALLS[name](kernels_for(torch.float32, CPU)).isfinite().all()
 
 
-def test_another_thread_keeps_its_kernels(kernels):
-    found = []
-    with choice.use("reference"):
-        thread = threading.Thread(target=lambda: found.append(choice.takes_reference()))
-        thread.start()
-        thread.join()
-        assert choice.takes_reference()
-    assert found == [False]
+def test_states_of_half_precision_models_are_float32_and_take_the_cpu_s_kernels(monkeypatch):
+    monkeypatch.setattr(gated_delta, "_llvm", lambda dtype: dtype)
+    monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: {torch.bfloat16: "half"}.get(dtype))
+    available = Available("llvm", torch.bfloat16)
+    assert available.has_llvm(torch.float32)
+    assert not available.has_llvm()
 
 
-def test_it_nests_and_ends_with_an_error():
-    with choice.use("reference"):
-        with pytest.raises(_Called), choice.use("reference"):
-            raise _Called
-        assert choice.takes_reference()
-    assert not choice.takes_reference()
+@pytest.mark.parametrize("name", ON_GPU)
+def test_a_gpu_takes_its_kernels_but_for_those_that_are_off(name, monkeypatch):
+    pytest.importorskip("triton")
+    module, kernel, operation = ON_GPU[name]
+    monkeypatch.setattr(importlib.import_module(f"blockdraft.kernels.triton.{module}"), kernel, _Kernel())
+    kernels = kernels_for(torch.float32, CPU, is_interpreted=True)
+    with pytest.raises(_Called):
+        CALLS[name](kernels)
+    off = {operation} | ({"products"} if operation == "gated products" else set())  # they are one kernel
+    assert (
+        CALLS[name](kernels_for(torch.float32, CPU, off=frozenset(off), is_interpreted=True)).isfinite().all()
+    )
+    assert CALLS[name](kernels.references()).isfinite().all()
 
 
-def test_an_unknown_path_is_refused():
-    with pytest.raises(ValueError, match="'fast'"), choice.use("fast"):
-        pass
-
-
-# ---- Triton's kernels
-
-
-@pytest.fixture
-def has_triton(monkeypatch):
+def test_triton_is_for_a_gpu_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(choice, "has_triton", lambda: True)
-
-
-class OnGpu:
-    """As much of a tensor on a GPU as the choice asks for."""
-
-    is_cuda = True
-
-    def __init__(self, dtype=torch.bfloat16):
-        self.dtype = dtype
-
-
-def test_a_gpu_takes_triton_and_a_cpu_does_not(has_triton):
-    assert choice.is_on_gpu(OnGpu(), "norms")
-    assert choice.takes_triton(OnGpu(), "norms")
-    assert not choice.is_on_gpu(torch.zeros(1), "norms")
-    assert not choice.takes_triton(torch.zeros(1), "norms")
-
-
-def test_without_triton_nobody_takes_it(monkeypatch):
+    on_gpu, on_cpu = kernels_for(torch.bfloat16, CUDA).available, kernels_for(torch.float32, CPU).available
+    assert all(on_gpu.has_triton(operation) for operation in OPERATIONS)
+    assert not any(on_cpu.has_triton(operation) for operation in OPERATIONS)
+    assert "cpu" in on_cpu.why_reference("sampling")
     monkeypatch.setattr(choice, "has_triton", lambda: False)
-    assert not choice.is_on_gpu(OnGpu(), "norms")
-    with choice.use("triton"):
-        assert not choice.takes_triton(torch.zeros(1), "norms")
-
-
-def test_a_cpu_takes_triton_where_it_is_asked_for(has_triton):
-    with choice.use("triton"):
-        assert choice.is_on_gpu(torch.zeros(1), "norms")
-        assert choice.takes_triton(torch.zeros(1), "norms")
-        assert not choice.takes_reference(torch.zeros(1))
-    assert not choice.takes_triton(torch.zeros(1), "norms")
+    assert not any(on_gpu.has_triton(operation) for operation in OPERATIONS)
+    assert "not installed" in on_gpu.why_reference("norms")
 
 
 @pytest.mark.parametrize(
     ("dtype", "is_served"),
-    [
-        (torch.bfloat16, True),
-        (torch.float16, True),
-        (torch.float32, True),
-        (torch.float64, False),
-        (torch.int64, False),
-    ],
+    [(torch.bfloat16, True), (torch.float16, True), (torch.float32, True), (torch.float64, False)],
     ids=str,
 )
-def test_triton_computes_in_float32_and_below(has_triton, dtype, is_served):
-    """Whole numbers are read where they are exact: `is_on_gpu` asks nothing of the dtype."""
-    assert choice.takes_triton(OnGpu(dtype), "norms") == is_served
-    with choice.use("triton"):
-        assert choice.takes_triton(torch.zeros(1, dtype=dtype), "norms") == is_served
-        assert choice.is_on_gpu(torch.zeros(1, dtype=dtype), "norms")
+def test_triton_computes_in_float32_and_below(dtype, is_served, monkeypatch):
+    """Whole numbers are read where they are exact, whatever the model computes in."""
+    monkeypatch.setattr(choice, "has_triton", lambda: True)
+    available = Available("triton", dtype, CUDA)
+    assert available.has_triton("norms") == is_served
+    assert is_served or str(dtype) in available.why_reference("norms")
+    assert available.has_triton("places")
+    assert available.has_triton("acceptance")
 
 
-def test_the_innermost_path_is_the_one_taken(has_triton):
-    x = torch.zeros(1)
-    with choice.use("triton"):
-        with choice.use("reference"):
-            assert choice.takes_reference(x)
-            assert not choice.takes_triton(x, "norms")
-            with choice.use("triton"):
-                assert choice.takes_triton(x, "norms")
-                assert not choice.takes_reference(x)
-            assert choice.takes_reference(x)
-        assert choice.takes_triton(x, "norms")
-        assert not choice.takes_reference(x)
-    assert not choice.takes_triton(x, "norms")
-    assert not choice.takes_reference(x)
+def test_a_cpu_says_why_it_has_no_kernels():
+    available = Available("llvm", torch.float16, CPU)
+    assert available.why_reference("norms") == cpu.why_no_llvm(torch.float16, CPU)
+    assert REFERENCE.available.why_reference("norms") is not None
 
 
-def test_triton_ends_with_an_error(has_triton):
-    with choice.use("reference"):
-        with pytest.raises(_Called), choice.use("triton"):
-            raise _Called
-        assert choice.takes_reference()
-        assert not choice.is_on_gpu(torch.zeros(1), "norms")
-    assert not choice.is_on_gpu(torch.zeros(1), "norms")
+# ---- a model and its kernels
 
 
-def test_another_thread_stays_on_its_own_path(has_triton):
-    found = []
-    with choice.use("triton"):
-        thread = threading.Thread(target=lambda: found.append(choice.is_on_gpu(torch.zeros(1), "norms")))
-        thread.start()
-        thread.join()
-        assert choice.is_on_gpu(torch.zeros(1), "norms")
-    assert found == [False]
+def _raising():
+    return replace(kernels_for(torch.float32, CPU), rms_norm=_Kernel(), gated_linear=_Kernel())
 
 
-def test_gradients_take_the_reference_whatever_the_path(has_triton):
-    learned = torch.zeros(1, requires_grad=True)
-    with choice.use("triton"):
-        assert choice.takes_reference(torch.zeros(1), learned)
-        with torch.no_grad():
-            assert not choice.takes_reference(torch.zeros(1), learned)
+def _mlp():
+    mlp = GatedMLP(4, 6).requires_grad_(False)
+    for parameter in mlp.parameters():
+        parameter.normal_(generator=torch.Generator().manual_seed(1))
+    return mlp
 
 
-def _batch():
-    rows = Rows(max_rows=1, max_pages=1, vocab_size=8, scratch_page=0, device=torch.device("cpu"))
-    rows.place(0, [1, 2], 1, RowSampling(temperature=1.0))
-    rows.activate([0])
-    return rows
+def test_a_model_has_the_references_until_it_is_bound_and_keeps_them_in_its_copies():
+    mlp, kernels = _mlp(), _raising()
+    bound = with_kernels(mlp, kernels)
+    with pytest.raises(_Called):
+        bound(torch.ones(1, 4))
+    assert mlp(torch.ones(1, 4)).isfinite().all()
+    assert bound.down.kernels is kernels
+    assert bound.down.weight is mlp.down.weight
+    again = with_kernels(bound, REFERENCE)
+    assert torch.equal(again(torch.ones(1, 4)), mlp(torch.ones(1, 4)))
 
 
-def _advance():
-    rows = _batch()
-    rows.advance(torch.tensor([[2, 3]]), torch.tensor([[3, 4]]), torch.tensor([2]))
-    return rows.length
+def test_another_thread_keeps_its_kernels():
+    """A check on the references leaves the engine in another thread alone, and the other way round."""
+    mlp, begin, found = _mlp(), threading.Barrier(2, timeout=20), []
+    bound, oracle = with_kernels(mlp, _raising()), with_kernels(with_kernels(mlp, _raising()), REFERENCE)
+
+    def serve():
+        for _ in range(50):
+            begin.wait()
+            try:
+                bound(torch.ones(1, 4))
+            except _Called:
+                found.append("kernel")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    for _ in range(50):
+        begin.wait()
+        assert oracle(torch.ones(1, 4)).isfinite().all()
+    thread.join()
+    assert found == ["kernel"] * 50
 
 
-def _enter():
-    slots = heads.Slots(torch.zeros(1, 4, 4), torch.zeros(1, 4, 4), torch.tensor([1, 3]))
-    q, (k, v) = torch.randn(2, 2, 4), torch.randn(2, 2, 1, 4)
-    return heads.enter(q, k, v, norms=None, angles=(torch.ones(2, 1, 2), torch.zeros(2, 1, 2)), slots=slots)
+def test_parameters_that_are_trained_keep_the_references():
+    model = RMSNorm(4, 1e-6)
+    with pytest.raises(ValueError, match="gradients"):
+        with_kernels(model, kernels_for(torch.float32, CPU))
+    with_kernels(model, REFERENCE)(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    assert model.weight.grad is not None
 
 
-ON_GPU = {  # what has a kernel in Triton, and the kernel's module and name
-    "linear": (OPERATIONS["linear"], "linear", "linear"),
-    "gated_linear": (
-        lambda: linear.gated_linear(torch.randn(2, 4), torch.randn(6, 4), None, rows.silu_mul),
-        "linear",
-        "linear",
-    ),
-    "attend_paged": (OPERATIONS["attend_paged"], "attention", "attend"),
-    "rms_norm": (OPERATIONS["rms_norm"], "rows", "rms_norm"),
-    "silu_mul": (OPERATIONS["silu_mul"], "rows", "gate_mul"),
-    "gelu_mul": (OPERATIONS["gelu_mul"], "rows", "gate_mul"),
-    "enter": (_enter, "rows", "enter"),
-    "open_heads": (
-        lambda: heads.open_heads(torch.randn(2, 1, 4), torch.randn(2, 1, 4)),
-        "rows",
-        "open_heads",
-    ),
-    "gated_norm": (
-        lambda: gated_delta.gated_norm(torch.randn(2, 3, 4), torch.randn(2, 12), torch.ones(4), 1e-6),
-        "gated_delta",
-        "gated_norm",
-    ),
-    "choose": (
-        lambda: sampling.choose(
-            torch.randn(1, 2, 8), torch.tensor([1]), torch.tensor([[2, 3]]), _batch().sampling()
-        ),
-        "sampling",
-        "choose",
-    ),
-    "count_accepted": (
-        lambda: acceptance.count_accepted(torch.tensor([[1, 2]]), torch.tensor([[0, 1]])),
-        "acceptance",
-        "count_accepted",
-    ),
-    "draw_accepted": (
-        lambda: acceptance.draw_accepted(torch.ones(3), torch.tensor([1]), _batch().sampling()),
-        "acceptance",
-        "draw_accepted",
-    ),
-    "advance": (_advance, "acceptance", "advance"),
-}
+@pytest.mark.parametrize("part", ["logits", "draft", "absorb"])
+def test_a_frozen_model_on_kernels_refuses_what_wants_a_gradient(part):
+    models = tiny.load("float32")
+    target, drafter = models.target, models.drafter.model
+    wanted = torch.ones(2, models.config.hidden_size, requires_grad=True)
+    calls = {
+        "logits": lambda target, drafter: target.logits(wanted),
+        "draft": lambda target, drafter: drafter(wanted, None),
+        "absorb": lambda target, drafter: drafter.absorb(wanted, None),
+    }
+    with pytest.raises(ValueError, match="gradient"):
+        calls[part](target, drafter)
+    with torch.no_grad():
+        assert target.logits(wanted.detach()).isfinite().all()
+    with_kernels(target, REFERENCE).logits(wanted).sum().backward()
+    assert wanted.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", ON_GPU)
-def test_every_operation_of_a_gpu_takes_its_kernel_outside_and_its_reference_inside(name, monkeypatch):
-    pytest.importorskip("triton")
-    operation, module, kernel = ON_GPU[name]
-    monkeypatch.setattr(importlib.import_module(f"blockdraft.kernels.triton.{module}"), kernel, _Kernel())
-    with choice.use("triton"):
-        with pytest.raises(_Called):
-            operation()
-        with choice.use("reference"):
-            assert operation().isfinite().all()
+# ---- training
 
 
-def test_compiled_code_takes_the_references():
-    """PyTorch 2.11's compiler does not see what `use` has set, so it must not matter there."""
+def test_a_drafter_on_kernels_is_not_trained():
+    models = tiny.load("float32")
+    with pytest.raises(AssertionError, match="references"):
+        BlockForward(models.drafter.model, models.target)
 
-    def traced(x):
-        return x + choice.takes_reference(x)
 
-    compiled = torch.compile(traced, backend="eager")
-    assert compiled(torch.zeros(2)).tolist() == [1, 1]
-    assert traced(torch.zeros(2)).tolist() == [0, 0]
+def test_compiled_code_has_the_references_and_their_gradients(monkeypatch):
+    """A drafter as training builds it: what the compiler traces has no kernel of ours in it."""
+    monkeypatch.setattr(linear, "_slow_on_cpu", tuple)  # which a compiler cannot ask; a GPU does not
+    config = tiny.load("float32").drafter.model.config
+    model = DFlash(config, first_layer=0, max_positions=64, has_head=False, device=CPU)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(2))
+    assert model.kernels is REFERENCE
+    block, hidden = config.block, config.hidden_size
+    masks = dict.fromkeys(range(config.num_layers), torch.ones(1, 1, block, 5 + block, dtype=torch.bool))
+    given = (
+        torch.randn(5, len(config.taps) * config.target_hidden_size),
+        torch.randn(block, hidden),
+        torch.arange(5),
+        torch.arange(5, 5 + block),
+        1,
+        masks,
+    )
+    compiled = torch.compile(block_hidden, backend="eager", fullgraph=True, dynamic=False)
+    expected = block_hidden(model, *given)
+    assert torch.equal(compiled(model, *given), expected)
+    compiled(model, *given).sum().backward()
+    assert all(one.grad is not None for one in model.layers[0].parameters())

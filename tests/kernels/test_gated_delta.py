@@ -8,8 +8,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from blockdraft.kernels import gated_delta
-from blockdraft.kernels.gated_delta import Tape, fold, reference_fold, reference_scan, scan
+from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.gated_delta import Tape, reference_convolve, reference_fold, reference_scan
+from blockdraft.kernels.kernels import kernels_for
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64]
@@ -18,19 +19,32 @@ SHAPES = [(2, 1, 8, 8), (1, 2, 6, 10), (2, 4, 16, 8), (1, 1, 1, 1), (3, 2, 7, 37
 
 
 class Ops:
-    """One implementation of the contract."""
+    """One implementation of the contract; the kernels are those of the state's dtype, or of the inputs'."""
 
-    def __init__(self, scan, fold, convolve):
-        self.scan, self.fold, self.convolve = scan, fold, convolve
+    def __init__(self, is_reference):
+        self.is_reference = is_reference
+
+    def _kernels(self, dtype):
+        kernels = kernels_for(dtype, CPU)
+        return kernels.references() if self.is_reference else kernels
+
+    def scan(self, *inputs):
+        return self._kernels(inputs[-1].dtype).scan(*inputs)
+
+    def fold(self, state, *rest):
+        self._kernels(state.dtype).fold(state, *rest)
+
+    def convolve(self, x, *rest):
+        return self._kernels(x.dtype).convolve(x, *rest)
 
 
-REFERENCE = Ops(reference_scan, reference_fold, gated_delta.reference_convolve)
-CHOSEN = Ops(scan, fold, gated_delta.convolve)
+REFERENCE, CHOSEN = Ops(is_reference=True), Ops(is_reference=False)
+scan, fold = CHOSEN.scan, CHOSEN.fold
 
 
 @pytest.fixture(params=["reference", "chosen"])
 def ops(request):
-    if request.param == "chosen" and gated_delta._chosen(torch.float32, CPU) is None:
+    if request.param == "chosen" and why_no_llvm(torch.float32, CPU) is not None:
         pytest.skip("the kernel is not chosen: the reference is tested already")
     return REFERENCE if request.param == "reference" else CHOSEN
 
@@ -295,7 +309,7 @@ def test_a_scan_writes_neither_the_state_nor_its_inputs(ops, dtype, num_tokens):
 def test_training_takes_the_reference_and_has_gradients():
     inputs = Inputs(1, 3, (1, 2, 3, 2))
     leaves = [part.clone().requires_grad_() for part in (*inputs.tokens, inputs.state)]
-    assert torch.autograd.gradcheck(lambda *parts: scan(*parts)[0], leaves)
+    assert torch.autograd.gradcheck(lambda *parts: reference_scan(*parts)[0], leaves)
 
 
 # ------------------------------------------------------------------------------------------------ convolution
@@ -342,7 +356,7 @@ def test_bits_of_a_convolution_depend_neither_on_cuts_nor_on_rows_nor_on_threads
 def test_convolution_has_gradients():
     torch.manual_seed(0)
     parts = [torch.randn(*size, dtype=torch.float64) for size in ((2, 3, 4), (2, 2, 4), (4, 3))]
-    assert torch.autograd.gradcheck(gated_delta.convolve, [part.requires_grad_() for part in parts])
+    assert torch.autograd.gradcheck(reference_convolve, [part.requires_grad_() for part in parts])
 
 
 def test_the_tape_is_a_tuple_that_can_be_indexed_by_rows():

@@ -1,13 +1,13 @@
-"""Heads on their way into attention: `enter` is norm, rotation and a copy into slots, one after another."""
+"""Heads on their way into attention: norm, rotation and a copy into slots, one after another."""
 
 import pytest
 import torch
 
-from blockdraft.kernels import heads
-from blockdraft.kernels.choice import use
-from blockdraft.kernels.heads import HeadNorms, Slots, enter, enter_context, open_heads, write
-from blockdraft.kernels.rows import reference_rms_norm, reference_rotate, rms_norm, rotate, sigmoid
+from blockdraft.kernels.heads import HeadNorms, Slots, write
+from blockdraft.kernels.kernels import REFERENCE, kernels_for
+from blockdraft.kernels.rows import sigmoid
 
+CPU = torch.device("cpu")
 NAN = float("nan")
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -44,10 +44,11 @@ def is_same(mine, theirs):
 @pytest.mark.parametrize("path", ["chosen", "reference"])
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_entering_is_the_chain_of_its_steps(dtype, has_norms, path):
+def test_writing_is_the_chain_of_its_steps(dtype, has_norms, path):
     inputs = Inputs(dtype)
     norms = inputs.norms if has_norms else None
-    normalise, turn = (rms_norm, rotate) if path == "chosen" else (reference_rms_norm, reference_rotate)
+    kernels = kernels_for(dtype, CPU) if path == "chosen" else REFERENCE
+    normalise, turn = kernels.rms_norm, kernels.rotate
     q, k = inputs.q, inputs.k
     if has_norms:
         q, k = normalise(q, inputs.norms.q, 1e-5), normalise(k, inputs.norms.k, 1e-5)
@@ -55,12 +56,7 @@ def test_entering_is_the_chain_of_its_steps(dtype, has_norms, path):
     expected.keys.index_copy_(1, inputs.place, turn(k, inputs.angles).transpose(0, 1))
     expected.values.index_copy_(1, inputs.place, inputs.v.transpose(0, 1))
     before = [x.clone() for x in (inputs.q, inputs.k, inputs.v)]
-    given = {"norms": norms, "angles": inputs.angles, "slots": inputs.slots}
-    if path == "chosen":
-        got = enter(inputs.q, inputs.k, inputs.v, **given)
-    else:
-        with use("reference"):
-            got = enter(inputs.q, inputs.k, inputs.v, **given)
+    got = kernels.norm_rope_write(inputs.q, inputs.k, inputs.v, norms, inputs.angles, inputs.slots)
     assert torch.equal(got, turn(q, inputs.angles))
     assert is_same(inputs.slots[:2], expected[:2])
     assert all(torch.equal(x, y) for x, y in zip((inputs.q, inputs.k, inputs.v), before, strict=True))
@@ -70,8 +66,9 @@ def test_entering_is_the_chain_of_its_steps(dtype, has_norms, path):
 def test_a_context_leaves_what_its_tokens_would(has_norms):
     inputs = Inputs(torch.float32)
     norms, expected = inputs.norms if has_norms else None, inputs.empty()
-    enter(inputs.q, inputs.k, inputs.v, norms=norms, angles=inputs.angles, slots=expected)
-    enter_context(inputs.k, inputs.v, norms=norms, angles=inputs.angles, slots=inputs.slots)
+    kernels = kernels_for(torch.float32, CPU)
+    kernels.norm_rope_write(inputs.q, inputs.k, inputs.v, norms, inputs.angles, expected)
+    kernels.norm_rope_write(None, inputs.k, inputs.v, norms, inputs.angles, inputs.slots)
     assert is_same(inputs.slots[:2], expected[:2])
 
 
@@ -84,12 +81,13 @@ def test_writing_leaves_keys_and_values_as_they_are():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_heads_are_opened_by_their_gates(dtype):
+def test_heads_are_let_through_by_their_gates(dtype):
     inputs = Inputs(dtype)
-    assert torch.equal(open_heads(inputs.k, inputs.v), inputs.k * sigmoid(inputs.v))
+    got = kernels_for(dtype, CPU).gate_heads(inputs.k, inputs.v)
+    assert torch.equal(got, inputs.k * sigmoid(inputs.v))
     expected = inputs.k.double() * torch.sigmoid(inputs.v.double())
     near = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(open_heads(inputs.k, inputs.v).double(), expected, rtol=near, atol=near)
+    torch.testing.assert_close(got.double(), expected, rtol=near, atol=near)
 
 
 def test_training_has_gradients():
@@ -98,22 +96,21 @@ def test_training_has_gradients():
 
     def attended(q, k, v):
         slots = Slots(*(torch.zeros(3, 10, 12, dtype=torch.float64) for _ in range(2)), inputs.place)
-        turned = enter(q, k, v, norms=inputs.norms, angles=inputs.angles, slots=slots)
+        turned = REFERENCE.norm_rope_write(q, k, v, inputs.norms, inputs.angles, slots)
         return turned, slots.keys, slots.values
 
     assert torch.autograd.gradcheck(attended, (q, k, v), fast_mode=True)
-    assert torch.autograd.gradcheck(open_heads, (k, v), fast_mode=True)
+    assert torch.autograd.gradcheck(REFERENCE.gate_heads, (k, v), fast_mode=True)
 
 
 def test_float64_never_meets_the_gpu_kernel(monkeypatch):
-    """It would be computed in float32; a gradient would be lost. Both take the steps in PyTorch."""
+    """It would be computed in float32."""
+    pytest.importorskip("triton")
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise AssertionError("the kernel was asked")
 
-    monkeypatch.setattr(heads, "_on_gpu", refuse)
-    with use("triton"):
-        inputs = Inputs(torch.float64)
-        given = {"norms": inputs.norms, "angles": inputs.angles, "slots": inputs.slots}
-        enter(inputs.q, inputs.k, inputs.v, **given)
-        enter_context(inputs.k, inputs.v, **given)
+    monkeypatch.setattr("blockdraft.kernels.triton.rows.norm_rope_write", refuse)
+    kernels, inputs = kernels_for(torch.float64, CPU, is_interpreted=True), Inputs(torch.float64)
+    for q in (inputs.q, None):
+        kernels.norm_rope_write(q, inputs.k, inputs.v, inputs.norms, inputs.angles, inputs.slots)

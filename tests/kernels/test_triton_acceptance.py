@@ -12,12 +12,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton")
 
 from blockdraft.kernels import acceptance as contract  # noqa: E402
-from blockdraft.kernels.choice import use  # noqa: E402
+from blockdraft.kernels.kernels import kernels_for  # noqa: E402
 from blockdraft.kernels.triton.acceptance import advance, count_accepted, draw_accepted  # noqa: E402
 from tests.kernels.test_acceptance import CASES, Case, seeded  # noqa: E402
 
 # The interpreter computes with NumPy, which warns where unsigned words wrap as they should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+KERNELS = kernels_for(torch.float64, DEVICE, is_interpreted=True)  # whole numbers are exact in any dtype
 NUM_ROWS = 500 if DEVICE.type == "cuda" else 60
 
 
@@ -38,15 +39,13 @@ def test_drawn_blocks_count_as_in_the_reference(width):
     generator = torch.Generator().manual_seed(width)
     sampled, block = torch.randint(0, 2, (2, NUM_ROWS, width), generator=generator).to(DEVICE)
     sampled[:3, :-1] = block[:3, 1:]
-    with use("reference"):
-        expected = contract.count_accepted(sampled, block)
+    expected = contract.reference_count_accepted(sampled, block)
     assert torch.equal(count_accepted(sampled, block), expected)
     assert torch.equal(
         count_accepted(sampled[:, :-1], block[:, 1:]),
         count_accepted(sampled[:, :-1].contiguous(), block[:, 1:].contiguous()),
     )
-    with use("triton"):
-        assert torch.equal(contract.count_accepted(sampled, block), expected)
+    assert torch.equal(KERNELS.count_accepted(sampled, block), expected)
 
 
 @pytest.mark.parametrize("padding", [0, 3])
@@ -74,8 +73,7 @@ def test_advance_takes_parts_of_wider_blocks():
     case = Case(DEVICE)
     length, anchor, counts = case.expected()
     case.block, case.sampled = (torch.cat((x, x), dim=1)[:, : case.width] for x in (case.block, case.sampled))
-    with use("triton"):
-        case.advance(contract.advance)
+    case.advance(KERNELS.advance)
     assert case.rows.length.tolist() == length
     assert case.rows.anchor.tolist() == anchor
     assert case.rows._output_counts.tolist() == counts
@@ -91,12 +89,10 @@ def test_drawn_acceptance_is_the_reference_s_integer(num_rates):
     rates = torch.linspace(0.97, 0.05, num_rates)
     batch = seeded(seeds, DEVICE)
     given = rates.to(DEVICE), starts.to(DEVICE), batch
-    with use("reference"):
-        expected = contract.draw_accepted(*given)
+    expected = contract.reference_draw_accepted(*given)
     assert num_rates < 7 or len(expected.unique()) > 4
     assert draw_accepted(*given).tolist() == expected.tolist()
-    with use("triton"):
-        assert contract.draw_accepted(*given).tolist() == expected.tolist()
+    assert KERNELS.draw_accepted(*given).tolist() == expected.tolist()
 
 
 def test_frequencies_follow_the_rates():

@@ -26,8 +26,6 @@ MASKS = {
     "block window": Mask(scale=0.3, is_causal=False, window=4),
     "anchored": Mask(scale=0.3, window=21, is_anchored=True),
     "anchored block": Mask(scale=0.3, is_causal=False, window=21, is_anchored=True),
-    "capped": Mask(scale=0.8, softcap=2.0),
-    "capped block window": Mask(scale=0.8, is_causal=False, window=9, softcap=2.0),
 }
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 HALVES = [
@@ -367,7 +365,7 @@ REAL = {  # heads, groups, dim, lengths, count, mask
     "gpt-oss": (64, 8, 64, [3000, 130], 16, Mask(scale=64**-0.5, window=128)),
     "gemma local": (8, 4, 256, [3000, 700], 16, Mask(scale=256**-0.5, window=512)),
     "gemma global": (16, 2, 512, [900, 100], 16, Mask(scale=512**-0.5)),
-    "gemma 2": (8, 4, 256, [900, 100], 16, Mask(scale=256**-0.5, softcap=50.0)),
+    "heads of 256": (8, 4, 256, [900, 100], 16, Mask(scale=256**-0.5)),
     "phi": (32, 8, 96, [900, 100], 16, Mask(scale=96**-0.5)),
     "mha": (8, 8, 80, [900, 300], 130, Mask(scale=80**-0.5)),
 }

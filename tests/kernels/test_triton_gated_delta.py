@@ -5,6 +5,7 @@ Without a card it is interpreted, at some 30 ms for each program of a kernel: fe
 
 import functools
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,18 +16,16 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 pytest.importorskip("triton")
 
-from blockdraft.cache import recurrent  # noqa: E402
-from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan, _BlockInPlace  # noqa: E402
+from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan  # noqa: E402
 from blockdraft.cache.spec import Recurrent  # noqa: E402
-from blockdraft.kernels.choice import use  # noqa: E402
 from blockdraft.kernels.gated_delta import (  # noqa: E402
     DeltaWeights,
-    gated_norm,
     gates,
     reference_convolve,
     reference_fold,
     reference_scan,
 )
+from blockdraft.kernels.kernels import REFERENCE, kernels_for  # noqa: E402
 
 NAN = float("nan")
 on_card = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
@@ -49,12 +48,6 @@ if DEVICE.type == "cuda":
     CHUNKS += [[(1, 1), (1, 2)], [(2, 0), (0, 3), (9, 1)], [(11, 4), (1, 7)]]
 
 small_and_more = pytest.mark.parametrize(("spec", "dtype"), [(SMALL, torch.float32), *MORE], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _in_triton():
-    with use("triton"):
-        yield
 
 
 class Layer:
@@ -139,8 +132,11 @@ def decoded(spec, dtype, row, length):
     return Layer(spec, NUM_TOKENS, dtype).decode(row, length)
 
 
-def states_of(spec, num_layers, dtype=torch.float32):
-    return RecurrentStates(spec, num_layers=num_layers, num_rows=4, dtype=dtype, device=DEVICE)
+def states_of(spec, num_layers, dtype=torch.float32, kernels=None):
+    kernels = kernels or kernels_for(dtype, DEVICE, is_interpreted=True)
+    return RecurrentStates(
+        spec, num_layers=num_layers, num_rows=4, dtype=dtype, device=DEVICE, kernels=kernels
+    )
 
 
 def scan_of(rows, starts, counts, *, is_known):
@@ -206,7 +202,7 @@ def test_logits_far_from_zero_give_the_gates_of_the_reference():
     layer.weights.gate_bias.zero_()
     layer.weights.decay_log[: len(slow)] = 4
     layer.scan((0,), (0,), (1,), is_known=False)
-    decay = layer.states._block.tape.decay[0]
+    decay = layer.states._block_in_place.tape.decay[0]
     _, beta, gate = layer.inputs[0].double().split(layer.sizes, dim=1)
     _, expected = gates(beta, gate, DeltaWeights(*(part.double() for part in layer.weights)))
     torch.testing.assert_close(decay.double(), expected.exp(), rtol=2e-5, atol=1e-30)
@@ -238,10 +234,10 @@ def test_the_gated_norm_is_its_reference(shape, dtype, is_wide):
     wide = torch.randn(shape[0], 3 + shape[1] * shape[2], generator=generator).to(dtype).to(DEVICE) * 4
     weight = torch.randn(shape[2], generator=generator).to(torch.float32 if is_wide else dtype).to(DEVICE)
     z = wide[:, 3:]  # part of a projection
+    gated_norm = kernels_for(dtype, DEVICE, is_interpreted=True).gated_norm
     got = gated_norm(read, z, weight, 1e-5)
-    with use("reference"):
-        expected = gated_norm(read.double(), z.double(), weight.double(), 1e-5).cpu()
-        same_rounding = gated_norm(read, z, weight, 1e-5)
+    expected = REFERENCE.gated_norm(read.double(), z.double(), weight.double(), 1e-5).cpu()
+    same_rounding = REFERENCE.gated_norm(read, z, weight, 1e-5)
     assert got.dtype == dtype
     assert got.shape == shape
     if dtype != torch.float32:
@@ -379,7 +375,7 @@ UNEVEN = Recurrent(
 
 
 @pytest.mark.parametrize(("spec", "dtype"), [(UNEVEN, torch.float32), *MORE], ids=str)
-def test_layers_that_are_folded_by_one_launch_do_not_meet(spec, dtype, monkeypatch):
+def test_layers_that_are_folded_by_one_launch_do_not_meet(spec, dtype):
     """Each has the bits of a layer that is alone, in the forward before too; whichever scans first."""
     rows, known, kept = (2, 0), (1, 2), (3, 1)
     alone = []
@@ -390,10 +386,10 @@ def test_layers_that_are_folded_by_one_launch_do_not_meet(spec, dtype, monkeypat
         layer.commit(rows, known, kept)
         alone.append((*first, *reads, *layer.copy(2), *layer.copy(0)))
 
-    folds = []
-    fold_rows = recurrent.fold_rows
-    monkeypatch.setattr(recurrent, "fold_rows", lambda *args: folds.append(1) or fold_rows(*args))
-    states = states_of(spec, 3, dtype)
+    folds, kernels = [], kernels_for(dtype, DEVICE, is_interpreted=True)
+    in_place = kernels.scan_in_place
+    counting = in_place._replace(fold=lambda *args: folds.append(1) or in_place.fold(*args))
+    states = states_of(spec, 3, dtype, replace(kernels, scan_in_place=counting))
     layers = [Layer(spec, 5, dtype, index, states) for index in range(3)]
     idle = [layer.copy(row) for layer in layers for row in (1, 3)]
     order, found = (1, 0, 2), {}
@@ -428,12 +424,11 @@ def test_a_block_that_some_layer_has_not_scanned_is_not_committed():
 
 
 def test_the_reference_can_be_asked_for_and_then_commits_its_own_block():
-    layer = Layer(SMALL, 6)
+    layer = Layer(SMALL, 6, states=states_of(SMALL, 1, kernels=REFERENCE))
     where = Scan(on_device([2]), on_device([0]), (6,), False)
     x, beta, gate = layer.inputs[2].split(layer.sizes, dim=1)
-    with use("reference"):
-        reads = layer.storage.scan(x, beta, gate, layer.weights, where)
-    assert not isinstance(layer.states._block, _BlockInPlace)
+    reads = layer.storage.scan(x, beta, gate, layer.weights, where)
+    assert layer.states._block_in_place is None
     layer.commit((2,), (0,), (6,))
     expected, state = layer.expected(2, 6)
     assert_near(reads, expected, torch.float32)
@@ -443,7 +438,7 @@ def test_the_reference_can_be_asked_for_and_then_commits_its_own_block():
 def test_a_tape_is_as_large_as_planned():
     layer = Layer(SMALL, 2)
     layer.scan((2,), (0,), (2,), is_known=False)
-    tape = sum(part.untyped_storage().nbytes() for part in layer.states._block.tape)
+    tape = sum(part.untyped_storage().nbytes() for part in layer.states._block_in_place.tape)
     row = (layer.storage.state.nbytes + layer.storage.tail.nbytes) // 4
     assert row + tape == SMALL.bytes_per_row(4, 2)
 
@@ -482,6 +477,7 @@ def test_a_captured_step_follows_its_tensors(num_rows, width):
     x, beta, gate = stream.split(layer.sizes, dim=1)
     z = torch.randn(num_rows * width, 4096, device=DEVICE, dtype=torch.bfloat16)
     norm = torch.ones(128, device=DEVICE, dtype=torch.bfloat16)
+    gated_norm = kernels_for(torch.bfloat16, DEVICE).gated_norm
 
     def step():
         where = Scan(rows, starts, None, False, offsets, width)

@@ -14,9 +14,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 pytest.importorskip("triton")
 
-from blockdraft.kernels import linear as contract  # noqa: E402
-from blockdraft.kernels.choice import use  # noqa: E402
-from blockdraft.kernels.rows import reference_gelu_mul, reference_silu_mul, silu_mul  # noqa: E402
+from blockdraft.kernels.kernels import kernels_for  # noqa: E402
+from blockdraft.kernels.rows import reference_gate_mul  # noqa: E402
 from blockdraft.kernels.triton import gated_tile  # noqa: E402
 from blockdraft.kernels.triton.gated_tile import MAX_TOKENS, Config, choose, fits, gated_linear  # noqa: E402
 
@@ -49,7 +48,7 @@ def make(num_rows, num_inputs, dtype=HALF, num_tokens=TOKENS):
 
 
 def join(product, gate):
-    return {"silu": reference_silu_mul, "gelu": reference_gelu_mul}[gate](product)
+    return reference_gate_mul(product, gate)
 
 
 def assert_close(got, expected):
@@ -171,9 +170,9 @@ def test_products_too_wide_for_the_small_kernel_take_this_one(monkeypatch):
     taken = []
     monkeypatch.setattr(gated_tile, "gated_linear", lambda x, *rest: taken.append(len(x)) or x)
     _, weight = make(8, 16)
-    with use("triton"):
-        for count in (16, 17, 128, 129):
-            contract.gated_linear(normal(count, 16, dtype=HALF), weight, None, silu_mul)
+    kernels = kernels_for(HALF, DEVICE, is_interpreted=True)
+    for count in (16, 17, 128, 129):
+        kernels.gated_linear(normal(count, 16, dtype=HALF), weight, None, "silu")
     assert taken == [17, 128]
 
 

@@ -15,8 +15,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton")
 
 from blockdraft.kernels import linear as contract  # noqa: E402
-from blockdraft.kernels.choice import use  # noqa: E402
-from blockdraft.kernels.rows import gelu_mul, reference_gelu_mul, reference_silu_mul, silu_mul  # noqa: E402
+from blockdraft.kernels.kernels import kernels_for  # noqa: E402
+from blockdraft.kernels.rows import reference_gate_mul  # noqa: E402
 from blockdraft.kernels.triton import linear as module  # noqa: E402
 from blockdraft.kernels.triton.linear import Config, choose, counters, linear  # noqa: E402
 
@@ -167,7 +167,7 @@ def test_every_fp8_number_is_widened_exactly(dtype):
 def join(product, gate):
     if gate == "none":
         return product
-    return {"silu": reference_silu_mul, "gelu": reference_gelu_mul}[gate](product)
+    return reference_gate_mul(product, gate)
 
 
 @pytest.mark.parametrize("split", [1, 3])
@@ -284,42 +284,31 @@ def calls(monkeypatch):
 
 def test_few_tokens_take_the_kernel_and_more_the_library(calls):
     most = contract.MAX_TOKENS
+    multiply = kernels_for(torch.float32, DEVICE, is_interpreted=True).linear
     x, weight = make(33, 70, num_tokens=most + 1)
     onto, expected = normal(most + 1, 33, seed=3), x.double() @ weight.double().T
-    with use("triton"):
-        assert_close(contract.linear(x[:most], weight), expected[:most])
-        assert_close(contract.linear(x[:most], weight, onto=onto[:most]), onto[:most] + expected[:most])
-        assert calls == [(most, "none")] * 2
-        assert_close(contract.linear(x, weight), expected)
-        assert_close(contract.linear(x, weight, onto=onto.clone()), onto + expected)
-        assert_close(contract.linear(x[None], weight), expected[None])
-        assert_close(contract.linear(x, weight, weight[:, 0]), expected + weight[:, 0])
-        assert_close(
-            contract.linear(x, weight, weight[:, 0], onto=onto.clone()), onto + expected + weight[:, 0]
-        )
+    assert_close(multiply(x[:most], weight), expected[:most])
+    assert_close(multiply(x[:most], weight, onto=onto[:most]), onto[:most] + expected[:most])
+    assert calls == [(most, "none")] * 2
+    assert_close(multiply(x, weight), expected)
+    assert_close(multiply(x, weight, onto=onto.clone()), onto + expected)
+    assert_close(multiply(x[None], weight), expected[None])
+    assert_close(multiply(x, weight, weight[:, 0]), expected + weight[:, 0])
+    assert_close(multiply(x, weight, weight[:, 0], onto=onto.clone()), onto + expected + weight[:, 0])
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("activate", [silu_mul, gelu_mul], ids=["silu", "gelu"])
-def test_a_gated_product_takes_one_kernel_or_two_steps(activate, calls):
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_a_gated_product_takes_one_kernel_or_two_steps(gate, calls):
     most = contract.MAX_TOKENS
+    multiply = kernels_for(torch.float32, DEVICE, is_interpreted=True).gated_linear
     x, weight = make(34, 70, num_tokens=most + 1)
     bias = normal(34, seed=2)
-    with use("reference"):
-        expected = activate(x.double() @ weight.double().T + bias.double())
-    with use("triton"):
-        assert_close(contract.gated_linear(x[:most], weight, bias, activate), expected[:most])
-        assert calls == [(most, contract.GATES[activate])]
-        assert_close(contract.gated_linear(x, weight, bias, activate), expected)
+    expected = reference_gate_mul(x.double() @ weight.double().T + bias.double(), gate)
+    assert_close(multiply(x[:most], weight, bias, gate), expected[:most])
+    assert calls == [(most, gate)]
+    assert_close(multiply(x, weight, bias, gate), expected)
     assert len(calls) == 1
-
-
-def test_another_activation_takes_the_plain_product(calls):
-    x, weight = make(34, 70)
-    with use("triton"):
-        got = contract.gated_linear(x, weight, None, lambda product: product[:, :17])
-    assert_close(got, (x.double() @ weight.double().T)[:, :17])
-    assert calls == [(5, "none")]
 
 
 # ---- on the card

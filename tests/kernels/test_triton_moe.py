@@ -12,9 +12,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton")
 
 from blockdraft.kernels import moe as contract  # noqa: E402
-from blockdraft.kernels.choice import use  # noqa: E402
-from blockdraft.kernels.moe import Activation, Beside, Choice, Matrices, Parts, Shared  # noqa: E402
+from blockdraft.kernels.kernels import kernels_for  # noqa: E402
+from blockdraft.kernels.moe import Activation, Beside, ExpertChoice, Matrices, Parts, Shared  # noqa: E402
 from blockdraft.kernels.triton import moe, routing  # noqa: E402
+from blockdraft.models.bound import with_kernels  # noqa: E402
 from blockdraft.models.config import MoEConfig  # noqa: E402
 from blockdraft.models.layers import RMSNorm  # noqa: E402
 from blockdraft.models.moe import Experts, MoE, SharedExpert  # noqa: E402
@@ -85,10 +86,10 @@ def fast(experts, x, choice, beside=None, onto=None, configs=None):
 
 
 def slow(experts, x, choice, shared=None, onto=None):
-    with use("reference"):  # of the products too: stored weights are widened, tokens stay as they are
-        return contract.reference_experts(
-            x, experts.gate_up, experts.down, choice, experts.activation, shared, onto
-        )
+    """By the references of the products too: stored weights are widened, tokens stay as they are."""
+    return contract.reference_experts(
+        x, experts.gate_up, experts.down, choice, experts.activation, shared, onto
+    )
 
 
 def assert_close(got, expected):
@@ -269,13 +270,13 @@ def test_sizes(num_tokens, num_chosen, num_experts, hidden, inner):
 def test_one_expert_takes_all_pairs_and_others_none():
     experts = build(4, 32, 32, dtype=HALF)
     x, weights = normal(35, 32, dtype=HALF, seed=5), normal(35, 1, seed=6)
-    choice = Choice(weights, torch.full((35, 1), 2, device=DEVICE))
+    choice = ExpertChoice(weights, torch.full((35, 1), 2, device=DEVICE))
     assert_close(fast(experts, x, choice), slow(experts, x, choice))
 
 
 def test_a_choice_that_comes_with_its_groups():
     experts, x = build(6, 32, 32, dtype=HALF), normal(20, 32, dtype=HALF, seed=5)
-    choice = Choice(*routing.route_and_group(normal(20, 6, seed=6), 3, is_over_all=False))
+    choice = ExpertChoice(*routing.route_and_group(normal(20, 6, seed=6), 3, is_over_all=False))
     assert torch.equal(fast(experts, x, choice), fast(experts, x, choice._replace(groups=None)))
 
 
@@ -291,7 +292,7 @@ def test_high_tiles():
 
 def test_no_tokens():
     experts = build(3, 16, 16, dtype=HALF)
-    choice = Choice(normal(0, 2), torch.empty(0, 2, dtype=torch.int64, device=DEVICE))
+    choice = ExpertChoice(normal(0, 2), torch.empty(0, 2, dtype=torch.int64, device=DEVICE))
     assert fast(experts, normal(0, 16, dtype=HALF), choice).shape == (0, 16)
 
 
@@ -301,7 +302,7 @@ def test_a_tokens_bits_do_not_depend_on_its_neighbours():
     whole = fast(experts, x, choice)
     for some in ([0], [7, 29, 12], range(5, 27)):
         index = torch.tensor(list(some), device=DEVICE)
-        alone = fast(experts, x[index], Choice(choice.weights[index], choice.ids[index]))
+        alone = fast(experts, x[index], ExpertChoice(choice.weights[index], choice.ids[index]))
         assert torch.equal(alone, whole[index])
 
 
@@ -341,7 +342,7 @@ def test_combine_rounds_as_its_reference(has_onto, has_shared, dtype):
 def test_the_groups_of_one_token_are_its_places(has_shared):
     experts, shared = build_with_shared(6, 40, 32, dtype=HALF)
     x, logits = normal(1, 40, dtype=HALF, seed=5), normal(1, 7, dtype=HALF, seed=6)
-    choice = Choice(*routing.route_and_group(logits[:, :6], 3, is_over_all=False))
+    choice = ExpertChoice(*routing.route_and_group(logits[:, :6], 3, is_over_all=False))
     beside = Beside(logits[:, 6:], shared.parts()) if has_shared else None
     assert torch.equal(
         fast(experts, x, choice, beside), fast(experts, x, choice._replace(groups=None), beside)
@@ -352,10 +353,9 @@ def beside_of(shared, x):
     return Shared(normal(len(x), 1, dtype=x.dtype, seed=21), shared)
 
 
-@pytest.fixture
-def on_kernels(monkeypatch):
-    """`contract.experts` takes them in the interpreter too; a shared expert's own product does not count."""
-    monkeypatch.setattr(contract, "why_no_triton", lambda dtype, device: None)
+def on_kernels(experts, dtype=HALF):
+    """Bound to the kernels, in the interpreter too; a shared expert's own product does not count."""
+    return with_kernels(experts, kernels_for(dtype, torch.device(DEVICE), is_interpreted=True))
 
 
 def alone(monkeypatch):
@@ -365,7 +365,6 @@ def alone(monkeypatch):
     return calls
 
 
-@pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize(
     ("num_tokens", "num_chosen", "num_experts", "hidden", "inner"),
     [(1, 1, 3, 16, 16), (1, 4, 64, 32, 80), (33, 2, 3, 48, 24), (17, 1, 3, 48, 40)],
@@ -378,7 +377,7 @@ def test_a_shared_expert_runs_with_the_routed(
     choice, beside = drawn(num_tokens, num_chosen, num_experts), beside_of(shared, x)
     expected = slow(experts, x, choice, beside, onto)
     calls = alone(monkeypatch)
-    assert_close(experts(x, choice, beside, onto), expected)
+    assert_close(on_kernels(experts)(x, choice, beside, onto), expected)
     assert calls == []
 
 
@@ -388,7 +387,7 @@ def test_a_shared_experts_bits_do_not_depend_on_neighbours():
     whole = fast(experts, x, choice, Beside(gate, shared.parts()))
     for some in ([19], [17, 2, 12], range(3, 20)):
         index = torch.tensor(list(some), device=DEVICE)
-        chosen = Choice(choice.weights[index], choice.ids[index])
+        chosen = ExpertChoice(choice.weights[index], choice.ids[index])
         got = fast(experts, x[index], chosen, Beside(gate[index], shared.parts()))
         assert torch.equal(got, whole[index])
 
@@ -425,7 +424,6 @@ def unread_format(shared):
     return shared
 
 
-@pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize("other", [another_size, another_format, odd_address, unread_format])
 def test_a_shared_expert_that_is_stored_differently_runs_alone(other, monkeypatch):
     experts, shared = build_with_shared(3, 32, 32, dtype=HALF)
@@ -434,7 +432,7 @@ def test_a_shared_expert_that_is_stored_differently_runs_alone(other, monkeypatc
     beside = beside_of(shared, x)
     expected = slow(experts, x, choice, beside)
     calls = alone(monkeypatch)
-    assert_close(experts(x, choice, beside), expected)
+    assert_close(on_kernels(experts)(x, choice, beside), expected)
     assert calls == [2]
 
 
@@ -446,14 +444,13 @@ def test_rows_with_other_gaps_do_not_join():
     assert not contract._can_join(shared._replace(block=(1, 32)), routed)
 
 
-@pytest.mark.usefixtures("on_kernels")
 def test_for_many_pairs_a_shared_expert_runs_alone(monkeypatch):
     monkeypatch.setattr(routing, "MAX_FEW", 9)
     experts, shared = build_with_shared(3, 32, 32, dtype=HALF)
     calls = alone(monkeypatch)
     for num_tokens in (4, 5):
         x = normal(num_tokens, 32, dtype=HALF, seed=4)
-        experts(x, drawn(num_tokens, 2, 3), beside_of(shared, x))
+        on_kernels(experts)(x, drawn(num_tokens, 2, 3), beside_of(shared, x))
     assert calls == [5]
 
 
@@ -511,7 +508,6 @@ def test_stored_formats(name):
     assert_close(fast(experts, x, choice), slow(experts, x, choice))
 
 
-@pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize("name", FORMATS)
 def test_stored_formats_of_a_shared_expert(name, monkeypatch):
     if name.startswith("fp8") and not ON_CARD:
@@ -521,7 +517,7 @@ def test_stored_formats_of_a_shared_expert(name, monkeypatch):
     beside = beside_of(shared, x)
     expected = slow(experts, x, choice, beside)
     calls = alone(monkeypatch)
-    assert_close(experts(x, choice, beside), expected)
+    assert_close(on_kernels(experts)(x, choice, beside), expected)
     assert calls == []
 
 
@@ -549,18 +545,16 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_formats_that_no_kernel_reads_say_so(name, monkeypatch):
-    monkeypatch.setattr(contract, "why_no_triton", lambda dtype, device: None)
+def test_formats_that_no_kernel_reads_say_so(name):
     pack, dtype, reason = UNREAD[name]
     experts = build(3, 32, 32, dtype=torch.bfloat16, pack=pack)
-    assert reason in experts.why_not_captured(dtype, torch.device(DEVICE))
+    assert reason in on_kernels(experts, dtype).why_not_captured()
 
 
 @pytest.mark.parametrize("pack", [None, blocks(16, 32), mxfp4], ids=["plain", "int8", "mxfp4"])
-def test_formats_that_kernels_read_can_be_captured(pack, monkeypatch):
-    monkeypatch.setattr(contract, "why_no_triton", lambda dtype, device: None)
+def test_formats_that_kernels_read_can_be_captured(pack):
     experts = build(3, 32, 32, dtype=torch.bfloat16, pack=pack)
-    assert experts.why_not_captured(torch.bfloat16, torch.device(DEVICE)) is None
+    assert on_kernels(experts, torch.bfloat16).why_not_captured() is None
 
 
 # ---- the choice of a path
@@ -568,12 +562,15 @@ def test_formats_that_kernels_read_can_be_captured(pack, monkeypatch):
 
 def test_a_cpu_takes_the_reference_and_says_why():
     experts = build(3, 16, 16, dtype=torch.float32).cpu()
-    assert "cpu" in experts.why_not_captured(torch.float32, torch.device("cpu"))
+    kernels = kernels_for(torch.float32, torch.device("cpu"))
+    assert "cpu" in with_kernels(experts, kernels).why_not_captured()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 def test_a_dtype_without_kernels_says_so(dtype):
-    assert str(dtype) in contract.why_no_triton(dtype, torch.device("cuda"))
+    available = kernels_for(dtype, torch.device("cuda")).available
+    assert str(dtype) in available.why_reference("experts")
+    assert str(dtype) in available.why_reference("routing")
 
 
 @needs_card
@@ -586,6 +583,7 @@ def test_a_graph_holds_for_every_routing(num_tokens, shared_size):
         parameter.data = normal(*parameter.shape, dtype=HALF, seed=index) * parameter.shape[-1] ** -0.5
     norm = RMSNorm(128, 1e-6).to(DEVICE, HALF).requires_grad_(False)
     norm.weight.fill_(1.0)
+    mixture, norm = on_kernels(mixture), on_kernels(norm)
     x = normal(num_tokens, 128, dtype=HALF, seed=20)
     mixture(x, norm)
     graph = torch.cuda.CUDAGraph()

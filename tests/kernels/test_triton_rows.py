@@ -1,5 +1,6 @@
 """Norms, activations, places and what happens to a head, in Triton: against float64, and their bits."""
 
+import functools
 import os
 
 import pytest
@@ -12,14 +13,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton")
 
 from blockdraft.kernels.attention import Blocks  # noqa: E402
-from blockdraft.kernels.choice import use  # noqa: E402
+from blockdraft.kernels.heads import HeadNorms, Slots  # noqa: E402
 from blockdraft.kernels.rows import (  # noqa: E402
-    reference_gelu_mul,
+    reference_gate_mul,
     reference_rms_norm,
     reference_rotate,
-    reference_silu_mul,
 )
-from blockdraft.kernels.triton.rows import enter, gate_mul, locate, open_heads, rms_norm  # noqa: E402
+from blockdraft.kernels.triton.rows import gate_heads, gate_mul, locate, norm_rope_write, rms_norm  # noqa: E402
 
 NAN = float("nan")
 ON_CARD = DEVICE.type == "cuda"
@@ -97,7 +97,7 @@ def test_activations_are_those_of_float64(size, dtype, gate):
     x = 4 * normal(3, 2 * size, dtype=dtype)
     got = gate_mul(x, gate)
     assert got.dtype == dtype
-    reference = {"silu": reference_silu_mul, "gelu": reference_gelu_mul}[gate]
+    reference = functools.partial(reference_gate_mul, gate=gate)
     assert_rounded(got, reference(x.double()), size=x.double().abs().max() ** 2)
 
 
@@ -122,7 +122,7 @@ def test_heads_are_opened_by_their_gates(num_heads, dim, dtype):
     queries = 5 * normal(4, 2 * num_heads + 3, dim, dtype=dtype, seed=1)  # as gates come: every other head
     gate = queries[:, 1 : 2 * num_heads : 2]
     before = x.clone()
-    got = open_heads(x, gate)
+    got = gate_heads(x, gate)
     assert got.dtype == dtype
     assert_rounded(got, x.double() * torch.sigmoid(gate.double()))
     assert torch.equal(x, before)
@@ -130,7 +130,7 @@ def test_heads_are_opened_by_their_gates(num_heads, dim, dtype):
 
 def test_shut_and_open_heads():
     x, gate = torch.ones(1, 1, 3, device=DEVICE), torch.tensor([[[-200.0, 0.0, 200.0]]], device=DEVICE)
-    assert open_heads(x, gate).flatten().tolist() == [0.0, 0.5, 1.0]
+    assert gate_heads(x, gate).flatten().tolist() == [0.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize("size", [7, 600])
@@ -141,7 +141,7 @@ def test_bits_of_a_token_do_not_depend_on_its_neighbours(size):
         lambda index: rms_norm(x[index], weight, 1e-6),
         lambda index: gate_mul(x[index], "silu"),
         lambda index: gate_mul(x[index], "gelu"),
-        lambda index: open_heads(x[index][:, None], gate[index][:, None]),
+        lambda index: gate_heads(x[index][:, None], gate[index][:, None]),
     ):
         whole = op(torch.arange(9, device=DEVICE))
         for some in ([4], [8, 0, 3], [2, 2, 2, 2, 2]):
@@ -209,16 +209,16 @@ def test_padding_past_the_last_row_is_left_alone():
 def test_blocks_find_the_same_places_by_kernel_and_by_reference(counts):
     table, starts, rows = [[5, 6, 1], [9, 2, 8], [4, 3, 7]], [2, 0, 6], [2, 0, 1]
     expected = places(counts, starts, rows, table, page_size=4)
-    for path in ("triton", "reference"):
-        with use(path):
-            blocks = Blocks(
-                pages=torch.tensor(table, device=DEVICE),
-                starts=torch.tensor(starts, device=DEVICE),
-                counts=counts,
-                page_size=4,
-                rows=torch.tensor(rows, device=DEVICE),
-            )
-            found = torch.stack((blocks.positions, blocks.write_slots), dim=1)
+    for by in (locate, None):
+        blocks = Blocks(
+            pages=torch.tensor(table, device=DEVICE),
+            starts=torch.tensor(starts, device=DEVICE),
+            counts=counts,
+            page_size=4,
+            rows=torch.tensor(rows, device=DEVICE),
+            locate=by,
+        )
+        found = torch.stack((blocks.positions, blocks.write_slots), dim=1)
         assert found.tolist() == [list(place) for place in expected]
 
 
@@ -226,7 +226,7 @@ def test_blocks_find_the_same_places_by_kernel_and_by_reference(counts):
 
 
 class Heads:
-    """Inputs of `enter` as a projection leaves them, and a cache that holds NaN."""
+    """Inputs of `norm_rope_write` as a projection leaves them, and a cache that holds NaN."""
 
     def __init__(self, num_tokens, num_heads, num_kv_heads, dim, turned, dtype, weight_dtype=None):
         sizes = (num_heads, num_kv_heads, num_kv_heads)
@@ -242,19 +242,14 @@ class Heads:
             torch.full((num_kv_heads, self.num_slots, dim), NAN, dtype=dtype, device=DEVICE) for _ in range(2)
         )
 
-    def enter(self, *, has_norm, has_q=True, some=slice(None)):
-        return enter(
+    def write(self, *, has_norm, has_q=True, some=slice(None)):
+        return norm_rope_write(
             self.q[some] if has_q else None,
             self.k[some],
             self.v[some],
-            q_weight=self.weights[0] if has_norm else None,
-            k_weight=self.weights[1] if has_norm else None,
-            eps=1e-5,
-            cos=self.cos[some].contiguous(),
-            sin=self.sin[some].contiguous(),
-            keys=self.keys,
-            values=self.values,
-            slots=self.place[some].contiguous(),
+            HeadNorms(*self.weights, 1e-5) if has_norm else None,
+            (self.cos[some].contiguous(), self.sin[some].contiguous()),
+            Slots(self.keys, self.values, self.place[some].contiguous()),
         )
 
     def expected(self, x, weight, *, has_norm):
@@ -289,24 +284,24 @@ class Heads:
 def test_heads_enter_normalised_and_rotated(num_heads, num_kv_heads, dim, turned, has_norm, dtype):
     heads = Heads(2, num_heads, num_kv_heads, dim, turned, dtype)
     before = [x.clone() for x in (heads.q, heads.k, heads.v)]
-    heads.check(heads.enter(has_norm=has_norm), has_norm=has_norm)
+    heads.check(heads.write(has_norm=has_norm), has_norm=has_norm)
     assert all(torch.equal(x, y) for x, y in zip((heads.q, heads.k, heads.v), before, strict=True))
 
 
 def test_weights_may_be_wider_than_heads():
     heads = Heads(3, 4, 2, 16, 16, torch.float16, weight_dtype=torch.float32)
-    heads.check(heads.enter(has_norm=True), has_norm=True)
+    heads.check(heads.write(has_norm=True), has_norm=True)
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize(("num_kv_heads", "dim", "turned"), [(1, 12, 12), (3, 80, 40), (8, 16, 16)])
 def test_a_context_enters_without_queries(num_kv_heads, dim, turned, has_norm):
     heads = Heads(2, 2, num_kv_heads, dim, turned, torch.float16)
-    got = heads.enter(has_norm=has_norm, has_q=False)
+    got = heads.write(has_norm=has_norm, has_q=False)
     assert got is None
     heads.check(None, has_norm=has_norm)
     alone, heads.keys = heads.keys.clone(), torch.full_like(heads.keys, NAN)
-    heads.enter(has_norm=has_norm)
+    heads.write(has_norm=has_norm)
     assert torch.equal(alone[:, heads.place], heads.keys[:, heads.place])
 
 
@@ -322,11 +317,11 @@ def test_a_context_enters_without_queries(num_kv_heads, dim, turned, has_norm):
 )
 def test_many_tokens_take_larger_tiles_and_keep_their_bits(num_heads, num_kv_heads, dim):
     heads = Heads(65, num_heads, num_kv_heads, dim, 8, torch.float16)
-    whole = heads.enter(has_norm=True)
+    whole = heads.write(has_norm=True)
     heads.check(whole, has_norm=True)
     keys = heads.keys.clone()
     for some in (slice(0, 1), slice(40, 42)):
-        assert torch.equal(heads.enter(has_norm=True, some=some), whole[some])
+        assert torch.equal(heads.write(has_norm=True, some=some), whole[some])
         assert torch.equal(heads.keys[:, heads.place], keys[:, heads.place])
 
 
@@ -337,19 +332,7 @@ def test_a_cache_of_more_values_than_32_bits_count():
     k, v = normal(1, 2, 128, dtype=torch.bfloat16), normal(1, 2, 128, dtype=torch.bfloat16, seed=1)
     angle = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=DEVICE)
     slots = torch.tensor([8_999_999], device=DEVICE)
-    enter(
-        None,
-        k,
-        v,
-        q_weight=None,
-        k_weight=None,
-        eps=0.0,
-        cos=angle + 1,
-        sin=angle,
-        keys=keys,
-        values=values,
-        slots=slots,
-    )
+    norm_rope_write(None, k, v, None, (angle + 1, angle), Slots(keys, values, slots))
     assert torch.equal(keys[:, -1], k[0])
     assert torch.equal(values[:, -1], v[0])
 
@@ -363,4 +346,4 @@ def test_a_cache_of_more_values_than_32_bits_count():
 def test_real_heads(num_heads, num_kv_heads, dim, turned, num_tokens):
     for dtype in (torch.bfloat16, torch.float32):
         heads = Heads(num_tokens, num_heads, num_kv_heads, dim, turned, dtype)
-        heads.check(heads.enter(has_norm=True), has_norm=True)
+        heads.check(heads.write(has_norm=True), has_norm=True)

@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 
 from blockdraft.cache.rows import Rows, RowSampling  # noqa: E402
 from blockdraft.kernels.noise import gumbel  # noqa: E402
-from blockdraft.kernels.sampling import choose_reference  # noqa: E402
+from blockdraft.kernels.sampling import reference_choose  # noqa: E402
 from blockdraft.kernels.sampling_tables import Real, Whole  # noqa: E402
 from blockdraft.kernels.triton.sampling import CHUNK, choose  # noqa: E402
 
@@ -96,7 +96,7 @@ def make_logits(shape, spread, dtype=torch.float32, seed=0):
 def check(logits, rows, recent):
     """Equal ids. Where not, both ids must be open to rounding: see `is_rounding`."""
     starts, batch = rows.length[rows.active], rows.sampling()
-    actual, expected = choose(logits, starts, recent, batch), choose_reference(logits, starts, recent, batch)
+    actual, expected = choose(logits, starts, recent, batch), reference_choose(logits, starts, recent, batch)
     assert actual.shape == expected.shape
     assert actual.dtype == torch.int64
     different = (actual != expected).nonzero().tolist()
@@ -114,7 +114,7 @@ def is_rounding(logits, rows, recent, r, c, token):
         batch.integers(Whole.SEED)[r : r + 1], position.view(1, 1), logits.shape[-1], torch.float64
     )
     wide = logits[r : r + 1, c : c + 1].double() / batch.numbers(Real.TEMPERATURE)[r].double()
-    expected = choose_reference(logits.double(), rows.length[rows.active], recent, batch)[r, c]
+    expected = reference_choose(logits.double(), rows.length[rows.active], recent, batch)[r, c]
     noisy = (wide + noise)[0, 0]
     return bool((noisy[expected] - noisy[token]).abs() < NEAR)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockdraft.engine.request import SamplingParams
-from blockdraft.kernels.choice import use
+from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from tests import tiny
 from tests.stepping import pin
 
@@ -40,17 +40,16 @@ REQUESTS = [
 ]
 
 
-def answers(path):
+def answers(kernels):
     # A short page table: attention then has one split of the keys to interpret.
     plan = {"width": WIDTH, "page_size": 4, "num_pages": 24, "max_rows": 2, "max_context": 16}
-    with use(path):
-        engine = pin(tiny.engine("trained", dtype="float32", max_positions=32, **plan), is_captured=False)
-        return engine, tiny.run(engine, REQUESTS)
+    engine = tiny.engine("trained", dtype="float32", kernels=kernels, max_positions=32, **plan)
+    return engine, tiny.run(pin(engine, is_captured=False), REQUESTS)
 
 
 def test_tokens_and_lengths_are_those_of_the_reference():
-    reference, expected = answers("reference")
-    engine, got = answers("triton")
+    reference, expected = answers(REFERENCE)
+    engine, got = answers(kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True))
     assert got == expected
     assert [len(tokens) for [(tokens, _, _)] in got] == [2, 4]
     assert engine.rows.length[:2].tolist() == reference.rows.length[:2].tolist()

@@ -1,6 +1,5 @@
 """A drafter that is causal inside its block runs no more columns than are verified, for the same drafts."""
 
-import contextlib
 import functools
 from dataclasses import replace
 
@@ -9,7 +8,8 @@ import torch
 
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.request import SamplingParams
-from blockdraft.kernels.choice import use
+from blockdraft.kernels.kernels import REFERENCE, kernels_for
+from blockdraft.models.bound import with_kernels
 from blockdraft.models.dflash import DFlash
 from blockdraft.step.dflash import DFlashDrafter
 from tests import tiny
@@ -26,7 +26,8 @@ def drafter(dtype, windows=(None, None), is_causal=(True, True)):
     model = DFlash(config, first_layer=4, max_positions=256, has_head=False, device=torch.device("cpu"))
     model = model.to(getattr(torch, dtype))
     model.load_state_dict(trained.model.state_dict())
-    return DFlashDrafter(model.requires_grad_(False), trained.target)
+    kernels = trained.target.kernels
+    return DFlashDrafter(with_kernels(model.requires_grad_(False), kernels), trained.target)
 
 
 def whole_block(narrow):
@@ -46,9 +47,10 @@ def watched(one):
 
 
 @torch.inference_mode()
-def drafts(one, dtype, width):
+def drafts(one, dtype, width, kernels=None):
     """Two prompts in the cache, and what is drafted after them."""
-    engine = tiny.engine(one, dtype=dtype, page_size=4)
+    engine = tiny.engine(one, dtype=dtype, kernels=kernels, page_size=4)
+    one = engine.models.drafter
     for row, prompt in enumerate(PROMPTS):
         pages = engine.scheduler.pages.allocate(8)
         engine.rows.place(row, prompt, 0, RowSampling(seed=row, temperature=float(row)))
@@ -62,18 +64,14 @@ def drafts(one, dtype, width):
     return one.draft(engine.rows, engine.cache, engine.cache.view(engine.rows, width), width)
 
 
-PATHS = {"kernels": contextlib.nullcontext, "reference": functools.partial(use, "reference")}
-
-
 @pytest.mark.parametrize("windows", [(None, None), (3, 6)], ids=str)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kernels", [None, REFERENCE], ids=["kernels", "reference"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_fewer_columns_draft_the_same(dtype, path, windows):
+def test_fewer_columns_draft_the_same(dtype, kernels, windows):
     narrow = drafter(dtype, windows)
-    with PATHS[path]():
-        for width in range(2, tiny.BLOCK + 1):
-            expected = drafts(whole_block(narrow), dtype, width)
-            assert drafts(narrow, dtype, width).tolist() == expected.tolist()
+    for width in range(2, tiny.BLOCK + 1):
+        expected = drafts(whole_block(narrow), dtype, width, kernels)
+        assert drafts(narrow, dtype, width, kernels).tolist() == expected.tolist()
 
 
 @pytest.mark.slow
@@ -81,9 +79,9 @@ def test_fewer_columns_draft_the_same(dtype, path, windows):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 def test_fewer_columns_draft_the_same_on_the_gpu_kernels():
     pytest.importorskip("triton")
-    narrow = drafter("float32")
-    with use("triton"):
-        assert drafts(narrow, "float32", 3).tolist() == drafts(whole_block(narrow), "float32", 3).tolist()
+    narrow, kernels = drafter("float32"), kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True)
+    expected = drafts(whole_block(narrow), "float32", 3, kernels)
+    assert drafts(narrow, "float32", 3, kernels).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(

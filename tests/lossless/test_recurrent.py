@@ -13,8 +13,9 @@ from blockdraft.cache.cache import Cache
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.spec import Recurrent, bytes_per_row
 from blockdraft.checkpoints.model_config import read_model_config
-from blockdraft.kernels import gated_delta
+from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.gated_delta import DeltaWeights
+from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from tests.checkpoints.published import CONFIGS as PUBLISHED
 from tests.lossless import families
 from tests.lossless.families import HYBRID_NAMES
@@ -32,8 +33,8 @@ ROWS = (2, 0)  # of four, in this order; nobody owns 1 and 3
 @pytest.fixture(params=["reference", "chosen"])
 def kernel(request, monkeypatch):
     if request.param == "reference":
-        monkeypatch.setattr(gated_delta, "_chosen", lambda dtype, device: None)
-    elif gated_delta._chosen(torch.float32, CPU) is None:
+        monkeypatch.setattr(Layer, "is_reference", True)
+    elif why_no_llvm(torch.float32, CPU) is not None:
         pytest.skip("the kernel is not chosen: the reference is tested already")
 
 
@@ -42,6 +43,8 @@ both_kernels = pytest.mark.usefixtures("kernel")
 
 class Layer:
     """A layer of four rows that all hold NaN, and the inputs that rows get at each position."""
+
+    is_reference = False
 
     def __init__(self, spec, num_tokens, dtype, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -58,7 +61,10 @@ class Layer:
             normal(spec.num_heads).to(wide),
             normal(spec.num_heads).to(wide),
         )
-        self.states = RecurrentStates(spec, num_layers=1, num_rows=4, dtype=dtype, device=CPU)
+        kernels = REFERENCE if self.is_reference else kernels_for(dtype, CPU)
+        self.states = RecurrentStates(
+            spec, num_layers=1, num_rows=4, dtype=dtype, device=CPU, kernels=kernels
+        )
         self.storage = RecurrentState(self.states, 0)
         self.poison()
 
@@ -209,7 +215,15 @@ def test_layers_of_several_shapes_are_committed_together_and_do_not_meet():
     """Two layers of one shape around one of another, in one cache: each has the bits of a layer alone."""
     specs = (SPECS[0], SPECS[1], SPECS[0])
     alone = [Layer(spec, 9, torch.float64, seed) for seed, spec in enumerate(specs)]
-    cache = Cache(specs, num_pages=2, num_rows=4, page_size=1, dtype=torch.float64, device=CPU)
+    cache = Cache(
+        specs,
+        num_pages=2,
+        num_rows=4,
+        page_size=1,
+        dtype=torch.float64,
+        device=CPU,
+        kernels=kernels_for(torch.float64, CPU),
+    )
     rows = SimpleNamespace(
         active=torch.tensor(ROWS), length=torch.tensor([3, 0, 3, 0]), page_table=torch.zeros(4, 9).long()
     )

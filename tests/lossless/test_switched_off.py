@@ -1,7 +1,6 @@
 """Speculation stays exact where one operation's kernel does not compile and its reference serves instead.
 
-The others run in Triton's interpreter. As on a card, the reference is PyTorch's own, not the CPU's kernels,
-and recurrent states lie in memory as a card's kernels like it.
+The others run in Triton's interpreter, and recurrent states lie in memory as a card's kernels like it.
 """
 
 import pytest
@@ -9,8 +8,7 @@ import torch
 
 from blockdraft.cache import recurrent
 from blockdraft.engine.request import SamplingParams
-from blockdraft.kernels import attention, gated_delta, linear, rows
-from blockdraft.kernels.choice import use, without
+from blockdraft.kernels.kernels import kernels_for
 from blockdraft.step.drafter import NoDrafter
 from tests import tiny
 from tests.lossless import families
@@ -39,11 +37,12 @@ SAMPLED = (
 )
 
 
+def interpreted(*off):
+    return kernels_for(torch.float32, torch.device("cpu"), off=frozenset(off), is_interpreted=True)
+
+
 @pytest.fixture(autouse=True)
 def as_on_a_card(monkeypatch):
-    for module in (attention, gated_delta, linear, rows):
-        monkeypatch.setattr(module, "_chosen", lambda *_: None)
-
     def transposed(shape, dtype, device):
         *lead, key_size, value_size = shape
         return torch.zeros(*lead, value_size, key_size, dtype=dtype, device=device).mT
@@ -62,12 +61,12 @@ def as_on_a_card(monkeypatch):
     ],
 )
 def test_the_trained_drafter_changes_no_token(operations, request_):
-    with use("triton"), without(*operations):
-        drafted, plain = (
-            pin(tiny.engine(drafter, dtype="float32", **PLAN), is_captured=False)
-            for drafter in ("trained", NoDrafter(tiny.BLOCK))
-        )
-        assert tiny.run(drafted, [request_]) == tiny.run(plain, [request_])
+    kernels = interpreted(*operations)
+    drafted, plain = (
+        pin(tiny.engine(drafter, dtype="float32", kernels=kernels, **PLAN), is_captured=False)
+        for drafter in ("trained", NoDrafter(tiny.BLOCK))
+    )
+    assert tiny.run(drafted, [request_]) == tiny.run(plain, [request_])
     assert drafted.stats.num_blocks <= plain.stats.num_blocks
 
 
@@ -81,11 +80,11 @@ def hybrid():
 
 @pytest.mark.parametrize("operations", [("gated delta",), ("gated norms", "heads' gates", "activations")])
 def test_recurrent_layers_commit_what_plain_decoding_does(hybrid, operations):
-    with use("triton"), without(*operations):
-        plain = pin(families.engine(hybrid, NoDrafter(WIDTH), **PLAN), is_captured=False)
-        expected = tiny.run(plain, [GREEDY])
-        drafter = families.hinted(hybrid, [GREEDY], expected, most=WIDTH - 1)
-        drafter.answers[0] = []  # of the scratch row
-        drafted = pin(families.engine(hybrid, drafter, **PLAN), is_captured=False)
-        assert tiny.run(drafted, [GREEDY]) == expected
+    models = hybrid.with_kernels(interpreted(*operations))
+    plain = pin(families.engine(models, NoDrafter(WIDTH), **PLAN), is_captured=False)
+    expected = tiny.run(plain, [GREEDY])
+    drafter = families.hinted(models, [GREEDY], expected, most=WIDTH - 1)
+    drafter.answers[0] = []  # of the scratch row
+    drafted = pin(families.engine(models, drafter, **PLAN), is_captured=False)
+    assert tiny.run(drafted, [GREEDY]) == expected
     assert drafted.stats.num_blocks < plain.stats.num_blocks, "no draft was accepted"

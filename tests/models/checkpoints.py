@@ -12,6 +12,7 @@ from blockdraft.cache.cache import SCRATCH_PAGE, Cache
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.spec import NUM_RESERVED_PAGES
+from blockdraft.kernels.kernels import kernels_for
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 
@@ -74,8 +75,15 @@ class Bench:
     def __init__(self, specs, *, num_rows, max_length, vocab_size, page_size, dtype, seed=0):
         max_pages = -(-max_length // page_size)
         num_pages = num_rows * max_pages + NUM_RESERVED_PAGES
+        kernels = kernels_for(dtype, CPU)
         self.cache = Cache(
-            specs, num_pages=num_pages, num_rows=num_rows + 1, page_size=page_size, dtype=dtype, device=CPU
+            specs,
+            num_pages=num_pages,
+            num_rows=num_rows + 1,
+            page_size=page_size,
+            dtype=dtype,
+            device=CPU,
+            kernels=kernels,
         )
         for storage in self.cache.storage:
             if isinstance(storage, RecurrentState):
@@ -88,6 +96,7 @@ class Bench:
             vocab_size=vocab_size,
             scratch_page=SCRATCH_PAGE,
             device=CPU,
+            kernels=kernels,
         )
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_rows * max_pages, generator=generator) + NUM_RESERVED_PAGES

@@ -3,17 +3,20 @@
 Triton's interpreter stands in for the card, and a kernel that raises for one that does not compile.
 """
 
+import functools
 import subprocess
 
 import pytest
 import torch
 
 from blockdraft.errors import ModelError
-from blockdraft.kernels import choice
-from blockdraft.kernels.choice import HOST_BOUND, OPERATIONS, switched_off, use, without
-from blockdraft.kernels.failure import DoesNotFit, why_no_compiler, why_not_compiled
+from blockdraft.kernels.choice import HOST_BOUND, OPERATIONS
+from blockdraft.kernels.failure import DoesNotCompile, DoesNotFit, named, why_no_compiler, why_not_compiled
+from blockdraft.kernels.kernels import kernels_for
 from blockdraft.phases import StartProgress
 from blockdraft.settings.settings import Settings
+from blockdraft.start import loading
+from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.memory import why_no_graphs
 from blockdraft.start.ready import plain_engine, start_engine
 from tests import tiny
@@ -27,12 +30,6 @@ TOO_LARGE = OutOfResources(300_000, 101_376, "shared memory")
 SETTINGS = Settings(
     model=tiny.TARGET, draft=tiny.DRAFT, dtype="float32", device="cpu", max_context=64, width=3, max_rows=1
 )
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    with without():
-        yield
 
 
 # ---- which errors are a kernel's
@@ -81,23 +78,49 @@ def test_a_missing_c_compiler_is_about_every_kernel():
     assert "python3-dev" in why_no_compiler(subprocess.CalledProcessError(1, ["gcc", "x.c"]))
 
 
-# ---- the choice
+# ---- which operation it was
 
 
-def test_an_operation_that_is_off_takes_its_reference_in_every_thread_and_the_others_do_not():
-    x = torch.zeros(1)
-    with use("triton"), without("norms"):
-        assert not choice.takes_triton(x, "norms")
-        assert choice.takes_triton(x, "heads")
-        assert choice.last_sent() == "heads"
-    assert switched_off() == ()
+@pytest.mark.parametrize(
+    "error", [TOO_LARGE, DoesNotFit("too wide"), RuntimeError("PassManager::run failed")]
+)
+def test_a_kernel_that_does_not_compile_names_its_operation(error):
+    def kernel(x, *, scale):
+        raise error
+
+    with pytest.raises(DoesNotCompile) as caught:
+        named("norms", kernel)(1, scale=2)
+    assert (caught.value.operation, caught.value.why) == ("norms", why_not_compiled(error))
+    with pytest.raises(DoesNotCompile) as caught:  # one operation runs inside another
+        named("experts", named("norms", kernel))(1, scale=2)
+    assert caught.value.operation == "norms"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug of ours"), ValueError("a bug of ours"), KeyError("x")])
+def test_other_errors_of_a_kernel_stay_what_they_are(error):
+    def kernel():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        named("norms", kernel)()
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_that_is_off_has_its_reference_and_the_others_have_not(operation):
+    kernels = kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True)
+    without = kernels.without(operation)
+    assert without.off == (operation,)
+    assert kernels.off == ()
+    assert [one for one in OPERATIONS if without.available.why_reference(one) is not None] == [operation]
+    assert "does not compile" in str(without.available.why_reference(operation)).replace("do not", "does not")
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_graphs_are_left_out_where_a_reference_asks_the_host(operation):
-    assert why_no_graphs(on_gpu(), Settings()) is None
-    with without(operation):
-        reason = why_no_graphs(on_gpu(), Settings())
+    models = on_gpu()
+    assert why_no_graphs(models, Settings()) is None
+    reason = why_no_graphs(models.with_kernels(models.target.kernels.without(operation)), Settings())
     assert (reason is not None) == (operation in HOST_BOUND)
     assert reason is None or operation in reason
 
@@ -136,10 +159,9 @@ def start(monkeypatch, **changes):
         serve(other)
 
     monkeypatch.setattr(module, "warm", one_request)
+    monkeypatch.setattr(loading, "kernels_for", functools.partial(kernels_for, is_interpreted=True))
     startup = StartProgress()
-    with use("triton"):
-        engine = start_engine(replace(SETTINGS, verify=False, **changes), startup)
-    return engine, startup
+    return start_engine(replace(SETTINGS, verify=False, **changes), startup), startup
 
 
 @pytest.mark.parametrize(
@@ -153,21 +175,21 @@ def start(monkeypatch, **changes):
 def test_a_start_goes_on_without_a_kernel_that_does_not_compile(monkeypatch, broken, module, name, operation):
     calls = broken(module, name, TOO_LARGE)
     engine, startup = start(monkeypatch)
-    assert switched_off() == (operation,)
+    assert engine.models.target.kernels.off == engine.models.drafter.model.kernels.off == (operation,)
     (warning,) = startup.warnings
     assert f"the kernel of {operation} does not compile on this card" in warning
     assert "Required: 300000" in warning
     assert "its reference serves" in warning
-    assert calls == [name], "the kernel is tried once in a process"
+    assert calls == [name], "the kernel is tried once"
     assert [phase.state for phase in startup.phases()] == ["done"] * 3 + ["skipped", "done", "skipped"]
     assert not engine.has_work
 
 
 def test_each_of_several_operations_is_left_out_once(monkeypatch, broken):
     broken("attention", "attend", TOO_LARGE)
-    broken("rows", "enter", CompilationError("", None, "unknown type"))
-    _, startup = start(monkeypatch)
-    assert set(switched_off()) == {"attention", "heads"}
+    broken("rows", "norm_rope_write", CompilationError("", None, "unknown type"))
+    engine, startup = start(monkeypatch)
+    assert set(engine.models.target.kernels.off) == {"attention", "heads"}
     assert len(startup.warnings) == 2
 
 
@@ -175,7 +197,6 @@ def test_other_errors_of_a_start_stay_what_they_are(monkeypatch, broken):
     broken("attention", "attend", RuntimeError("a bug of ours"))
     with pytest.raises(RuntimeError, match="a bug of ours"):
         start(monkeypatch)
-    assert switched_off() == ()
 
 
 def test_a_missing_c_compiler_ends_the_start_with_a_line(monkeypatch, broken):
@@ -183,22 +204,39 @@ def test_a_missing_c_compiler_ends_the_start_with_a_line(monkeypatch, broken):
     with pytest.raises(ModelError, match="install gcc") as caught:
         start(monkeypatch)
     assert "\n" not in str(caught.value)
-    assert switched_off() == ()
 
 
 def test_the_python_api_hears_of_it_as_well(monkeypatch):
     from blockdraft.start import ready as module
 
     tries, warnings = [], []
-    choice.sent("sampling")
 
     def plain(models, settings, note):
-        tries.append(switched_off())
+        tries.append(models.target.kernels.off)
         if len(tries) == 1:
-            raise TOO_LARGE
+            raise DoesNotCompile("sampling", "too large")
         return "the engine"
 
     monkeypatch.setattr(module, "_plain", plain)
     assert plain_engine(SETTINGS, lambda text: None, warnings.append) == "the engine"
     assert tries == [(), ("sampling",)]
     assert "the kernel of sampling" in warnings[0]
+    assert "too large" in warnings[0]
+
+
+def test_an_engine_that_goes_without_a_kernel_leaves_the_others_theirs():
+    """Nothing of the process is switched off: the models that were given keep their kernels."""
+    models, tries = on_gpu(), []
+
+    def make(given):
+        tries.append(given)
+        if len(tries) == 1:
+            raise DoesNotCompile("norms", "too large")
+        return given
+
+    made = with_kernels_that_compile(models, make, lambda operation, why: None)
+    assert tries[0] is models
+    assert models.target.kernels.off == ()
+    assert made.target.kernels.off == made.drafter.model.kernels.off == ("norms",)
+    assert made.target.layers[0].mlp_norm.kernels is made.target.kernels
+    assert made.target.layers[0].mlp_norm.weight is models.target.layers[0].mlp_norm.weight

@@ -7,6 +7,7 @@ import torch
 
 from blockdraft.cache.spec import bytes_per_token
 from blockdraft.errors import CapacityError
+from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import Gpu, Machine
 from blockdraft.planner.plan import MARGIN_BYTES
 from blockdraft.settings.settings import Settings
@@ -61,6 +62,7 @@ def page_bytes(models):
 def on_gpu(num_pages=10**9, **plan):
     models = tiny.load("float32")
     plan = replace(models.plan, dtype="bfloat16", num_pages=num_pages, **plan)
+    models = models.with_kernels(kernels_for(torch.bfloat16, torch.device("cuda")))
     return replace(models, device=torch.device("cuda"), plan=plan)
 
 

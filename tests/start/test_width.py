@@ -316,7 +316,7 @@ def test_without_a_fit_the_built_in_prompts_have_to_say(tmp_path, monkeypatch):
 
 def test_a_drafter_that_is_dropped_is_not_measured(fitted, monkeypatch):
     calls = measured(monkeypatch, costs(w2=1.1))
-    monkeypatch.setattr(start, "verify", lambda engine, note: start_verification())
+    monkeypatch.setattr(start, "verify_engine", lambda engine, note: start_verification())
     engine, _, startup = served(fitted)
     assert engine.models.draft_config is None
     assert (engine.models.plan.width, len(calls)) == (1, 1)

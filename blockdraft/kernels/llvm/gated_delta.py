@@ -23,7 +23,7 @@ from torch import Tensor
 from blockdraft.kernels.gated_delta import EPS, Tape
 from blockdraft.kernels.llvm.jit import TARGETS, Jit, Target, fields
 from blockdraft.kernels.llvm.pointwise import each, intrinsics, load, sigmoid, store
-from blockdraft.kernels.rows import rms_norm
+from blockdraft.kernels.rows import llvm_rows
 
 _VECTORS = 8  # of columns in a piece: enough sums to hide the latency of a multiply-add
 _SERIAL_OPS = 1 << 16  # multiply-adds below which waking a thread costs more than it saves
@@ -36,6 +36,7 @@ class GatedDelta:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._piece = _VECTORS * TARGETS[dtype].lanes
+        self._rms_norm = llvm_rows(dtype).rms_norm
         self._scan = Jit(_module(TARGETS[dtype], is_fold=False))
         self._fold = Jit(_module(TARGETS[dtype], is_fold=True))
         self._convolve: dict[int, Jit] = {}  # by the number of taps
@@ -49,8 +50,8 @@ class GatedDelta:
         assert q.shape == k.shape
         # RMS norms: x / sqrt(mean + eps / K) * K ** -0.5 is x / sqrt(sum + eps).
         size = k.shape[-1]
-        key = rms_norm(k.to(dtype), _scale(dtype, size, -0.5), EPS / size)
-        query = rms_norm(q.to(dtype), _scale(dtype, size, -1.0), EPS / size)
+        key = self._rms_norm(k.to(dtype), _scale(dtype, size, -0.5), EPS / size)
+        query = self._rms_norm(q.to(dtype), _scale(dtype, size, -1.0), EPS / size)
         value, rate = v.to(dtype).contiguous(), beta.to(dtype).contiguous()
         decay = torch.exp(gate.to(dtype)).contiguous()
         tape = Tape(decay=decay, key=key, delta=torch.empty_like(value))

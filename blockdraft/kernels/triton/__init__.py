@@ -1,1 +1,1 @@
-"""The fast paths on a CUDA device, written in Triton; imported when the first CUDA tensor arrives."""
+"""The fast paths on a CUDA device, written in Triton; imported when a model on one gets its Kernels."""

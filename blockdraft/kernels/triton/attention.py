@@ -61,14 +61,12 @@ def _attend_chunks(
     lo,
     hi,
     score_scale,
-    softcap,
     PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_LO: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -97,8 +95,6 @@ def _attend_chunks(
             k = tl.load(keys + where)
             v = tl.load(values + where)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
-        if HAS_SOFTCAP:  # tanh, in a form that no score overflows
-            scores = softcap * (2.0 / (1.0 + tl.exp2(-2.0 * scores)) - 1.0)
         if IS_MASKED:
             visible = key[None, :] < hi[:, None]
             if HAS_LO:
@@ -130,7 +126,6 @@ def _attend_kernel(
     offsets,
     sinks,
     score_scale,
-    softcap,
     window,
     num_rows,
     tiles_per_row,
@@ -151,7 +146,6 @@ def _attend_kernel(
     IS_CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IS_ANCHORED: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_BODY: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -236,14 +230,14 @@ def _attend_kernel(
         body = (start + first + 1 if IS_CAUSAL else end) // BLOCK_N
         acc, top, total = _attend_chunks(
             acc, top, total, queries, keys, values, table, first_chunk, body,
-            tile_lo, tile_hi, lo, hi, score_scale, softcap,
-            PAGE_SIZE, DIM, DIM_PAD, BLOCK_N, SPLITS, False, HAS_SOFTCAP, False, PRECISION,
+            tile_lo, tile_hi, lo, hi, score_scale,
+            PAGE_SIZE, DIM, DIM_PAD, BLOCK_N, SPLITS, False, False, PRECISION,
         )  # fmt: skip
         first_chunk = tl.maximum(first_chunk, body)
     acc, top, total = _attend_chunks(
         acc, top, total, queries, keys, values, table, first_chunk, last_chunk,
-        tile_lo, tile_hi, lo, hi, score_scale, softcap,
-        PAGE_SIZE, DIM, DIM_PAD, BLOCK_N, SPLITS, HAS_WINDOW, HAS_SOFTCAP, True, PRECISION,
+        tile_lo, tile_hi, lo, hi, score_scale,
+        PAGE_SIZE, DIM, DIM_PAD, BLOCK_N, SPLITS, HAS_WINDOW, True, PRECISION,
     )  # fmt: skip
 
     if SPLITS == 1:
@@ -383,8 +377,6 @@ def _attend(
     tiles_per_row = -(-max_count // tokens)
     is_even = num_rows * tiles_per_row <= num_tokens // tokens + num_rows
     num_tiles = num_rows * tiles_per_row if is_even else num_tokens // tokens + num_rows
-    # exp2 takes the place of exp; a softcap divides before its tanh, which counts in powers of 2 too.
-    score_scale = mask.scale * LOG2_E if mask.softcap is None else mask.scale / mask.softcap * LOG2_E
     pdl = has_pdl(q.device)
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     _attend_kernel[(num_tiles, num_groups, splits)](
@@ -400,8 +392,7 @@ def _attend(
         starts,
         offsets,
         out if sinks is None else sinks,
-        score_scale,
-        0.0 if mask.softcap is None else mask.softcap * LOG2_E,
+        mask.scale * LOG2_E,  # exp2 takes the place of exp
         0 if mask.window is None else mask.window,
         num_rows,
         tiles_per_row,
@@ -422,7 +413,6 @@ def _attend(
         IS_CAUSAL=mask.is_causal,
         HAS_WINDOW=mask.window is not None,
         IS_ANCHORED=mask.is_anchored,
-        HAS_SOFTCAP=mask.softcap is not None,
         HAS_SINKS=sinks is not None,
         HAS_BODY=splits == 1 and mask.window is None and max_count > tokens,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",

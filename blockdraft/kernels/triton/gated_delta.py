@@ -460,7 +460,7 @@ def scan(
     layer: int,
     tape: RowTape | None,
 ) -> Tensor:
-    """The contract of `gated_delta.scan_rows`."""
+    """The contract of `gated_delta.ScanRows`."""
     shape, count = _shape(at), x.shape[0]
     assert x.shape[1] == shape.channels
     assert x.dtype == at.tail.dtype
@@ -504,7 +504,7 @@ def scan(
 
 
 def fold(tape: RowTape, at: RowStates, counts: Tensor) -> None:
-    """The contract of `gated_delta.fold_rows`."""
+    """The contract of `gated_delta.InPlace`."""
     shape = _shape(at)
     num_layers, num_rows = at.state.shape[:2]
     assert tape.decay.shape[0] == num_layers

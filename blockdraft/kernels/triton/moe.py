@@ -22,7 +22,7 @@ from blockdraft.kernels.triton.linear import widen
 from blockdraft.kernels.triton.routing import LOW, MAX_FEW, group
 
 if TYPE_CHECKING:
-    from blockdraft.kernels.moe import Activation, Beside, Choice, Groups, Matrices, Parts
+    from blockdraft.kernels.moe import Activation, Beside, ExpertChoice, Groups, Matrices, Parts
 
 
 class Config(NamedTuple):
@@ -315,7 +315,7 @@ def _experts_kernel(
 def run_experts(
     x: Tensor,
     parts: Parts,
-    choice: Choice,
+    choice: ExpertChoice,
     activation: Activation,
     beside: Beside | None = None,
     onto: Tensor | None = None,

@@ -6,12 +6,18 @@ Values are computed in float32 and rounded once, where the references round afte
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from blockdraft.kernels.triton.launch import has_pdl
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.heads import HeadNorms, Slots
+    from blockdraft.kernels.rows import Angles
 
 
 @triton.jit
@@ -102,7 +108,7 @@ def gate_mul(gate_up: Tensor, gate: str) -> Tensor:
 
 
 @triton.jit
-def _open(x, gate, out, size, stride, head_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate_heads(x, gate, out, size, stride, head_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -116,14 +122,14 @@ def _open(x, gate, out, size, stride, head_stride, BLOCK: tl.constexpr, PDL: tl.
     tl.store(out + place, (value / (1.0 + tl.exp(-opened))).to(out.dtype.element_ty), mask=is_in)
 
 
-def open_heads(x: Tensor, gate: Tensor) -> Tensor:
+def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     """x * sigmoid(gate), both [N, H, D]; x is contiguous, a head of gate is."""
     num_tokens, num_heads, size = x.shape
     x = x.contiguous()
     assert gate.stride(2) == 1, "a head without gaps"
     out = torch.empty_like(x)
     pdl = has_pdl(x.device)
-    _open[(num_tokens, num_heads)](
+    _gate_heads[(num_tokens, num_heads)](
         x,
         gate,
         out,
@@ -235,7 +241,7 @@ def _turn(
 
 
 @triton.jit
-def _enter(
+def _norm_rope_write(
     q,
     k,
     v,
@@ -301,28 +307,19 @@ def _enter(
             tl.store(values + place, value, mask=is_in)
 
 
-def enter(
+def norm_rope_write(
     q: Tensor | None,
     k: Tensor,
     v: Tensor,
-    *,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
+    norms: HeadNorms | None,
+    angles: Angles,
+    slots: Slots,
 ) -> Tensor | None:
-    """Normalise and rotate q [N, H, D] and k [N, G, D], and put k and v [N, G, D] into their slots.
-
-    cos and sin [N, 1, R / 2] for the R values of a head that turn. Returns q; keys and values change.
-    """
+    """Normalise and rotate q [N, H, D] and k [N, G, D], and put k and v [N, G, D] into their slots."""
     num_tokens, num_kv_heads, size = k.shape
     heads = [part for part in (q, k, v) if part is not None]
     assert all(part.stride(2) == 1 for part in heads), "heads without gaps"
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin = (part.contiguous() for part in angles)
     num_heads = 0 if q is None else q.shape[1]
     q_out = None if q is None else torch.empty((num_tokens, num_heads, size), dtype=q.dtype, device=q.device)
     few = num_tokens <= 64  # then many small programs, to be done soon
@@ -330,24 +327,24 @@ def enter(
     tiles = triton.cdiv(num_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
     given = k if q is None else q
     pdl = has_pdl(k.device)
-    _enter[(num_tokens, tiles)](
+    _norm_rope_write[(num_tokens, tiles)](
         given,
         k,
         v,
-        q_weight if q_weight is not None else k,
-        k_weight if k_weight is not None else k,
+        k if norms is None else norms.q,
+        k if norms is None else norms.k,
         cos,
         sin,
         q_out if q_out is not None else k,
-        keys,
-        values,
-        slots,
+        slots.keys,
+        slots.values,
+        slots.place,
         num_heads,
         num_kv_heads,
-        keys.shape[1],
+        slots.keys.shape[1],
         size,
         2 * cos.shape[-1],
-        eps,
+        0.0 if norms is None else norms.eps,
         given.stride(0),
         given.stride(1),
         k.stride(0),
@@ -356,7 +353,7 @@ def enter(
         v.stride(1),
         BLOCK_H=block_h,
         BLOCK_D=triton.next_power_of_2(size),
-        HAS_NORM=k_weight is not None,
+        HAS_NORM=norms is not None,
         HAS_Q=q is not None,
         PDL=pdl,
         launch_pdl=pdl,

@@ -1,0 +1,112 @@
+"""Kernels: one implementation of every operation, chosen once for a model and bound to its modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from blockdraft.kernels import acceptance, attention, gated_delta, heads, moe, rows, sampling
+from blockdraft.kernels import linear as products
+from blockdraft.kernels.choice import OPERATIONS, Available, Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """A callable for every operation; their contracts are those of the references in this package.
+
+    Only the references have gradients, and only they may be compiled by torch.compile.
+    """
+
+    available: Available  # what they were chosen by
+    rms_norm: rows.RmsNorm
+    gate_mul: rows.GateMul
+    rotate: rows.Rotate
+    linear: products.Multiply
+    gated_linear: products.GatedMultiply
+    scaled_linear: products.ScaledMultiply
+    norm_rope_write: heads.NormRopeWrite
+    gate_heads: heads.GateHeads
+    attend: attention.Attend
+    locate: attention.Locate | None
+    scan: gated_delta.DeltaScan
+    fold: gated_delta.DeltaFold
+    convolve: gated_delta.Convolve
+    scan_in_place: gated_delta.InPlace | None
+    gated_norm: gated_delta.GatedNorm
+    route: moe.Route
+    experts: moe.RunExperts
+    choose: sampling.Choose
+    count_accepted: acceptance.CountAccepted
+    draw_accepted: acceptance.DrawAccepted
+    advance: acceptance.Advance
+
+    @property
+    def is_reference(self) -> bool:
+        return self.available.path == "reference"
+
+    @property
+    def off(self) -> tuple[Operation, ...]:
+        """The operations that have their references because their kernels do not compile here."""
+        return tuple(operation for operation in OPERATIONS if operation in self.available.off)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Kernels:
+        """A copy of a model has the same kernels: what they have compiled cannot be copied."""
+        return self
+
+    def without(self, operation: Operation) -> Kernels:
+        """The same, but for `operation`, whose kernel does not compile here."""
+        return _assembled(replace(self.available, off=self.available.off | {operation}))
+
+    def references(self) -> Kernels:
+        """What they are compared with: the references, which round tokens to fp8 where these do."""
+        return _assembled(Available("reference", off=self.available.off))
+
+
+def kernels_for(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    off: frozenset[Operation] = frozenset(),
+    is_interpreted: bool = False,
+) -> Kernels:
+    """The fastest for a model of `dtype` on `device`, without the kernels of the operations `off`.
+
+    `is_interpreted`, for tests: those of a GPU, in Triton's interpreter.
+    """
+    is_gpu = device.type == "cuda" or is_interpreted
+    return _assembled(Available("triton" if is_gpu else "llvm", dtype, device, off))
+
+
+def _assembled(at: Available) -> Kernels:
+    rms_norm, gate_mul, rotate = rows.pick_rms_norm(at), rows.pick_gate_mul(at), rows.pick_rotate(at)
+    linear = products.pick_linear(at)
+    scan, fold = gated_delta.pick_scan(at)
+    count_accepted, draw_accepted, advance = acceptance.pick_acceptance(at)
+    return Kernels(
+        available=at,
+        rms_norm=rms_norm,
+        gate_mul=gate_mul,
+        rotate=rotate,
+        linear=linear,
+        gated_linear=products.pick_gated_linear(at, linear, gate_mul),
+        scaled_linear=products.pick_scaled_linear(at, gate_mul),
+        norm_rope_write=heads.pick_norm_rope_write(at, rms_norm, rotate),
+        gate_heads=heads.pick_gate_heads(at),
+        attend=attention.pick_attend(at),
+        locate=attention.pick_locate(at),
+        scan=scan,
+        fold=fold,
+        convolve=gated_delta.pick_convolve(at),
+        scan_in_place=gated_delta.pick_in_place(at),
+        gated_norm=gated_delta.pick_gated_norm(at, rms_norm),
+        route=moe.pick_route(at),
+        experts=moe.pick_experts(at, gate_mul),
+        choose=sampling.pick_choose(at),
+        count_accepted=count_accepted,
+        draw_accepted=draw_accepted,
+        advance=advance,
+    )
+
+
+REFERENCE = _assembled(Available("reference"))
