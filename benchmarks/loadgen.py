@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.record import context, save, table
 from blockdraft.bench.client import Client
 from blockdraft.bench.load import poisson, run_block
-from blockdraft.bench.records import SPECULATIVE, Answer, Ask, Load, Prompt
+from blockdraft.bench.records import SPECULATIVE, Answer, Ask, OfferedLoad, Prompt
 
 MAX_ADDED_MS = 5.0
 MAX_PACE_ERROR = 0.02
@@ -160,7 +160,7 @@ class Sample:
     waited: float
 
 
-async def measure(url: str, load: Load, times: list[float | None]) -> Sample:
+async def measure(url: str, load: OfferedLoad, times: list[float | None]) -> Sample:
     asks = [Ask(prompt=PROMPT, arm=SPECULATIVE, max_tokens=64, at_s=at_s) for at_s in times]
     clock = time.perf_counter
     async with Client(url, "m", clock=clock) as client:
@@ -207,10 +207,10 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 def run_round(url: str, pace: Pace, num_streams: int) -> dict[str, dict[str, object]]:
     rate, num_asks = num_streams / pace.duration_s, 2 * num_streams
-    loads: dict[str, tuple[Load, list[float | None]]] = {
-        "alone": (Load(concurrency=1), [None] * 6),
-        "closed": (Load(concurrency=num_streams), [None] * num_asks),
-        "open": (Load(rate=rate), [*poisson(num_asks, rate, seed=1)]),
+    loads: dict[str, tuple[OfferedLoad, list[float | None]]] = {
+        "alone": (OfferedLoad(concurrency=1), [None] * 6),
+        "closed": (OfferedLoad(concurrency=num_streams), [None] * num_asks),
+        "open": (OfferedLoad(rate=rate), [*poisson(num_asks, rate, seed=1)]),
     }
     return {name: figures(asyncio.run(measure(url, *load)), pace) for name, load in loads.items()}
 

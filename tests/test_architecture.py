@@ -188,6 +188,16 @@ def test_help_and_plan_do_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
+def test_a_class_has_its_name_for_itself():
+    """Whoever searches for a name finds one thing. Each Triton kernel has a Config of its own tiles."""
+    places = {}
+    for name, tree in MODULES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and "triton" not in name:
+                places.setdefault(node.name, []).append(name)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def test_public_names_exist():
     for name in blockdraft.__all__:
         assert getattr(blockdraft, name) is not None

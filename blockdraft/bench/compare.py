@@ -52,7 +52,7 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """`warnings` say why numbers are not comparable, `differences` what else is not the same."""
 
     warnings: tuple[str, ...]
@@ -93,13 +93,13 @@ class _Side(NamedTuple):
         }
 
 
-def compare(a: BenchReport, b: BenchReport) -> Comparison:
+def compare(a: BenchReport, b: BenchReport) -> RunComparison:
     """Match cells by workload, class, load, depth, temperature and arm.
 
     A cell without a partner for its temperature alone is matched all the same, with a warning.
     """
     pairs, only_a, only_b = _matched(_sides(a), _sides(b))
-    return Comparison(
+    return RunComparison(
         warnings=(*_differences(_facts(a), _facts(b)), *_cell_warnings(pairs)),
         differences=tuple(_differences(a["endpoint"], b["endpoint"], _SERVER)),
         matches=tuple(Match(two.cell["key"], two.arm, _changes(one, two)) for one, two in pairs),
@@ -108,7 +108,7 @@ def compare(a: BenchReport, b: BenchReport) -> Comparison:
     )
 
 
-def sheet(comparison: Comparison) -> Sheet:
+def sheet(comparison: RunComparison) -> Sheet:
     """Give each figure that either report has a row, so that a terminal of 80 columns shows all of it."""
     rows = []
     for match in comparison.matches:
@@ -122,7 +122,7 @@ def sheet(comparison: Comparison) -> Sheet:
     return Sheet("", ("cell", "figure", "A", "B", "B / A"), tuple(rows), num_labels=2)
 
 
-def terminal(comparison: Comparison) -> Renderables:
+def terminal(comparison: RunComparison) -> Renderables:
     """Lay the comparison out for rich, the warnings first."""
     sides = (("A", comparison.only_a), ("B", comparison.only_b))
     return Renderables(
@@ -134,7 +134,7 @@ def terminal(comparison: Comparison) -> Renderables:
     )
 
 
-def to_json(comparison: Comparison) -> str:
+def to_json(comparison: RunComparison) -> str:
     return json.dumps(asdict(comparison), indent=1, allow_nan=False) + "\n"
 
 

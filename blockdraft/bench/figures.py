@@ -135,7 +135,7 @@ class Agreement(TypedDict):
     divergences: list[Divergence]
 
 
-class Pair(TypedDict):
+class ArmPair(TypedDict):
     """A cell with speculation and the same without."""
 
     key: Key
@@ -146,7 +146,7 @@ class Pair(TypedDict):
     agreement: Agreement | None
 
 
-class Phase(TypedDict):
+class StartPhase(TypedDict):
     """One part of a start-up."""
 
     name: str
@@ -157,7 +157,7 @@ class Startup(TypedDict):
     """One start of the server, and the first request it answered."""
 
     label: str
-    phases: list[Phase]
+    phases: list[StartPhase]
     ready_s: float | None
     first_ttft_s: float | None
     first_latency_s: float | None
@@ -188,7 +188,7 @@ class BenchReport(TypedDict):
     startup: list[Startup]
     warmup: Warmup
     cells: list[Cell]
-    pairs: list[Pair]
+    pairs: list[ArmPair]
     warnings: list[str]
     notes: list[str]
     definitions: dict[str, str]

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blockdraft.bench.records import PLAIN, Answer, Group
-from blockdraft.bench.run import Point, Watcher
+from blockdraft.bench.run import LoadPoint, Watcher
 from blockdraft.bench.sheet import clean, setting
 
 REDRAWS_PER_S = 4
@@ -27,7 +27,7 @@ class Watch(Watcher):
         self._start_s: float | None = None  # of the first cell: warming up says nothing of the rest
         self._done = 0
         self._rows: list[tuple[str, ...]] = []
-        self._point: Point | None = None
+        self._point: LoadPoint | None = None
         self._num_cell = 0
         self._num_failed = 0
         self._num_tokens = 0
@@ -50,7 +50,7 @@ class Watch(Watcher):
 
     # ---- what the runner tells
 
-    def begin(self, point: Point, num_conversations: int) -> None:
+    def begin(self, point: LoadPoint, num_conversations: int) -> None:
         now_s = self._clock()
         self._start_s = now_s if self._start_s is None else self._start_s
         self._point, self._num_cell, self._cell_start_s = point, num_conversations, now_s
@@ -107,7 +107,7 @@ class Watch(Watcher):
         return f"{done}, about {_duration(left_s)} left"
 
 
-def _words(point: Point) -> tuple[str, ...]:
+def _words(point: LoadPoint) -> tuple[str, ...]:
     load = f"{point.load.concurrency} at a time" if point.load.rate is None else f"{point.load.rate:g}/s"
     return point.workload.name, load + setting(point.key).replace(",", "")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from blockdraft.bench.client import Client, OnAnswer
-from blockdraft.bench.records import NOT_ENDED, NOT_SENT, Answer, Ask, Load
+from blockdraft.bench.records import NOT_ENDED, NOT_SENT, Answer, Ask, OfferedLoad
 
 MAX_REFUSED = 3  # connections in a row that did not come about: the server has gone
 STOPPED = "the run was stopped."
@@ -25,7 +25,7 @@ def poisson(num: int, rate: float, seed: int) -> list[float]:
 async def run_block(
     client: Client,
     asks: Sequence[Ask],
-    load: Load,
+    load: OfferedLoad,
     on_answer: OnAnswer | None = None,
     stop: asyncio.Event | None = None,
 ) -> list[Answer]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from blockdraft.bench.records import Load
+from blockdraft.bench.records import OfferedLoad
 from blockdraft.bench.run import Grid
 from blockdraft.bench.wire import server_root, shown_host
 from blockdraft.bench.workloads import load_all, with_turns
@@ -134,7 +134,9 @@ class Options:
         )
         return Grid(
             workloads=tuple(with_turns(workload, self.turns) for workload in workloads),
-            loads=tuple(map(Load, concurrencies)) if self.rate is None else (Load(rate=self.rate),),
+            loads=tuple(map(OfferedLoad, concurrencies))
+            if self.rate is None
+            else (OfferedLoad(rate=self.rate),),
             depths=_numbers("--depth", self.depth, int, 0, 10_000_000),
             temperatures=temperatures,
             max_tokens=self.max_tokens or preset.max_tokens,

@@ -36,7 +36,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OfferedLoad:
     """How requests arrive: `concurrency` at a time, or, with a rate, by a Poisson process per second."""
 
     concurrency: int = 1

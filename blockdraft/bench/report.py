@@ -16,11 +16,11 @@ import numpy as np
 from blockdraft import __version__
 from blockdraft.bench.figures import (
     DEFINITIONS,
+    ArmPair,
     BenchReport,
     Cell,
     Distribution,
     Estimate,
-    Pair,
     Startup,
     Warmup,
     headline_speedup,
@@ -50,7 +50,7 @@ class ReportRow:
     key: Key
     speculative: Cell | None
     plain: Cell | None
-    pair: Pair | None
+    pair: ArmPair | None
 
     @property
     def cell(self) -> Cell:
@@ -341,7 +341,7 @@ def _cached_share(group: Group) -> float:
     return sum(answer.cached_tokens or 0 for answer in first) / prompt_tokens if prompt_tokens else 0.0
 
 
-def _pair_warnings(pair: Pair) -> list[str]:
+def _pair_warnings(pair: ArmPair) -> list[str]:
     name = row_name(pair["key"])
     warnings = []
     if pair["num_unmatched"]:

@@ -18,7 +18,7 @@ from blockdraft.bench.client import Client
 from blockdraft.bench.endpoint import Endpoint, read_speculation
 from blockdraft.bench.filler import filler
 from blockdraft.bench.load import MAX_REFUSED, poisson, run_block
-from blockdraft.bench.records import Answer, Arm, Ask, Group, Key, Load, Prompt, Speculation, Workload
+from blockdraft.bench.records import Answer, Arm, Ask, Group, Key, OfferedLoad, Prompt, Speculation, Workload
 from blockdraft.bench.speculation import difference, total_of
 from blockdraft.bench.wire import shown_host
 from blockdraft.bench.workloads import deepened, estimate_tokens_per_word, salted
@@ -34,7 +34,7 @@ class Grid:
     """The cells to measure: each workload under each load, at each depth and temperature."""
 
     workloads: tuple[Workload, ...]
-    loads: tuple[Load, ...]
+    loads: tuple[OfferedLoad, ...]
     depths: tuple[int, ...] = (0,)
     temperatures: tuple[float, ...] = (0.0,)
     max_tokens: int = 256
@@ -45,25 +45,25 @@ class Grid:
     thinking: bool | None = None
     seed: int = 0
 
-    def points(self) -> Iterator[Point]:
+    def points(self) -> Iterator[LoadPoint]:
         axes = (self.workloads, self.loads, self.depths, self.temperatures)
-        return itertools.starmap(Point, itertools.product(*axes))
+        return itertools.starmap(LoadPoint, itertools.product(*axes))
 
     @property
     def total(self) -> int:
         """The number of conversations of one arm."""
         return sum(self.num_conversations(point.load) for point in self.points())
 
-    def num_conversations(self, load: Load) -> int:
+    def num_conversations(self, load: OfferedLoad) -> int:
         """Return how many one cell and arm has: enough for two blocks that keep the concurrency up."""
         return max(self.num_requests, 4 * load.concurrency if load.concurrency > 1 else 2)
 
 
-class Point(NamedTuple):
+class LoadPoint(NamedTuple):
     """A cell of the grid, whichever arm."""
 
     workload: Workload
-    load: Load
+    load: OfferedLoad
     depth: int
     temperature: float
 
@@ -89,7 +89,7 @@ class Server(NamedTuple):
 class Watcher:
     """Whoever shows how far the run is; this one shows nothing."""
 
-    def begin(self, point: Point, num_conversations: int) -> None:
+    def begin(self, point: LoadPoint, num_conversations: int) -> None:
         """A cell begins."""
 
     def take(self, answer: Answer) -> None:
@@ -100,7 +100,7 @@ class Watcher:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RunOutcome:
     """What was measured, as far as it came."""
 
     groups: list[Group] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Runner:
     ) -> None:
         self.grid = grid
         self.servers = servers
-        self.outcome = Outcome()
+        self.outcome = RunOutcome()
         self._watcher = watcher or Watcher()
         self._stop = stop or asyncio.Event()
         self._run_id = secrets.token_hex(3)
@@ -141,7 +141,7 @@ class Runner:
         self._salts_words = not all(endpoint.switches.keeps_caches_out for endpoint in endpoints)
         self._tokens_per_word = 1.5  # until an answer tells
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Measure the grid. Never raises for what a server does: `trouble` says why a run ended early."""
         await self._warm_up()
         for number, point in enumerate(self.grid.points()):
@@ -159,7 +159,7 @@ class Runner:
         point = next(self.grid.points())
         for arm, server in self.servers.items():
             ask = cold_ask(arm, f"{self._run_id}-cold-{arm}", is_raw=point.workload.is_raw)
-            self.outcome.cold[arm] = (await self._block(server, [ask], Load()))[0]
+            self.outcome.cold[arm] = (await self._block(server, [ask], OfferedLoad()))[0]
             if self.outcome.trouble is not None:
                 return
         await self._calibrate()
@@ -168,7 +168,7 @@ class Runner:
             prompts = _repeated(point.workload.prompts, max(most, self.grid.num_warmups))
             asks = [self._ask(arm, point, prompt, f"warm-{arm}", i) for i, prompt in enumerate(prompts)]
             asks = [replace(ask, max_tokens=min(WARM_TOKENS, ask.max_tokens)) for ask in asks]
-            self.outcome.warm += await self._block(server, asks, Load(concurrency=most))
+            self.outcome.warm += await self._block(server, asks, OfferedLoad(concurrency=most))
             if self.outcome.trouble is not None:
                 return
 
@@ -181,7 +181,7 @@ class Runner:
         notes = filler(min(CALIBRATION_WORDS, -(-min(depths) // 2)), seed="calibration")
         prompt = replace(cold.ask.prompt, turns=(f"{cold.ask.prompt.turns[0]}\n\n{notes}",))
         ask = replace(cold.ask, prompt=prompt, max_tokens=1)
-        (answer,) = await self._block(self.servers[arm], [ask], Load())
+        (answer,) = await self._block(self.servers[arm], [ask], OfferedLoad())
         self.outcome.warm.append(answer)
         added = (answer.prompt_tokens or 0) - (cold.prompt_tokens or 0)
         if answer.is_ok and cold.is_ok and added > 0:
@@ -189,7 +189,7 @@ class Runner:
 
     # ---- measuring
 
-    async def _measure(self, number: int, point: Point) -> None:
+    async def _measure(self, number: int, point: LoadPoint) -> None:
         groups = {arm: Group(point.key, arm, [], 0.0) for arm in self.servers}
         count = self.grid.num_conversations(point.load)
         self._watcher.begin(point, count * len(groups))
@@ -207,7 +207,7 @@ class Runner:
                     return
         self._watcher.end(list(groups.values()))
 
-    async def _measure_block(self, server: Server, group: Group, asks: list[Ask], load: Load) -> None:
+    async def _measure_block(self, server: Server, group: Group, asks: list[Ask], load: OfferedLoad) -> None:
         before = await self._read_meter(server)
         answers = await self._block(server, asks, load)
         group.answers += answers
@@ -221,7 +221,7 @@ class Runner:
             return None
         return await read_speculation(server.endpoint.url, server.client.api_key, server.endpoint.model)
 
-    async def _block(self, server: Server, asks: list[Ask], load: Load) -> list[Answer]:
+    async def _block(self, server: Server, asks: list[Ask], load: OfferedLoad) -> list[Answer]:
         answers = await run_block(server.client, asks, load, on_answer=self._watcher.take, stop=self._stop)
         if self._stop.is_set():
             self.outcome.trouble = "interrupted: these are the results so far."
@@ -230,7 +230,7 @@ class Runner:
             self.outcome.trouble = f"the server at {shown_host(server.endpoint.url)} has gone: {errors[-1]}"
         return answers
 
-    def _ask(self, arm: Arm, point: Point, original: Prompt, cell: str, number: int) -> Ask:
+    def _ask(self, arm: Arm, point: LoadPoint, original: Prompt, cell: str, number: int) -> Ask:
         """Make a request. Both arms get the same words; by one salt one would find the other's cache."""
         grid, prompt, name = self.grid, original, f"{cell}-{number}"
         if point.depth:
@@ -264,7 +264,7 @@ def _repeated(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return list(itertools.islice(itertools.cycle(prompts), count))
 
 
-def _blocks(count: int, load: Load) -> list[tuple[int, int]]:
+def _blocks(count: int, load: OfferedLoad) -> list[tuple[int, int]]:
     """Return [begin, end) of each block: two at least, so that either arm is first once; at a rate, two."""
     half = -(-count // 2)
     size = max(2 * load.concurrency, min(LONG_BLOCK, half)) if load.rate is None else half

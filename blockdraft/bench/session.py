@@ -19,7 +19,7 @@ from blockdraft.bench.live import Watch
 from blockdraft.bench.options import Options
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm
 from blockdraft.bench.report import build
-from blockdraft.bench.run import Grid, Outcome, Runner, Server, cold_ask
+from blockdraft.bench.run import Grid, Runner, RunOutcome, Server, cold_ask
 from blockdraft.bench.served import Started, our_command, served
 
 ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -35,7 +35,7 @@ class Session:
     server_flags: Sequence[str] = ()
     shown_flags: Sequence[str] = ()  # the same without keys
 
-    async def run(self) -> tuple[BenchReport, Outcome]:
+    async def run(self) -> tuple[BenchReport, RunOutcome]:
         task = asyncio.current_task()
         assert task is not None
         # Between two steps of the loop, not in the middle of starting a process that then nobody ends.
@@ -100,7 +100,9 @@ class Session:
             servers[PLAIN] = first
         return servers
 
-    def _report(self, servers: dict[Arm, Server], outcome: Outcome, starts: Sequence[Startup]) -> BenchReport:
+    def _report(
+        self, servers: dict[Arm, Server], outcome: RunOutcome, starts: Sequence[Startup]
+    ) -> BenchReport:
         options, grid = self.options, self.grid
         endpoints = [asdict(server.endpoint) for server in servers.values()]
         for endpoint in endpoints:

@@ -18,6 +18,7 @@ from blockdraft.bench.bootstrap import RESAMPLES, Floats, Resamples, ratio
 from blockdraft.bench.figures import (
     Agreed,
     Agreement,
+    ArmPair,
     Asked,
     Cell,
     Distribution,
@@ -25,7 +26,6 @@ from blockdraft.bench.figures import (
     Estimate,
     Failures,
     Interval,
-    Pair,
     SpeculationFigures,
     Speedup,
     Verdict,
@@ -75,7 +75,7 @@ def summarise(group: Group, *, seed: int) -> Cell:
     }
 
 
-def pair(speculative: Group, plain: Group, *, seed: int) -> Pair:
+def pair(speculative: Group, plain: Group, *, seed: int) -> ArmPair:
     """Compute what speculation brought, and whether it changed the text."""
     assert speculative.key == plain.key
     assert (speculative.arm, plain.arm) == (SPECULATIVE, PLAIN)

@@ -53,7 +53,7 @@ class Drafted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CheckedAnswer:
     """What one prompt was answered with."""
 
     token_ids: tuple[int, ...]
@@ -83,7 +83,7 @@ def check_drafter(engine: Engine, prompts: list[list[int]]) -> Drafted:
 
 def answer(
     engine: Engine, prompt: list[int], width: int, num_tokens: int, num_logprobs: int | None = None
-) -> Answer:
+) -> CheckedAnswer:
     num_tokens = max(1, min(num_tokens, max_tokens(engine) - len(prompt)))
     sampling = SamplingParams(
         temperature=0.0,
@@ -96,7 +96,7 @@ def answer(
     deltas = serve(engine)
     metrics = deltas[-1].metrics
     assert metrics is not None
-    return Answer(
+    return CheckedAnswer(
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         logprobs=tuple(item for delta in deltas for item in delta.logprobs),
         metrics=metrics,
@@ -116,14 +116,14 @@ def draft_name(models: Models) -> str:
     return type(models.drafter).__name__ if models.draft_config is None else models.draft_config.name
 
 
-def _accepted(answers: list[Answer]) -> tuple[float, ...]:
+def _accepted(answers: list[CheckedAnswer]) -> tuple[float, ...]:
     """By position, whether or not the answer's end cut some of them off."""
     num_steps = sum(answer.metrics.steps for answer in answers)
     by_position = itertools.zip_longest(*(answer.metrics.accepted for answer in answers), fillvalue=0)
     return tuple(sum(counts) / num_steps for counts in by_position)
 
 
-def _is_equal(models: Models, number: int, drafted: Answer, plain: Answer, width: int) -> bool:
+def _is_equal(models: Models, number: int, drafted: CheckedAnswer, plain: CheckedAnswer, width: int) -> bool:
     """Whether plain's tokens and probabilities begin the drafted answer. ModelError: they must and do not."""
     pairs = list(zip(drafted.logprobs, plain.logprobs, strict=False))
     at = next((at for at, (one, other) in enumerate(pairs) if one.token_id != other.token_id), None)

@@ -63,7 +63,7 @@ class LayerError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LayerResult:
     """The token of a part that came closest to its bound, or went past it."""
 
     part: str
@@ -78,7 +78,7 @@ class Finding:
 
 
 @torch.inference_mode()
-def check_layers(engine: Engine, prompt: Callable[[int], list[int]]) -> list[Finding]:
+def check_layers(engine: Engine, prompt: Callable[[int], list[int]]) -> list[LayerResult]:
     """A finding for each layer, router and head of both models, over so many tokens of `prompt`.
 
     The engine must be idle, and is left as it was. LayerError: there is nothing to compare the target with.
@@ -128,13 +128,13 @@ class Part:
             return "unsure"
         return None
 
-    def finding(self) -> Finding:
+    def finding(self) -> LayerResult:
         why = self.why_not()
         if why is not None:
             raise LayerError(self.name, why)
         off = torch.cat(self.found).nan_to_num(nan=math.inf)
         worst = int(off.argmax())
-        return Finding(self.name, float(off[worst]), self.where[worst], float(self.inside.amax()))
+        return LayerResult(self.name, float(off[worst]), self.where[worst], float(self.inside.amax()))
 
 
 class _Check:

@@ -18,7 +18,7 @@ from torch import Tensor
 from blockdraft.check.comparison import models_of
 from blockdraft.check.draftcheck import check_captured, check_drafter, draft_name
 from blockdraft.check.kernelcheck import check_kernels
-from blockdraft.check.layercheck import Finding, LayerError, check_layers
+from blockdraft.check.layercheck import LayerError, LayerResult, check_layers
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import BlockdraftError, ModelError
@@ -183,7 +183,7 @@ def _layers(engine: Engine) -> Iterator[Check]:
         yield _check("draft model", reason, begun_s, is_passed=False)
 
 
-def _off(models: Models, finding: Finding) -> str:
+def _off(models: Models, finding: LayerResult) -> str:
     return (
         f"{finding.part} of '{models.config.name}' is off by {finding.off:.1f} times what rounding explains, "
         f"{finding.where} ({models.plan.dtype} on {models.device})"

@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from blockdraft.checkpoints.safetensors_header import Damaged, Entry, read_header
+from blockdraft.checkpoints.safetensors_header import Damaged, TensorEntry, read_header
 from blockdraft.errors import ModelError
 
 _INDEX = "model.safetensors.index.json"
@@ -24,7 +24,7 @@ class Shard(NamedTuple):
 
     name: str
     file: FileIO
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     data_start: int  # byte of the file
 
 
@@ -38,9 +38,9 @@ class ModelFolder:
         has_quant_file = (path / _QUANT_FILE).exists()
         self.quant_file: Mapping[str, object] | None = self.json(_QUANT_FILE) if has_quant_file else None
 
-    def tensors(self) -> dict[str, Entry]:
+    def tensors(self) -> dict[str, TensorEntry]:
         """The tensors of all shards, by name."""
-        found: dict[str, Entry] = {}
+        found: dict[str, TensorEntry] = {}
         for shard in self.open_shards():
             shard.file.close()
             found |= shard.entries

@@ -45,7 +45,7 @@ class Damaged(Exception):
     """What is wrong with a shard; the caller adds its name."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor as a shard's header describes it."""
 
     dtype: str  # the format's name for it
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
         return self.end - self.begin
 
 
-def read_header(file: FileIO, *, owner: str) -> tuple[dict[str, Entry], int]:
+def read_header(file: FileIO, *, owner: str) -> tuple[dict[str, TensorEntry], int]:
     """Every tensor of an open shard, and the byte where the tensors begin. Raises Damaged and ModelError."""
     header, data_start = _read_json(file)
     entries = _entries(header, owner=owner)
@@ -98,8 +98,8 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return keys
 
 
-def _entries(header: Mapping[str, object], *, owner: str) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
+def _entries(header: Mapping[str, object], *, owner: str) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
     for tensor, fields in header.items():
         if tensor == "__metadata__":
             continue
@@ -116,7 +116,7 @@ def _entries(header: Mapping[str, object], *, owner: str) -> dict[str, Entry]:
         num_bytes = math.prod(shape) * DTYPES[dtype_name][1]
         if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
             raise Damaged(f"{tensor!r} has {num_bytes} bytes and the place {list(offsets)}")
-        entries[tensor] = Entry(dtype_name, shape, *offsets)
+        entries[tensor] = TensorEntry(dtype_name, shape, *offsets)
     return entries
 
 
@@ -128,7 +128,7 @@ def _sizes(tensor: str, value: object) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _check_layout(entries: Mapping[str, Entry], *, num_bytes: int) -> None:
+def _check_layout(entries: Mapping[str, TensorEntry], *, num_bytes: int) -> None:
     """The tensors fill the shard's `num_bytes`: no holes, no overlaps, nothing behind."""
     position = 0
     for tensor, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):

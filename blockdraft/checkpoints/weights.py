@@ -48,7 +48,7 @@ QUANTISERS: Mapping[str, Quantiser] = {"fp8": quantise_fp8, "int8": quantise_int
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """One projection of the checkpoint and the part of a parameter that it fills."""
 
     source: str  # its module, which a quantisation is asked about
@@ -76,7 +76,7 @@ class Slot:
 
     module: nn.Module
     attribute: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     @property
     def parameter(self) -> Tensor:
@@ -188,13 +188,13 @@ def _pieces(
     table: Names,
     base: str,
     tensors: Mapping[str, TensorInfo],
-) -> tuple[Piece, ...]:
+) -> tuple[TensorPiece, ...]:
     """The pieces of the parameter at `place`, a path inside a layer and an attribute there."""
     path, attribute = place
     whole = f"{path}.{attribute}".lstrip(".")
     if whole in table:
         (name,) = table[whole]  # type: ignore[misc]
-        return (Piece(base + name, base + name, tuple(parameter.shape)),)
+        return (TensorPiece(base + name, base + name, tuple(parameter.shape)),)
     sources = table[path]
     if isinstance(sources, ExpertNames):
         assert isinstance(module, ExpertLinear)
@@ -204,13 +204,13 @@ def _pieces(
 
 def _stacked(
     module: nn.Module, attribute: str, parameter: Tensor, sources: tuple[str, ...]
-) -> tuple[Piece, ...]:
+) -> tuple[TensorPiece, ...]:
     """Projections stacked along the rows."""
     parts = module.parts if isinstance(module, Linear) else (parameter.shape[0],)
     pieces, begin = [], 0
     for source, rows in zip(sources, parts, strict=True):
         shape = (rows, *parameter.shape[1:])
-        pieces.append(Piece(source, f"{source}.{attribute}", shape, begin=begin))
+        pieces.append(TensorPiece(source, f"{source}.{attribute}", shape, begin=begin))
         begin += rows
     return tuple(pieces)
 
@@ -222,7 +222,7 @@ def _expert_pieces(
     names: ExpertNames,
     base: str,
     tensors: Mapping[str, TensorInfo],
-) -> tuple[Piece, ...]:
+) -> tuple[TensorPiece, ...]:
     """Experts fused into one tensor, fused part by part, or one by one: whichever the file has."""
     num_experts, inner = parameter.shape[0], tuple(parameter.shape[2:])
     suffix = "" if attribute == "weight" else f"_{attribute}"
@@ -231,23 +231,23 @@ def _expert_pieces(
     is_by_part = f"{base}{names.base}.gate_proj" in tensors
     if not is_by_part and any(f"{fused}{end}" in tensors for end in ("", "_blocks")):
         is_transposed = names.is_transposed and attribute == "weight"
-        piece = Piece(fused, f"{fused}{suffix}", tuple(parameter.shape), is_transposed=is_transposed)
+        piece = TensorPiece(fused, f"{fused}{suffix}", tuple(parameter.shape), is_transposed=is_transposed)
         return (replace(piece, is_interleaved=names.is_interleaved),)
     pieces, begin = [], 0
     for part, rows in zip(names.parts, module.parts, strict=True):
         if is_by_part:
             source = f"{base}{names.base}.{part}"
-            pieces.append(Piece(source, f"{source}{suffix}", (num_experts, rows, *inner), begin=begin))
+            pieces.append(TensorPiece(source, f"{source}{suffix}", (num_experts, rows, *inner), begin=begin))
         for expert in () if is_by_part else range(num_experts):
             source = f"{base}{names.base}.{expert}.{part}"
-            pieces.append(Piece(source, f"{source}.{attribute}", (rows, *inner), expert, begin))
+            pieces.append(TensorPiece(source, f"{source}.{attribute}", (rows, *inner), expert, begin))
         begin += rows
     return tuple(pieces)
 
 
 def _with_scheme(
-    piece: Piece, quantization: Quantization, tensors: Mapping[str, TensorInfo], name: str
-) -> Piece:
+    piece: TensorPiece, quantization: Quantization, tensors: Mapping[str, TensorInfo], name: str
+) -> TensorPiece:
     """Exporters leave some projections plain without listing them; the file itself is then unambiguous."""
     scheme = quantization.scheme(piece.source)
     if scheme is None:
@@ -264,7 +264,7 @@ def _with_scheme(
     return piece if is_float and not any(name in tensors for name in extra) else packed
 
 
-def _named(name: str, piece: Piece, error: ModelError) -> ModelError:
+def _named(name: str, piece: TensorPiece, error: ModelError) -> ModelError:
     """The same error with the checkpoint and the module that it is about."""
     return ModelError(f"'{name}': '{piece.source}': {error}")
 
@@ -325,7 +325,7 @@ def _check_tied(checkpoint: Checkpoint, embedding: str, head: str) -> None:
 
 
 def _check_tensor(
-    name: str, tensors: Mapping[str, TensorInfo], tensor: str, spec: TensorSpec, piece: Piece
+    name: str, tensors: Mapping[str, TensorInfo], tensor: str, spec: TensorSpec, piece: TensorPiece
 ) -> None:
     info = tensors.get(tensor)
     if info is None:
@@ -385,7 +385,7 @@ class _Reader:
             value = nn.Parameter(self._dense(slot), requires_grad=False)
         slot.put(value)
 
-    def _is_packed(self, piece: Piece) -> bool:
+    def _is_packed(self, piece: TensorPiece) -> bool:
         return piece.scheme is not None or self.checkpoint.ggml_type(piece.tensor) is not None
 
     # ---- into a plain parameter
@@ -398,7 +398,7 @@ class _Reader:
             value += slot.module.offset
         return value
 
-    def _copy(self, piece: Piece, region: Tensor) -> None:
+    def _copy(self, piece: TensorPiece, region: Tensor) -> None:
         if piece.scheme is not None and region.ndim == 3:
             for expert, part in enumerate(region):
                 _unpack(self._read_packed(piece, expert), part)
@@ -410,7 +410,7 @@ class _Reader:
             for begin, end in row_slices(piece.stored()[piece.tensor].shape, _SLICE_BYTES):
                 region[begin:end].copy_(self._rows(piece, begin, end))
 
-    def _rows(self, piece: Piece, begin: int, end: int) -> Tensor:
+    def _rows(self, piece: TensorPiece, begin: int, end: int) -> Tensor:
         """Rows, or experts, of an unquantised piece in our layout."""
         rows = self.checkpoint.read(piece.tensor, begin, end)
         rows = rows.transpose(-1, -2) if piece.is_transposed else rows
@@ -431,7 +431,9 @@ class _Reader:
             )
         return join_rows(parts)
 
-    def _quantised(self, pieces: Iterable[Piece], shape: tuple[int, ...], quantiser: Quantiser) -> Packed:
+    def _quantised(
+        self, pieces: Iterable[TensorPiece], shape: tuple[int, ...], quantiser: Quantiser
+    ) -> Packed:
         """The pieces of a matrix as one, a slice at a time."""
         slices = (
             quantiser(self._rows(piece, begin, end))
@@ -440,7 +442,7 @@ class _Reader:
         )
         return join_slices(slices, shape)
 
-    def _piece(self, piece: Piece, dtype: torch.dtype, quantiser: Quantiser | None) -> Packed:
+    def _piece(self, piece: TensorPiece, dtype: torch.dtype, quantiser: Quantiser | None) -> Packed:
         if self.storage == "keep" and self._is_packed(piece):
             if piece.scheme is None or len(piece.shape) < 3:
                 return self._read_packed(piece)
@@ -455,7 +457,7 @@ class _Reader:
         experts = (quantiser(self._rows(piece, index, index + 1)[0]) for index in range(piece.shape[0]))
         return stack_each(experts, piece.shape[0], own_memory)
 
-    def _read_packed(self, piece: Piece, expert: int | None = None) -> Packed:
+    def _read_packed(self, piece: TensorPiece, expert: int | None = None) -> Packed:
         """The piece in the file's format, or one expert of a piece that holds several."""
         if piece.scheme is None:
             kind = self.checkpoint.ggml_type(piece.tensor)
@@ -500,7 +502,7 @@ def join_slices(
     return Scaled(values.view(shape), torch.cat(scales).view(*shape[:-1], 1), block=(1, columns))
 
 
-def _region(value: Tensor, piece: Piece) -> Tensor:
+def _region(value: Tensor, piece: TensorPiece) -> Tensor:
     """The part of `value` that `piece` fills: stacked parts differ from the whole in one dimension."""
     if piece.expert is not None:
         value = value[piece.expert]

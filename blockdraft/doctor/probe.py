@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.doctor.shapes import SHAPES, Shape
+from blockdraft.doctor.shapes import SHAPES, ProbeShape
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +123,7 @@ def _path(operation: str, taken: str, why_not: str | None) -> Line:
 # ---- the operations against their references
 
 
-def _check(shape: Shape, device_name: str) -> Iterator[Line]:
+def _check(shape: ProbeShape, device_name: str) -> Iterator[Line]:
     from blockdraft.check.kernelcheck import check_kernels
     from blockdraft.engine.engine import Engine
     from blockdraft.settings.settings import Settings

@@ -73,7 +73,7 @@ class Probe:
     failures: tuple[Failure, ...] = ()
 
 
-class Outcome(NamedTuple):
+class ProbeOutcome(NamedTuple):
     """Of a process; a code of None: it was stopped after TIMEOUT_S."""
 
     out: str
@@ -81,7 +81,7 @@ class Outcome(NamedTuple):
     code: int | None
 
 
-Run = Callable[[str], Outcome]
+Run = Callable[[str], ProbeOutcome]
 
 
 def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = None) -> Probe:
@@ -100,13 +100,13 @@ def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = Non
         remaining = remaining[remaining.index(ended_at) + 1 :]
 
 
-def run_probe(argument: str) -> Outcome:
+def run_probe(argument: str) -> ProbeOutcome:
     command = (sys.executable, "-m", "blockdraft.doctor.probe", argument)
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired as stopped:
-        return Outcome(_text(stopped.stdout), _text(stopped.stderr), None)
-    return Outcome(done.stdout, done.stderr, done.returncode)
+        return ProbeOutcome(_text(stopped.stdout), _text(stopped.stderr), None)
+    return ProbeOutcome(done.stdout, done.stderr, done.returncode)
 
 
 def _text(output: bytes | str | None) -> str:
@@ -150,7 +150,7 @@ def _torch(entry: Mapping[str, Any]) -> Torch:
     return Torch(**{**entry, **tuples})
 
 
-def _describe_end(outcome: Outcome) -> str:
+def _describe_end(outcome: ProbeOutcome) -> str:
     if outcome.code is None:
         return f"it did not end within {TIMEOUT_S:.0f} s"
     if outcome.code < 0:

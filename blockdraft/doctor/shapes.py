@@ -13,7 +13,7 @@ Config = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ProbeShape:
     """One model to build: config.json of target and drafter, and how their weights are kept."""
 
     name: str
@@ -104,11 +104,11 @@ WIDE_HEADS: Config = {
 }
 
 SHAPES = (
-    Shape("dense pair", "Qwen3 and Llama with a DFlash drafter: heads of 128", DENSE, draft=DRAFT),
-    Shape("wide heads", "Gemma 4: heads of 256 and 512, windows", WIDE_HEADS),
-    Shape("hybrid", "Qwen3-Next and Qwen3.5: gated delta layers, experts and a shared one", HYBRID),
-    Shape("sinks", "gpt-oss: sinks, windows, experts with biases", SINKS),
-    Shape("fp8", "the hybrid's weights in fp8", HYBRID, quantization="fp8"),
-    Shape("int8", "the pair's weights in int8", DENSE, draft=DRAFT, quantization="int8"),
+    ProbeShape("dense pair", "Qwen3 and Llama with a DFlash drafter: heads of 128", DENSE, draft=DRAFT),
+    ProbeShape("wide heads", "Gemma 4: heads of 256 and 512, windows", WIDE_HEADS),
+    ProbeShape("hybrid", "Qwen3-Next and Qwen3.5: gated delta layers, experts and a shared one", HYBRID),
+    ProbeShape("sinks", "gpt-oss: sinks, windows, experts with biases", SINKS),
+    ProbeShape("fp8", "the hybrid's weights in fp8", HYBRID, quantization="fp8"),
+    ProbeShape("int8", "the pair's weights in int8", DENSE, draft=DRAFT, quantization="int8"),
 )
 SHAPE_NAMES = tuple(shape.name for shape in SHAPES)

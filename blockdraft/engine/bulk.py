@@ -45,7 +45,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BulkAnswer:
     """What the target said, its end token included."""
 
     question: Question
@@ -129,7 +129,7 @@ class Bulk:
         """Let go of the cache, which graphs hold on to."""
         self._engine.graphs = None
 
-    def answer(self, questions: Iterable[Question]) -> Iterator[Answer]:
+    def answer(self, questions: Iterable[Question]) -> Iterator[BulkAnswer]:
         """Answers as they end, which is not the order of the questions."""
         waiting = iter(questions)
         while True:
@@ -223,7 +223,7 @@ class Bulk:
         event.record()
         half.round = _Round(rows, host, event)
 
-    def _collect(self, half: _Half) -> Iterator[Answer]:
+    def _collect(self, half: _Half) -> Iterator[BulkAnswer]:
         """The answers that ended in its last round."""
         if half.round is None:
             return
@@ -238,9 +238,9 @@ class Bulk:
                 del half.rows[number]
                 yield self._finished(row)
 
-    def _finished(self, row: _Row) -> Answer:
+    def _finished(self, row: _Row) -> BulkAnswer:
         tokens = np.concatenate(row.pieces)[: row.question.max_tokens]
         ends = np.flatnonzero(np.isin(tokens, self._end_ids))
         if len(ends):
             tokens = tokens[: ends[0] + 1]
-        return Answer(row.question, tuple(tokens.tolist()), is_whole=len(ends) > 0)
+        return BulkAnswer(row.question, tuple(tokens.tolist()), is_whole=len(ends) > 0)

@@ -45,7 +45,7 @@ class Issue:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class IssueEntry:
     """An issue, and the conditions under which a combination has it: all of them."""
 
     issue: Issue
@@ -89,12 +89,12 @@ def refuse(issues: Iterable[Issue]) -> None:
 
 
 @cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[IssueEntry, ...]:
     """Reads issues.toml, once."""
     return read_entries(FILE.read_text(encoding="utf-8"))
 
 
-def read_entries(text: str) -> tuple[Entry, ...]:
+def read_entries(text: str) -> tuple[IssueEntry, ...]:
     return tuple(_entry(**table) for table in tomllib.loads(text)["issue"])
 
 
@@ -104,7 +104,7 @@ def _entry(
     fixed_by: Iterable[int] = (),
     upstream_since: str | None = None,
     **table: object,
-) -> Entry:
+) -> IssueEntry:
     """The file is ours: a mistake in it is a bug."""
     about = {name: table.pop(name) for name in ("id", "severity", "symptom", "way_out", "thread")}
     if upstream_since is not None:
@@ -113,7 +113,7 @@ def _entry(
     unknown = table.keys() - CONDITIONS
     assert not unknown, f"{about['id']}: unknown conditions {unknown}"
     issue = Issue(**about, upstream_since=upstream_since)  # type: ignore[arg-type]
-    return Entry(issue, engine, table, tuple(fixed_by))
+    return IssueEntry(issue, engine, table, tuple(fixed_by))
 
 
 def _softened(issue: Issue, version: EngineVersion) -> Issue:

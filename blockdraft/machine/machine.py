@@ -87,11 +87,11 @@ def external_memory_share(settings: Settings, machine: Machine | None) -> float:
     return EXTERNAL_MEMORY_SHARE if asked == default and machine is not None and machine.is_unified else asked
 
 
-def read_machine(root: Path = ROOT, query: Callable[[str | None], nvml.Answer] = nvml.query) -> Machine:
+def read_machine(root: Path = ROOT, query: Callable[[str | None], nvml.DriverReply] = nvml.query) -> Machine:
     """Describes this machine; never fails. Tests set `root`, of /proc and /sys, and `query`, the driver."""
     limits = read_limits(root)
     available, total = _memory(root)
-    answer = nvml.Answer()
+    answer = nvml.DriverReply()
     if _has_driver(root, "dev/nvidiactl", "dev/dxg"):
         answer = query(visible_gpus())
     gpus = tuple(_gpu(device, available, total) for device in answer.devices)

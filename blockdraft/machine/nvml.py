@@ -51,7 +51,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DriverReply:
     """What was found, and what went wrong where something should have been found."""
 
     devices: tuple[Device, ...] = ()
@@ -88,16 +88,16 @@ def query(
     visible: str | None,
     load: Callable[[], ModuleType] = load_pynvml,
     run: Callable[[Sequence[str]], str] = run_smi,
-) -> Answer:
+) -> DriverReply:
     """The cards in the driver's order; never raises. `visible` is CUDA_VISIBLE_DEVICES; None: all of them."""
     try:
         with _opened(load) as nvml:
             driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion) or ""
             devices = tuple(_describe(nvml, handle, driver) for handle in _handles(nvml, visible))
-            return Answer(devices, cuda=_cuda_version(nvml))
+            return DriverReply(devices, cuda=_cuda_version(nvml))
     except _NoAnswer as error:
         listed = _parse_smi(run(SMI_FIELDS))
-        return Answer(tuple(_chosen(listed, visible))) if listed else Answer(error=str(error))
+        return DriverReply(tuple(_chosen(listed, visible))) if listed else DriverReply(error=str(error))
 
 
 def holders(

@@ -15,7 +15,7 @@ from blockdraft.machine.cards import Card
 from blockdraft.planner.fit import Fit
 from blockdraft.planner.pair import Pair
 from blockdraft.planner.shape import Shape
-from blockdraft.planner.stored import Parts
+from blockdraft.planner.stored import WeightParts
 from blockdraft.settings.acceptance_profile import acceptance_rates
 
 STREAM_SHARE = 0.88  # of the published bandwidth: what a large copy reaches
@@ -89,7 +89,7 @@ def _stream(card: Card, *, is_packed: bool) -> float:
     return card.bandwidth * STREAM_SHARE * (PACKED_SHARE if is_packed else 1.0)
 
 
-def _is_packed(parts: Parts, shape: Shape) -> bool:
+def _is_packed(parts: WeightParts, shape: Shape) -> bool:
     """Whether most weights take a byte or less."""
     values = shape.values
     if values is None:
@@ -97,7 +97,7 @@ def _is_packed(parts: Parts, shape: Shape) -> bool:
     return parts.layers + parts.experts < 1.5 * (values.projections + values.experts)
 
 
-def _bytes_read(parts: Parts, shape: Shape, tokens: int) -> int:
+def _bytes_read(parts: WeightParts, shape: Shape, tokens: int) -> int:
     head = parts.head or parts.embedding  # tied: the embedding is the head
     return parts.layers + head + int(parts.experts * experts_touched(shape, tokens))
 
@@ -109,14 +109,14 @@ def experts_touched(shape: Shape, tokens: int) -> float:
     return 1.0 - (1.0 - shape.num_chosen / shape.num_experts) ** tokens
 
 
-def _active_values(parts: Parts, shape: Shape) -> float:
+def _active_values(parts: WeightParts, shape: Shape) -> float:
     """Values that one token is multiplied by."""
     share = shape.num_chosen / shape.num_experts if shape.num_experts else 0.0
     experts = parts.experts / 2 if shape.values is None else shape.values.experts
     return _layer_values(parts, shape) + shape.vocab_size * shape.hidden_size + experts * share
 
 
-def _layer_values(parts: Parts, shape: Shape) -> float:
+def _layer_values(parts: WeightParts, shape: Shape) -> float:
     return parts.layers / 2 if shape.values is None else shape.values.projections
 
 

@@ -16,7 +16,7 @@ from blockdraft.planner.memory import DRIVER_BYTES, Item, served_parts, step_ite
 from blockdraft.planner.pair import Pair
 from blockdraft.planner.plan import ALL_POSITIONS, ASKED, CACHE_HOLDS, share_reason, width_reason
 from blockdraft.planner.shape import CacheSpec
-from blockdraft.planner.stored import Parts
+from blockdraft.planner.stored import WeightParts
 from blockdraft.settings.settings import Settings
 
 DEFAULT_ROWS = 256  # vLLM's max_num_seqs; SGLang finds its own
@@ -107,7 +107,7 @@ def _limited(fit: Fit, settings: Settings, room: int, asked: int) -> Fit:
     return replace(fit, problem=f"{needed}, and {room / 1e9:.1f} GB are left of {budget}.")
 
 
-def _parts(settings: Settings, pair: Pair, num_gpus: int) -> tuple[Parts, ...]:
+def _parts(settings: Settings, pair: Pair, num_gpus: int) -> tuple[WeightParts, ...]:
     is_fp8 = (settings.quantization == "fp8", settings.draft_quantization == "fp8")
     return tuple(
         _shared(served_parts(model, is_fp8=wanted), num_gpus)
@@ -115,8 +115,8 @@ def _parts(settings: Settings, pair: Pair, num_gpus: int) -> tuple[Parts, ...]:
     )
 
 
-def _shared(parts: Parts, num_gpus: int) -> Parts:
-    return Parts(
+def _shared(parts: WeightParts, num_gpus: int) -> WeightParts:
+    return WeightParts(
         *(
             size // num_gpus
             for size in (parts.embedding, parts.head, parts.layers, parts.experts, parts.left_out)
@@ -124,7 +124,7 @@ def _shared(parts: Parts, num_gpus: int) -> Parts:
     )
 
 
-def _items(pair: Pair, parts: tuple[Parts, ...], *, chunk: int, logits: int) -> list[Item]:
+def _items(pair: Pair, parts: tuple[WeightParts, ...], *, chunk: int, logits: int) -> list[Item]:
     names, items = ("target weights", "drafter weights"), []
     for name, model, part in zip(names, pair.models, parts, strict=False):
         note = f"{model.stored.method or 'as stored'}, one GPU's part"

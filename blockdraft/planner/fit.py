@@ -29,7 +29,7 @@ from blockdraft.planner.plan import (
     memory_share,
     runs_on_cpu,
 )
-from blockdraft.planner.stored import Parts
+from blockdraft.planner.stored import WeightParts
 from blockdraft.settings.settings import Settings
 
 _BOUNDLESS = 1 << 60  # bytes: a plan for a cache of any size
@@ -90,7 +90,7 @@ class Fit:
     max_rows: int
     width: int
     chunk: int
-    parts: tuple[Parts, ...]  # the weights of target and drafter
+    parts: tuple[WeightParts, ...]  # the weights of target and drafter
     choices: tuple[Choice, ...]
     problem: str | None = None  # why it cannot start
 
@@ -176,7 +176,7 @@ def _plan(settings: Settings, machine: Machine, pair: Pair) -> Plan:
     )
 
 
-def _parts(pair: Pair, plan: Plan) -> tuple[Parts, ...]:
+def _parts(pair: Pair, plan: Plan) -> tuple[WeightParts, ...]:
     storages = (plan.quantization, plan.draft_quantization)
     element_bytes = ELEMENT_BYTES[plan.dtype]
     return tuple(

@@ -13,7 +13,7 @@ from blockdraft.models.config import Storage
 from blockdraft.planner.pair import Model, Pair
 from blockdraft.planner.plan import Plan
 from blockdraft.planner.shape import CacheSpec, Shape, kinds
-from blockdraft.planner.stored import Parts, stored_parts
+from blockdraft.planner.stored import WeightParts, stored_parts
 from blockdraft.planner.values import Values
 
 DRIVER_BYTES = 500 << 20  # a CUDA context with its libraries
@@ -32,7 +32,7 @@ class Item:
     is_exact: bool = True
 
 
-def held_parts(model: Model, storage: Storage, element_bytes: int) -> Parts:
+def held_parts(model: Model, storage: Storage, element_bytes: int) -> WeightParts:
     """The weights as our engine holds them."""
     values = model.shape.values
     if storage == "keep":
@@ -41,25 +41,25 @@ def held_parts(model: Model, storage: Storage, element_bytes: int) -> Parts:
     plain = values.plain * element_bytes + values.wide * (max(element_bytes, 4) - element_bytes)
     ends = (values.embedding * element_bytes, values.head * element_bytes)
     if storage == "none":
-        return Parts(*ends, values.projections * element_bytes + plain, values.experts * element_bytes)
+        return WeightParts(*ends, values.projections * element_bytes + plain, values.experts * element_bytes)
     layers = values.projections + values.projection_rows * SCALE_BYTES + plain
-    return Parts(*ends, layers, values.experts + values.expert_rows * SCALE_BYTES)
+    return WeightParts(*ends, layers, values.experts + values.expert_rows * SCALE_BYTES)
 
 
-def served_parts(model: Model, *, is_fp8: bool) -> Parts:
+def served_parts(model: Model, *, is_fp8: bool) -> WeightParts:
     """The weights as vLLM and SGLang hold them: as stored, and all of them."""
     values = model.shape.values
     if model.stored.tensors is None:
         if values is None:
-            return Parts()
+            return WeightParts()
         return held_parts(model, "fp8" if is_fp8 else "none", 2)
     parts = stored_parts(model.stored.tensors)
     if not is_fp8 or model.stored.method is not None:
         return parts
-    return Parts(parts.embedding, parts.head, parts.layers // 2, parts.experts // 2, parts.left_out)
+    return WeightParts(parts.embedding, parts.head, parts.layers // 2, parts.experts // 2, parts.left_out)
 
 
-def weight_how(values: Values | None, parts: Parts, note: str) -> str:
+def weight_how(values: Values | None, parts: WeightParts, note: str) -> str:
     count = "" if values is None else f"{values.total / 1e9:.3f} billion values, "
     return f"{count}{note}: {parts.text:,} bytes"
 

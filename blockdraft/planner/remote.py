@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.checkpoints.fetch import hub_error
-from blockdraft.checkpoints.safetensors_header import Entry
+from blockdraft.checkpoints.safetensors_header import TensorEntry
 from blockdraft.errors import BlockdraftError, FetchError, ModelError
 
 _TIMEOUT_S = 10.0
@@ -19,7 +19,7 @@ class Remote:
     """Where the small files are, and what the shards' headers say; None: the shards are there too."""
 
     folder: Path
-    tensors: dict[str, Entry] | None
+    tensors: dict[str, TensorEntry] | None
 
 
 def read_remote(repo: str, *, revision: str | None, needs_weights: bool) -> Remote:
@@ -78,12 +78,12 @@ def _download_if_there(repo: str, name: str, revision: str | None) -> None:
         return
 
 
-def _headers(repo: str, revision: str | None) -> dict[str, Entry]:
+def _headers(repo: str, revision: str | None) -> dict[str, TensorEntry]:
     import huggingface_hub
 
     metadata = huggingface_hub.get_safetensors_metadata(repo, revision=revision)
     return {
-        name: Entry(tensor.dtype, tuple(tensor.shape), *tensor.data_offsets)
+        name: TensorEntry(tensor.dtype, tuple(tensor.shape), *tensor.data_offsets)
         for file in metadata.files_metadata.values()
         for name, tensor in file.tensors.items()
     }

@@ -17,7 +17,7 @@ from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.checkpoints.gguf_config import hugging_face_names, read_config
 from blockdraft.checkpoints.gguf_header import GgufHeader
 from blockdraft.checkpoints.model_folder import ModelFolder, ids_in
-from blockdraft.checkpoints.safetensors_header import Entry
+from blockdraft.checkpoints.safetensors_header import TensorEntry
 from blockdraft.errors import FetchError
 from blockdraft.planner.remote import read_remote
 from blockdraft.settings.settings import cache_dir
@@ -118,7 +118,7 @@ def _remote(source: Source, *, needs_weights: bool) -> Stored:
     )
 
 
-def _sizes(entries: Mapping[str, Entry]) -> dict[str, Size]:
+def _sizes(entries: Mapping[str, TensorEntry]) -> dict[str, Size]:
     return {
         name: Size(math.prod(entry.shape), entry.num_bytes, entry.dtype not in _FLOATS)
         for name, entry in entries.items()
@@ -133,7 +133,7 @@ def _quantization_sections(config: Mapping[str, object]) -> list[Mapping[str, ob
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class WeightParts:
     """The bytes of a checkpoint's tensors, by what reads them."""
 
     embedding: int = 0
@@ -147,14 +147,14 @@ class Parts:
         return self.embedding + self.head + self.layers + self.experts
 
 
-def stored_parts(tensors: Mapping[str, Size], *, plain_bytes: int | None = None) -> Parts:
+def stored_parts(tensors: Mapping[str, Size], *, plain_bytes: int | None = None) -> WeightParts:
     """With `plain_bytes`, what is not packed takes that much for each value, whatever the file has."""
     found = dict.fromkeys(("embedding", "head", "layers", "experts", "left_out"), 0)
     for name, size in tensors.items():
         is_cast = plain_bytes is not None and not size.is_packed and not _is_scale(name)
         num_bytes = size.num_values * (plain_bytes or 0) if is_cast else size.num_bytes
         found[_part(name)] += num_bytes
-    return Parts(**found)
+    return WeightParts(**found)
 
 
 def _is_scale(name: str) -> bool:

@@ -11,8 +11,8 @@ from typing import ClassVar
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.server.choices import (
     AnswerChoice,
+    AnswerPiece,
     DraftMarks,
-    Piece,
     chat_logprobs,
     prompt_logprobs,
     request_metrics,
@@ -108,11 +108,11 @@ class AnswerWriter(ABC):
         return chunk if (metrics := self._metrics()) is None else chunk | {"metrics": metrics}
 
     @abstractmethod
-    def _has_news(self, choice: AnswerChoice, piece: Piece) -> bool:
+    def _has_news(self, choice: AnswerChoice, piece: AnswerPiece) -> bool:
         """Whether there is text to send, or log-probabilities that were asked for."""
 
     @abstractmethod
-    def _part(self, choice: AnswerChoice, piece: Piece) -> ChunkChoice:
+    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> ChunkChoice:
         """A piece as a chunk shows it, without the fields that both kinds of answers share."""
 
     @abstractmethod
@@ -244,11 +244,11 @@ class ChatAnswer(AnswerWriter):
                 chunk["prompt_token_ids"] = list(self._prompts[0])
             yield chunk
 
-    def _has_news(self, choice: AnswerChoice, piece: Piece) -> bool:
+    def _has_news(self, choice: AnswerChoice, piece: AnswerPiece) -> bool:
         has_logprobs = self._asked.logprobs and bool(piece.logprobs)
         return has_logprobs or bool(piece.text or self._reasoning(piece))
 
-    def _part(self, choice: AnswerChoice, piece: Piece) -> ChatChunkChoice:
+    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> ChatChunkChoice:
         delta: ChatDelta = {}
         if reasoning := self._reasoning(piece):
             delta["reasoning_content"] = delta["reasoning"] = reasoning
@@ -261,7 +261,7 @@ class ChatAnswer(AnswerWriter):
             "finish_reason": piece.finish_reason,
         }
 
-    def _reasoning(self, piece: Piece) -> str:
+    def _reasoning(self, piece: AnswerPiece) -> str:
         return piece.reasoning if self._asked.include_reasoning else ""
 
     def _logprobs(self, items: Items[TokenLogprobs]) -> ChatLogprobs | None:
@@ -316,11 +316,11 @@ class TextAnswer(AnswerWriter):
             part["draft"] = choice.draft_steps
         return part
 
-    def _has_news(self, choice: AnswerChoice, piece: Piece) -> bool:
+    def _has_news(self, choice: AnswerChoice, piece: AnswerPiece) -> bool:
         has_logprobs = self._asked.logprobs is not None and bool(piece.logprobs)
         return has_logprobs or bool(piece.text or (piece.is_first and self._echo(choice)))
 
-    def _part(self, choice: AnswerChoice, piece: Piece) -> TextChunkChoice:
+    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> TextChunkChoice:
         part: TextChunkChoice = {
             "index": choice.index,
             "text": self._echo(choice) + piece.text if piece.is_first else piece.text,

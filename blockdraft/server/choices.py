@@ -28,7 +28,7 @@ MIN_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """What one step adds to one choice."""
 
     text: str
@@ -52,12 +52,12 @@ class AnswerChoice:
     drafts: DraftMarks | None = None
     is_dropped: bool = False  # only the prompt was asked for: the answer is not shown
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[AnswerPiece] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     metrics: Metrics | None = None
     num_tokens: int = 0
 
-    def push(self, delta: Delta) -> Piece:
+    def push(self, delta: Delta) -> AnswerPiece:
         """Remember and return what `delta` adds."""
         is_last = delta.finish_reason is not None
         if delta.prompt_logprobs is not None:
@@ -71,7 +71,7 @@ class AnswerChoice:
         text, reasoning = "" if self.is_dropped else delta.text, ""
         if self.splitter is not None:
             reasoning, text = self.splitter.push(text, is_last)
-        piece = Piece(
+        piece = AnswerPiece(
             text=text,
             reasoning=reasoning,
             token_ids=token_ids,

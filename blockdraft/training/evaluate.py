@@ -27,7 +27,7 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.training.answers import Document
 from blockdraft.training.features import FeatureReader
-from blockdraft.training.packing import PackedRows, Place, pack, with_anchors
+from blockdraft.training.packing import DocumentPlace, PackedRows, pack, with_anchors
 from blockdraft.training.trainer import BlockForward
 
 SLICE = 512  # blocks whose logits are there at a time
@@ -92,7 +92,9 @@ def simulate(
     return {name: fit_of_steps(listed, forward.block) for name, listed in sorted(steps.items())}
 
 
-def _document_runs(place: Place, documents: Sequence[Document], rows: PackedRows, runs: Tensor) -> list[int]:
+def _document_runs(
+    place: DocumentPlace, documents: Sequence[Document], rows: PackedRows, runs: Tensor
+) -> list[int]:
     first = place.begin + len(documents[place.document].prompt_ids) - 1
     end = int(rows.ends[place.row, place.begin])
     return runs[place.row, first : end - 1].tolist()

@@ -24,7 +24,7 @@ from blockdraft.training.evaluate import DrafterFit
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCard:
+class DrafterCard:
     """What a card tells beside the numbers."""
 
     target: str
@@ -45,7 +45,11 @@ def named_weights(model: DFlash, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def export(
-    folder: Path, model: DFlash, config: Mapping[str, object], fits: Mapping[str, DrafterFit], card: ModelCard
+    folder: Path,
+    model: DFlash,
+    config: Mapping[str, object],
+    fits: Mapping[str, DrafterFit],
+    card: DrafterCard,
 ) -> None:
     """Write or replace the drafter in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +77,7 @@ def card_text(
     weights: Mapping[str, Tensor],
     config: Mapping[str, object],
     fits: Mapping[str, DrafterFit],
-    card: ModelCard,
+    card: DrafterCard,
 ) -> str:
     num_values = sum(weight.numel() for weight in weights.values())
     dflash = config["dflash_config"]

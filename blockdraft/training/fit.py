@@ -34,16 +34,16 @@ from blockdraft.training.evaluate import DrafterFit, fit_of_metrics, fit_of_step
 from blockdraft.training.fit_report import (
     LOW,
     RAISES_ELSEWHERE,
-    Agreement,
     Cost,
     FitQuestion,
     FitReport,
+    SimulationAgreement,
     Tried,
     likely_cause,
     prospect_of,
 )
 from blockdraft.training.packing import MIN_ANSWER
-from blockdraft.training.probe import Probe
+from blockdraft.training.probe import AcceptanceProbe
 from blockdraft.training.variations import variations
 
 # Greedy answers on which the suspects are tried, and their tokens: on one CPU core a trial of a 135M target
@@ -241,7 +241,9 @@ class _Session:
 
     # ---- why it is low
 
-    def diagnose(self, answers: Sequence[_Answer], *, is_low: bool) -> tuple[Agreement | None, list[Tried]]:
+    def diagnose(
+        self, answers: Sequence[_Answer], *, is_low: bool
+    ) -> tuple[SimulationAgreement | None, list[Tried]]:
         tokenizer, models = self._llm.tokenizer, self._llm.engine.models
         probes = [one for one in answers if one.metrics.num_tokens >= MIN_ANSWER]
         if not probes:
@@ -256,7 +258,7 @@ class _Session:
         taps = [tap for config in (self.config, *(one.config for one in suspects)) for tap in config.taps]
         self._show("read", None, f"{len(documents)} answers, for the target's features")
         assert isinstance(models.drafter, DFlashDrafter)
-        probe = Probe(models.drafter, documents, taps)
+        probe = AcceptanceProbe(models.drafter, documents, taps)
         self._show("try", 0.0, "the drafter as it is")
         simulated = probe.walk(self.config, self.width).committed
         tried = []
@@ -267,7 +269,7 @@ class _Session:
         self._show("try", 1.0, f"{len(suspects)} changes")
         if is_low:
             tried += self._other_prompts([one.prompt for one in answers], engine)
-        return Agreement(len(documents), engine, simulated), tried
+        return SimulationAgreement(len(documents), engine, simulated), tried
 
     def _other_prompts(self, prompts: Sequence[_Prompt], engine: float) -> list[Tried]:
         """Ask the questions as the drafter may have learnt them; the answers differ, so the engine runs."""

@@ -54,7 +54,7 @@ class FitQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class SimulationAgreement:
     """The engine and the simulation on the same greedy answers."""
 
     num_documents: int
@@ -115,7 +115,7 @@ class FitReport:
     categories: Mapping[str, DrafterFit]
     overall: DrafterFit
     costs: tuple[Cost, ...]
-    agreement: Agreement | None
+    agreement: SimulationAgreement | None
     tried: tuple[Tried, ...]
     untried: tuple[str, ...]
     prospect: Prospect | None

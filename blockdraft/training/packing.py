@@ -40,7 +40,7 @@ class PackedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainingBatch:
     """Rows [R, L] with A blocks each: anchors [R, A] are places in their row, in order."""
 
     tokens: Tensor  # [R, L] int64
@@ -67,7 +67,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DocumentPlace:
     """Where a document landed."""
 
     document: int
@@ -77,7 +77,7 @@ class Place:
 
 def pack(
     documents: Sequence[Document], length: int, *, is_shared: bool = True
-) -> tuple[PackedRows, list[Place]]:
+) -> tuple[PackedRows, list[DocumentPlace]]:
     """Each document into the fullest row that still has room for it, the longest first; or into its own row.
 
     Documents longer than a row lose the end of their answer, or are left out where that is all of it.
@@ -91,7 +91,7 @@ def pack(
     if is_shared:
         places = _fit(sorted(usable, key=lambda index: -sizes[index]), sizes, length)
     else:
-        places = [Place(document, row, 0) for row, document in enumerate(usable)]
+        places = [DocumentPlace(document, row, 0) for row, document in enumerate(usable)]
     num_rows = max((place.row for place in places), default=-1) + 1
     tokens = np.zeros((num_rows, length), dtype=np.int32)
     starts, ends = np.full((2, num_rows, length), length, np.int16)
@@ -110,8 +110,8 @@ def pack(
     return PackedRows(tensor(tokens), tensor(starts), tensor(ends), tensor(is_anchor), spans_of_rows), places
 
 
-def _fit(order: list[int], sizes: list[int], length: int) -> list[Place]:
-    places: list[Place] = []
+def _fit(order: list[int], sizes: list[int], length: int) -> list[DocumentPlace]:
+    places: list[DocumentPlace] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), ascending
     num_rows = 0
     for document in order:
@@ -121,7 +121,7 @@ def _fit(order: list[int], sizes: list[int], length: int) -> list[Place]:
             num_rows += 1
         else:
             free, row = room.pop(at)
-        places.append(Place(document, row, length - free))
+        places.append(DocumentPlace(document, row, length - free))
         insort(room, (free - sizes[document], row))
     return places
 
@@ -140,7 +140,7 @@ def draw(
     block: int,
     generator: torch.Generator,
     weights: Tensor | None = None,
-) -> Batch:
+) -> TrainingBatch:
     """A batch of the rows `chosen`, with anchors drawn by `generator`, in order.
 
     With weights [R, L] above zero a place is drawn the more often, the more it weighs; never twice.
@@ -155,7 +155,7 @@ def draw(
     return with_anchors(rows, chosen, anchors, block)
 
 
-def with_anchors(rows: PackedRows, chosen: Sequence[int], anchors: Tensor, block: int) -> Batch:
+def with_anchors(rows: PackedRows, chosen: Sequence[int], anchors: Tensor, block: int) -> TrainingBatch:
     """A batch with given anchors [R, A]; places past the row's end are none."""
     index = to_device(chosen, rows.tokens.device)
     tokens, starts, ends = (part[index].long() for part in (rows.tokens, rows.starts, rows.ends))
@@ -166,7 +166,7 @@ def with_anchors(rows: PackedRows, chosen: Sequence[int], anchors: Tensor, block
     inside = (place < ends.gather(1, anchors)[..., None]) & is_real[..., None]
     place = place.clamp(max=tokens.shape[1] - 1)
     labels = tokens.gather(1, place.flatten(1)).view(place.shape)
-    return Batch(
+    return TrainingBatch(
         tokens=tokens,
         starts=starts,
         positions=torch.arange(tokens.shape[1], device=tokens.device) - starts,

@@ -20,11 +20,11 @@ from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import DrafterFit, fit_of_steps
 from blockdraft.training.features import FeatureReader
-from blockdraft.training.packing import Batch, pack, with_anchors
+from blockdraft.training.packing import TrainingBatch, pack, with_anchors
 from blockdraft.training.view import Kept, Seen, TrainView, dense_mask, sees
 
 
-class Probe:
+class AcceptanceProbe:
     """Documents that the target wrote greedily, with its features of the layers `taps`."""
 
     def __init__(self, drafter: DFlashDrafter, documents: Sequence[Document], taps: Iterable[int]) -> None:
@@ -99,7 +99,7 @@ class _Trial(DFlashDrafter):
         self.absorb(features.flatten(2).flatten(0, 1), view)
         return kept
 
-    def runs(self, batch: Batch, kept: Kept, width: int) -> list[int]:
+    def runs(self, batch: TrainingBatch, kept: Kept, width: int) -> list[int]:
         """How many of the width - 1 drafts match after the anchor of each row of `batch`."""
         kinds = {kind: dense_mask(batch, sees(batch, kind)) for kind in set(self._masks.values())}
         masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}

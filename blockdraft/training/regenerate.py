@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockdraft.engine.bulk import Answer, Bulk, Question
+from blockdraft.engine.bulk import Bulk, BulkAnswer, Question
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.training.answers import Conversation, Document, encode_conversation, read_shard, write_shard
 from blockdraft.training.job import AnswerOptions
@@ -116,7 +116,7 @@ class _Asker:
                 return question
         raise StopIteration
 
-    def hear(self, answer: Answer) -> Document:
+    def hear(self, answer: BulkAnswer) -> Document:
         """Keep an answer, and prepare the turn after it."""
         question = answer.question
         index, turn = divmod(question.key, MAX_TURNS)

@@ -32,11 +32,11 @@ from blockdraft.start.memory import release
 from blockdraft.training.answers import Conversation, Document, first_of_each, read_conversations
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
 from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate
-from blockdraft.training.export import ModelCard, export
+from blockdraft.training.export import DrafterCard, export
 from blockdraft.training.job import Job
 from blockdraft.training.packing import pack
 from blockdraft.training.regenerate import AnswerCount, regenerate
-from blockdraft.training.trainer import Progress, Trainer
+from blockdraft.training.trainer import Trainer, TrainingProgress
 
 HELD_OUT = 20  # prompts of each category that are never trained on, where no file is given
 REGENERATE_SHARE = 0.2  # of the minutes given
@@ -307,13 +307,13 @@ def _run(job: Job, trainer: Trainer, listener: Listener, seconds: float | None) 
     _save_checkpoint(job, trainer)
 
 
-def _say(progress: Progress, listener: Listener) -> None:
+def _say(progress: TrainingProgress, listener: Listener) -> None:
     line = f"loss {progress.loss.item():.4f}, {progress.committed():.3f} per step, rate {progress.rate:.2e}"
     listener.show("train", progress.share, line)
     listener.say(f"step {progress.step}: {line}")
 
 
-def _model_card(job: Job, documents: Sequence[Document], trainer: Trainer) -> ModelCard:
+def _model_card(job: Job, documents: Sequence[Document], trainer: Trainer) -> DrafterCard:
     counts = Counter(one.category for one in documents)
     num_tokens = sum(len(one.answer_ids) for one in documents)
     num_greedy = sum(one.is_greedy for one in documents)
@@ -330,4 +330,4 @@ def _model_card(job: Job, documents: Sequence[Document], trainer: Trainer) -> Mo
         "length": job.length,
         "start": job.start_from or job.init,
     }
-    return ModelCard(target=job.model, command=job.command, data=data, recipe=recipe)
+    return DrafterCard(target=job.model, command=job.command, data=data, recipe=recipe)

@@ -23,13 +23,13 @@ from blockdraft.training.features import FeatureReader, KeptFeatures
 from blockdraft.training.job import TrainingRecipe
 from blockdraft.training.objective import Head, Scores, Teacher, block_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at
-from blockdraft.training.packing import Batch, PackedRows, draw
+from blockdraft.training.packing import PackedRows, TrainingBatch, draw
 from blockdraft.training.view import Kept, Seen, TrainView, block_masks
 from blockdraft.training.walk import Walk
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainingProgress:
     """After one step. Reading a tensor waits for the device, so most steps should not."""
 
     step: int
@@ -64,7 +64,7 @@ class BlockForward:
         cap = config.logit_softcap if config.logit_softcap is not None else target.config.logit_softcap
         return Head(module.weight.data, config.logit_scale, cap)
 
-    def __call__(self, batch: Batch, features: Tensor) -> Tensor:
+    def __call__(self, batch: TrainingBatch, features: Tensor) -> Tensor:
         """[R * A, B - 1, E]: what the drafter makes of columns 1 … B - 1 of every block."""
         ids = batch.block_ids(self.model.config.mask_token_id)
         x = self._drafter.embed(ids.flatten())
@@ -131,7 +131,7 @@ class Trainer:
 
     # ---- a run
 
-    def run(self, *, steps: int | None = None, seconds: float | None = None) -> Iterator[Progress]:
+    def run(self, *, steps: int | None = None, seconds: float | None = None) -> Iterator[TrainingProgress]:
         """Steps until `steps` are done in all, or this call has taken `seconds`; the rate ends with it."""
         if steps is not None:
             if self.step_number < steps:
@@ -146,7 +146,7 @@ class Trainer:
         while (now := time.monotonic()) < end:
             yield self.step((now - begin) / (end - begin))
 
-    def step(self, share: float) -> Progress:
+    def step(self, share: float) -> TrainingProgress:
         recipe = self.recipe
         rate = recipe.rate * rate_at(share, warm_up=recipe.warm_up, floor=recipe.floor)
         for optimizer in self._optimizers:
@@ -164,11 +164,11 @@ class Trainer:
         if self._walk is not None:
             self._walk.learn(chosen, batch, scores.matches)
         self.step_number += 1
-        return Progress(
+        return TrainingProgress(
             self.step_number, share, rate, scores.loss.detach(), scores.matches, batch.is_real.flatten()
         )
 
-    def _draft(self, chosen: list[int], batch: Batch) -> Scores:
+    def _draft(self, chosen: list[int], batch: TrainingBatch) -> Scores:
         """How every block of the rows `chosen` fares."""
         hidden, features = self.features.read(chosen)
         return block_loss(
@@ -198,12 +198,12 @@ class Trainer:
         order = torch.randperm(len(self.rows), generator=_seeded("cpu", recipe.seed, 2 * epoch))
         return order.roll(-place * recipe.rows_per_step)[: recipe.rows_per_step].tolist()
 
-    def _batch(self, chosen: list[int], block: int) -> Batch:
+    def _batch(self, chosen: list[int], block: int) -> TrainingBatch:
         generator = _seeded(self.device.type, self.recipe.seed, 2 * self.step_number + 1)
         weights = None if self._walk is None else self._walk.weights(chosen)
         return draw(self.rows, chosen, self.recipe.num_anchors, block, generator, weights)
 
-    def _teacher(self, batch: Batch, hidden: Tensor) -> Teacher | None:
+    def _teacher(self, batch: TrainingBatch, hidden: Tensor) -> Teacher | None:
         if self.recipe.objective.distill == 0:
             return None
         offset = torch.arange(batch.block - 1, device=self.device)

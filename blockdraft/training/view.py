@@ -24,7 +24,7 @@ from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.gated_delta import DeltaWeights
 from blockdraft.kernels.heads import HeadNorms
 from blockdraft.kernels.rows import Angles, reference_rms_norm, reference_rotate
-from blockdraft.training.packing import Batch
+from blockdraft.training.packing import TrainingBatch
 
 TILE = 128  # of FlexAttention's block masks
 
@@ -33,14 +33,14 @@ Seen = Tensor | BlockMask
 Kept = dict[int, tuple[Tensor, Tensor]]  # keys and values of the context, by layer
 
 
-def block_masks(batch: Batch, layers: Mapping[int, Mask]) -> dict[int, Seen]:
+def block_masks(batch: TrainingBatch, layers: Mapping[int, Mask]) -> dict[int, Seen]:
     """What every block of `batch` sees in each layer; layers of one kind share it."""
-    build: Callable[[Batch, Sees], Seen] = _tiles if batch.tokens.is_cuda else dense_mask
+    build: Callable[[TrainingBatch, Sees], Seen] = _tiles if batch.tokens.is_cuda else dense_mask
     kinds = {kind: build(batch, sees(batch, kind)) for kind in set(layers.values())}
     return {layer: kinds[kind] for layer, kind in layers.items()}
 
 
-def sees(batch: Batch, mask: Mask) -> Sees:
+def sees(batch: TrainingBatch, mask: Mask) -> Sees:
     """The rule at the top of this file, for one kind of layer."""
     length, block, anchors, starts = batch.tokens.shape[1], batch.block, batch.anchors, batch.block_starts
     window = mask.window
@@ -64,7 +64,7 @@ def sees(batch: Batch, mask: Mask) -> Sees:
     return see
 
 
-def dense_mask(batch: Batch, see: Sees) -> Tensor:
+def dense_mask(batch: TrainingBatch, see: Sees) -> Tensor:
     """[R, 1, A * B, L + A * B]"""
     num_rows, length = batch.tokens.shape
     size = batch.anchors.shape[1] * batch.block
@@ -73,7 +73,7 @@ def dense_mask(batch: Batch, see: Sees) -> Tensor:
     return see(row, row, query, torch.arange(length + size, device=row.device))
 
 
-def _tiles(batch: Batch, see: Sees) -> BlockMask:
+def _tiles(batch: TrainingBatch, see: Sees) -> BlockMask:
     """The same for FlexAttention: which tiles hold anything at all, without looking at every pair."""
     length, block, device = batch.tokens.shape[1], batch.block, batch.tokens.device
     size = batch.anchors.shape[1] * block

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.transfer import to_device
-from blockdraft.training.packing import Batch
+from blockdraft.training.packing import TrainingBatch
 
 FLOOR = 0.05  # weight of a place that is always passed over: drafters change
 BELIEF = 0.5  # how far the last block moves what is known of a place
@@ -30,7 +30,7 @@ class Walk:
         return self.chance[index].float().clamp(min=FLOOR)
 
     @torch.no_grad()
-    def learn(self, chosen: Sequence[int], batch: Batch, matches: Tensor) -> None:
+    def learn(self, chosen: Sequence[int], batch: TrainingBatch, matches: Tensor) -> None:
         """Update the chances from the blocks of the rows `chosen`, whose matches are [R * A, B - 1]."""
         num_rows, num_blocks = batch.anchors.shape
         matches = matches.view(num_rows, num_blocks, -1)

@@ -9,7 +9,7 @@ import pytest
 
 from blockdraft.bench.client import Client
 from blockdraft.bench.load import poisson, run_block
-from blockdraft.bench.records import NOT_SENT, SPECULATIVE, Ask, Load, Prompt
+from blockdraft.bench.records import NOT_SENT, SPECULATIVE, Ask, OfferedLoad, Prompt
 from tests.bench.stub import MODEL, Script, Stub
 
 
@@ -46,7 +46,7 @@ def stub():
 
 def test_a_closed_loop_keeps_so_many_running_and_no_more(stub):
     stub.script = Script(ttft_s=0.1, num_chunks=1)
-    answers = run(stub.url, asks(12), Load(concurrency=4))
+    answers = run(stub.url, asks(12), OfferedLoad(concurrency=4))
     assert stub.max_running == 4
     assert answers[-1].end_s - answers[0].planned_s == pytest.approx(0.3, abs=0.09)
     assert [answer.ask.prompt.id for answer in answers] == [str(i) for i in range(12)]
@@ -55,7 +55,7 @@ def test_a_closed_loop_keeps_so_many_running_and_no_more(stub):
 
 def test_the_next_begins_the_moment_one_ends(stub):
     stub.script = Script(ttft_s=0.02, num_chunks=1)
-    answers = run(stub.url, asks(6), Load(concurrency=1))
+    answers = run(stub.url, asks(6), OfferedLoad(concurrency=1))
     waits = [later.sent_s - earlier.end_s for earlier, later in pairwise(answers)]
     assert min(waits) >= 0
     assert statistics.median(waits) < 0.015
@@ -64,7 +64,7 @@ def test_the_next_begins_the_moment_one_ends(stub):
 def test_results_keep_the_order_of_the_asks_whoever_ends_first(stub):
     stub.script = lambda number, body: Script(ttft_s=0.2 if number == 0 else 0.0)
     seen = []
-    answers = run(stub.url, asks(3), Load(concurrency=3), on_answer=seen.append)
+    answers = run(stub.url, asks(3), OfferedLoad(concurrency=3), on_answer=seen.append)
     assert [answer.ask.prompt.id for answer in answers] == ["0", "1", "2"]
     assert seen[-1].ask.prompt.id == "0"
 
@@ -72,7 +72,7 @@ def test_results_keep_the_order_of_the_asks_whoever_ends_first(stub):
 def test_an_open_loop_sends_at_the_planned_times_whatever_is_running(stub):
     stub.script = Script(ttft_s=0.5, num_chunks=1)
     times = [0.05 * i for i in range(8)]
-    answers = run(stub.url, asks(8, times), Load(rate=20.0))
+    answers = run(stub.url, asks(8, times), OfferedLoad(rate=20.0))
     assert stub.max_running == 8
     for answer, at_s in zip(answers, times, strict=True):
         assert answer.planned_s - answers[0].planned_s == pytest.approx(at_s)
@@ -81,7 +81,7 @@ def test_an_open_loop_sends_at_the_planned_times_whatever_is_running(stub):
 
 
 def test_all_turns_of_all_conversations_are_there(stub):
-    answers = run(stub.url, asks(3, turns=("a", "b")), Load(concurrency=2))
+    answers = run(stub.url, asks(3, turns=("a", "b")), OfferedLoad(concurrency=2))
     assert [(answer.ask.prompt.id, answer.turn) for answer in answers] == [
         (str(i), turn) for i in range(3) for turn in range(2)
     ]
@@ -89,7 +89,7 @@ def test_all_turns_of_all_conversations_are_there(stub):
 
 def test_failures_are_counted_and_stop_nothing(stub):
     stub.script = lambda number, body: Script(status=503, error={}) if number % 3 == 0 else Script()
-    answers = run(stub.url, asks(9), Load(concurrency=1))
+    answers = run(stub.url, asks(9), OfferedLoad(concurrency=1))
     assert [answer.is_ok for answer in answers] == [False, True, True] * 3
 
 
@@ -103,7 +103,7 @@ def test_a_server_that_dies_midway_leaves_what_it_answered_and_errors_for_the_re
             stub.die()
 
     start_s = time.perf_counter()
-    answers = run(stub.url, asks(200), Load(concurrency=2), on_answer=on_answer)
+    answers = run(stub.url, asks(200), OfferedLoad(concurrency=2), on_answer=on_answer)
     assert time.perf_counter() - start_s < 5
     assert len(answers) == len(done) == 200
     assert all(answer.is_ok for answer in answers[:5])
@@ -116,7 +116,7 @@ def test_a_server_that_dies_midway_leaves_what_it_answered_and_errors_for_the_re
 
 
 def test_an_open_loop_gives_up_on_a_server_that_is_not_there():
-    answers = run("http://127.0.0.1:1", asks(50, [0.1 * i for i in range(50)]), Load(rate=10.0))
+    answers = run("http://127.0.0.1:1", asks(50, [0.1 * i for i in range(50)]), OfferedLoad(rate=10.0))
     assert answers[-1].end_s - answers[0].planned_s < 2
     assert len(answers) == 50
     assert sum(not answer.error.startswith(NOT_SENT) for answer in answers) < 10
@@ -126,7 +126,7 @@ def test_a_later_block_tries_again(stub):
     async def work():
         async with Client(stub.url, MODEL, clock=time.perf_counter) as client:
             client.num_refused = 3
-            return await run_block(client, asks(2), Load())
+            return await run_block(client, asks(2), OfferedLoad())
 
     assert all(answer.is_ok for answer in asyncio.run(work()))
 
@@ -134,7 +134,7 @@ def test_a_later_block_tries_again(stub):
 def test_a_stopped_block_keeps_what_it_has(stub):
     stub.script = lambda number, body: Script(ttft_s=0.0 if number == 0 else 60.0)
     start_s = time.perf_counter()
-    answers = run(stub.url, asks(4), Load(concurrency=1), stop_after_s=2)
+    answers = run(stub.url, asks(4), OfferedLoad(concurrency=1), stop_after_s=2)
     assert time.perf_counter() - start_s < 20
     assert [answer.error for answer in answers] == [
         None,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from blockdraft.bench import host
 from blockdraft.bench.compare import compare
-from blockdraft.bench.figures import BenchReport, Cell, Pair
+from blockdraft.bench.figures import ArmPair, BenchReport, Cell
 from blockdraft.bench.layout import (
     FIGURES,
     details,
@@ -95,7 +95,7 @@ def test_the_documented_fields_of_a_report_and_its_cells_exist():
     for line in SCHEMA_PAGE.read_text().splitlines():
         if line.startswith("| `"):
             names |= set(re.findall(r"`(\w+)`", line.split("|")[1]))
-    assert names == {*BenchReport.__annotations__, *Cell.__annotations__, *Pair.__annotations__}
+    assert names == {*BenchReport.__annotations__, *Cell.__annotations__, *ArmPair.__annotations__}
 
 
 def test_a_report_survives_being_written_and_read(full, tmp_path):

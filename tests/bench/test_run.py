@@ -14,9 +14,9 @@ from blockdraft.bench.client import Client
 from blockdraft.bench.endpoint import probe
 from blockdraft.bench.live import Watch
 from blockdraft.bench.load import poisson
-from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Ask, Group, Load, Prompt, Workload
+from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Ask, Group, OfferedLoad, Prompt, Workload
 from blockdraft.bench.report import build
-from blockdraft.bench.run import Grid, Point, Runner, Server, Watcher
+from blockdraft.bench.run import Grid, LoadPoint, Runner, Server, Watcher
 from tests.bench.answers import facts
 from tests.bench.stub import OWN_ROUTES, Script, Stub
 
@@ -33,7 +33,9 @@ def workload(name="w", num=3, turns=1, **fields):
 
 def grid(*workloads, loads=None, **fields):
     return Grid(
-        workloads or (workload(),), loads or (Load(),), **{"num_requests": 4, "max_tokens": 8, **fields}
+        workloads or (workload(),),
+        loads or (OfferedLoad(),),
+        **{"num_requests": 4, "max_tokens": 8, **fields},
     )
 
 
@@ -103,11 +105,16 @@ def measured(stub, outcome):
 
 
 def test_every_cell_of_the_grid_is_measured_once(stub):
-    loads = Load(1), Load(3)
+    loads = OfferedLoad(1), OfferedLoad(3)
     asked = grid(workload("a"), workload("b"), loads=loads, depths=(0, 64), temperatures=(0.0, 0.7))
     outcome = measure(stub.url, asked, arms=(SPECULATIVE,))
     keys = [
-        (group.key["workload"], Load(group.key["concurrency"]), group.key["depth"], group.key["temperature"])
+        (
+            group.key["workload"],
+            OfferedLoad(group.key["concurrency"]),
+            group.key["depth"],
+            group.key["temperature"],
+        )
         for group in outcome.groups
     ]
     assert keys == list(itertools.product("ab", loads, (0, 64), (0.0, 0.7)))
@@ -136,7 +143,7 @@ def test_every_cell_has_two_blocks_and_cells_alternate_too(stub):
 
 def test_the_arms_never_run_at_the_same_time_and_keep_the_concurrency(stub):
     stub.script = Script(ttft_s=0.02, num_chunks=1)
-    outcome = measure(stub.url, grid(loads=(Load(4),), num_requests=16))
+    outcome = measure(stub.url, grid(loads=(OfferedLoad(4),), num_requests=16))
     assert stub.max_running == 4
     spans = []
     for group in outcome.groups:
@@ -149,7 +156,7 @@ def test_the_arms_never_run_at_the_same_time_and_keep_the_concurrency(stub):
 
 def test_arrivals_are_poisson_and_the_same_for_both_arms(stub):
     stub.script = Script(ttft_s=0.15, num_chunks=1)
-    outcome = measure(stub.url, grid(loads=(Load(rate=40.0),), num_requests=12, seed=5))
+    outcome = measure(stub.url, grid(loads=(OfferedLoad(rate=40.0),), num_requests=12, seed=5))
     for group in outcome.groups:
         for number, block in enumerate((group.answers[:6], group.answers[6:])):
             times = [answer.planned_s - block[0].planned_s for answer in block]
@@ -236,7 +243,7 @@ def test_cold_and_warm_requests_are_in_no_figure(stub):
         return Script(ttft_s=0.2) if number < 12 else Script()
 
     stub.script = script
-    outcome = measure(stub.url, grid(loads=(Load(5),), num_warmups=3))
+    outcome = measure(stub.url, grid(loads=(OfferedLoad(5),), num_warmups=3))
     assert outcome.cold[SPECULATIVE].ttft_s == pytest.approx(0.3, abs=0.08)
     assert len(outcome.warm) == 10  # five to each arm: the concurrency is more than the three
     assert [arm_of(body) for body in stub.bodies[:12]] == [*BOTH, *[SPECULATIVE] * 5, *[PLAIN] * 5]
@@ -385,7 +392,7 @@ def test_progress_counts_conversations_and_tells_the_time_left():
     assert shown(watch) == ["warming up"]
     watch.take(answered())  # of the warm-up
     clock.now_s = 100.0
-    point = Point(workload("qa"), Load(4), 512, 0.7)
+    point = LoadPoint(workload("qa"), OfferedLoad(4), 512, 0.7)
     watch.begin(point, 4)
     watch.take(answered(turn=0, turns=2))
     watch.take(answered(turn=1, turns=2))
@@ -402,7 +409,7 @@ def test_progress_counts_conversations_and_tells_the_time_left():
 def test_without_a_terminal_each_cell_is_one_line():
     console = Console(file=io.StringIO(), width=120)
     with Watch(2, console, Clock()) as watch:
-        point = Point(workload("qa[/bold]"), Load(rate=2.5), 0, 0.0)
+        point = LoadPoint(workload("qa[/bold]"), OfferedLoad(rate=2.5), 0, 0.0)
         watch.begin(point, 2)
         groups = [
             Group(point.key, SPECULATIVE, [answered(30)], 2.0),
@@ -415,7 +422,7 @@ def test_without_a_terminal_each_cell_is_one_line():
 def test_on_a_terminal_the_table_goes_when_the_run_ends():
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     with Watch(1, console) as watch:
-        watch.begin(Point(workload("qa"), Load(), 0, 0.0), 1)
+        watch.begin(LoadPoint(workload("qa"), OfferedLoad(), 0, 0.0), 1)
     assert "0 of 1 conversations" in console.file.getvalue()
     assert watch._live is not None
     assert not watch._live.is_started

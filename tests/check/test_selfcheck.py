@@ -232,7 +232,7 @@ def test_a_drafter_that_touches_the_targets_cache_stops_the_start(dtype, name):
 
 def answered(*token_ids, logprob=-1.0):
     logprobs = tuple(TokenLogprobs(token, logprob, ()) for token in token_ids)
-    return draftcheck.Answer(token_ids, logprobs, metrics=None)
+    return draftcheck.CheckedAnswer(token_ids, logprobs, metrics=None)
 
 
 @needs_llvm

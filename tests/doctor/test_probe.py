@@ -14,8 +14,8 @@ from blockdraft.doctor.kernels import kernel_findings, torch_findings
 from blockdraft.doctor.probe_runner import (
     Failure,
     KernelPath,
-    Outcome,
     Probe,
+    ProbeOutcome,
     ShapeCheck,
     Torch,
     probe_torch,
@@ -78,9 +78,9 @@ class FakeProbe:
             lines.append(json.dumps({"kind": "begin", "what": what}))
             if what in self.ends:
                 err, code = self.ends[what]
-                return Outcome("\n".join(lines), err, code)
+                return ProbeOutcome("\n".join(lines), err, code)
             lines.append(json.dumps(entry))
-        return Outcome("\n".join([*lines, '{"kind": "end"}']), "", 0)
+        return ProbeOutcome("\n".join([*lines, '{"kind": "end"}']), "", 0)
 
 
 def vars_of(item):
@@ -135,13 +135,13 @@ def test_what_breaks_before_the_shapes_breaks_all_of_them(what):
 
 
 def test_a_process_that_says_nothing_failed_at_torch():
-    probe = probe_torch("auto", run=lambda argument: Outcome("", "", 127))
+    probe = probe_torch("auto", run=lambda argument: ProbeOutcome("", "", 127))
     assert probe.failures == (Failure("torch", "the process ended with code 127"),)
 
 
 def test_the_error_is_found_among_what_compilers_add():
     err = "Traceback:\n  File x\ntriton.runtime.errors.PTXASError: PTXAS error\n`ptxas` stderr:\nbla\n"
-    probe = probe_torch("auto", run=lambda argument: Outcome("", err, 1))
+    probe = probe_torch("auto", run=lambda argument: ProbeOutcome("", err, 1))
     assert probe.failures[0].how == "triton.runtime.errors.PTXASError: PTXAS error"
 
 

@@ -11,7 +11,7 @@ from blockdraft.models.dflash import DFlash
 from blockdraft.training import probe as probe_module
 from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import DrafterFit
-from blockdraft.training.probe import Probe
+from blockdraft.training.probe import AcceptanceProbe
 from tests import tiny
 
 PROMPTS = [[0, 2, 4, 6], [7], [1, 4, 7, 10, 13], [50, 3, 21], [30, 31, 32, 33, 34, 35]]
@@ -61,7 +61,7 @@ def test_a_walk_takes_the_steps_of_the_engine(tmp_path, name, width):
     documents, found = answered(llm, width)
     models = llm.engine.models
     # More layers are read than are tapped, as for trials of other taps.
-    assert Probe(models.drafter, documents, range(4)).walk(models.draft_config, width) == found
+    assert AcceptanceProbe(models.drafter, documents, range(4)).walk(models.draft_config, width) == found
     assert 0 < found.accepted[0] < found.num_steps
 
 
@@ -77,7 +77,7 @@ def test_another_configuration_is_tried_as_if_it_were_loaded(llm, tmp_path):
     again, found = answered(other, 8)
     assert again == documents
     assert found != own
-    probe = Probe(models.drafter, documents, (3, 2, 1, 0))
+    probe = AcceptanceProbe(models.drafter, documents, (3, 2, 1, 0))
     assert probe.walk(models.draft_config, 8) == own
     assert probe.walk(config, 8) == found
     assert models.drafter.model.config == models.draft_config
@@ -94,7 +94,7 @@ def test_features_are_read_once_and_only_blocks_of_steps_are_drafted(llm, monkey
         DFlash, "forward", lambda self, x, view: (num_drafted.append(len(x)), forward(self, x, view))[1]
     )
     models = llm.engine.models
-    probe = Probe(models.drafter, documents, range(4))
+    probe = AcceptanceProbe(models.drafter, documents, range(4))
     for mask in (63, 5, 6):
         probe.walk(replace(models.draft_config, mask_token_id=mask), 8)
     assert len(num_read) == len(documents)
@@ -112,6 +112,6 @@ def test_the_target_keeps_its_taps(llm, monkeypatch):
 
     monkeypatch.setattr(probe_module.FeatureReader, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Probe(models.drafter, [Document((1, 2), (3, 4), "all", True)], (3, 2, 3))
+        AcceptanceProbe(models.drafter, [Document((1, 2), (3, 4), "all", True)], (3, 2, 3))
     assert seen == [(2, 3)]
     assert models.target.taps == (0, 1, 2)
