@@ -146,7 +146,7 @@ class ArmPair(TypedDict):
     agreement: Agreement | None
 
 
-class StartPhase(TypedDict):
+class PhaseTime(TypedDict):
     """One part of a start-up."""
 
     name: str
@@ -157,7 +157,7 @@ class Startup(TypedDict):
     """One start of the server, and the first request it answered."""
 
     label: str
-    phases: list[StartPhase]
+    phases: list[PhaseTime]
     ready_s: float | None
     first_ttft_s: float | None
     first_latency_s: float | None

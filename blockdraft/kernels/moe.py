@@ -100,7 +100,7 @@ class Parts(NamedTuple):
     down: Matrices
 
 
-class SharedExpert(Protocol):
+class SharedExpertWeights(Protocol):
     """An expert that every token takes; its activation is that of the routed ones."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Shared(NamedTuple):
     """What is added beside the routed experts: sigmoid(gate) * expert(x)."""
 
     gate: Tensor  # [N, 1], logits
-    expert: SharedExpert
+    expert: SharedExpertWeights
 
 
 class Beside(NamedTuple):
