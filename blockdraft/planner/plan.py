@@ -129,7 +129,7 @@ def make_plan(
     dtype = resolver.take(
         "dtype",
         "float32" if is_cpu else "bfloat16",
-        "the CPU's kernels are fastest so" if is_cpu else "what GPUs multiply",
+        "the CPU's kernels are fastest in it" if is_cpu else "GPUs multiply it natively",
     )
     element_bytes = ELEMENT_BYTES[dtype]
     memory = machine.memory_bytes if is_cpu else gpu_budget(settings, machine)
