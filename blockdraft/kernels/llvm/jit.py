@@ -103,6 +103,79 @@ def fields(names: Iterable[str], *, pointers: str) -> str:
     return "\n".join(lines)
 
 
+def worker(loads: str, body: str, *, before: str = "", limit: str = "num_items") -> str:
+    """`worker` itself: `body` for every %item in [0, limit), each taken by one thread.
+
+    `loads` are the `fields`; `before` is done once per thread. `body` begins in block `begin` and branches to
+    `take` at its end.
+    """
+    return f"""
+define void @worker(ptr %job) {{
+entry:
+{loads}
+{before}
+  br label %take
+take:
+  %item = atomicrmw add ptr %next.p, i64 1 monotonic
+  %is_left = icmp slt i64 %item, %{limit}
+  br i1 %is_left, label %begin, label %done
+begin:
+{body}
+done:
+  ret void
+}}
+"""
+
+
+def load(target: Target, name: str, pointer: str, index: str, lanes: int) -> list[str]:
+    """`name` = `lanes` elements from pointer[index] on."""
+    return [
+        f"  {name}.p = getelementptr {target.scalar}, ptr {pointer}, i64 {index}",
+        f"  {name} = load {target.wide(lanes)}, ptr {name}.p, align {target.element_bytes}",
+    ]
+
+
+def store(target: Target, name: str, pointer: str, index: str, lanes: int) -> list[str]:
+    """The `lanes` elements of `name` go to pointer[index] and on."""
+    return [
+        f"  {name}.to = getelementptr {target.scalar}, ptr {pointer}, i64 {index}",
+        f"  store {target.wide(lanes)} {name}, ptr {name}.to, align {target.element_bytes}",
+    ]
+
+
+def spread(target: Target, scalar: str, out: str, lanes: int) -> list[str]:
+    """`out` = the scalar in every lane."""
+    v = target.wide(lanes)
+    return [
+        f"  {out}.0 = insertelement {v} poison, {target.scalar} {scalar}, i32 0",
+        f"  {out} = shufflevector {v} {out}.0, {v} poison, <{lanes} x i32> zeroinitializer",
+    ]
+
+
+def load_spread(target: Target, name: str, pointer: str, index: str, lanes: int) -> list[str]:
+    """`name` = pointer[index] in every lane."""
+    return [
+        f"  {name}.p = getelementptr {target.scalar}, ptr {pointer}, i64 {index}",
+        f"  {name}.s = load {target.scalar}, ptr {name}.p",
+        *spread(target, f"{name}.s", name, lanes),
+    ]
+
+
+def fma(target: Target, out: str, operands: tuple[str, str, str], lanes: int) -> str:
+    """`out` = the first operand times the second plus the third, rounded once."""
+    arguments = ", ".join(f"{target.wide(lanes)} {name}" for name in operands)
+    return f"  {out} = call {target.wide(lanes)} @llvm.fma.v{lanes}{target.suffix}({arguments})"
+
+
+def repeat(index: str, step: int, limit: int | str, *, loop: str, after: str) -> list[str]:
+    """The end of block `loop`: once more with `index` raised by `step` while that is below `limit`."""
+    return [
+        f"  {index}.next = add i64 {index}, {step}",
+        f"  {index}.more = icmp slt i64 {index}.next, {limit}",
+        f"  br i1 {index}.more, label %{loop}, label %{after}",
+    ]
+
+
 def halve(target: Target, name: str, out: str, lanes: int) -> list[str]:
     """`out` = the sum of vector `name`: the upper half is added to the lower until one lane is left."""
     lines = []
