@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.llvm.jit import TARGETS, Jit, Target, fields, halve
+from blockdraft.kernels.llvm.jit import TARGETS, Jit, Target, fields, fma, halve, load
 
 _LINE_BYTES = 64
 _MAX_TOKENS = 8  # tokens of one tile; more are done in several passes over cached weight rows
@@ -137,18 +137,13 @@ def _prefetch(target: Target, *, rows: int) -> list[str]:
 
 def _step(target: Target, *, rows: int, tokens: int, u: int) -> list[str]:
     """One vector of every row and token: `a[r][m] += w[r] * x[m]`."""
-    s, v = target.scalar, target.vector
     lines = [f"  %i.{u} = add i64 %i, {u * target.lanes}"]
     for name in (*(f"w{r}" for r in range(rows)), *(f"x{m}" for m in range(tokens))):
-        lines += [
-            f"  %{name}.p{u} = getelementptr {s}, ptr %{name}, i64 %i.{u}",
-            f"  %{name}.v{u} = load {v}, ptr %{name}.p{u}, align {target.element_bytes}",
-        ]
-    fma = f"call {v} @llvm.fma.v{target.lanes}{target.suffix}"
+        lines += load(target, f"%{name}.v{u}", f"%{name}", f"%i.{u}", target.lanes)
     for m in range(tokens):
         for r in range(rows):
-            operands = f"{v} %w{r}.v{u}, {v} %x{m}.v{u}, {v} %a{r}.{m}.{u}"
-            lines.append(f"  %a{r}.{m}.{u + 1} = {fma}({operands})")
+            operands = (f"%w{r}.v{u}", f"%x{m}.v{u}", f"%a{r}.{m}.{u}")
+            lines.append(fma(target, f"%a{r}.{m}.{u + 1}", operands, target.lanes))
     return lines
 
 
