@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from blockdraft.kernels.llvm.jit import Target, exp
+from blockdraft.kernels.llvm.jit import Target, exp, fma, load, load_spread, repeat, spread, store
 
 CHUNK = 256  # keys; a multiple of SUM_LANES, and part of a result's bits
 SUM_LANES = 16  # likewise
@@ -41,8 +41,7 @@ def scores(target: Target, dim: int, tile: int) -> str:
         "entry:",
         *(f"  %q{t}.p = getelementptr ptr, ptr %qs, i64 {t}" for t in range(tile)),
         *(f"  %q{t} = load ptr, ptr %q{t}.p" for t in range(tile)),
-        f"  %scale.0 = insertelement {v} poison, {s} %scale, i32 0",
-        f"  %scale.v = shufflevector {v} %scale.0, {v} poison, <{n} x i32> zeroinitializer",
+        *spread(target, "%scale", "%scale.v", n),
         f"  %first = and i64 %from, -{keys}",
         "  %last = sub i64 %to, 1",
         "  %any = icmp slt i64 %from, %to",
@@ -73,31 +72,15 @@ def scores(target: Target, dim: int, tile: int) -> str:
     for u in range(steps):
         lines.append(f"  %d{u} = add i64 %d, {u * n}")
         for name in (*(f"k{j}" for j in range(keys)), *(f"q{t}" for t in range(tile))):
-            lines += [
-                f"  %{name}.p{u} = getelementptr {s}, ptr %{name}, i64 %d{u}",
-                f"  %{name}.v{u} = load {v}, ptr %{name}.p{u}, align {target.element_bytes}",
-            ]
+            lines += load(target, f"%{name}.v{u}", f"%{name}", f"%d{u}", n)
         lines += [
-            f"  %x{j}.{t}.{u + 1} = call {v} @llvm.fma.v{n}{target.suffix}"
-            f"({v} %k{j}.v{u}, {v} %q{t}.v{u}, {v} %x{j}.{t}.{u})"
+            fma(target, f"%x{j}.{t}.{u + 1}", (f"%k{j}.v{u}", f"%q{t}.v{u}", f"%x{j}.{t}.{u}"), n)
             for j, t in cells
         ]
-    lines += [
-        f"  %d.next = add i64 %d, {steps * n}",
-        f"  %more = icmp slt i64 %d.next, {dim}",
-        "  br i1 %more, label %dot, label %store",
-        "store:",
-    ]
+    lines += [*repeat("%d", steps * n, dim, loop="dot", after="store"), "store:"]
     for t in range(tile):
         lines += _add_pairs(target, [f"%x{j}.{t}.{steps}" for j in range(keys)], t)
-    lines += [
-        f"  %g.next = add i64 %g, {keys}",
-        "  %again = icmp slt i64 %g.next, %to",
-        "  br i1 %again, label %group, label %done",
-        "done:",
-        "  ret void",
-        "}",
-    ]
+    lines += [*repeat("%g", keys, "%to", loop="group", after="done"), "done:", "  ret void", "}"]
     return "\n".join(lines)
 
 
@@ -137,8 +120,7 @@ def _add_pairs(target: Target, names: list[str], t: int) -> list[str]:
         lines += [
             f"  %r{t}.{index} = fmul {v} {name}, %scale.v",
             f"  %r{t}.{index}.i = add i64 %g, {t * CHUNK + index * n}",
-            f"  %r{t}.{index}.p = getelementptr {target.scalar}, ptr %s, i64 %r{t}.{index}.i",
-            f"  store {v} %r{t}.{index}, ptr %r{t}.{index}.p, align {target.element_bytes}",
+            *store(target, f"%r{t}.{index}", "%s", f"%r{t}.{index}.i", n),
         ]
     return lines
 
@@ -174,8 +156,7 @@ def _rescale(target: Target, dim: int) -> list[str]:
     return [
         "rescale:",
         f"  %fall = fsub {s} %old, %new",
-        f"  %fall.0 = insertelement {v} poison, {s} %fall, i32 0",
-        f"  %fall.v = shufflevector {v} %fall.0, {v} poison, <{n} x i32> zeroinitializer",
+        *spread(target, "%fall", "%fall.v", n),
         *exp(target, "%fall.v", "%factor", n),
         f"  %factor.w = shufflevector {v} %factor, {v} poison, <{w} x i32> zeroinitializer",
         f"  %sum.old = load {wide}, ptr %sum.p, align {target.element_bytes}",
@@ -184,13 +165,10 @@ def _rescale(target: Target, dim: int) -> list[str]:
         "  br label %column",
         "column:",
         "  %d = phi i64 [ 0, %rescale ], [ %d.next, %column ]",
-        f"  %o.p = getelementptr {s}, ptr %out, i64 %d",
-        f"  %o = load {v}, ptr %o.p, align {target.element_bytes}",
+        *load(target, "%o", "%out", "%d", n),
         f"  %o.less = fmul {v} %o, %factor",
         f"  store {v} %o.less, ptr %o.p, align {target.element_bytes}",
-        f"  %d.next = add i64 %d, {n}",
-        f"  %d.more = icmp slt i64 %d.next, {dim}",
-        "  br i1 %d.more, label %column, label %weigh",
+        *repeat("%d", n, dim, loop="column", after="weigh"),
     ]
 
 
@@ -213,18 +191,14 @@ def softmax(target: Target, dim: int) -> str:
         "find:",
         "  %g = phi i64 [ %first, %tail ], [ %g.next, %find ]",
         f"  %best = phi {wide} [ {least}, %tail ], [ %best.next, %find ]",
-        f"  %x.p = getelementptr {s}, ptr %s, i64 %g",
-        f"  %x = load {wide}, ptr %x.p, align {target.element_bytes}",
+        *load(target, "%x", "%s", "%g", w),
         f"  %best.next = call {wide} @llvm.maxnum.v{w}{f}({wide} %best, {wide} %x)",
-        f"  %g.next = add i64 %g, {w}",
-        "  %more = icmp slt i64 %g.next, %to",
-        "  br i1 %more, label %find, label %found",
+        *repeat("%g", w, "%to", loop="find", after="found"),
         "found:",
         f"  %chunk.max = call {s} @llvm.vector.reduce.fmax.v{w}{f}({wide} %best.next)",
         f"  %new = call {s} @llvm.maxnum.{f}({s} %old, {s} %chunk.max)",
         f"  store {s} %new, ptr %max.p",
-        f"  %new.0 = insertelement {wide} poison, {s} %new, i32 0",
-        f"  %new.v = shufflevector {wide} %new.0, {wide} poison, <{w} x i32> zeroinitializer",
+        *spread(target, "%new", "%new.v", w),
         f"  %grew = fcmp ogt {s} %new, %old",
         "  br i1 %grew, label %rescale, label %weigh",
         *_rescale(target, dim),
@@ -234,15 +208,12 @@ def softmax(target: Target, dim: int) -> str:
         "each:",
         "  %h = phi i64 [ %first, %weigh ], [ %h.next, %each ]",
         f"  %sum = phi {wide} [ %sum.0, %weigh ], [ %sum.next, %each ]",
-        f"  %y.p = getelementptr {s}, ptr %s, i64 %h",
-        f"  %y = load {wide}, ptr %y.p, align {target.element_bytes}",
+        *load(target, "%y", "%s", "%h", w),
         f"  %below = fsub {wide} %y, %new.v",
         *exp(target, "%below", "%e", w),
         f"  store {wide} %e, ptr %y.p, align {target.element_bytes}",
         f"  %sum.next = fadd {wide} %sum, %e",
-        f"  %h.next = add i64 %h, {w}",
-        "  %h.more = icmp slt i64 %h.next, %to",
-        "  br i1 %h.more, label %each, label %end",
+        *repeat("%h", w, "%to", loop="each", after="end"),
         "end:",
         f"  store {wide} %sum.next, ptr %sum.p, align {target.element_bytes}",
         "  br label %done",
@@ -273,41 +244,27 @@ def weigh(target: Target, dim: int, tile: int, columns: int) -> str:
             f"  %o{t} = getelementptr {s}, ptr %o{t}.base, i64 %first",
         ]
     for t, c in cells:
-        lines += [
-            f"  %o{t}.{c}.p = getelementptr {s}, ptr %o{t}, i64 {c * n}",
-            f"  %o{t}.{c}.0 = load {v}, ptr %o{t}.{c}.p, align {target.element_bytes}",
-        ]
+        lines += load(target, f"%o{t}.{c}", f"%o{t}", str(c * n), n)
     lines += [
         "  br label %key",
         "key:",
         "  %i = phi i64 [ %from, %begin ], [ %i.next, %key ]",
-        *(f"  %x{t}.{c} = phi {v} [ %o{t}.{c}.0, %begin ], [ %y{t}.{c}, %key ]" for t, c in cells),
+        *(f"  %x{t}.{c} = phi {v} [ %o{t}.{c}, %begin ], [ %y{t}.{c}, %key ]" for t, c in cells),
         "  %slot.p = getelementptr i64, ptr %slots, i64 %i",
         "  %slot = load i64, ptr %slot.p",
         f"  %at = mul i64 %slot, {dim}",
         f"  %v = getelementptr {s}, ptr %values.d, i64 %at",
     ]
     for c in range(columns):
-        lines += [
-            f"  %v{c}.p = getelementptr {s}, ptr %v, i64 {c * n}",
-            f"  %v{c} = load {v}, ptr %v{c}.p, align {target.element_bytes}",
-        ]
+        lines += load(target, f"%v{c}", "%v", str(c * n), n)
     for t in range(tile):
         lines += [
             f"  %w{t}.i = add i64 %i, {t * CHUNK}",
-            f"  %w{t}.p = getelementptr {s}, ptr %s, i64 %w{t}.i",
-            f"  %w{t}.s = load {s}, ptr %w{t}.p",
-            f"  %w{t}.0 = insertelement {v} poison, {s} %w{t}.s, i32 0",
-            f"  %w{t} = shufflevector {v} %w{t}.0, {v} poison, <{n} x i32> zeroinitializer",
+            *load_spread(target, f"%w{t}", "%s", f"%w{t}.i", n),
         ]
     lines += [
-        f"  %y{t}.{c} = call {v} @llvm.fma.v{n}{target.suffix}({v} %v{c}, {v} %w{t}, {v} %x{t}.{c})"
-        for t, c in cells
-    ]
-    lines += [
-        "  %i.next = add i64 %i, 1",
-        "  %more = icmp slt i64 %i.next, %to",
-        "  br i1 %more, label %key, label %store",
+        *(fma(target, f"%y{t}.{c}", (f"%v{c}", f"%w{t}", f"%x{t}.{c}"), n) for t, c in cells),
+        *repeat("%i", 1, "%to", loop="key", after="store"),
         "store:",
         *(f"  store {v} %y{t}.{c}, ptr %o{t}.{c}.p, align {target.element_bytes}" for t, c in cells),
         "  br label %done",
