@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.llvm.attention_tile import CHUNK, SUM_LANES, scores, softmax, split, weigh
-from blockdraft.kernels.llvm.jit import TARGETS, Jit, Target, fields, halve
+from blockdraft.kernels.llvm.jit import TARGETS, Jit, Target, fields, halve, spread, worker
 
 MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread takes at a time
 MAX_TILE = 4  # query vectors that share one pass over a chunk of keys
@@ -204,40 +204,29 @@ def _worker(target: Target, dim: int) -> str:
         ", ".join(f"ptr %{name}.t" for name in names)
         + f", ptr %u.s, ptr %slots.c, ptr %keys.g, ptr %values.g, {target.scalar} %scale, i64 %chunk"
     )
-    return _WORKER.format(
+    scale = "fptrunc double %scale.d to float" if target.suffix == "f32" else "fadd double %scale.d, 0.0"
+    state = "\n".join(
+        f"  %u.{name} = alloca {kind}, i64 {MAX_VECTORS}" for name, kind in zip(names, kinds, strict=True)
+    )
+    before = f"""  %scale.d = bitcast i64 %scale_bits to double
+  %scale = {scale}
+  %has_sinks = icmp ne ptr %sinks, null
+{state}
+  %u.s = alloca {target.scalar}, i64 {MAX_TILE * CHUNK}"""
+    total = halve(target, "%sum.v", "%total", SUM_LANES) + spread(target, "%total", "%total.v", target.lanes)
+    body = _ITEM.format(
         s=target.scalar, v=target.vector, wide=wide, lanes=target.lanes, dim=dim, chunk=CHUNK,
-        max_vectors=MAX_VECTORS, scores=MAX_TILE * CHUNK, max_tile=MAX_TILE, align=target.element_bytes,
-        least=target.number(torch.finfo(target.dtype).min), fields=fields(_FIELDS, pointers=_POINTERS),
-        scale="fptrunc double %scale.d to float" if target.suffix == "f32" else "fadd double %scale.d, 0.0",
+        max_tile=MAX_TILE, align=target.element_bytes, least=target.number(torch.finfo(target.dtype).min),
         one=target.number(1.0), offsets=offsets, cases=" ".join(f"i64 {n}, label %case{n}" for n in _TILES),
         calls="\n".join(f"case{n}:\n  call void @tile_{n}({call})\n  br label %tile.end" for n in _TILES),
-        total="\n".join(halve(target, "%sum.v", "%total", SUM_LANES)),
+        total="\n".join(total),
     )  # fmt: skip
+    return worker(fields(_FIELDS, pointers=_POINTERS), body, before=before)
 
 
 # Every thread takes items (unit, key head) until none is left: set up the unit's vectors, chunk by chunk
 # all its tiles, then divide. The unit's state lives on the stack, `out` in its place.
-_WORKER = """
-define void @worker(ptr %job) {{
-entry:
-{fields}
-  %scale.d = bitcast i64 %scale_bits to double
-  %scale = {scale}
-  %has_sinks = icmp ne ptr %sinks, null
-  %u.qs = alloca ptr, i64 {max_vectors}
-  %u.outs = alloca ptr, i64 {max_vectors}
-  %u.lo = alloca i64, i64 {max_vectors}
-  %u.hi = alloca i64, i64 {max_vectors}
-  %u.max = alloca {s}, i64 {max_vectors}
-  %u.sum = alloca {wide}, i64 {max_vectors}
-  %u.s = alloca {s}, i64 {scores}
-  br label %take
-take:
-  %item = atomicrmw add ptr %next.p, i64 1 monotonic
-  %is_left = icmp slt i64 %item, %num_items
-  br i1 %is_left, label %begin, label %done
-begin:
-  %unit = udiv i64 %item, %num_groups
+_ITEM = """  %unit = udiv i64 %item, %num_groups
   %group = urem i64 %item, %num_groups
   %unit.p = getelementptr [4 x i64], ptr %units, i64 %unit
   %place = load i64, ptr %unit.p
@@ -337,8 +326,6 @@ divide:
   %sum.j = getelementptr {wide}, ptr %u.sum, i64 %j
   %sum.v = load {wide}, ptr %sum.j
 {total}
-  %total.0 = insertelement {v} poison, {s} %total, i32 0
-  %total.v = shufflevector {v} %total.0, {v} poison, <{lanes} x i32> zeroinitializer
   %outs.j = getelementptr ptr, ptr %u.outs, i64 %j
   %out.j = load ptr, ptr %outs.j
   br label %quotient
@@ -354,8 +341,4 @@ quotient:
 divide.end:
   %j.next = add i64 %j, 1
   %j.more = icmp slt i64 %j.next, %count
-  br i1 %j.more, label %divide, label %take
-done:
-  ret void
-}}
-"""
+  br i1 %j.more, label %divide, label %take"""
