@@ -21,8 +21,19 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.gated_delta import EPS, Tape
-from blockdraft.kernels.llvm.jit import TARGETS, Jit, Target, fields
-from blockdraft.kernels.llvm.pointwise import each, intrinsics, load, sigmoid, store
+from blockdraft.kernels.llvm.jit import (
+    TARGETS,
+    Jit,
+    Target,
+    fields,
+    fma,
+    load,
+    load_spread,
+    repeat,
+    store,
+    worker,
+)
+from blockdraft.kernels.llvm.pointwise import each, intrinsics, sigmoid
 from blockdraft.kernels.rows import llvm_rows
 
 _VECTORS = 8  # of columns in a piece: enough sums to hide the latency of a multiply-add
@@ -169,15 +180,13 @@ def _columns(target: Target, count: int, lanes: int, *, is_fold: bool) -> str:
         f"  %delta.t = getelementptr {s}, ptr %delta.c, i64 %column.at",
         f"  %value.t = getelementptr {s}, ptr %value.c, i64 %column.at",
         f"  %out.t = getelementptr {s}, ptr %out.c, i64 %column.at",
-        *_splat(target, "%decay", "%decay.c", "%head.at", lanes),
+        *load_spread(target, "%decay", "%decay.c", "%head.at", lanes),
         *(_load_deltas(target, count, lanes) if is_fold else _make_deltas(target, count, lanes)),
         "  br label %update",
         *_update(target, count, lanes, reads=not is_fold),
         "token.end:",
         *([] if is_fold else _store_outs(target, count, lanes)),
-        "  %t.next = add i64 %t, 1",
-        "  %t.more = icmp slt i64 %t.next, %count",
-        "  br i1 %t.more, label %token, label %done",
+        *repeat("%t", 1, "%count", loop="token", after="done"),
         "done:",
         "  ret void",
         "}",
@@ -192,17 +201,6 @@ def _store_outs(target: Target, count: int, lanes: int) -> list[str]:
     return lines
 
 
-def _splat(target: Target, name: str, pointer: str, index: str, lanes: int) -> list[str]:
-    """`name` = pointer[index] in every lane."""
-    s, v = target.scalar, target.wide(lanes)
-    return [
-        f"  {name}.p = getelementptr {s}, ptr {pointer}, i64 {index}",
-        f"  {name}.s = load {s}, ptr {name}.p",
-        f"  {name}.0 = insertelement {v} poison, {s} {name}.s, i32 0",
-        f"  {name} = shufflevector {v} {name}.0, {v} poison, <{lanes} x i32> zeroinitializer",
-    ]
-
-
 def _load_deltas(target: Target, count: int, lanes: int) -> list[str]:
     lines = []
     for i in range(count):
@@ -214,24 +212,19 @@ def _make_deltas(target: Target, count: int, lanes: int) -> list[str]:
     """delta = beta * (value - decay * sum of key[k] * S[k]), stored as well."""
     s, v, columns = target.scalar, target.wide(lanes), range(count)
     lines = [
-        *_splat(target, "%beta", "%beta.c", "%head.at", lanes),
+        *load_spread(target, "%beta", "%beta.c", "%head.at", lanes),
         "  br label %dot",
         "dot:",
         "  %j = phi i64 [ 0, %token ], [ %j.next, %dot ]",
         *(f"  %a{i} = phi {v} [ zeroinitializer, %token ], [ %a{i}.next, %dot ]" for i in columns),
-        *_splat(target, "%kj", "%key.t", "%j", lanes),
+        *load_spread(target, "%kj", "%key.t", "%j", lanes),
         "  %j.at = mul i64 %j, %from.stride",
         f"  %j.row = getelementptr {s}, ptr %from, i64 %j.at",
     ]
     for i in columns:
         lines += load(target, f"%x{i}", "%j.row", str(i * lanes), lanes)
-        lines.append(_fma(target, f"%a{i}.next", ("%kj", f"%x{i}", f"%a{i}"), lanes))
-    lines += [
-        "  %j.next = add i64 %j, 1",
-        "  %j.more = icmp slt i64 %j.next, %key_size",
-        "  br i1 %j.more, label %dot, label %ready",
-        "ready:",
-    ]
+        lines.append(fma(target, f"%a{i}.next", ("%kj", f"%x{i}", f"%a{i}"), lanes))
+    lines += [*repeat("%j", 1, "%key_size", loop="dot", after="ready"), "ready:"]
     for i in columns:
         lines += [
             *load(target, f"%v{i}", "%value.t", str(i * lanes), lanes),
@@ -249,9 +242,9 @@ def _update(target: Target, count: int, lanes: int, *, reads: bool) -> list[str]
     lines = ["update:", "  %k = phi i64 [ 0, %ready ], [ %k.next, %update ]"]
     if reads:
         lines += [f"  %o{i} = phi {v} [ zeroinitializer, %ready ], [ %o{i}.next, %update ]" for i in columns]
-        lines += _splat(target, "%qk", "%query.t", "%k", lanes)
+        lines += load_spread(target, "%qk", "%query.t", "%k", lanes)
     lines += [
-        *_splat(target, "%kk", "%key.t", "%k", lanes),
+        *load_spread(target, "%kk", "%key.t", "%k", lanes),
         "  %from.at = mul i64 %k, %from.stride",
         f"  %from.row = getelementptr {s}, ptr %from, i64 %from.at",
         "  %to.at = mul i64 %k, %to.stride",
@@ -261,22 +254,12 @@ def _update(target: Target, count: int, lanes: int, *, reads: bool) -> list[str]
         lines += [
             *load(target, f"%y{i}", "%from.row", str(i * lanes), lanes),
             f"  %less{i} = fmul {v} %y{i}, %decay",
-            _fma(target, f"%new{i}", ("%kk", f"%d{i}", f"%less{i}"), lanes),
+            fma(target, f"%new{i}", ("%kk", f"%d{i}", f"%less{i}"), lanes),
             *store(target, f"%new{i}", "%to.row", str(i * lanes), lanes),
         ]
         if reads:
-            lines.append(_fma(target, f"%o{i}.next", ("%qk", f"%new{i}", f"%o{i}"), lanes))
-    return [
-        *lines,
-        "  %k.next = add i64 %k, 1",
-        "  %k.more = icmp slt i64 %k.next, %key_size",
-        "  br i1 %k.more, label %update, label %token.end",
-    ]
-
-
-def _fma(target: Target, out: str, operands: tuple[str, str, str], lanes: int) -> str:
-    arguments = ", ".join(f"{target.wide(lanes)} {name}" for name in operands)
-    return f"  {out} = call {target.wide(lanes)} @llvm.fma.v{lanes}{target.suffix}({arguments})"
+            lines.append(fma(target, f"%o{i}.next", ("%qk", f"%new{i}", f"%o{i}"), lanes))
+    return [*lines, *repeat("%k", 1, "%key_size", loop="update", after="token.end")]
 
 
 def _worker(target: Target, *, is_fold: bool) -> str:
@@ -291,28 +274,20 @@ do{index}:
   %column.{index} = add i64 %column, {count * lanes}
   br label %piece""")
     back = ", ".join(f"[ %column.{index}, %do{index} ]" for index in range(len(cases)))
-    return _WORKER.format(
-        s=target.scalar, fields=fields(_FIELDS, pointers=_POINTERS), piece=_VECTORS * target.lanes, back=back,
-        cases="\n".join(cases), end=f"try{len(cases)}",
+    piece = _VECTORS * target.lanes
+    before = f"""  %s.size = mul i64 %key_size, {piece}
+  %s = alloca {target.scalar}, i64 %s.size, align 64
+  %value_stride = mul i64 %num_heads, %value_size
+  %head_size = mul i64 %key_size, %value_size"""
+    body = _ITEM.format(
+        s=target.scalar, piece=piece, back=back, cases="\n".join(cases), end=f"try{len(cases)}",
         count="load i64, ptr %counts.r" if is_fold else "add i64 %tokens, 0",
     )  # fmt: skip
+    return worker(fields(_FIELDS, pointers=_POINTERS), body, before=before)
 
 
-_WORKER = """
-define void @worker(ptr %job) {{
-entry:
-{fields}
-  %s.size = mul i64 %key_size, {piece}
-  %s = alloca {s}, i64 %s.size, align 64
-  %value_stride = mul i64 %num_heads, %value_size
-  %head_size = mul i64 %key_size, %value_size
-  br label %take
-take:
-  %item = atomicrmw add ptr %next.p, i64 1 monotonic
-  %is_left = icmp slt i64 %item, %num_items
-  br i1 %is_left, label %begin, label %done
-begin:
-  %piece.n = urem i64 %item, %num_pieces
+# What a thread does with one %item: a piece of the columns of one row and value head.
+_ITEM = """  %piece.n = urem i64 %item, %num_pieces
   %row.head = udiv i64 %item, %num_pieces
   %head = urem i64 %row.head, %num_heads
   %row = udiv i64 %row.head, %num_heads
@@ -350,11 +325,7 @@ piece:
   br label %try0
 {cases}
 {end}:
-  br label %take
-done:
-  ret void
-}}
-"""
+  br label %take"""
 
 
 _CONVOLVE_FIELDS = (
@@ -381,7 +352,7 @@ def _convolution(target: Target, taps: int) -> str:
                 f"  {p}.w{i} = shufflevector {many} {p}.w, {many} poison, <{lanes} x i32> <{lanes_of_tap}>",
                 f"  {p}.a0 = fmul {v} {p}.x0, {p}.w0"
                 if i == 0
-                else _fma(target, f"{p}.a{i}", (f"{p}.x{i}", f"{p}.w{i}", f"{p}.a{i - 1}"), lanes),
+                else fma(target, f"{p}.a{i}", (f"{p}.x{i}", f"{p}.w{i}", f"{p}.a{i - 1}"), lanes),
             ]
         total = f"{p}.a{taps - 1}"
         return [
@@ -392,32 +363,18 @@ def _convolution(target: Target, taps: int) -> str:
         ]
 
     inputs = "\n".join(_input(target, i, taps) for i in range(taps))
-    return f"""
-{intrinsics(target)}
-define void @worker(ptr %job) {{
-entry:
-{fields(_CONVOLVE_FIELDS, pointers="x tail weight y")}
-  br label %take
-take:
-  %n = atomicrmw add ptr %next.p, i64 1 monotonic
-  %is_left = icmp slt i64 %n, %num_items
-  br i1 %is_left, label %token, label %done
-token:
-  %row = udiv i64 %n, %tokens
-  %t = urem i64 %n, %tokens
+    token = f"""  %row = udiv i64 %item, %tokens
+  %t = urem i64 %item, %tokens
   %x.at = mul i64 %row, %x_row
   %x.r = getelementptr {s}, ptr %x, i64 %x.at
   %tail.at = mul i64 %row, %tail_row
   %tail.r = getelementptr {s}, ptr %tail, i64 %tail.at
-  %y.at = mul i64 %n, %size
+  %y.at = mul i64 %item, %size
   %y.n = getelementptr {s}, ptr %y, i64 %y.at
 {inputs}
   br label %each
-{each(target, body, before="token", after="take")}
-done:
-  ret void
-}}
-"""
+{each(target, body, before="begin", after="take")}"""
+    return intrinsics(target) + worker(fields(_CONVOLVE_FIELDS, pointers="x tail weight y"), token)
 
 
 def _input(target: Target, i: int, taps: int) -> str:
