@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.llvm.jit import TARGETS, Jit, Target, exp, fields, halve
+from blockdraft.kernels.llvm.jit import TARGETS, Jit, Target, exp, fields, halve, load, store, worker
 
 WIDE = 16  # elements at a time; part of a sum's bits
 _SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it saves
@@ -94,28 +94,16 @@ def intrinsics(target: Target) -> str:
 
 
 def _module(target: Target, *, row: str) -> str:
-    """`row` is the text from block `row` on; it ends with a branch to `take`."""
+    """`row` is what is done with the row %item from block `begin` on; it ends with a branch to `take`."""
     s, f = target.scalar, target.suffix
+    body = f"""  %x.at = mul i64 %item, %stride
+  %x.n = getelementptr {s}, ptr %x, i64 %x.at
+{row}"""
     return f"""
 {intrinsics(target)}
 declare {s} @llvm.fma.{f}({s}, {s}, {s})
 declare {s} @llvm.sqrt.{f}({s})
-define void @worker(ptr %job) {{
-entry:
-{fields(_FIELDS, pointers="x y a b")}
-  br label %take
-take:
-  %n = atomicrmw add ptr %next.p, i64 1 monotonic
-  %is_left = icmp slt i64 %n, %num_rows
-  br i1 %is_left, label %row, label %done
-row:
-  %x.at = mul i64 %n, %stride
-  %x.n = getelementptr {s}, ptr %x, i64 %x.at
-{row}
-done:
-  ret void
-}}
-"""
+{worker(fields(_FIELDS, pointers="x y a b"), body, limit="num_rows")}"""
 
 
 def each(target: Target, body: _Body, *, before: str, after: str) -> str:
@@ -141,20 +129,6 @@ def each(target: Target, body: _Body, *, before: str, after: str) -> str:
     return "\n".join(lines)
 
 
-def load(target: Target, name: str, pointer: str, index: str, lanes: int) -> list[str]:
-    return [
-        f"  {name}.p = getelementptr {target.scalar}, ptr {pointer}, i64 {index}",
-        f"  {name} = load {target.wide(lanes)}, ptr {name}.p, align {target.element_bytes}",
-    ]
-
-
-def store(target: Target, name: str, pointer: str, index: str, lanes: int) -> list[str]:
-    return [
-        f"  {name}.to = getelementptr {target.scalar}, ptr {pointer}, i64 {index}",
-        f"  store {target.wide(lanes)} {name}, ptr {name}.to, align {target.element_bytes}",
-    ]
-
-
 def _norm(target: Target) -> str:
     """y = x * (1 / sqrt(mean(x**2) + eps)) * weight; a = weight, b = eps."""
     s, f, wide = target.scalar, target.suffix, target.wide(WIDE)
@@ -176,8 +150,8 @@ def _norm(target: Target) -> str:
   %y.n = getelementptr {s}, ptr %y, i64 %x.at
   br label %sum
 sum:
-  %k = phi i64 [ 0, %row ], [ %k.next, %sum.wide ]
-  %acc = phi {wide} [ zeroinitializer, %row ], [ %acc.next, %sum.wide ]
+  %k = phi i64 [ 0, %begin ], [ %k.next, %sum.wide ]
+  %acc = phi {wide} [ zeroinitializer, %begin ], [ %acc.next, %sum.wide ]
   %k.next = add i64 %k, {WIDE}
   %k.fits = icmp sle i64 %k.next, %size
   br i1 %k.fits, label %sum.wide, label %sum.rest
@@ -264,10 +238,10 @@ def _gate_mul(target: Target, argument: _Argument) -> str:
 
     row = f"""
   %up = getelementptr {target.scalar}, ptr %x.n, i64 %size
-  %y.at = mul i64 %n, %size
+  %y.at = mul i64 %item, %size
   %y.n = getelementptr {target.scalar}, ptr %y, i64 %y.at
   br label %each
-{each(target, body, before="row", after="take")}"""
+{each(target, body, before="begin", after="take")}"""
     return _module(target, row=row)
 
 
@@ -296,13 +270,13 @@ def _rotate(target: Target) -> str:
         ]
 
     row = f"""
-  %angle.at = mul i64 %n, %size
+  %angle.at = mul i64 %item, %size
   %cos = getelementptr {s}, ptr %a, i64 %angle.at
   %sin = getelementptr {s}, ptr %b, i64 %angle.at
-  %y.first = mul i64 %n, %heads
+  %y.first = mul i64 %item, %heads
   br label %head
 head:
-  %h = phi i64 [ 0, %row ], [ %h.next, %head.end ]
+  %h = phi i64 [ 0, %begin ], [ %h.next, %head.end ]
   %h.at = mul i64 %h, %dim
   %u = getelementptr {s}, ptr %x.n, i64 %h.at
   %v = getelementptr {s}, ptr %u, i64 %size
