@@ -5,6 +5,30 @@ from __future__ import annotations
 import functools
 
 import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Let the blocks of the kernel behind this one become resident; see `has_pdl`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until all that earlier kernels wrote can be read."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def start_and_wait(PDL: tl.constexpr):
+    """`let_next_start`, then `wait_for_previous`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @functools.cache
@@ -16,6 +40,12 @@ def has_pdl(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlap(device: torch.device) -> dict[str, bool]:
+    """The options of a launch that say whether it overlaps with its neighbours: the kernel's and Triton's."""
+    pdl = has_pdl(device)
+    return {"PDL": pdl, "launch_pdl": pdl}
 
 
 @functools.cache
