@@ -23,7 +23,7 @@ from torch import Tensor
 
 from blockdraft.kernels.sampling import SamplingBatch
 from blockdraft.kernels.sampling_tables import Real, Whole
-from blockdraft.kernels.triton.launch import has_pdl, num_multiprocessors
+from blockdraft.kernels.triton.launch import let_next_start, num_multiprocessors, overlap, wait_for_previous
 from blockdraft.kernels.triton.scores import (
     MIN_TEMPERATURE,
     NEVER,
@@ -100,40 +100,47 @@ def _is_drawn_with_filters(row, real, whole):
 
 
 @triton.jit
+def _begin(logits, row_stride, column_stride, rows, C, PDL: tl.constexpr):
+    """The column of this program: its index, its place r, c in the batch, row r in the tables, its logits."""
+    let_next_start(PDL)
+    index = tl.program_id(0)
+    r = index // C
+    c = index % C
+    logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
+    wait_for_previous(PDL)
+    return index, r, c, tl.load(rows + r), logits
+
+
+@triton.jit
+def _chunks_of_program(logits, V, num_chunks, chunks_per_program):
+    """The range of this program's chunks, and the logits of its first."""
+    begin = tl.program_id(1) * chunks_per_program
+    end = tl.minimum(begin + chunks_per_program, num_chunks)
+    return begin, end, load_logits(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
+
+
+@triton.jit
 def _scan(
     logits, row_stride, column_stride, starts, recent, rows, real, whole,
     stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
     best_values, best_ids, peaks, group_peaks, num_chunks, chunks_per_program,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    index = tl.program_id(0)
-    r = index // C
-    c = index % C
-    logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.load(rows + r)
+    tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
+    index, r, c, row, logits = _begin(logits, row_stride, column_stride, rows, C, PDL)
+    column = (r, c, row, tables)
     is_random = tl.load(real + row * NUM_REAL + TEMPERATURE) >= MIN_TEMPERATURE
     is_filtered = is_random & (tl.load(whole + row * NUM_WHOLE + _IS_FILTERED) != 0)
     has_top_k = tl.load(whole + row * NUM_WHOLE + _TOP_K) < V
     seed = tl.load(whole + row * NUM_WHOLE + _SEED)
     position = tl.load(starts + r) + 1 + c
-    begin = tl.program_id(1) * chunks_per_program
-    end = tl.minimum(begin + chunks_per_program, num_chunks)
-    upcoming = load_logits(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
+    begin, end, upcoming = _chunks_of_program(logits, V, num_chunks, chunks_per_program)
     for chunk in range(begin, end):
         first = chunk * CHUNK
         ids = first + tl.arange(0, CHUNK)
         raw = upcoming
-        upcoming = load_logits(
-            logits, ids + CHUNK, tl.minimum(V, end * CHUNK)
-        )  # on its way during this one's work
-        scores = scores_of(
-            raw, ids, first, first + CHUNK, r, c, row, starts, recent, real, whole,
-            stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-        )  # fmt: skip
+        upcoming = load_logits(logits, ids + CHUNK, tl.minimum(V, end * CHUNK))  # for the next turn
+        scores = scores_of(raw, ids, first, first + CHUNK, column)
         if is_filtered:
             tl.store(peaks + index * num_chunks + chunk, tl.max(scores, axis=0))
             if has_top_k:
@@ -181,15 +188,9 @@ def _bound(
     GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Score and id + 1 of each column's k-th ranked token: top_k keeps what ranks before. Off: everything."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    index = tl.program_id(0)
-    r = index // C
-    c = index % C
-    logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.load(rows + r)
+    tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
+    index, r, c, row, logits = _begin(logits, row_stride, column_stride, rows, C, PDL)
+    column = (r, c, row, tables)
     k = tl.load(whole + row * NUM_WHOLE + _TOP_K)
     bound_score = tl.full([], NEVER, tl.float32)
     past_id = tl.full([], _NO_ID, tl.int32)
@@ -209,10 +210,7 @@ def _bound(
             place = tl.arange(0, MAX_GROUPS)
             chosen = tl.load(chosen_groups + index * MAX_GROUPS + place, mask=place < num_chosen, other=V)
             ids = tl.reshape(chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [MAX_GROUPS * GROUP])
-            scores = scores_of(
-                load_logits(logits, ids, V), ids, 0, V, r, c, row, starts, recent, real, whole,
-                stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-            )  # fmt: skip
+            scores = scores_of(load_logits(logits, ids, V), ids, 0, V, column)
             token_keys = tl.where(ids < V, _key(scores), _LOWEST_KEY)
             key = _kth_key(token_keys, k)
             num_missing = k - tl.sum((token_keys > key).to(tl.int32), axis=0)
@@ -235,11 +233,8 @@ def _bound(
                 for chunk in range(num_chunks):
                     first = chunk * CHUNK
                     ids = first + tl.arange(0, CHUNK)
-                    scores = scores_of(
-                        load_logits(logits, ids, V), ids, first, first + CHUNK, r, c, row, starts, recent,
-                        real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-                    )  # fmt: skip
-                    token_keys = _key(scores)
+                    raw = load_logits(logits, ids, V)
+                    token_keys = _key(scores_of(raw, ids, first, first + CHUNK, column))
                     is_counted = (token_keys == low.to(tl.int32)) & (ids < middle_id)
                     if by_score:
                         is_counted = token_keys >= middle.to(tl.int32)
@@ -261,17 +256,25 @@ def _bound(
 
 
 @triton.jit
-def _draw_chunk(
-    raw, first, score, token, floor, bound_score, bound_id, seed, position, r, c, row,
-    starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-):  # fmt: skip
-    """The best noisy token of a chunk among those kept and ranked before (score, token): value, id, score."""
+def _limits(peaks, bound_scores, bound_ids, row, real, index, num_chunks, CHUNKS: tl.constexpr):
+    """The likeliest score of a column, and what min_p and top_k keep: from a score on, before (score, id)."""
+    peak, floor = _merge_floor(peaks, row, real, index, num_chunks, CHUNKS)
+    return peak, (floor, tl.load(bound_scores + index), tl.load(bound_ids + index))
+
+
+@triton.jit
+def _open_tokens(raw, first, limits, column):
+    """The ids of a chunk, their scores, and whether min_p and top_k keep them."""
     ids = first + tl.arange(0, CHUNK)
-    scores = scores_of(
-        raw, ids, first, first + CHUNK, r, c, row, starts, recent, real, whole,
-        stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-    )  # fmt: skip
-    is_open = (scores >= floor) & _is_before(scores, ids, bound_score, bound_id)
+    scores = scores_of(raw, ids, first, first + CHUNK, column)
+    floor, bound_score, bound_id = limits
+    return ids, scores, (scores >= floor) & _is_before(scores, ids, bound_score, bound_id)
+
+
+@triton.jit
+def _draw_chunk(raw, first, score, token, limits, seed, position, column):
+    """The best noisy token of a chunk among those kept and ranked before (score, token): value, id, score."""
+    ids, scores, is_open = _open_tokens(raw, first, limits, column)
     is_open = is_open & _is_before(scores, ids, score, token)
     best = tl.full([], NEVER, tl.float32)
     best_id = tl.full([], _NO_ID, tl.int32)
@@ -284,17 +287,9 @@ def _draw_chunk(
 
 
 @triton.jit
-def _weigh_chunk(
-    raw, first, score, token, peak, floor, bound_score, bound_id, r, c, row,
-    starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-):  # fmt: skip
+def _weigh_chunk(raw, first, score, token, peak, limits, column):
     """The mass of a chunk that min_p and top_k keep, before (score, token) and in all; the peak weighs 1."""
-    ids = first + tl.arange(0, CHUNK)
-    scores = scores_of(
-        raw, ids, first, first + CHUNK, r, c, row, starts, recent, real, whole,
-        stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-    )  # fmt: skip
-    is_open = (scores >= floor) & _is_before(scores, ids, bound_score, bound_id)
+    ids, scores, is_open = _open_tokens(raw, first, limits, column)
     weights = tl.where(is_open, tl.exp(scores - peak), 0.0)
     before = tl.where(_is_before(scores, ids, score, token), weights, 0.0)
     return tl.sum(before, axis=0), tl.sum(weights, axis=0)
@@ -308,15 +303,9 @@ def _draw(
     num_chunks, chunks_per_program,
     ROUND: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    index = tl.program_id(0)
-    r = index // C
-    c = index % C
-    logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.load(rows + r)
+    tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
+    index, r, c, row, logits = _begin(logits, row_stride, column_stride, rows, C, PDL)
+    column = (r, c, row, tables)
     if not _is_drawn_with_filters(row, real, whole):
         return
     columns = tl.num_programs(0)
@@ -327,23 +316,16 @@ def _draw(
         ahead = _merge_weights(before, index, num_chunks, CHUNKS)
         if _is_kept(ahead, _merge_weights(total, index, num_chunks, CHUNKS), row, real):
             return
-    _, floor = _merge_floor(peaks, row, real, index, num_chunks, CHUNKS)
-    bound_score = tl.load(bound_scores + index)
-    bound_id = tl.load(bound_ids + index)
+    _, limits = _limits(peaks, bound_scores, bound_ids, row, real, index, num_chunks, CHUNKS)
     seed = tl.load(whole + row * NUM_WHOLE + _SEED)
     position = tl.load(starts + r) + 1 + c
-    begin = tl.program_id(1) * chunks_per_program
-    end = tl.minimum(begin + chunks_per_program, num_chunks)
-    upcoming = load_logits(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
+    begin, end, upcoming = _chunks_of_program(logits, V, num_chunks, chunks_per_program)
     for chunk in range(begin, end):
         raw = upcoming
-        following = (chunk + 1) * CHUNK + tl.arange(0, CHUNK)
-        upcoming = load_logits(logits, following, tl.minimum(V, end * CHUNK))
+        upcoming = load_logits(logits, (chunk + 1) * CHUNK + tl.arange(0, CHUNK), tl.minimum(V, end * CHUNK))
         best, best_id, best_score = _draw_chunk(
-            raw, chunk * CHUNK, score, token, floor, bound_score, bound_id, seed, position, r, c, row,
-            starts, recent, real, whole,
-            stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-        )  # fmt: skip
+            raw, chunk * CHUNK, score, token, limits, seed, position, column
+        )
         place = (ROUND * columns + index) * num_chunks + chunk
         tl.store(best_values + place, best)
         tl.store(best_ids + place, best_id)
@@ -358,15 +340,9 @@ def _weigh(
     num_chunks, chunks_per_program,
     ROUND: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    index = tl.program_id(0)
-    r = index // C
-    c = index % C
-    logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.load(rows + r)
+    tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
+    index, r, c, row, logits = _begin(logits, row_stride, column_stride, rows, C, PDL)
+    column = (r, c, row, tables)
     if not _is_drawn_with_filters(row, real, whole):
         return
     if tl.load(real + row * NUM_REAL + _TOP_P) >= 1.0:
@@ -379,21 +355,12 @@ def _weigh(
     _, token, score = _merge(
         best_values, best_ids, best_scores, ROUND * columns + index, num_chunks, CHUNKS
     )  # fmt: skip
-    peak, floor = _merge_floor(peaks, row, real, index, num_chunks, CHUNKS)
-    bound_score = tl.load(bound_scores + index)
-    bound_id = tl.load(bound_ids + index)
-    begin = tl.program_id(1) * chunks_per_program
-    end = tl.minimum(begin + chunks_per_program, num_chunks)
-    upcoming = load_logits(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
+    peak, limits = _limits(peaks, bound_scores, bound_ids, row, real, index, num_chunks, CHUNKS)
+    begin, end, upcoming = _chunks_of_program(logits, V, num_chunks, chunks_per_program)
     for chunk in range(begin, end):
         raw = upcoming
-        following = (chunk + 1) * CHUNK + tl.arange(0, CHUNK)
-        upcoming = load_logits(logits, following, tl.minimum(V, end * CHUNK))
-        ahead, mass = _weigh_chunk(
-            raw, chunk * CHUNK, score, token, peak, floor, bound_score, bound_id, r, c, row,
-            starts, recent, real, whole,
-            stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-        )  # fmt: skip
+        upcoming = load_logits(logits, (chunk + 1) * CHUNK + tl.arange(0, CHUNK), tl.minimum(V, end * CHUNK))
+        ahead, mass = _weigh_chunk(raw, chunk * CHUNK, score, token, peak, limits, column)
         tl.store(before + (ROUND * columns + index) * num_chunks + chunk, ahead)
         if ROUND == 0:
             tl.store(total + index * num_chunks + chunk, mass)
@@ -406,15 +373,9 @@ def _settle(
     peaks, bound_scores, bound_ids, best_values, best_ids, best_scores, before, total, out, num_chunks,
     CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    index = tl.program_id(0)
-    r = index // C
-    c = index % C
-    logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.load(rows + r)
+    tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
+    index, r, c, row, logits = _begin(logits, row_stride, column_stride, rows, C, PDL)
+    column = (r, c, row, tables)
     columns = tl.num_programs(0)
     _, answer, _ = _merge(best_values, best_ids, best_values, index, num_chunks, CHUNKS)
     if _is_drawn_with_filters(row, real, whole):
@@ -423,9 +384,7 @@ def _settle(
             place = columns + index
             _, answer, score = _merge(best_values, best_ids, best_scores, place, num_chunks, CHUNKS)
             ahead = _merge_weights(before, place, num_chunks, CHUNKS)
-            peak, floor = _merge_floor(peaks, row, real, index, num_chunks, CHUNKS)
-            bound_score = tl.load(bound_scores + index)
-            bound_id = tl.load(bound_ids + index)
+            peak, limits = _limits(peaks, bound_scores, bound_ids, row, real, index, num_chunks, CHUNKS)
             seed = tl.load(whole + row * NUM_WHOLE + _SEED)
             position = tl.load(starts + r) + 1 + c
             # Every round leaves fewer tokens; without any, which takes NaN among the logits, it ends too.
@@ -436,10 +395,8 @@ def _settle(
                 for chunk in range(num_chunks):
                     raw = load_logits(logits, chunk * CHUNK + tl.arange(0, CHUNK), V)
                     value, token, its_score = _draw_chunk(
-                        raw, chunk * CHUNK, score, answer, floor, bound_score, bound_id, seed, position,
-                        r, c, row, starts, recent, real, whole,
-                        stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-                    )  # fmt: skip
+                        raw, chunk * CHUNK, score, answer, limits, seed, position, column
+                    )
                     if value > best:
                         best = value
                         best_id = token
@@ -449,11 +406,7 @@ def _settle(
                 ahead = tl.full([], 0.0, tl.float32)
                 for chunk in range(num_chunks):
                     raw = load_logits(logits, chunk * CHUNK + tl.arange(0, CHUNK), V)
-                    added, _ = _weigh_chunk(
-                        raw, chunk * CHUNK, score, answer, peak, floor, bound_score, bound_id, r, c, row,
-                        starts, recent, real, whole,
-                        stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-                    )  # fmt: skip
+                    added, _ = _weigh_chunk(raw, chunk * CHUNK, score, answer, peak, limits, column)
                     ahead += added
     tl.store(out + index, tl.minimum(answer, V - 1).to(tl.int64))
 
@@ -483,9 +436,8 @@ def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch)
     per_program = _chunks_per_program(count, num_chunks, num_multiprocessors(device))
     grid = (count, triton.cdiv(num_chunks, per_program))
     padded = triton.next_power_of_2(num_chunks)
-    pdl = has_pdl(device)
     # Fused multiply-adds would round penalties differently from the reference.
-    options = {"PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": False}
+    options = {**overlap(device), "enable_fp_fusion": False}
     _scan[grid](
         *column, best_values, best_ids, peaks, group_peaks, num_chunks, per_program, num_warps=4, **options
     )

@@ -42,11 +42,13 @@ def load_logits(logits, ids, V):
 
 
 @triton.jit
-def scores_of(
-    raw, ids, first, past, r, c, row, starts, recent, real, whole,
-    stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J,
-):  # fmt: skip
-    """The `raw` logits of `ids`, all in [first, past): biased, banned, penalised, scaled; -inf from V on."""
+def scores_of(raw, ids, first, past, column):
+    """The `raw` logits of `ids`, all in [first, past): biased, banned, penalised, scaled; -inf from V on.
+
+    `column` is a place r, c of the batch, the row r has in the tables, and these.
+    """
+    r, c, row, tables = column
+    starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J = tables
     is_token = ids < V
     scores = raw.to(tl.float32)
     real += row * NUM_REAL
