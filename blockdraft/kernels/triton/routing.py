@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.triton.launch import has_pdl
+from blockdraft.kernels.triton.launch import overlap, start_and_wait
 
 if TYPE_CHECKING:
     from blockdraft.kernels.moe import Groups
@@ -37,17 +37,10 @@ def _in_order(bits):
 
 @triton.jit
 def _choose(
-    logits,
-    expert_scale,
-    token,
-    num_tokens,
-    stride_token,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_OVER_ALL: tl.constexpr,
-):
-    """For each token [T] and expert: its place in the token's choice, or -1, and its weight; [T, BLOCK] each.
+    logits, expert_scale, weights, ids, token, num_tokens, stride_token,
+    NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, IS_OVER_ALL: tl.constexpr,
+):  # fmt: skip
+    """Store weights and ids of what tokens [T] choose; returns each expert's place in it or -1, [T, BLOCK].
 
     No sum follows the layout of the tile, so a token's bits are the same in every tile.
     """
@@ -86,48 +79,26 @@ def _choose(
     weight = weight / total[:, None]
     if expert_scale is not None:
         weight *= tl.load(expert_scale + expert, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)
-    return tl.where(is_expert, place, -1), weight
-
-
-@triton.jit
-def _store_choice(weights, ids, token, place, weight, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.where(is_expert, place, -1)
     pair = token[:, None] * NUM_CHOSEN + place
-    expert = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], place.shape)
     tl.store(weights + pair, weight, mask=place >= 0)
-    tl.store(ids + pair, expert.to(tl.int64), mask=place >= 0)
+    tl.store(ids + pair, tl.broadcast_to(expert, place.shape).to(tl.int64), mask=place >= 0)
+    return place
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
-    logits,
-    expert_scale,
-    weights,
-    ids,
-    num_tokens,
-    stride_token,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_OVER_ALL: tl.constexpr,
+    logits, expert_scale, weights, ids, num_tokens, stride_token,
+    NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, IS_OVER_ALL: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program per token."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_and_wait(PDL)
     token = tl.program_id(0) + tl.arange(0, 1)
-    place, weight = _choose(
-        logits,
-        expert_scale,
-        token,
-        num_tokens,
-        stride_token,
-        NUM_EXPERTS,
-        NUM_CHOSEN,
-        BLOCK,
-        IS_OVER_ALL,
-    )
-    _store_choice(weights, ids, token, place, weight, NUM_CHOSEN, BLOCK)
+    _choose(
+        logits, expert_scale, weights, ids, token, num_tokens, stride_token,
+        NUM_EXPERTS, NUM_CHOSEN, BLOCK, IS_OVER_ALL,
+    )  # fmt: skip
 
 
 def route(
@@ -135,13 +106,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Weights [N, K] float32 and ids [N, K] int64, the largest first; see `kernels.moe.route`."""
     num_tokens, num_experts = logits.shape
-    assert num_chosen <= num_experts
-    weights = logits.new_empty(num_tokens, num_chosen, dtype=torch.float32)
-    ids = logits.new_empty(num_tokens, num_chosen, dtype=torch.int64)
+    logits, weights, ids = _prepare(logits, num_chosen)
     if num_tokens == 0:
         return weights, ids
-    logits = _with_whole_rows(logits)
-    pdl = has_pdl(logits.device)
     _route_kernel[(num_tokens,)](
         logits,
         expert_scale,
@@ -153,16 +120,19 @@ def route(
         NUM_CHOSEN=num_chosen,
         BLOCK=triton.next_power_of_2(num_experts),
         IS_OVER_ALL=is_over_all,
-        PDL=pdl,
         num_warps=1,
-        launch_pdl=pdl,
+        **overlap(logits.device),
     )
     return weights, ids
 
 
-def _with_whole_rows(x: Tensor) -> Tensor:
-    """Rows may be apart, as in some columns of a wider tensor, but values of one row are neighbours."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _prepare(logits: Tensor, num_chosen: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits without gaps between the values of a token, and room for weights and ids [N, K]."""
+    num_tokens, num_experts = logits.shape
+    assert num_chosen <= num_experts
+    weights = logits.new_empty(num_tokens, num_chosen, dtype=torch.float32)
+    ids = logits.new_empty(num_tokens, num_chosen, dtype=torch.int64)
+    return logits if logits.stride(-1) == 1 else logits.contiguous(), weights, ids
 
 
 # ---- pairs grouped by expert
@@ -186,22 +156,12 @@ def _write_tiles(tiles, first, count, expert, num_tiles, BLOCK_M: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _group_kernel(
-    ids,
-    order,
-    tiles,
-    num_pairs,
-    num_tiles,
-    NUM_EXPERTS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SHARE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ids, order, tiles, num_pairs, num_tiles,
+    NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_X: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Each program places SHARE pairs by counting those before them; the first one writes the tiles."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_and_wait(PDL)
     other = tl.arange(0, PAIRS)
     others = tl.load(ids + other, mask=other < num_pairs, other=NUM_EXPERTS).to(tl.int32)
     keys = others * PAIRS + other
@@ -249,7 +209,6 @@ def group(ids: Tensor, num_experts: int, block_m: int) -> Groups:
     order = ids.new_empty(num_pairs, dtype=torch.int32)
     pairs = max(16, triton.next_power_of_2(num_pairs))
     share = min(pairs, 32)
-    pdl = has_pdl(ids.device)
     _group_kernel[(triton.cdiv(num_pairs, share),)](
         ids,
         order,
@@ -261,49 +220,25 @@ def group(ids: Tensor, num_experts: int, block_m: int) -> Groups:
         SHARE=share,
         BLOCK_M=block_m,
         BLOCK_X=triton.next_power_of_2(num_experts + 1),
-        PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl,
+        **overlap(ids.device),
     )
     return order, tiles
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _route_and_group_kernel(
-    logits,
-    expert_scale,
-    weights,
-    ids,
-    order,
-    tiles,
-    num_tokens,
-    num_tiles,
-    stride_token,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    IS_OVER_ALL: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, expert_scale, weights, ids, order, tiles, num_tokens, num_tiles, stride_token,
+    NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, IS_OVER_ALL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program for all tokens; an expert's pairs are in the order of their tokens."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_and_wait(PDL)
     token = tl.arange(0, TOKENS)
-    place, weight = _choose(
-        logits,
-        expert_scale,
-        token,
-        num_tokens,
-        stride_token,
-        NUM_EXPERTS,
-        NUM_CHOSEN,
-        BLOCK,
-        IS_OVER_ALL,
-    )
-    _store_choice(weights, ids, token, place, weight, NUM_CHOSEN, BLOCK)
+    place = _choose(
+        logits, expert_scale, weights, ids, token, num_tokens, stride_token,
+        NUM_EXPERTS, NUM_CHOSEN, BLOCK, IS_OVER_ALL,
+    )  # fmt: skip
     if TOKENS == 1:  # a tile for each place, in their order: nothing to count
         expert = tl.arange(0, BLOCK)[None, :]
         tl.store(order + place, place, mask=place >= 0)
@@ -330,16 +265,12 @@ def route_and_group(
 ) -> tuple[Tensor, Tensor, Groups]:
     """`route`, and `group` into tiles of LOW pairs, in one launch."""
     num_tokens, num_experts = logits.shape
-    assert num_chosen <= num_experts
     assert can_group_at_once(num_tokens, num_experts, num_chosen)
     num_pairs = num_tokens * num_chosen
-    weights = logits.new_empty(num_tokens, num_chosen, dtype=torch.float32)
-    ids = logits.new_empty(num_tokens, num_chosen, dtype=torch.int64)
+    logits, weights, ids = _prepare(logits, num_chosen)
     order = logits.new_empty(num_pairs, dtype=torch.int32)
     tiles = logits.new_empty(3, max_tiles(num_pairs, num_experts, LOW), dtype=torch.int32)
     tokens, block = triton.next_power_of_2(num_tokens), triton.next_power_of_2(num_experts)
-    logits = _with_whole_rows(logits)
-    pdl = has_pdl(logits.device)
     _route_and_group_kernel[(1,)](
         logits,
         expert_scale,
@@ -356,9 +287,8 @@ def route_and_group(
         BLOCK=block,
         BLOCK_M=LOW,
         IS_OVER_ALL=is_over_all,
-        PDL=pdl,
         num_warps=min(8, max(1, tokens * block // 256)),
-        launch_pdl=pdl,
+        **overlap(logits.device),
     )
     return weights, ids, (order, tiles)
 
