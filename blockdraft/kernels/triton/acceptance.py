@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockdraft.kernels.sampling import SamplingBatch
 from blockdraft.kernels.sampling_tables import Whole
-from blockdraft.kernels.triton.launch import has_pdl
+from blockdraft.kernels.triton.launch import overlap, start_and_wait
 
 if TYPE_CHECKING:
     from blockdraft.kernels.acceptance import Progress
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _count(sampled, block, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_and_wait(PDL)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     is_draft = column + 1 < width
@@ -37,15 +35,13 @@ def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
     sampled, block = sampled.contiguous(), block.contiguous()
     num_rows, width = block.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=block.device)
-    pdl = has_pdl(block.device)
     _count[(num_rows,)](
         sampled,
         block,
         out,
         width,
         BLOCK=triton.next_power_of_2(width),
-        PDL=pdl,
-        launch_pdl=pdl,
+        **overlap(block.device),
         num_warps=1,
     )
     return out
@@ -53,20 +49,10 @@ def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
 
 @triton.jit
 def _draw(
-    rates,
-    starts,
-    rows,
-    whole,
-    out,
-    num_rates,
-    num_columns,
-    SEED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    rates, starts, rows, whole, out, num_rates, num_columns,
+    SEED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start_and_wait(PDL)
     row = tl.program_id(0)
     start = tl.load(starts + row)
     seed = tl.load(whole + tl.load(rows + row) * num_columns + SEED)
@@ -83,7 +69,6 @@ def _draw(
 def draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
     """acceptance.draw_accepted."""
     out = torch.empty(len(starts), dtype=torch.int64, device=starts.device)
-    pdl = has_pdl(starts.device)
     _draw[(len(starts),)](
         rates,
         starts,
@@ -94,8 +79,7 @@ def draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor
         batch.whole.shape[1],
         SEED=int(Whole.SEED),
         BLOCK=triton.next_power_of_2(max(len(rates), 1)),
-        PDL=pdl,
-        launch_pdl=pdl,
+        **overlap(starts.device),
         num_warps=1,
     )
     return out
@@ -103,25 +87,11 @@ def draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor
 
 @triton.jit
 def _advance(
-    length,
-    anchor,
-    block,
-    sampled,
-    num_committed,
-    rows,
-    whole,
-    output_counts,
-    width,
-    num_columns,
-    vocab_size,
+    length, anchor, block, sampled, num_committed, rows, whole, output_counts, width, num_columns, vocab_size,
     scratch,
-    OUTPUT_START: tl.constexpr,
-    IS_PENALISED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    OUTPUT_START: tl.constexpr, IS_PENALISED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start_and_wait(PDL)
     index = tl.program_id(0)
     row = tl.load(rows + index)
     if row == scratch:
@@ -144,7 +114,6 @@ def advance(
     """acceptance.advance."""
     block, sampled = block.contiguous(), sampled.contiguous()
     num_rows, width = block.shape
-    pdl = has_pdl(block.device)
     _advance[(num_rows,)](
         progress.length,
         progress.anchor,
@@ -160,7 +129,6 @@ def advance(
         len(progress.length) - 1,
         OUTPUT_START=int(Whole.OUTPUT_START),
         IS_PENALISED=int(Whole.IS_PENALISED),
-        PDL=pdl,
-        launch_pdl=pdl,
+        **overlap(block.device),
         num_warps=1,
     )
