@@ -24,7 +24,7 @@ from torch import Tensor
 
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.failure import DoesNotFit
-from blockdraft.kernels.triton.launch import has_pdl, num_multiprocessors
+from blockdraft.kernels.triton.launch import let_next_start, num_multiprocessors, overlap, wait_for_previous
 
 LOG2_E = 1 / math.log(2)
 MAX_SPLIT_COUNT = 64  # tokens of a row; from here on the tiles of a prefill fill the device without splits
@@ -47,29 +47,10 @@ class Config:
 
 @triton.jit
 def _attend_chunks(
-    acc,
-    top,
-    total,
-    q,
-    keys,
-    values,
-    table,
-    first_chunk,
-    last_chunk,
-    tile_lo,
-    tile_hi,
-    lo,
-    hi,
-    score_scale,
-    PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_LO: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    acc, top, total, q, keys, values, table, first_chunk, last_chunk, tile_lo, tile_hi, lo, hi, score_scale,
+    PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_LO: tl.constexpr, IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Online softmax over the chunks [first_chunk, last_chunk) in steps of SPLITS, in powers of 2.
 
     Not IS_MASKED: every query of the tile sees all keys of these chunks.
@@ -113,53 +94,20 @@ def _attend_chunks(
 
 @triton.jit(do_not_specialize=["num_rows", "tiles_per_row", "window", "table_stride"])
 def _attend_kernel(
-    q,
-    keys,
-    values,
-    out,
-    part,
-    part_top,
-    part_total,
-    page_table,
-    rows,
-    starts,
-    offsets,
-    sinks,
-    score_scale,
-    window,
-    num_rows,
-    tiles_per_row,
-    table_stride,
-    q_stride,
-    q_head_stride,
-    group_stride,
-    TOKENS: tl.constexpr,
-    SHARED: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    IS_ANCHORED: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_BODY: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
+    q, keys, values, out, part, part_top, part_total, page_table, rows, starts, offsets, sinks, score_scale,
+    window, num_rows, tiles_per_row, table_stride, q_stride, q_head_stride, group_stride,
+    TOKENS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    IS_EVEN: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_BODY: tl.constexpr, PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (tiles, key/value heads, splits). The last tiles of a row have most to read and go first."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     group = tl.program_id(1)
     split = tl.program_id(2)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
 
     if IS_EVEN:
         row = tile // tiles_per_row
@@ -252,28 +200,15 @@ def _attend_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _merge_kernel(
-    part,
-    part_top,
-    part_total,
-    out,
-    offsets,
-    sinks,
-    num_rows,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    part, part_top, part_total, out, offsets, sinks, num_rows,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (tokens, query heads). A split that saw no key left its top, -inf, and nothing else to read."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     head = tl.program_id(1)
     token = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     if token >= tl.load(offsets + num_rows):
         return
     result = token.to(tl.int64) * HEADS + head
@@ -377,7 +312,6 @@ def _attend(
     tiles_per_row = -(-max_count // tokens)
     is_even = num_rows * tiles_per_row <= num_tokens // tokens + num_rows
     num_tiles = num_rows * tiles_per_row if is_even else num_tokens // tokens + num_rows
-    pdl = has_pdl(q.device)
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     _attend_kernel[(num_tiles, num_groups, splits)](
         q,
@@ -417,10 +351,9 @@ def _attend(
         HAS_BODY=splits == 1 and mask.window is None and max_count > tokens,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         ROW_BLOCK=ROW_BLOCK,
-        PDL=pdl,
         num_warps=config.warps,
         num_stages=config.stages,
-        launch_pdl=pdl,
+        **overlap(q.device),
     )
     if splits > 1:
         splits_pad = triton.next_power_of_2(splits)
@@ -438,9 +371,8 @@ def _attend(
             SPLITS=splits,
             SPLITS_PAD=splits_pad,
             HAS_SINKS=sinks is not None,
-            PDL=pdl,
             num_warps=max(1, min(16, splits_pad * dim_pad // 2048)),
-            launch_pdl=pdl,
+            **overlap(q.device),
         )
     return out
 
