@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockdraft.kernels.gated_delta import EPS, DeltaWeights, RowStates, RowTape
-from blockdraft.kernels.triton.launch import has_pdl
+from blockdraft.kernels.triton.launch import let_next_start, overlap, wait_for_previous
 
 BLOCK_V = 16  # columns of a program of `_advance`
 NUM_WARPS = 2  # of such a program; columns are divided among them
@@ -72,47 +72,16 @@ def _keep(x, inputs, channel, mask):
 
 @triton.jit(do_not_specialize=["layer", "num_rows", "num_taped"])
 def _mix(
-    x,
-    beta,
-    gate,
-    conv,
-    decay_log,
-    gate_bias,
-    tail,
-    rows,
-    starts,
-    offsets,
-    query,
-    key,
-    alike,
-    value,
-    decay,
-    rate,
-    inputs,
-    x_stride,
-    beta_stride,
-    gate_stride,
-    layer,
-    num_rows,
-    num_taped,
-    scale,
-    CHANNELS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    x, beta, gate, conv, decay_log, gate_bias, tail, rows, starts, offsets, query, key, alike, value, decay,
+    rate, inputs, x_stride, beta_stride, gate_stride, layer, num_rows, num_taped, scale,
+    CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
     place = tl.program_id(0)
     part = tl.program_id(1)  # a key head, or a value head past those
     r = tl.program_id(2)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     n = tl.load(offsets + r) + place
     if n >= tl.load(offsets + r + 1):
         return
@@ -209,17 +178,9 @@ def _step(s, key, delta, decay):
 
 @triton.jit
 def _shift_tail(
-    tail,
-    is_old,
-    x,
-    x_stride,
-    count,
-    part,
-    CHANNELS: tl.constexpr,
-    SHARE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
+    tail, is_old, x, x_stride, count, part,
+    CHANNELS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
     """The row's last WIDTH - 1 inputs after `count` more, in this program's share of the channels."""
     channel = part * SHARE + tl.arange(0, SHARE)
     entry = tl.arange(0, BLOCK_W)
@@ -237,50 +198,18 @@ def _shift_tail(
 
 @triton.jit(do_not_specialize=["first_layer", "num_rows", "num_taped", "is_kept"])
 def _advance(
-    query,
-    key,
-    alike,
-    value,
-    decay,
-    rate,
-    delta,
-    reads,
-    x,
-    state,
-    tail,
-    rows,
-    starts,
-    offsets,
-    counts,
-    x_stride,
-    row_stride,
-    head_stride,
-    v_stride,
-    k_stride,
-    first_layer,
-    num_rows,
-    num_taped,
-    is_kept,
-    CHANNELS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SHARE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    IS_FOLD: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    query, key, alike, value, decay, rate, delta, reads, x, state, tail, rows, starts, offsets, counts,
+    x_stride, row_stride, head_stride, v_stride, k_stride, first_layer, num_rows, num_taped, is_kept,
+    CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, PART: tl.constexpr, BLOCK_V: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr, IS_FOLD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A fold takes all from a tape of num_taped tokens a layer, `counts` of each row, and x is its inputs.
 
     A scan takes all tokens of a row and writes `reads`. `is_kept`: it moves states and tails and has no tape,
     num_taped being 0; else it leaves them, and writes `delta` on the tape, where `_mix` put key and decay.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     slices: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // slices
     r = tl.program_id(1)
@@ -288,8 +217,7 @@ def _advance(
     group = head // (NUM_HEADS // NUM_GROUPS)
     v = tl.program_id(0) % slices * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = v < V
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     row = layer * num_rows + tl.load(rows + r)
     is_old = tl.load(starts + r) > 0
     begin = tl.load(offsets + r)
@@ -364,28 +292,17 @@ def _advance(
 
 @triton.jit
 def _norm(
-    read,
-    z,
-    weight,
-    out,
-    z_stride,
-    eps,
-    NUM_HEADS: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    read, z, weight, out, z_stride, eps,
+    NUM_HEADS: tl.constexpr, V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
     n = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     v = tl.arange(0, BLOCK_V)
     mask = (h < NUM_HEADS)[:, None] & (v < V)[None, :]
     at = h[:, None] * V + v[None, :]
     scale = tl.load(weight + v, mask=v < V, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     x = tl.load(read + n * NUM_HEADS * V + at, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(z + n * z_stride + at, mask=mask, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None]
@@ -424,8 +341,7 @@ class _Shape(NamedTuple):
             "SHARE": triton.next_power_of_2(-(-self.channels // self.num_programs)),
             "WIDTH": self.width,
             "BLOCK_W": triton.next_power_of_2(self.width),
-            "PDL": has_pdl(device),
-            "launch_pdl": has_pdl(device),
+            **overlap(device),
             "num_warps": NUM_WARPS,
             "num_stages": 1,
         }
@@ -493,7 +409,7 @@ def scan(
         rate, inputs, x.stride(0), beta.stride(0), gate.stride(0), *where, shape.k**-0.5,
         CHANNELS=shape.channels, NUM_GROUPS=shape.num_groups, NUM_HEADS=shape.num_heads, K=shape.k, V=shape.v,
         BLOCK_K=triton.next_power_of_2(shape.k), BLOCK_V=triton.next_power_of_2(shape.v), WIDTH=shape.width,
-        PDL=has_pdl(x.device), launch_pdl=has_pdl(x.device), num_warps=1,
+        num_warps=1, **overlap(x.device),
     )  # fmt: skip
     _advance[(shape.num_programs, at.rows.shape[0], 1)](
         query, key, alike, value, decay, rate, delta, reads, x, at.state, at.tail, at.rows, at.starts,
@@ -528,6 +444,6 @@ def gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         block = triton.next_power_of_2(size)
         _norm[(num_tokens, -(-num_heads // NORM_HEADS))](
             read, z, weight, out, z.stride(0), eps, NUM_HEADS=num_heads, V=size, BLOCK_H=NORM_HEADS,
-            BLOCK_V=block, PDL=has_pdl(read.device), launch_pdl=has_pdl(read.device), num_warps=2,
+            BLOCK_V=block, num_warps=2, **overlap(read.device),
         )  # fmt: skip
     return out
