@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blockdraft.kernels.triton.launch import has_pdl, num_multiprocessors
+from blockdraft.kernels.triton.launch import let_next_start, num_multiprocessors, overlap, wait_for_previous
 from blockdraft.kernels.triton.rows import gate_values
 
 MAX_TOKENS = 128
@@ -45,17 +45,10 @@ class Config:
 
 @triton.jit
 def _leave(
-    sums,
-    bias,
-    out,
-    num_tokens,
-    num_outputs,
+    sums, bias, out, num_tokens, num_outputs,
     begin,  # the first output of this block
-    BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     """Sums [BLOCK_M, 2 * BLOCK] of gate and up, joined."""
     token = tl.arange(0, BLOCK_M)
     row = begin + tl.arange(0, BLOCK)
@@ -73,29 +66,15 @@ def _leave(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gated_tile(
     x,  # descriptors: x [M, K], weight [2, N, K] by BLOCK_N rows, and again by TAIL rows
-    weight,
-    tail_weight,
-    bias,
-    out,
-    num_tokens,
-    num_outputs,
-    num_inputs,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    weight, tail_weight, bias, out, num_tokens, num_outputs, num_inputs,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
     begin_row = tl.program_id(0) * (BLOCK_N + TAIL)
     sums = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     tail_sums = tl.zeros((BLOCK_M, 2 * TAIL if TAIL else 1), tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     for k in range(0, num_inputs, BLOCK_K):
         tokens = x.load([0, k])
         rows = weight.load([0, begin_row, k]).reshape(2 * BLOCK_N, BLOCK_K)
@@ -142,7 +121,6 @@ def gated_linear(
     if config is None:
         config = choose(block_m, num_outputs, num_multiprocessors(x.device))
     out = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
-    pdl = has_pdl(x.device)
     _gated_tile[(triton.cdiv(num_outputs, config.block_n + config.tail),)](
         TensorDescriptor(x, [num_tokens, num_inputs], [_stride(x), 1], [block_m, BLOCK_K]),
         _halves(weight, config.block_n),
@@ -159,8 +137,7 @@ def gated_linear(
         GATE=gate,
         HAS_BIAS=bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        PDL=pdl,
-        launch_pdl=pdl,
+        **overlap(x.device),
         num_warps=config.warps,
         num_stages=config.stages,
     )
