@@ -20,7 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.triton.launch import has_pdl, num_multiprocessors
+from blockdraft.kernels.triton.launch import (
+    let_next_start,
+    num_multiprocessors,
+    overlap,
+    start_and_wait,
+    wait_for_previous,
+)
 from blockdraft.kernels.triton.rows import gate_values
 
 
@@ -86,32 +92,15 @@ def _sum_parts(
 
 @triton.jit
 def _linear(
-    x,
-    weight,
-    scale,
-    bias,
-    onto,
-    out,
-    partial,
-    counters,
-    num_tokens,
+    x, weight, scale, bias, onto, out, partial, counters, num_tokens,
     num_outputs,  # of the result: half the weight's rows where GATE joins two
-    num_inputs,
-    stride_x,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    GATE: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ONTO: tl.constexpr,
+    num_inputs, stride_x,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ONTO: tl.constexpr,
     IS_EVEN: tl.constexpr,  # whole blocks of outputs and, in each split, of inputs
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
     strip = tl.program_id(0)
     part = tl.program_id(1)
     token = tl.arange(0, BLOCK_M)
@@ -124,8 +113,7 @@ def _linear(
     is_token = token < num_tokens
     first = weight + row.to(tl.int64) * num_inputs
     second = first + tl.cast(num_outputs, tl.int64) * num_inputs
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     x_row = x + token.to(tl.int64) * stride_x
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up_sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -214,7 +202,6 @@ def linear(
     if config.split > 1:
         partial = torch.empty((num_parts, num_tokens, num_outputs), dtype=torch.float32, device=device)
     is_even = num_outputs % config.block_n == 0 and num_inputs % (config.block_k * config.split) == 0
-    pdl = has_pdl(device)
     if weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)
     _linear[(triton.cdiv(num_outputs, config.block_n), config.split)](
@@ -240,8 +227,7 @@ def linear(
         HAS_ONTO=onto is not None,
         IS_EVEN=is_even,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        PDL=pdl,
-        launch_pdl=pdl,
+        **overlap(device),
         num_warps=config.warps,
         num_stages=config.stages,
     )
@@ -250,9 +236,7 @@ def linear(
 
 @triton.jit
 def _round_tokens(x, out, scales, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_in = column < size
@@ -286,15 +270,13 @@ def fp8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     num_tokens, size = x.shape
     rounded = torch.empty_like(x, dtype=values.dtype)
     scales = torch.empty((num_tokens, 1), dtype=torch.float32, device=x.device)
-    pdl = has_pdl(x.device)
     _round_tokens[(num_tokens,)](
         x,
         rounded,
         scales,
         size,
         BLOCK=triton.next_power_of_2(size),
-        PDL=pdl,
-        launch_pdl=pdl,
+        **overlap(x.device),
         num_warps=8,
     )
     return torch._scaled_mm(rounded, values.T, scale_a=scales, scale_b=scale.view(1, -1), out_dtype=x.dtype)
