@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.triton.launch import has_pdl
+from blockdraft.kernels.triton.launch import overlap, start_and_wait
 from blockdraft.kernels.triton.linear import widen
 from blockdraft.kernels.triton.routing import LOW, MAX_FEW, group
 
@@ -48,18 +48,9 @@ def _e2m1(code, factor):
 
 @triton.jit
 def _multiply_fp4(
-    total,
-    x,
-    values,
-    scale,
-    rows,
-    begin,
-    stride_row,
-    stride_scale,
-    COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    total, x, values, scale, rows, begin, stride_row, stride_scale,
+    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     BLOCK_N: tl.constexpr = rows.shape[0]
     GROUPS: tl.constexpr = BLOCK_K // 32
     row = rows[:, None].to(tl.int64)
@@ -81,21 +72,10 @@ def _multiply_fp4(
 
 @triton.jit
 def _multiply(
-    total,
-    x,
-    values,
-    scale,
-    rows,
-    begin,
-    stride_row,
-    stride_scale,
-    COLUMNS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    IS_FP4: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    total, x, values, scale, rows, begin, stride_row, stride_scale,
+    COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, IS_FP4: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """total + x @ W^T for columns from `begin` on; the scales of whole rows are left to the end."""
     if IS_FP4:
         total = _multiply_fp4(
@@ -119,16 +99,9 @@ def _multiply(
 
 @triton.jit
 def _finish(
-    total,
-    scale,
-    bias,
-    rows,
-    stride_scale,
-    COLUMNS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    IS_FP4: tl.constexpr,
-):
+    total, scale, bias, rows, stride_scale,
+    COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, IS_FP4: tl.constexpr,
+):  # fmt: skip
     """Scales of whole rows, and the bias."""
     if SCALE_COLUMNS >= COLUMNS and not IS_FP4:
         total *= tl.load(scale + (rows // SCALE_ROWS) * stride_scale).to(tl.float32)[None, :]
@@ -163,54 +136,24 @@ def _of_expert(first, shared, expert, stride, NUM_EXPERTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tiles", "num_tokens"])
 def _experts_kernel(
-    x,
-    out,
-    order,
-    tiles,
-    num_tiles,
-    num_tokens,
-    first_values,
-    second_values,
-    first_scale,
-    second_scale,
-    first_bias,
-    second_bias,
-    shared_first_values,
-    shared_second_values,
-    shared_first_scale,
-    shared_second_scale,
-    shared_first_bias,
-    shared_second_bias,
-    stride_expert,
-    stride_row,
-    stride_scale_expert,
-    stride_scale_row,
-    stride_bias,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    IS_FP4: tl.constexpr,
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    x, out, order, tiles, num_tiles, num_tokens, first_values, second_values, first_scale, second_scale,
+    first_bias, second_bias, shared_first_values, shared_second_values, shared_first_scale,
+    shared_second_scale, shared_first_bias, shared_second_bias, stride_expert, stride_row,
+    stride_scale_expert, stride_scale_row, stride_bias,
+    NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, IS_FP4: tl.constexpr, KIND: tl.constexpr,
+    LIMIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_SINGLE: tl.constexpr,  # one token: tile t is the pair t
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """With an activation of KIND: out[pair] = KIND(x[token] @ first^T, x[token] @ second^T).
 
     Without: out[pair] = x[pair] @ first^T.
     One program per tile and BLOCK_N rows of the weights; tiles of one expert run next to each other. Tiles
     from num_tiles on are of the shared expert, whose id is NUM_EXPERTS.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_and_wait(PDL)
     tile = tl.program_id(0)
     strip = tl.program_id(1)
     row = strip * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -260,53 +203,22 @@ def _experts_kernel(
             is_inside = is_inside & (column < COLUMNS)
         part = tl.load(x_row + column, mask=is_inside, other=0.0)
         first = _multiply(
-            first,
-            part,
-            first_values,
-            first_scale,
-            rows,
-            begin,
-            stride_row,
-            stride_scale_row,
-            COLUMNS,
-            SCALE_ROWS,
-            SCALE_COLUMNS,
-            IS_FP4,
-            BLOCK_K,
-            PRECISION,
-        )
+            first, part, first_values, first_scale, rows, begin, stride_row, stride_scale_row, COLUMNS,
+            SCALE_ROWS, SCALE_COLUMNS, IS_FP4, BLOCK_K, PRECISION,
+        )  # fmt: skip
         if KIND is not None:
             second = _multiply(
-                second,
-                part,
-                second_values,
-                second_scale,
-                rows,
-                begin,
-                stride_row,
-                stride_scale_row,
-                COLUMNS,
-                SCALE_ROWS,
-                SCALE_COLUMNS,
-                IS_FP4,
-                BLOCK_K,
-                PRECISION,
-            )
+                second, part, second_values, second_scale, rows, begin, stride_row, stride_scale_row, COLUMNS,
+                SCALE_ROWS, SCALE_COLUMNS, IS_FP4, BLOCK_K, PRECISION,
+            )  # fmt: skip
     first = _finish(
         first, first_scale, first_bias, rows, stride_scale_row, COLUMNS, SCALE_ROWS, SCALE_COLUMNS, IS_FP4
     )
     if KIND is not None:
         second = _finish(
-            second,
-            second_scale,
-            second_bias,
-            rows,
-            stride_scale_row,
-            COLUMNS,
-            SCALE_ROWS,
-            SCALE_COLUMNS,
+            second, second_scale, second_bias, rows, stride_scale_row, COLUMNS, SCALE_ROWS, SCALE_COLUMNS,
             IS_FP4,
-        )
+        )  # fmt: skip
         first = _gated(first, second, KIND, LIMIT)
     place = pair.to(tl.int64)[:, None] * ROWS + row[None, :]
     tl.store(out + place, first.to(out.dtype.element_ty), mask=is_pair[:, None] & (row < ROWS)[None, :])
@@ -396,7 +308,6 @@ def _launch(
     num_tokens, num_chosen = shape
     num_shared = 0 if product.shared is None else triton.cdiv(num_tokens, config.block_m)
     grid = (tiles.shape[1] + num_shared, triton.cdiv(rows, config.block_n))
-    pdl = has_pdl(x.device)
     _experts_kernel[grid](
         x,
         out,
@@ -423,10 +334,9 @@ def _launch(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         IS_SINGLE=product.is_single,
-        PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        launch_pdl=pdl,
+        **overlap(x.device),
     )
 
 
@@ -454,22 +364,11 @@ def _readable_scale(scale: Tensor) -> Tensor:
 
 @triton.jit
 def _combine_kernel(
-    outputs,
-    weights,
-    shared_gate,
-    shared_value,
-    onto,
-    total,
-    stride_gate,
-    SIZE: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    outputs, weights, shared_gate, shared_value, onto, total, stride_gate,
+    SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program per token and BLOCK values; every rounding is that of `reference_combine`."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_and_wait(PDL)
     dtype = total.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -507,7 +406,6 @@ def combine(
     gate, value = (None, None) if beside is None else beside
     assert value is None or isinstance(value, Tensor)
     block = min(512, triton.next_power_of_2(size))
-    pdl = has_pdl(outputs.device)
     _combine_kernel[(num_tokens, triton.cdiv(size, block))](
         outputs,
         weights.contiguous(),
@@ -519,8 +417,7 @@ def combine(
         SIZE=size,
         NUM_CHOSEN=num_chosen,
         BLOCK=block,
-        PDL=pdl,
         num_warps=2,
-        launch_pdl=pdl,
+        **overlap(outputs.device),
     )
     return total
