@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.triton.launch import has_pdl
+from blockdraft.kernels.triton.launch import let_next_start, overlap, start_and_wait, wait_for_previous
 
 if TYPE_CHECKING:
     from blockdraft.kernels.heads import HeadNorms, Slots
@@ -22,25 +22,16 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _rms_norm(
-    x,
-    weight,
-    out,
-    stride,
-    size,
-    eps,
-    BLOCK: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    x, weight, out, stride, size, eps,
+    BLOCK: tl.constexpr, HAS_WEIGHT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_in = column < size
     if HAS_WEIGHT:
         scale = tl.load(weight + column, mask=is_in, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     value = tl.load(x + row * stride + column, mask=is_in, other=0.0).to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / size + eps)
     if HAS_WEIGHT:
@@ -55,7 +46,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
-    pdl = has_pdl(x.device)
     _rms_norm[(flat.shape[0],)](
         flat,
         weight if weight is not None else flat,
@@ -65,8 +55,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         eps,
         BLOCK=block,
         HAS_WEIGHT=weight is not None,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **overlap(x.device),
         num_warps=max(1, min(16, block // 512)),
     )
     return out
@@ -83,9 +72,7 @@ def gate_values(gate, up, GATE: tl.constexpr):
 
 @triton.jit
 def _gate_mul(x, out, stride, size, GATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = column < size
@@ -99,19 +86,16 @@ def gate_mul(gate_up: Tensor, gate: str) -> Tensor:
     size = gate_up.shape[-1] // 2
     flat = gate_up.reshape(-1, 2 * size).contiguous()
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
-    pdl = has_pdl(gate_up.device)
     block = min(4096, triton.next_power_of_2(size))
     _gate_mul[(flat.shape[0], triton.cdiv(size, block))](
-        flat, out, flat.stride(0), size, GATE=gate, BLOCK=block, PDL=pdl, launch_pdl=pdl, num_warps=8
+        flat, out, flat.stride(0), size, GATE=gate, BLOCK=block, num_warps=8, **overlap(gate_up.device)
     )
     return out
 
 
 @triton.jit
 def _gate_heads(x, gate, out, size, stride, head_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK)
@@ -128,7 +112,6 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     x = x.contiguous()
     assert gate.stride(2) == 1, "a head without gaps"
     out = torch.empty_like(x)
-    pdl = has_pdl(x.device)
     _gate_heads[(num_tokens, num_heads)](
         x,
         gate,
@@ -137,8 +120,7 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
         gate.stride(0),
         gate.stride(1),
         BLOCK=triton.next_power_of_2(size),
-        PDL=pdl,
-        launch_pdl=pdl,
+        **overlap(x.device),
         num_warps=2,
     )
     return out
@@ -146,23 +128,10 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
 
 @triton.jit
 def _locate(
-    page_table,
-    rows,
-    starts,
-    offsets,
-    positions,
-    slots,
-    num_pages,
-    page_size,
-    num_rows,
-    num_tokens,
-    BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    page_table, rows, starts, offsets, positions, slots, num_pages, page_size, num_rows, num_tokens,
+    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start_and_wait(PDL)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = token < num_tokens
     # A token's row: how many rows end at or before it.
@@ -186,7 +155,6 @@ def locate(
     """Position and slot [N] of each token of a stream; see attention.Blocks."""
     positions = torch.empty(num_tokens, dtype=torch.int64, device=rows.device)
     slots = torch.empty_like(positions)
-    pdl = has_pdl(rows.device)
     _locate[(triton.cdiv(num_tokens, 128),)](
         page_table,
         rows,
@@ -200,8 +168,7 @@ def locate(
         num_tokens,
         BLOCK=128,
         BLOCK_R=min(128, triton.next_power_of_2(len(rows))),
-        PDL=pdl,
-        launch_pdl=pdl,
+        **overlap(rows.device),
         num_warps=4,
     )
     return positions, slots
@@ -210,16 +177,11 @@ def locate(
 @triton.jit
 def _turn(
     source,  # the head's first value, one per head of the tile
-    is_head,
-    weight,
-    cos,
-    sin,
-    size,
+    is_head, weight, cos, sin, size,
     turned,  # how many values of a head are rotated, R
     eps,
-    BLOCK_D: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
+    BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
     """Heads [.., D], normalised and rotated."""
     d = tl.arange(0, BLOCK_D)
     is_in = is_head[:, None] & (d < size)[None, :]
@@ -242,38 +204,12 @@ def _turn(
 
 @triton.jit
 def _norm_rope_write(
-    q,
-    k,
-    v,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    q_out,
-    keys,
-    values,
-    slots,
-    num_heads,
-    num_kv_heads,
-    num_slots,
-    size,
-    turned,
-    eps,
-    q_stride,
-    q_head_stride,
-    k_stride,
-    k_head_stride,
-    v_stride,
-    v_head_stride,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_Q: tl.constexpr,
+    q, k, v, q_weight, k_weight, cos, sin, q_out, keys, values, slots, num_heads, num_kv_heads, num_slots,
+    size, turned, eps, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_Q: tl.constexpr,
     PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+):  # fmt: skip
+    start_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
@@ -326,7 +262,6 @@ def norm_rope_write(
     block_h = min(4 if few else 8, triton.next_power_of_2(num_kv_heads))
     tiles = triton.cdiv(num_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
     given = k if q is None else q
-    pdl = has_pdl(k.device)
     _norm_rope_write[(num_tokens, tiles)](
         given,
         k,
@@ -355,8 +290,7 @@ def norm_rope_write(
         BLOCK_D=triton.next_power_of_2(size),
         HAS_NORM=norms is not None,
         HAS_Q=q is not None,
-        PDL=pdl,
-        launch_pdl=pdl,
+        **overlap(k.device),
         num_warps=2,
     )
     return q_out
