@@ -30,7 +30,7 @@ from blockdraft.kernels.failure import named
 from blockdraft.kernels.rows import RmsNorm, sigmoid, softplus
 
 if TYPE_CHECKING:
-    from blockdraft.kernels.llvm.gated_delta import GatedDelta
+    from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels
 
 EPS = 1e-6  # of the keys' and queries' length; the published models' code has it as a constant
 
@@ -223,10 +223,10 @@ def pick_in_place(at: Available) -> InPlace | None:
 
 
 @functools.cache
-def _llvm(dtype: torch.dtype) -> GatedDelta:
-    from blockdraft.kernels.llvm.gated_delta import GatedDelta
+def _llvm(dtype: torch.dtype) -> GatedDeltaKernels:
+    from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels
 
-    return GatedDelta(dtype)
+    return GatedDeltaKernels(dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

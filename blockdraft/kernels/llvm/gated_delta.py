@@ -41,7 +41,7 @@ _SERIAL_OPS = 1 << 16  # multiply-adds below which waking a thread costs more th
 _SERIAL_ELEMENTS = 1 << 14  # likewise, outputs of a convolution
 
 
-class GatedDelta:
+class GatedDeltaKernels:
     """The contract of kernels/gated_delta.py for float32 or float64."""
 
     def __init__(self, dtype: torch.dtype) -> None:
