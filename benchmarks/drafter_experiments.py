@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import torch
 
-from blockdraft.checkpoints.draft_config import read_draft_config
+from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.bulk import make_bulk
 from blockdraft.engine.loaded import Models
 from blockdraft.settings.settings import Settings

@@ -17,7 +17,7 @@ from blockdraft.engine.request import (
     TokenLogprobs,
 )
 from blockdraft.errors import RequestError, SettingsError
-from blockdraft.settings.resolve import resolve
+from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.settings import DEFAULTS, SETTING_NAMES, suggestion
 from blockdraft.start.ready import plain_engine
 
@@ -87,7 +87,7 @@ class LLM:
         for name, value in {"model": model, "draft": draft}.items():
             if value != DEFAULTS[name]:  # a default of this signature must not hide what a recipe says
                 settings[name] = value
-        self.settings = resolve(settings, uses_environment=False).settings
+        self.settings = merge_settings(settings, uses_environment=False).settings
         self.engine = plain_engine(
             self.settings,
             report,

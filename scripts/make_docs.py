@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from blockdraft.cli.main import main as blockdraft
-from blockdraft.planner.pairs import KnownFamily, KnownPair, find_models
+from blockdraft.planner.known_pairs import KnownFamily, KnownPair, find_models
 from blockdraft.settings import recipe
 from blockdraft.settings.settings import OTHER_VARIABLES, Settings
 

@@ -12,8 +12,8 @@ import torch
 
 from blockdraft.cache import recurrent, view
 from blockdraft.cache.rows import Rows
-from blockdraft.check import layercheck
-from blockdraft.check.layercheck import check_layers
+from blockdraft.check import layers as layercheck
+from blockdraft.check.layers import check_layers
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels.attention import Blocks
 from blockdraft.models import decoder, layers, moe

@@ -23,11 +23,11 @@ FLOORS = [
     {"cache"},
     {"kernels"},
 ]
-ANYONE = {"errors", "phases", "exposition", "jsonl", "machine", "settings"}  # importable by all rooms
+ANYONE = {"errors", "phases", "prometheus_text", "jsonl", "machine", "settings"}  # importable by all rooms
 ANYONE_USES = {  # and what those import in turn, beside the standard library
     "errors": set(),
     "phases": set(),
-    "exposition": set(),
+    "prometheus_text": set(),
     "jsonl": set(),
     "settings": {"settings", "machine", "errors"},
     "machine": {"machine", "settings", "errors"},
@@ -39,11 +39,17 @@ ANYONE_LIBRARIES = {
 # A server is seen as any client sees it, and other engines are started, not imitated.
 BENCH_BORROWS = {"checkpoints.hub"}
 LAUNCH_BORROWS = {  # the size of a block, and whether a pair matches and fits
-    *("checkpoints.draft_config", "planner.external", "planner.fit", "planner.pair", "planner.stored"),
+    *(
+        "checkpoints.read_draft_config",
+        "planner.external",
+        "planner.memory_fit",
+        "planner.pair",
+        "planner.stored",
+    ),
 }
 BENCH_LIBRARIES = {"blockdraft", "aiohttp", "numpy", "rich", "huggingface_hub", "pyarrow"}
 TORCH_FREE = {
-    *("planner", "settings", "machine", "launch", "bench", "errors", "phases", "exposition"),
+    *("planner", "settings", "machine", "launch", "bench", "errors", "phases", "prometheus_text"),
     *("models.config", "models.draft_config", "cache.spec", "engine.request"),
     *(
         "checkpoints.config_fields",
@@ -51,9 +57,9 @@ TORCH_FREE = {
         "checkpoints.gguf_header",
         "checkpoints.model_folder",
         "checkpoints.safetensors_header",
-        "checkpoints.model_config",
-        "checkpoints.draft_config",
-        "checkpoints.draft_fit",
+        "checkpoints.read_model_config",
+        "checkpoints.read_draft_config",
+        "checkpoints.fit_file",
     ),
 }
 

@@ -8,7 +8,7 @@ import torch
 
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels.sampling_tables import Whole
-from blockdraft.models.bound import with_kernels
+from blockdraft.models.kernel_module import with_kernels
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.step.dflash import DFlashDrafter

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from blockdraft.bench.records import Speculation
 from blockdraft.bench.wire import Json, inside
-from blockdraft.exposition import samples
+from blockdraft.prometheus_text import samples
 
 _VLLM = "vllm:spec_decode_num_"
 _SGLANG = "sglang:"

@@ -25,11 +25,11 @@ from blockdraft.kernels import gated_delta, heads, linear, moe, rows, sampling
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.sampling_tables import Real
-from blockdraft.models.bound import KernelModule
 from blockdraft.models.dflash import DFlashLayer
 from blockdraft.models.gated_delta import GatedAttention, GatedDelta
 from blockdraft.models.gemma4 import GemmaAttention, GemmaFeedForward
 from blockdraft.models.gpt_oss import GptOssMoE
+from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import Embedding, GatedMLP, Linear, RMSNorm
 from blockdraft.models.moe import ExpertLinear, Experts, MoE, SharedExpert
 from blockdraft.models.packed import Packed, Scaled, Stacked

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from blockdraft.check.comparison import models_of
-from blockdraft.check.draftcheck import check_captured, check_drafter, draft_name
-from blockdraft.check.kernelcheck import check_kernels
-from blockdraft.check.layercheck import LayerError, LayerResult, check_layers
+from blockdraft.check.drafts import check_captured, check_drafter, draft_name
+from blockdraft.check.kernels import check_kernels
+from blockdraft.check.layers import LayerError, LayerResult, check_layers
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import BlockdraftError, ModelError

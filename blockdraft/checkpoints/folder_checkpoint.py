@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 
 from blockdraft.checkpoints.checkpoint import TensorInfo, TokenizerParts, read_bytes, row_range
-from blockdraft.checkpoints.draft_fit import FIT_FILE
+from blockdraft.checkpoints.fit_file import FIT_FILE
 from blockdraft.checkpoints.model_folder import GENERATION_FILE, ModelFolder, ids_in
 from blockdraft.checkpoints.safetensors_header import DTYPES
 from blockdraft.errors import ModelError

@@ -9,7 +9,7 @@ from blockdraft.checkpoints import fetch
 from blockdraft.checkpoints.checkpoint import Checkpoint
 from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
-from blockdraft.settings.source import find_source
+from blockdraft.settings.model_source import find_source
 
 
 def open_checkpoint(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from blockdraft.cli.flags import add_settings, flags_of, given_settings, settings_from
 from blockdraft.cli.masking import masked
 from blockdraft.errors import BenchError
-from blockdraft.settings.resolve import flag_of
+from blockdraft.settings.merge import flag_of
 from blockdraft.settings.settings import environment_api_key, forget_environment_settings
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def _options(args: argparse.Namespace) -> Options:
 
 async def _measure(args: argparse.Namespace, options: Options) -> int:
     """All of it runs in the loop, which takes signals: a second one does not interrupt the writing."""
+    from blockdraft.bench.html_page import render
     from blockdraft.bench.layout import grid, markdown, terminal
-    from blockdraft.bench.page import render
     from blockdraft.bench.report import output_paths, to_json
     from blockdraft.bench.sheet import to_rich
 

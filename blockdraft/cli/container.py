@@ -26,7 +26,7 @@ from blockdraft.settings.container import (
     read_container,
     without_settings,
 )
-from blockdraft.settings.resolve import Resolved, flag_of, resolve
+from blockdraft.settings.merge import MergedSettings, flag_of, merge_settings
 from blockdraft.settings.settings import Settings, whole_environment
 
 REVISIONS = ("--revision", "--code-revision")
@@ -84,7 +84,7 @@ def _check_pin(source: str, engine: str) -> None:
         )
 
 
-def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Resolved, list[str]]:
+def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], MergedSettings, list[str]]:
     """The command line of the server, its settings, and what was left out of it."""
     for flag in (word.partition("=")[0] for word in (*wanted.extra_args, *words)):
         if flag in ("--host", "--port"):
@@ -104,7 +104,7 @@ def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Resolv
         extra = [f"--engine-args={shlex.join(passed_on)}"] if passed_on else []
     argv += [*_flags(settings), *extra, *words]
     args = parse(argv)
-    resolved = resolve(given_settings(args))
+    resolved = merge_settings(given_settings(args))
     if resolved.sources["model"] == "default":
         raise SettingsError(
             "MODEL_PATH is not set: give a hub id (-e MODEL_PATH=org/name), a mounted folder, or 'default' "
@@ -119,7 +119,9 @@ def _engine(argv: Sequence[str]) -> str:
     """Which engine it will be, as a flag, the environment or a recipe says."""
     given = given_settings(parse(argv))
     # Not the others yet: whether they suit an engine is judged once it is known.
-    return resolve({name: given[name] for name in ("engine", "recipe") if name in given}).settings.engine
+    return merge_settings(
+        {name: given[name] for name in ("engine", "recipe") if name in given}
+    ).settings.engine
 
 
 def _flags(settings: Mapping[str, str]) -> list[str]:

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     pin_cpu_threads(Settings(device=args.device))
     from blockdraft.cli.training_progress import stage_bars, stage_shower
-    from blockdraft.training.fit import conversations_of, fit
+    from blockdraft.training.drafter_fit import conversations_of, fit
     from blockdraft.training.fit_report import FitQuestion
 
     question = dataclass_from(FitQuestion, args)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import SettingsError
-from blockdraft.settings.resolve import ADDED_UP, Resolved, flag_of, resolve
+from blockdraft.settings.merge import ADDED_UP, MergedSettings, flag_of, merge_settings
 from blockdraft.settings.settings import (
     CHOICES,
     DEFAULTS,
@@ -63,10 +63,10 @@ def given_settings(args: argparse.Namespace) -> dict[str, object]:
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """The Settings of the recipe, the environment and the flags together."""
-    return noted(resolve(given_settings(args)))
+    return noted(merge_settings(given_settings(args)))
 
 
-def noted(resolved: Resolved) -> Settings:
+def noted(resolved: MergedSettings) -> Settings:
     """The Settings, once what was left out of a recipe has been said."""
     for note in resolved.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -22,7 +22,7 @@ from blockdraft.cli.flags import (
 )
 from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError, SettingsError
-from blockdraft.settings.resolve import resolve
+from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.settings import LAUNCH_SETTINGS
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = resolve(given_settings(args) | {"engine": "native"}).settings
+    settings = merge_settings(given_settings(args) | {"engine": "native"}).settings
     sampling = sampling_from(args)
     if sampling.logprobs is not None and not args.json:
         raise SettingsError("--logprobs has no place in plain text: add --json.")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from blockdraft.errors import SettingsError
-from blockdraft.planner.pairs import KnownFamily, KnownModels, KnownPair, find_models
+from blockdraft.planner.known_pairs import KnownFamily, KnownModels, KnownPair, find_models
 
 SUMMARY = "list known models and drafters"
 USAGE = "blockdraft models [QUERY] [flags]"

@@ -12,13 +12,13 @@ from blockdraft.errors import SettingsError
 from blockdraft.launch.issues import Issue, check_settings
 from blockdraft.machine.cards import Card, card_by_key, card_named
 from blockdraft.machine.machine import Machine, read_machine
-from blockdraft.planner.fit import machine_of
+from blockdraft.planner.known_pairs import published_runs
+from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import Pair, open_pair
-from blockdraft.planner.pairs import published_runs
 from blockdraft.planner.report import Report, as_json, make_report
 from blockdraft.planner.shape import Kind
+from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.recipe import Expectation, load_recipe
-from blockdraft.settings.resolve import resolve
 from blockdraft.settings.settings import Settings
 
 SUMMARY = "say what fits and how fast it should be, before a start"
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = noted(resolve(_given(args)))
+    settings = noted(merge_settings(_given(args)))
     machine, card = _machine(args.card)
     pair = open_pair(settings)
     known = Known(machine, pair)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.cli.flags import add_model, add_settings, settings_from
-from blockdraft.cli.serving import exit_code, serve_until_told, set_up_logs
+from blockdraft.cli.server_terminal import exit_code, serve_until_told, set_up_logs
 from blockdraft.errors import SettingsError
 from blockdraft.settings.settings import Settings
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
         return serve_engine.run(args, settings, options)
     _refuse_engine_flags(args)
-    from blockdraft.server.running import bind
+    from blockdraft.server.lifetime import bind
     from blockdraft.start.preflight import check_native, pin_cpu_threads
 
     with bind(args.host, args.port) as listener:
@@ -143,7 +143,7 @@ def _serve(
 
 def _end_hung() -> None:
     """The engine's thread cannot be stopped, so the process ends; first /health shows why for a moment."""
-    from blockdraft.server.running import UNHEALTHY_GRACE_S
+    from blockdraft.server.lifetime import UNHEALTHY_GRACE_S
 
     time.sleep(UNHEALTHY_GRACE_S)
     os._exit(EXIT_HUNG)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.serving import exit_code, serve_until_told, set_up_logs
+from blockdraft.cli.server_terminal import exit_code, serve_until_told, set_up_logs
 from blockdraft.errors import SettingsError
 from blockdraft.launch.command import Command
 from blockdraft.launch.installed import find_engine
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
     settings, warnings = as_installed(settings, installed)
     checked = check_launch(settings, name)
     checked = replace(checked, warnings=(*warnings, *checked.warnings))
-    from blockdraft.server.running import bind
+    from blockdraft.server.lifetime import bind
 
     options = replace(options, max_body_bytes=MAX_BODY_BYTES)
     with ExitStack() as opened:

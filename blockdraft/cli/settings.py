@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from blockdraft.cli.flags import add_model, add_settings, given_settings
 from blockdraft.cli.masking import HIDDEN, is_secret, masked
 from blockdraft.errors import SettingsError
+from blockdraft.settings.merge import MergedSettings, merge_settings
 from blockdraft.settings.recipe import load_recipe, recipe_names
-from blockdraft.settings.resolve import Resolved, resolve
 from blockdraft.settings.settings import SETTING_NAMES
 
 SUMMARY = "show every setting and where its value comes from"
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.recipes:
         return _list_recipes(is_json=args.json)
-    resolved = resolve(given_settings(args))
+    resolved = merge_settings(given_settings(args))
     if args.json:
         print(json.dumps(as_json(resolved), indent=2))
         return 0
@@ -42,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(resolved: Resolved) -> dict[str, object]:
+def as_json(resolved: MergedSettings) -> dict[str, object]:
     settings = {
         name: {"value": _value(resolved, name), "source": resolved.sources[name]} for name in SETTING_NAMES
     }
     return {"settings": settings, "notes": list(resolved.notes)}
 
 
-def lines(resolved: Resolved, *, shows_all: bool) -> Iterator[str]:
+def lines(resolved: MergedSettings, *, shows_all: bool) -> Iterator[str]:
     """A row per setting: name, value, source."""
     names = [name for name in SETTING_NAMES if shows_all or resolved.sources[name] != "default"]
     rows = [(name, _shown(_value(resolved, name)), resolved.sources[name]) for name in names]
@@ -63,7 +63,7 @@ def lines(resolved: Resolved, *, shows_all: bool) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _value(resolved: Resolved, name: str) -> object:
+def _value(resolved: MergedSettings, name: str) -> object:
     """The value, without what may be a secret."""
     value = getattr(resolved.settings, name)
     if name == "engine_env":

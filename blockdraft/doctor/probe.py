@@ -124,7 +124,7 @@ def _path(operation: str, taken: str, why_not: str | None) -> Line:
 
 
 def _check(shape: ProbeShape, device_name: str) -> Iterator[Line]:
-    from blockdraft.check.kernelcheck import check_kernels
+    from blockdraft.check.kernels import check_kernels
     from blockdraft.engine.engine import Engine
     from blockdraft.settings.settings import Settings
     from blockdraft.start.fallback import with_kernels_that_compile

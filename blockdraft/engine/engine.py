@@ -16,7 +16,7 @@ from blockdraft.cache.cache import SCRATCH_PAGE, Cache
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.engine.loaded import Models
-from blockdraft.engine.pages import PageAllocator
+from blockdraft.engine.page_allocator import PageAllocator
 from blockdraft.engine.request import Delta, Request, SamplingParams, TokenLogprobs, check_request
 from blockdraft.engine.scheduler import Batch, Outcome, Scheduler
 from blockdraft.engine.sequence import Sequence

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from blockdraft.checkpoints.draft_fit import Acceptance
+from blockdraft.checkpoints.fit_file import Acceptance
 from blockdraft.kernels.kernels import Kernels
-from blockdraft.models.bound import with_kernels
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.layers import Embedding, Linear
 from blockdraft.models.moe import Experts
 from blockdraft.models.packed import Packed, Scaled

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from blockdraft.engine.pace import Pace
-from blockdraft.engine.pages import OutOfPages, PageAllocator
+from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.sequence import Sequence
 from blockdraft.errors import CapacityError, RequestError

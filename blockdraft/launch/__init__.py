@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from blockdraft.launch.command import Command
+from blockdraft.launch.engine_versions import read_version
 from blockdraft.launch.order import HOST, Order
 from blockdraft.launch.sglang import sglang_command
-from blockdraft.launch.versions import read_version
 from blockdraft.launch.vllm import vllm_command
 from blockdraft.machine.machine import Machine
 from blockdraft.settings.settings import Settings

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.errors import SettingsError
-from blockdraft.launch.versions import NEWEST, TITLES
+from blockdraft.launch.engine_versions import NEWEST, TITLES
 from blockdraft.settings.settings import child_environment
 
 ASK_S = 60.0  # for a Python to say what it has: seconds on a cold disk

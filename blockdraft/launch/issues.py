@@ -15,10 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from blockdraft.checkpoints.draft_config import draft_block
+from blockdraft.checkpoints.read_draft_config import draft_block
 from blockdraft.errors import SettingsError
+from blockdraft.launch.engine_versions import NEWEST, EngineVersion, read_version
 from blockdraft.launch.order import Combination, Raw
-from blockdraft.launch.versions import NEWEST, EngineVersion, read_version
 from blockdraft.machine.machine import Machine
 from blockdraft.settings.settings import Settings
 from blockdraft.settings.shipped import with_drafter

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from blockdraft.checkpoints.draft_config import draft_block
+from blockdraft.checkpoints.read_draft_config import draft_block
 from blockdraft.errors import SettingsError
 from blockdraft.launch.command import Command
-from blockdraft.launch.versions import EngineVersion
+from blockdraft.launch.engine_versions import EngineVersion
 from blockdraft.machine.cards import Capability
 from blockdraft.machine.machine import Machine, external_memory_share
 from blockdraft.settings.settings import DEFAULTS, Settings

@@ -8,23 +8,23 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from blockdraft.checkpoints.draft_config import draft_block
+from blockdraft.checkpoints.read_draft_config import draft_block
 from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
 from blockdraft.launch import Command, translate
+from blockdraft.launch.engine_versions import TITLES, read_version
 from blockdraft.launch.installed import Installed
 from blockdraft.launch.issues import Issue, check_settings, refuse
 from blockdraft.launch.order import HOST
 from blockdraft.launch.supervisor import Launch
-from blockdraft.launch.versions import TITLES, read_version
 from blockdraft.machine.cards import card_named
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.external import fit_external
-from blockdraft.planner.fit import machine_of
+from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import check_stored, open_pair
 from blockdraft.planner.stored import Stored, open_stored
+from blockdraft.settings.model_source import find_source
 from blockdraft.settings.settings import Settings
 from blockdraft.settings.shipped import with_drafter
-from blockdraft.settings.source import find_source
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from blockdraft.errors import SettingsError
 from blockdraft.launch.command import Command, is_secret
-from blockdraft.launch.versions import TITLES
+from blockdraft.launch.engine_versions import TITLES
 
 # Downloads and compiled kernels outlive the container, whose home this is, whoever its user may be.
 HOME = "/cache"

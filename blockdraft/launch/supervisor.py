@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from blockdraft.errors import LaunchError
-from blockdraft.exposition import samples
 from blockdraft.launch.command import Command
+from blockdraft.launch.engine_versions import TITLES
 from blockdraft.launch.log_signs import PHASES, PhaseTracker, is_error, read_sign
 from blockdraft.launch.process import GRACE_S, EngineProcess, shown_exit
-from blockdraft.launch.versions import TITLES
 from blockdraft.phases import StartProgress
+from blockdraft.prometheus_text import samples
 from blockdraft.settings.settings import child_environment
 
 POLL_S = 0.2

@@ -8,8 +8,8 @@ wheels on PyPI, 0.19.0 to 0.32.0.
 from __future__ import annotations
 
 from blockdraft.launch.command import Command
+from blockdraft.launch.engine_versions import EngineVersion
 from blockdraft.launch.order import Flags, Order, write_command
-from blockdraft.launch.versions import EngineVersion
 from blockdraft.settings.acceptance_profile import acceptance_rates
 
 IMAGE = "vllm/vllm-openai"

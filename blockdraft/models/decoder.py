@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from blockdraft.cache.view import View
 from blockdraft.kernels.rows import Angles
-from blockdraft.models.bound import KernelModule
 from blockdraft.models.config import AttentionConfig, ModelConfig, Rope
+from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import Embedding, Linear, RMSNorm
 from blockdraft.models.rotary import Rotary
 

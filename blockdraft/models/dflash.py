@@ -15,8 +15,8 @@ from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.heads import HeadNorms
 from blockdraft.kernels.rows import Angles
-from blockdraft.models.bound import KernelModule
 from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
 from blockdraft.models.rotary import Rotary
 

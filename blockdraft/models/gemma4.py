@@ -13,8 +13,8 @@ from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.moe import Activation, ExpertChoice
 from blockdraft.kernels.rows import Angles
-from blockdraft.models.bound import KernelModule
 from blockdraft.models.config import AttentionConfig, ModelConfig, MoEConfig
+from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, WideNorm, attention_config
 from blockdraft.models.moe import Experts
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.kernels.moe import Activation
-from blockdraft.models.bound import KernelModule
 from blockdraft.models.config import ModelConfig, MoEConfig
+from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import Attention, DecoderLayer, RMSNorm, WideNorm, attention_config
 from blockdraft.models.moe import Experts
 

@@ -11,8 +11,8 @@ from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.heads import HeadNorms
 from blockdraft.kernels.rows import Angles, Gate
-from blockdraft.models.bound import KernelModule
 from blockdraft.models.config import AttentionConfig, ModelConfig
+from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.packed import Packed
 
 

@@ -14,8 +14,8 @@ from blockdraft.kernels.moe import (
     Weighing,
     why_no_kernel,
 )
-from blockdraft.models.bound import KernelModule
 from blockdraft.models.config import MoEConfig
+from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
 from blockdraft.models.packed import Packed, Scaled, Stacked
 from blockdraft.models.packed_groups import Fp4Groups

@@ -1,8 +1,8 @@
 """Acceptance: tokens committed per step, the target's own included, by kind of text. Greedy decoding.
 
 A drafter that `blockdraft train` made says its own (fit.json). For others we take what was published
-(pairs.toml); we measured none of it. For a pair that is not listed we take what drafters of its kind reach,
-and the estimate says so.
+(known_pairs.toml); we measured none of it. For a pair that is not listed we take what drafters of its kind
+reach, and the estimate says so.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from blockdraft.checkpoints.draft_fit import FIT_FILE, read_fit
-from blockdraft.planner.pairs import read_file
+from blockdraft.checkpoints.fit_file import FIT_FILE, read_fit
+from blockdraft.planner.known_pairs import read_file
 
 KINDS = ("code", "maths", "chat")
 

@@ -11,7 +11,7 @@ from blockdraft.machine.machine import Machine
 from blockdraft.planner.acceptance import Acceptance, fading
 from blockdraft.planner.estimate import Step, committed, estimate_step, tokens_per_s
 from blockdraft.planner.external import fit_external
-from blockdraft.planner.fit import Fit, fit_native
+from blockdraft.planner.memory_fit import Fit, fit_native
 from blockdraft.planner.pair import Pair
 from blockdraft.settings.settings import Settings
 

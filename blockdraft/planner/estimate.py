@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from blockdraft.cache.spec import Recurrent, Windowed
 from blockdraft.machine.cards import Card
-from blockdraft.planner.fit import Fit
+from blockdraft.planner.memory_fit import Fit
 from blockdraft.planner.pair import Pair
 from blockdraft.planner.shape import Shape
 from blockdraft.planner.stored import WeightParts

@@ -11,8 +11,8 @@ from dataclasses import replace
 from blockdraft.cache.spec import Paged, Recurrent, Windowed
 from blockdraft.errors import SettingsError
 from blockdraft.machine.machine import Machine, external_memory_share
-from blockdraft.planner.fit import Choice, Fit, Footprint, budget_how, gpu_name, make_choices
 from blockdraft.planner.memory import DRIVER_BYTES, Item, served_parts, step_items, weight_how
+from blockdraft.planner.memory_fit import Choice, Fit, Footprint, budget_how, gpu_name, make_choices
 from blockdraft.planner.pair import Pair
 from blockdraft.planner.plan import ALL_POSITIONS, ASKED, CACHE_HOLDS, share_reason, width_reason
 from blockdraft.planner.shape import CacheSpec

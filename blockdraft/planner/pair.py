@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from blockdraft.checkpoints.draft_config import draft_block, read_draft_config
-from blockdraft.checkpoints.model_config import read_model_config
+from blockdraft.checkpoints.read_draft_config import draft_block, read_draft_config
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig, check_pair

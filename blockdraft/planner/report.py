@@ -22,7 +22,7 @@ from blockdraft.planner.advice import (
     wanted,
 )
 from blockdraft.planner.external import element_bytes_of
-from blockdraft.planner.fit import Fit
+from blockdraft.planner.memory_fit import Fit
 from blockdraft.planner.pair import Pair
 from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.planner.shape import Kind, kinds

@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from blockdraft.checkpoints.draft_fit import FIT_FILE
 from blockdraft.checkpoints.fetch import SMOLLM2
+from blockdraft.checkpoints.fit_file import FIT_FILE
 from blockdraft.checkpoints.gguf_config import hugging_face_names, read_config
 from blockdraft.checkpoints.gguf_header import GgufHeader
 from blockdraft.checkpoints.model_folder import ModelFolder, ids_in
 from blockdraft.checkpoints.safetensors_header import TensorEntry
 from blockdraft.errors import FetchError
 from blockdraft.planner.remote import read_remote
+from blockdraft.settings.model_source import Source, find_source
 from blockdraft.settings.settings import cache_dir
-from blockdraft.settings.source import Source, find_source
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _LEFT_OUT = re.compile(

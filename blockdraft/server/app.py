@@ -36,10 +36,10 @@ from blockdraft.server.fields import (
     parse,
 )
 from blockdraft.server.guard import Guard
+from blockdraft.server.live_page import routes as page_routes
 from blockdraft.server.metrics import render
 from blockdraft.server.openapi import openapi
 from blockdraft.server.options import ServerOptions
-from blockdraft.server.page import routes as page_routes
 from blockdraft.server.prompts import (
     check_prompts,
     echoed_texts,

@@ -27,9 +27,9 @@ from blockdraft import __version__
 from blockdraft.phases import StartProgress
 from blockdraft.server.events import live_events
 from blockdraft.server.guard import Guard
+from blockdraft.server.live_page import routes as page_routes
 from blockdraft.server.metrics import render_proxy
 from blockdraft.server.options import ServerOptions
-from blockdraft.server.page import routes as page_routes
 from blockdraft.server.proxy_feed import MetricsFeed, fetch_metrics
 from blockdraft.server.responses import (
     DONE,

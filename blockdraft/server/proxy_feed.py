@@ -12,7 +12,7 @@ from itertools import pairwise
 import aiohttp
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from blockdraft.exposition import samples
+from blockdraft.prometheus_text import samples
 from blockdraft.server.events import INTERVAL_S, WINDOW_S, Json
 
 HISTORY_S = 300

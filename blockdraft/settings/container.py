@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.errors import SettingsError
+from blockdraft.settings.model_source import HUB_ID, MOUNTS
 from blockdraft.settings.settings import SETTING_NAMES, read_setting, suggestion, variable_of
-from blockdraft.settings.source import HUB_ID, MOUNTS
 
 PORT = 8000
 # Container variable: setting with the same values.

@@ -11,29 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.checkpoints.checkpoint import Checkpoint
-from blockdraft.checkpoints.draft_config import read_draft_config
-from blockdraft.checkpoints.draft_fit import Acceptance, read_fit
 from blockdraft.checkpoints.dummy import byte_tokenizer, fill, vocab_map
+from blockdraft.checkpoints.fit_file import Acceptance, read_fit
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.quantization import read_quantization
+from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.weights import load_decoder, load_drafter
 from blockdraft.engine.loaded import Labels, Models
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import CapacityError, ModelError
 from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import read_machine
-from blockdraft.models.bound import with_kernels
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair
+from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.registry import build_decoder
 from blockdraft.planner.pair import read_target
 from blockdraft.planner.plan import Plan, Weights, make_plan
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.settings.settings import Settings
 from blockdraft.settings.shipped import with_drafter
-from blockdraft.start.card import unusable, usage
+from blockdraft.start.card_errors import unusable, usage
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter, NoDrafter
 from blockdraft.text.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from blockdraft.kernels.choice import HOST_BOUND, has_triton
 from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, Plan, memory_share
 from blockdraft.settings.settings import Settings
-from blockdraft.start.card import first_line, is_out_of_memory, memory_of, usage
+from blockdraft.start.card_errors import first_line, is_out_of_memory, memory_of, usage
 from blockdraft.start.loading import gpu_memory
 from blockdraft.start.warm import warm
 

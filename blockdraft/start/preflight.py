@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blockdraft.errors import CapacityError, FetchError
 from blockdraft.machine.machine import may_have_gpu, read_machine
-from blockdraft.planner.fit import fit_native
+from blockdraft.planner.memory_fit import fit_native
 from blockdraft.planner.pair import open_pair
 from blockdraft.settings.settings import Settings, pin_threads
 

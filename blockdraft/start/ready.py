@@ -11,13 +11,13 @@ from blockdraft.errors import SettingsError
 from blockdraft.kernels.choice import Operation
 from blockdraft.phases import StartProgress
 from blockdraft.settings.settings import Settings
-from blockdraft.start.card import unused_gpu
+from blockdraft.start.block_width import may_choose_width, plan_with_width
+from blockdraft.start.card_errors import unused_gpu
 from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.loading import open_models, read_weights, resolve_device
 from blockdraft.start.memory import fit_pages, memory_explained, release, why_no_graphs
 from blockdraft.start.stall import plan_with_short_chunk
 from blockdraft.start.warm import warm
-from blockdraft.start.width import may_choose_width, plan_with_width
 from blockdraft.step.graphs import row_sizes
 
 

@@ -11,9 +11,9 @@ from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
 from blockdraft.kernels.sampling import NEVER
-from blockdraft.models.bound import with_kernels
 from blockdraft.models.decoder import Decoder, softcap
 from blockdraft.models.dflash import DFlash
+from blockdraft.models.kernel_module import with_kernels
 
 
 class DFlashDrafter:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from blockdraft.checkpoints.draft_config import default_taps
 from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.read_draft_config import default_taps
 from blockdraft.checkpoints.weights import load_drafter
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.config import AttentionConfig, ModelConfig

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from blockdraft.checkpoints.draft_fit import FIT_FILE
+from blockdraft.checkpoints.fit_file import FIT_FILE
 from blockdraft.checkpoints.weights import slots_of
 from blockdraft.models.dflash import DFlash
 from blockdraft.training.evaluate import DrafterFit

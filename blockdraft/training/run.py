@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from blockdraft.checkpoints.draft_config import read_draft_config
 from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.bulk import make_bulk
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import ModelError, SettingsError

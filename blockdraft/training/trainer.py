@@ -19,13 +19,13 @@ from blockdraft.engine.engine import mix
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.training.anchor_walk import Walk
 from blockdraft.training.features import FeatureReader, KeptFeatures
 from blockdraft.training.job import TrainingRecipe
 from blockdraft.training.objective import Head, Scores, Teacher, block_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at
 from blockdraft.training.packing import PackedRows, TrainingBatch, draw
 from blockdraft.training.view import Kept, Seen, TrainView, block_masks
-from blockdraft.training.walk import Walk
 
 
 @dataclass(frozen=True, slots=True)

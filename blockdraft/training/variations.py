@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from blockdraft.checkpoints.draft_config import default_taps
+from blockdraft.checkpoints.read_draft_config import default_taps
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.text.tokenizer import Tokenizer

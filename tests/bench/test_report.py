@@ -12,6 +12,7 @@ from rich.console import Console
 from blockdraft.bench import host
 from blockdraft.bench.compare import compare
 from blockdraft.bench.figures import ArmPair, BenchReport, Cell
+from blockdraft.bench.html_page import render
 from blockdraft.bench.layout import (
     FIGURES,
     details,
@@ -21,7 +22,6 @@ from blockdraft.bench.layout import (
     terminal,
     verdict_lines,
 )
-from blockdraft.bench.page import render
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Speculation
 from blockdraft.bench.report import (
     SCHEMA,

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blockdraft.check import draftcheck, selfcheck
+from blockdraft.check import drafts as draftcheck
+from blockdraft.check import selfcheck
 from blockdraft.check.selfcheck import MIN_TOKENS_PER_STEP, verify_engine, without_drafter
 from blockdraft.engine import engine as engine_module
 from blockdraft.engine.engine import Engine

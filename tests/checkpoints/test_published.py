@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from blockdraft.checkpoints import checkpoint, weights
-from blockdraft.checkpoints.model_config import read_model_config
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
 from blockdraft.models.registry import build_decoder
-from blockdraft.planner.pairs import find_models
+from blockdraft.planner.known_pairs import find_models
 from tests.checkpoints.published import (
     CONFIGS,
     published_config,

@@ -9,8 +9,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from blockdraft.checkpoints import weights
 from blockdraft.checkpoints.checkpoint import TensorInfo
-from blockdraft.checkpoints.draft_config import read_draft_config
-from blockdraft.checkpoints.model_config import read_model_config
+from blockdraft.checkpoints.read_draft_config import read_draft_config
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.checkpoints.weights import load_decoder, load_drafter
 from blockdraft.errors import ModelError
 from blockdraft.models.dflash import DFlash

@@ -194,7 +194,7 @@ def test_what_is_downloaded_or_compiled_goes_to_the_volume():
 
 
 def test_engines_are_of_the_versions_we_know_best():
-    versions = pytest.importorskip("blockdraft.launch.versions")
+    versions = pytest.importorskip("blockdraft.launch.engine_versions")
     for engine, version in versions.NEWEST.items():
         assert f"{engine.upper()}_VERSION={version}" in BY_NAME[engine].all("ARG")
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks.shapes import SHAPES
 from blockdraft.machine.machine import read_machine
 from blockdraft.phases import StartProgress
-from blockdraft.planner.fit import fit_native
+from blockdraft.planner.memory_fit import fit_native
 from blockdraft.planner.pair import open_pair
 from blockdraft.settings.settings import Settings
 from blockdraft.start.memory import release

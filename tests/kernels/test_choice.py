@@ -15,8 +15,8 @@ from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.kernels import attention, choice, cpu, gated_delta, heads, linear, rows
 from blockdraft.kernels.choice import OPERATIONS, Available
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
-from blockdraft.models.bound import with_kernels
 from blockdraft.models.dflash import DFlash
+from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.layers import GatedMLP, RMSNorm
 from blockdraft.training.trainer import BlockForward, block_hidden
 from tests import tiny

@@ -15,8 +15,8 @@ from blockdraft.kernels import moe as contract  # noqa: E402
 from blockdraft.kernels.kernels import kernels_for  # noqa: E402
 from blockdraft.kernels.moe import Activation, Beside, ExpertChoice, Matrices, Parts, Shared  # noqa: E402
 from blockdraft.kernels.triton import moe, routing  # noqa: E402
-from blockdraft.models.bound import with_kernels  # noqa: E402
 from blockdraft.models.config import MoEConfig  # noqa: E402
+from blockdraft.models.kernel_module import with_kernels  # noqa: E402
 from blockdraft.models.layers import RMSNorm  # noqa: E402
 from blockdraft.models.moe import Experts, MoE, SharedExpert  # noqa: E402
 from blockdraft.models.packed import Dense, Scaled, Stacked, quantise_fp8, quantise_int8  # noqa: E402

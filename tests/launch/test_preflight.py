@@ -11,7 +11,7 @@ from blockdraft.launch import preflight as module
 from blockdraft.launch.preflight import check_launch, check_to_print
 from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
-from blockdraft.planner.fit import machine_of
+from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.stored import Size, open_stored
 from blockdraft.settings.settings import Settings
 from blockdraft.start import preflight as native

@@ -7,8 +7,8 @@ import pytest
 
 from blockdraft.errors import SettingsError
 from blockdraft.launch import translate
+from blockdraft.launch.engine_versions import read_version
 from blockdraft.launch.shell import shell_line
-from blockdraft.launch.versions import read_version
 from blockdraft.machine.machine import Machine
 from blockdraft.settings.settings import Settings
 from tests.launch.golden import machine_with

@@ -9,8 +9,8 @@ import torch
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
-from blockdraft.models.bound import with_kernels
 from blockdraft.models.dflash import DFlash
+from blockdraft.models.kernel_module import with_kernels
 from blockdraft.step.dflash import DFlashDrafter
 from tests import tiny
 

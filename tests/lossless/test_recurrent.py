@@ -12,7 +12,7 @@ import torch
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.spec import Recurrent, bytes_per_row
-from blockdraft.checkpoints.model_config import read_model_config
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.gated_delta import DeltaWeights
 from blockdraft.kernels.kernels import REFERENCE, kernels_for

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blockdraft.checkpoints.draft_config import read_draft_config
 from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
+from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.start.loading import load_target

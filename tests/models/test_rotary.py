@@ -11,7 +11,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from blockdraft.checkpoints.config_fields import Fields, rope_of
-from blockdraft.checkpoints.model_config import read_model_config
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.models.config import Rope
 from blockdraft.models.rotary import Rotary, inverse_frequencies
 

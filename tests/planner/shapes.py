@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.shapes import SHAPES
 from blockdraft.machine.cards import card_by_key
-from blockdraft.planner.fit import machine_of
+from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import open_pair
 from blockdraft.settings.settings import Settings
 

@@ -8,7 +8,7 @@ import pytest
 
 from blockdraft.machine.cards import card_by_key
 from blockdraft.planner.estimate import committed, estimate_step, experts_touched, tokens_per_s
-from blockdraft.planner.fit import fit_native
+from blockdraft.planner.memory_fit import fit_native
 from tests.planner.shapes import on, opened
 
 CARD = card_by_key("h200")

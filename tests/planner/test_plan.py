@@ -8,8 +8,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from blockdraft.cache.spec import bytes_per_row, bytes_per_token
-from blockdraft.checkpoints.draft_config import read_draft_config
-from blockdraft.checkpoints.model_config import read_model_config
+from blockdraft.checkpoints.read_draft_config import read_draft_config
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.plan import (

@@ -3,16 +3,16 @@
 import pytest
 
 from benchmarks.shapes import SMOLLM2_135M, drafter
-from blockdraft.checkpoints.model_config import read_model_config
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
 from blockdraft.planner import pair as pairs
-from blockdraft.planner.fit import machine_of
+from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.report import make_report
 from blockdraft.planner.stored import Size, Stored
 from blockdraft.planner.values import target_values
+from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.recipe import load_recipe, recipe_names
-from blockdraft.settings.resolve import resolve
 from tests.checkpoints.published import CONFIGS
 
 BASES = {  # what the packed checkpoints were made of
@@ -66,7 +66,7 @@ CASES = [(name, card) for name in recipe_names() for card in load_recipe(name).c
 
 @pytest.mark.parametrize(("name", "card"), CASES)
 def test_a_recipe_fits_on_its_cards(name, card):
-    settings = resolve({"recipe": name}).settings
+    settings = merge_settings({"recipe": name}).settings
     found = None if card is None else card_by_key(card)
     machine = Machine(memory_bytes=16 << 30) if found is None else machine_of(found)
     pair = pairs.open_pair(settings)
@@ -76,7 +76,7 @@ def test_a_recipe_fits_on_its_cards(name, card):
 
 
 def test_a_recipe_on_a_card_that_is_too_small_is_told_what_to_change():
-    settings = resolve({"recipe": "qwen3-8b"}).settings
+    settings = merge_settings({"recipe": "qwen3-8b"}).settings
     card = card_by_key("rtx-4090")
     report = make_report(settings, machine_of(card), pairs.open_pair(settings), card=card)
     assert report.verdict == "does not fit"

@@ -11,7 +11,7 @@ import torch
 
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.machine.machine import Machine
-from blockdraft.planner.fit import fit_native
+from blockdraft.planner.memory_fit import fit_native
 from blockdraft.planner.pair import open_pair
 from blockdraft.settings.settings import Settings, cache_dir
 from blockdraft.start import loading

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.shapes import SHAPES
-from blockdraft.checkpoints.draft_config import read_draft_config
-from blockdraft.checkpoints.model_config import read_model_config
+from blockdraft.checkpoints.read_draft_config import read_draft_config
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.registry import build_decoder
 from blockdraft.planner.values import draft_values, target_values

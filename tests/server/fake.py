@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from blockdraft.server import page
+from blockdraft.server import live_page as page
 from tests.server.asking import listening
 
 WIDTH = 8

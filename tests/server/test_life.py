@@ -33,7 +33,7 @@ from blockdraft.start import ready as start
 from blockdraft.engine.engine import Engine
 start.warm = lambda *_: None
 {patch}
-from blockdraft.server import running
+from blockdraft.server import lifetime as running
 running.UNHEALTHY_GRACE_S = 1.0
 from blockdraft.cli.main import main
 sys.exit(main(sys.argv[1:]))

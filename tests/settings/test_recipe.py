@@ -8,8 +8,8 @@ import pytest
 import blockdraft
 from blockdraft.errors import SettingsError
 from blockdraft.settings import recipe as recipes
+from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.recipe import Expectation, load_recipe, read_recipe, recipe_names
-from blockdraft.settings.resolve import resolve
 from blockdraft.settings.settings import SETTING_NAMES, Settings
 
 ROOT = Path(blockdraft.__file__).parents[1]
@@ -139,7 +139,7 @@ def test_a_recipe_has_a_title_of_one_line(title):
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_of_ours_loads_and_makes_settings(name):
     recipe = load_recipe(name)
-    assert resolve({"recipe": name}, uses_environment=False).settings.model == recipe.settings["model"]
+    assert merge_settings({"recipe": name}, uses_environment=False).settings.model == recipe.settings["model"]
 
 
 def test_recipes_are_found_by_name_and_by_path(tmp_path, monkeypatch):

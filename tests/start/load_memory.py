@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from blockdraft.checkpoints.model_config import read_model_config
 from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import Weights, make_plan
 from blockdraft.settings.settings import Settings

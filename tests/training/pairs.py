@@ -7,7 +7,7 @@ import shutil
 import torch
 from safetensors.torch import save_file
 
-from blockdraft.checkpoints.draft_config import read_draft_config
+from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.bulk import ROUND
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models

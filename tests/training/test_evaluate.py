@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from blockdraft import LLM, SamplingParams
-from blockdraft.checkpoints.draft_config import read_draft_config
+from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.training import features as features_module
 from blockdraft.training import trainer as trainer_module
 from blockdraft.training.answers import Document

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockdraft.bench.workloads import CLASSES, load
-from blockdraft.checkpoints.draft_config import read_draft_config
-from blockdraft.checkpoints.model_config import read_model_config
+from blockdraft.checkpoints.read_draft_config import read_draft_config
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.cli import training_progress
 from blockdraft.cli.fit import lines
 from blockdraft.cli.main import main
 from blockdraft.engine.request import SamplingParams
 from blockdraft.llm import LLM
-from blockdraft.training import fit as fit_module
+from blockdraft.training import drafter_fit as fit_module
 from blockdraft.training.answers import read_conversations
+from blockdraft.training.drafter_fit import fit
 from blockdraft.training.evaluate import DrafterFit
-from blockdraft.training.fit import fit
 from blockdraft.training.fit_report import LOW, Cost, FitQuestion, describe_depth, prospect_of, training_pays
 from blockdraft.training.variations import variations
 

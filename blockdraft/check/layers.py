@@ -28,13 +28,13 @@ from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import RowSampling
 from blockdraft.cache.view import CacheView
-from blockdraft.check.pieces import Piece, pieces_for
-from blockdraft.check.wholeview import WholeView
+from blockdraft.check.piece_sizes import Piece, pieces_for
+from blockdraft.check.whole_view import WholeView
 from blockdraft.engine.engine import Engine
-from blockdraft.models.bound import with_kernels
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.gemma4 import GemmaRouter
 from blockdraft.models.gpt_oss import GptOssMoE
+from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.moe import MoE
 from blockdraft.step.dflash import DFlashDrafter
 

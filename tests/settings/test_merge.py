@@ -10,7 +10,7 @@ from blockdraft import LLM
 from blockdraft.cli.flags import given_settings, noted
 from blockdraft.cli.main import main, parse
 from blockdraft.errors import SettingsError
-from blockdraft.settings.resolve import resolve
+from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.settings import (
     LAUNCH_SETTINGS,
     OTHER_VARIABLES,
@@ -50,7 +50,7 @@ def recipe(tmp_path):
 def test_each_layer_goes_before_the_one_below_it(recipe, monkeypatch):
     monkeypatch.setenv("BLOCKDRAFT_MAX_ROWS", "5")
     monkeypatch.setenv("BLOCKDRAFT_WIDTH", "10")
-    resolved = resolve({"recipe": recipe, "width": 11})
+    resolved = merge_settings({"recipe": recipe, "width": 11})
     found = {name: (getattr(resolved.settings, name), resolved.sources[name]) for name in resolved.sources}
     assert found["width"] == (11, "--width")
     assert found["max_rows"] == (5, "BLOCKDRAFT_MAX_ROWS")
@@ -61,9 +61,9 @@ def test_each_layer_goes_before_the_one_below_it(recipe, monkeypatch):
 
 def test_the_environment_may_name_the_recipe_and_a_flag_another(recipe, monkeypatch):
     monkeypatch.setenv("BLOCKDRAFT_RECIPE", recipe)
-    assert resolve({}).settings.model == "org/target"
-    assert resolve({}).sources["recipe"] == "BLOCKDRAFT_RECIPE"
-    assert resolve({"recipe": "smollm2"}).settings.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert merge_settings({}).settings.model == "org/target"
+    assert merge_settings({}).sources["recipe"] == "BLOCKDRAFT_RECIPE"
+    assert merge_settings({"recipe": "smollm2"}).settings.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_a_flag_can_take_a_value_back_to_its_default(recipe):
@@ -86,7 +86,7 @@ def test_more_engine_flags_add_to_those_of_the_recipe(recipe, monkeypatch):
 def test_values_in_the_words_of_one_engine_do_not_reach_another(recipe, layer, monkeypatch):
     if layer == "environment":
         monkeypatch.setenv("BLOCKDRAFT_ENGINE", "sglang")
-    resolved = resolve({"recipe": recipe} | ({"engine": "sglang"} if layer == "flag" else {}))
+    resolved = merge_settings({"recipe": recipe} | ({"engine": "sglang"} if layer == "flag" else {}))
     settings = resolved.settings
     assert settings.engine == "sglang"
     assert (settings.engine_version, settings.engine_args, settings.engine_env) == (None, (), ())
@@ -98,16 +98,16 @@ def test_values_in_the_words_of_one_engine_do_not_reach_another(recipe, layer, m
 
 def test_neither_do_those_of_the_environment(monkeypatch):
     monkeypatch.setenv("BLOCKDRAFT_ENGINE_VERSION", "0.32.0")
-    assert resolve({"engine": "vllm"}).settings.engine_version == "0.32.0", "for whichever is named"
+    assert merge_settings({"engine": "vllm"}).settings.engine_version == "0.32.0", "for whichever is named"
     monkeypatch.setenv("BLOCKDRAFT_ENGINE", "vllm")
-    assert resolve({}).settings.engine_version == "0.32.0"
-    resolved = resolve({"engine": "native"})
+    assert merge_settings({}).settings.engine_version == "0.32.0"
+    resolved = merge_settings({"engine": "native"})
     assert resolved.settings == Settings()
     assert resolved.notes == ("engine_version of the environment left out: for vllm, not for native",)
 
 
 def test_what_is_left_out_of_a_recipe_is_said_by_every_command(capsys):
-    settings = noted(resolve({"recipe": "gemma-4-31b", "engine": "vllm"}))
+    settings = noted(merge_settings({"recipe": "gemma-4-31b", "engine": "vllm"}))
     assert settings.engine_version is None
     said = (
         "note: engine_version, engine_args, attention_backend, draft_attention_backend of the recipe left out"
@@ -116,19 +116,19 @@ def test_what_is_left_out_of_a_recipe_is_said_by_every_command(capsys):
 
 
 def test_the_same_engine_keeps_its_words(recipe):
-    resolved = resolve({"recipe": recipe, "engine": "vllm"})
+    resolved = merge_settings({"recipe": recipe, "engine": "vllm"})
     assert resolved.settings.engine_args == ("--tool-call-parser", "hermes")
     assert resolved.notes == ()
 
 
 def test_an_error_says_which_layer_to_mend(recipe, monkeypatch):
     with pytest.raises(SettingsError, match=r"kv_dtype = 'fp8' .* \(kv_dtype is from recipe "):
-        resolve({"recipe": recipe, "engine": "native"})
+        merge_settings({"recipe": recipe, "engine": "native"})
     monkeypatch.setenv("BLOCKDRAFT_MAX_ROWS", "0")
     with pytest.raises(SettingsError, match=r"max_rows is from BLOCKDRAFT_MAX_ROWS"):
-        resolve({})
+        merge_settings({})
     with pytest.raises(SettingsError) as error:
-        resolve({"max_rows": 0})
+        merge_settings({"max_rows": 0})
     assert "is from" not in str(error.value), "of a flag the user knows it"
 
 
@@ -191,7 +191,7 @@ def test_settings_are_taken_out_of_the_environment_and_nothing_else(monkeypatch)
     monkeypatch.setenv("BLOCKDRAFT_WIDTH", "8")
     monkeypatch.setenv("BLOCKDRAFT_API_KEY", "secret")
     forget_environment_settings()
-    assert resolve({}).settings == Settings()
+    assert merge_settings({}).settings == Settings()
     assert environment_api_key() == "secret"
 
 
@@ -279,4 +279,4 @@ def test_known_recipes_are_listed(capsys):
 
 
 def _resolved(words):
-    return resolve(given_settings(parse(["serve", *words])))
+    return merge_settings(given_settings(parse(["serve", *words])))

@@ -17,7 +17,7 @@ ENGINE_WORDS = ("engine_version", "engine_args", "engine_env", "attention_backen
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class MergedSettings:
     """Settings, and of each field where its value comes from."""
 
     settings: Settings
@@ -26,7 +26,7 @@ class Resolved:
     notes: tuple[str, ...] = ()  # what of the recipe was left out, and why
 
 
-def resolve(flags: Mapping[str, object], *, uses_environment: bool = True) -> Resolved:
+def merge_settings(flags: Mapping[str, object], *, uses_environment: bool = True) -> MergedSettings:
     """The settings of all layers together. `flags` holds only what was asked for, by field name."""
     environment = environment_settings() if uses_environment else {}
     name = flags.get("recipe", environment.get("recipe"))
@@ -45,7 +45,7 @@ def resolve(flags: Mapping[str, object], *, uses_environment: bool = True) -> Re
             is_more = field in ADDED_UP and field in values
             values[field] = _added(field, values[field], value) if is_more else value
             sources[field] = f"{sources[field]}, {source}" if is_more else source
-    return Resolved(_made(values, sources), sources, recipe, tuple(notes))
+    return MergedSettings(_made(values, sources), sources, recipe, tuple(notes))
 
 
 def flag_of(field: str, value: object = None) -> str:

@@ -19,7 +19,8 @@ from blockdraft.machine.remedies import why_unseen
 from blockdraft.phases import StartProgress
 from blockdraft.planner.plan import Weights
 from blockdraft.settings.settings import Settings
-from blockdraft.start import card, loading
+from blockdraft.start import card_errors as card
+from blockdraft.start import loading
 from blockdraft.start import ready as start
 from blockdraft.start.loading import OpenedTarget
 from blockdraft.start.memory import memory_explained
@@ -296,7 +297,7 @@ def test_serve_ends_with_one_line(machine, monkeypatch, capsys):
     machine()
     torch_says(monkeypatch, RuntimeError(TOO_OLD))
     args = SimpleNamespace(json_logs=False)
-    from blockdraft.cli.serving import exit_code
+    from blockdraft.cli.server_terminal import exit_code
     from blockdraft.engine.loop import EngineLoop
 
     loop = EngineLoop(

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from blockdraft import LLM, SamplingParams
-from blockdraft.checkpoints.draft_fit import read_fit
+from blockdraft.checkpoints.fit_file import read_fit
 from blockdraft.engine.info import engine_info
 from blockdraft.errors import ModelError
 from blockdraft.phases import StartProgress
 from blockdraft.server.metrics import render
 from blockdraft.settings.settings import Settings
+from blockdraft.start import block_width as width
 from blockdraft.start import ready as start
-from blockdraft.start import width
-from blockdraft.start.ready import start_engine
-from blockdraft.start.width import (
+from blockdraft.start.block_width import (
     TOO_BUSY,
     Costs,
     choose_width,
@@ -26,6 +25,7 @@ from blockdraft.start.width import (
     plan_with_width,
     speedups,
 )
+from blockdraft.start.ready import start_engine
 from tests import tiny
 
 # 1 + sum: 2.9 and 1.9 at width 4, 3.3 and 2.1 at width 8.

@@ -12,7 +12,7 @@ from blockdraft.cache.recurrent import RecurrentStates
 from blockdraft.cache.rows import Rows
 from blockdraft.check import operations
 from blockdraft.check.comparison import Comparison, Numbers
-from blockdraft.check.kernelcheck import check_kernels, measure
+from blockdraft.check.kernels import check_kernels, measure
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.kernels import kernels_for

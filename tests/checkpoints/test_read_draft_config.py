@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from blockdraft.checkpoints.draft_config import default_taps, read_draft_config
-from blockdraft.checkpoints.model_config import read_model_config
 from blockdraft.checkpoints.quantization import read_quantization
+from blockdraft.checkpoints.read_draft_config import default_taps, read_draft_config
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
 from blockdraft.models.config import Rope
 from blockdraft.models.draft_config import check_pair

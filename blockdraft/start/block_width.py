@@ -27,7 +27,7 @@ import torch
 
 from blockdraft import __version__
 from blockdraft.cache.rows import RowSampling
-from blockdraft.checkpoints.draft_fit import Acceptance
+from blockdraft.checkpoints.fit_file import Acceptance
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import fingerprint
 from blockdraft.engine.twin import max_tokens, twin

@@ -1,4 +1,4 @@
-"""Reads pairs.toml: model families, target/drafter pairs and published runs that are known by name."""
+"""Reads known_pairs.toml: model families, target/drafter pairs and published runs that are known by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from blockdraft.settings.recipe import Expectation
 
-FILE = Path(__file__).with_name("pairs.toml")
+FILE = Path(__file__).with_name("known_pairs.toml")
 BYTES_PER_PARAMETER = 2  # bfloat16
 
 
@@ -73,7 +73,7 @@ class KnownModels:
 
 @cache
 def read_file() -> dict[str, Any]:
-    """Reads pairs.toml, once; the result must not be changed."""
+    """Reads known_pairs.toml, once; the result must not be changed."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.bench import page
+from blockdraft.bench import html_page as page
+from blockdraft.bench.html_page import render
 from blockdraft.bench.layout import acceptance
-from blockdraft.bench.page import render
 from blockdraft.bench.records import Prompt
 from blockdraft.bench.report import build
 from tests.bench.answers import HOSTILE, answer, arms, facts, group, prompt, prompts, workloads

@@ -1,6 +1,6 @@
 """Samples of a /metrics page."""
 
-from blockdraft.exposition import samples
+from blockdraft.prometheus_text import samples
 
 PAGE = """# HELP vllm:x words {a="1"} 3
 vllm:x{engine="0",name="a \\"b\\" } c"} 3.5

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blockdraft.check.layercheck import LayerError, Part, check_layers
-from blockdraft.check.pieces import pieces_for
+from blockdraft.check.layers import LayerError, Part, check_layers
+from blockdraft.check.piece_sizes import pieces_for
 from blockdraft.check.selfcheck import verify_engine
 from blockdraft.checkpoints.weights import QUANTISERS, slots_of
 from blockdraft.doctor.shapes import SHAPES

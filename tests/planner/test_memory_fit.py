@@ -14,7 +14,7 @@ from blockdraft.machine.machine import Machine
 from blockdraft.planner.acceptance import fading, own_acceptance, published_acceptance
 from blockdraft.planner.advice import Case, advise, best_width, fit_pair, fixes, wanted
 from blockdraft.planner.external import fit_external
-from blockdraft.planner.fit import Footprint, fit_native, machine_of
+from blockdraft.planner.memory_fit import Footprint, fit_native, machine_of
 from blockdraft.planner.pair import Model, Pair, open_pair
 from blockdraft.planner.plan import UNIFIED_SHARE, gpu_budget
 from blockdraft.planner.report import make_report

@@ -7,8 +7,8 @@ import pytest
 
 from blockdraft.cache.spec import Paged, Windowed
 from blockdraft.checkpoints.config_fields import Fields, rope_of
-from blockdraft.checkpoints.model_config import read_model_config
 from blockdraft.checkpoints.quantization import read_quantization
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
 from blockdraft.models.config import AttentionConfig, LayerConfig, MLPConfig, Rope
 

@@ -6,7 +6,7 @@ import torch
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.doctor.shapes import SHAPES
 from blockdraft.settings.settings import cache_dir
-from tests.check import test_layercheck
+from tests.check import test_layers as test_layercheck
 from tests.faults import FAULTS, engine, worst
 from tests.lossless.families import NAMES
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import blockdraft
-from blockdraft.checkpoints import model_config
+from blockdraft.checkpoints import read_model_config as model_config
 from blockdraft.cli.main import main
 from blockdraft.cli.models import WIDTH
 from blockdraft.machine.cards import card_by_key
 from blockdraft.planner.acceptance import published_acceptance
-from blockdraft.planner.pairs import KnownPair, find_models, published_runs, read_file
+from blockdraft.planner.known_pairs import KnownPair, find_models, published_runs, read_file
 from blockdraft.settings.recipe import load_recipe, recipe_names
 
 KNOWN = find_models()

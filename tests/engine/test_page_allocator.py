@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockdraft.engine.pages import OutOfPages, PageAllocator
+from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 
 
 def allocator(num_pages=10, page_size=2):

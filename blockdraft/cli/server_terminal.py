@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from blockdraft.server.lifetime import Service
     from blockdraft.server.options import ServerOptions
-    from blockdraft.server.running import Service
 
 EXIT_ERROR = 2  # the start failed on something a user can mend
 EXIT_FAILED = 1  # the engine failed while serving
@@ -44,7 +44,7 @@ def serve_until_told(
     listener: socket.socket,
 ) -> None:
     """Serve until a signal, or until the service is lost. At the end it is drained and closed."""
-    from blockdraft.server.running import DrainingServer, address_of
+    from blockdraft.server.lifetime import DrainingServer, address_of
 
     def show_start() -> None:
         if not _is_drawn(args):
