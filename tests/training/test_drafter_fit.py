@@ -173,7 +173,7 @@ def test_simulation_and_engine_agree(tmp_path, prompts, changes, weights):
 
 @pytest.mark.usefixtures("_no_variations", "_nothing_timed")
 def test_a_disagreement_is_said_with_both_numbers(prompts, capsys, monkeypatch):
-    monkeypatch.setattr(fit_module.Probe, "walk", lambda *_: DrafterFit(8, 300, 100, ()))
+    monkeypatch.setattr(fit_module.AcceptanceProbe, "walk", lambda *_: DrafterFit(8, 300, 100, ()))
     assert command(DRAFT, prompts, "--json") == 0
     out, err = capsys.readouterr()
     assert "simulation 3.000" in err

@@ -220,7 +220,7 @@ def test_weights_that_bfloat16_holds_come_back_bit_by_bit_and_draft_alike(tmp_pa
     model = pairs.random_drafter(raw, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    card = run.ModelCard(target="pair", command="", data="", recipe={})
+    card = run.DrafterCard(target="pair", command="", data="", recipe={})
     run.export(tmp_path / "drafter", model, raw, {}, card)
     again = pairs.random_drafter(raw, dtype=torch.float32, seed=7)
     load_weights(again, str(tmp_path / "drafter"), pairs.CPU)
