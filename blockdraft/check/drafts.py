@@ -26,7 +26,6 @@ from blockdraft.engine.loaded import Models
 from blockdraft.engine.request import Metrics, SamplingParams, TokenLogprobs
 from blockdraft.engine.twin import max_tokens, serve, twin
 from blockdraft.errors import ModelError
-from blockdraft.kernels.choice import has_triton
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.linear import MAX_TOKENS
 from blockdraft.step.drafter import Drafter, NoDrafter
@@ -108,8 +107,8 @@ def keeps_bits(models: Models, width: int) -> bool:
     dtype: torch.dtype = getattr(torch, models.plan.dtype)
     if models.device.type == "cpu":
         return why_no_llvm(dtype, models.device) is None
-    is_ours = has_triton() and not models.target.kernels.off and models.why_not_captured() is None
-    return is_ours and dtype != torch.float64 and width <= MAX_TOKENS
+    is_ours = not models.target.kernels.off and models.why_not_captured() is None
+    return is_ours and width <= MAX_TOKENS
 
 
 def draft_name(models: Models) -> str:

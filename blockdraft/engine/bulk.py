@@ -104,7 +104,7 @@ def make_bulk(models: Models, *, graphs: bool = True) -> Bulk:
         )
     models = replace(models, plan=replace(plan, max_rows=rows, num_pages=rows * per_row))
     engine = Engine(models)
-    if graphs and models.device.type == "cuda" and models.why_not_captured() is None:
+    if graphs and models.why_not_captured() is None:
         engine.capture(sorted({max(1, rows // share) for share in (32, 8, 2)}), [1])
     return Bulk(engine)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from blockdraft.checkpoints.fit_file import Acceptance
+from blockdraft.kernels.choice import HOST_BOUND, has_triton
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
@@ -59,6 +60,15 @@ class Models:
 
     def why_not_captured(self) -> str | None:
         """What keeps a decode step out of a CUDA graph; None: nothing."""
+        if self.device.type != "cuda":
+            return "there is no GPU"
+        if self.plan.dtype == "float64":
+            return "the GPU's kernels do not compute in float64"
+        if not has_triton():
+            return "Triton is not installed"
+        slow = [operation for operation in self.target.kernels.off if operation in HOST_BOUND]
+        if slow:
+            return f"the kernel of {slow[0]} does not compile on this card; a graph cannot hold its reference"
         parts = [self.target, *([self.drafter.model] if isinstance(self.drafter, DFlashDrafter) else [])]
         for module in (module for part in parts for module in part.modules()):
             if isinstance(module, Experts):

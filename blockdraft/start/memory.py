@@ -18,7 +18,6 @@ from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import CapacityError
-from blockdraft.kernels.choice import HOST_BOUND, has_triton
 from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, Plan, memory_share
 from blockdraft.settings.settings import Settings
@@ -93,17 +92,8 @@ def memory_explained(settings: Settings, device: torch.device, *, is_loading: bo
 
 def why_no_graphs(models: Models, settings: Settings) -> str | None:
     """None where a decode step can be captured, else what stands in the way."""
-    if models.device.type != "cuda":
-        return "there is no GPU"
-    if not settings.graphs:
+    if models.device.type == "cuda" and not settings.graphs:
         return "switched off"
-    if models.plan.dtype == "float64":
-        return "the GPU's kernels do not compute in float64"
-    if not has_triton():
-        return "Triton is not installed"
-    slow = [operation for operation in models.target.kernels.off if operation in HOST_BOUND]
-    if slow:
-        return f"the kernel of {slow[0]} does not compile on this card, and a graph cannot hold its reference"
     return models.why_not_captured()
 
 

@@ -156,6 +156,18 @@ def test_graphs_are_for_a_gpu_and_can_be_switched_off():
 
 
 @pytest.mark.parametrize(
+    ("operation", "is_captured"), [("attention", False), ("sampling", False), ("norms", True)]
+)
+def test_a_kernel_that_is_off_ends_graphs_where_its_reference_asks_the_host(operation, is_captured):
+    """`engine/bulk.py` asks the same question."""
+    models = on_gpu()
+    kernels = kernels_for(torch.float32, torch.device("cpu"), off=frozenset({operation}))
+    reason = models.with_kernels(kernels).why_not_captured()
+    assert (reason is None) is is_captured
+    assert is_captured or operation in reason
+
+
+@pytest.mark.parametrize(
     ("ms_per_token", "allowed", "chunk"), [(0.1, 10, 64), (0.5, 20, 32), (1.0, 17, 16), (9.0, 1, MIN_CHUNK)]
 )
 def test_the_chunk_is_halved_until_a_step_of_it_is_short_enough(monkeypatch, ms_per_token, allowed, chunk):
