@@ -144,8 +144,7 @@ def _matrix(part: Linear | ExpertLinear, expert: int | None = None) -> _Matrix:
 
 def _compare_linear(engine: Engine, numbers: Numbers) -> Comparisons:
     matrices = distinct(_matrices(engine, Tensor), _Matrix.kind)
-    # One is enough for every tile: the first without a bias.
-    tiled = min(matrices, key=lambda matrix: matrix.bias is not None, default=None)
+    tiled = min(matrices, key=_Matrix.size, default=None)  # one is enough for every tile
     configs = (engine.models.config, engine.models.draft_config)
     stream_sizes = {config.hidden_size for config in configs if config is not None}
     for matrix in matrices:
