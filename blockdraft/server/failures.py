@@ -8,10 +8,9 @@ from starlette.responses import Response
 
 from blockdraft.engine.loop import EngineStopped
 from blockdraft.errors import BlockdraftError, CapacityError, RequestError
-from blockdraft.server.responses import error_response, not_ready_response
+from blockdraft.server.responses import INVALID, error_response, not_ready_response
 
 RETRY_AFTER_S = 1  # arbitrary: the queue moves once per step
-_INVALID = "invalid_request_error"
 _HTTP_MESSAGES = {
     404: "no such path: /openapi.json lists what this server has.",
     405: "this path takes another method: completions and tokens are asked for with POST, the rest with GET.",
@@ -29,9 +28,7 @@ class NotReady(Exception):
 
 def on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(
-        error.status_code, _HTTP_MESSAGES.get(error.status_code, error.detail), _INVALID
-    )
+    response = error_response(error.status_code, _HTTP_MESSAGES.get(error.status_code, error.detail), INVALID)
     response.headers.update(error.headers or {})
     return response
 
@@ -44,7 +41,7 @@ def on_user_error(request: Request, error: Exception) -> Response:
         )
     if isinstance(error, RequestError):
         status = 404 if error.code == "model_not_found" else 400
-        return error_response(status, message, _INVALID, param=error.field, code=error.code)
+        return error_response(status, message, INVALID, param=error.field, code=error.code)
     return error_response(500, message)
 
 

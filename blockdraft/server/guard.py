@@ -10,20 +10,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blockdraft.server.options import ServerOptions
-from blockdraft.server.responses import error_body
+from blockdraft.server.responses import INVALID, error_response
 
 # Everything else needs a key where there is one. As with vLLM, probes and metrics do not; nor does the page
 # itself, which asks for the key and sends it with its calls.
@@ -45,17 +44,6 @@ _HEADERS = {
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("blockdraft.access")
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An answer that the application has no part in, in OpenAI's shape."""
-
-    status: int
-    message: str
-    kind: str = "invalid_request_error"
-    code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +99,20 @@ class Guard:
         finally:
             reply.log()
 
-    def _refusal(self, head: _Head) -> Refusal | None:
+    def _refusal(self, head: _Head) -> Response | None:
         """Say what is wrong with a request, as far as that shows without its body."""
         if self._options.allowed_hosts and _host(head.headers) not in self._options.allowed_hosts:
-            return Refusal(
+            return error_response(
                 421,
                 "this server does not go by that name: use the address it announced, or start it with the "
                 "name among its allowed hosts.",
+                INVALID,
             )
         if not self._is_allowed(head):
-            return Refusal(
-                401,
-                "no valid API key: send it as 'Authorization: Bearer KEY'.",
-                code="invalid_api_key",
-                headers={"www-authenticate": 'Bearer realm="blockdraft"'},
-            )
+            text = "no valid API key: send it as 'Authorization: Bearer KEY'."
+            refusal = error_response(401, text, INVALID, code="invalid_api_key")
+            refusal.headers["www-authenticate"] = 'Bearer realm="blockdraft"'
+            return refusal
         return _wrong_body(head)
 
     def _is_allowed(self, head: _Head) -> bool:
@@ -138,29 +125,25 @@ class Guard:
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
         return scheme.lower() == "bearer" and any(matches)
 
-    async def _admit(self, scope: Scope, head: _Head, receive: Receive, reply: _Reply) -> Refusal | None:
+    async def _admit(self, scope: Scope, head: _Head, receive: Receive, reply: _Reply) -> Response | None:
         """Hand the request to the application, unless there are too many or its body is not acceptable."""
         if head.path not in PROBES and self._num_open >= self._options.max_connections:
-            return Refusal(
-                503,
-                f"the server answers {self._options.max_connections} requests already: try again later.",
-                kind="server_error",
-                code="too_many_connections",
-                headers={"retry-after": str(RETRY_AFTER_S)},
-            )
+            text = f"the server answers {self._options.max_connections} requests already: try again later."
+            return error_response(503, text, code="too_many_connections", retry_after_s=RETRY_AFTER_S)
         self._num_open += 1
         try:
             body = await self._read_body(head, receive)
-            if body is None or isinstance(body, Refusal):
+            if body is None or isinstance(body, Response):
                 return body
             return await self._run(scope, _replay(body, receive), reply)
         finally:
             self._num_open -= 1
 
-    async def _read_body(self, head: _Head, receive: Receive) -> bytes | Refusal | None:
+    async def _read_body(self, head: _Head, receive: Receive) -> bytes | Response | None:
         """Read all of the body, within limits; None: the client has gone."""
         limit = self._options.max_body_bytes
-        too_large = Refusal(413, f"the body is larger than {limit} bytes: shorten the request.")
+        text = f"the body is larger than {limit} bytes: shorten the request."
+        too_large = error_response(413, text, INVALID)
         if _announced(head) > limit and ("expect" in head.headers or _announced(head) > DRAIN_FACTOR * limit):
             return too_large
         body, num_bytes, has_more = bytearray(), 0, True
@@ -177,12 +160,11 @@ class Guard:
                         return too_large
                     has_more = message.get("more_body", False)
         except TimeoutError:
-            return Refusal(
-                408, f"the body did not arrive within {self._options.idle_timeout_s:g} s: send it faster."
-            )
+            text = f"the body did not arrive within {self._options.idle_timeout_s:g} s: send it faster."
+            return error_response(408, text, INVALID)
         return bytes(body) if num_bytes <= limit else too_large
 
-    async def _run(self, scope: Scope, receive: Receive, reply: _Reply) -> Refusal | None:
+    async def _run(self, scope: Scope, receive: Receive, reply: _Reply) -> Response | None:
         timeout_s = self._options.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s) as deadline:
@@ -190,7 +172,7 @@ class Guard:
                 async def send(message: Message) -> None:
                     if deadline.expired():
                         return  # too late: a task of the application that does not know it yet
-                    if not reply.has_started:
+                    if reply.status is None:
                         deadline.reschedule(None)  # what has begun may end
                     await reply.send(message)
 
@@ -198,12 +180,8 @@ class Guard:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            return Refusal(
-                504,
-                f"no answer within {timeout_s:g} s: ask for fewer tokens, or stream them.",
-                kind="server_error",
-                code="timeout",
-            )
+            text = f"no answer within {timeout_s:g} s: ask for fewer tokens, or stream them."
+            return error_response(504, text, code="timeout")
         return None
 
 
@@ -214,14 +192,11 @@ class _Reply:
         self._head = head
         self._state = state  # the application may have taken another id from the body
         self._send = send
-        self._origin = _allowed_origin(head.headers, options)
+        origin = head.headers.get("origin")
+        self._origin = origin if origin in options.cors_origins else None
         self._has_cors = bool(options.cors_origins)
         self._start_s = time.monotonic()
         self.status: int | None = None
-
-    @property
-    def has_started(self) -> bool:
-        return self.status is not None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -231,19 +206,16 @@ class _Reply:
             message = {**message, "headers": headers.raw}
         await self._send(message)
 
-    async def refuse(self, refusal: Refusal) -> None:
-        body = json.dumps(error_body(refusal.message, kind=refusal.kind, code=refusal.code)).encode()
+    async def refuse(self, refusal: Response) -> None:
         # What is left of the body will not be read, so the connection has no next request.
-        await self._whole(
-            refusal.status,
-            {"content-type": "application/json", "connection": "close", **refusal.headers},
-            body,
-        )
+        refusal.headers["connection"] = "close"
+        await self._whole(refusal)
 
     async def preflight(self) -> None:
         """A browser asks whether a page of another origin may call."""
         if self._origin is None:
-            await self.refuse(Refusal(403, "this origin is not among the server's CORS origins."))
+            text = "this origin is not among the server's CORS origins."
+            await self.refuse(error_response(403, text, INVALID))
             return
         asked = self._head.headers.get("access-control-request-headers", "")
         headers = {
@@ -253,7 +225,7 @@ class _Reply:
         }
         if "access-control-request-private-network" in self._head.headers:
             headers["access-control-allow-private-network"] = "true"
-        await self._whole(204, {name: value for name, value in headers.items() if value}, b"")
+        await self._whole(Response(status_code=204, headers={k: v for k, v in headers.items() if v}))
 
     def log(self) -> None:
         """The path without its query, which may hold anything; quoted, so that it is one line."""
@@ -268,11 +240,12 @@ class _Reply:
             extra={"request_id": self._state["request_id"]},
         )
 
-    async def _whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        length = {} if status == 204 else {"content-length": str(len(body))}
-        raw = [(name.encode(), value.encode("latin-1")) for name, value in {**headers, **length}.items()]
-        await self.send({"type": "http.response.start", "status": status, "headers": raw})
-        await self.send({"type": "http.response.body", "body": body})
+    async def _whole(self, response: Response) -> None:
+        """Send an answer that the application has no part in."""
+        await self.send(
+            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        )
+        await self.send({"type": "http.response.body", "body": response.body})
 
     def _add_headers(self, headers: MutableHeaders) -> None:
         headers["x-request-id"] = self._state["request_id"]
@@ -297,16 +270,18 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or (path.startswith(OPEN_PREFIX) and ".." not in path.split("/"))
 
 
-def _wrong_body(head: _Head) -> Refusal | None:
+def _wrong_body(head: _Head) -> Response | None:
     """Refuse all but JSON: a web page of another origin can send the other kinds without asking first."""
     if not head.has_body:
         return None
     kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        return Refusal(415, f"the body is sent as '{kind[:100]}': use 'Content-Type: application/json'.")
+        text = f"the body is sent as '{kind[:100]}': use 'Content-Type: application/json'."
+        return error_response(415, text, INVALID)
     encoding = head.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
-        return Refusal(415, "the body is compressed: send it as it is, without Content-Encoding.")
+        text = "the body is compressed: send it as it is, without Content-Encoding."
+        return error_response(415, text, INVALID)
     return None
 
 
@@ -322,11 +297,6 @@ def _host(headers: Headers) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
-
-
-def _allowed_origin(headers: Headers, options: ServerOptions) -> str | None:
-    origin = headers.get("origin")
-    return origin if origin in options.cors_origins else None
 
 
 def _digest(key: bytes) -> bytes:

@@ -33,6 +33,7 @@ from blockdraft.server.options import ServerOptions
 from blockdraft.server.proxy_feed import MetricsFeed, fetch_metrics
 from blockdraft.server.responses import (
     DONE,
+    INVALID,
     error_body,
     error_response,
     event,
@@ -203,9 +204,9 @@ class Proxy:
     def refusal(self, scope: Scope) -> Response | None:
         """The answer to a request that is not for the engine now."""
         if scope["method"] not in METHODS:
-            return error_response(405, "this path takes GET, POST and DELETE.", "invalid_request_error")
+            return error_response(405, "this path takes GET, POST and DELETE.", INVALID)
         if ".." in scope["path"].split("/"):
-            return error_response(404, "no such path.", "invalid_request_error")
+            return error_response(404, "no such path.", INVALID)
         state = self.startup.state
         if state != "ready":
             return not_ready_response(state)
@@ -314,4 +315,4 @@ async def _nothing() -> dict[str, object]:
 def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = "no such path here." if error.status_code == 404 else error.detail
-    return error_response(error.status_code, text, "invalid_request_error")
+    return error_response(error.status_code, text, INVALID)

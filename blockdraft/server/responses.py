@@ -16,6 +16,8 @@ from blockdraft.server.schemas import Error
 DONE = "data: [DONE]\n\n"  # the last event of a stream
 START_RETRY_AFTER_S = 5  # arbitrary: a start takes seconds to minutes
 
+INVALID = "invalid_request_error"  # the kind of errors that are the client's
+
 T = TypeVar("T")
 
 

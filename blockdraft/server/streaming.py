@@ -41,9 +41,7 @@ class AnswerEvents(StreamingResponse):
             stream.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with ExitStack() as opened:
-            for stream in self._streams:
-                opened.enter_context(closing(stream))
+        with closing(self):
             await super().__call__(scope, receive, send)
 
 
