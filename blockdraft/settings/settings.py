@@ -16,31 +16,17 @@ from blockdraft.settings.acceptance_profile import read_profile
 Auto = Literal["auto"]
 T = TypeVar("T")
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
-SAMPLING_DEFAULTS = ("model", "openai")
 QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
-LOAD_FORMATS = ("auto", "dummy")
-ENGINES = ("native", "vllm", "sglang")
-# What only the engines we launch understand.
-LAUNCH_SETTINGS = frozenset(
-    {
-        "engine_version",
-        "tensor_parallel",
-        "pipeline_parallel",
-        "num_nodes",
-        "node_rank",
-        "head_address",
-        "kv_dtype",
-        "attention_backend",
-        "draft_attention_backend",
-        "engine_args",
-        "engine_env",
-    }
-)
 
 
-def _setting(default: T, help_text: str) -> T:
-    """A field whose help text is also its row in --help."""
-    return field(default=default, metadata={"help": help_text})
+def _setting(default: T, help_text: str, **facts: object) -> T:
+    """A field whose help text is also its row in --help. `facts`: its least value, or its `choices`."""
+    return field(default=default, metadata={"help": help_text, **facts})
+
+
+def _launched(default: T, help_text: str, **facts: object) -> T:
+    """The same of what only the engines we launch understand."""
+    return _setting(default, help_text, is_launched=True, **facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,36 +41,40 @@ class Settings:
     draft: str | None = _setting(
         "auto", "drafter: folder or hub id; auto is the one that ships for the model, if any; or 'none'"
     )
-    width: int | Auto = _setting("auto", "tokens verified per step, anchor included; 1 is plain decoding")
+    width: int | Auto = _setting(
+        "auto", "tokens verified per step, anchor included; 1 is plain decoding", least=1
+    )
     device: str = _setting("auto", "torch device; auto is cuda where torch finds one, else cpu")
-    dtype: str = _setting("auto", f"one of {', '.join(DTYPES)}")
+    dtype: str = _setting("auto", f"one of {', '.join(DTYPES)}", choices=DTYPES)
     quantization: str = _setting(
         "auto",
         "the target's weights: keep as stored, none (unpacked), or fp8 or int8 made while loading; "
         "auto unpacks what fits easily",
+        choices=QUANTIZATIONS,
     )
-    draft_quantization: str = _setting("auto", "the same for the drafter's weights")
+    draft_quantization: str = _setting("auto", "the same for the drafter's weights", choices=QUANTIZATIONS)
     load_format: str = _setting(
         "auto",
         "dummy: random weights, for timing only; of a folder or hub id config.json is enough",
+        choices=("auto", "dummy"),
     )
     synthetic_acceptance: str | None = _setting(
         None,
         "for timing only: accept drafts by chance, with these probabilities by position (0.9,0.8,0.6) or "
         "for this many tokens per step (mean:4.5)",
     )
-    max_context: int | Auto = _setting("auto", "longest prompt and answer together, in tokens")
-    max_rows: int | Auto = _setting("auto", "sequences that run at once")
-    max_queue: int = _setting(1024, "sequences that may wait; more are refused")
-    page_size: int = _setting(16, "tokens per cache page")
-    cache_bytes: int | Auto = _setting("auto", "memory for the KV cache, in bytes")
+    max_context: int | Auto = _setting("auto", "longest prompt and answer together, in tokens", least=2)
+    max_rows: int | Auto = _setting("auto", "sequences that run at once", least=1)
+    max_queue: int = _setting(1024, "sequences that may wait; more are refused", least=1)
+    page_size: int = _setting(16, "tokens per cache page", least=1)
+    cache_bytes: int | Auto = _setting("auto", "memory for the KV cache, in bytes", least=1)
     gpu_memory_utilization: float = _setting(
         0.9,
         "share of the GPU's memory that may be in use, by us and by others; the cache takes what is left",
     )
-    chunk: int | Auto = _setting("auto", "prompt tokens per prefill step")
+    chunk: int | Auto = _setting("auto", "prompt tokens per prefill step", least=1)
     max_stall_ms: int | None = _setting(
-        None, "longest that a prefill step may hold up decoding, in milliseconds; cuts the chunk"
+        None, "longest that a prefill step may hold up decoding, in milliseconds; cuts the chunk", least=1
     )
     prefix_cache: bool = _setting(True, "reuse the cache of common prompt beginnings")
     overlap: bool | Auto = _setting(
@@ -95,32 +85,41 @@ class Settings:
     sampling_defaults: str = _setting(
         "model",
         "of requests that do not say: the model's own (generation_config.json), or openai's (temperature 1)",
+        choices=("model", "openai"),
     )
-    seed: int = _setting(0, "where requests without a seed draw theirs from")
-    engine: str = _setting("native", "native is ours; vllm and sglang are started and served through")
-    engine_version: str | None = _setting(
+    seed: int = _setting(0, "where requests without a seed draw theirs from", least=-(2**63))
+    engine: str = _setting(
+        "native",
+        "native is ours; vllm and sglang are started and served through",
+        choices=("native", "vllm", "sglang"),
+    )
+    engine_version: str | None = _launched(
         None, "of vllm or sglang, whose flags differ by version; none: the newest known"
     )
-    tensor_parallel: int = _setting(1, "GPUs that share each layer; vllm and sglang only")
-    pipeline_parallel: int = _setting(1, "groups of GPUs that share the layers; vllm and sglang only")
-    num_nodes: int = _setting(1, "machines that share the model; vllm and sglang only")
-    node_rank: int = _setting(0, "which of the machines this is; 0 is the head, which answers clients")
-    head_address: str | None = _setting(
+    tensor_parallel: int = _launched(1, "GPUs that share each layer; vllm and sglang only", least=1)
+    pipeline_parallel: int = _launched(
+        1, "groups of GPUs that share the layers; vllm and sglang only", least=1
+    )
+    num_nodes: int = _launched(1, "machines that share the model; vllm and sglang only", least=1)
+    node_rank: int = _launched(
+        0, "which of the machines this is; 0 is the head, which answers clients", least=0
+    )
+    head_address: str | None = _launched(
         None, "HOST or HOST:PORT where the machines meet, the same on all of them"
     )
-    kv_dtype: str = _setting("auto", "element type of the KV cache, in the words of vllm or sglang")
-    attention_backend: str | None = _setting(None, "the target's, in the words of vllm or sglang")
-    draft_attention_backend: str | None = _setting(None, "the same for the drafter")
-    engine_args: tuple[str, ...] = _setting(
+    kv_dtype: str = _launched("auto", "element type of the KV cache, in the words of vllm or sglang")
+    attention_backend: str | None = _launched(None, "the target's, in the words of vllm or sglang")
+    draft_attention_backend: str | None = _launched(None, "the same for the drafter")
+    engine_args: tuple[str, ...] = _launched(
         (), "more flags for vllm or sglang, in one text after '=', passed on as they are"
     )
-    engine_env: tuple[tuple[str, str], ...] = _setting((), "more environment variables for vllm or sglang")
+    engine_env: tuple[tuple[str, str], ...] = _launched((), "more environment variables for vllm or sglang")
     recipe: str | None = _setting(None, "settings from a file: the name of a known one, or a path")
 
     def __post_init__(self) -> None:
-        for name, low in _MINIMUM.items():
-            value = getattr(self, name)
-            if value == "auto" or (value is None and name == "max_stall_ms"):
+        for item in fields(self):
+            name, value, low = item.name, getattr(self, item.name), item.metadata.get("least")
+            if low is None or value == "auto" or (value is None and name == "max_stall_ms"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise SettingsError(f"{name} = {value!r} is not a whole number of at least {low}.")
@@ -167,43 +166,17 @@ class Settings:
         return dummy + ("+synthetic" if self.synthetic_acceptance is not None else "")
 
 
-CHOICES = {
-    "dtype": DTYPES,
-    "quantization": QUANTIZATIONS,
-    "draft_quantization": QUANTIZATIONS,
-    "load_format": LOAD_FORMATS,
-    "sampling_defaults": SAMPLING_DEFAULTS,
-    "engine": ENGINES,
+_FACTS = {item.name: item.metadata for item in fields(Settings)}
+CHOICES: dict[str, tuple[str, ...]] = {
+    name: facts["choices"] for name, facts in _FACTS.items() if "choices" in facts
 }
-
-_MINIMUM = {
-    "width": 1,
-    "max_context": 2,
-    "max_rows": 1,
-    "max_queue": 1,
-    "page_size": 1,
-    "cache_bytes": 1,
-    "chunk": 1,
-    "max_stall_ms": 1,
-    "seed": -(2**63),
-    "tensor_parallel": 1,
-    "pipeline_parallel": 1,
-    "num_nodes": 1,
-    "node_rank": 0,
-}
-
+LAUNCH_SETTINGS = frozenset(name for name, facts in _FACTS.items() if "is_launched" in facts)
 SETTING_NAMES = tuple(item.name for item in fields(Settings))
 SETTING_TYPES: dict[str, object] = get_type_hints(Settings)
 DEFAULTS: dict[str, object] = {item.name: item.default for item in fields(Settings)}
 _WORDS = {
-    "on": True,
-    "true": True,
-    "yes": True,
-    "1": True,
-    "off": False,
-    "false": False,
-    "no": False,
-    "0": False,
+    **dict.fromkeys(("on", "true", "yes", "1"), True),
+    **dict.fromkeys(("off", "false", "no", "0"), False),
 }
 
 
