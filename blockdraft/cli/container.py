@@ -102,7 +102,8 @@ def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Merged
         if wanted.quantization is not None:
             passed_on += ["--quantization", wanted.quantization]
         extra = [f"--engine-args={shlex.join(passed_on)}"] if passed_on else []
-    argv += [*_flags(settings), *extra, *words]
+    flags = [f"{flag_of(name)}={text}" for name, text in settings.items()]
+    argv += [*flags, *extra, *words]
     args = parse(argv)
     resolved = merge_settings(given_settings(args))
     if resolved.sources["model"] == "default":
@@ -122,10 +123,6 @@ def _engine(argv: Sequence[str]) -> str:
     return merge_settings(
         {name: given[name] for name in ("engine", "recipe") if name in given}
     ).settings.engine
-
-
-def _flags(settings: Mapping[str, str]) -> list[str]:
-    return [f"{flag_of(name)}={text}" for name, text in settings.items()]
 
 
 def _fetch(settings: Settings, child: dict[str, str]) -> tuple[list[str], dict[str, str]]:

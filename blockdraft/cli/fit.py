@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import dataclass_from
+from blockdraft.cli.flags import dataclass_from, table
 from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def lines(report: FitReport) -> Iterator[str]:
     yield f"{question.drafter} for {question.target}: width {report.width}, {report.dtype}"
     yield f"prompts: {question.source}"
     yield ""
-    yield from _table(
+    yield from table(
         [
             ("category", "prompts", "per step", "accepted by position, %"),
             *(_row(name, fit) for name, fit in report.categories.items()),
@@ -122,7 +122,7 @@ def _speed(report: FitReport) -> Iterator[str]:
             )
         )
     yield "One stream on this machine:"
-    yield from _table(rows)
+    yield from table(rows)
 
 
 def _tried(report: FitReport) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _tried(report: FitReport) -> Iterator[str]:
     yield ""
     yield "What if, on greedy answers:"
     rows = [(one.name, one.what, f"{one.before:.2f} → {one.after:.2f}") for one in report.tried]
-    yield from _table(rows)
+    yield from table(rows)
     yield from (f"not tried: {text}" for text in report.untried)
 
 
@@ -164,9 +164,3 @@ def _disagreement(report: FitReport) -> str:
         f"and the simulation {found.simulated:.3f}: a bug, or arithmetic that is too coarse "
         "(try --dtype float32)."
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

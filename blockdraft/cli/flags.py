@@ -1,11 +1,11 @@
-"""Flags: Settings as they are declared, SamplingParams by hand, and the values they make."""
+"""What commands share: flags (Settings as they are declared, SamplingParams by hand), and tables of text."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
@@ -147,6 +147,13 @@ def reporter(args: argparse.Namespace) -> Callable[[str], None]:
     if args.verbose or sys.stderr.isatty():
         return lambda message: print(message, file=sys.stderr, flush=True)
     return lambda message: None
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> Iterator[str]:
+    """Columns side by side, for people."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    for row in rows:
+        yield indent + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def prompt_from(text: str) -> str:

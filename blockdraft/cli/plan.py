@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
 
-from blockdraft.cli.flags import add_model, add_settings, given_settings, noted
+from blockdraft.cli.flags import add_model, add_settings, given_settings, noted, table
 from blockdraft.errors import SettingsError
 from blockdraft.launch.issues import Issue, check_settings
 from blockdraft.machine.cards import Card, card_by_key, card_named
@@ -50,15 +51,15 @@ def run(args: argparse.Namespace) -> int:
     settings = noted(merge_settings(_given(args)))
     machine, card = _machine(args.card)
     pair = open_pair(settings)
-    known = Known(machine, pair)
-    findings = known.problems(settings)
+    known = problems_with(machine, pair)
+    findings = known(settings)
     refused = _refused(findings)
     report = make_report(
         settings,
         machine,
         pair,
         card=card,
-        is_allowed=lambda other: _refused(known.problems(other)) <= refused,
+        is_allowed=lambda other: _refused(known(other)) <= refused,
     )
     expected = _expected(settings, card)
     if args.json:
@@ -73,17 +74,10 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DOES_NOT_FIT if refused or report.verdict == "does not fit" else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is known against engines on this machine with this pair."""
-
-    machine: Machine
-    pair: Pair
-
-    def problems(self, settings: Settings) -> list[Issue]:
-        draft = None if self.pair.draft is None else self.pair.draft.stored.config
-        target = self.pair.target.stored.config
-        return check_settings(settings, machine=self.machine, target=target, draft=draft)
+def problems_with(machine: Machine, pair: Pair) -> Callable[[Settings], list[Issue]]:
+    """What is known against engines on this machine with this pair, by what is asked of them."""
+    draft = None if pair.draft is None else pair.draft.stored.config
+    return partial(check_settings, machine=machine, target=pair.target.stored.config, draft=draft)
 
 
 def _refused(findings: Iterable[Issue]) -> set[str]:
@@ -138,7 +132,7 @@ def lines(
     if report.advice:
         yield ""
         rows = [("you are", "give", "and get"), *((one.who, one.flags, one.result) for one in report.advice)]
-        yield from _table(rows)
+        yield from table(rows)
     if explains:
         yield from _explained(report)
     else:
@@ -174,7 +168,7 @@ def _memory(report: Report) -> Iterator[str]:
     listed = f"about: {_listed(working, '')}" if working else "tables and activations, about"
     rows.append(("working", _gb(sum(sizes.get(name, 0) for name in _WORKING)), listed))
     rows.append(("in all", _gb(fit.num_bytes), f"of {_gb(fit.budget)} ({fit.budget_how})"))
-    yield from _table(rows)
+    yield from table(rows)
 
 
 def _cache_note(report: Report) -> str:
@@ -204,7 +198,7 @@ def _speed(report: Report) -> Iterator[str]:
             for kind in ("chat", "code", "maths")
         ]
         rows.append((label, *kinds, f"{speed.plain:,.0f} tok/s", f"{speed.step.seconds * 1e3:.1f} ms"))
-    yield from _table(rows)
+    yield from table(rows)
     if report.acceptance is not None:
         yield f"  acceptance: {report.acceptance.source}"
     if report.settings.engine != "native":
@@ -239,25 +233,25 @@ def _problems(report: Report, findings: Sequence[Issue]) -> Iterator[str]:
         yield "no single flag makes it fit: a smaller model, or more or larger GPUs (--card to try another)"
         return
     yield "what makes it fit, each by itself:"
-    yield from _table([(fix.flags, fix.result) for fix in report.fixes])
+    yield from table([(fix.flags, fix.result) for fix in report.fixes])
 
 
 def _explained(report: Report) -> Iterator[str]:
     yield ""
     yield "every choice"
-    yield from _table([(one.name, one.value, one.reason) for one in report.fit.choices])
+    yield from table([(one.name, one.value, one.reason) for one in report.fit.choices])
     yield ""
     yield "memory"
     rows = [
         (item.name, _gb(item.num_bytes), item.how if item.is_exact else f"about: {item.how}")
         for item in report.fit.items
     ]
-    yield from _table(rows)
+    yield from table(rows)
     yield ""
     yield "cache by kind of layer"
     kinds = [("target", kind) for kind in report.caches.target]
     kinds += [("drafter", kind) for kind in report.caches.draft]
-    yield from _table([_kind_row(owner, kind) for owner, kind in kinds])
+    yield from table([_kind_row(owner, kind) for owner, kind in kinds])
     yield ""
     yield from (f"{model.stored.name}: read from {model.stored.where}" for model in report.pair.models)
     for count, speed in report.speeds:
@@ -287,12 +281,3 @@ def _gb(num_bytes: int) -> str:
 
 def _kb(num_bytes: int) -> str:
     return f"{num_bytes / 1e3:.1f} kB"
-
-
-def _table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Columns side by side; the last one is never padded."""
-    table = list(rows)
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]) - 1)]
-    for row in table:
-        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
-        yield "  " + "  ".join([*cells, row[-1]]).rstrip()

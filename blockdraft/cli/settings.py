@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from blockdraft.cli.flags import add_model, add_settings, given_settings
+from blockdraft.cli.flags import add_model, add_settings, given_settings, table
 from blockdraft.cli.masking import HIDDEN, is_secret, masked
 from blockdraft.errors import SettingsError
 from blockdraft.settings.merge import MergedSettings, merge_settings
@@ -53,9 +53,7 @@ def lines(resolved: MergedSettings, *, shows_all: bool) -> Iterator[str]:
     """A row per setting: name, value, source."""
     names = [name for name in SETTING_NAMES if shows_all or resolved.sources[name] != "default"]
     rows = [(name, _shown(_value(resolved, name)), resolved.sources[name]) for name in names]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    for name, value, source in rows:
-        yield f"{name:{widths[0]}}  {value:{widths[1]}}  {source}"
+    yield from table(rows, indent="")
     if not shows_all:
         others = len(SETTING_NAMES) - len(rows)
         yield f"{others} settings at their defaults: add --show to see them"
@@ -91,7 +89,7 @@ def _list_recipes(*, is_json: bool) -> int:
         ]
         print(json.dumps({"recipes": listed}, indent=2))
         return 0
-    width = max(len(recipe.name) for recipe in recipes)
-    for recipe in recipes:
-        print(f"{recipe.name:{width}}  {recipe.title} ({', '.join(recipe.cards) or 'any card'})")
+    rows = [(one.name, f"{one.title} ({', '.join(one.cards) or 'any card'})") for one in recipes]
+    for line in table(rows, indent=""):
+        print(line)
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean
 
 from blockdraft.checkpoints.fit_file import FIT_FILE, read_fit
@@ -57,14 +57,10 @@ def published_acceptance(target: str, draft: str) -> Acceptance:
     for text in (target.casefold(), draft.casefold()):
         for entry in file["acceptance"]:
             if re.search(entry["pattern"], text):
-                found = Acceptance(entry["code"], entry["maths"], entry["chat"], entry["source"])
-                is_another = re.search(elsewhere["other_drafters"], draft.casefold()) is not None
-                return _of_another(found) if is_another else found
+                is_own = re.search(elsewhere["other_drafters"], draft.casefold()) is None
+                source = entry["source"] + ("" if is_own else ", of z-lab's drafter: yours may differ")
+                return Acceptance(entry["code"], entry["maths"], entry["chat"], source, is_of_pair=is_own)
     return Acceptance(**elsewhere["typical"], is_of_pair=False)
-
-
-def _of_another(found: Acceptance) -> Acceptance:
-    return replace(found, source=f"{found.source}, of z-lab's drafter: yours may differ", is_of_pair=False)
 
 
 def fading(context: int) -> float:

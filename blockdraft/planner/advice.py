@@ -207,11 +207,8 @@ def _out_of_memory(case: Case) -> Advice | None:
 
 def _fixed_bytes(case: Case) -> int | None:
     """Everything but the cache, whether or not it fits; None: it is known to go wrong."""
-    if not case.is_allowed(case.settings):
-        return None
-    try:
-        fit = fit_pair(case.settings, case.machine, case.pair)
-    except BlockdraftError:
+    fit = _planned(case)
+    if fit is None:
         return None
     return sum(item.num_bytes for item in fit.items if not item.name.endswith("cache"))
 
@@ -294,7 +291,8 @@ def _other_engines(case: Case) -> Iterator[tuple[str, Case]]:
         return
     engine = "vllm" if case.settings.engine == "native" else case.settings.engine
     name = f"--engine {engine} " if case.settings.engine == "native" else ""
-    base = _launched(case, engine)
+    # Without what only our own engine understands.
+    base = _with(case, engine=engine, quantization="auto", draft_quantization="auto", cache_bytes="auto")
     if case.settings.engine == "native":
         yield f"{name}--kv-dtype fp8", _with(base, kv_dtype="fp8")
     for count in (2, 4, 8):
@@ -302,17 +300,15 @@ def _other_engines(case: Case) -> Iterator[tuple[str, Case]]:
             yield f"{name}--tensor-parallel {count}", _with(base, tensor_parallel=count)
 
 
-def _launched(case: Case, engine: str) -> Case:
-    """The same asked of another engine, without what only ours understands."""
-    return _with(case, engine=engine, quantization="auto", draft_quantization="auto", cache_bytes="auto")
-
-
 def _tried(case: Case) -> Fit | None:
     """None where it cannot start, or is known to go wrong."""
-    if not case.is_allowed(case.settings):
-        return None
+    fit = _planned(case)
+    return fit if fit is not None and fit.problem is None else None
+
+
+def _planned(case: Case) -> Fit | None:
+    """The same also of what does not fit."""
     try:
-        fit = fit_pair(case.settings, case.machine, case.pair)
+        return fit_pair(case.settings, case.machine, case.pair) if case.is_allowed(case.settings) else None
     except BlockdraftError:
         return None
-    return None if fit.problem is not None else fit

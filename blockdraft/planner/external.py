@@ -6,13 +6,13 @@ while it is verified, where ours keeps a tape.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from blockdraft.cache.spec import Paged, Recurrent, Windowed
 from blockdraft.errors import SettingsError
 from blockdraft.machine.machine import Machine, external_memory_share
 from blockdraft.planner.memory import DRIVER_BYTES, Item, served_parts, step_items, weight_how
-from blockdraft.planner.memory_fit import Choice, Fit, Footprint, budget_how, gpu_name, make_choices
+from blockdraft.planner.memory_fit import Choice, Fit, Footprint, budget_how, gpu_name
 from blockdraft.planner.pair import Pair
 from blockdraft.planner.plan import ALL_POSITIONS, ASKED, CACHE_HOLDS, share_reason, width_reason
 from blockdraft.planner.shape import CacheSpec
@@ -84,10 +84,7 @@ def _choices(settings: Settings, pair: Pair, fit: Fit, share: float) -> tuple[Ch
     found["gpu_memory_utilization"] = (share, share_reason(settings, share, "less is taken"))
     parallel = settings.tensor_parallel
     found["tensor_parallel"] = (parallel, ASKED if parallel > 1 else "one GPU")
-    return make_choices(
-        {setting: value for setting, (value, _) in found.items()},
-        {setting: why for setting, (_, why) in found.items()},
-    )
+    return tuple(Choice.of(setting, value, why) for setting, (value, why) in found.items())
 
 
 def _limited(fit: Fit, settings: Settings, room: int, asked: int) -> Fit:
@@ -116,12 +113,7 @@ def _parts(settings: Settings, pair: Pair, num_gpus: int) -> tuple[WeightParts, 
 
 
 def _shared(parts: WeightParts, num_gpus: int) -> WeightParts:
-    return WeightParts(
-        *(
-            size // num_gpus
-            for size in (parts.embedding, parts.head, parts.layers, parts.experts, parts.left_out)
-        )
-    )
+    return WeightParts(*(size // num_gpus for size in astuple(parts)))
 
 
 def _items(pair: Pair, parts: tuple[WeightParts, ...], *, chunk: int, logits: int) -> list[Item]:
@@ -155,7 +147,7 @@ def _footprint(settings: Settings, pair: Pair, width: int) -> Footprint:
             if isinstance(spec, Windowed):
                 windows.append((spec.window + width, size))
             elif isinstance(spec, Recurrent):
-                per_row += _state_bytes(spec) * (width if pair.draft is not None else 1) // tensor
+                per_row += spec.bytes_per_row(2, 0) * (width if pair.draft is not None else 1) // tensor
             else:
                 per_token += size
     kept = tuple((window, size // stages) for window, size in _joined(windows))
@@ -175,7 +167,3 @@ def _split(spec: CacheSpec, num_gpus: int) -> CacheSpec:
     if not isinstance(spec, Paged):
         return spec
     return Paged(num_kv_heads=-(-spec.num_kv_heads // num_gpus), head_dim=spec.head_dim)
-
-
-def _state_bytes(spec: Recurrent) -> int:
-    return spec.bytes_per_row(2, 0)

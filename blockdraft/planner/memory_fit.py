@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from blockdraft.errors import CapacityError, ModelError, SettingsError
@@ -60,18 +59,13 @@ class Choice:
     value: str
     reason: str
 
-
-def make_choices(values: Mapping[str, object], reasons: Mapping[str, str]) -> tuple[Choice, ...]:
-    """A line for each reason, in its order."""
-    return tuple(Choice(name, _shown(values[name]), reason) for name, reason in reasons.items())
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return (
-        f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
-    )
+    @staticmethod
+    def of(name: str, value: object, reason: str) -> Choice:
+        """The value as people read it."""
+        if isinstance(value, bool):
+            return Choice(name, "on" if value else "off", reason)
+        layout = "," if isinstance(value, int) else "g" if isinstance(value, float) else ""
+        return Choice(name, f"{value:{layout}}", reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +285,7 @@ def _fit(  # what the two devices differ in
         width=plan.width,
         chunk=plan.chunk,
         parts=_parts(pair, plan),
-        choices=make_choices(values, plan.reasons),
+        choices=tuple(Choice.of(name, values[name], reason) for name, reason in plan.reasons.items()),
         problem=problem,
     )
 

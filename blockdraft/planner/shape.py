@@ -24,6 +24,13 @@ class Latent:
 
 
 CacheSpec = LayerSpec | Latent
+_KIND_NAMES: Mapping[type, str] = {
+    Paged: "full",
+    Windowed: "sliding",
+    Recurrent: "recurrent",
+    Latent: "latent",
+    SharedWith: "shared",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +78,10 @@ def kinds(specs: tuple[CacheSpec, ...], element_bytes: int, width: int) -> tuple
         token = count * spec.bytes_per_token(element_bytes)
         row = count * spec.bytes_per_row(element_bytes, width) if isinstance(spec, Recurrent) else 0
         window = spec.window if isinstance(spec, Windowed) else None
-        found.append(Kind(_kind_name(spec), count, token, row, window))
+        found.append(Kind(_KIND_NAMES[type(spec)], count, token, row, window))
     shared = [kind for kind in found if kind.name == "shared"]
     own = [kind for kind in found if kind.name != "shared"]
     return (*own, *([Kind("shared", sum(kind.num_layers for kind in shared), 0)] if shared else []))
-
-
-def _kind_name(spec: CacheSpec) -> str:
-    names: Mapping[type, str] = {
-        Paged: "full",
-        Windowed: "sliding",
-        Recurrent: "recurrent",
-        Latent: "latent",
-        SharedWith: "shared",
-    }
-    return names[type(spec)]
 
 
 def target_shape(config: ModelConfig) -> Shape:

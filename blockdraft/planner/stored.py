@@ -85,14 +85,12 @@ def open_stored(source: str, *, needs_weights: bool) -> Stored:
         raise FetchError("the default model is not fetched yet: run 'blockdraft fetch', or name a model.")
     file = GgufHeader(path, name=found.name)
     config, names = read_config(file), hugging_face_names(file)
-    tensors = {name: _gguf_size(file, stored) for name, stored in names.items()}
+    infos = {name: file.tensors[stored] for name, stored in names.items()}
     file.close()
+    tensors = {
+        name: Size(math.prod(info.shape), info.num_bytes, info.is_quantised) for name, info in infos.items()
+    }
     return Stored(found.name, "GGUF file", config, None, tensors, tuple(ids_in(config.get("eos_token_id"))))
-
-
-def _gguf_size(file: GgufHeader, name: str) -> Size:
-    info = file.tensors[name]
-    return Size(math.prod(info.shape), info.num_bytes, info.is_quantised)
 
 
 def _folder(folder: ModelFolder, where: str, *, needs_weights: bool) -> Stored:

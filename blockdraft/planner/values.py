@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from blockdraft.models.config import AttentionConfig, DeltaConfig, MLPConfig, ModelConfig, MoEConfig
 from blockdraft.models.draft_config import DraftConfig
@@ -22,16 +22,7 @@ class Values:
     wide: int = 0  # of those, the ones that stay in float32
 
     def __add__(self, other: Values) -> Values:
-        return Values(
-            self.embedding + other.embedding,
-            self.head + other.head,
-            self.projections + other.projections,
-            self.projection_rows + other.projection_rows,
-            self.experts + other.experts,
-            self.expert_rows + other.expert_rows,
-            self.plain + other.plain,
-            self.wide + other.wide,
-        )
+        return Values(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def total(self) -> int:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from blockdraft.cli.plan import Known
+from blockdraft.cli.plan import problems_with
 from blockdraft.errors import FetchError, SettingsError
 from blockdraft.launch import preflight
 from blockdraft.launch.issues import FACTS, RULES, check_settings, entries, read_entries, refuse
@@ -196,7 +196,7 @@ def test_plan_and_serve_refuse_it_and_name_the_thread(monkeypatch, finding):
 
     draft = None if config is None else SimpleNamespace(stored=SimpleNamespace(config=config))
     pair = SimpleNamespace(target=SimpleNamespace(stored=SimpleNamespace(config=None)), draft=draft)
-    found = [one for one in Known(machine, pair).problems(settings) if one.id == finding.id]
+    found = [one for one in problems_with(machine, pair)(settings) if one.id == finding.id]
     assert [(one.severity, one.thread) for one in found] == [("refuse", finding.thread)]
 
 
