@@ -80,13 +80,9 @@ class Client:
         self, ask: Ask, *, planned_s: float | None = None, on_answer: OnAnswer | None = None
     ) -> list[Answer]:
         """Ask all turns of a conversation, up to the first that fails; `on_answer` gets each when it ends."""
-        messages: list[Json] = []
-        if ask.prompt.system is not None:
-            messages.append({"role": "system", "content": ask.prompt.system})
-        turns = ask.prompt.turns[:1] if ask.is_raw else ask.prompt.turns
         answers: list[Answer] = []
-        for turn, text in enumerate(turns):
-            messages.append({"role": "user", "content": text})
+        for turn in range(1 if ask.is_raw else len(ask.prompt.turns)):
+            messages = ask.prompt.messages([answer.text for answer in answers])
             planned_s = self.clock() if planned_s is None else planned_s
             answer = await self._turn(ask, turn, messages, planned_s)
             answers.append(answer)
@@ -94,7 +90,6 @@ class Client:
                 on_answer(answer)
             if not answer.is_ok:
                 break
-            messages.append({"role": "assistant", "content": answer.text})
             planned_s = answer.end_s
         return answers
 

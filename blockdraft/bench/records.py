@@ -5,6 +5,7 @@ Times are seconds of one monotonic clock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
@@ -23,6 +24,14 @@ class Prompt:
     category: str
     turns: tuple[str, ...]
     system: str | None = None
+
+    def messages(self, said: Sequence[str] = ()) -> list[dict[str, object]]:
+        """The system's, then the user's and the answers `said` to them, up to the user's next turn."""
+        messages = [] if self.system is None else [("system", self.system)]
+        for turn, answer in zip(self.turns, said, strict=False):
+            messages += [("user", turn), ("assistant", answer)]
+        messages.append(("user", self.turns[len(said)]))
+        return [{"role": role, "content": content} for role, content in messages]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,29 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
+from blockdraft.bench.records import Prompt
 from blockdraft.errors import SettingsError
 from blockdraft.jsonl import Row, read_rows
 from blockdraft.text.tokenizer import Tokenizer
 
 _HINT = ' A line is {"messages": [{"role": "user", "content": "…"}], "category": "…"}.'
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """The user's turns, in order; the target writes what comes between."""
-
-    name: str
-    category: str
-    turns: tuple[str, ...]
-    system: str | None = None
-
-    def messages(self, said: Sequence[str] = ()) -> list[dict[str, object]]:
-        """The system's, then the user's and the answers `said` to them, up to the user's next turn."""
-        messages = [] if self.system is None else [("system", self.system)]
-        for turn, answer in zip(self.turns, said, strict=False):
-            messages += [("user", turn), ("assistant", answer)]
-        messages.append(("user", self.turns[len(said)]))
-        return [{"role": role, "content": content} for role, content in messages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +36,7 @@ class Document:
     key: int = 0  # which turn of which conversation, in whatever way its writer counts
 
 
-def read_conversations(path: Path) -> list[Conversation]:
+def read_conversations(path: Path) -> list[Prompt]:
     """Lines of {"messages": [{"role": "user", "content": …}, …], "category": …}; .xz and .gz are unpacked.
 
     Assistant turns are dropped: the target writes its own. A "prompt" string does for one user message.
@@ -64,7 +47,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     return found
 
 
-def _conversation(row: Row) -> Conversation:
+def _conversation(row: Row) -> Prompt:
     messages = row.fields.get("messages", [{"role": "user", "content": row.fields.get("prompt")}])
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise row.error("'messages' is not a list of objects")
@@ -76,8 +59,8 @@ def _conversation(row: Row) -> Conversation:
         texts[role].append(content)
     if not texts["user"]:
         raise row.error("no user message")
-    return Conversation(
-        name=str(row.fields.get("id", row.place.number)),
+    return Prompt(
+        id=str(row.fields.get("id", row.place.number)),
         category=str(row.fields.get("category", "all")),
         turns=tuple(texts["user"]),
         system=texts["system"][0] if texts["system"] else None,
@@ -123,26 +106,24 @@ def read_shard(path: Path) -> list[Document]:
     return documents
 
 
-def first_of_each(
-    conversations: Iterable[Conversation], count: int
-) -> tuple[list[Conversation], list[Conversation]]:
+def first_of_each(conversations: Iterable[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
     """The first `count` of each category, and the others, both in order."""
     seen: Counter[str] = Counter()
-    first: list[Conversation] = []
-    rest: list[Conversation] = []
+    first: list[Prompt] = []
+    rest: list[Prompt] = []
     for one in conversations:
         (first if seen[one.category] < count else rest).append(one)
         seen[one.category] += 1
     return first, rest
 
 
-def encode_conversation(tokenizer: Tokenizer, one: Conversation, said: Sequence[str] = ()) -> list[int]:
+def encode_conversation(tokenizer: Tokenizer, one: Prompt, said: Sequence[str] = ()) -> list[int]:
     """The prompt of a conversation's next turn, through the chat template where there is one."""
     if tokenizer.has_chat_template:
         return tokenizer.encode_chat(one.messages(said))
     return encode_plain(tokenizer, one, said)
 
 
-def encode_plain(tokenizer: Tokenizer, one: Conversation, said: Sequence[str] = ()) -> list[int]:
+def encode_plain(tokenizer: Tokenizer, one: Prompt, said: Sequence[str] = ()) -> list[int]:
     """The same as lines without a template."""
     return tokenizer.encode("\n".join(str(message["content"]) for message in one.messages(said)))

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from blockdraft.bench.records import Prompt
 from blockdraft.bench.workloads import load_all
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.quantization import read_quantization
@@ -23,7 +24,6 @@ from blockdraft.models.draft_config import DraftConfig
 from blockdraft.start.memory import release
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.training.answers import (
-    Conversation,
     Document,
     encode_conversation,
     encode_plain,
@@ -57,7 +57,7 @@ Show = Callable[[str, float | None, str], None]  # the stage, the share of it th
 
 def fit(
     question: FitQuestion,
-    conversations: Iterable[Conversation],
+    conversations: Iterable[Prompt],
     show: Show = lambda stage, share, detail: None,
 ) -> FitReport:
     """Measure how a drafter fits on the prompts of `question.source`; where that is low, find out why."""
@@ -100,22 +100,18 @@ def fit(
 # ---- prompts
 
 
-def conversations_of(question: FitQuestion) -> list[Conversation]:
+def conversations_of(question: FitQuestion) -> list[Prompt]:
     """Those of its file, else the benchmark's own prompts, whose classes are the categories."""
     if question.prompts is not None:
         return read_conversations(question.prompts)
-    return [
-        Conversation(name=one.id, category=workload.name, turns=one.turns, system=one.system)
-        for workload in load_all()
-        for one in workload.prompts
-    ]
+    return [one for workload in load_all() for one in workload.prompts]
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _FirstTurn:
     """A first turn as the target reads it."""
 
-    conversation: Conversation
+    conversation: Prompt
     ids: list[int]
 
 
@@ -126,7 +122,7 @@ class _Prompt:
 class _Answer:
     """What the engine said, and in which steps."""
 
-    prompt: _Prompt
+    prompt: _FirstTurn
     steps: tuple[tuple[int, ...], ...]  # the tokens that each committed
     metrics: Metrics
 
@@ -156,16 +152,16 @@ class _Session:
         # Room for one token at least: shorter answers than asked for are answers, too.
         self.max_prompt = models.plan.max_context - 1
 
-    def prompts(self, conversations: Sequence[Conversation]) -> list[_Prompt]:
+    def prompts(self, conversations: Sequence[Prompt]) -> list[_FirstTurn]:
         """The first turns that leave room for an answer, encoded."""
         tokenizer = self._llm.tokenizer
-        return self._with_room(_Prompt(one, encode_conversation(tokenizer, one)) for one in conversations)
+        return self._with_room(_FirstTurn(one, encode_conversation(tokenizer, one)) for one in conversations)
 
-    def _with_room(self, prompts: Iterable[_Prompt]) -> list[_Prompt]:
+    def _with_room(self, prompts: Iterable[_FirstTurn]) -> list[_FirstTurn]:
         return [one for one in prompts if 1 <= len(one.ids) <= self.max_prompt]
 
     def answer(
-        self, stage: str, prompts: Sequence[_Prompt], max_tokens: int, temperature: float
+        self, stage: str, prompts: Sequence[_FirstTurn], max_tokens: int, temperature: float
     ) -> list[_Answer]:
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, width=self.width)
         steps: dict[str, list[tuple[int, ...]]] = defaultdict(list)
@@ -197,12 +193,12 @@ class _Session:
             return chosen
         return self._greedy("probe", [one.prompt for one in chosen])
 
-    def _greedy(self, stage: str, prompts: Sequence[_Prompt]) -> list[_Answer]:
+    def _greedy(self, stage: str, prompts: Sequence[_FirstTurn]) -> list[_Answer]:
         return self.answer(stage, prompts, self._probe_tokens, 0.0)
 
     # ---- what steps cost
 
-    def costs(self, prompt: _Prompt, overall: DrafterFit) -> tuple[Cost, ...]:
+    def costs(self, prompt: _FirstTurn, overall: DrafterFit) -> tuple[Cost, ...]:
         """What a step costs at each width that the engine runs at full speed, compared with width 1."""
         widths = {self.width}
         if self._llm.engine.models.device.type == "cpu":  # on a GPU other widths have no graph
@@ -271,7 +267,7 @@ class _Session:
             tried += self._other_prompts([one.prompt for one in answers], engine)
         return SimulationAgreement(len(documents), engine, simulated), tried
 
-    def _other_prompts(self, prompts: Sequence[_Prompt], engine: float) -> list[Tried]:
+    def _other_prompts(self, prompts: Sequence[_FirstTurn], engine: float) -> list[Tried]:
         """Ask the questions as the drafter may have learnt them; the answers differ, so the engine runs."""
         tokenizer, tried = self._llm.tokenizer, []
         if not tokenizer.has_chat_template:
@@ -289,7 +285,7 @@ class _Session:
                 f'ask with chat_template_kwargs {{"enable_thinking": {str(flag).lower()}}}',
             )
         for name, (others, advice) in ways.items():
-            usable = self._with_room(map(_Prompt, conversations, others))
+            usable = self._with_room(map(_FirstTurn, conversations, others))
             if others == [one.ids for one in prompts] or not usable:
                 continue
             what = "gets raw prompts" if name == "chat template" else f"gets prompts with {name}"

@@ -15,9 +15,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from blockdraft.bench.records import Prompt
 from blockdraft.engine.bulk import Bulk, BulkAnswer, Question
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.training.answers import Conversation, Document, encode_conversation, read_shard, write_shard
+from blockdraft.training.answers import Document, encode_conversation, read_shard, write_shard
 from blockdraft.training.job import AnswerOptions
 
 SHARD = 8192  # documents per file
@@ -36,7 +37,7 @@ class AnswerCount:
 def regenerate(
     bulk: Bulk,
     tokenizer: Tokenizer,
-    conversations: Sequence[Conversation],
+    conversations: Sequence[Prompt],
     folder: Path,
     options: AnswerOptions,
     *,
@@ -81,7 +82,7 @@ class _Asker:
         self,
         bulk: Bulk,
         tokenizer: Tokenizer,
-        conversations: Sequence[Conversation],
+        conversations: Sequence[Prompt],
         options: AnswerOptions,
         known: set[int],
         seconds: float | None,
@@ -150,6 +151,6 @@ class _Asker:
         )
 
 
-def _is_done(index: int, one: Conversation, known: set[int]) -> bool:
+def _is_done(index: int, one: Prompt, known: set[int]) -> bool:
     """Whether all its turns are answered; else it begins anew, and what is known is not kept twice."""
     return all(index * MAX_TURNS + turn in known for turn in range(min(len(one.turns), MAX_TURNS)))

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from blockdraft.bench.records import Prompt
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.bulk import make_bulk
@@ -29,7 +30,7 @@ from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
-from blockdraft.training.answers import Conversation, Document, first_of_each, read_conversations
+from blockdraft.training.answers import Document, first_of_each, read_conversations
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
 from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate
 from blockdraft.training.export import DrafterCard, export
@@ -134,13 +135,15 @@ def _open_folder(job: Job, asked: Mapping[str, object], *, resume: bool) -> None
         )
 
 
-def _digest(conversations: Sequence[Conversation]) -> dict[str, object]:
+def _digest(conversations: Sequence[Prompt]) -> dict[str, object]:
     """Answers are filed by a prompt's place in the list, so a resumed run has the same list, or none."""
     if not conversations:
         return {}
     digest = hashlib.sha256()
     for one in conversations:
-        digest.update(repr(one).encode())
+        # The words of earlier versions, whose runs can be resumed.
+        about = f"category={one.category!r}, turns={one.turns!r}, system={one.system!r}"
+        digest.update(f"Conversation(name={one.id!r}, {about})".encode())
     return {"prompts": digest.hexdigest()[:16]}
 
 
@@ -181,8 +184,8 @@ def _load_target(job: Job, listener: Listener) -> Models:
 def _answers(
     job: Job,
     models: Models,
-    training: list[Conversation],
-    held_out: list[Conversation],
+    training: list[Prompt],
+    held_out: list[Prompt],
     listener: Listener,
     budget_s: float | None,
 ) -> tuple[list[Document], list[Document]]:
@@ -216,7 +219,7 @@ def _answers(
     return documents, kept
 
 
-def _conversations(job: Job) -> tuple[list[Conversation], list[Conversation]]:
+def _conversations(job: Job) -> tuple[list[Prompt], list[Prompt]]:
     """Shuffled training prompts, and those that are held out of them."""
     found = [one for path in job.prompts for one in read_conversations(path)]
     random.Random(job.answers.seed).shuffle(found)

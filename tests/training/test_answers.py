@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from blockdraft.bench.records import Prompt
 from blockdraft.engine.bulk import make_bulk
 from blockdraft.errors import SettingsError
 from blockdraft.training import regenerate as module
 from blockdraft.training.answers import (
-    Conversation,
     Document,
     read_conversations,
     read_shard,
@@ -49,9 +49,9 @@ def test_conversations_are_read_packed_or_not(tmp_path, suffix, opener):
     with opener(path, "wt", encoding="utf-8") as file:
         file.write("\n\n".join(json.dumps(line) for line in lines))
     assert read_conversations(path) == [
-        Conversation("1", "chat", ("hello",)),
-        Conversation("3", "all", ("just this",)),
-        Conversation("third", "turns", ("one", "two"), "be brief"),
+        Prompt("1", "chat", ("hello",)),
+        Prompt("3", "all", ("just this",)),
+        Prompt("third", "turns", ("one", "two"), "be brief"),
     ]
 
 
@@ -143,10 +143,10 @@ def test_a_damaged_shard_is_refused(tmp_path, damage):
 END = 20
 OPTIONS = AnswerOptions(max_tokens=24)
 CONVERSATIONS = [
-    *(Conversation(str(n), "runs", (f"t{n} t{n + 2} t{n + 4}",)) for n in range(0, 12, 2)),
-    Conversation("turns", "turns", ("t2 t4 t6", "t10 t12", "t1 t4")),
-    Conversation("system", "turns", ("t4 t6", "t8"), "t0 t2"),
-    *(Conversation(str(n), "threes", (f"t{n} t{n + 3} t{n + 6} t{n + 9}",)) for n in range(1, 9)),
+    *(Prompt(str(n), "runs", (f"t{n} t{n + 2} t{n + 4}",)) for n in range(0, 12, 2)),
+    Prompt("turns", "turns", ("t2 t4 t6", "t10 t12", "t1 t4")),
+    Prompt("system", "turns", ("t4 t6", "t8"), "t0 t2"),
+    *(Prompt(str(n), "threes", (f"t{n} t{n + 3} t{n + 6} t{n + 9}",)) for n in range(1, 9)),
 ]
 
 
@@ -233,7 +233,7 @@ def test_an_interrupted_stage_ends_with_the_same_documents_in_the_same_order(
 
 
 def test_what_is_known_is_not_asked_again_and_never_kept_twice(models, tmp_path):
-    short = [Conversation(str(n), "runs", (f"t{n} t{n + 2}",)) for n in range(6)]
+    short = [Prompt(str(n), "runs", (f"t{n} t{n + 2}",)) for n in range(6)]
     ask(Spy(make_bulk(models)), models, tmp_path, short[:4])
     bulk = Spy(make_bulk(models))
     documents = ask(bulk, models, tmp_path, short)
@@ -279,12 +279,12 @@ def test_shards_of_a_stage_are_reported_and_add_up(bulk, models, tmp_path, monke
 def test_prompts_that_no_row_holds_are_left_out(bulk, models, tmp_path):
     longest = bulk.max_context - OPTIONS.max_tokens
     texts = [" ".join(["t5"] * size) for size in (longest + 1, longest, 1, 2)]
-    documents = ask(bulk, models, tmp_path, [Conversation("", "all", (text,)) for text in texts])
+    documents = ask(bulk, models, tmp_path, [Prompt("", "all", (text,)) for text in texts])
     assert [len(one.prompt_ids) for one in documents] == [longest, 2]
 
 
 def test_a_later_turn_that_is_too_long_ends_its_conversation(bulk, models, tmp_path):
-    one = Conversation("", "all", ("t2 t4 t6", " ".join(["t5"] * bulk.max_context), "t1"))
+    one = Prompt("", "all", ("t2 t4 t6", " ".join(["t5"] * bulk.max_context), "t1"))
     assert [document.key for document in ask(bulk, models, tmp_path, [one])] == [0]
 
 
@@ -293,7 +293,7 @@ def test_once_time_is_over_no_conversation_begins_and_those_under_way_end(
 ):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    conversations = [Conversation("", "turns", ("t2 t4 t6", "t10 t12", "t2 t4"))] * 9
+    conversations = [Prompt("", "turns", ("t2 t4 t6", "t10 t12", "t2 t4"))] * 9
 
     def answer(questions):
         for answer in bulk.answer(questions):
@@ -311,7 +311,7 @@ def test_once_time_is_over_no_conversation_begins_and_those_under_way_end(
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_share_of_the_conversations_is_sampled(bulk, models, tmp_path, share):
-    conversations = [Conversation("", "all", (f"t{n} t{n + 1}",)) for n in range(30)]
+    conversations = [Prompt("", "all", (f"t{n} t{n + 1}",)) for n in range(30)]
     options = AnswerOptions(max_tokens=4, sampled=share, temperature=0.9, top_p=0.8)
     documents = ask(bulk, models, tmp_path, conversations, options)
     num_sampled = sum(not one.is_greedy for one in documents)

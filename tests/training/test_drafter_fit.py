@@ -277,7 +277,7 @@ def test_an_answer_that_ends_early_counts_as_done(prompts, monkeypatch):
     monkeypatch.setattr(
         fit_module, "SamplingParams", lambda **fields: SamplingParams(**fields, stop_token_ids=(end,))
     )
-    (answer,) = session.answer("answer", [fit_module._Prompt(None, [5, 10])], 50, 0.0)
+    (answer,) = session.answer("answer", [fit_module._FirstTurn(None, [5, 10])], 50, 0.0)
     assert answer.metrics.num_tokens < 10
     assert shown[-1] == ("answer", 1.0, "1 of 1 prompts answered")
 
