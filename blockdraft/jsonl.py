@@ -1,4 +1,7 @@
-"""Reads files of JSON lines, packed or not, row by row; what is wrong is named by its file and line."""
+"""Reads files of JSON lines, packed or not, row by row; what is wrong is named by its file and line.
+
+What comes from another program and may be anything is read by `as_object`.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +85,15 @@ def row_of(value: object, place: Place) -> Row:
     if not isinstance(value, dict):
         raise place.error(f"{kind_of(value)}, where an object was expected")
     return Row(value, place)
+
+
+def as_object(text: str | bytes) -> dict[str, object]:
+    """Return the JSON object that a text is; empty: it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def kind_of(value: object) -> str:

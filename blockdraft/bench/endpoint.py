@@ -13,7 +13,6 @@ from blockdraft.bench.records import PLAIN, Ask, Speculation
 from blockdraft.bench.speculation import read_metrics
 from blockdraft.bench.wire import (
     Json,
-    as_object,
     headers,
     inside,
     one_line,
@@ -23,6 +22,7 @@ from blockdraft.bench.wire import (
     shown_host,
 )
 from blockdraft.errors import BenchError
+from blockdraft.jsonl import as_object
 
 Kind = Literal["blockdraft", "vllm", "sglang", "llama.cpp", "unknown"]
 PROBE_TIMEOUT_S = 10.0  # arbitrary

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,8 +22,10 @@ import aiohttp
 
 from blockdraft.bench.figures import Startup
 from blockdraft.bench.records import Answer
-from blockdraft.bench.wire import as_object, inside
+from blockdraft.bench.wire import inside
 from blockdraft.errors import BenchError
+from blockdraft.jsonl import as_object
+from blockdraft.machine.machine import free_port
 
 POLL_S = 0.05
 END_S = 30.0  # for a server to end by itself; arbitrary
@@ -84,13 +85,6 @@ async def served(command: Sequence[str], label: str, timeout_s: float) -> AsyncI
             yield Started(url, label, time.monotonic() - begin_s, phases)
         finally:
             await asyncio.to_thread(_end, process)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 async def _until_ready(

@@ -15,15 +15,6 @@ _API_PATHS = ("/chat/completions", "/completions", "/models")
 Json = dict[str, object]
 
 
-def as_object(text: str | bytes) -> Json:
-    """Return the JSON object that a text is; empty: it is none."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def inside(value: object, *keys: str) -> object:
     """Return what a JSON value has under these keys, each inside the one before; None: nothing."""
     for key in keys:

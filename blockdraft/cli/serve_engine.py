@@ -24,8 +24,7 @@ from blockdraft.launch.command import Command
 from blockdraft.launch.installed import find_engine
 from blockdraft.launch.preflight import CheckedLaunch, as_installed, check_launch, check_to_print
 from blockdraft.launch.shell import compose, docker_run, shell_line
-from blockdraft.launch.supervisor import Launch
-from blockdraft.launch.upstream import UpstreamEngine
+from blockdraft.launch.supervisor import Launch, Supervisor
 from blockdraft.settings.settings import Settings
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def _serve(
 ) -> int:
     from blockdraft.server.proxy import Proxy
 
-    engine = UpstreamEngine(launch, checked.facts(), set_up_logs(args, options.api_keys), write)
+    engine = Supervisor(launch, checked.facts(), set_up_logs(args, options.api_keys), write)
     log = logging.getLogger("blockdraft")
     log.info("starting %s %s", engine.title, launch.command.version)
     for warning in checked.warnings:

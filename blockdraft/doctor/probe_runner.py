@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from blockdraft.doctor.shapes import SHAPE_NAMES
+from blockdraft.jsonl import as_object
 
 TIMEOUT_S = 900.0  # for one process: on a slow card, compiling every kernel takes minutes
 
@@ -137,11 +138,8 @@ def _read(probe: Probe, text: str) -> tuple[Probe, str | None]:
 
 def _parse(line: str) -> dict[str, Any]:
     """Libraries print to stdout too: what is no object of ours is nothing."""
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return {}
-    return entry if isinstance(entry, dict) and "kind" in entry else {}
+    entry = as_object(line)
+    return entry if "kind" in entry else {}
 
 
 def _torch(entry: Mapping[str, Any]) -> Torch:

@@ -111,6 +111,22 @@ class Order(Combination):
             raise SettingsError(f"head_address '{address}' has no port behind its colon: give host:port.")
         return host, int(port)
 
+    @property
+    def address_flags(self) -> Flags:
+        """Where the engine listens, and under which name: both engines have the same words for it."""
+        return [("--host", self.host), ("--port", self.port), ("--served-model-name", self.served_name)]
+
+    def machine_flags(self, tensor: str, pipeline: str) -> Flags:
+        """How many GPUs share the model, in two words of the engine, and of several machines which it is."""
+        settings = self.settings
+        flags: Flags = [
+            (tensor, self.changed("tensor_parallel")),
+            (pipeline, self.changed("pipeline_parallel")),
+        ]
+        if settings.num_nodes > 1:
+            flags += [("--nnodes", settings.num_nodes), ("--node-rank", settings.node_rank)]
+        return flags
+
     def refusal(self, name: str, why: str) -> SettingsError:
         """The error for a setting that the engine cannot be told."""
         value = getattr(self.settings, name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,7 @@ from blockdraft.launch.issues import Issue, check_settings, refuse
 from blockdraft.launch.order import HOST
 from blockdraft.launch.supervisor import Launch
 from blockdraft.machine.cards import card_named
-from blockdraft.machine.machine import Machine, read_machine
+from blockdraft.machine.machine import Machine, free_port, read_machine
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import check_stored, open_pair
@@ -54,7 +53,7 @@ class CheckedLaunch:
     def launch(self, installed: Installed, *, start_timeout_s: float) -> Launch:
         """The engine as this machine runs it, for us alone: other users reach its port as well."""
         settings = self.settings
-        command = self.command(port=_free_port(), api_key=secrets.token_urlsafe(32))
+        command = self.command(port=free_port(), api_key=secrets.token_urlsafe(32))
         return Launch(
             command=command,
             argv=tuple(installed.argv(command.argv)),
@@ -81,13 +80,6 @@ class CheckedLaunch:
             "can_switch": False,  # single requests cannot do without speculation
             "notices": [],
         }
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def check_launch(settings: Settings, name: str) -> CheckedLaunch:

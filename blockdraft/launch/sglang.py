@@ -27,7 +27,9 @@ KV_DTYPES = {
 def sglang_command(order: Order) -> Command:
     """Raises SettingsError for a setting that this version has no words for."""
     _refuse(order)
-    flags = [*_address(order), *_model(order), *_limits(order), *_machines(order), *_speculation(order)]
+    metrics = ("--enable-metrics", True)  # else /metrics is empty
+    flags = [*order.address_flags, metrics, *_model(order), *_limits(order), *_machines(order)]
+    flags += _speculation(order)
     program = ("sglang", "serve", "--model-path", order.settings.model)
     image = f"{IMAGE}:v{order.version.text.partition('+')[0]}"
     return write_command(order, program, flags, env=order.environment, image=image)
@@ -44,15 +46,6 @@ def _refuse(order: Order) -> None:
             f"{order.version} would answer everybody on {order.host}: it takes keys as arguments only, where "
             "all can read them, so it gets none. Leave out --host, or the key."
         )
-
-
-def _address(order: Order) -> Flags:
-    return [
-        ("--host", order.host),
-        ("--port", order.port),
-        ("--served-model-name", order.served_name),
-        ("--enable-metrics", True),  # else /metrics is empty
-    ]
 
 
 def _model(order: Order) -> Flags:
@@ -103,18 +96,9 @@ def _limits(order: Order) -> Flags:
 
 
 def _machines(order: Order) -> Flags:
-    settings = order.settings
-    flags: Flags = [
-        ("--tp-size", order.changed("tensor_parallel")),
-        ("--pp-size", order.changed("pipeline_parallel")),
-    ]
-    if settings.num_nodes > 1:
-        host, port = order.head
-        flags += [
-            ("--nnodes", settings.num_nodes),
-            ("--node-rank", settings.node_rank),
-            ("--dist-init-addr", f"{host}:{port}"),
-        ]
+    flags = order.machine_flags("--tp-size", "--pp-size")
+    if order.settings.num_nodes > 1:
+        flags.append(("--dist-init-addr", "{}:{}".format(*order.head)))
     return flags
 
 

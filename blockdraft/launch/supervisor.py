@@ -1,4 +1,7 @@
-"""Supervisor: another engine, started, watched through its start, warmed, checked, and ended with us."""
+"""Supervisor: another engine, started, watched through its start, warmed, checked, and ended with us.
+
+A proxy stands in front of it: what clients and the live page see of the engine is asked for here.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from blockdraft.errors import LaunchError
+from blockdraft.jsonl import as_object
 from blockdraft.launch.command import Command
 from blockdraft.launch.engine_versions import TITLES
 from blockdraft.launch.log_signs import PHASES, PhaseTracker, is_error, read_sign
+from blockdraft.launch.order import HOST
 from blockdraft.launch.process import GRACE_S, EngineProcess, shown_exit
 from blockdraft.phases import StartProgress
 from blockdraft.prometheus_text import samples
@@ -52,15 +57,21 @@ class Unanswered(LaunchError):
 
 
 class Supervisor:
-    """One engine, on a thread of its own. `error` says why it is lost; `startup` how far its start is."""
+    """One engine, on a thread of its own. `error` says why it is lost; `startup` how far its start is.
+
+    `facts` is what the live page shows of it, beside what it says itself.
+    """
 
     def __init__(
         self,
         launch: Launch,
-        report: Callable[[str], None] = lambda line: None,
-        on_line: Callable[[str], None] = lambda line: None,
+        facts: Mapping[str, object],
+        report: Callable[[str], None],
+        on_line: Callable[[str], None],
     ) -> None:
         self.launch = launch
+        self.url = f"http://{HOST}:{launch.command.port}"
+        self._facts = facts
         self.startup = StartProgress(report, names=PHASES)
         self.is_ready = False  # has been, at least once
         self.version: str | None = None  # as the engine says
@@ -81,6 +92,17 @@ class Supervisor:
     def headers(self) -> dict[str, str]:
         key = self.launch.api_key
         return {} if key is None else {"authorization": f"Bearer {key}"}
+
+    def info(self) -> dict[str, object] | None:
+        """None before it is ready, and where its API is on another machine."""
+        if not self.is_ready or self.launch.head_address is not None:
+            return None
+        engine = f"{self.title} {self.versions()['version']}"
+        return {"engine": engine, **self._facts, "max_context": self.max_context}
+
+    def versions(self) -> dict[str, str]:
+        command = self.launch.command
+        return {"version": self.version or command.version, "engine": command.engine}
 
     def last_lines(self) -> list[str]:
         """The last lines of the engine's output."""
@@ -175,7 +197,7 @@ class Supervisor:
             "temperature": 0,
         }
         status, answer = self._ask("POST", "/v1/completions", body, WARM_S)
-        found = _object(answer)
+        found = as_object(answer)
         choices, usage = found.get("choices"), found.get("usage")
         if status != 200 or not isinstance(choices, list) or not choices or not isinstance(usage, dict):
             said = " ".join(answer.decode("utf-8", "replace").split())[:500] or "nothing"
@@ -212,7 +234,7 @@ class Supervisor:
 
     def _check_name(self) -> None:
         status, body = self._ask("GET", "/v1/models")
-        cards = _object(body).get("data")
+        cards = as_object(body).get("data")
         found = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
         mine = [card for card in found if card.get("id") == self.launch.name]
         if not mine:
@@ -227,7 +249,7 @@ class Supervisor:
     def _check_version(self) -> None:
         for path in ("/version", "/get_server_info"):
             status, body = self._ask("GET", path)
-            version = _object(body).get("version") if status == 200 else None
+            version = as_object(body).get("version") if status == 200 else None
             if isinstance(version, str):
                 self.version = version
                 break
@@ -276,7 +298,7 @@ class Supervisor:
     def _ask(
         self, method: str, path: str, body: Mapping[str, object] | None = None, timeout_s: float = ASK_S
     ) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.launch.command.port, timeout=timeout_s)
+        connection = http.client.HTTPConnection(HOST, self.launch.command.port, timeout=timeout_s)
         headers = {**self.headers, "content-type": "application/json"}
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -292,12 +314,3 @@ class Supervisor:
 def _is_same_version(found: str, asked: str) -> bool:
     """Whether the first two numbers agree: 0.32.1 takes the flags of 0.32."""
     return found.split(".")[:2] == asked.split(".")[:2]
-
-
-def _object(body: bytes) -> dict[str, object]:
-    """The JSON object that a body is; empty: it is none."""
-    try:
-        value = json.loads(body)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -24,7 +24,7 @@ BACKENDS = {"TRITON": "TRITON_ATTN", "FLASH": "FLASH_ATTN", "FLEX": "FLEX_ATTENT
 
 def vllm_command(order: Order) -> Command:
     """Raises SettingsError for a setting that this version has no words for."""
-    flags = [*_address(order), *_model(order), *_limits(order), *_machines(order), *_speculation(order)]
+    flags = [*order.address_flags, *_model(order), *_limits(order), *_machines(order), *_speculation(order)]
     program = ("vllm", "serve", order.settings.model)
     env = {"VLLM_NO_USAGE_STATS": "1", **order.environment}
     if order.api_key is not None:
@@ -38,10 +38,6 @@ def has_dflash(version: EngineVersion) -> bool:
 
 def _tag(version: EngineVersion) -> str:
     return "nightly" if version.is_nightly else f"v{version.text.partition('+')[0]}"
-
-
-def _address(order: Order) -> Flags:
-    return [("--host", order.host), ("--port", order.port), ("--served-model-name", order.served_name)]
 
 
 def _model(order: Order) -> Flags:
@@ -93,20 +89,11 @@ def _max_in_flight(order: Order) -> int | None:
 
 
 def _machines(order: Order) -> Flags:
-    settings = order.settings
-    flags: Flags = [
-        ("--tensor-parallel-size", order.changed("tensor_parallel")),
-        ("--pipeline-parallel-size", order.changed("pipeline_parallel")),
-    ]
-    if settings.num_nodes > 1:
+    flags = order.machine_flags("--tensor-parallel-size", "--pipeline-parallel-size")
+    if order.settings.num_nodes > 1:
         host, port = order.head
-        flags += [
-            ("--nnodes", settings.num_nodes),
-            ("--node-rank", settings.node_rank),
-            ("--master-addr", host),
-            ("--master-port", port),
-            ("--headless", settings.node_rank > 0),  # only the head answers clients
-        ]
+        is_headless = order.settings.node_rank > 0  # only the head answers clients
+        flags += [("--master-addr", host), ("--master-port", port), ("--headless", is_headless)]
     return flags
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,14 @@ def process_name(pid: int, root: Path = ROOT) -> str:
     return read_text(root / f"proc/{pid}/comm").strip()
 
 
+def free_port() -> int:
+    """A port of the loopback address that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def may_have_gpu(root: Path = ROOT) -> bool:
     """Whether a driver is there; torch may find no device all the same."""
     return _has_driver(root, *DRIVERS)
@@ -173,10 +182,6 @@ def _cpu(root: Path) -> Cpu:
     return Cpu(
         name=fields.get("model name") or ARM_CPUS.get(part) or platform.processor() or platform.machine(),
         architecture=platform.machine(),
-        num_cores=_num_cores(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         features=frozenset(features.split()),
     )
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

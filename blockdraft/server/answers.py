@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import ClassVar
 
 from blockdraft.engine.request import Delta, TokenLogprobs
@@ -21,6 +20,7 @@ from blockdraft.server.choices import (
 from blockdraft.server.fields import ChatRequest, CompletionRequest
 from blockdraft.server.reasoning import Splitter, Tags, ThoughtCounter, begins_inside, continues_inside
 from blockdraft.server.schemas import (
+    AnswerObject,
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
@@ -38,15 +38,6 @@ from blockdraft.text.tokenizer import Tokenizer
 Json = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """The fields that every object of one answer repeats."""
-
-    id: str
-    created: int  # seconds since 1970
-    model: str
-
-
 class AnswerWriter(ABC):
     """One answer, fed with the engine's deltas: its choices, and the objects around them."""
 
@@ -57,7 +48,7 @@ class AnswerWriter(ABC):
         self,
         asked: ChatRequest | CompletionRequest,
         *,
-        head: AnswerHead,
+        head: AnswerObject,
         tokenizer: Tokenizer,
         prompts: Items[Items[int]],
         choices: list[AnswerChoice],
@@ -129,10 +120,10 @@ class AnswerWriter(ABC):
     def _object(self, kind: str, choices: Items[Mapping[str, object]]) -> Json:
         head = self._head
         return {
-            "id": head.id,
+            "id": head["id"],
             "object": kind,
-            "created": head.created,
-            "model": head.model,
+            "created": head["created"],
+            "model": head["model"],
             "choices": choices,
         }
 
@@ -178,7 +169,7 @@ class ChatAnswer(AnswerWriter):
         self,
         asked: ChatRequest,
         *,
-        head: AnswerHead,
+        head: AnswerObject,
         tokenizer: Tokenizer,
         prompt_ids: Items[int],
         tags: Tags | None,
@@ -277,7 +268,7 @@ class TextAnswer(AnswerWriter):
         self,
         asked: CompletionRequest,
         *,
-        head: AnswerHead,
+        head: AnswerObject,
         tokenizer: Tokenizer,
         prompts: Items[Items[int]],
         texts: Items[str],

@@ -23,7 +23,7 @@ from blockdraft.engine.loop import EngineLoop, Stream
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.stats import Load, Stats
 from blockdraft.errors import RequestError
-from blockdraft.server.answers import AnswerHead, ChatAnswer, TextAnswer
+from blockdraft.server.answers import ChatAnswer, TextAnswer
 from blockdraft.server.body import shown
 from blockdraft.server.events import LoopFeed, live_events
 from blockdraft.server.failures import HANDLERS, NotReady
@@ -51,7 +51,7 @@ from blockdraft.server.prompts import (
 )
 from blockdraft.server.reasoning import find_tags
 from blockdraft.server.responses import live_response, start_response, while_connected
-from blockdraft.server.schemas import ModelCard, ModelList, Status, Text, Tokens, Version
+from blockdraft.server.schemas import AnswerObject, ModelCard, ModelList, Status, Text, Tokens, Version
 from blockdraft.server.streaming import AnswerEvents, respond
 from blockdraft.text.tokenizer import Tokenizer
 
@@ -221,12 +221,13 @@ class _Api:
         self._check_model(asked.model)
         return asked
 
-    def _head(self, request: Request, asked: ChatRequest | CompletionRequest, prefix: str) -> AnswerHead:
+    def _head(self, request: Request, asked: ChatRequest | CompletionRequest, prefix: str) -> AnswerObject:
         if asked.request_id is not None:
             request.state.request_id = asked.request_id
-        return AnswerHead(f"{prefix}-{request.state.request_id}", int(time.time()), self.name)
+        name = f"{prefix}-{request.state.request_id}"
+        return {"id": name, "created": int(time.time()), "model": self.name}
 
-    async def _chat(self, asked: ChatRequest, head: AnswerHead) -> Response:
+    async def _chat(self, asked: ChatRequest, head: AnswerObject) -> Response:
         tokenizer, info = self._ready()
         sampling = asked.sampling(info.sampling)
         # Long conversations take long to encode, and the other clients' streams must go on.
@@ -241,7 +242,7 @@ class _Api:
         )
         return await respond(answer, await self._submit([prompt_ids], sampling), is_stream=asked.stream)
 
-    async def _complete(self, asked: CompletionRequest, head: AnswerHead) -> Response:
+    async def _complete(self, asked: CompletionRequest, head: AnswerObject) -> Response:
         tokenizer, info = self._ready()
         sampling = asked.sampling(info.sampling)
         prompts = await run_in_threadpool(with_field_error("prompt", encode_prompts), asked, tokenizer)

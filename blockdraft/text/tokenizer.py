@@ -108,21 +108,9 @@ class Tokenizer:
         _check_unicode(text)
         return text
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **template_kwargs: object,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, object]], **options: object) -> list[int]:
         """`render`, as ids. The template writes its own special tokens, so none are added."""
-        text = self.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **template_kwargs,
-        )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.render(messages, **options), add_special_tokens=False)  # type: ignore[arg-type]
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
