@@ -96,7 +96,7 @@ class _BlockLoss(torch.autograd.Function):
         num_blocks, width, size = hidden.shape
         gradient, total = torch.empty_like(hidden), hidden.new_zeros(2, dtype=torch.float32)
         matches = torch.empty_like(labels, dtype=torch.bool)
-        most = max(1, CHUNK_BYTES // (width * len(head.weight) * hidden.element_size()))
+        most = max(1, min(num_blocks, CHUNK_BYTES // (width * len(head.weight) * hidden.element_size())))
         # Chunks of one size, where that does not make them much smaller: each size is compiled.
         step = next((size for size in range(most, most // 2, -1) if num_blocks % size == 0), most)
         for first in range(0, num_blocks, step):
