@@ -9,11 +9,7 @@ from typing import TypeVar
 from rich.console import Group as Renderables
 from rich.text import Text
 
-from blockdraft.bench.figures import (
-    Agreement,
-    BenchReport,
-    Cell,
-)
+from blockdraft.bench.figures import Agreement, BenchReport, Cell
 from blockdraft.bench.report import ReportRow, arm_names, rows_of, whole_rows
 from blockdraft.bench.sheet import (
     NOTHING,

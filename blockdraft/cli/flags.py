@@ -93,10 +93,7 @@ def flags_of(settings: Settings) -> list[str]:
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-
-    def add(flag: str, kind: Callable[[str], object], default: object, text: str) -> None:
-        group.add_argument(flag, type=kind, default=default, metavar="N", help=text)
-
+    add = numbers_of(group)
     add("--temperature", float, 0.0, "0 is greedy, and the default here (the server's is the model's own)")
     add("--top-p", float, 1.0, "sample from the likeliest tokens that hold this much probability")
     add("--top-k", int, 0, "sample from this many likeliest tokens; 0: all")
@@ -121,6 +118,23 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="ID=VALUE",
         help="added to a token's logit; may be repeated",
     )
+
+
+def numbers_of(group: argparse._ArgumentGroup) -> Callable[..., None]:
+    """A function that adds a flag with a number to `group`."""
+
+    def number(
+        flag: str,
+        kind: type[float],
+        default: float | None,
+        text: str | None,
+        *,
+        dest: str | None = None,
+        metavar: str = "N",
+    ) -> None:
+        group.add_argument(flag, type=kind, default=default, help=text, dest=dest, metavar=metavar)
+
+    return number
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:

@@ -91,7 +91,8 @@ def _print_text(deltas: Iterator[Delta], num_choices: int) -> list[Delta]:
         print(flush=True)
     else:
         for index in range(num_choices):
-            print(f"[{index + 1} of {num_choices}]\n{_text(seen, index)}", flush=True)
+            text = "".join(delta.text for delta in seen if delta.index == index)
+            print(f"[{index + 1} of {num_choices}]\n{text}", flush=True)
     return seen
 
 
@@ -148,10 +149,6 @@ def _choice(answer: Completion) -> dict[str, object]:
             for item in answer.logprobs
         ]
     return choice
-
-
-def _text(deltas: list[Delta], index: int) -> str:
-    return "".join(delta.text for delta in deltas if delta.index == index)
 
 
 def _finite(value: float) -> float | None:

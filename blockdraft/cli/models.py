@@ -59,7 +59,9 @@ def _family_lines(families: Sequence[KnownFamily]) -> Iterator[str]:
 
 
 def _pair_lines(pairs: Sequence[KnownPair]) -> Iterator[str]:
-    rows = [_cells(pair) for pair in pairs]
+    rows = [
+        (one.drafter, one.layout, *map(_shown, (one.block, one.draft_layers, one.draft_gb))) for one in pairs
+    ]
     widths = [max(len(row[column]) for row in (_COLUMNS, *rows)) for column in range(len(_COLUMNS))]
     yield f"    {_aligned(_COLUMNS, widths)}"
     for target, group in groupby(zip(pairs, rows, strict=True), key=lambda item: item[0].target):
@@ -70,10 +72,6 @@ def _pair_lines(pairs: Sequence[KnownPair]) -> Iterator[str]:
             if pair.refused:
                 yield from _wrapped(f"Refused: {pair.refused}.", " " * 6)
             yield from _wrapped(pair.notes, " " * 6)
-
-
-def _cells(pair: KnownPair) -> tuple[str, ...]:
-    return (pair.drafter, pair.layout, _shown(pair.block), _shown(pair.draft_layers), _shown(pair.draft_gb))
 
 
 def _about(pair: KnownPair) -> str:

@@ -175,7 +175,7 @@ def _cache_note(report: Report) -> str:
     footprint, context = report.fit.footprint, report.fit.max_context
     target, draft = (
         sum(kind.bytes_per_token for kind in kinds if kind.window is None or not footprint.windows)
-        for kinds in (report.caches.target, report.caches.draft)
+        for kinds in report.caches.values()
     )
     text = f"{_kb(footprint.per_token)} a token{' past the windows' if footprint.windows else ''}"
     if draft:
@@ -249,9 +249,7 @@ def _explained(report: Report) -> Iterator[str]:
     yield from table(rows)
     yield ""
     yield "cache by kind of layer"
-    kinds = [("target", kind) for kind in report.caches.target]
-    kinds += [("drafter", kind) for kind in report.caches.draft]
-    yield from table([_kind_row(owner, kind) for owner, kind in kinds])
+    yield from table([_kind_row(owner, kind) for owner, kinds in report.caches.items() for kind in kinds])
     yield ""
     yield from (f"{model.stored.name}: read from {model.stored.where}" for model in report.pair.models)
     for count, speed in report.speeds:

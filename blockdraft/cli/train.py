@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from blockdraft.cli.flags import dataclass_from
+from blockdraft.cli.flags import dataclass_from, numbers_of
 from blockdraft.training.job import AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 
 SUMMARY = "train a drafter for a target"
@@ -43,7 +42,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_answers(group: argparse._ArgumentGroup) -> None:
-    add, number = group.add_argument, _numbers_of(group)
+    add, number = group.add_argument, numbers_of(group)
     prompts_help = 'JSON lines of {"messages": […], "category": "…"}, .gz or .xz too; may be repeated'
     add("--prompts", type=Path, action="append", default=[], metavar="FILE", help=prompts_help)
     add(
@@ -67,7 +66,7 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
-    add, number = group.add_argument, _numbers_of(group)
+    add, number = group.add_argument, numbers_of(group)
     number("--block", int, 16, "anchor included (default: 16)")
     number("--layers", int, 5, "(default: 5)", dest="num_layers")
     taps_help = "target layers to read, from 0 (default: 5, evenly)"
@@ -83,7 +82,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
 
 def _add_recipe(group: argparse._ArgumentGroup) -> None:
     recipe, objective = TrainingRecipe(), Objective()
-    add, number = group.add_argument, _numbers_of(group)
+    add, number = group.add_argument, numbers_of(group)
     add("--optimizer", choices=("muon", "adamw"), default=recipe.optimizer)
     number("--rate", float, recipe.rate, f"(default: {recipe.rate})")
     number("--rows-per-step", int, recipe.rows_per_step, "packed rows of --length")
@@ -101,23 +100,6 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
     number("--average", float, recipe.average, "decay of averaged weights")
     # Not args.seed: the answers have a seed of their own, which no flag sets.
     number("--seed", int, recipe.seed, None, dest="training_seed")
-
-
-def _numbers_of(group: argparse._ArgumentGroup) -> Callable[..., None]:
-    """A function that adds a flag with a number."""
-
-    def number(
-        flag: str,
-        kind: type[float],
-        default: float | None,
-        text: str | None,
-        *,
-        dest: str | None = None,
-        metavar: str = "N",
-    ) -> None:
-        group.add_argument(flag, type=kind, default=default, help=text, dest=dest, metavar=metavar)
-
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

@@ -254,7 +254,8 @@ class Supervisor:
                 self.version = version
                 break
         asked = self.launch.command.version
-        if self.version is not None and not _is_same_version(self.version, asked):
+        # The first two numbers must agree: 0.32.1 takes the flags of 0.32.
+        if self.version is not None and self.version.split(".")[:2] != asked.split(".")[:2]:
             self.startup.warn(
                 f"this is {self.title} {self.version}, and its flags were written for {asked}: "
                 "set --engine-version."
@@ -309,8 +310,3 @@ class Supervisor:
             raise self._lost(why, Unanswered) from None
         finally:
             connection.close()
-
-
-def _is_same_version(found: str, asked: str) -> bool:
-    """Whether the first two numbers agree: 0.32.1 takes the flags of 0.32."""
-    return found.split(".")[:2] == asked.split(".")[:2]

@@ -29,15 +29,12 @@ def vllm_command(order: Order) -> Command:
     env = {"VLLM_NO_USAGE_STATS": "1", **order.environment}
     if order.api_key is not None:
         env["VLLM_API_KEY"] = order.api_key
-    return write_command(order, program, flags, env=env, image=f"{IMAGE}:{_tag(order.version)}")
+    tag = "nightly" if order.version.is_nightly else f"v{order.version.text.partition('+')[0]}"
+    return write_command(order, program, flags, env=env, image=f"{IMAGE}:{tag}")
 
 
 def has_dflash(version: EngineVersion) -> bool:
     return version.within(f">={DFLASH}") or (version.is_nightly and version.within(">=0.19.1"))
-
-
-def _tag(version: EngineVersion) -> str:
-    return "nightly" if version.is_nightly else f"v{version.text.partition('+')[0]}"
 
 
 def _model(order: Order) -> Flags:

@@ -122,10 +122,7 @@ def _items(pair: Pair, parts: tuple[WeightParts, ...], *, chunk: int, logits: in
         note = f"{model.stored.method or 'as stored'}, one GPU's part"
         whole = part.text + part.left_out
         items.append(Item(name, whole, weight_how(model.shape.values, part, note)))
-    draft = None if pair.draft is None else pair.draft.shape
-    items += step_items(
-        pair.target.shape, draft, tokens=chunk, logits=logits, element_bytes=2, has_graphs=False
-    )
+    items += step_items(pair, tokens=chunk, logits=logits, element_bytes=2, has_graphs=False)
     items.append(Item("graphs", GRAPH_BYTES, "as a rule 1 to 2 GB", is_exact=False))
     items.append(Item("driver", DRIVER_BYTES, "a CUDA context and its libraries", is_exact=False))
     items.append(Item("reserve", RESERVE_BYTES, "compiled kernels, loaders", is_exact=False))

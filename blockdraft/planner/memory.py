@@ -12,7 +12,7 @@ from blockdraft.cache.spec import NUM_RESERVED_PAGES, row_table_bytes
 from blockdraft.models.config import Storage
 from blockdraft.planner.pair import Model, Pair
 from blockdraft.planner.plan import Plan
-from blockdraft.planner.shape import CacheSpec, Shape, kinds
+from blockdraft.planner.shape import CacheSpec, kinds
 from blockdraft.planner.stored import WeightParts, stored_parts
 from blockdraft.planner.values import Values
 
@@ -102,21 +102,17 @@ def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
     ]
 
 
-def step_items(
-    target: Shape, draft: Shape | None, *, tokens: int, logits: int, element_bytes: int, has_graphs: bool
-) -> list[Item]:
+def step_items(pair: Pair, *, tokens: int, logits: int, element_bytes: int, has_graphs: bool) -> list[Item]:
     """What the largest prefill and the largest decode step take for a while, and what graphs keep."""
-    features = 2 * draft.num_taps * target.hidden_size if draft is not None else 0
+    target = pair.target.shape
+    features = 0 if pair.draft is None else 2 * pair.draft.shape.num_taps * target.hidden_size
     token = (_ACTIVATIONS * target.hidden_size + 3 * target.inner_size + features) * element_bytes
     sampling = logits * LOGIT_BYTES
     how = f"the larger of {tokens:,} prompt tokens x {token:,} and {logits:,} logits x {LOGIT_BYTES} bytes"
     items = [Item("activations", max(tokens * token, sampling), how, is_exact=False)]
     if has_graphs:
-        items.append(
-            Item(
-                "graphs", sampling, f"{logits:,} logits x {LOGIT_BYTES} bytes stay with them", is_exact=False
-            )
-        )
+        how = f"{logits:,} logits x {LOGIT_BYTES} bytes stay with them"
+        items.append(Item("graphs", sampling, how, is_exact=False))
     return items
 
 

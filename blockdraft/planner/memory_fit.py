@@ -193,8 +193,7 @@ def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
     states = state_item(plan, specs, element_bytes)
     items += [] if states is None else [states]
     return items + step_items(
-        pair.target.shape,
-        None if pair.draft is None else pair.draft.shape,
+        pair,
         tokens=plan.chunk,
         logits=plan.max_rows * plan.block * pair.target.shape.vocab_size,
         element_bytes=element_bytes,

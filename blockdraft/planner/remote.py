@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.checkpoints.fetch import hub_error
@@ -14,23 +13,20 @@ _TIMEOUT_S = 10.0
 _OPTIONAL = ("generation_config.json", "hf_quant_config.json")
 
 
-@dataclass(frozen=True, slots=True)
-class Remote:
-    """Where the small files are, and what the shards' headers say; None: the shards are there too."""
+def read_remote(
+    repo: str, *, revision: str | None, needs_weights: bool
+) -> tuple[Path, dict[str, TensorEntry] | None]:
+    """The hub's cache where it is complete, else the hub.
 
-    folder: Path
-    tensors: dict[str, TensorEntry] | None
-
-
-def read_remote(repo: str, *, revision: str | None, needs_weights: bool) -> Remote:
-    """The hub's cache where it is complete, else the hub."""
+    The folder of the small files, and what the shards' headers say; None: the shards are there too.
+    """
     import huggingface_hub
 
     from blockdraft.checkpoints.hub import HUB_ERRORS
 
     cached = _cached(repo, revision, needs_weights=needs_weights)
     if cached is not None:
-        return Remote(cached, None)
+        return cached, None
     try:
         # Once, without the retries of a download: a hub that cannot be reached is said at once.
         url = huggingface_hub.hf_hub_url(repo, "config.json", revision=revision)
@@ -41,7 +37,7 @@ def read_remote(repo: str, *, revision: str | None, needs_weights: bool) -> Remo
         tensors = _headers(repo, revision) if needs_weights else {}
     except HUB_ERRORS as error:
         raise _planning_error(error, repo, revision) from error
-    return Remote(config.parent, tensors)
+    return config.parent, tensors
 
 
 def _cached(repo: str, revision: str | None, *, needs_weights: bool) -> Path | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -32,25 +32,16 @@ Verdict = Literal["fits", "tight", "does not fit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Caches:
-    """What one token costs, by kind of layer."""
-
-    target: tuple[Kind, ...]
-    draft: tuple[Kind, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """Everything that can be said before a start."""
 
     settings: Settings
     pair: Pair
-    machine: Machine
     card: Card | None
     fit: Fit
     verdict: Verdict
     sentence: str  # the verdict in words
-    caches: Caches
+    caches: Mapping[str, tuple[Kind, ...]]  # what a token costs by kind of layer, of "target" and "drafter"
     acceptance: Acceptance | None  # None: no drafter
     speeds: tuple[tuple[int, Speed], ...]  # by rows
     advice: tuple[Advice, ...]
@@ -75,7 +66,6 @@ def make_report(
     return Report(
         settings=settings,
         pair=pair,
-        machine=machine,
         card=card,
         fit=fit,
         verdict=verdict,
@@ -107,11 +97,11 @@ def _verdict(case: Case, fit: Fit) -> tuple[Verdict, str]:
     return "fits", whole
 
 
-def _caches(settings: Settings, pair: Pair, fit: Fit) -> Caches:
+def _caches(settings: Settings, pair: Pair, fit: Fit) -> dict[str, tuple[Kind, ...]]:
     size = element_bytes_of(settings.kv_dtype) if fit.plan is None else ELEMENT_BYTES[fit.plan.dtype]
     block = fit.width if fit.plan is None else fit.plan.block
     draft = () if pair.draft is None else kinds(pair.draft.shape.specs, size, block)
-    return Caches(kinds(pair.target.shape.specs, size, block), draft)
+    return {"target": kinds(pair.target.shape.specs, size, block), "drafter": draft}
 
 
 def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
@@ -147,8 +137,8 @@ def as_json(report: Report) -> dict[str, object]:
         "cache": {
             "bytes": fit.cache_bytes,
             "bytes_per_token": fit.footprint.per_token,
-            "target": [asdict(kind) for kind in report.caches.target],
-            "draft": [asdict(kind) for kind in report.caches.draft],
+            "target": [asdict(kind) for kind in report.caches["target"]],
+            "draft": [asdict(kind) for kind in report.caches["drafter"]],
         },
         "capacity": {
             "max_context": fit.max_context,

@@ -102,16 +102,16 @@ def _folder(folder: ModelFolder, where: str, *, needs_weights: bool) -> Stored:
 
 
 def _remote(source: Source, *, needs_weights: bool) -> Stored:
-    remote = read_remote(source.repo, revision=source.revision, needs_weights=needs_weights)
-    folder = ModelFolder(remote.folder, name=source.name)
-    if remote.tensors is None:
+    path, tensors = read_remote(source.repo, revision=source.revision, needs_weights=needs_weights)
+    folder = ModelFolder(path, name=source.name)
+    if tensors is None:
         return _folder(folder, "the hub's cache", needs_weights=needs_weights)
     return Stored(
         source.name,
         "headers on the hub",
         folder.config,
         folder.quant_file,
-        _sizes(remote.tensors) if needs_weights else None,
+        _sizes(tensors) if needs_weights else None,
         tuple(folder.eos_ids()),
     )
 

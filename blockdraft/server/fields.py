@@ -137,25 +137,16 @@ class _Generation(_Body):
             )
 
     def _sampling(
-        self,
-        defaults: Mapping[str, float],
-        *,
-        max_tokens: int | None,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
+        self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: int | None
     ) -> SamplingParams:
+        """What the fields ask for; `last` is what the kind of request makes of some of them."""
         if max_tokens is not None and self.min_tokens > max_tokens:
             raise RequestError(
                 f"'min_tokens' is {self.min_tokens}, more than the {max_tokens} tokens the answer may have.",
                 "min_tokens",
             )
         given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
-        last = {
-            "max_tokens": max_tokens,
-            "logprobs": logprobs,
-            "prompt_logprobs": prompt_logprobs,
-            "width": self.speculative.width,
-        }
+        last |= {"max_tokens": max_tokens, "width": self.speculative.width}
         return SamplingParams(**{**defaults, **given, **last})
 
 
@@ -200,7 +191,6 @@ class ChatRequest(_Generation):
             defaults,
             max_tokens=self.max_completion_tokens if is_new else self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            prompt_logprobs=self.prompt_logprobs,
         )
 
 

@@ -54,10 +54,9 @@ def http_protocol(options: ServerOptions) -> type[H11Protocol]:
 class _TimedProtocol(H11Protocol):
     head_timeout_s: float
     send_timeout_s: float
-    _head_timer: asyncio.TimerHandle | None = None
-    _send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         super().connection_made(transport)
         self._watch_head()
 
@@ -66,32 +65,30 @@ class _TimedProtocol(H11Protocol):
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_head_timer()
-        self._stop_send_timer()
+        self._stop_timer("head")
+        self._stop_timer("send")
         super().connection_lost(exc)
 
     def _watch_head(self) -> None:
         """The time runs from the first byte of a head, or from the connection; more bytes do not renew it."""
         if self.conn.their_state is not h11.IDLE:
-            self._stop_head_timer()
-        elif self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.abort)
+            self._stop_timer("head")
+        else:
+            self._start_timer("head", self.head_timeout_s)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._send_timer is None:
-            self._send_timer = self.loop.call_later(self.send_timeout_s, self.transport.abort)
+        self._start_timer("send", self.send_timeout_s)
 
     def resume_writing(self) -> None:
-        self._stop_send_timer()
+        self._stop_timer("send")
         super().resume_writing()
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _start_timer(self, name: str, seconds: float) -> None:
+        """The connection ends when the time is over; one that runs already is not begun anew."""
+        if name not in self._timers:
+            self._timers[name] = self.loop.call_later(seconds, self.transport.abort)
 
-    def _stop_send_timer(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
+    def _stop_timer(self, name: str) -> None:
+        if name in self._timers:
+            self._timers.pop(name).cancel()

@@ -69,7 +69,8 @@ def fit(
             f"every prompt of '{question.source}' is longer than the context of {session.max_prompt} tokens."
         )
     answers = session.answer("answer", usable, question.max_tokens, question.temperature)
-    overall, categories = _fit_of(answers), _by_category(answers)
+    overall = _fit_of(answers)
+    categories = {name: _fit_of(group) for name, group in sorted(_by_category(answers).items())}
     costs = session.costs(usable[0], overall)
     agreement, tried = None, list[Tried]()
     if not question.is_quick:
@@ -184,9 +185,7 @@ class _Session:
 
     def probes(self, answers: Sequence[_Answer]) -> list[_Answer]:
         """Greedy answers of every category to its shortest prompts; their first tokens are enough."""
-        groups: dict[str, list[_Answer]] = defaultdict(list)
-        for one in sorted(answers, key=lambda one: len(one.prompt.ids)):
-            groups[one.prompt.conversation.category].append(one)
+        groups = _by_category(sorted(answers, key=lambda one: len(one.prompt.ids)))
         rounds = itertools.zip_longest(*groups.values())
         chosen = [one for each in rounds for one in each if one is not None][: self._num_probes]
         if self._question.temperature == 0:
@@ -324,11 +323,11 @@ def _load(question: FitQuestion, quantization: str, show: Show) -> LLM:
     )
 
 
-def _by_category(answers: Sequence[_Answer]) -> dict[str, DrafterFit]:
+def _by_category(answers: Sequence[_Answer]) -> dict[str, list[_Answer]]:
     groups: dict[str, list[_Answer]] = defaultdict(list)
     for one in answers:
         groups[one.prompt.conversation.category].append(one)
-    return {name: _fit_of(groups[name]) for name in sorted(groups)}
+    return groups
 
 
 def _fit_of(answers: Sequence[_Answer]) -> DrafterFit:

@@ -6,6 +6,7 @@ drafter is tried on documents that the target wrote greedily, without the engine
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ class Variation:
     def advice(self) -> str:
         if self.value is None:
             return f'remove "{self.key}" from config.json'
-        return f'set "{self.key}" to {_json(self.value)} in config.json'
+        return f'set "{self.key}" to {json.dumps(self.value)} in config.json'
 
 
 def variations(
@@ -116,7 +117,3 @@ def _is_speculators(config: DraftConfig) -> bool:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _json(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
