@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.bench import served
+from blockdraft.bench import load, served
 from blockdraft.bench.report import load_report
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.cli.main import main
@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 KEY = "sk-very-secret"
 SUFFIXES = (".json", ".md", ".html")
 SMALL = ("--workload", "qa", "--num-prompts", "4", "--max-tokens", "8")
+QUIET_COLLECTOR = load._quiet_collector
 STUB_COMMAND = f"{shlex.quote(sys.executable)} -m tests.bench.stub {{port}}"
 
 
@@ -41,7 +42,7 @@ def stub():
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch, quick_blocks):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BLOCKDRAFT_API_KEY", raising=False)
 
@@ -70,8 +71,9 @@ def is_plain(body):
 # ---- the figures
 
 
-def test_every_figure_is_the_stubs(stub, capsys):
+def test_every_figure_is_the_stubs(stub, capsys, monkeypatch):
     """Each answer 33 tokens in 11 deltas: 100 ms to the first and 200 ms for the rest, or 600 ms plain."""
+    monkeypatch.setattr(load, "_quiet_collector", QUIET_COLLECTOR)  # times are what it is about
     stub.script = lambda number, body: Script(
         ttft_s=0.1,
         gap_s=0.06 if is_plain(body) else 0.02,

@@ -1,7 +1,6 @@
 """The run against a stub: which requests it makes, in which order, and what it makes of the answers."""
 
 import asyncio
-import contextlib
 import io
 import itertools
 import time
@@ -21,6 +20,7 @@ from tests.bench.answers import facts
 from tests.bench.stub import OWN_ROUTES, Script, Stub
 
 BOTH = (SPECULATIVE, PLAIN)
+pytestmark = pytest.mark.usefixtures("quick_blocks")
 
 
 def workload(name="w", num=3, turns=1, **fields):
@@ -80,12 +80,6 @@ def stub():
     stub = Stub(owner="blockdraft", routes=dict(OWN_ROUTES))
     with stub.running():
         yield stub
-
-
-@pytest.fixture(autouse=True)
-def quick_blocks(monkeypatch):
-    """Collecting garbage before every block takes longer than these blocks: PyTorch is in memory."""
-    monkeypatch.setattr("blockdraft.bench.load._quiet_collector", contextlib.nullcontext)
 
 
 def text_of(body):

@@ -3,6 +3,8 @@
 Acceptance that falls after a prefix hit is the bug that others ship; nothing in the output shows it.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -71,6 +73,15 @@ def test_block_logits_are_the_same_after(scene):
         assert sequence.tally.preemptions == 1
 
 
+ANSWER = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+@functools.cache
+def plain_answer(*prompt):
+    """What plain decoding without a cache says, whatever the pages of another engine are."""
+    return tiny.run(tiny.engine("none", width=1, prefix_cache=False), [(list(prompt), ANSWER)])
+
+
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 def test_the_next_turn_of_a_conversation_continues_as_if_nothing_were_cached(page_size):
     """Only what is really in the cache is found: not the last token, whose page may be full without it."""
@@ -79,10 +90,9 @@ def test_the_next_turn_of_a_conversation_continues_as_if_nothing_were_cached(pag
         engine = tiny.engine("trained", width=tiny.BLOCK, page_size=page_size)
         turn = PROMPT[:7] + tiny.run(engine, [(PROMPT[:7], first)])[0][0][0]
         for added in ([], [40, 41], list(range(30, 30 + page_size))):
-            cold = tiny.engine("none", width=1, prefix_cache=False)
-            expected = tiny.run(cold, [(turn + added, PARAMS)])
-            assert tiny.run(engine, [(turn + added, PARAMS)]) == expected
-            assert tiny.run(engine, [(turn + added, PARAMS)]) == expected  # all of it cached now
+            expected = plain_answer(*turn, *added)
+            assert tiny.run(engine, [(turn + added, ANSWER)]) == expected
+            assert tiny.run(engine, [(turn + added, ANSWER)]) == expected  # all of it cached now
 
 
 def test_a_row_without_speculation_still_leaves_drafter_context_behind():

@@ -1,0 +1,11 @@
+"""What several files of this folder do alike."""
+
+import contextlib
+
+import pytest
+
+
+@pytest.fixture
+def quick_blocks(monkeypatch):
+    """Collecting garbage before every block takes longer than these blocks: PyTorch is in memory."""
+    monkeypatch.setattr("blockdraft.bench.load._quiet_collector", contextlib.nullcontext)
