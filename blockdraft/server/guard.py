@@ -142,10 +142,8 @@ class Guard:
     async def _read_body(self, head: _Head, receive: Receive) -> bytes | Response | None:
         """Read all of the body, within limits; None: the client has gone."""
         limit = self._options.max_body_bytes
-        text = f"the body is larger than {limit} bytes: shorten the request."
-        too_large = error_response(413, text, INVALID)
         if _announced(head) > limit and ("expect" in head.headers or _announced(head) > DRAIN_FACTOR * limit):
-            return too_large
+            return _too_large(limit)
         body, num_bytes, has_more = bytearray(), 0, True
         try:
             async with asyncio.timeout(self._options.idle_timeout_s):
@@ -157,12 +155,12 @@ class Guard:
                     if num_bytes <= limit:
                         body += message.get("body", b"")
                     elif num_bytes > DRAIN_FACTOR * limit:
-                        return too_large
+                        return _too_large(limit)
                     has_more = message.get("more_body", False)
         except TimeoutError:
             text = f"the body did not arrive within {self._options.idle_timeout_s:g} s: send it faster."
             return error_response(408, text, INVALID)
-        return bytes(body) if num_bytes <= limit else too_large
+        return bytes(body) if num_bytes <= limit else _too_large(limit)
 
     async def _run(self, scope: Scope, receive: Receive, reply: _Reply) -> Response | None:
         timeout_s = self._options.request_timeout_s
@@ -225,7 +223,8 @@ class _Reply:
         }
         if "access-control-request-private-network" in self._head.headers:
             headers["access-control-allow-private-network"] = "true"
-        await self._whole(Response(status_code=204, headers={k: v for k, v in headers.items() if v}))
+        given = {name: value for name, value in headers.items() if value}
+        await self._whole(Response(status_code=204, headers=given))
 
     def log(self) -> None:
         """The path without its query, which may hold anything; quoted, so that it is one line."""
@@ -283,6 +282,10 @@ def _wrong_body(head: _Head) -> Response | None:
         text = "the body is compressed: send it as it is, without Content-Encoding."
         return error_response(415, text, INVALID)
     return None
+
+
+def _too_large(limit: int) -> Response:
+    return error_response(413, f"the body is larger than {limit} bytes: shorten the request.", INVALID)
 
 
 def _announced(head: _Head) -> int:
