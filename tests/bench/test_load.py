@@ -131,7 +131,7 @@ def test_a_later_block_tries_again(stub):
     assert all(answer.is_ok for answer in asyncio.run(work()))
 
 
-def test_a_stopped_block_keeps_what_it_has(stub):
+def test_a_stopped_block_keeps_what_it_has(stub, quick_blocks):
     stub.script = lambda number, body: Script(ttft_s=0.0 if number == 0 else 60.0)
     start_s = time.perf_counter()
     answers = run(stub.url, asks(4), OfferedLoad(concurrency=1), stop_after_s=2)
