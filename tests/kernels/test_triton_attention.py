@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,15 +36,12 @@ HALVES = [
         marks=pytest.mark.skipif(DEVICE.type != "cuda", reason="not in the interpreter's dot"),
     ),
 ]
-# Small chunks, so that short rows have many; one tile per row, or many.
+# Small chunks and segments, so that short rows have many; one tile per row, or many.
 ONE_TILE = {
-    "whole": Config(tokens=5, block_m=16, block_n=16, splits=1, warps=4, stages=2),
-    "split": Config(tokens=5, block_m=16, block_n=16, splits=3, warps=4, stages=2),
+    name: Config(tokens=5, block_m=16, block_n=16, warps=4, stages=2, parts=parts, segment=16)
+    for name, parts in {"whole": 1, "split": 16, "parts": 3}.items()
 }
-MANY_TILES = {
-    "whole": Config(tokens=2, block_m=16, block_n=16, splits=1, warps=4, stages=2),
-    "split": Config(tokens=2, block_m=16, block_n=16, splits=3, warps=4, stages=2),
-}
+MANY_TILES = {name: replace(config, tokens=2) for name, config in ONE_TILE.items()}
 
 
 class Rows:
@@ -86,9 +84,9 @@ class Rows:
         counts = [count for _, _, count in parts]
         offsets = torch.tensor([0, *counts]).cumsum(0)
         starts = torch.tensor([start for _, start, _ in parts])
-        options = {"max_count": max(counts), **options}
+        options = {"max_count": max(counts), "max_length": page_table.shape[1] * page_size, **options}
         if config is None:
-            call, options = kernel.attend, {"max_length": 256, **options}
+            call = kernel.attend
         else:
             call, options = _attend, {"config": config, **options}
         out = call(
@@ -128,7 +126,7 @@ def assert_agrees(rows, mask, parts, **options):
     )
 
 
-@pytest.mark.parametrize("splits", ["whole", "split"])
+@pytest.mark.parametrize("splits", ONE_TILE)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_blocks_of_any_start_agree_with_the_reference(mask, splits):
     rows = Rows([75, 5, 40])
@@ -161,22 +159,24 @@ def test_a_tile_finds_its_row_among_many(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "dim", "page_size", "count", "max_length", "dtype"),
+    ("heads", "groups", "dim", "page_size", "count", "num_rows", "dtype"),
     [
-        (3, 3, 64, 1, 7, 1, torch.float16),
-        (9, 3, 64, 16, 16, 1, torch.float16),
-        (8, 2, 96, 4, 1, 256, torch.float16),
-        (8, 1, 128, 64, 16, 1, torch.float16),
-        (4, 2, 256, 16, 2, 256, torch.float16),
-        (4, 1, 80, 5, 17, 1, torch.float32),
-        (2, 2, 8, 3, 2, 256, torch.float32),
+        (3, 3, 64, 1, 7, 200, torch.float16),
+        (9, 3, 64, 16, 16, 200, torch.float16),
+        (8, 2, 96, 4, 1, 1, torch.float16),
+        (8, 1, 128, 64, 16, 300, torch.float16),
+        (4, 2, 256, 16, 2, 1, torch.float16),
+        (4, 1, 80, 5, 17, 300, torch.float32),
+        (2, 2, 8, 3, 2, 1, torch.float32),
     ],
 )
-def test_geometries_agree_with_the_reference(heads, groups, dim, page_size, count, max_length, dtype):
+def test_geometries_agree_with_the_reference(heads, groups, dim, page_size, count, num_rows, dtype):
     rows = Rows([150, 33], heads=heads, groups=groups, dim=dim, dtype=dtype)
     mask = Mask(scale=dim**-0.5)
     parts = [(0, 150 - count, count), (1, 0, count)]
-    assert_agrees(rows, mask, parts, page_size=page_size, max_length=max_length)
+    config = config_of(num_rows, groups, heads // groups, dim, count, element_size=dtype.itemsize)
+    assert (config.parts == 1) == (num_rows > 1)
+    assert_agrees(rows, mask, parts, page_size=page_size, config=config)
 
 
 def test_queries_may_be_a_view_of_something_wider():
@@ -224,6 +224,23 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(name, splits):
     assert torch.equal(torch.cat(rows.attend(MASKS[name], parts, config=ONE_TILE[splits])), whole)
 
 
+@pytest.mark.parametrize("name", ["causal", "block", "window", "wide window"])
+def test_bits_do_not_depend_on_who_folds_the_segments(name):
+    rows = Rows([700], dtype=torch.float16)  # segments have 16 keys up to 256, then 32, then 64 from 512 on
+    parts = [(0, 690, 5), (0, 509, 5), (0, 31, 2)]
+    options = {"sinks": rows.sinks, "max_count": 5}
+    whole, split, parted = (
+        rows.attend(MASKS[name], parts, config=config, **options) for config in ONE_TILE.values()
+    )
+    for one, other, third in zip(split, whole, parted, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+    if name != "block":  # there a query sees its whole block
+        (long,) = rows.attend(MASKS[name], [(0, 505, 190)], config=MANY_TILES["whole"], sinks=rows.sinks)
+        assert torch.equal(long[185:], split[0])
+        assert torch.equal(long[4:9], split[1])
+
+
 @pytest.mark.parametrize("splits", ["whole", "split"])
 @pytest.mark.parametrize("name", ["causal", "block", "block window", "anchored"])
 def test_bits_depend_neither_on_neighbours_nor_on_what_scratch_holds(name, splits):
@@ -269,6 +286,7 @@ def test_tokens_past_the_last_offset_are_left_alone(monkeypatch):
         starts=torch.tensor([35], device=DEVICE),
         offsets=torch.tensor([0, 5], device=DEVICE),
         max_count=5,
+        max_length=40,
         page_size=4,
         mask=MASKS["causal"],
         sinks=None,
@@ -301,7 +319,7 @@ SHAPES = {  # rows, groups, shared, head_dim, max_count
 }
 
 
-def config_of(rows, groups, shared, head_dim, max_count, *, element_size=2, max_length=32768, card=H200):
+def config_of(rows, groups, shared, head_dim, max_count, *, element_size=2, card=H200):
     return _config(
         num_rows=rows,
         num_groups=groups,
@@ -309,7 +327,6 @@ def config_of(rows, groups, shared, head_dim, max_count, *, element_size=2, max_
         head_dim=head_dim,
         element_size=element_size,
         max_count=max_count,
-        max_length=max_length,
         **card,
     )
 
@@ -341,14 +358,24 @@ def test_a_device_too_small_is_refused():
         config_of(1, 1, 64, 512, 1, card={"multiprocessors": 132, "shared_memory": 100 * 1024})
 
 
-def test_splits_fill_the_device_and_many_rows_need_none():
-    assert config_of(1, 8, 4, 128, 16).splits == kernel.MAX_SPLITS
-    assert config_of(4, 8, 4, 128, 16).splits == 8  # two programs for each of 132 multiprocessors
-    assert config_of(32, 8, 4, 128, 16).splits == 1
-    assert config_of(1024, 3, 3, 64, 1).splits == 1
-    assert config_of(1, 8, 4, 128, 2048).splits == 1
-    assert config_of(1, 8, 4, 128, 16, max_length=256).splits == 4  # one chunk each
-    assert config_of(1, 1, 4, 128, 1).splits == kernel.MAX_SPLITS
+def test_several_programs_share_a_tile_where_tiles_are_few():
+    assert config_of(1, 8, 4, 128, 16).parts == kernel.MAX_SEGMENTS
+    assert config_of(1, 1, 4, 128, 1).parts == kernel.MAX_SEGMENTS
+    assert config_of(8, 8, 4, 128, 16).parts == 4  # two programs for each of 132 multiprocessors
+    assert config_of(32, 8, 4, 128, 16).parts == 1
+    assert config_of(1024, 3, 3, 64, 1).parts == 1
+    assert config_of(1, 8, 4, 128, 2048).parts == 1
+
+
+@pytest.mark.parametrize("kilobytes", [100, 164, 228])
+@pytest.mark.parametrize(("shared", "head_dim"), [(4, 128), (8, 256), (3, 64), (1, 512), (8, 64)])
+def test_chunks_and_segments_are_the_same_for_any_number_of_rows_and_tokens(shared, head_dim, kilobytes):
+    card = {"multiprocessors": 132, "shared_memory": kilobytes * 1024}
+    shapes = [(1, 1), (1, 4), (1, 16), (4, 16), (32, 1), (32, 16), (1, 65), (1, 2048), (8, 300), (999, 1)]
+    configs = [config_of(rows, 2, shared, head_dim, count, card=card) for rows, count in shapes]
+    assert len({(config.block_n, config.segment) for config in configs}) == 1
+    assert configs[0].segment % configs[0].block_n == 0
+    assert {config.parts for config in configs} >= {1, 16}
 
 
 def test_more_than_128_heads_on_one_key_head_are_refused():
@@ -387,21 +414,22 @@ def test_real_shapes_agree_with_the_reference(name, dtype):
 @on_the_card
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", ["qwen", "smol", "gpt-oss", "gemma global"])
+@pytest.mark.parametrize("name", ["qwen", "smol", "gpt-oss", "gemma global", "heads of 256"])
 def test_real_bits_depend_on_the_prefix_only(name, dtype):
+    """Against one row and one token at a time: blocks, crowds, chunks of a prompt, and the whole prompt."""
     heads, groups, dim, (length, *_), _, mask = REAL[name]
     rows = Rows([length, 2 * length], heads=heads, groups=groups, dim=dim, dtype=dtype)
-    options = {"page_size": 16, "max_count": 16, "sinks": rows.sinks}
-    for num_rows in (1, 3, 64):
-        config = config_of(num_rows, groups, heads // groups, dim, 16)
-        options["config"] = config
-        start = length - 20
-        (whole,) = rows.attend(mask, [(0, start, 16)], **options)
-        for first, count in [(start + 3, 1), (start - 5, 16), (start + 4, 16), (start, 7)]:
-            crowd = [(1, 2 * length - 16, 16), (0, first, count)]
-            _, block = rows.attend(mask, crowd, seed=first, **options)
-            lo, hi = max(first, start), min(first + count, start + 16)
-            assert torch.equal(block[lo - first : hi - first], whole[lo - start : hi - start])
+    options = {"page_size": 16, "sinks": rows.sinks}
+    first = length - 20
+    alone = torch.cat([rows.attend(mask, [(0, first + i, 1)], **options)[0] for i in range(20)])
+    for num_rows, start, count in [
+        (1, first + 2, 16), (3, first, 16), (64, first + 3, 1), (64, first + 4, 16), (3, first - 5, 16),
+        (1, first - 70, 90), (2, first - 200, 210), (1, 0, length),
+    ]:  # fmt: skip
+        crowd = [(1, 2 * length - count, count)] * (num_rows - 1)
+        *_, block = rows.attend(mask, [*crowd, (0, start, count)], seed=start, **options)
+        lo, hi = max(start, first), min(start + count, first + 20)
+        assert torch.equal(block[lo - start : hi - start], alone[lo - first : hi - first])
 
 
 @on_the_card

@@ -1,11 +1,17 @@
 """Paged attention of ragged rows on the device: the contract of `kernels.attention`.
 
 A tile is up to `tokens` queries of one row times the query heads that share one key/value head, so that keys
-and values are read once for all of them. The keys are cut into chunks of BLOCK_N counted from position 0;
-split s of S takes the chunks s, s + S, s + 2S, ... in order with an online softmax, and a second kernel
-merges the splits in order. A chunk or split that shows a query nothing changes no bit of it. The bits of an
-output therefore follow from its query, the keys and values it sees, their positions, its head's sink and the
-`Config`; neither its column in the block nor its neighbours take part.
+and values are read once for all of them. The keys that a query sees are cut by position alone: into chunks of
+BLOCK_N, and into at most 16 segments of equal length, the least power of two (at least `segment`) that is
+enough for the position of its last key. An online softmax runs through the chunks of a segment, and segments
+are folded together in order: by the program that computes them all, where there are tiles enough to fill the
+device; else by a second kernel, behind several programs that take some segments each. Both do the same
+operations in the same order. A chunk or segment that shows a query nothing changes no bit of it.
+
+The bits of an output therefore follow from its query, the keys and values it sees, their positions and its
+head's sink: not from its column in the block, its neighbours, the height of the tile or the way it arrived.
+For that, weights are summed on the tensor cores, as a product with ones (a sum over a tile's columns follows
+the tile's layout), and every multiply-add is written out (the compiler would choose which to fuse).
 
 Nothing outside a tile's own range of keys is read. Inside it a weight of zero is multiplied in: a NaN among
 the values of a block's later token reaches the earlier ones of its tile.
@@ -13,7 +19,6 @@ the values of a block's later token reaches the earlier ones of its tile.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -24,45 +29,130 @@ from torch import Tensor
 
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.failure import DoesNotFit
-from blockdraft.kernels.triton.launch import let_next_start, num_multiprocessors, overlap, wait_for_previous
+from blockdraft.kernels.triton.launch import (
+    let_next_start,
+    num_multiprocessors,
+    overlap,
+    shared_memory,
+    wait_for_previous,
+)
 
 LOG2_E = 1 / math.log(2)
-MAX_SPLIT_COUNT = 64  # tokens of a row; from here on the tiles of a prefill fill the device without splits
-MAX_SPLITS = 16  # more only make the merge dearer (H200, benchmarks/log.md)
+MAX_SPLIT_COUNT = 64  # tokens of a row; from here on the tiles of a prefill fill the device by themselves
+MAX_SEGMENTS = 16  # of a query: enough for one row to fill the device
 MAX_STAGES = 3
 ROW_BLOCK = 256  # rows looked at together when a tile searches its own
+
+_MAX_SEGMENTS = tl.constexpr(MAX_SEGMENTS)
+_SUMS = tl.constexpr(8)  # columns of the product that sums weights, all the same: what a tensor core takes
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the work is cut: part of the result's bits, and a function of host-known shapes only."""
+    """How the work is cut: a function of host-known shapes only."""
 
     tokens: int  # queries of one row in a tile
     block_m: int  # those times the query heads of a key/value head, padded to a power of two
-    block_n: int  # keys of a chunk
-    splits: int
+    block_n: int  # keys of a chunk; part of the result's bits
     warps: int
     stages: int
+    parts: int  # programs that share the segments of a tile
+    segment: int = 128  # keys of the shortest segments; part of the result's bits
+
+
+@triton.jit
+def _segment_length(hi, SEGMENT: tl.constexpr):
+    """Of a query that sees the keys before `hi`, at least 1 and below 2 ** 24: SEGMENT times a power of 2."""
+    beyond = tl.cast((hi - 1) // (_MAX_SEGMENTS * SEGMENT), tl.float32)  # exact
+    exponent = (beyond.to(tl.int32, bitcast=True) >> 23) - 127
+    return SEGMENT << tl.maximum(exponent + 1, 0)
+
+
+@triton.jit
+def _visible(
+    start, token, count, window,
+    IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr,
+):  # fmt: skip
+    """The keys [lo, hi) that token number `token` of a row's `count` sees."""
+    lo = token * 0
+    hi = start + token + 1 if IS_CAUSAL else lo + start + count
+    if HAS_WINDOW:
+        if IS_ANCHORED:
+            lo += tl.maximum(start - window, 0)
+        else:
+            lo = tl.maximum(start + token - window + 1, 0)
+            hi = tl.minimum(hi, start + token + window)
+    return lo, hi
+
+
+@triton.jit
+def _fold(whole, acc, scale):
+    """What the keys of a segment add to those before it: sums, tops and totals of weights."""
+    whole_sums, whole_top, whole_total = whole
+    sums, top, total = acc
+    new_top = tl.maximum(whole_top, top)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    before = tl.exp2((whole_top - base) * scale)[:, None]
+    after = tl.exp2((top - base) * scale)[:, None]
+    whole_sums = tl.fma(sums, after, whole_sums * before)
+    whole_total = tl.fma(total, after, whole_total * before)
+    return whole_sums, new_top, whole_total
+
+
+@triton.jit
+def _where(condition, one, other):
+    """Sums, tops and totals of `one` where condition [M] holds, else of `other`."""
+    both = condition[:, None]
+    return (
+        tl.where(both, one[0], other[0]),
+        tl.where(condition, one[1], other[1]),
+        tl.where(both, one[2], other[2]),
+    )
+
+
+@triton.jit
+def _nothing(M: tl.constexpr, DIM_PAD: tl.constexpr, SUMS: tl.constexpr):
+    """Sums, tops and totals before the first key."""
+    sums = tl.zeros([M, DIM_PAD], tl.float32)
+    return sums, tl.full([M], float("-inf"), tl.float32), tl.zeros([M, SUMS], tl.float32)
+
+
+@triton.jit
+def _divided(whole, sink, scale, HAS_SINKS: tl.constexpr):
+    """The outputs. A sink [M], in powers of 2, is a score of its own with no value."""
+    sums, top, total = whole
+    total = tl.max(total, 1)  # all columns are the same
+    if HAS_SINKS:
+        scaled = top * scale
+        base = tl.maximum(scaled, sink)
+        shrink = tl.exp2(scaled - base)
+        sums = sums * shrink[:, None]
+        total = tl.fma(total, shrink, tl.exp2(sink - base))
+    return sums / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit
 def _attend_chunks(
-    acc, top, total, q, keys, values, table, first_chunk, last_chunk, tile_lo, tile_hi, lo, hi, score_scale,
+    whole, acc, q, keys, values, table, first_chunk, last_chunk, tile_lo, tile_hi, lo, hi, length,
+    scale,
     PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_LO: tl.constexpr, IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    FOLDS: tl.constexpr, HAS_LO: tl.constexpr, IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the chunks [first_chunk, last_chunk) in steps of SPLITS, in powers of 2.
+    """Online softmax over the chunks [first_chunk, last_chunk), in powers of 2.
 
+    FOLDS: where a query's segment begins, each of `length` [M] keys, the one before is folded into `whole`.
     Not IS_MASKED: every query of the tile sees all keys of these chunks.
     """
     dim = tl.arange(0, DIM_PAD)
+    ones = tl.full([BLOCK_N, _SUMS], 1.0, q.dtype)
+    shortest = tl.min(length, 0)
     key = first_chunk * BLOCK_N + tl.arange(0, BLOCK_N)
     # Page ids are loaded a turn ahead: the keys and values wait for them, and are loaded ahead themselves.
     page = tl.load(table + key // PAGE_SIZE, mask=(key >= tile_lo) & (key < tile_hi), other=0).to(tl.int32)
-    for chunk in tl.range(first_chunk, last_chunk, SPLITS):
+    for chunk in tl.range(first_chunk, last_chunk):
         key = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
         where = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE)[:, None] * DIM + dim[None, :]
-        next_key = key + SPLITS * BLOCK_N
+        next_key = key + BLOCK_N
         is_next = (next_key >= tile_lo) & (next_key < tile_hi)
         page = tl.load(table + next_key // PAGE_SIZE, mask=is_next, other=0).to(tl.int32)
         if IS_MASKED:
@@ -75,7 +165,12 @@ def _attend_chunks(
         else:
             k = tl.load(keys + where)
             v = tl.load(values + where)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
+        if FOLDS and (chunk * BLOCK_N & (shortest - 1)) == 0:  # lengths are powers of 2
+            is_new = (chunk * BLOCK_N & (length - 1)) == 0
+            whole = _where(is_new, _fold(whole, acc, scale), whole)
+            acc = _where(is_new, _nothing(q.shape[0], DIM_PAD, _SUMS), acc)
+        sums, top, total = acc
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if IS_MASKED:
             visible = key[None, :] < hi[:, None]
             if HAS_LO:
@@ -84,49 +179,63 @@ def _attend_chunks(
         new_top = tl.maximum(top, tl.max(scores, 1))
         # A query that has seen nothing yet keeps its sums at zero.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        top = new_top
-    return acc, top, total
+        weights = tl.exp2(tl.fma(scores, scale, -(base * scale)[:, None])).to(v.dtype)
+        shrink = tl.exp2((top - base) * scale)[:, None]
+        # In this order: the other way round, the compiler gives all of a low tile to every warp.
+        total = tl.dot(weights, ones, total * shrink, input_precision=PRECISION)
+        sums = tl.dot(weights, v, sums * shrink, input_precision=PRECISION)
+        acc = sums, new_top, total
+    return whole, acc
 
 
-@triton.jit(do_not_specialize=["num_rows", "tiles_per_row", "window", "table_stride"])
+@triton.jit
+def _row_of(offsets, num_rows, number, PER_TILE: tl.constexpr, ROW_BLOCK: tl.constexpr):
+    """The row that owns tile `number`: row r's begin at offsets[r] // PER_TILE + r, one of them may be spare.
+
+    Without tiles (PER_TILE is 0): the row that owns token `number` of the stream.
+    """
+    row = -1
+    for begin in range(0, num_rows, ROW_BLOCK):
+        r = begin + tl.arange(0, ROW_BLOCK)
+        first = tl.load(offsets + r, mask=r < num_rows, other=0)
+        if PER_TILE > 0:
+            first = first // PER_TILE + r
+        row += tl.sum(((first <= number) & (r < num_rows)).to(tl.int32), 0)
+    return row
+
+
+@triton.jit(do_not_specialize=["num_rows", "tiles_per_row", "window", "table_stride", "num_segments"])
 def _attend_kernel(
-    q, keys, values, out, part, part_top, part_total, page_table, rows, starts, offsets, sinks, score_scale,
-    window, num_rows, tiles_per_row, table_stride, q_stride, q_head_stride, group_stride,
+    q, keys, values, out, part, part_top, part_total, page_table, rows, starts, offsets, sinks, scale,
+    window, num_rows, tiles_per_row, table_stride, num_segments, q_stride, q_head_stride, group_stride,
     TOKENS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLDS: tl.constexpr,
     IS_EVEN: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_BODY: tl.constexpr, PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    SEGMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, key/value heads, splits). The last tiles of a row have most to read and go first."""
+    """Grid (tiles, key/value heads, parts). The last tiles of a row have most to read and go first.
+
+    FOLDS: there is one part, and it writes the outputs. Else the parts leave each segment for the merge.
+    """
     let_next_start(PDL)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     group = tl.program_id(1)
-    split = tl.program_id(2)
     wait_for_previous(PDL)
 
     if IS_EVEN:
         row = tile // tiles_per_row
         tile = tile % tiles_per_row
     else:
-        # Row r owns the tiles from offsets[r] // TOKENS + r on: as many as it needs, or one more.
-        row = -1
-        for begin in range(0, num_rows, ROW_BLOCK):
-            r = begin + tl.arange(0, ROW_BLOCK)
-            first_tile = tl.load(offsets + r, mask=r < num_rows, other=0) // TOKENS + r
-            row += tl.sum(((first_tile <= tile) & (r < num_rows)).to(tl.int32), 0)
+        row = _row_of(offsets, num_rows, tile, TOKENS, ROW_BLOCK)
         tile -= (tl.load(offsets + row) // TOKENS + row).to(tl.int32)
     stream = tl.load(offsets + row)
     count = (tl.load(offsets + row + 1) - stream).to(tl.int32)
-    first = tile * TOKENS
-    if first >= count:
-        return
     start = tl.load(starts + row).to(tl.int32)
     table = page_table + tl.load(rows + row) * table_stride
+    first = tile * TOKENS
+    if first >= count:  # not before the loads: they are under way together
+        return
     keys += group.to(tl.int64) * group_stride
     values += group.to(tl.int64) * group_stride
 
@@ -136,99 +245,104 @@ def _attend_kernel(
     head = group * SHARED + lane % SHARED
     is_live = (lane < TOKENS * SHARED) & (token < count)
     last = tl.minimum(first + TOKENS, count) - 1
-    end = start + count
-    lo = tl.zeros([BLOCK_M], tl.int32)
-    tile_lo = 0
-    if IS_CAUSAL:
-        hi = start + token + 1
-        tile_hi = start + last + 1
-    else:
-        hi = tl.zeros([BLOCK_M], tl.int32) + end
-        tile_hi = end
-    if HAS_WINDOW:
-        if IS_ANCHORED:
-            lo += start - window
-            tile_lo = tl.maximum(start - window, 0)
-        else:
-            lo += start + token - window + 1
-            tile_lo = tl.maximum(start + first - window + 1, 0)
-            hi = tl.minimum(hi, start + token + window)
-            tile_hi = tl.minimum(tile_hi, start + last + window)
-
-    lo_chunk = tile_lo // BLOCK_N
-    last_chunk = (tile_hi + BLOCK_N - 1) // BLOCK_N
-    first_chunk = lo_chunk + (split + SPLITS - lo_chunk % SPLITS) % SPLITS
-    result = (stream + token) * HEADS + head  # [BLOCK_M] int64, a row of the output
-    if SPLITS > 1 and first_chunk >= last_chunk:
-        tl.store(part_top + result * SPLITS + split, float("-inf"), mask=is_live)
-        return
+    lo, hi = _visible(start, tl.minimum(token, last), count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    tile_lo, _ = _visible(start, first, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    _, tile_hi = _visible(start, last, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    length = _segment_length(hi, SEGMENT)
 
     dim = tl.arange(0, DIM_PAD)
     in_tile = is_live[:, None] & (dim < DIM)[None, :]
     where = (stream + token)[:, None] * q_stride + head[:, None] * q_head_stride + dim[None, :]
     queries = tl.load(q + where, mask=in_tile, other=0.0)
 
-    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS and SPLITS == 1:  # a score of its own with no value; the merge adds it otherwise
-        top = tl.load(sinks + head, mask=is_live, other=0.0).to(tl.float32) * 1.4426950408889634
-        total += 1.0
-    if HAS_BODY:  # without a window: the chunks that every query of the tile sees whole
-        body = (start + first + 1 if IS_CAUSAL else end) // BLOCK_N
-        acc, top, total = _attend_chunks(
-            acc, top, total, queries, keys, values, table, first_chunk, body,
-            tile_lo, tile_hi, lo, hi, score_scale,
-            PAGE_SIZE, DIM, DIM_PAD, BLOCK_N, SPLITS, False, False, PRECISION,
+    result = (stream + token) * HEADS + head  # [BLOCK_M] int64, a row of the output
+    first_chunk = tile_lo // BLOCK_N
+    last_chunk = (tile_hi + BLOCK_N - 1) // BLOCK_N
+    body = (start + first + 1 if IS_CAUSAL else start + count) // BLOCK_N
+    if FOLDS:
+        whole = _nothing(BLOCK_M, DIM_PAD, _SUMS)
+        acc = _nothing(BLOCK_M, DIM_PAD, _SUMS)
+        if HAS_BODY:  # without a window: the chunks that every query of the tile sees whole
+            whole, acc = _attend_chunks(
+                whole, acc, queries, keys, values, table, first_chunk, body,
+                tile_lo, tile_hi, lo, hi, length, scale,
+                PAGE_SIZE, DIM, DIM_PAD, BLOCK_N, FOLDS, False, False, PRECISION,
+            )  # fmt: skip
+            first_chunk = body
+        whole, acc = _attend_chunks(
+            whole, acc, queries, keys, values, table, first_chunk, last_chunk,
+            tile_lo, tile_hi, lo, hi, length, scale,
+            PAGE_SIZE, DIM, DIM_PAD, BLOCK_N, FOLDS, HAS_WINDOW, True, PRECISION,
         )  # fmt: skip
-        first_chunk = tl.maximum(first_chunk, body)
-    acc, top, total = _attend_chunks(
-        acc, top, total, queries, keys, values, table, first_chunk, last_chunk,
-        tile_lo, tile_hi, lo, hi, score_scale,
-        PAGE_SIZE, DIM, DIM_PAD, BLOCK_N, SPLITS, HAS_WINDOW, True, PRECISION,
-    )  # fmt: skip
-
-    if SPLITS == 1:
-        acc = acc / tl.where(is_live, total, 1.0)[:, None]
-        tl.store(out + result[:, None] * DIM + dim[None, :], acc.to(out.dtype.element_ty), mask=in_tile)
+        sink = lane * 0.0
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=is_live, other=0.0).to(tl.float32) * 1.4426950408889634
+        outputs = _divided(_fold(whole, acc, scale), sink, scale, HAS_SINKS)
+        tl.store(out + result[:, None] * DIM + dim[None, :], outputs.to(out.dtype.element_ty), mask=in_tile)
     else:
-        result = result * SPLITS + split
-        tl.store(part_top + result, top, mask=is_live)
-        tl.store(part_total + result, total, mask=is_live)
-        tl.store(part + result[:, None] * DIM + dim[None, :], acc, mask=in_tile)
+        # The queries of a tile may have segments of two lengths, the second twice the first: two turns then.
+        shortest = tl.min(length, 0)
+        for turn in range(tl.max(length, 0) // shortest):
+            turn_length = shortest << turn
+            is_mine = is_live & (length == turn_length)
+            turn_hi = tl.minimum(tile_hi, turn_length * _MAX_SEGMENTS)  # the other turn's queries see more
+            each = tl.cdiv(tl.cdiv(turn_hi, turn_length), tl.num_programs(2))
+            last = tl.minimum(tl.cdiv(turn_hi, turn_length), (tl.program_id(2) + 1) * each)
+            for segment in range(tl.maximum(tile_lo // turn_length, tl.program_id(2) * each), last):
+                begin = tl.maximum(first_chunk, segment * turn_length // BLOCK_N)
+                end = tl.minimum(last_chunk, (segment + 1) * turn_length // BLOCK_N)
+                acc = _nothing(BLOCK_M, DIM_PAD, _SUMS)
+                acc = _attend_chunks(
+                    acc, acc, queries, keys, values, table, begin, end,
+                    tile_lo, tile_hi, lo, hi, length, scale,
+                    PAGE_SIZE, DIM, DIM_PAD, BLOCK_N, FOLDS, HAS_WINDOW, True, PRECISION,
+                )[1]  # fmt: skip
+                sums, top, total = acc
+                at = result * num_segments + segment
+                tl.store(part_top + at, top, mask=is_mine)
+                tl.store(part_total + at, tl.max(total, 1), mask=is_mine)
+                is_kept = is_mine[:, None] & (dim < DIM)[None, :]
+                tl.store(part + at[:, None] * DIM + dim[None, :], sums, mask=is_kept)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "tokens_per_row", "window", "num_segments"])
 def _merge_kernel(
-    part, part_top, part_total, out, offsets, sinks, num_rows,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+    part, part_top, part_total, out, starts, offsets, sinks, scale, window, num_rows, tokens_per_row,
+    num_segments,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, query heads). A split that saw no key left its top, -inf, and nothing else to read."""
+    """Grid (tokens, query heads): the segments that hold keys of a token, folded in order."""
     let_next_start(PDL)
     head = tl.program_id(1)
-    token = tl.program_id(0)
+    number = tl.program_id(0)
     wait_for_previous(PDL)
-    if token >= tl.load(offsets + num_rows):
+    row = number // tokens_per_row if IS_EVEN else _row_of(offsets, num_rows, number, 0, ROW_BLOCK)
+    stream = tl.load(offsets + row)
+    count = (tl.load(offsets + row + 1) - stream).to(tl.int32)
+    start = tl.load(starts + row).to(tl.int32)
+    if number >= tl.load(offsets + num_rows):  # not before the loads: they are under way together
         return
-    result = token.to(tl.int64) * HEADS + head
-    split = tl.arange(0, SPLITS_PAD)
-    dim = tl.arange(0, DIM_PAD)
-    tops = tl.load(part_top + result * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    has_seen = tops > float("-inf")
-    totals = tl.load(part_total + result * SPLITS + split, mask=has_seen, other=0.0)
-    top = tl.max(tops, 0)
+    token = number - stream.to(tl.int32)
+    lo, hi = _visible(start, token, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    length = _segment_length(hi, SEGMENT)
+    result = number.to(tl.int64) * HEADS + head
+    lane = tl.arange(0, 1)
+    dim = tl.arange(0, DIM_PAD)[None, :]
+    whole = _nothing(1, DIM_PAD, 1)
+    for segment in tl.static_range(_MAX_SEGMENTS):
+        is_there = (segment * length < hi) & ((segment + 1) * length > lo)
+        at = result * num_segments + segment + lane
+        top = tl.load(part_top + at, mask=is_there, other=float("-inf"))
+        total = tl.load(part_total + at, mask=is_there, other=0.0)[:, None]
+        sums = tl.load(part + at[:, None] * DIM + dim, mask=is_there & (dim < DIM), other=0.0)
+        whole = _fold(whole, (sums, top, total), scale)
+    sink = lane * 0.0
     if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(top, sink)
-    weights = tl.exp2(tops - top)
-    total = tl.sum(weights * totals, 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - top)
-    where = (result * SPLITS + split)[:, None] * DIM + dim[None, :]
-    parts = tl.load(part + where, mask=has_seen[:, None] & (dim < DIM)[None, :], other=0.0)
-    merged = tl.sum(parts * weights[:, None], 0) / total
-    tl.store(out + result * DIM + dim, merged.to(out.dtype.element_ty), mask=dim < DIM)
+        sink += tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+    outputs = _divided(whole, sink, scale, HAS_SINKS)
+    tl.store(out + result * DIM + dim, outputs.to(out.dtype.element_ty), mask=dim < DIM)
 
 
 def attend(
@@ -250,10 +364,9 @@ def attend(
 
     Batch row r owns the tokens [offsets[r], offsets[r + 1]) of the stream, at the positions from starts[r]
     on; its pages are page_table[rows[r]]. Their own keys and values are in their slots. Index tensors are
-    int64 and on the device. No row has more than `max_count` tokens; `max_length`, the longest context that
-    may come, serves the choice of splits only. Outputs past offsets[R] are undefined; sinks [H].
+    int64 and on the device. No row has more than `max_count` tokens, nor more than `max_length` positions
+    with them. Outputs past offsets[R] are undefined; sinks [H].
     """
-    reach = max_length if mask.window is None else min(max_length, mask.window + max_count)
     config = _config(
         num_rows=rows.shape[0],
         num_groups=keys.shape[0],
@@ -261,9 +374,8 @@ def attend(
         head_dim=q.shape[2],
         element_size=q.element_size(),
         max_count=max_count,
-        max_length=reach,
         multiprocessors=num_multiprocessors(q.device),
-        shared_memory=_shared_memory(q.device),
+        shared_memory=shared_memory(q.device),
     )
     return _attend(
         q,
@@ -275,6 +387,7 @@ def attend(
         starts=starts,
         offsets=offsets,
         max_count=max_count,
+        max_length=max_length,
         page_size=page_size,
         mask=mask,
         sinks=sinks,
@@ -292,6 +405,7 @@ def _attend(
     starts: Tensor,
     offsets: Tensor,
     max_count: int,
+    max_length: int,
     page_size: int,
     mask: Mask,
     sinks: Tensor | None,
@@ -302,10 +416,11 @@ def _attend(
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
-    splits, tokens = config.splits, config.tokens
-    part = part_top = part_total = out  # never touched without splits
-    if splits > 1:
-        shape = (num_tokens, num_heads, splits)
+    tokens, is_split = config.tokens, config.parts > 1
+    segments = min(MAX_SEGMENTS, -(-max_length // config.segment))
+    part = part_top = part_total = out  # not touched without a merge
+    if is_split:
+        shape = (num_tokens, num_heads, segments)
         part = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
         part_top = torch.empty(shape, dtype=torch.float32, device=q.device)
         part_total = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -313,7 +428,15 @@ def _attend(
     is_even = num_rows * tiles_per_row <= num_tokens // tokens + num_rows
     num_tiles = num_rows * tiles_per_row if is_even else num_tokens // tokens + num_rows
     dim_pad = max(16, triton.next_power_of_2(head_dim))
-    _attend_kernel[(num_tiles, num_groups, splits)](
+    scale = mask.scale * LOG2_E  # exp2 takes the place of exp
+    window = 0 if mask.window is None else mask.window
+    masks: dict[str, bool] = {
+        "IS_CAUSAL": mask.is_causal,
+        "HAS_WINDOW": mask.window is not None,
+        "IS_ANCHORED": mask.is_anchored,
+        "HAS_SINKS": sinks is not None,
+    }
+    _attend_kernel[(num_tiles, num_groups, min(config.parts, segments))](
         q,
         keys,
         values,
@@ -326,11 +449,12 @@ def _attend(
         starts,
         offsets,
         out if sinks is None else sinks,
-        mask.scale * LOG2_E,  # exp2 takes the place of exp
-        0 if mask.window is None else mask.window,
+        scale,
+        window,
         num_rows,
         tiles_per_row,
         page_table.stride(0),
+        segments,
         q.stride(0),
         q.stride(1),
         keys.stride(0),
@@ -342,36 +466,40 @@ def _attend(
         PAGE_SIZE=page_size,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        SPLITS=splits,
+        FOLDS=not is_split,
         IS_EVEN=is_even,
-        IS_CAUSAL=mask.is_causal,
-        HAS_WINDOW=mask.window is not None,
-        IS_ANCHORED=mask.is_anchored,
-        HAS_SINKS=sinks is not None,
-        HAS_BODY=splits == 1 and mask.window is None and max_count > tokens,
+        HAS_BODY=mask.window is None and not is_split,  # two loops pay where they are long
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         ROW_BLOCK=ROW_BLOCK,
+        SEGMENT=config.segment,
         num_warps=config.warps,
         num_stages=config.stages,
+        **masks,
         **overlap(q.device),
     )
-    if splits > 1:
-        splits_pad = triton.next_power_of_2(splits)
+    if is_split:
+        is_even = num_tokens == num_rows * max_count
         _merge_kernel[(num_tokens, num_heads)](
             part,
             part_top,
             part_total,
             out,
+            starts,
             offsets,
             out if sinks is None else sinks,
+            scale,
+            window,
             num_rows,
+            max_count,
+            segments,
             HEADS=num_heads,
             DIM=head_dim,
             DIM_PAD=dim_pad,
-            SPLITS=splits,
-            SPLITS_PAD=splits_pad,
-            HAS_SINKS=sinks is not None,
-            num_warps=max(1, min(16, splits_pad * dim_pad // 2048)),
+            IS_EVEN=is_even,
+            ROW_BLOCK=ROW_BLOCK,
+            SEGMENT=config.segment,
+            num_warps=1,
+            **masks,
             **overlap(q.device),
         )
     return out
@@ -395,14 +523,6 @@ def _check(q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, sinks: T
     assert sinks is None or (sinks.shape == q.shape[1:2] and sinks.is_contiguous())
 
 
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes a multiprocessor has for its blocks; that of an H200 where there is none."""
-    if device.type != "cuda":
-        return 228 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-
-
 def _config(
     *,
     num_rows: int,
@@ -411,52 +531,64 @@ def _config(
     head_dim: int,
     element_size: int,
     max_count: int,
-    max_length: int,
     multiprocessors: int,
     shared_memory: int,
 ) -> Config:
-    """The whole block in one tile where it fits; then as many splits as keep every multiprocessor busy."""
+    """The whole block in one tile where it fits; several programs for a tile where tiles are too few."""
     if shared > 128:
         raise DoesNotFit(f"{shared} query heads share a key/value head: paged attention takes at most 128")
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
-    widest = max(_widest(row_bytes, element_size, shared_memory), triton.next_power_of_2(shared))
+    widest, block_n = _largest(row_bytes, element_size, shared, shared_memory)
+    if max_count > MAX_SPLIT_COUNT and row_bytes <= 256:
+        widest = max(64, triton.next_power_of_2(shared))  # the sums of 128 queries leave too few registers
     block_m = min(max(16, triton.next_power_of_2(max_count * shared)), widest)
     # Two programs per multiprocessor overlap one's sums with the other's loads, where both fit.
-    programs_each = 2 if block_m <= 64 and row_bytes <= 256 else 1
-    budget = shared_memory // programs_each - 2048  # 1 KB is the device's own; reductions take some
-    block_n = 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
-    while (stages := _stages(budget, block_m, block_n, row_bytes)) < 2:
-        if block_n > 16:
-            block_n //= 2
-        elif block_m // 2 >= max(16, shared):
-            block_m //= 2
-        else:
-            raise DoesNotFit(
-                f"paged attention of {shared} query heads per key/value head of size {head_dim}: "
-                f"the {shared_memory // 1024} KB of shared memory of this device are too few"
-            )
+    half = _stages(shared_memory // 2, block_m, block_n, row_bytes)
+    programs_each = 2 if block_m <= 64 and row_bytes <= 256 and half >= 2 else 1
+    stages = half if programs_each == 2 else _stages(shared_memory, block_m, block_n, row_bytes)
+    if stages < 2:
+        raise DoesNotFit(
+            f"paged attention of {shared} query heads per key/value head of size {head_dim}: "
+            f"the {shared_memory // 1024} KB of shared memory of this device are too few"
+        )
     tokens = block_m // shared
-    splits = 1
+    num_tiles = num_rows * -(-max_count // tokens) * num_groups
+    parts = 1
     if max_count <= MAX_SPLIT_COUNT:
-        programs = num_rows * -(-max_count // tokens) * num_groups
-        wanted = programs_each * multiprocessors // max(programs, 1)
-        splits = max(1, min(wanted, -(-max_length // block_n), MAX_SPLITS))
+        while parts < MAX_SEGMENTS and 2 * parts * num_tiles <= programs_each * multiprocessors:
+            parts *= 2
     # The accumulators of 64 queries of size 256 spill from four warps; so do the sums of float32.
     warps = 8 if block_m > 64 or block_m * row_bytes >= 32768 or element_size == 4 else 4
     # float32 has no tensor cores: its sums, not its loads, are what takes time.
     stages = min(stages, 2 if element_size == 4 else MAX_STAGES)
-    return Config(tokens, block_m, block_n, splits, warps, stages)
+    return Config(tokens, block_m, block_n, warps, stages, parts)
 
 
-def _widest(row_bytes: int, element_size: int, shared_memory: int) -> int:
-    """Queries times heads of a tile whose sums stay in registers."""
-    if element_size == 4:
-        return 16
+def _largest(row_bytes: int, element_size: int, shared: int, shared_memory: int) -> tuple[int, int]:
+    """The widest tile (queries times heads) whose sums stay in registers, and the keys of every chunk.
+
+    The chunk is that of the widest tile, whatever the tile: its size is part of the result's bits.
+    """
     has_wgmma = shared_memory > 200 * 1024  # then the queries are read from shared memory, not from registers
-    if row_bytes <= 256 or (row_bytes <= 512 and has_wgmma):
-        return 128
-    return 64 if row_bytes <= 512 or has_wgmma else 32
+    if element_size == 4:
+        widest = 16
+    elif row_bytes <= 256 or (row_bytes <= 512 and has_wgmma):
+        widest = 128
+    else:
+        widest = 64 if row_bytes <= 512 or has_wgmma else 32
+    narrowest = max(16, triton.next_power_of_2(shared))
+    widest = max(widest, narrowest)
+    block_n = 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
+    while _stages(shared_memory, widest, block_n, row_bytes) < 2:
+        if block_n > 16:
+            block_n //= 2
+        elif widest > narrowest:
+            widest //= 2
+        else:
+            break
+    return widest, block_n
 
 
-def _stages(budget: int, block_m: int, block_n: int, row_bytes: int) -> int:
-    return (budget - block_m * row_bytes) // (2 * block_n * row_bytes)
+def _stages(shared_memory: int, block_m: int, block_n: int, row_bytes: int) -> int:
+    """Chunks under way beside a tile's queries; 1 KB is the device's own, reductions take some."""
+    return (shared_memory - 2048 - block_m * row_bytes) // (2 * block_n * row_bytes)
