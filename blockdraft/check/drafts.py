@@ -27,7 +27,7 @@ from blockdraft.engine.request import Metrics, SamplingParams, TokenLogprobs
 from blockdraft.engine.twin import max_tokens, serve, twin
 from blockdraft.errors import ModelError
 from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.linear import MAX_TOKENS
+from blockdraft.kernels.linear import MAX_FEW
 from blockdraft.step.drafter import Drafter, NoDrafter
 
 ANSWER_TOKENS = 24  # of each prompt, as serving gives them
@@ -108,7 +108,7 @@ def keeps_bits(models: Models, width: int) -> bool:
     if models.device.type == "cpu":
         return why_no_llvm(dtype, models.device) is None
     is_ours = not models.target.kernels.off and models.why_not_captured() is None
-    return is_ours and width <= MAX_TOKENS
+    return is_ours and (width <= MAX_FEW or not models.target.kernels.available.is_fast)
 
 
 def draft_name(models: Models) -> str:

@@ -66,7 +66,8 @@ class _Matrix:
     def reference(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Some rows of the product in float64. Some cards round many tokens to fp8, and that is no error."""
         weight, bias = self.weight, self.bias
-        if isinstance(weight, Scaled) and weight.has_row_scales and "packed products" not in self.kernels.off:
+        is_fast = self.kernels.available.is_fast and "packed products" not in self.kernels.off
+        if is_fast and isinstance(weight, Scaled) and weight.has_row_scales:
             x = linear.rounded_to_fp8(x) if linear.rounds_tokens(x, weight.values) else x
         if bias is not None:
             bias = (bias if chosen is None else bias[chosen]).double()
@@ -177,8 +178,8 @@ def _compare_gated(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _many(numbers: Numbers) -> tuple[int, ...]:
-    """On a GPU: a number of tokens past what its own kernel takes."""
-    return (linear.MAX_TOKENS + 1,) if numbers.device.type == "cuda" else ()
+    """On a GPU each of these is multiplied in another way."""
+    return (linear.MAX_FEW + 1, 130) if numbers.device.type == "cuda" else ()
 
 
 # ---- attention

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from blockdraft.engine.engine import Engine
 from blockdraft.models.config import ModelConfig
 
-# A card has kernels of their own for up to 16 tokens, for gate and up of 17 to 64 and of 65 to 128, for more
-# than 64 tokens of a row in attention, and for more than 512 pairs of a token and an expert.
+# A card has kernels of their own for up to 16 tokens, for 17 to 64 and for more (of gate and up to 128), for
+# more than 64 tokens of a row in attention, and for more than 512 pairs of a token and an expert.
 LONG, RAGGED, MIDDLE, FEW = 144, (40, 25, 3), 30, 7
 MANY_PAIRS = 513
 # A CPU's kernels do not change with the number of tokens; `operations` has the heights of its tiles.

@@ -32,12 +32,11 @@ def abilities(capability: Capability | None, cpu_features: frozenset[str]) -> It
     unpacked = (
         "unpacked to bf16 when loaded; --quantization keep unpacks at every product instead, without graphs"
     )
-    wide = "beyond them fp8 by fp8" if fp8 else "beyond them too"
     marlin = "weight only (Marlin)"
     cores = "FP4 tensor cores" if fp4 else f"{marlin}: memory is saved, not arithmetic"
     experts = "experts stay in four bits and are widened in the kernel (gpt-oss); other weights as NVFP4"
     yield Ability("bf16", _state(has_bf16(capability)), "the default", "the default")
-    ours = f"weights in fp8; up to 16 tokens widened exactly, {wide}"
+    ours = "weights in fp8, widened exactly" + ("; --fast: many tokens fp8 by fp8" if fp8 else "")
     yield Ability("fp8", _state(fp8), ours, "fp8 by fp8" if fp8 else marlin)
     yield Ability("NVFP4", _state(fp4), unpacked, cores)
     yield Ability("MXFP4", _state(fp4), experts, cores)

@@ -52,6 +52,7 @@ class Available:
     dtype: torch.dtype = torch.float32
     device: torch.device = _CPU
     off: frozenset[Operation] = frozenset()  # their kernels do not compile on this card
+    is_fast: bool = False  # a token's bits may follow from how many tokens come with it
 
     def has_triton(self, operation: Operation) -> bool:
         """Whether `operation` has Triton's kernel."""

@@ -60,7 +60,7 @@ class Kernels:
 
     def references(self) -> Kernels:
         """What they are compared with: the references, which round tokens to fp8 where these do."""
-        return _assembled(Available("reference", off=self.available.off))
+        return _assembled(Available("reference", off=self.available.off, is_fast=self.available.is_fast))
 
 
 def kernels_for(
@@ -68,14 +68,16 @@ def kernels_for(
     device: torch.device,
     *,
     off: frozenset[Operation] = frozenset(),
+    is_fast: bool = False,
     is_interpreted: bool = False,
 ) -> Kernels:
-    """The fastest for a model of `dtype` on `device`, without the kernels of the operations `off`.
+    """Those for a model of `dtype` on `device`, without the kernels of the operations `off`.
 
+    A token's bits do not follow from how many tokens come with it, unless `is_fast` allows it.
     `is_interpreted`, for tests: those of a GPU, in Triton's interpreter.
     """
     is_gpu = device.type == "cuda" or is_interpreted
-    return _assembled(Available("triton" if is_gpu else "llvm", dtype, device, off))
+    return _assembled(Available("triton" if is_gpu else "llvm", dtype, device, off, is_fast))
 
 
 def _assembled(at: Available) -> Kernels:

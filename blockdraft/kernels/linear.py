@@ -12,15 +12,19 @@ tokens M, so a token's result changes with its neighbours, and M = 2 costs three
 for every M, at every index in the batch and with every number of threads: it is one fixed chain of
 operations on x[token] and weight[n].
 
-`triton.linear` is the fast path on a GPU for up to MAX_TOKENS tokens, with the same promise among those. More
-tokens go to cuBLAS, which promises nothing across numbers of tokens, and adds `onto` before it rounds. On
-Hopper gate and up of up to 128 tokens have a kernel that joins them too, `triton.gated_tile`.
+`triton.linear` is the fast path on a GPU for some tokens, with the same promise. More tokens go to cuBLAS,
+which is told to cut no sums: on Hopper both then add in the same order (docs/lossless.md; the start compares
+them with the real weights). Kernels that are `is_fast` let cuBLAS do as it likes. On Hopper gate and up of up
+to 128 tokens have a kernel that joins them too, `triton.gated_tile`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -30,7 +34,7 @@ from blockdraft.kernels.choice import Available, has_triton
 from blockdraft.kernels.failure import named
 from blockdraft.kernels.rows import Gate, GateMul, reference_gate_mul
 
-MAX_TOKENS = 16  # of the GPU's own kernel; for more, cuBLAS is as fast or faster (H200, benchmarks/log.md)
+MAX_FEW = 16  # tokens; of the GPU's lowest tile
 WIDENED_VALUES = 1 << 26  # of a weight, where the reference computes in a wider dtype than it is stored in
 
 
@@ -43,23 +47,50 @@ ScaledMultiply = Callable[  # x, values, scale, bias, onto, gate
 
 def pick_linear(at: Available) -> Multiply:
     if at.has_triton("products"):
-        return _triton_linear()
+        return _triton_linear(is_fast=at.is_fast)
     return _llvm_linear(at.dtype) if at.has_llvm() else reference_linear
 
 
-def _triton_linear() -> Multiply:
-    from blockdraft.kernels.triton.linear import linear as kernel
+def _triton_linear(*, is_fast: bool) -> Multiply:
+    from blockdraft.kernels.triton import linear as kernels
 
-    multiply = named("products", kernel)
+    multiply = named("products", kernels.linear)
+    if not is_fast:
+        _cut_no_sums()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-        if _is_small(x):
-            return multiply(x, weight, bias, onto=onto)
-        if onto is not None and bias is None and x.dim() == 2:
-            return onto.addmm_(x, weight.T)
+        if _is_few(x) if is_fast else kernels.takes(x, weight):
+            return multiply(x, weight, bias, onto=onto, is_fast=is_fast)
+        if is_fast and onto is not None and bias is None and x.dim() == 2:
+            return onto.addmm_(x, weight.T)  # which may round once, or twice
         return reference_linear(x, weight, bias, onto)
 
     return linear
+
+
+@functools.cache
+def _cut_no_sums() -> None:
+    """Tell cuBLAS so, for the whole process: PyTorch has no other way."""
+    if not torch.cuda.is_available():
+        return
+    with _silent():  # PyTorch calls the choice of a library experimental, on stderr
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What C++ writes to stderr meanwhile is lost."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 @functools.cache
@@ -117,11 +148,12 @@ def pick_gated_linear(at: Available, linear: Multiply, gate_mul: GateMul) -> Gat
     from blockdraft.kernels.triton.linear import linear as kernel
 
     multiply, tiles = named("gated products", kernel), named("gated tiles", gated_tile.gated_linear)
+    is_fast = at.is_fast
 
     def gated(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
-        if _is_small(x):
+        if _is_few(x):
             if has_small:
-                return multiply(x, weight, bias, gate=gate)
+                return multiply(x, weight, bias, gate=gate, is_fast=is_fast)
         elif has_tiles and gated_tile.fits(x, weight):
             return tiles(x, weight, bias, gate)
         return in_two_steps(x, weight, bias, gate)
@@ -132,16 +164,18 @@ def pick_gated_linear(at: Available, linear: Multiply, gate_mul: GateMul) -> Gat
 def pick_scaled_linear(at: Available, gate_mul: GateMul) -> ScaledMultiply:
     """The product with fp8 or int8 values [N, K] times one scale [N] per row; None where there is no kernel.
 
-    Up to MAX_TOKENS tokens, where reading the weight is what takes time, it is widened on its way to the
-    tensor cores. Beyond, a card that multiplies fp8 natively does so: each token is rounded to fp8 by a scale
-    of its own, and the result differs from the widened product by that rounding.
+    The weight is widened on its way to the tensor cores. Where reading it is not what takes time, a card that
+    multiplies fp8 natively is faster: `is_fast` rounds each token to fp8 then, by a scale of its own, and the
+    result differs from the widened product by that rounding.
     """
-    if at.path == "reference" and "packed products" not in at.off:
+    if at.path == "reference" and at.is_fast and "packed products" not in at.off:
         return reference_scaled_linear
-    return _triton_scaled(gate_mul) if at.has_triton("packed products") else lambda *_: None
+    if at.has_triton("packed products"):
+        return _triton_scaled(gate_mul, is_fast=at.is_fast)
+    return lambda *_: None
 
 
-def _triton_scaled(gate_mul: GateMul) -> ScaledMultiply:
+def _triton_scaled(gate_mul: GateMul, *, is_fast: bool) -> ScaledMultiply:
     from blockdraft.kernels.triton import linear as kernels
 
     multiply = named("packed products", kernels.linear)
@@ -157,8 +191,8 @@ def _triton_scaled(gate_mul: GateMul) -> ScaledMultiply:
     ) -> Tensor | None:
         if x.dim() != 2 or not kernels.can_read(values, x.dtype):
             return None
-        if _is_small(x):
-            return multiply(x, values, bias, scale=scale, onto=onto, gate=gate or "none")
+        if _is_few(x) or not is_fast:
+            return multiply(x, values, bias, scale=scale, onto=onto, gate=gate or "none", is_fast=is_fast)
         if not kernels.has_fp8_product(x, values):
             return None
         product = fp8_product(x, values, scale)
@@ -197,8 +231,8 @@ def _scaled_reference(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
 
 
 def rounds_tokens(x: Tensor, values: Tensor) -> bool:
-    """Whether the kernel of packed products rounds these tokens to fp8."""
-    if not x.is_cuda or not has_triton() or x.dim() != 2 or _is_small(x):
+    """Whether the fast kernel of packed products rounds these tokens to fp8."""
+    if not x.is_cuda or not has_triton() or x.dim() != 2 or _is_few(x):
         return False
     from blockdraft.kernels.triton.linear import has_fp8_product
 
@@ -212,5 +246,6 @@ def rounded_to_fp8(x: Tensor) -> Tensor:
     return ((wide / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
-def _is_small(x: Tensor) -> bool:
-    return x.dim() == 2 and x.shape[0] <= MAX_TOKENS
+def _is_few(x: Tensor) -> bool:
+    """Tokens for which reading the weight is all that takes time."""
+    return x.dim() == 2 and x.shape[0] <= MAX_FEW

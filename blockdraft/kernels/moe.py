@@ -2,9 +2,9 @@
 
 Contract, PyTorch reference, and which of that and `triton.moe` a model has. The reference runs one product
 per expert over the tokens that chose it: it asks the device which experts those are, so it cannot be captured
-in a CUDA graph. The kernels can. They promise that a token's bits do not depend on its neighbours, while the
-number of (token, expert) pairs stays on one side of `triton.routing.MAX_FEW`. In the reference that holds
-where `linear` promises it: every chosen expert's output has its own place, and places are summed in order.
+in a CUDA graph. The kernels can. They promise that a token's bits do not depend on its neighbours, nor on
+Hopper on their number. In the reference that holds where `linear` promises it: every chosen expert's output
+has its own place, and places are summed in order.
 """
 
 from __future__ import annotations
@@ -270,11 +270,12 @@ def _layout(part: Matrices, begin: int = 0) -> tuple[object, ...]:
 def _beside(x: Tensor, shared: Shared, parts: Parts, num_pairs: int) -> Beside:
     """The shared expert as one more of the routed, or its output.
 
-    For many pairs a product of its own is the faster one, and launches count for nothing.
+    For many pairs a product of its own is the faster one, and launches count for nothing. Of plain weights it
+    has the same bits.
     """
     from blockdraft.kernels.triton.routing import MAX_FEW
 
-    if num_pairs <= MAX_FEW:
+    if num_pairs <= MAX_FEW or parts.gate.scale is not None:
         stored = shared.expert.parts()
         if stored is not None and all(map(_can_join, stored, parts)):
             return Beside(shared.gate, stored)

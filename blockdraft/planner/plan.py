@@ -61,6 +61,7 @@ class Plan:
     prefix_cache: bool
     overlap: bool
     seed: int
+    same_bits: bool  # a token is computed alike however it arrives, and whoever is beside it
     max_drafting_rows: int | None = None  # while more rows decode, widths that are ours are 1; None: no limit
     step_costs: Mapping[int, float] = field(default_factory=dict)  # s of one row's step by width, if measured
     reasons: Mapping[str, str] = field(default_factory=dict)  # of each value, by the name of its setting
@@ -169,8 +170,15 @@ def make_plan(
         prefix_cache=settings.prefix_cache and not model.is_hybrid,
         overlap=resolver.take("overlap", not is_cpu, no_gain if is_cpu else "it hides the host's work"),
         seed=settings.seed,
+        same_bits=_same_bits(resolver, settings, is_cpu=is_cpu),
         reasons=resolver.reasons,
     )
+
+
+def _same_bits(resolver: _Resolver, settings: Settings, *, is_cpu: bool) -> bool:
+    is_fast = settings.fast and not is_cpu
+    resolver.reasons["same_bits"] = "--fast takes the fastest kernels" if is_fast else "a start tests it"
+    return not is_fast
 
 
 def runs_on_cpu(settings: Settings, machine: Machine) -> bool:

@@ -81,6 +81,10 @@ class Settings:
         "auto", "launch the next step before reading the last one's result; auto: on a GPU"
     )
     graphs: bool = _setting(True, "on a GPU, run each decode step as one CUDA graph")
+    fast: bool = _setting(
+        False,
+        "on a GPU, the fastest kernels: near-ties may then be answered otherwise in other company",
+    )
     verify: bool = _setting(True, "check kernels, model and drafter before serving")
     sampling_defaults: str = _setting(
         "model",

@@ -267,7 +267,7 @@ def load_target(
         fill(target, storage=plan.quantization, device=device, progress=progress)
     else:
         load_decoder(target, checkpoint, storage=plan.quantization, device=device, progress=progress)
-    kernels = kernels_for(getattr(torch, plan.dtype), device)
+    kernels = kernels_for(getattr(torch, plan.dtype), device, is_fast=not plan.same_bits)
     return with_kernels(target.requires_grad_(False).eval(), kernels)
 
 

@@ -18,7 +18,7 @@ from blockdraft.kernels import linear as contract  # noqa: E402
 from blockdraft.kernels.kernels import kernels_for  # noqa: E402
 from blockdraft.kernels.rows import reference_gate_mul  # noqa: E402
 from blockdraft.kernels.triton import linear as module  # noqa: E402
-from blockdraft.kernels.triton.linear import Config, choose, counters, linear  # noqa: E402
+from blockdraft.kernels.triton.linear import Config, choose, choose_split, counters, linear  # noqa: E402
 
 # The interpreter computes with NumPy, which warns where an exponential overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -248,25 +248,28 @@ def test_parts_leave_nothing_for_the_next_product(gate):
 def test_real_shapes_are_cut_into_whole_blocks(name):
     num_rows, num_inputs, is_gated = REAL[name]
     num_outputs = num_rows // 2 if is_gated else num_rows
-    config = choose(1, num_outputs, num_inputs, 2, is_gated, DEVICE)
+    config = choose_split(16, num_outputs, num_inputs, 2, is_gated, DEVICE)
     assert num_outputs % config.block_n == 0
     assert num_inputs % (config.block_k * config.split) == 0
     assert num_outputs // config.block_n <= len(counters(DEVICE))
 
 
+@pytest.mark.parametrize("kilobytes", [100, 228])
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("num_inputs", [1, 70, 512, 1000, 2880, 4096, 8192 + 64, 20480])
 @pytest.mark.parametrize("num_outputs", [1, 33, 2880, 70_000])
-def test_the_cut_does_not_depend_on_the_number_of_tokens(num_outputs, num_inputs, is_gated):
-    configs = {choose(tokens, num_outputs, num_inputs, 2, is_gated, DEVICE) for tokens in (1, 2, 16, 64)}
-    assert len(configs) == 1
-    config = configs.pop()
-    assert config.split >= 1
-    strips = -(-num_outputs // config.block_n)
-    assert config.split == 1 or strips <= len(counters(DEVICE))
-
-
-# ---- the choice
+def test_no_sum_is_cut_and_what_is_under_way_fits(num_outputs, num_inputs, is_gated, kilobytes, monkeypatch):
+    monkeypatch.setattr(module, "shared_memory", lambda device: kilobytes * 1024)
+    choose.cache_clear()
+    for block_m in (16, 64, 128):
+        config = choose(block_m, num_outputs, num_inputs, 2, is_gated, DEVICE)
+        assert config.split == 1
+        rows = block_m + config.block_n * (2 if is_gated else 1)
+        assert config.stages * rows * config.block_k * 2 <= (kilobytes - 1) * 1024
+        split = choose_split(16, num_outputs, num_inputs, 2, is_gated, DEVICE)
+        assert split.split == 1 or -(-num_outputs // split.block_n) <= len(counters(DEVICE))
+    choose.cache_clear()
+    choose_split.cache_clear()
 
 
 @pytest.fixture
@@ -282,11 +285,12 @@ def calls(monkeypatch):
     return found
 
 
-def test_few_tokens_take_the_kernel_and_more_the_library(calls):
-    most = contract.MAX_TOKENS
-    multiply = kernels_for(torch.float32, DEVICE, is_interpreted=True).linear
-    x, weight = make(33, 70, num_tokens=most + 1)
-    onto, expected = normal(most + 1, 33, seed=3), x.double() @ weight.double().T
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_some_tokens_take_the_kernel_and_more_the_library(calls, is_fast):
+    most = contract.MAX_FEW if is_fast else module.MAX_SOME
+    multiply = kernels_for(HALF, DEVICE, is_fast=is_fast, is_interpreted=True).linear
+    x, weight = make(33, 70, HALF, num_tokens=most + 1)
+    onto, expected = normal(most + 1, 33, dtype=HALF, seed=3), x.double() @ weight.double().T
     assert_close(multiply(x[:most], weight), expected[:most])
     assert_close(multiply(x[:most], weight, onto=onto[:most]), onto[:most] + expected[:most])
     assert calls == [(most, "none")] * 2
@@ -298,10 +302,24 @@ def test_few_tokens_take_the_kernel_and_more_the_library(calls):
     assert len(calls) == 2
 
 
+def test_sums_of_float32_are_always_the_kernel_s(calls):
+    multiply = kernels_for(torch.float32, DEVICE, is_interpreted=True).linear
+    x, weight = make(33, 70, num_tokens=200)
+    assert torch.equal(multiply(x, weight)[150:160], multiply(x[150:160], weight))
+    assert calls == [(200, "none"), (10, "none")]
+
+
+@pytest.mark.parametrize("count", [1, 17, 64, 65, 130])
+def test_a_token_has_the_same_bits_in_tiles_of_any_height(count):
+    x, weight = make(40, 96, HALF, num_tokens=130)
+    first = torch.cat([linear(x[i : i + 16], weight) for i in range(0, 130, 16)])
+    assert torch.equal(linear(x[:count], weight), first[:count])
+
+
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
 def test_a_gated_product_takes_one_kernel_or_two_steps(gate, calls):
-    most = contract.MAX_TOKENS
-    multiply = kernels_for(torch.float32, DEVICE, is_interpreted=True).gated_linear
+    most = contract.MAX_FEW
+    multiply = kernels_for(torch.float32, DEVICE, is_fast=True, is_interpreted=True).gated_linear
     x, weight = make(34, 70, num_tokens=most + 1)
     bias = normal(34, seed=2)
     expected = reference_gate_mul(x.double() @ weight.double().T + bias.double(), gate)

@@ -1,10 +1,12 @@
 """Products of a few tokens with a large weight: read the weight once, as fast as memory gives it.
 
-Each program multiplies all tokens by a strip of BLOCK_N weight rows. Where a weight has too few strips to
-fill the card, the columns are cut into SPLIT parts: partial sums go to memory, and the last program of a
-strip to arrive adds them up in order. The counter that tells it so is an integer: no sum ever depends on who
-came first. So a token's bits follow from its own values and from the weight, and do not change with its place
-among up to BLOCK_M tokens.
+Each program multiplies a tile of tokens by a strip of BLOCK_N weight rows, its columns in order. On Hopper a
+token's bits then follow from its own values and from the weight alone: a tensor core adds sixteen products
+and the sum so far at once, in one way for every shape of tile, and so does cuBLAS where it cuts no sums.
+
+Where a weight has too few strips to fill the card, `is_fast` lets the columns be cut into SPLIT parts, which
+gives other sums than cuBLAS's: partial sums go to memory, and the last program of a strip to arrive adds them
+up in order. The counter that tells it so is an integer: no sum ever depends on who came first.
 
 With programmatic dependent launch a program is resident before the kernel in front has ended. Asking for its
 weights that early gains nothing: the kernel in front loses what this one wins (benchmarks/log.md).
@@ -13,21 +15,27 @@ weights that early gains nothing: the kernel in front loses what this one wins (
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockdraft.kernels.linear import MAX_FEW
 from blockdraft.kernels.triton.launch import (
     let_next_start,
     num_multiprocessors,
     overlap,
+    shared_memory,
     start_and_wait,
     wait_for_previous,
 )
 from blockdraft.kernels.triton.rows import gate_values
+
+MAX_SOME = 64  # tokens of a tile; with a plain weight, more are left to cuBLAS
+MANY = 128  # tokens of a tile where they are more
+MANY_ROWS = 6144  # of a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ def _sum_parts(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _linear(
     x, weight, scale, bias, onto, out, partial, counters, num_tokens,
     num_outputs,  # of the result: half the weight's rows where GATE joins two
@@ -103,7 +111,7 @@ def _linear(
     let_next_start(PDL)
     strip = tl.program_id(0)
     part = tl.program_id(1)
-    token = tl.arange(0, BLOCK_M)
+    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = strip * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
     steps = tl.cdiv(num_inputs, BLOCK_K * SPLIT)
@@ -115,6 +123,10 @@ def _linear(
     second = first + tl.cast(num_outputs, tl.int64) * num_inputs
     wait_for_previous(PDL)
     x_row = x + token.to(tl.int64) * stride_x
+    is_there = is_token[:, None] & is_row[None, :]
+    place = token[:, None].to(tl.int64) * num_outputs + row[None, :]
+    if HAS_ONTO:  # asked for early: at the end nothing would hide the wait
+        stream = tl.load(onto + place, mask=is_there, other=0.0)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up_sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(begin, end, BLOCK_K):
@@ -136,8 +148,6 @@ def _linear(
                 b = tl.load(second[None, :] + k + column[:, None], mask=wanted, other=0.0)
             up_sums = tl.dot(a, widen(b, a), up_sums, input_precision=PRECISION)
 
-    is_there = is_token[:, None] & is_row[None, :]
-    place = token[:, None] * num_outputs + row[None, :]
     if SPLIT > 1:
         size = num_tokens * num_outputs
         tl.store(partial + part * size + place, sums, mask=is_there)
@@ -163,7 +173,7 @@ def _linear(
     if GATE != "none":
         sums = gate_values(sums.to(kind).to(tl.float32), up_sums.to(kind).to(tl.float32), GATE)
     if HAS_ONTO:  # rounded first, as a sum of two tensors is
-        sums = sums.to(kind).to(tl.float32) + tl.load(onto + place, mask=is_there, other=0.0)
+        sums = sums.to(kind).to(tl.float32) + stream
     tl.store(out + place, sums.to(kind), mask=is_there)
 
 
@@ -181,6 +191,7 @@ def linear(
     scale: Tensor | None = None,
     onto: Tensor | None = None,
     gate: str = "none",
+    is_fast: bool = False,
     config: Config | None = None,
 ) -> Tensor:
     """x [M, K] times weight [N, K], which has one `scale` per row where it is fp8 or int8.
@@ -194,8 +205,11 @@ def linear(
     num_rows = weight.shape[0]
     num_outputs = num_rows if gate == "none" else num_rows // 2
     device = x.device
+    block_m = MAX_FEW if num_tokens <= MAX_FEW else MAX_SOME if num_tokens <= MAX_SOME else MANY
     if config is None:
-        config = choose(num_tokens, num_outputs, num_inputs, weight.dtype.itemsize, gate != "none", device)
+        pick = choose_split if is_fast and block_m == MAX_FEW else choose
+        config = pick(block_m, num_outputs, num_inputs, weight.dtype.itemsize, gate != "none", device)
+    assert config.split == 1 or num_tokens <= block_m, "the counters are those of one tile of tokens"
     out = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=device)
     num_parts = config.split * (1 if gate == "none" else 2)
     partial = out
@@ -204,7 +218,7 @@ def linear(
     is_even = num_outputs % config.block_n == 0 and num_inputs % (config.block_k * config.split) == 0
     if weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)
-    _linear[(triton.cdiv(num_outputs, config.block_n), config.split)](
+    _linear[(triton.cdiv(num_outputs, config.block_n), config.split, triton.cdiv(num_tokens, block_m))](
         x,
         weight,
         scale if scale is not None else weight,
@@ -217,7 +231,7 @@ def linear(
         num_outputs,
         num_inputs,
         x.stride(0),
-        BLOCK_M=max(16, triton.next_power_of_2(num_tokens)),
+        BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SPLIT=config.split,
@@ -282,19 +296,84 @@ def fp8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     return torch._scaled_mm(rounded, values.T, scale_a=scales, scale_b=scale.view(1, -1), out_dtype=x.dtype)
 
 
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product of tokens x [M, K] is this kernel's and not cuBLAS's, which is as fast for more.
+
+    Sums of float32 are not the tensor cores': there only this kernel adds in one order for every M. Weights
+    of many rows cuBLAS reads as fast as memory gives them for more than a few tokens.
+    """
+    if x.dim() != 2:
+        return False
+    if x.shape[0] <= MAX_FEW or x.dtype == torch.float32:
+        return True
+    return x.shape[0] <= MAX_SOME and weight.shape[0] < MANY_ROWS
+
+
+def _large(multiprocessors: int) -> int:
+    """Rows of a weight that fill the card several times over."""
+    return 128 * 4 * multiprocessors
+
+
 @functools.cache
 def choose(
-    num_tokens: int,
+    block_m: int,
     num_outputs: int,
     num_inputs: int,
     element_bytes: int,
     is_gated: bool,
     device: torch.device,
 ) -> Config:
-    """Measured on an H200 at the shapes of Qwen3-8B and SmolLM2-135M (benchmarks/log.md).
+    """How the products are cut whose sums are whole.
 
-    It does not depend on num_tokens: a token's bits are the same in any batch that this kernel takes.
+    Measured on an H200 at the shapes of Qwen3-8B, Qwen3.5-35B-A3B and SmolLM2-135M (benchmarks/log.md).
     """
+    narrow_k = 128 if num_inputs % 128 == 0 else 64
+    wide_k = 256 if num_inputs % 256 == 0 else narrow_k
+    strips, multiprocessors = triton.cdiv(num_outputs, 64), num_multiprocessors(device)
+    if block_m == MANY:
+        config = Config(128, 64, 1, warps=8, stages=3)
+    elif num_inputs * num_outputs < 1 << 22:  # a few megabytes: latency, not bandwidth
+        block_k = narrow_k if num_inputs > 1024 else 64
+        if is_gated:
+            config = Config(32, block_k, 1, warps=4, stages=6 if block_k == 64 else 4)
+        elif block_m == MAX_SOME:
+            config = Config(16, block_k, 1, warps=4, stages=4)
+        else:
+            config = Config(16, block_k, 1, *((4, 6) if num_inputs > 1024 else (1, 4)))
+    elif is_gated:
+        config = Config(32, narrow_k, 1, warps=4, stages=4 if element_bytes > 1 else 6)
+    elif num_outputs >= _large(multiprocessors):
+        config = Config(128, narrow_k, 1, 4, 3) if element_bytes > 1 else Config(64, narrow_k, 1, 4, 4)
+    elif block_m == MAX_SOME:
+        rows = 64 if strips >= 96 else 32 if strips >= 48 else 16
+        config = Config(rows, narrow_k if rows == 64 else wide_k, 1, warps=4, stages=5 if rows == 64 else 4)
+    elif strips >= multiprocessors:  # up to two programs to a multiprocessor
+        config = Config(64, narrow_k, 1, warps=4, stages=4)
+    else:  # narrow strips: small programs, which are resident before the kernel in front has ended
+        config = Config(16, wide_k, 1, warps=2, stages=5)
+    return _fitted(config, block_m, 2 if is_gated else 1, shared_memory(device))
+
+
+def _fitted(config: Config, block_m: int, num_parts: int, shared_memory: int) -> Config:
+    """With no more under way than a multiprocessor holds; narrower where two steps would not fit."""
+    while True:
+        step = (block_m + num_parts * config.block_n) * config.block_k * 2
+        stages = min(config.stages, (shared_memory - 4096) // step)
+        if stages >= 2 or config.block_k <= 32:
+            return replace(config, stages=max(stages, 1))
+        config = replace(config, block_k=config.block_k // 2)
+
+
+@functools.cache
+def choose_split(
+    block_m: int,
+    num_outputs: int,
+    num_inputs: int,
+    element_bytes: int,
+    is_gated: bool,
+    device: torch.device,
+) -> Config:
+    """How the products are cut whose sums may be. Measured as `choose`."""
     multiprocessors = num_multiprocessors(device)
     if num_inputs * num_outputs < 1 << 22:  # a few megabytes: latency, not bandwidth
         block_k = 128 if num_inputs > 1024 else 64
@@ -303,20 +382,16 @@ def choose(
         return Config(block_n, block_k, split, warps=4 if is_gated else 2, stages=6 if block_k == 64 else 4)
     is_wide = element_bytes > 1
     narrow_k = 128 if num_inputs % 128 == 0 else 64
-    if is_gated:
-        return Config(32, narrow_k, 1, warps=4, stages=4 if is_wide else 6)
-    if num_outputs >= 128 * 4 * multiprocessors:
-        return Config(128, narrow_k, 1, 4, 3) if is_wide else Config(64, narrow_k, 1, 4, 4)
     has_long_steps = num_inputs % 256 == 0 and (num_inputs >= 8192 or not is_wide)
     block_k = 256 if has_long_steps else narrow_k
     block_n = 64 if is_wide or num_outputs > 32 * 160 else 32
     strips = triton.cdiv(num_outputs, block_n)
-    if strips >= multiprocessors and is_wide:  # up to two programs to a multiprocessor, and no sums to add
-        return Config(block_n, narrow_k, 1, warps=4, stages=4)
+    if is_gated or (strips >= multiprocessors and is_wide) or num_outputs >= _large(multiprocessors):
+        return choose(block_m, num_outputs, num_inputs, element_bytes, is_gated, device)  # no sums to add
     wanted = triton.cdiv(19 * multiprocessors, 10 * strips)
     split = _split(num_inputs, block_k, triton.next_power_of_2(wanted))
     stages = 6 if block_k < 256 or block_n < 64 else 3 if is_wide else 4
-    return Config(block_n, block_k, split, warps=4, stages=stages)
+    return _fitted(Config(block_n, block_k, split, 4, stages), block_m, 1, shared_memory(device))
 
 
 def _split(num_inputs: int, block_k: int, wanted: int) -> int:

@@ -2,7 +2,8 @@
 
 Scratch rows are in the order of the pairs, token * K + place. A pair's bits follow from its token's row and
 its expert: sums run over the columns in one fixed order, and a tile's other rows do not matter. The tile's
-height changes at MAX_FEW pairs, and bits may change with it.
+height changes at MAX_FEW pairs; on Hopper, where a tensor core adds in one way for every shape of tile, the
+bits do not. Where some columns share a scale, every height takes as many columns in a step.
 
 A shared expert that is stored as the routed ones are runs with them: its tiles, of tokens in their order,
 come after the routed ones, and so do its scratch rows, one per token.
@@ -93,7 +94,7 @@ def _multiply(
         else:
             block = (rows // SCALE_ROWS) * stride_scale + begin // SCALE_COLUMNS
             factor = tl.load(scale + block).to(tl.float32)
-            total += tl.dot(x, widen(weight, x), input_precision=PRECISION) * factor[None, :]
+            total = tl.fma(tl.dot(x, widen(weight, x), input_precision=PRECISION), factor[None, :], total)
     return total
 
 
@@ -219,7 +220,8 @@ def _experts_kernel(
             second, second_scale, second_bias, rows, stride_scale_row, COLUMNS, SCALE_ROWS, SCALE_COLUMNS,
             IS_FP4,
         )  # fmt: skip
-        first = _gated(first, second, KIND, LIMIT)
+        dtype: tl.constexpr = out.dtype.element_ty  # both rounded first, as the products of one expert are
+        first = _gated(first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32), KIND, LIMIT)
     place = pair.to(tl.int64)[:, None] * ROWS + row[None, :]
     tl.store(out + place, first.to(out.dtype.element_ty), mask=is_pair[:, None] & (row < ROWS)[None, :])
 
@@ -277,8 +279,10 @@ def choose_config(part: Matrices, dtype: torch.dtype, num_pairs: int, num_parts:
             if columns == 512:  # two long steps
                 config = Config(LOW, 16, 256, num_warps=2, num_stages=2)
     if part.scale is not None and part.block[1] < columns and not is_fp4:
-        while part.block[1] % config.block_k != 0:  # the columns of one step share a scale
-            config = config._replace(block_k=config.block_k // 2)
+        block_k = 128 if dtype != torch.float32 else 32  # for any number of pairs: it is part of the bits
+        while part.block[1] % block_k != 0:  # the columns of one step share a scale
+            block_k //= 2
+        config = config._replace(block_k=block_k)
     return config
 
 

@@ -258,8 +258,7 @@ def norm_rope_write(
     cos, sin = (part.contiguous() for part in angles)
     num_heads = 0 if q is None else q.shape[1]
     q_out = None if q is None else torch.empty((num_tokens, num_heads, size), dtype=q.dtype, device=q.device)
-    few = num_tokens <= 64  # then many small programs, to be done soon
-    block_h = min(4 if few else 8, triton.next_power_of_2(num_kv_heads))
+    block_h = min(4, triton.next_power_of_2(num_kv_heads))  # for any number of tokens: sums follow the tile
     tiles = triton.cdiv(num_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
     given = k if q is None else q
     _norm_rope_write[(num_tokens, tiles)](
