@@ -12,7 +12,7 @@ from tests.test_architecture import ROOT
 
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
-    "kernels": 7_050,
+    "kernels": 7_300,
     "bench": 4_600,
     "checkpoints": 4_350,
     "server": 4_000,
@@ -22,7 +22,7 @@ BUDGETS = {
     "cli": 2_250,
     "launch": 2_050,
     "models": 2_050,
-    "check": 2_000,
+    "check": 2_150,
     "start": 1_200,
     "doctor": 1_100,
     "settings": 1_100,

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from blockdraft.check.bits import check_bits
 from blockdraft.check.comparison import models_of
-from blockdraft.check.drafts import check_captured, check_drafter, draft_name
+from blockdraft.check.drafts import check_captured, check_drafter, draft_name, keeps_bits
 from blockdraft.check.kernels import check_kernels
 from blockdraft.check.layers import LayerError, LayerResult, check_layers
 from blockdraft.engine.engine import Engine
@@ -91,6 +92,8 @@ def _checks_of_target(engine: Engine) -> Iterator[Check]:
     yield from _layers(engine)
     if engine.graphs is not None:
         yield captured(engine)
+    if engine.models.plan.same_bits and engine.models.labels.synthetic_acceptance is None:
+        yield _bits(engine)
 
 
 def without_drafter(models: Models) -> Models:
@@ -216,6 +219,19 @@ def _unusable(models: Models, error: LayerError) -> str:
     if models.plan.dtype == "float16":
         return f"{found}: float16 holds numbers up to 65,504. Use --dtype bfloat16 or float32."
     return f"{found}: the checkpoint is damaged, or is not what its config says. Fetch it again."
+
+
+def _bits(engine: Engine) -> Check:
+    """What was found becomes part of the plan: the page and /ready say it."""
+    begun_s, models = time.monotonic(), engine.models
+    if models.device.type == "cpu":  # what holds by construction needs no look, which would take long here
+        is_same = keeps_bits(models, models.plan.width)
+        detail = "our kernels add in one order" if is_same else "PyTorch's kernels promise no order of sums"
+    else:
+        found = check_bits(engine, list(itertools.chain.from_iterable(_prompts(models))))
+        is_same, detail = found.is_same, found.detail
+    engine.replan(models.plan.changed({"same_bits": detail}, same_bits=is_same))
+    return _check("bits", detail, begun_s)
 
 
 # ---- the drafter

@@ -36,6 +36,8 @@ class EngineInfo:
     page_size: int
     num_cache_bytes: int
     has_prefix_cache: bool
+    same_bits: bool  # a token is computed alike however it arrives, and whoever is beside it
+    same_bits_reason: str
     is_dummy: bool  # random weights, for timing only
     synthetic_acceptance: str | None  # the profile by which drafts are kept, for timing only
     sampling: Mapping[str, float]  # of requests that do not say
@@ -62,6 +64,8 @@ def engine_info(engine: Engine) -> EngineInfo:
         page_size=plan.page_size,
         num_cache_bytes=engine.cache.num_bytes,
         has_prefix_cache=plan.prefix_cache,
+        same_bits=plan.same_bits,
+        same_bits_reason=plan.reasons.get("same_bits", ""),
         is_dummy=models.labels.is_dummy,
         synthetic_acceptance=models.labels.synthetic_acceptance,
         sampling=models.sampling,

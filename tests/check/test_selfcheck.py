@@ -145,7 +145,7 @@ def test_the_trained_pair_passes_and_keeps_its_drafter(dtype):
     names = [check.name for check in found.checks]
     kernels = ["linear", "attention", "norm", "rotation", "activation", "gated product", "heads", "places"]
     kernels += ["sampling", "acceptance"]
-    assert names == ["weights", *(f"kernel {kernel}" for kernel in kernels), "model", "drafter"]
+    assert names == ["weights", *(f"kernel {kernel}" for kernel in kernels), "model", "bits", "drafter"]
     assert [note.split(":")[0] for note in notes] == names
 
 

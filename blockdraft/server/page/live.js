@@ -171,6 +171,7 @@ const ENGINE_ROWS = [
   ["engine", "Engine"], ["target", "Target"], ["draft", "Drafter"], ["width", "Width"], ["width_reason", "Why this width"],
   ["block", "Drafter's block"], ["dtype", "Type"],
   ["quantization", "Quantisation"], ["device", "Device"], ["max_context", "Context"], ["max_rows", "Rows"],
+  ["same_bits", "Same bits in any company"], ["same_bits_reason", "How that is known"],
   ["page_size", "Tokens per page"], ["num_cache_bytes", "Cache"], ["is_dummy", "Random weights"],
   ["synthetic_acceptance", "Synthetic acceptance"],
 ];
