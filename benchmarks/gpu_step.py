@@ -278,10 +278,13 @@ def main() -> None:
     parser.add_argument("--draft-quantization", default="none")
     parser.add_argument("--committed", type=float, help="tokens committed per step, to say tokens per second")
     parser.add_argument("--engine", action="store_true", help="also serve requests through Engine.step")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
     parser.add_argument("--json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device.")
+    if ":" in args.device:
+        torch.cuda.set_device(args.device)  # "cuda" is the current one
     ceiling = copy_ceiling()
     has_drafter = max(args.width) > 1
     models = load(
