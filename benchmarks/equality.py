@@ -358,7 +358,7 @@ def verdict(lines: Sequence[Line]) -> str:
     equal = sum(one.num_equal for one in agreements)
     total = sum(one.num_answers for one in agreements)
     untested = sum(line.untested is not None for line in lines)
-    return f"{equal} of {total} answers equal" + (f", {untested} ways not tested" if untested else "")
+    return f"{equal} of {total} answers equal" + (f"; ways not tested: {untested}" if untested else "")
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -43,6 +43,8 @@ class ReplayingDrafter:
 
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         anchor = rows.anchor[rows.active][:, None]  # [R, 1]
+        if width == 1:
+            return anchor
         numbers = rows.sampling().integers(Whole.SEED)[:, None]
         places = view.starts[:, None] + self._columns[: width - 1]
         drafts = self._drafts[numbers, places.clamp(max=self._drafts.shape[1] - 1)]

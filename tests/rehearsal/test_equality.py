@@ -9,7 +9,11 @@ import torch
 from benchmarks import equality
 from benchmarks.equality import Agreement, Difference, Equality, Line, Way
 from benchmarks.replay import ReplayingDrafter
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loaded import Models
 from tests import tiny
+from tests.lossless import families
+from tests.stepping import KernelByKernel
 
 VOCAB = 60
 PROMPTS = [[(start + 7 * index) % VOCAB for index in range(40)] for start in (3, 11)]
@@ -17,7 +21,7 @@ PROMPTS = [[(start + 7 * index) % VOCAB for index in range(40)] for start in (3,
 
 def models(**plan):
     loaded = tiny.load("float32")
-    return replace(loaded, plan=replace(loaded.plan, max_rows=4, **plan))
+    return replace(loaded, plan=replace(loaded.plan, **{"max_rows": 4, **plan}))
 
 
 def started(num_tokens=12, prompts=PROMPTS, *, replays=True):
@@ -43,6 +47,31 @@ def test_on_a_cpu_every_way_gives_the_same_answers(replays):
     assert all(line.is_well for line in lines), equality.table(lines)
     assert not list(equality.remarks(lines))
     assert equality.verdict(lines) == "36 of 36 answers equal"
+
+
+def test_so_it_is_in_rows_that_are_filled_up_and_steps_that_overlap(monkeypatch):
+    """As on a card, where graphs run the steps."""
+
+    def capture(engine, sizes, widths):
+        engine.graphs = KernelByKernel(engine.decode, engine.rows)
+        engine.graphs.capture(sizes, widths)
+
+    monkeypatch.setattr(Models, "why_not_captured", lambda models: None)
+    monkeypatch.setattr(Engine, "capture", capture)
+    prompts = [*PROMPTS, PROMPTS[0][5:]]  # six rows of eight
+    table = Equality(models(max_rows=8, overlap=True), prompts, 12, replays=True)
+    table.learn_baseline()
+    lines = list(table.lines())
+    assert len(table.engine.graphs) == 3 * 4
+    assert all(line.is_well for line in lines), equality.table(lines)
+
+
+def test_so_it_is_with_recurrent_layers_and_experts():
+    table = Equality(families.models("qwen3_5_moe-whole"), PROMPTS, 20, replays=True)
+    table.learn_baseline()
+    lines = list(table.lines())
+    assert all(line.is_well for line in lines), equality.table(lines)
+    assert table.left_out() == ["with a prefix hit: layers with a state cannot take up a found prefix"]
 
 
 def test_an_answer_that_differs_is_told_with_its_place():
@@ -72,7 +101,7 @@ def test_a_way_that_did_not_happen_is_no_success():
     line = table.line(Way("with a prefix hit", (8,), finds_prefix=True))
     assert line.untested == "not every prompt was found in the prefix cache"
     assert not line.is_well
-    assert equality.verdict([line]) == "4 of 4 answers equal, 1 ways not tested"
+    assert equality.verdict([line]) == "4 of 4 answers equal; ways not tested: 1"
     assert list(equality.remarks([line])) == [f"with a prefix hit: NOT TESTED, {line.untested}"]
     metrics = [answer.metrics for answer in table._serve(Way("one", (1,)))]
     assert Way("preempted", (1,), is_preempted=True).why_untested(metrics) == "nothing was preempted"
