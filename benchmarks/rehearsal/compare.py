@@ -24,6 +24,9 @@ class Measured:
     graphs: dict[str, int] = field(default_factory=dict)
     equal: dict[str, list[int]] = field(default_factory=dict)  # answers that are equal, of how many
 
+    def __len__(self) -> int:
+        return sum(map(len, (self.starts_s, self.steps_ms, self.graphs, self.equal)))
+
     def as_json(self) -> dict[str, object]:
         return asdict(self)
 
@@ -92,7 +95,7 @@ def _shared(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple
     return ((name, value) for name, value in before.items() if name in now)
 
 
-def verdict(last: Last | None, found: Sequence[Change]) -> Found:
+def verdict(last: Last | None, found: Sequence[Change], num_measured: int) -> Found:
     """What the step has found. Raises Failure, with every line by its name, where something is worse."""
     if last is None:
         return Found("no result of this kind of machine is in benchmarks/results: nothing to compare with")
@@ -101,7 +104,9 @@ def verdict(last: Last | None, found: Sequence[Change]) -> Found:
     when = f"{last.commit} ({last.date})"
     if worse:
         raise Failure(f"worse than at {when}: {'; '.join(map(str, worse))}", values)
-    return Found(f"{len(found)} numbers, none worse than at {when}", values)
+    new = num_measured - len(found)
+    beside = f"; {new} others were not measured then" if new else ""
+    return Found(f"{len(found)} numbers, none worse than at {when}{beside}", values)
 
 
 def lines(found: Sequence[Change]) -> list[str]:

@@ -96,10 +96,10 @@ def time_steps(words: Sequence[str], stage: Stage) -> Found:
             stage.measured.steps_ms[name] = one["ms"]
     by_rows: dict[int, list[str]] = {}
     for one in table:
-        by_rows.setdefault(one["rows"], []).append(f"{one['ms']:.2f} ms at width {one['width']}")
-    says = "; ".join(f"{rows} rows: {', '.join(times)}" for rows, times in by_rows.items())
+        by_rows.setdefault(one["rows"], []).append(f"{one['ms']:.2f} at {one['width']}")
+    says = "; ".join(f"{rows} x {', '.join(times)}" for rows, times in by_rows.items())
     kept = [{name: value for name, value in one.items() if name != "kernels"} for one in table]
-    return Found(f"behind {table[0]['context']:,} tokens: {says}", {"steps": kept})
+    return Found(f"rows x ms at width, behind {table[0]['context']:,} tokens: {says}", {"steps": kept})
 
 
 def count_equal(pair: str, stage: Stage) -> Found:
@@ -138,4 +138,4 @@ def compare_with_last(stage: Stage) -> Found:
     before = stage.last
     found = [] if before is None else list(compare.changes(before.measured, stage.measured))
     stage.compared = compare.lines(found)
-    return compare.verdict(before, found)
+    return compare.verdict(before, found, len(stage.measured))

@@ -61,7 +61,7 @@ def test_what_got_worse_is_named_with_its_numbers():
         changes(BEFORE, replace(BEFORE, starts_s={"default, cold": 50.0}, graphs={"default, warm": 30}))
     )
     with pytest.raises(Failure) as failure:
-        verdict(LAST, found)
+        verdict(LAST, found, len(BEFORE))
     said = "start: default, cold: 40.00 s -> 50.00 s; graphs: default, warm: 20 -> 30"
     assert str(failure.value) == f"worse than at 968785c (2026-11-16 02:44 UTC): {said}"
     assert len(failure.value.values["changes"]) == len(found)
@@ -69,11 +69,13 @@ def test_what_got_worse_is_named_with_its_numbers():
 
 def test_what_did_not_get_worse_is_counted():
     found = list(changes(BEFORE, BEFORE))
-    assert verdict(LAST, found).says == "6 numbers, none worse than at 968785c (2026-11-16 02:44 UTC)"
+    said = "6 numbers, none worse than at 968785c (2026-11-16 02:44 UTC)"
+    assert verdict(LAST, found, len(BEFORE)).says == said
+    assert verdict(LAST, found, len(BEFORE) + 2).says == f"{said}; 2 others were not measured then"
 
 
 def test_without_a_result_there_is_nothing_to_compare_with():
-    assert "nothing to compare with" in verdict(None, []).says
+    assert "nothing to compare with" in verdict(None, [], 6).says
     assert compare.lines([]) == []
 
 
@@ -192,8 +194,7 @@ def test_of_the_steps_those_of_one_row_are_compared(stage):
     stage.children = Fake({"steps": table})
     found = whole.time_steps(whole.TABLE, stage)
     assert found.says == (
-        "behind 1,024 tokens: 1 rows: 1.25 ms at width 1, 5.00 ms at width 16; "
-        "8 rows: 8.25 ms at width 1, 12.00 ms at width 16"
+        "rows x ms at width, behind 1,024 tokens: 1 x 1.25 at 1, 5.00 at 16; 8 x 8.25 at 1, 12.00 at 16"
     )
     assert list(stage.measured.steps_ms.values()) == [1.25, 5.0]
 
