@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, write_shape
 
 
 def start(shape: str, max_rows: int, folder: str) -> dict[str, object]:
@@ -29,12 +29,10 @@ def start(shape: str, max_rows: int, folder: str) -> dict[str, object]:
     from blockdraft.settings.settings import Settings
     from blockdraft.start.ready import start_engine
 
-    for name, config in zip(("target", "draft"), SHAPES[shape], strict=True):
-        (Path(folder) / name).mkdir(exist_ok=True)
-        (Path(folder) / name / "config.json").write_text(json.dumps(config))
+    target, draft = write_shape(shape, Path(folder))
     settings = Settings(
-        model=f"{folder}/target",
-        draft=f"{folder}/draft",
+        model=str(target),
+        draft=str(draft),
         load_format="dummy",
         device="cuda",
         max_rows=max_rows,

@@ -9,7 +9,6 @@ tokens chose), and the keys and values of its context.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import record
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, write_shape
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
@@ -39,14 +38,11 @@ PAGE_SIZE = 16
 
 def load(shape: str, *, has_drafter: bool, max_rows: int, max_context: int, **settings: object) -> Models:
     """Random weights of a published shape, on the GPU."""
-    target, draft = SHAPES[shape]
     with tempfile.TemporaryDirectory() as folder:
-        for name, config in (("target", target), ("draft", draft)):
-            (Path(folder) / name).mkdir()
-            (Path(folder) / name / "config.json").write_text(json.dumps(config))
+        target, draft = write_shape(shape, Path(folder))
         wanted = Settings(
-            model=f"{folder}/target",
-            draft=f"{folder}/draft" if has_drafter else None,
+            model=str(target),
+            draft=str(draft) if has_drafter else None,
             load_format="dummy",
             device="cuda",
             max_rows=max_rows,
@@ -282,10 +278,13 @@ def main() -> None:
     parser.add_argument("--draft-quantization", default="none")
     parser.add_argument("--committed", type=float, help="tokens committed per step, to say tokens per second")
     parser.add_argument("--engine", action="store_true", help="also serve requests through Engine.step")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
     parser.add_argument("--json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device.")
+    if ":" in args.device:
+        torch.cuda.set_device(args.device)  # "cuda" is the current one
     ceiling = copy_ceiling()
     has_drafter = max(args.width) > 1
     models = load(

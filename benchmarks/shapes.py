@@ -3,6 +3,8 @@
 Drafters that were not published for a target are of z-lab's pattern: a few layers as wide as the target's.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 Config = dict[str, Any]
@@ -174,3 +176,12 @@ SHAPES: dict[str, tuple[Config, Config]] = {
         ),
     ),
 }
+
+
+def write_shape(shape: str, folder: Path) -> tuple[Path, Path]:
+    """Folders of target and drafter with a config.json each: enough for `--load-format dummy`."""
+    target, draft = folder / "target", folder / "draft"
+    for path, config in zip((target, draft), SHAPES[shape], strict=True):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(config))
+    return target, draft

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from benchmarks import rehearsal
 from benchmarks.record import context, save
+from benchmarks.rehearsal import whole
 from benchmarks.rehearsal.children import Children
-from benchmarks.rehearsal.sheet import Outcome, as_json, exit_code, lines, run_steps
+from benchmarks.rehearsal.compare import last_result
+from benchmarks.rehearsal.sheet import Outcome, Step, as_json, exit_code, lines, run_steps
 from benchmarks.rehearsal.steps import Stage, sizes_of, steps_of
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.machine.machine import read_machine
@@ -38,12 +40,17 @@ def main(words: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="rehearsal-") as folder,
         contextlib.closing(Children()) as children,
     ):
-        stage = Stage(children, Path(folder), device, sizes_of(device, is_quick=args.quick))
-        was_interrupted = _rehearse(stage, outcomes)
+        last = None if args.quick else last_result(result)
+        stage = Stage(children, Path(folder), device, sizes_of(device, is_quick=args.quick), last)
+        steps = steps_of(stage) if args.quick else whole.steps_of(stage)
+        was_interrupted = _rehearse(stage, steps, outcomes)
     print(f"\nrehearsal on {result['device']}, commit {result['commit']}")
     for line in lines(outcomes):
         print(line)
-    found = as_json(outcomes)
+    left_out = [] if args.quick else whole.left_out(device)
+    for line in (*stage.compared, *(f"left out: {text}" for text in left_out)):
+        print(line)
+    found = as_json(outcomes) | {"measured": stage.measured.as_json(), "left_out": left_out}
     if was_interrupted:
         print("it was interrupted: the steps after these did not run")
         found["went_well"] = False
@@ -51,10 +58,10 @@ def main(words: Sequence[str] | None = None) -> int:
     return EXIT_INTERRUPT if was_interrupted else exit_code(outcomes)
 
 
-def _rehearse(stage: Stage, outcomes: list[Outcome]) -> bool:
+def _rehearse(stage: Stage, steps: Sequence[Step], outcomes: list[Outcome]) -> bool:
     """Adds each outcome as it comes, and says it. True: somebody interrupted us."""
     try:
-        for outcome in run_steps(steps_of(stage), take_commands=stage.children.take_commands):
+        for outcome in run_steps(steps, take_commands=stage.children.take_commands):
             outcomes.append(outcome)
             print(f"{outcome.name}: {outcome.state}, {outcome.seconds:.1f} s: {outcome.says}", flush=True)
     except KeyboardInterrupt:
@@ -83,8 +90,13 @@ def _described(device: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rehearsal", description=rehearsal.__doc__)
-    parser.add_argument("--quick", action="store_true", help="the least of everything: minutes")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rehearsal",
+        description=rehearsal.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    quick_help = "every command once, and no more: no many streams, large shapes, equality or comparison"
+    parser.add_argument("--quick", action="store_true", help=quick_help)
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
     parser.add_argument("--out", metavar="FILE", help="write everything that was found as JSON")
     return parser

@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -50,14 +50,34 @@ class Children:
     ) -> Done:
         """`blockdraft WORDS`, to its end. Raises Failure for another exit code, or after too long."""
         process = self.start(*words, env=env, out=subprocess.PIPE, err=subprocess.PIPE)
+        return self._ended(process, f"blockdraft {words[0]}", timeout_s, codes)
+
+    def benchmark(
+        self,
+        name: str,
+        *words: str,
+        env: Mapping[str, str],
+        timeout_s: float,
+        codes: Collection[int] = (0,),
+    ) -> Done:
+        """`python -m benchmarks.NAME WORDS`, in the same way."""
+        module = f"benchmarks.{name}"
+        self._commands.append(shlex.join(["python", "-m", module, *words]))
+        command = (sys.executable, "-m", module, *words)
+        process = self._start(command, env=env, out=subprocess.PIPE, err=subprocess.PIPE)
+        return self._ended(process, module, timeout_s, codes)
+
+    def _ended(
+        self, process: subprocess.Popen[str], name: str, timeout_s: float, codes: Collection[int]
+    ) -> Done:
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise Failure(f"`blockdraft {words[0]}` did not end within {timeout_s:.0f} s") from None
+            raise Failure(f"`{name}` did not end within {timeout_s:.0f} s") from None
         finally:
             self.kill(process)
         if process.returncode not in codes:
-            raise Failure(f"`blockdraft {words[0]}` ended with {process.returncode}: {last_line(err)}")
+            raise Failure(f"`{name}` ended with {process.returncode}: {last_line(err)}")
         return Done(process.returncode, out, err)
 
     def start(
@@ -65,8 +85,13 @@ class Children:
     ) -> subprocess.Popen[str]:
         """`blockdraft WORDS`, left running."""
         self._commands.append(shlex.join(["blockdraft", *words]))
+        return self._start((*COMMAND, *words), env=env, out=out, err=err)
+
+    def _start(
+        self, command: Sequence[str], *, env: Mapping[str, str], out: int | IO[str], err: int | IO[str]
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*COMMAND, *words],
+            command,
             cwd=ROOT,
             env=env,
             stdin=subprocess.DEVNULL,

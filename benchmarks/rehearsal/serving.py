@@ -16,6 +16,7 @@ from benchmarks.rehearsal.children import Children, last_line
 from benchmarks.rehearsal.sheet import Failure
 
 ADDRESS = re.compile(r"listening on (http://\S+):")
+GRAPHS = re.compile(r"(\d+) graphs")
 WARNING = re.compile(r"warning\b", re.IGNORECASE)  # our own, and those of libraries
 POLL_S = 0.1
 HTTP_S = 30.0
@@ -38,6 +39,19 @@ class Server:
         phases = self.startup["phases"]
         assert isinstance(phases, list)
         return {one["name"]: one["seconds"] for one in phases if one["seconds"] is not None}
+
+    @property
+    def num_graphs(self) -> int:
+        """As the start's own line says it; 0 where nothing is captured."""
+        phases = self.startup["phases"]
+        assert isinstance(phases, list)
+        capture = next(one for one in phases if one["name"] == "capture")
+        if capture["state"] != "done":
+            return 0
+        found = GRAPHS.search(capture["detail"] or "")
+        if found is None:
+            raise Failure(f"the start does not say how many graphs it has: {capture['detail']!r}")
+        return int(found[1])
 
 
 def start(

@@ -11,7 +11,11 @@ State = Literal["ok", "FAILED", "skipped"]
 
 
 class Failure(Exception):
-    """Why a step failed, in one line."""
+    """Why a step failed, in one line, and what it had found until then."""
+
+    def __init__(self, says: str, values: Mapping[str, object] | None = None) -> None:
+        super().__init__(says)
+        self.values = values or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def _run(step: Step, take_commands: Callable[[], Sequence[str]]) -> Outcome:
     try:
         found = step.run()
     except Failure as failure:
-        found, state = Found(one_line(str(failure))), "FAILED"
+        found, state = Found(one_line(str(failure)), failure.values), "FAILED"
     except (OSError, ValueError, LookupError) as error:  # a connection, or an answer of another shape
         found, state = Found(one_line(f"{type(error).__name__}: {error}")), "FAILED"
     seconds = time.monotonic() - begin_s

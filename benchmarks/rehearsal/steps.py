@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.rehearsal import client, memory, serving
 from benchmarks.rehearsal.children import Children, Done, fresh_environment
+from benchmarks.rehearsal.compare import Last, Measured
 from benchmarks.rehearsal.sheet import Failure, Found, Step
 from blockdraft.bench.workloads import load
 from blockdraft.settings.shipped import shipped_drafter
@@ -29,35 +30,26 @@ class Sizes:
     fit: tuple[str, ...]
     train: tuple[str, ...]
     timeout_s: float = 300.0  # of each command but bench, fit and train
-    long_timeout_s: float = 300.0
+    long_timeout_s: float = 600.0
+
+
+# Of two minutes `train` keeps one for evaluation and export, which take less: the step takes little over one.
+A_MINUTE = ("--minutes", "2")
 
 
 def sizes_of(device: str, *, is_quick: bool) -> Sizes:
     if memory.kind_of(device) == "cpu":
         small = shlex.split("--layers 2 --rows-per-step 1 --anchors 8 --length 128 --max-answer 24")
-        if is_quick:
-            return Sizes(
-                bench=("--workload", "qa", "--num-prompts", "4", "--max-tokens", "6"),
-                fit=("--quick", "--limit", "1", "--max-tokens", "8", "--width", "4"),
-                train=("--steps", "3", "--max-prompts", "8", *small),
-            )
         return Sizes(
-            bench=("--workload", "all", "--num-prompts", "8", "--max-tokens", "64", "--max-turns", "2"),
-            fit=("--limit", "2", "--max-tokens", "64"),
-            train=("--steps", "20", *small),
-            long_timeout_s=7200.0,
+            bench=("--workload", "qa", "--num-prompts", "4", "--max-tokens", "6"),
+            fit=("--quick", "--limit", "1", "--max-tokens", "8", "--width", "4"),
+            train=(*(("--steps", "3") if is_quick else A_MINUTE), "--max-prompts", "8", *small),
         )
-    if is_quick:
-        return Sizes(
-            bench=("--workload", "code", "--num-prompts", "8", "--max-tokens", "256"),
-            fit=("--quick", "--limit", "1", "--max-tokens", "64"),
-            train=("--steps", "100", "--rows-per-step", "4", "--max-answer", "128"),
-        )
+    small = ["--rows-per-step", "4", "--max-answer", "128"]
     return Sizes(
-        bench=("--workload", "all", "--num-prompts", "12", "--max-tokens", "256"),
-        fit=("--limit", "12"),
-        train=("--minutes", "4"),
-        long_timeout_s=1800.0,
+        bench=("--workload", "code", "--num-prompts", "8", "--max-tokens", "256"),
+        fit=("--quick", "--limit", "1", "--max-tokens", "64"),
+        train=(*(("--steps", "100") if is_quick else A_MINUTE), *small),
     )
 
 
@@ -69,18 +61,23 @@ class Stage:
     folder: Path
     device: str  # "cpu", "cuda", "cuda:1"
     sizes: Sizes
+    last: Last | None = None  # what this rehearsal is compared with
     plan: dict[str, object] = field(default_factory=dict)
     free_before: int | None = None  # bytes of the card before anything was started
     answer: str | None = None  # greedy, of `generate`
     started: dict[str, serving.Server] = field(default_factory=dict)  # that got to ready
     server: serving.Server | None = None  # that still runs
+    measured: Measured = field(default_factory=Measured)
+    compared: list[str] = field(default_factory=list)  # lines of before and now
     before: dict[str, str] = field(init=False)  # environments: what runs before the servers
     served: dict[str, str] = field(init=False)  # the servers', and what runs after the first of them
+    large: dict[str, str] = field(init=False)  # of random weights of large shapes
 
     def __post_init__(self) -> None:
         # A cold start must not find what the doctor has compiled.
         self.before = fresh_environment(self.folder / "before")
         self.served = fresh_environment(self.folder / "served")
+        self.large = fresh_environment(self.folder / "large")
 
     @property
     def on_device(self) -> tuple[str, str]:
@@ -187,14 +184,14 @@ def _refuse_warnings(done: Done) -> None:
 def serve_cold(stage: Stage) -> Found:
     """The caches of compiled and measured things are empty."""
     server = _start(stage, "cold")
-    _end(stage, server)
-    return _ready(server)
+    end(stage, server)
+    return ready(stage, f"{MODEL}, cold", server)
 
 
 def serve_warm(stage: Stage) -> Found:
     """With the caches that the cold start has filled; left running for the steps that need one."""
     stage.server = _start(stage, "warm")
-    return _ready(stage.server)
+    return ready(stage, f"{MODEL}, warm", stage.server)
 
 
 def _start(stage: Stage, name: str) -> serving.Server:
@@ -210,12 +207,15 @@ def _start(stage: Stage, name: str) -> serving.Server:
     return server
 
 
-def _ready(server: serving.Server) -> Found:
-    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in server.phases.items())
-    engine = server.engine
-    says = (
-        f"ready in {server.startup['seconds']:.1f} s ({phases}), width {engine['width']}, {engine['dtype']}"
-    )
+def ready(stage: Stage, name: str, server: serving.Server) -> Found:
+    """What a start took, which is also kept to be compared."""
+    phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in server.phases.items())
+    engine, seconds = server.engine, server.startup["seconds"]
+    assert isinstance(seconds, float)
+    stage.measured.starts_s[name] = seconds
+    stage.measured.graphs[name] = server.num_graphs
+    graphs = f"{server.num_graphs} graphs, " if server.num_graphs else ""
+    says = f"ready in {seconds:.1f} s ({phases}), {graphs}width {engine['width']}, {engine['dtype']}"
     return Found(says, {"startup": server.startup, "engine": engine})
 
 
@@ -242,28 +242,33 @@ def ask(stage: Stage) -> Found:
 
 
 def bench(stage: Stage) -> Found:
-    path = stage.path("bench")
-    words = ("--concurrency", ",".join(map(str, STREAMS)), "--offline", "--out", str(path))
+    return load_with(stage, "bench", STREAMS, stage.sizes.bench)
+
+
+def load_with(stage: Stage, name: str, streams: Sequence[int], workload: Sequence[str]) -> Found:
+    """`bench` of the running server, both arms, at these numbers of streams."""
+    path = stage.path(name)
+    words = ("--concurrency", ",".join(map(str, streams)), "--offline", "--out", str(path))
     stage.children.blockdraft(
         "bench",
         stage.running.url,
-        *stage.sizes.bench,
+        *workload,
         *words,
         env=stage.served,
         timeout_s=stage.sizes.long_timeout_s,
     )
     report = json.loads(path.with_suffix(".json").read_text())
-    return _benched(report)
+    return _benched(report, streams)
 
 
-def _benched(report: dict[str, list[dict[str, object]]]) -> Found:
+def _benched(report: dict[str, list[dict[str, object]]], streams: Sequence[int] = STREAMS) -> Found:
     cells, pairs = report["cells"], report["pairs"]
     for cell in cells:
         lost = {name: cell[name] for name in ("num_failed", "num_not_sent", "num_not_ended") if cell[name]}
         if lost:
             raise Failure(f"{cell['key']}, {cell['arm']}: {lost}, {cell['errors']}")
     measured = {(cell["key"]["concurrency"], cell["arm"]) for cell in cells}  # type: ignore[index]
-    missing = [(n, arm) for n in STREAMS for arm in ("speculative", "plain") if (n, arm) not in measured]
+    missing = [(n, arm) for n in streams for arm in ("speculative", "plain") if (n, arm) not in measured]
     if missing:
         raise Failure(f"nothing was measured for {missing}")
     num_requests = sum(cell["num_requests"] for cell in cells)  # type: ignore[misc]
@@ -283,11 +288,11 @@ def end_server(stage: Stage) -> Found:
     server, url = stage.running, stage.running.url
     if serving.get_json(f"{url}/health")["status"] != "ok":
         raise Failure("/health is not well after the benchmark")
-    _end(stage, server)
+    end(stage, server)
     return Found("healthy to the end, exit code 0")
 
 
-def _end(stage: Stage, server: serving.Server) -> None:
+def end(stage: Stage, server: serving.Server) -> None:
     code = serving.end(stage.children, server)
     if code != 0:
         raise Failure(f"the server ended with {code} after SIGTERM")
