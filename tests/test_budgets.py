@@ -12,7 +12,7 @@ from tests.test_architecture import ROOT
 
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
-    "kernels": 7_050,
+    "kernels": 7_300,
     "bench": 4_600,
     "checkpoints": 4_350,
     "server": 4_050,
@@ -22,8 +22,8 @@ BUDGETS = {
     "cli": 2_300,
     "launch": 2_100,
     "models": 2_050,
-    "check": 2_000,
-    "start": 1_200,
+    "check": 2_350,
+    "start": 1_400,
     "doctor": 1_200,
     "settings": 1_150,
     "text": 850,
