@@ -19,6 +19,7 @@ DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 SAMPLING_DEFAULTS = ("model", "openai")
 QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
 LOAD_FORMATS = ("auto", "dummy")
+VERIFIES = ("auto", "full", "off")
 ENGINES = ("native", "vllm", "sglang")
 # What only the engines we launch understand.
 LAUNCH_SETTINGS = frozenset(
@@ -91,7 +92,11 @@ class Settings:
         "auto", "launch the next step before reading the last one's result; auto: on a GPU"
     )
     graphs: bool = _setting(True, "on a GPU, run each decode step as one CUDA graph")
-    verify: bool = _setting(True, "check kernels, model and drafter before serving")
+    verify: str = _setting(
+        "auto",
+        "check kernels, model and drafter before serving: auto what has changed since it was checked here, "
+        "full everything, off nothing",
+    )
     sampling_defaults: str = _setting(
         "model",
         "of requests that do not say: the model's own (generation_config.json), or openai's (temperature 1)",
@@ -172,6 +177,7 @@ CHOICES = {
     "quantization": QUANTIZATIONS,
     "draft_quantization": QUANTIZATIONS,
     "load_format": LOAD_FORMATS,
+    "verify": VERIFIES,
     "sampling_defaults": SAMPLING_DEFAULTS,
     "engine": ENGINES,
 }

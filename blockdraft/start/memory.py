@@ -53,7 +53,7 @@ def _overhead(models: Models, settings: Settings, note: Callable[[str], None]) -
     plan, device = models.plan, models.device
     before = _free(device)
     torch.cuda.reset_peak_memory_stats(device)
-    probe = Engine(replace(models, plan=replace(plan, num_pages=_pages_to_probe(plan))))
+    probe = Engine(replace(models, plan=replace(plan, num_pages=pages_to_probe(plan))))
     held = torch.cuda.memory_reserved(device)
     warm(probe, note)
     # A capture hands this back; the next prefill takes it again.
@@ -97,7 +97,7 @@ def why_no_graphs(models: Models, settings: Settings) -> str | None:
     return models.why_not_captured()
 
 
-def _pages_to_probe(plan: Plan) -> int:
+def pages_to_probe(plan: Plan) -> int:
     """Enough for every round of the warm-up."""
     longest = plan.pages_of(plan.chunk + 1 + 3 * plan.block) + 1
     short = plan.pages_of(8 + 4 * plan.block) + 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blockdraft.check.selfcheck import captured, verify_engine, without_drafter
+from blockdraft.check.selfcheck import Verification, captured, without_drafter
+from blockdraft.check.verified import verify_changes
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import SettingsError
@@ -13,8 +14,9 @@ from blockdraft.phases import StartProgress
 from blockdraft.settings.settings import Settings
 from blockdraft.start.block_width import may_choose_width, plan_with_width
 from blockdraft.start.card_errors import unused_gpu
+from blockdraft.start.compile_ahead import CompileAhead, compile_steps, compiling_for
 from blockdraft.start.fallback import with_kernels_that_compile
-from blockdraft.start.loading import open_models, read_weights, resolve_device
+from blockdraft.start.loading import Opened, open_models, read_weights, resolve_device
 from blockdraft.start.memory import fit_pages, memory_explained, release, why_no_graphs
 from blockdraft.start.stall import plan_with_short_chunk
 from blockdraft.start.warm import warm
@@ -27,6 +29,11 @@ def start_engine(settings: Settings, startup: StartProgress) -> Engine:
     _check_gpu(settings, startup.warn)
     with startup.phase("fetch"):
         opened = open_models(settings, startup.note)
+    with compiling_for(opened, settings) as ahead:
+        return _started(opened, settings, startup, ahead)
+
+
+def _started(opened: Opened, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
     with memory_explained(settings, opened.device, is_loading=True), startup.phase("load"):
         models = read_weights(opened, startup.note, startup.progress)
     for notice in models.labels.notices:
@@ -36,8 +43,11 @@ def start_engine(settings: Settings, startup: StartProgress) -> Engine:
         startup.warn(_slower(operation, why))
         startup.rewind("allocate")
 
+    def prepared(models: Models) -> Engine:
+        return _prepared(models, settings, startup, ahead)
+
     with memory_explained(settings, models.device):
-        return with_kernels_that_compile(models, lambda models: _prepared(models, settings, startup), tell)
+        return with_kernels_that_compile(models, prepared, tell)
 
 
 def plain_engine(
@@ -97,8 +107,9 @@ def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
             warn(line)
 
 
-def _prepared(models: Models, settings: Settings, startup: StartProgress) -> Engine:
+def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
     with startup.phase("allocate"):
+        compile_steps(ahead, models, settings, startup)
         models = fit_pages(models, settings, startup.note)
         engine = Engine(models)
         startup.note(f"{engine.cache.num_bytes / 1e9:.2f} GB of cache, {models.plan.num_pages} pages")
@@ -111,15 +122,16 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress) -> Eng
     with startup.phase("warm"):
         if models.acceptance and may_choose_width(engine, settings):
             startup.note("measuring steps of different widths")
-            engine.replan(plan_with_width(engine, models.acceptance))
+            is_full = settings.verify == "full"
+            engine.replan(plan_with_width(engine, models.acceptance, uses_stored=not is_full))
         warm(engine, startup.note)
         _bound(engine, settings, startup)
         startup.note(_shown_width(engine))
-    if not settings.verify:
+    if settings.verify == "off":
         startup.skip("verify", "switched off")
         return engine
     with startup.phase("verify"):
-        verification = verify_engine(engine, startup.note)
+        verification = verify_changes(engine, startup.note, is_full=settings.verify == "full")
         if not verification.keeps_drafter:
             startup.warn(f"the drafter is not used: {verification.reason}")
             engine.graphs = None  # they hold the engine, and with it the cache
@@ -134,10 +146,14 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress) -> Eng
                 captured(engine)
         elif _is_without_fit(engine, settings) and verification.accepted:
             _settle_without_fit(engine, verification.accepted, startup.note)
-        found = verification.tokens_per_step
-        fit = "" if found is None else f", {found:.2f} tokens committed per step"
-        startup.note(f"{len(verification.checks)} checks{fit}; {_shown_width(engine)}")
+        startup.note(f"{_shown(verification)}; {_shown_width(engine)}")
     return engine
+
+
+def _shown(verification: Verification) -> str:
+    found = verification.tokens_per_step
+    fit = "" if found is None else f", {found:.2f} tokens committed per step"
+    return (verification.taken or f"{len(verification.checks)} checks") + fit
 
 
 def _shown_width(engine: Engine) -> str:

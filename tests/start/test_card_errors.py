@@ -248,7 +248,7 @@ def test_where_auto_means_the_cpu_a_gpu_that_is_not_used_is_named(machine, name)
     found, cuda, words = DRIVERS[name]
     machine(found, cuda)
     startup = StartProgress()
-    start_engine(Settings(model=tiny.TARGET, draft="none", verify=False, **SMALL), startup)
+    start_engine(Settings(model=tiny.TARGET, draft="none", verify="off", **SMALL), startup)
     (line,) = startup.snapshot()["warnings"]
     assert all(word in line for word in ("so the CPU serves", *words))
     assert "\n" not in line

@@ -161,7 +161,7 @@ def start(monkeypatch, **changes):
     monkeypatch.setattr(module, "warm", one_request)
     monkeypatch.setattr(loading, "kernels_for", functools.partial(kernels_for, is_interpreted=True))
     startup = StartProgress()
-    return start_engine(replace(SETTINGS, verify=False, **changes), startup), startup
+    return start_engine(replace(SETTINGS, verify="off", **changes), startup), startup
 
 
 @pytest.mark.parametrize(
