@@ -45,7 +45,7 @@ OF_PLAN = (
     *("dtype", "quantization", "draft_quantization", "width", "block", "max_rows", "page_size"),
     *("chunk", "overlap"),
 )
-NUM_TOKENS = 8  # of the answer that has to be the same again
+NUM_PROMPT, NUM_TOKENS = 16, 6  # of the prompt and the answer that has to be the same again
 
 Note = Callable[[str], None]
 
@@ -97,7 +97,8 @@ def verify_changes(engine: Engine, note: Note, *, is_full: bool = False) -> Veri
     today = Record(datetime.now(UTC).date().isoformat(), __version__)
     if kernels is None:
         _write(kernels_file, today)
-    answers = _answers(engine, prompts_of(engine.models)[0][-max(1, max_tokens(engine) // 2) :])
+    num_prompt = max(1, min(NUM_PROMPT, max_tokens(engine) // 2))
+    answers = _answers(engine, prompts_of(engine.models)[0][-num_prompt:])
     _write(models_file, replace(today, answers=answers, verification=verification))
     return verification
 

@@ -50,6 +50,7 @@ class CompileAhead:
 
     def __init__(self, device: torch.device, facts: object) -> None:
         """`facts`: all that decides which kernels there will be, beside our sources and the card."""
+        self.problem: str | None = None  # what ended the collecting too early
         self._pool: CompilePool | None = None
         self._mark: Path | None = None
         if device.type != "cuda" or not has_triton():
@@ -66,15 +67,18 @@ class CompileAhead:
     def collecting(self) -> Iterator[bool]:
         """Asks for the kernels of what is called within; whether there is any use in calling it.
 
-        An error ends the collecting alone: if it is a real one, the start meets it again.
+        An error ends the collecting alone (`problem`): if it is a real one, the start meets it again.
         """
         if self._pool is None:
             yield False
             return
         from blockdraft.kernels.triton.compile_pool import collecting
 
-        with contextlib.suppress(Exception), collecting(self._pool), torch.inference_mode():
-            yield True
+        try:
+            with collecting(self._pool), torch.inference_mode():
+                yield True
+        except Exception as error:  # noqa: BLE001  # of code that got zeros to work with
+            self.problem = f"{type(error).__name__}: {error}"
 
     def wait(self, tell: Callable[[int, int, str], None]) -> None:
         """Until all is compiled; `tell` hears how many are, of how many, and the name of the last."""

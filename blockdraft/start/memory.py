@@ -29,7 +29,7 @@ from blockdraft.start.warm import warm
 def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -> Models:
     """`models` with as many pages as fit; as planned where the user set the size, or there is no GPU."""
     plan = models.plan
-    if models.device.type != "cuda" or settings.cache_bytes != "auto":
+    if not runs_first(models, settings):
         return models
     note("measuring what the largest steps need")
     overhead = _overhead(models, settings, note)
@@ -46,6 +46,11 @@ def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -
             f"{usage(models.device)}."
         )
     return replace(models, plan=fitting)
+
+
+def runs_first(models: Models, settings: Settings) -> bool:
+    """Whether the pages are measured, so that steps of every size have run before the cache is made."""
+    return models.device.type == "cuda" and settings.cache_bytes == "auto"
 
 
 def _overhead(models: Models, settings: Settings, note: Callable[[str], None]) -> int:

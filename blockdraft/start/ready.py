@@ -17,7 +17,7 @@ from blockdraft.start.card_errors import unused_gpu
 from blockdraft.start.compile_ahead import CompileAhead, compile_steps, compiling_for
 from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.loading import Opened, open_models, read_weights, resolve_device
-from blockdraft.start.memory import fit_pages, memory_explained, release, why_no_graphs
+from blockdraft.start.memory import fit_pages, memory_explained, release, runs_first, why_no_graphs
 from blockdraft.start.stall import plan_with_short_chunk
 from blockdraft.start.warm import warm
 from blockdraft.step.graphs import row_sizes
@@ -75,7 +75,7 @@ def plain_engine(
 
 def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> Engine:
     engine = Engine(fit_pages(models, settings, note))
-    if models.device.type == "cuda" and settings.cache_bytes != "auto":
+    if models.device.type == "cuda" and not runs_first(models, settings):
         warm(engine, note)  # which measuring the pages has done otherwise: what does not compile shows now
     if why_no_graphs(engine.models, settings) is None:
         _capture(engine, note)
@@ -112,7 +112,10 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
         compile_steps(ahead, models, settings, startup)
         models = fit_pages(models, settings, startup.note)
         engine = Engine(models)
-        startup.note(f"{engine.cache.num_bytes / 1e9:.2f} GB of cache, {models.plan.num_pages} pages")
+        problem = f"; kernels were not all compiled ahead ({ahead.problem})" if ahead.problem else ""
+        startup.note(
+            f"{engine.cache.num_bytes / 1e9:.2f} GB of cache, {models.plan.num_pages} pages{problem}"
+        )
     reason = why_no_graphs(models, settings)
     if reason is None:
         with startup.phase("capture"):
@@ -124,7 +127,7 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
             startup.note("measuring steps of different widths")
             is_full = settings.verify == "full"
             engine.replan(plan_with_width(engine, models.acceptance, uses_stored=not is_full))
-        warm(engine, startup.note)
+        warm(engine, startup.note, every_size=False if runs_first(models, settings) else None)
         _bound(engine, settings, startup)
         startup.note(_shown_width(engine))
     if settings.verify == "off":

@@ -81,6 +81,7 @@ def test_an_error_while_collecting_is_left_to_the_start(pools):
     with ahead.collecting():
         raise RuntimeError("a reference that fails")
     ahead.close(is_done=False)
+    assert ahead.problem == "RuntimeError: a reference that fails"
 
 
 def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
