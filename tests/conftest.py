@@ -1,9 +1,18 @@
-"""Without a card Triton's kernels run in its interpreter: Triton must know before anyone imports it."""
+"""Without a card Triton's kernels run in its interpreter: Triton must know before anyone imports it.
 
+And what starts keep for the next one (`widths`, `verified`, `kernels`) stays with this run of the suite: the
+user's cache folder lends its downloads alone.
+"""
+
+import atexit
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import torch
 
+from blockdraft.settings.settings import cache_dir
 from tests.not_run import (  # noqa: F401  # hooks: what a run leaves out is said at its end
     pytest_deselected,
     pytest_sessionfinish,
@@ -13,3 +22,16 @@ from tests.not_run import (  # noqa: F401  # hooks: what a run leaves out is sai
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _own_cache():
+    folder = Path(tempfile.mkdtemp(prefix="blockdraft-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    users = cache_dir()
+    for path in users.iterdir() if users.is_dir() else ():
+        if path.name not in ("widths", "verified", "kernels", "compiled"):
+            (folder / path.name).symlink_to(path)
+    os.environ["BLOCKDRAFT_CACHE"] = str(folder)
+
+
+_own_cache()

@@ -59,14 +59,35 @@ class Verification:
     accepted: tuple[
         float, ...
     ] = ()  # [i]: share of the steps that accepted draft i + 1, where it was looked at
+    same_bits: bool | None = None  # a token is computed alike in any company; None: it was not looked at
+    bits: str = ""  # how that is known
+    taken: str | None = None  # when and by whom all this was found, if not just now
 
 
 def verify_engine(
-    engine: Engine, note: Note, *, min_tokens_per_step: float = MIN_TOKENS_PER_STEP
+    engine: Engine,
+    note: Note,
+    *,
+    min_tokens_per_step: float = MIN_TOKENS_PER_STEP,
+    kernels_are: str | None = None,
 ) -> Verification:
-    """Check an idle engine and leave it as it was. ModelError: its answers would be wrong."""
+    """Check an idle engine and leave it as it was. ModelError: its answers would be wrong.
+
+    `kernels_are`: what to say of the kernels in place of comparing them, where that was done before.
+    """
+    found = _verify_pair(engine, note, min_tokens_per_step, kernels_are)
+    if not engine.models.plan.same_bits or engine.models.labels.synthetic_acceptance is not None:
+        return found
+    check, same_bits = _bits(engine)
+    note(f"{check.name}: {check.detail}")
+    return replace(found, checks=(*found.checks, check), same_bits=same_bits, bits=check.detail)
+
+
+def _verify_pair(
+    engine: Engine, note: Note, min_tokens_per_step: float, kernels_are: str | None
+) -> Verification:
     checks = []
-    for check in _checks_of_target(engine):
+    for check in _checks_of_target(engine, kernels_are):
         checks.append(check)
         note(f"{check.name}: {check.detail}")
         if not check.is_passed:  # of the drafter's layers: it could change the speed only
@@ -86,14 +107,15 @@ def verify_engine(
     return Verification((*checks, check), tokens_per_step, check.is_passed, reason, accepted)
 
 
-def _checks_of_target(engine: Engine) -> Iterator[Check]:
+def _checks_of_target(engine: Engine, kernels_are: str | None) -> Iterator[Check]:
     yield _weights(engine)
-    yield from _kernels(engine)
+    if kernels_are is None:
+        yield from _kernels(engine)
+    else:
+        yield Check("kernels", is_passed=True, detail=kernels_are, seconds=0.0)
     yield from _layers(engine)
     if engine.graphs is not None:
         yield captured(engine)
-    if engine.models.plan.same_bits and engine.models.labels.synthetic_acceptance is None:
-        yield _bits(engine)
 
 
 def without_drafter(models: Models) -> Models:
@@ -167,7 +189,7 @@ def _kernels(engine: Engine) -> Iterator[Check]:
 def _layers(engine: Engine) -> Iterator[Check]:
     """Every layer of both models against the oracle of `layercheck`; a drafter's that are wrong cost it."""
     begun_s, models = time.monotonic(), engine.models
-    ids = list(itertools.chain.from_iterable(_prompts(models)))
+    ids = list(itertools.chain.from_iterable(prompts_of(models)))
     try:
         found = check_layers(engine, lambda count: (ids * (count // len(ids) + 1))[:count])
     except LayerError as error:
@@ -195,7 +217,7 @@ def _off(models: Models, finding: LayerResult) -> str:
 
 def captured(engine: Engine) -> Check:
     """The graphs that serve. ModelError: they give other tokens than the kernels that they hold."""
-    begun_s, count = time.monotonic(), check_captured(engine, _prompts(engine.models)[0])
+    begun_s, count = time.monotonic(), check_captured(engine, prompts_of(engine.models)[0])
     return _check("graphs", f"{count} tokens as kernel by kernel", begun_s)
 
 
@@ -221,25 +243,12 @@ def _unusable(models: Models, error: LayerError) -> str:
     return f"{found}: the checkpoint is damaged, or is not what its config says. Fetch it again."
 
 
-def _bits(engine: Engine) -> Check:
-    """What was found becomes part of the plan: the page and /ready say it."""
-    begun_s, models = time.monotonic(), engine.models
-    if models.device.type == "cpu":  # what holds by construction needs no look, which would take long here
-        is_same = keeps_bits(models, models.plan.width)
-        detail = "our kernels add in one order" if is_same else "PyTorch's kernels promise no order of sums"
-    else:
-        found = check_bits(engine, list(itertools.chain.from_iterable(_prompts(models))))
-        is_same, detail = found.is_same, found.detail
-    engine.replan(models.plan.changed({"same_bits": detail}, same_bits=is_same))
-    return _check("bits", detail, begun_s)
-
-
 # ---- the drafter
 
 
 def _drafter(engine: Engine, min_tokens_per_step: float) -> tuple[Check, tuple[float, ...]]:
     """Beside the check: the share of the steps that accepted each draft."""
-    begun_s, found = time.monotonic(), check_drafter(engine, _prompts(engine.models))
+    begun_s, found = time.monotonic(), check_drafter(engine, prompts_of(engine.models))
     detail = (
         f"{found.tokens_per_step:.2f} tokens committed per step at width {found.width} over "
         f"{found.num_prompts} prompts (at least {min_tokens_per_step} asked), equal tokens without it in "
@@ -258,7 +267,25 @@ def _misfit(engine: Engine, tokens_per_step: float, floor: float) -> str:
     )
 
 
-def _prompts(models: Models) -> list[list[int]]:
+# ---- the bits
+
+
+def _bits(engine: Engine) -> tuple[Check, bool]:
+    """Whether a token is computed alike in any company; it costs no start that it is not."""
+    begun_s, models = time.monotonic(), engine.models
+    if models.device.type == "cpu":  # what holds by construction needs no look, which would take long here
+        same_bits = keeps_bits(models, models.plan.width)
+        detail = "our kernels add in one order" if same_bits else "PyTorch's kernels promise no order of sums"
+    else:
+        found = check_bits(engine, list(itertools.chain.from_iterable(prompts_of(models))))
+        same_bits, detail = found.is_same, found.detail
+    return _check("bits", detail, begun_s), same_bits
+
+
+# ---- what is asked
+
+
+def prompts_of(models: Models) -> list[list[int]]:
     """The built-in prompts as this model wants them: a chat, plain text, or ids where text means nothing."""
     found = []
     for number, text in enumerate(PROMPTS):

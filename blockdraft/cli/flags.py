@@ -40,6 +40,9 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ())
         where = other if item.name in launched else group
         # What is not given is not there: other layers may say it.
         where.add_argument(flag_of(item.name), default=argparse.SUPPRESS, help=text, **_options(item.name))
+        if item.name == "verify":
+            off: dict[str, Any] = {"action": "store_const", "const": "off", "default": argparse.SUPPRESS}
+            where.add_argument("--no-verify", dest="verify", help="the same as --verify off", **off)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,8 @@ from blockdraft.doctor.shapes import SHAPES, ProbeShape
 if TYPE_CHECKING:
     import torch
 
+    from blockdraft.engine.loaded import Models
+
 Line = dict[str, object]
 
 CACHE_BYTES = 64 << 20
@@ -47,6 +49,7 @@ def examine(device_name: str, names: list[str]) -> Iterator[Line]:
     yield {"kind": "device", "name": device_name, "is_right": bool((ones @ ones == 64).all())}
     yield {"kind": "begin", "what": "the choice of kernels"}
     yield from _paths_on_gpu(device) if device.type == "cuda" else _paths_on_cpu(device)
+    _compile_ahead([shape for shape in SHAPES if shape.name in names], device)
     for shape in SHAPES:
         if shape.name in names:
             yield {"kind": "begin", "what": shape.name}
@@ -123,11 +126,41 @@ def _path(operation: str, taken: str, why_not: str | None) -> Line:
 # ---- the operations against their references
 
 
+def _compile_ahead(shapes: list[ProbeShape], device: torch.device) -> None:
+    """The kernels of all shapes at once; what is not compiled here, its shape compiles itself."""
+    from blockdraft.engine.engine import Engine
+    from blockdraft.start.compile_ahead import CompileAhead, run_checks
+
+    ahead = CompileAhead(device, [repr(shapes)])
+    for shape in shapes:
+        with ahead.collecting() as is_useful:
+            if is_useful:
+                run_checks(Engine(_models(shape, str(device))))
+    ahead.wait(lambda done, total, name: None)
+    ahead.close(is_done=True)
+
+
 def _check(shape: ProbeShape, device_name: str) -> Iterator[Line]:
     from blockdraft.check.kernels import check_kernels
     from blockdraft.engine.engine import Engine
-    from blockdraft.settings.settings import Settings
     from blockdraft.start.fallback import with_kernels_that_compile
+
+    models = _models(shape, device_name)
+    slow: list[Line] = []
+    results = with_kernels_that_compile(
+        models,
+        lambda models: list(check_kernels(Engine(models))),
+        lambda operation, why: slow.append(_path(operation, "", f"does not compile here ({why})")),
+    )
+    yield from slow
+    for result in results:
+        error = result.error if result.error < float("inf") else None
+        passed = {"error": error, "is_passed": result.is_passed}
+        yield {"kind": "check", "shape": shape.name, **asdict(result), **passed}
+
+
+def _models(shape: ProbeShape, device_name: str) -> Models:
+    from blockdraft.settings.settings import Settings
     from blockdraft.start.loading import load_models
 
     with tempfile.TemporaryDirectory(prefix="blockdraft-doctor-") as folder:
@@ -146,18 +179,7 @@ def _check(shape: ProbeShape, device_name: str) -> Iterator[Line]:
             chunk=64,
             cache_bytes=CACHE_BYTES,
         )
-        models = load_models(settings, lambda text: None)
-    slow: list[Line] = []
-    results = with_kernels_that_compile(
-        models,
-        lambda models: list(check_kernels(Engine(models))),
-        lambda operation, why: slow.append(_path(operation, "", f"does not compile here ({why})")),
-    )
-    yield from slow
-    for result in results:
-        error = result.error if result.error < float("inf") else None
-        passed = {"error": error, "is_passed": result.is_passed}
-        yield {"kind": "check", "shape": shape.name, **asdict(result), **passed}
+        return load_models(settings, lambda text: None)
 
 
 def _write(config: object, folder: Path) -> str:

@@ -85,7 +85,12 @@ class Settings:
         False,
         "on a GPU, the fastest kernels: near-ties may then be answered otherwise in other company",
     )
-    verify: bool = _setting(True, "check kernels, model and drafter before serving")
+    verify: str = _setting(
+        "auto",
+        "check kernels, model and drafter before serving: auto what has changed since it was checked here, "
+        "full everything, off nothing",
+        choices=("auto", "full", "off"),
+    )
     sampling_defaults: str = _setting(
         "model",
         "of requests that do not say: the model's own (generation_config.json), or openai's (temperature 1)",

@@ -12,10 +12,8 @@ decode, they do so plainly.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,6 +31,7 @@ from blockdraft.engine.info import fingerprint
 from blockdraft.engine.twin import max_tokens, twin
 from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import Plan
+from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import Settings, cache_dir
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
@@ -235,9 +234,4 @@ def _stored(file: Path) -> Costs | None:
 
 
 def _store(file: Path, costs: Costs) -> None:
-    """As a whole or not at all; where the folder cannot be written, the next start measures again."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        own = file.with_suffix(f".{os.getpid()}")
-        own.write_text(json.dumps({"plain_s": costs.plain_s, "by_width": dict(costs.by_width)}))
-        own.replace(file)
+    keep(file, json.dumps({"plain_s": costs.plain_s, "by_width": dict(costs.by_width)}).encode())

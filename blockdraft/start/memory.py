@@ -29,7 +29,7 @@ from blockdraft.start.warm import warm
 def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -> Models:
     """`models` with as many pages as fit; as planned where the user set the size, or there is no GPU."""
     plan = models.plan
-    if models.device.type != "cuda" or settings.cache_bytes != "auto":
+    if not runs_first(models, settings):
         return models
     note("measuring what the largest steps need")
     overhead = _overhead(models, settings, note)
@@ -48,12 +48,17 @@ def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -
     return replace(models, plan=fitting)
 
 
+def runs_first(models: Models, settings: Settings) -> bool:
+    """Whether the pages are measured, so that steps of every size have run before the cache is made."""
+    return models.device.type == "cuda" and settings.cache_bytes == "auto"
+
+
 def _overhead(models: Models, settings: Settings, note: Callable[[str], None]) -> int:
     """Bytes beside weights and pages: rows and states, the largest steps run eagerly, the largest graph."""
     plan, device = models.plan, models.device
     before = _free(device)
     torch.cuda.reset_peak_memory_stats(device)
-    probe = Engine(replace(models, plan=replace(plan, num_pages=_pages_to_probe(plan))))
+    probe = Engine(replace(models, plan=replace(plan, num_pages=pages_to_probe(plan))))
     held = torch.cuda.memory_reserved(device)
     warm(probe, note)
     # A capture hands this back; the next prefill takes it again.
@@ -97,7 +102,7 @@ def why_no_graphs(models: Models, settings: Settings) -> str | None:
     return models.why_not_captured()
 
 
-def _pages_to_probe(plan: Plan) -> int:
+def pages_to_probe(plan: Plan) -> int:
     """Enough for every round of the warm-up."""
     longest = plan.pages_of(plan.chunk + 1 + 3 * plan.block) + 1
     short = plan.pages_of(8 + 4 * plan.block) + 1

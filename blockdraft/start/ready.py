@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blockdraft.check.selfcheck import captured, verify_engine, without_drafter
+from blockdraft.check.selfcheck import Verification, captured, without_drafter
+from blockdraft.check.verified import verify_changes
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import SettingsError
@@ -13,9 +14,10 @@ from blockdraft.phases import StartProgress
 from blockdraft.settings.settings import Settings
 from blockdraft.start.block_width import may_choose_width, plan_with_width
 from blockdraft.start.card_errors import unused_gpu
+from blockdraft.start.compile_ahead import CompileAhead, compile_steps, compiling_for
 from blockdraft.start.fallback import with_kernels_that_compile
-from blockdraft.start.loading import open_models, read_weights, resolve_device
-from blockdraft.start.memory import fit_pages, memory_explained, release, why_no_graphs
+from blockdraft.start.loading import Opened, open_models, read_weights, resolve_device
+from blockdraft.start.memory import fit_pages, memory_explained, release, runs_first, why_no_graphs
 from blockdraft.start.stall import plan_with_short_chunk
 from blockdraft.start.warm import warm
 from blockdraft.step.graphs import row_sizes
@@ -27,6 +29,11 @@ def start_engine(settings: Settings, startup: StartProgress) -> Engine:
     _check_gpu(settings, startup.warn)
     with startup.phase("fetch"):
         opened = open_models(settings, startup.note)
+    with compiling_for(opened, settings) as ahead:
+        return _started(opened, settings, startup, ahead)
+
+
+def _started(opened: Opened, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
     with memory_explained(settings, opened.device, is_loading=True), startup.phase("load"):
         models = read_weights(opened, startup.note, startup.progress)
     for notice in models.labels.notices:
@@ -36,8 +43,11 @@ def start_engine(settings: Settings, startup: StartProgress) -> Engine:
         startup.warn(_slower(operation, why))
         startup.rewind("allocate")
 
+    def prepared(models: Models) -> Engine:
+        return _prepared(models, settings, startup, ahead)
+
     with memory_explained(settings, models.device):
-        return with_kernels_that_compile(models, lambda models: _prepared(models, settings, startup), tell)
+        return with_kernels_that_compile(models, prepared, tell)
 
 
 def plain_engine(
@@ -65,7 +75,7 @@ def plain_engine(
 
 def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> Engine:
     engine = Engine(fit_pages(models, settings, note))
-    if models.device.type == "cuda" and settings.cache_bytes != "auto":
+    if models.device.type == "cuda" and not runs_first(models, settings):
         warm(engine, note)  # which measuring the pages has done otherwise: what does not compile shows now
     if why_no_graphs(engine.models, settings) is None:
         _capture(engine, note)
@@ -97,11 +107,15 @@ def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
             warn(line)
 
 
-def _prepared(models: Models, settings: Settings, startup: StartProgress) -> Engine:
+def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
     with startup.phase("allocate"):
+        compile_steps(ahead, models, settings, startup)
         models = fit_pages(models, settings, startup.note)
         engine = Engine(models)
-        startup.note(f"{engine.cache.num_bytes / 1e9:.2f} GB of cache, {models.plan.num_pages} pages")
+        problem = f"; kernels were not all compiled ahead ({ahead.problem})" if ahead.problem else ""
+        startup.note(
+            f"{engine.cache.num_bytes / 1e9:.2f} GB of cache, {models.plan.num_pages} pages{problem}"
+        )
     reason = why_no_graphs(models, settings)
     if reason is None:
         with startup.phase("capture"):
@@ -111,33 +125,53 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress) -> Eng
     with startup.phase("warm"):
         if models.acceptance and may_choose_width(engine, settings):
             startup.note("measuring steps of different widths")
-            engine.replan(plan_with_width(engine, models.acceptance))
-        warm(engine, startup.note)
+            is_full = settings.verify == "full"
+            engine.replan(plan_with_width(engine, models.acceptance, uses_stored=not is_full))
+        warm(engine, startup.note, every_size=False if runs_first(models, settings) else None)
         _bound(engine, settings, startup)
         startup.note(_shown_width(engine))
-    if not settings.verify:
+    if settings.verify == "off":
         startup.skip("verify", "switched off")
         return engine
     with startup.phase("verify"):
-        verification = verify_engine(engine, startup.note)
+        verification = verify_changes(engine, startup.note, is_full=settings.verify == "full")
         if not verification.keeps_drafter:
             startup.warn(f"the drafter is not used: {verification.reason}")
             engine.graphs = None  # they hold the engine, and with it the cache
             del engine
-            release()  # before another cache is made
-            engine = Engine(without_drafter(models))
-            if reason is None:
-                _capture(engine, startup.note)
-            warm(engine, startup.note)
-            _bound(engine, settings, startup)
-            if engine.graphs is not None:
-                captured(engine)
+            engine = _without_drafter(models, settings, startup)
         elif _is_without_fit(engine, settings) and verification.accepted:
             _settle_without_fit(engine, verification.accepted, startup.note)
-        found = verification.tokens_per_step
-        fit = "" if found is None else f", {found:.2f} tokens committed per step"
-        startup.note(f"{len(verification.checks)} checks{fit}; {_shown_width(engine)}")
+        if verification.same_bits is not None:
+            _tell_bits(engine, verification, startup)
+        startup.note(f"{_shown(verification)}; {_shown_width(engine)}")
     return engine
+
+
+def _without_drafter(models: Models, settings: Settings, startup: StartProgress) -> Engine:
+    release()  # before another cache is made
+    engine = Engine(without_drafter(models))
+    if why_no_graphs(models, settings) is None:
+        _capture(engine, startup.note)
+    warm(engine, startup.note)
+    _bound(engine, settings, startup)
+    if engine.graphs is not None:
+        captured(engine)
+    return engine
+
+
+def _tell_bits(engine: Engine, found: Verification, startup: StartProgress) -> None:
+    """The page shows the plan, /ready the warnings."""
+    changed = engine.models.plan.changed({"same_bits": found.bits}, same_bits=found.same_bits)
+    engine.replan(changed)
+    if not found.same_bits and engine.models.device.type == "cuda":
+        startup.warn(f"answers may depend on who else is served: {found.bits}")
+
+
+def _shown(verification: Verification) -> str:
+    found = verification.tokens_per_step
+    fit = "" if found is None else f", {found:.2f} tokens committed per step"
+    return (verification.taken or f"{len(verification.checks)} checks") + fit
 
 
 def _shown_width(engine: Engine) -> str:

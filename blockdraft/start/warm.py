@@ -1,7 +1,9 @@
 """Warm-up: real requests through every shape that will be served, so that the first is as fast as the tenth.
 
 What is slow only once: compiling the CPU kernels, loading and choosing the device's own, the first touch of
-memory. All of it happens on the way of a request, so requests are what warms it.
+memory. All of it happens on the way of a request, so requests are what warms it. A card has code of its own
+for many sizes, and its libraries choose by size. A CPU has not: once the small rounds were served, the first
+of the large ones took as long as the second.
 """
 
 from __future__ import annotations
@@ -28,11 +30,16 @@ SAMPLINGS = (
 Request = tuple[int, SamplingParams]  # prompt tokens, and what is asked
 
 
-def warm(engine: Engine, note: Callable[[str], None]) -> None:
-    """Serve the warm-up requests. The engine, which must be idle, stays as it was."""
+def warm(engine: Engine, note: Callable[[str], None], *, every_size: bool | None = None) -> None:
+    """Serve the warm-up requests; of every size on a card, or where that is asked for.
+
+    The engine, which must be idle, stays as it was.
+    """
+    if every_size is None:
+        every_size = engine.models.device.type != "cpu"
     room = max_tokens(engine)
     other = twin(engine)
-    for text, requests in rounds(engine.models.plan):
+    for text, requests in (rounds if every_size else few_rounds)(engine.models.plan):
         note(text)
         for number, (num_prompt, sampling) in enumerate(requests):
             num_prompt = max(1, min(num_prompt, room - 1))
@@ -56,6 +63,13 @@ def rounds(plan: Plan) -> Iterator[tuple[str, list[Request]]]:
             yield f"{plan.max_rows} rows of width {width}", [(1, greedy)] * plan.max_rows
     for sampling in SAMPLINGS:
         yield "1 row, sampled", [(2, _changed(sampling, width=plan.width, max_tokens=1))]
+
+
+def few_rounds(plan: Plan) -> Iterator[tuple[str, list[Request]]]:
+    """The same where no size has code of its own."""
+    several = [_changed(sampling, width=plan.width, max_tokens=1) for sampling in SAMPLINGS]
+    yield "one token of prefill", [(2, _changed(GREEDY, width=1, max_tokens=2))]
+    yield "rows of different lengths, sampled", [(2 + 3 * i, one) for i, one in enumerate(several)]
 
 
 def _changed(sampling: SamplingParams, *, width: int, max_tokens: int) -> SamplingParams:

@@ -37,7 +37,7 @@ def started(tmp_path_factory):
         draft=str(folder / "draft"),
         load_format="dummy",
         device="cuda",
-        verify=False,  # random drafts fit nothing
+        verify="off",  # random drafts fit nothing
     )
     release()
     free, total = torch.cuda.mem_get_info()

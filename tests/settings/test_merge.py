@@ -71,7 +71,7 @@ def test_a_flag_can_take_a_value_back_to_its_default(recipe):
     resolved = _resolved(args)
     assert resolved.settings.max_rows == "auto"
     assert resolved.settings.attention_backend is None
-    assert (resolved.sources["max_rows"], resolved.sources["verify"]) == ("--max-rows", "--no-verify")
+    assert (resolved.sources["max_rows"], resolved.sources["verify"]) == ("--max-rows", "--verify")
 
 
 def test_more_engine_flags_add_to_those_of_the_recipe(recipe, monkeypatch):
@@ -171,7 +171,7 @@ def test_text_of_the_environment_is_read_by_its_type(name, text, value):
         ("BLOCKDRAFT_CACHES", "/x", "did you mean BLOCKDRAFT_CACHE?"),
         ("BLOCKDRAFT_QQQ", "", "BLOCKDRAFT_QQQ is no setting of ours: see docs/settings.md"),
         ("BLOCKDRAFT_WIDTH", "wide", "BLOCKDRAFT_WIDTH: 'wide' is not a whole number or 'auto'."),
-        ("BLOCKDRAFT_VERIFY", "maybe", "BLOCKDRAFT_VERIFY: 'maybe' is not on or off."),
+        ("BLOCKDRAFT_GRAPHS", "maybe", "BLOCKDRAFT_GRAPHS: 'maybe' is not on or off."),
         ("BLOCKDRAFT_ENGINE_ENV", "A", "BLOCKDRAFT_ENGINE_ENV: 'A' is not NAME=VALUE."),
         ("BLOCKDRAFT_ENGINE_ARGS", "'", "BLOCKDRAFT_ENGINE_ARGS: "),
     ],

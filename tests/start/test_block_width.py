@@ -283,7 +283,7 @@ def served(draft, **changes):
 
 def test_a_server_says_which_width_it_serves_and_why(fitted, monkeypatch):
     warmed = []
-    monkeypatch.setattr(start, "warm", lambda engine, note: warmed.append(engine.models.plan.width))
+    monkeypatch.setattr(start, "warm", lambda engine, note, **_: warmed.append(engine.models.plan.width))
     measured(monkeypatch, costs(w2=1.2, w3=1.3, w8=2.0))
     engine, details, startup = served(fitted)
     plan = engine.models.plan
@@ -309,14 +309,14 @@ def test_without_a_fit_the_built_in_prompts_have_to_say(tmp_path, monkeypatch):
     assert sum(acceptance["the built-in prompts"]) > 1, "the pair's drafter fits"
     assert engine.models.plan.width == 2
     assert "times for the built-in prompts, carefully estimated; then by" in details["verify"]
-    assert served(tiny.DRAFT, verify=False)[0].models.plan.width == 8
+    assert served(tiny.DRAFT, verify="off")[0].models.plan.width == 8
     assert len(calls) == 1
-    assert list(tmp_path.iterdir()) == [], "nobody would look it up"
+    assert not (tmp_path / "widths").exists(), "nobody would look it up"
 
 
 def test_a_drafter_that_is_dropped_is_not_measured(fitted, monkeypatch):
     calls = measured(monkeypatch, costs(w2=1.1))
-    monkeypatch.setattr(start, "verify_engine", lambda engine, note: start_verification())
+    monkeypatch.setattr(start, "verify_changes", lambda engine, note, is_full: start_verification())
     engine, _, startup = served(fitted)
     assert engine.models.draft_config is None
     assert (engine.models.plan.width, len(calls)) == (1, 1)

@@ -1,5 +1,6 @@
 """A card that cannot be had, or not all of it, is one line: what happened, who holds it, what to do."""
 
+import contextlib
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -155,6 +156,7 @@ def test_every_part_of_a_start_is_explained(machine, monkeypatch, name):
     models = replace(tiny.load("float32"), device=torch.device("cuda"))
     monkeypatch.setattr(start, "open_models", lambda settings, note: models)
     monkeypatch.setattr(start, "read_weights", lambda opened, *_: opened)
+    monkeypatch.setattr(start, "compiling_for", lambda opened, settings: contextlib.nullcontext())
 
     def fail(*args):
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -248,7 +250,7 @@ def test_where_auto_means_the_cpu_a_gpu_that_is_not_used_is_named(machine, name)
     found, cuda, words = DRIVERS[name]
     machine(found, cuda)
     startup = StartProgress()
-    start_engine(Settings(model=tiny.TARGET, draft="none", verify=False, **SMALL), startup)
+    start_engine(Settings(model=tiny.TARGET, draft="none", verify="off", **SMALL), startup)
     (line,) = startup.snapshot()["warnings"]
     assert all(word in line for word in ("so the CPU serves", *words))
     assert "\n" not in line

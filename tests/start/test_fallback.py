@@ -150,7 +150,7 @@ def start(monkeypatch, **changes):
 
     from blockdraft.start import ready as module
 
-    def one_request(engine, note):
+    def one_request(engine, note, **_):
         from blockdraft.engine.request import SamplingParams
         from blockdraft.engine.twin import serve, twin
 
@@ -161,7 +161,7 @@ def start(monkeypatch, **changes):
     monkeypatch.setattr(module, "warm", one_request)
     monkeypatch.setattr(loading, "kernels_for", functools.partial(kernels_for, is_interpreted=True))
     startup = StartProgress()
-    return start_engine(replace(SETTINGS, verify=False, **changes), startup), startup
+    return start_engine(replace(SETTINGS, verify="off", **changes), startup), startup
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_pages_on_unified_memory_are_of_what_the_kernel_calls_available(monkeypa
         monkeypatch.setattr(module, "read_machine", lambda: machine)
     fitted = fit_pages(models, Settings(gpu_memory_utilization=0.5, max_rows=4), ignore)
     # Nothing is kept by a probe here but its pages, which the kernel's number does not show.
-    probed = memory._pages_to_probe(models.plan) + 2
+    probed = memory.pages_to_probe(models.plan) + 2
     room = TOTAL // 2 - 10 * GB - MARGIN_BYTES + probed * page_bytes(models)
     assert fitted.plan.num_pages == room // page_bytes(models)
 

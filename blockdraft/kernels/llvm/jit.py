@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+from blockdraft.settings.cache_files import keep
+from blockdraft.settings.settings import cache_dir
 
 Job = ctypes.Array[ctypes.c_int64]
 
@@ -60,12 +64,15 @@ class Jit:
         llvm = importlib.import_module("llvmlite.binding")
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
+        host = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
         machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+            cpu=host[0], features=host[1], opt=3
         )
         module = llvm.parse_assembly(source)
         module.verify()
         self._engine = llvm.create_mcjit_compiler(module, machine)
+        compiled = _Compiled(source, str(llvm.llvm_version_info), machine.triple, *host)
+        self._engine.set_object_cache(compiled.store, compiled.load)
         self._engine.finalize_object()
         self._address: int = self._engine.get_function_address("worker")
         self._run_serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
@@ -78,6 +85,28 @@ class Jit:
             self._run_serial(ctypes.addressof(job))
         else:
             self._run_parallel(self._address, ctypes.addressof(job), threads, 0)
+
+
+class _Compiled:
+    """A module's machine code on the disk, after its digest: a start need not compile what another has.
+
+    It is named after all that decides it: the source, LLVM's version and the processor.
+    """
+
+    def __init__(self, *facts: str) -> None:
+        name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+        self._file = cache_dir() / "kernels" / f"{name}.o"
+
+    def load(self, module: object) -> bytes | None:
+        """None: it has to be compiled."""
+        try:
+            digest, code = (raw := self._file.read_bytes())[:32], raw[32:]
+        except OSError:
+            return None
+        return code if hashlib.sha256(code).digest() == digest else None
+
+    def store(self, module: object, code: bytes) -> None:
+        keep(self._file, hashlib.sha256(code).digest() + code)
 
 
 @functools.cache

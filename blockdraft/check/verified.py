@@ -1,0 +1,238 @@
+"""What earlier starts have verified, so that a start checks only what has changed since.
+
+There are two records, and a file of each in the cache folder. That of the kernels is named after all that
+decides what they compute: this package's own sources, the libraries, the device, the plan and the shapes.
+That of the models is named after that and after every byte of both models' weights. So whatever changes has
+no record, and is checked.
+
+Nothing is believed blindly: an answer to a built-in prompt, plain and with drafts, has to be token for token
+what it was when the models were checked. If it is not, or a record is damaged, everything is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from blockdraft import __version__
+from blockdraft.check.checksum import checksum
+from blockdraft.check.comparison import models_of
+from blockdraft.check.drafts import answer
+from blockdraft.check.selfcheck import Check, Verification, prompts_of, verify_engine
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.twin import max_tokens, twin
+from blockdraft.machine.machine import read_machine
+from blockdraft.planner.plan import Plan
+from blockdraft.settings.cache_files import keep
+from blockdraft.settings.settings import cache_dir
+from blockdraft.step.dflash import DFlashDrafter
+
+PACKAGE = Path(__file__).parent.parent
+LIBRARIES = ("torch", "triton", "llvmlite", "numpy")
+# What of the plan chooses kernels and the sizes they run at. Pages and context follow the memory that happens
+# to be free: they would differ at every start.
+OF_PLAN = (
+    *("dtype", "quantization", "draft_quantization", "width", "block", "max_rows", "page_size"),
+    *("chunk", "overlap", "same_bits"),
+)
+NUM_PROMPT, NUM_TOKENS = 16, 6  # of the prompt and the answer that has to be the same again
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a prompt was answered with, by width."""
+
+    prompt: list[int]
+    tokens: dict[str, list[int]]
+
+
+class RecordDamaged(Exception):
+    """A record is not as it was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """That something was found right, when, and by which version of ours."""
+
+    day: str
+    version: str
+    answers: Answers | None = None  # None, both: of the kernels alone
+    verification: Verification | None = None
+
+    def __str__(self) -> str:
+        return f"verified on {self.day} by blockdraft {self.version}"
+
+
+def verify_changes(engine: Engine, note: Note, *, is_full: bool = False) -> Verification:
+    """Check of an idle engine what no record vouches for, and keep what was found. `is_full`: check all.
+
+    ModelError: its answers would be wrong.
+    """
+    kernels_file, models_file = _files(engine)
+    kernels = models = None
+    if not is_full:
+        try:
+            kernels, models = _read(kernels_file), _read(models_file)
+        except RecordDamaged as error:
+            note(f"{error}: everything is checked again")
+    if models is not None and models.answers is not None:
+        if _answers(engine, models.answers.prompt) == models.answers:
+            note(f"kernels and models: {models}")
+            return _as_recorded(models)
+        note("a built-in prompt has another answer than when it was verified: everything is checked again")
+        kernels = None
+    verification = verify_engine(engine, note, kernels_are=None if kernels is None else str(kernels))
+    today = Record(datetime.now(UTC).date().isoformat(), __version__)
+    if kernels is None:
+        _write(kernels_file, today)
+    num_prompt = max(1, min(NUM_PROMPT, max_tokens(engine) // 2))
+    answers = _answers(engine, prompts_of(engine.models)[0][-num_prompt:])
+    _write(models_file, replace(today, answers=answers, verification=verification))
+    return verification
+
+
+def _as_recorded(record: Record) -> Verification:
+    """What was found then, and that the answers still are what they were."""
+    assert record.answers is not None
+    assert record.verification is not None
+    num_tokens = sum(map(len, record.answers.tokens.values()))
+    checks = (
+        Check("kernels and models", is_passed=True, detail=str(record), seconds=0.0),
+        Check("answers", is_passed=True, detail=f"{num_tokens} tokens as they were then", seconds=0.0),
+    )
+    return replace(record.verification, checks=checks, taken=str(record))
+
+
+def _answers(engine: Engine, prompt: list[int]) -> Answers:
+    """Plainly and at the plan's width. A prompt too long for this engine's context has no answer."""
+    is_synthetic = engine.models.labels.synthetic_acceptance is not None
+    widths = {1} if is_synthetic else {1, engine.models.plan.width}
+    if len(prompt) >= max_tokens(engine):
+        return Answers(prompt, {})
+    tokens = {width: answer(twin(engine), prompt, width, NUM_TOKENS).token_ids for width in sorted(widths)}
+    return Answers(prompt, {str(width): list(found) for width, found in tokens.items()})
+
+
+# ---- what the answers depend on
+
+
+def _files(engine: Engine) -> tuple[Path, Path]:
+    """Of the kernels' record, and of the models'."""
+    kernels = digest_of([sources(), libraries(), _device(engine), _shapes(engine)])
+    weights = [checksum(model) for model in models_of(engine)]
+    drafter, ids = engine.models.drafter, "none"
+    if isinstance(drafter, DFlashDrafter) and drafter.vocab_map is not None:
+        ids = digest_of(drafter.vocab_map.tolist())
+    labels = engine.models.labels
+    models = digest_of([kernels, weights, ids, labels.is_dummy, labels.synthetic_acceptance])
+    folder = cache_dir() / "verified"
+    return folder / f"kernels-{kernels}.json", folder / f"models-{models}.json"
+
+
+def sources() -> str:
+    """Every module of this package, as it is on the disk."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def libraries() -> list[str]:
+    """Whatever computes beside ourselves, with its version."""
+    versions = [platform.python_version()]
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    return versions
+
+
+def card_facts(device: torch.device) -> list[object]:
+    """The card and its driver."""
+    driver = next((gpu.driver for gpu in read_machine().gpus), "")
+    properties = torch.cuda.get_device_properties(device)
+    card = [properties.name, properties.major, properties.minor, properties.total_memory]
+    return [*card, driver, torch.version.cuda]
+
+
+def plan_facts(plan: Plan) -> dict[str, object]:
+    return {name: getattr(plan, name) for name in OF_PLAN}
+
+
+def digest_of(facts: object) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _device(engine: Engine) -> list[object]:
+    """The processor and its threads, or the card."""
+    device, cpu = engine.models.device, read_machine().cpu
+    if device.type == "cpu":
+        return [cpu.name, sorted(cpu.features), torch.get_num_threads()]
+    return [*card_facts(device), engine.graphs is not None]
+
+
+def _shapes(engine: Engine) -> list[object]:
+    """Both models without their values, which kernels are left out, and the plan."""
+    models = engine.models
+    config = replace(models.config, name="")
+    drafted = None if models.draft_config is None else replace(models.draft_config, name="")
+    parts = [_parts(model) for model in models_of(engine)]
+    kernels = [models.target.kernels.available.path, *models.target.kernels.off]
+    return [repr(config), repr(drafted), plan_facts(models.plan), kernels, parts]
+
+
+def _parts(model: nn.Module) -> list[str]:
+    return [f"{name} {tuple(part.shape)} {part.dtype}" for name, part in sorted(model.state_dict().items())]
+
+
+# ---- the files
+
+
+def _read(file: Path) -> Record | None:
+    """None: there is none. RecordDamaged: it is not as it was written."""
+    try:
+        text = file.read_text()
+    except OSError:
+        return None
+    except ValueError:
+        raise RecordDamaged(f"{file} is damaged") from None
+    try:
+        raw = json.loads(text)
+        if raw.pop("sha256") != digest_of(raw):
+            raise ValueError("not what was written")
+        record = Record(raw["day"], raw["version"])
+        if raw["answers"] is None:
+            return record
+        return replace(
+            record, answers=Answers(**raw["answers"]), verification=_verification(**raw["verification"])
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise RecordDamaged(f"{file} is damaged") from None
+
+
+def _verification(accepted: list[float], **kept: object) -> Verification:
+    return Verification((), accepted=tuple(accepted), **kept)  # type: ignore[arg-type]
+
+
+def _write(file: Path, record: Record) -> None:
+    found, answers = record.verification, record.answers
+    kept = ("tokens_per_step", "keeps_drafter", "reason", "accepted", "same_bits", "bits")
+    raw = {
+        "day": record.day,
+        "version": record.version,
+        "answers": None if answers is None else asdict(answers),
+        "verification": None if found is None else {name: getattr(found, name) for name in kept},
+    }
+    keep(file, json.dumps({**raw, "sha256": digest_of(raw)}).encode())

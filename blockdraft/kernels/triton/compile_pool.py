@@ -1,0 +1,119 @@
+"""Compiles many kernels at once, in processes of their own: threads would wait for Python's lock."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+
+from blockdraft.settings.settings import child_environment
+
+MAX_WORKERS = 16
+TIMEOUT_S = 120  # without any kernel done: then the start compiles the rest itself
+WORKER = (sys.executable, "-m", "blockdraft.kernels.triton.compile_worker")
+
+Told = Callable[[int, int, str], None]  # kernels that are done, of how many, and the last one's name
+
+
+class CompilePool:
+    """Worker processes, and the kernels they are asked for. One that ends leaves its kernel to the start."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_asked = self.num_done = 0
+        self.errors: list[str] = []  # of kernels that do not compile, with their names
+        self._asked: set[str] = set()
+        self._jobs: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+        self._workers = [_worker() for _ in range(num_workers)]
+        for worker in self._workers:
+            threading.Thread(target=self._feed, args=(worker,), daemon=True).start()
+
+    def ask(self, module: str, name: str, specialization: str) -> None:
+        """Compile this kernel, once."""
+        if specialization not in self._asked:
+            self._asked.add(specialization)
+            self.num_asked += 1
+            self._jobs.put((name, json.dumps({"module": module, "specialization": specialization})))
+
+    def wait(self, tell: Told = lambda done, total, name: None) -> None:
+        """Until all that was asked for is compiled, or nobody is left to do it."""
+        idle_s = 0
+        while self.num_done < self.num_asked and idle_s < TIMEOUT_S:
+            if all(worker.poll() is not None for worker in self._workers):
+                return
+            try:
+                name, error = self._done.get(timeout=1)
+            except queue.Empty:
+                idle_s += 1
+                continue
+            idle_s, self.num_done = 0, self.num_done + 1
+            if error is not None:
+                self.errors.append(f"{name}: {error}")
+            tell(self.num_done, self.num_asked, name)
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing."""
+        for worker in self._workers:
+            self._jobs.put(None)
+            worker.kill()
+        for worker in self._workers:
+            worker.wait()
+
+    def _feed(self, worker: subprocess.Popen[str]) -> None:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        while (job := self._jobs.get()) is not None:
+            try:
+                worker.stdin.write(job[1] + "\n")
+                worker.stdin.flush()
+                answer = json.loads(worker.stdout.readline())
+            except (OSError, ValueError):
+                self._done.put((job[0], "its worker has ended"))
+                return
+            self._done.put((job[0], answer["error"]))
+
+
+def _worker() -> subprocess.Popen[str]:
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(
+        WORKER, stdin=pipe, stdout=pipe, stderr=nowhere, env=child_environment({}), text=True
+    )
+
+
+@contextmanager
+def collecting(pool: CompilePool) -> Iterator[None]:
+    """Within it no kernel of ours is compiled or run: `pool` is asked for each that would be.
+
+    What they would have written is zero, so that PyTorch's own code, which does run, finds no nonsense.
+    """
+
+    def skip(*, fn: Any, compile: dict[str, Any], **others: object) -> bool:  # as Triton names them
+        pool.ask(fn.module, fn.name, compile["specialization_data"])
+        return True
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = skip
+    try:
+        with _Zeroed():
+            yield
+    finally:
+        knobs.runtime.jit_cache_hook = before
+
+
+class _Zeroed(TorchDispatchMode):
+    """New memory holds zeros."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if "empty" in function.name() and isinstance(made, torch.Tensor):
+            made.zero_()
+        return made

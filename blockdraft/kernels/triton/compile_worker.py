@@ -1,0 +1,88 @@
+"""Compiles Triton's kernels for a start: `python -m blockdraft.kernels.triton.compile_worker`.
+
+One process of several (`compile_pool.py`). Each line that it reads is a kernel's module and what Triton calls
+its specialisation; each line that it writes says which kernel is done. The result lies in Triton's cache on
+the disk, where the start finds it. It needs no card: the specialisation names the card it is for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction
+
+from blockdraft.kernels import triton as package
+
+
+def main() -> None:
+    for module in pkgutil.iter_modules(package.__path__):  # one kernel may call another module's
+        if not module.name.startswith("compile_"):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(_answer(json.loads(line))) + "\n")
+        sys.stdout.flush()
+
+
+def _answer(asked: dict[str, str]) -> dict[str, str | None]:
+    """What does not compile here fails in the start too, which knows what to do about it."""
+    try:
+        compile_kernel(asked["module"], asked["specialization"])
+        return {"error": None}
+    except Exception as error:  # noqa: BLE001  # whatever Triton raises
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+
+
+def compile_kernel(module: str, specialization: str) -> triton.compiler.CompiledKernel:
+    """As JITFunction.preload does, but for the card that is named instead of the one that is there."""
+    found = json.loads(specialization)
+    function = getattr(importlib.import_module(module), found["name"].rpartition(".")[2])
+    values = map(_constant, found["constant_vals"])
+    constants = dict(zip(map(tuple, found["constant_keys"]), values, strict=True))
+    attributes = dict(zip(map(tuple, found["attrs_keys"]), found["attrs_vals"], strict=True))
+    signature = {name: _tuples(kind) for name, kind in found["signature"].items()}
+    options = {name: _tuples(value) for name, value in found["options"].items()}
+    target = GPUTarget(**found["target"])
+    return triton.compile(
+        ASTSource(function, signature, constants, attributes),
+        target=target,
+        options=make_backend(target).parse_options(options).__dict__,
+    )
+
+
+def _constant(value: Any) -> Any:
+    if tl.dtype.is_dtype(value):
+        return tl.dtype(value)
+    if isinstance(value, dict) and "constexpr" in value:
+        return tl.constexpr(value["constexpr"])
+    if isinstance(value, dict) and "jit_function" in value:
+        return _functions()[value["jit_function"]]
+    return value
+
+
+def _functions() -> dict[str, JITFunction[Any]]:
+    """Ours, by the names that Triton writes."""
+    return {f"{function.module}:{function.fn.__qualname__}": function for function in _all_functions()}
+
+
+def _all_functions() -> Iterator[JITFunction[Any]]:
+    for name, module in list(sys.modules.items()):
+        if name.startswith(package.__name__):
+            yield from (value for value in vars(module).values() if isinstance(value, JITFunction))
+
+
+def _tuples(kind: Any) -> Any:
+    """JSON has lists only, and no kernel has a list among its arguments."""
+    return tuple(map(_tuples, kind)) if isinstance(kind, list) else kind
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""On a card, all kernels of a start are compiled at once by several processes, before the first of them runs.
+
+Which kernels those are, no list says: the steps that will be served and the comparisons of the check run once
+on a small cache, with every kernel left out (`compile_pool.collecting`), and whatever they would have run is
+asked for. The code lands in Triton's cache; a kernel that was missed, or does not compile, is met later, as
+if nothing had been compiled ahead. A start that finds its mark in Triton's cache does none of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from blockdraft.cache.rows import RowSampling
+from blockdraft.check.kernels import check_kernels
+from blockdraft.check.piece_sizes import pieces_for
+from blockdraft.check.verified import card_facts, digest_of, libraries, plan_facts, sources
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loaded import Models
+from blockdraft.kernels.choice import has_triton
+from blockdraft.machine.machine import read_machine
+from blockdraft.phases import StartProgress
+from blockdraft.settings.cache_files import keep
+from blockdraft.settings.settings import Settings, cache_dirs
+from blockdraft.start.loading import Opened
+from blockdraft.start.memory import pages_to_probe, release
+from blockdraft.step.graphs import row_sizes
+from blockdraft.step.prefill import prefill_step
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.triton.compile_pool import CompilePool
+
+MIN_CORES = 4  # with fewer, the start itself compiles as fast
+# Between them every part of sampling that is left out where no row asks for it.
+SAMPLINGS = (
+    RowSampling(),
+    RowSampling(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01),
+    RowSampling(temperature=0.8, repetition=1.1, presence=0.1, frequency=0.1, min_end=9, stop_ids=(0,)),
+    RowSampling(bias=((0, 1.0),)),
+)
+
+
+class CompileAhead:
+    """The workers of one start; none where they would be of no use."""
+
+    def __init__(self, device: torch.device, facts: object) -> None:
+        """`facts`: all that decides which kernels there will be, beside our sources and the card."""
+        self.problem: str | None = None  # what ended the collecting too early
+        self._pool: CompilePool | None = None
+        self._mark: Path | None = None
+        if device.type != "cuda" or not has_triton():
+            return
+        key = digest_of([sources(), libraries(), card_facts(device), facts])
+        self._mark = cache_dirs()["triton"] / f"blockdraft-{key}"
+        num_cores = read_machine().cpu.num_cores
+        if num_cores >= MIN_CORES and not self._mark.exists():
+            from blockdraft.kernels.triton.compile_pool import MAX_WORKERS, CompilePool
+
+            self._pool = CompilePool(min(num_cores, MAX_WORKERS))
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[bool]:
+        """Asks for the kernels of what is called within; whether there is any use in calling it.
+
+        An error ends the collecting alone (`problem`): if it is a real one, the start meets it again.
+        """
+        if self._pool is None:
+            yield False
+            return
+        from blockdraft.kernels.triton.compile_pool import collecting
+
+        try:
+            with collecting(self._pool), torch.inference_mode():
+                yield True
+        except Exception as error:  # noqa: BLE001  # of code that got zeros to work with
+            self.problem = f"{type(error).__name__}: {error}"
+
+    def wait(self, tell: Callable[[int, int, str], None]) -> None:
+        """Until all is compiled; `tell` hears how many are, of how many, and the name of the last."""
+        if self._pool is not None:
+            self._pool.wait(tell)
+
+    def close(self, *, is_done: bool) -> None:
+        """End the workers. `is_done`: all kernels have run, so the next start finds them compiled."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        if is_done and self._mark is not None and not self._mark.exists():
+            keep(self._mark, b"")
+
+
+@contextlib.contextmanager
+def compiling_for(opened: Opened, settings: Settings) -> Iterator[CompileAhead]:
+    """The workers of a start, which begin while the weights are read."""
+    draft = None if opened.draft is None else repr(opened.draft.config)
+    facts = [repr(opened.target.config), draft, plan_facts(opened.plan), settings.graphs, settings.verify]
+    ahead, is_done = CompileAhead(opened.device, facts), False
+    try:
+        yield ahead
+        is_done = True
+    finally:
+        ahead.close(is_done=is_done)
+
+
+def compile_steps(ahead: CompileAhead, models: Models, settings: Settings, startup: StartProgress) -> None:
+    """Compile what an engine of these models will run, and what checking it will."""
+    with ahead.collecting() as is_useful:
+        if is_useful:
+            _collect(models, settings)
+    release()  # the small cache
+
+    def tell(done: int, total: int, name: str) -> None:
+        startup.note(f"compiled {done} of {total}: {name}")
+        startup.progress(done, total)
+
+    ahead.wait(tell)
+
+
+def _collect(models: Models, settings: Settings) -> None:
+    engine = Engine(replace(models, plan=replace(models.plan, num_pages=pages_to_probe(models.plan))))
+    _run_steps(engine)
+    if settings.verify != "off":
+        run_checks(engine)
+
+
+def run_checks(engine: Engine) -> None:
+    for _ in check_kernels(engine):
+        pass
+
+
+def _run_steps(engine: Engine) -> None:
+    """The steps of serving, warming up and checking, by their sizes: what the rows hold does not matter."""
+    plan, rows = engine.models.plan, engine.rows
+    pieces = pieces_for(engine)
+    chunks = [(1,), (plan.chunk,), (2, 7), (1,) * len(SAMPLINGS)]
+    chunks += [piece.counts for piece in pieces if piece.is_known]
+    for counts in chunks:
+        if len(counts) <= plan.max_rows:
+            rows.activate((), len(counts))
+            _prefill(engine, counts)
+    blocks = {(len(piece.rows), piece.counts[0]) for piece in pieces if not piece.is_known}
+    blocks |= {(size, width) for width in {1, plan.width, plan.block} for size in row_sizes(plan.max_rows)}
+    for num_rows, width in sorted(blocks):
+        rows.activate((), num_rows)
+        engine.decode(width)
+    for row, sampling in enumerate(SAMPLINGS[: plan.max_rows]):
+        rows.place(row, [1, 2], 1, sampling)
+    several = list(range(min(len(SAMPLINGS), plan.max_rows)))
+    for width in (1, plan.width, plan.block):
+        for chosen in ([0], several, *([one] for one in several)):
+            rows.activate(chosen)
+            engine.decode(width)
+        engine.decode(width, num_logprobs=5)
+
+
+def _prefill(engine: Engine, counts: tuple[int, ...]) -> None:
+    models = engine.models
+    prefill_step(
+        target=models.target,
+        drafter=models.drafter,
+        cache=engine.cache,
+        rows=engine.rows,
+        token_ids=torch.zeros(sum(counts), dtype=torch.int64, device=models.device),
+        counts=counts,
+    )

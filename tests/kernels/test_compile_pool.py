@@ -1,0 +1,100 @@
+"""Kernels of a card are compiled by several processes, without a card, and found by whoever runs them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# A driver that names an H200. Kernels are skipped, compiled by two workers, then asked for as by a start.
+SCRIPT = """
+import json, sys, torch
+from pathlib import Path
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+    def get_current_device(self):
+        return 0
+    def get_current_stream(self, device):
+        return 0
+
+driver.set_active(Driver())
+from blockdraft.kernels.triton.compile_pool import CompilePool, collecting
+from blockdraft.kernels.triton.rows import rms_norm
+
+def files():
+    return sorted(str(path) for path in Path(knobs.cache.dir).rglob("*.cubin"))
+
+def call():
+    for dtype in (torch.bfloat16, torch.float32):
+        for count in (1, 3, 3):
+            rms_norm(torch.ones(count, 64, dtype=dtype), torch.ones(64, dtype=dtype), 1e-6)
+
+pool = CompilePool(2)
+with collecting(pool):
+    call()
+    is_zero = not torch.empty(1000).any() and not torch.empty_like(torch.ones(1000)).any()
+skipped = files()
+pool.ask("blockdraft.kernels.triton.rows", "nonsense", "{}")
+told = []
+pool.wait(lambda *what: told.append(what))
+pool.close()
+compiled = files()
+run = JITFunction.run
+JITFunction.run = lambda self, *args, **others: run(self, *args, **{**others, 'warmup': True})
+call()  # compiles what it does not find, and launches nothing
+print(json.dumps([is_zero, skipped, compiled, files(), told, pool.errors]))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    names = ("is_zero", "skipped", "compiled", "after", "told", "errors")
+    return dict(zip(names, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def test_while_collecting_nothing_is_compiled_and_new_memory_is_zero(found):
+    assert found["skipped"] == []
+    assert found["is_zero"]
+
+
+def test_whoever_runs_a_kernel_finds_it_compiled(found):
+    assert len(found["compiled"]) >= 2
+    assert found["after"] == found["compiled"]
+
+
+def test_each_kernel_is_told_of_once_and_what_does_not_compile_is_named(found):
+    told = found["told"]
+    assert [done for done, _, _ in told] == list(range(1, len(told) + 1))
+    assert {total for _, total, _ in told} == {len(told)}
+    assert len(told) == len(found["compiled"]) + 1
+    (error,) = found["errors"]
+    assert error.startswith("nonsense: KeyError")
+
+
+def test_a_pool_whose_workers_end_at_once_waits_for_nobody(monkeypatch):
+    from blockdraft.kernels.triton import compile_pool
+
+    monkeypatch.setattr(compile_pool, "WORKER", (sys.executable, "-c", "pass"))
+    pool = compile_pool.CompilePool(2)
+    for number in range(4):
+        pool.ask("module", "kernel", str(number))
+    pool.wait()
+    pool.close()
+    assert pool.num_done <= 2
