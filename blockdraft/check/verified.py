@@ -17,7 +17,7 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -39,12 +39,12 @@ from blockdraft.step.dflash import DFlashDrafter
 
 PACKAGE = Path(__file__).parent.parent
 LIBRARIES = ("torch", "triton", "llvmlite", "numpy")
-# What of the plan chooses kernels and the sizes they run at. Pages and context follow the memory that happens
-# to be free: they would differ at every start.
-OF_PLAN = (
-    *("dtype", "quantization", "draft_quantization", "width", "block", "max_rows", "page_size"),
-    *("chunk", "overlap", "same_bits"),
-)
+# What of a plan chooses neither kernels nor the sizes they run at. Pages and context follow the memory that
+# happens to be free: they would differ at every start.
+NOT_OF_PLAN = {
+    *("num_pages", "max_context", "max_positions", "max_queue", "prefix_cache", "seed"),
+    *("max_drafting_rows", "step_costs", "reasons"),
+}
 NUM_PROMPT, NUM_TOKENS = 16, 6  # of the prompt and the answer that has to be the same again
 
 Note = Callable[[str], None]
@@ -168,7 +168,7 @@ def card_facts(device: torch.device) -> list[object]:
 
 
 def plan_facts(plan: Plan) -> dict[str, object]:
-    return {name: getattr(plan, name) for name in OF_PLAN}
+    return {item.name: getattr(plan, item.name) for item in fields(plan) if item.name not in NOT_OF_PLAN}
 
 
 def digest_of(facts: object) -> str:
@@ -189,8 +189,10 @@ def _shapes(engine: Engine) -> list[object]:
     config = replace(models.config, name="")
     drafted = None if models.draft_config is None else replace(models.draft_config, name="")
     parts = [_parts(model) for model in models_of(engine)]
-    kernels = [models.target.kernels.available.path, *models.target.kernels.off]
-    return [repr(config), repr(drafted), plan_facts(models.plan), kernels, parts]
+    chosen = models.target.kernels.available
+    kernels = [str(getattr(chosen, item.name)) for item in fields(chosen) if item.name != "off"]
+    off = list(models.target.kernels.off)
+    return [repr(config), repr(drafted), plan_facts(models.plan), kernels, off, parts]
 
 
 def _parts(model: nn.Module) -> list[str]:

@@ -50,7 +50,7 @@ class CompileAhead:
 
     def __init__(self, device: torch.device, facts: object) -> None:
         """`facts`: all that decides which kernels there will be, beside our sources and the card."""
-        self.problem: str | None = None  # what ended the collecting too early
+        self.problem: str | None = None  # why some kernels are left to the start
         self._pool: CompilePool | None = None
         self._mark: Path | None = None
         if device.type != "cuda" or not has_triton():
@@ -84,6 +84,8 @@ class CompileAhead:
         """Until all is compiled; `tell` hears how many are, of how many, and the name of the last."""
         if self._pool is not None:
             self._pool.wait(tell)
+            if self._pool.errors:
+                self.problem = f"{len(self._pool.errors)} failed, such as {self._pool.errors[0]}"
 
     def close(self, *, is_done: bool) -> None:
         """End the workers. `is_done`: all kernels have run, so the next start finds them compiled."""

@@ -20,6 +20,7 @@ from blockdraft.checkpoints.weights import load_decoder, load_drafter
 from blockdraft.engine.loaded import Labels, Models
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import CapacityError, ModelError
+from blockdraft.kernels.choice import has_triton
 from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import read_machine
 from blockdraft.models.config import ModelConfig
@@ -207,6 +208,10 @@ def read_weights(
 ) -> Models:
     """Read the weights of both; `progress` hears of every parameter of the target."""
     plan, device, draft, is_dummy = opened.plan, opened.device, opened.draft, opened.labels.is_dummy
+    if device.type == "cuda" and has_triton():
+        from blockdraft.kernels.triton.cache_keys import settle_cache_keys
+
+        settle_cache_keys()
     checkpoint, config = opened.target.checkpoint, opened.target.config
     draft_config = None if draft is None else draft.config
     report(f"{'drawing' if is_dummy else 'loading'} weights as {plan.dtype}{_how(plan.quantization)}")

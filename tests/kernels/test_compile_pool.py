@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,8 +29,11 @@ class Driver:
         return 0
 
 driver.set_active(Driver())
+from blockdraft.kernels.triton.cache_keys import settle_cache_keys
 from blockdraft.kernels.triton.compile_pool import CompilePool, collecting
 from blockdraft.kernels.triton.rows import rms_norm
+
+settle_cache_keys()
 
 def files():
     return sorted(str(path) for path in Path(knobs.cache.dir).rglob("*.cubin"))
@@ -44,7 +48,7 @@ with collecting(pool):
     call()
     is_zero = not torch.empty(1000).any() and not torch.empty_like(torch.ones(1000)).any()
 skipped = files()
-pool.ask("blockdraft.kernels.triton.rows", "nonsense", "{}")
+pool.ask("blockdraft.kernels.triton.rows", "nonsense", "{}", GPUTarget("cuda", 90, 32))
 told = []
 pool.wait(lambda *what: told.append(what))
 pool.close()
@@ -56,17 +60,43 @@ print(json.dumps([is_zero, skipped, compiled, files(), told, pool.errors]))
 """
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
+KEYS = """
+import json
+from blockdraft.kernels.triton import sampling
+from blockdraft.kernels.triton.cache_keys import own_functions, settle_cache_keys
+if {settles}:
+    settle_cache_keys()
+functions = list(own_functions())
+for function in {order}(functions):
+    function.cache_key
+print(json.dumps([function.cache_key for function in functions]))
+"""
+
+
+def run(script, folder):
+    """What a process that compiles, and does not interpret, prints last."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["TRITON_CACHE_DIR"] = str(folder)
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
     names = ("is_zero", "skipped", "compiled", "after", "told", "errors")
-    return dict(zip(names, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(names, run(SCRIPT, tmp_path_factory.mktemp("triton")), strict=True))
+
+
+def test_keys_do_not_depend_on_which_kernel_runs_first(tmp_path):
+    orders = ("list", "reversed")
+    loose = [run(KEYS.format(order=order, settles=False), tmp_path) for order in orders]
+    assert loose[0] != loose[1], "Triton has mended it: settle_cache_keys can go"
+    settled = [run(KEYS.format(order=order, settles=True), tmp_path) for order in orders]
+    assert settled[0] == settled[1]
 
 
 def test_while_collecting_nothing_is_compiled_and_new_memory_is_zero(found):
@@ -94,7 +124,7 @@ def test_a_pool_whose_workers_end_at_once_waits_for_nobody(monkeypatch):
     monkeypatch.setattr(compile_pool, "WORKER", (sys.executable, "-c", "pass"))
     pool = compile_pool.CompilePool(2)
     for number in range(4):
-        pool.ask("module", "kernel", str(number))
+        pool.ask("module", "kernel", str(number), SimpleNamespace())
     pool.wait()
     pool.close()
     assert pool.num_done <= 2

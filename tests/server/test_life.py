@@ -31,7 +31,7 @@ RUNNER = """
 import sys, time, threading
 from blockdraft.start import ready as start
 from blockdraft.engine.engine import Engine
-start.warm = lambda *_: None
+start.warm = lambda *_, **__: None
 {patch}
 from blockdraft.server import lifetime as running
 running.UNHEALTHY_GRACE_S = 1.0

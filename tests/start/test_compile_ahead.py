@@ -22,7 +22,8 @@ class Pool:
     made: list["Pool"]
 
     def __init__(self, num_workers):
-        self.num_workers, self.is_closed, self.asked = num_workers, False, []
+        self.num_workers, self.is_closed = num_workers, False
+        self.asked, self.errors = [], []
         self.made.append(self)
 
     def wait(self, tell):
@@ -104,10 +105,14 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
         compile_steps(ahead, models, Settings(), startup)
         assert startup.phases()[2].progress == 1.0
     assert startup.phases()[2].detail == "compiled 2 of 2: _norm"
+    assert ahead.problem is None
     assert decoded >= {(rows, width) for rows in (1, 2, 4, 6) for width in (1, 5, 8)}
     assert decoded >= {(kind, asked) for kind in ("random", "logprobs") for asked in (True, False)}
     assert prefilled >= {(1,), (16,), (2, 7)}
     assert len(checked) == 1
     compile_steps(ahead, models, Settings(verify="off"), startup)
     assert len(checked) == 1, "nothing is compared, so nothing has to be compiled for it"
+    pools[0].errors += ["_norm: PTXASError: too large", "_attend: another"]
+    compile_steps(ahead, models, Settings(), startup)
+    assert ahead.problem == "2 failed, such as _norm: PTXASError: too large"
     ahead.close(is_done=True)

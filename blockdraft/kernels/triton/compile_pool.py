@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 from blockdraft.settings.settings import child_environment
 
@@ -37,12 +39,13 @@ class CompilePool:
         for worker in self._workers:
             threading.Thread(target=self._feed, args=(worker,), daemon=True).start()
 
-    def ask(self, module: str, name: str, specialization: str) -> None:
-        """Compile this kernel, once."""
+    def ask(self, module: str, name: str, specialization: str, target: GPUTarget) -> None:
+        """Compile this kernel for `target`, once."""
         if specialization not in self._asked:
             self._asked.add(specialization)
             self.num_asked += 1
-            self._jobs.put((name, json.dumps({"module": module, "specialization": specialization})))
+            asked = {"module": module, "specialization": specialization, "target": vars(target)}
+            self._jobs.put((name, json.dumps(asked)))
 
     def wait(self, tell: Told = lambda done, total, name: None) -> None:
         """Until all that was asked for is compiled, or nobody is left to do it."""
@@ -97,9 +100,10 @@ def collecting(pool: CompilePool) -> Iterator[None]:
     """
 
     def skip(*, fn: Any, compile: dict[str, Any], **others: object) -> bool:  # as Triton names them
-        pool.ask(fn.module, fn.name, compile["specialization_data"])
+        pool.ask(fn.module, fn.name, compile["specialization_data"], target)
         return True
 
+    target = driver.active.get_current_target()
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = skip
     try:

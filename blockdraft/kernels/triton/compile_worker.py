@@ -2,16 +2,14 @@
 
 One process of several (`compile_pool.py`). Each line that it reads is a kernel's module and what Triton calls
 its specialisation; each line that it writes says which kernel is done. The result lies in Triton's cache on
-the disk, where the start finds it. It needs no card: the specialisation names the card it is for.
+the disk, where the start finds it. It needs no card: the line names the one that it compiles for.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import pkgutil
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import triton
@@ -20,28 +18,26 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
-from blockdraft.kernels import triton as package
+from blockdraft.kernels.triton.cache_keys import own_functions, settle_cache_keys
 
 
 def main() -> None:
-    for module in pkgutil.iter_modules(package.__path__):  # one kernel may call another module's
-        if not module.name.startswith("compile_"):
-            importlib.import_module(f"{package.__name__}.{module.name}")
+    settle_cache_keys()
     for line in sys.stdin:
         sys.stdout.write(json.dumps(_answer(json.loads(line))) + "\n")
         sys.stdout.flush()
 
 
-def _answer(asked: dict[str, str]) -> dict[str, str | None]:
+def _answer(asked: dict[str, Any]) -> dict[str, str | None]:
     """What does not compile here fails in the start too, which knows what to do about it."""
     try:
-        compile_kernel(asked["module"], asked["specialization"])
+        compile_kernel(asked["module"], asked["specialization"], GPUTarget(**asked["target"]))
         return {"error": None}
     except Exception as error:  # noqa: BLE001  # whatever Triton raises
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
-def compile_kernel(module: str, specialization: str) -> triton.compiler.CompiledKernel:
+def compile_kernel(module: str, specialization: str, target: GPUTarget) -> triton.compiler.CompiledKernel:
     """As JITFunction.preload does, but for the card that is named instead of the one that is there."""
     found = json.loads(specialization)
     function = getattr(importlib.import_module(module), found["name"].rpartition(".")[2])
@@ -50,7 +46,6 @@ def compile_kernel(module: str, specialization: str) -> triton.compiler.Compiled
     attributes = dict(zip(map(tuple, found["attrs_keys"]), found["attrs_vals"], strict=True))
     signature = {name: _tuples(kind) for name, kind in found["signature"].items()}
     options = {name: _tuples(value) for name, value in found["options"].items()}
-    target = GPUTarget(**found["target"])
     return triton.compile(
         ASTSource(function, signature, constants, attributes),
         target=target,
@@ -70,13 +65,7 @@ def _constant(value: Any) -> Any:
 
 def _functions() -> dict[str, JITFunction[Any]]:
     """Ours, by the names that Triton writes."""
-    return {f"{function.module}:{function.fn.__qualname__}": function for function in _all_functions()}
-
-
-def _all_functions() -> Iterator[JITFunction[Any]]:
-    for name, module in list(sys.modules.items()):
-        if name.startswith(package.__name__):
-            yield from (value for value in vars(module).values() if isinstance(value, JITFunction))
+    return {f"{function.module}:{function.fn.__qualname__}": function for function in own_functions()}
 
 
 def _tuples(kind: Any) -> Any:
