@@ -13,8 +13,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-# Words at a time. On a CPU few enough to stay in its cache, on a card enough to keep it busy: 0.6 GB took
-# 0.4 s on one core (Neoverse-N1), 16 GB a fraction of a second (H200).
+# Words at a time: on a CPU few enough to stay in its cache, on a card enough to keep it busy.
 CPU_WORDS, CARD_WORDS = 1 << 15, 1 << 24
 FOLD = 29  # bits by which a word is shifted before it is added to itself
 

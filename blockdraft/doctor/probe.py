@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.doctor.shapes import SHAPES, ProbeShape
+from blockdraft.doctor.shapes import SHAPE_NAMES, SHAPES, ProbeShape
 
 if TYPE_CHECKING:
     import torch
@@ -147,16 +147,26 @@ def _check(shape: ProbeShape, device_name: str) -> Iterator[Line]:
 
     models = _models(shape, device_name)
     slow: list[Line] = []
-    results = with_kernels_that_compile(
+    results, bits = with_kernels_that_compile(
         models,
-        lambda models: list(check_kernels(Engine(models))),
+        lambda models: (list(check_kernels(Engine(models))), list(_bits(shape, models))),
         lambda operation, why: slow.append(_path(operation, "", f"does not compile here ({why})")),
     )
-    yield from slow
+    yield from (*slow, *bits)
     for result in results:
         error = result.error if result.error < float("inf") else None
         passed = {"error": error, "is_passed": result.is_passed}
         yield {"kind": "check", "shape": shape.name, **asdict(result), **passed}
+
+
+def _bits(shape: ProbeShape, models: Models) -> Iterator[Line]:
+    """Of one shape on a card: a start looks at the model that it serves."""
+    from blockdraft.check.bits import check_bits
+    from blockdraft.engine.engine import Engine
+
+    if models.device.type == "cuda" and shape.name == SHAPE_NAMES[0]:
+        found = check_bits(Engine(models), list(range(1, 40)))
+        yield _path("the same bits in any company", "tested", found.difference)
 
 
 def _models(shape: ProbeShape, device_name: str) -> Models:
