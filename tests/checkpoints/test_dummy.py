@@ -261,7 +261,7 @@ def test_the_drafter_stays_although_it_knows_nothing():
     found = verify_engine(Engine(dummy(tiny.TARGET, tiny.DRAFT)), notes.append)
     assert found.keeps_drafter
     assert found.tokens_per_step < 1.2
-    assert found.checks[-1].name == "drafter"
+    assert "drafter" in [check.name for check in found.checks]
     found = verify_engine(Engine(dummy(tiny.TARGET, tiny.DRAFT, synthetic_acceptance="0.1")), notes.append)
     assert (found.keeps_drafter, found.tokens_per_step) == (True, None)
     assert notes[-1] == "drafter: not checked, since acceptance is synthetic"

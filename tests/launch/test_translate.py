@@ -342,7 +342,17 @@ def test_what_an_engine_has_no_words_for_is_refused_by_name(engine, values):
 
 def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
     """A new setting must not be dropped in silence."""
-    ours = {"verify", "recipe", "engine", "engine_version", "node_rank", "head_address", "num_nodes", "draft"}
+    ours = {
+        "verify",
+        "fast",
+        "recipe",
+        "engine",
+        "engine_version",
+        "node_rank",
+        "head_address",
+        "num_nodes",
+        "draft",
+    }
     elsewhere = {"model", "width", "device", "attention_backend", "draft_attention_backend", "max_queue"}
     elsewhere |= {"synthetic_acceptance", "draft_quantization", "max_stall_ms", "engine_args", "engine_env"}
     elsewhere |= {"prefix_cache", "overlap", "graphs"}

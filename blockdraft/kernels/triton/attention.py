@@ -305,13 +305,12 @@ def _attend_kernel(
                 tl.store(part + at[:, None] * DIM + dim[None, :], sums, mask=is_kept)
 
 
-@triton.jit(do_not_specialize=["num_rows", "tokens_per_row", "window", "num_segments"])
+@triton.jit(do_not_specialize=["num_rows", "tokens_per_row", "window"])
 def _merge_kernel(
     part, part_top, part_total, out, starts, offsets, sinks, scale, window, num_rows, tokens_per_row,
-    num_segments,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, IS_EVEN: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr, HAS_SINKS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, PDL: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, NUM_SEGMENTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, query heads): the segments that hold keys of a token, folded in order."""
     let_next_start(PDL)
@@ -331,9 +330,9 @@ def _merge_kernel(
     lane = tl.arange(0, 1)
     dim = tl.arange(0, DIM_PAD)[None, :]
     whole = _nothing(1, DIM_PAD, 1)
-    for segment in tl.static_range(_MAX_SEGMENTS):
+    for segment in tl.static_range(NUM_SEGMENTS):
         is_there = (segment * length < hi) & ((segment + 1) * length > lo)
-        at = result * num_segments + segment + lane
+        at = result * NUM_SEGMENTS + segment + lane
         top = tl.load(part_top + at, mask=is_there, other=float("-inf"))
         total = tl.load(part_total + at, mask=is_there, other=0.0)[:, None]
         sums = tl.load(part + at[:, None] * DIM + dim, mask=is_there & (dim < DIM), other=0.0)
@@ -491,13 +490,13 @@ def _attend(
             window,
             num_rows,
             max_count,
-            segments,
             HEADS=num_heads,
             DIM=head_dim,
             DIM_PAD=dim_pad,
             IS_EVEN=is_even,
             ROW_BLOCK=ROW_BLOCK,
             SEGMENT=config.segment,
+            NUM_SEGMENTS=segments,
             num_warps=1,
             **masks,
             **overlap(q.device),
