@@ -31,9 +31,13 @@ def _cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("Model name")), "CPU")
 
 
-def save(path: str | None, result: dict[str, object]) -> None:
+def save(path: str | None, result: dict[str, object], *, scratch: str | None = None) -> None:
+    """Write a result for readers elsewhere: it names neither this checkout's folder nor `scratch`."""
     if path:
-        Path(path).write_text(json.dumps(result, indent=1) + "\n")
+        text = json.dumps(result, indent=1).replace(json.dumps(path), json.dumps(Path(path).name))
+        for folder in (str(Path(__file__).parents[1]), *([scratch] if scratch else [])):
+            text = text.replace(f"{folder}/", "").replace(folder, ".")
+        Path(path).write_text(text + "\n")
 
 
 def table(header: list[str], rows: list[list[object]]) -> str:

@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if was_interrupted:
         print("it was interrupted: the steps after these did not run")
         found["went_well"] = False
-    save(args.out, result | found)
+    save(args.out, result | found, scratch=folder)
     return EXIT_INTERRUPT if was_interrupted else exit_code(outcomes)
 
 

@@ -1,6 +1,7 @@
 """The rehearsal: its table, exit code and file with steps that are not real; and, slowly, the real one."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import record
 from benchmarks.rehearsal import __main__ as rehearsal
 from benchmarks.rehearsal import children as children_module
 from benchmarks.rehearsal import memory, steps
@@ -216,3 +218,19 @@ def test_the_shipped_pair_goes_through_every_command_on_a_cpu(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {one["state"] for one in json.loads(file.read_text())["steps"]} == {"ok"}
+
+
+def test_a_result_names_no_folder_of_the_machine_that_made_it(tmp_path):
+    root, out = Path(record.__file__).parents[1], str(tmp_path / "found.json")
+    words = ["--out /scratch/y/run", "/scratch/y"]
+    result = {"out": out, "draft": f"{root}/blockdraft/drafters/x", "words": words}
+    record.save(out, result, scratch="/scratch/y")
+    kept = json.loads(Path(out).read_text())
+    assert kept == {"out": "found.json", "draft": "blockdraft/drafters/x", "words": ["--out run", "."]}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=lambda path: path.stem
+)
+def test_no_committed_result_names_one_either(path):
+    assert not re.findall(r"(?<![\w.])/(?:tmp|home|root|work|Users)/[^\s\"']*", path.read_text())
