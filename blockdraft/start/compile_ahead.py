@@ -81,19 +81,26 @@ class CompileAhead:
             self.problem = f"{type(error).__name__}: {error}"
 
     def wait(self, tell: Callable[[int, int, str], None]) -> None:
-        """Until all is compiled; `tell` hears how many are, of how many, and the name of the last."""
+        """Until all is compiled; `tell` hears how many are, of how many, and the name of the last.
+
+        Then the workers end: a start that has to do without a kernel compiles what it needs instead itself.
+        """
         if self._pool is not None:
             self._pool.wait(tell)
             if self._pool.errors:
                 self.problem = f"{len(self._pool.errors)} failed, such as {self._pool.errors[0]}"
+            self._end_workers()
 
     def close(self, *, is_done: bool) -> None:
-        """End the workers. `is_done`: all kernels have run, so the next start finds them compiled."""
+        """`is_done`: all kernels have run, so the next start finds them compiled."""
+        self._end_workers()
+        if is_done and self._mark is not None and not self._mark.exists():
+            keep(self._mark, b"")
+
+    def _end_workers(self) -> None:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-        if is_done and self._mark is not None and not self._mark.exists():
-            keep(self._mark, b"")
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ class Driver:
 driver.set_active(Driver())
 from blockdraft.kernels.triton.cache_keys import settle_cache_keys
 from blockdraft.kernels.triton.compile_pool import CompilePool, collecting
+from blockdraft.kernels.triton import rows
 from blockdraft.kernels.triton.rows import rms_norm
 
 settle_cache_keys()
@@ -47,6 +48,8 @@ pool = CompilePool(2)
 with collecting(pool):
     call()
     is_zero = not torch.empty(1000).any() and not torch.empty_like(torch.ones(1000)).any()
+    nowhere, table = torch.full((4,), 10**9), torch.ones(8)
+    table[nowhere] = table[nowhere] + table.gather(0, nowhere) + table.index_select(0, nowhere)
 skipped = files()
 pool.ask("blockdraft.kernels.triton.rows", "nonsense", "{}", GPUTarget("cuda", 90, 32))
 told = []
@@ -56,7 +59,8 @@ compiled = files()
 run = JITFunction.run
 JITFunction.run = lambda self, *args, **others: run(self, *args, **{**others, 'warmup': True})
 call()  # compiles what it does not find, and launches nothing
-print(json.dumps([is_zero, skipped, compiled, files(), told, pool.errors]))
+kinds = {type(kernel).__name__ for kernel in rows._rms_norm.device_caches[0][0].values()}
+print(json.dumps([is_zero, skipped, compiled, files(), sorted(kinds), told, pool.errors]))
 """
 
 
@@ -87,7 +91,7 @@ def run(script, folder):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    names = ("is_zero", "skipped", "compiled", "after", "told", "errors")
+    names = ("is_zero", "skipped", "compiled", "after", "kinds", "told", "errors")
     return dict(zip(names, run(SCRIPT, tmp_path_factory.mktemp("triton")), strict=True))
 
 
@@ -99,7 +103,7 @@ def test_keys_do_not_depend_on_which_kernel_runs_first(tmp_path):
     assert settled[0] == settled[1]
 
 
-def test_while_collecting_nothing_is_compiled_and_new_memory_is_zero(found):
+def test_while_collecting_nothing_is_compiled_and_memory_and_indices_are_zero(found):
     assert found["skipped"] == []
     assert found["is_zero"]
 
@@ -107,6 +111,7 @@ def test_while_collecting_nothing_is_compiled_and_new_memory_is_zero(found):
 def test_whoever_runs_a_kernel_finds_it_compiled(found):
     assert len(found["compiled"]) >= 2
     assert found["after"] == found["compiled"]
+    assert found["kinds"] == ["CompiledKernel"], "what stood for the kernels is gone"
 
 
 def test_each_kernel_is_told_of_once_and_what_does_not_compile_is_named(found):

@@ -110,9 +110,21 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
     assert decoded >= {(kind, asked) for kind in ("random", "logprobs") for asked in (True, False)}
     assert prefilled >= {(1,), (16,), (2, 7)}
     assert len(checked) == 1
-    compile_steps(ahead, models, Settings(verify="off"), startup)
-    assert len(checked) == 1, "nothing is compared, so nothing has to be compiled for it"
-    pools[0].errors += ["_norm: PTXASError: too large", "_attend: another"]
     compile_steps(ahead, models, Settings(), startup)
-    assert ahead.problem == "2 failed, such as _norm: PTXASError: too large"
+    assert len(checked) == 1, "all is compiled"
+    assert pools[0].is_closed
     ahead.close(is_done=True)
+
+
+def test_what_is_not_compared_is_not_compiled_and_what_failed_is_named(pools, monkeypatch):
+    checked = []
+    monkeypatch.setattr(compile_ahead.Engine, "decode", lambda engine, width, num_logprobs=None: None)
+    monkeypatch.setattr(compile_ahead, "prefill_step", lambda **given: None)
+    monkeypatch.setattr(compile_ahead, "check_kernels", lambda engine: checked.append(engine) or ())
+    models = tiny.engine(width=5, max_rows=6, chunk=16).models
+    ahead = CompileAhead(CARD, [])
+    pools[0].errors += ["_norm: PTXASError: too large", "_attend: another"]
+    compile_steps(ahead, models, Settings(verify="off"), StartProgress())
+    assert checked == []
+    assert ahead.problem == "2 failed, such as _norm: PTXASError: too large"
+    ahead.close(is_done=False)

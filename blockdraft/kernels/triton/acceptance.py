@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from blockdraft.kernels.acceptance import Progress
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _count(sampled, block, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     start_and_wait(PDL)
     row = tl.program_id(0)
@@ -85,7 +85,7 @@ def draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _advance(
     length, anchor, block, sampled, num_committed, rows, whole, output_counts, width, num_columns, vocab_size,
     scratch,

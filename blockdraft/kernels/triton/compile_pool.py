@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -96,14 +98,19 @@ def _worker() -> subprocess.Popen[str]:
 def collecting(pool: CompilePool) -> Iterator[None]:
     """Within it no kernel of ours is compiled or run: `pool` is asked for each that would be.
 
-    What they would have written is zero, so that PyTorch's own code, which does run, finds no nonsense.
+    What they would have written is zero, and so is every index, so that PyTorch's own code, which does run,
+    finds no nonsense: on a card, an index out of bounds would be the end of the process.
     """
 
-    def skip(*, fn: Any, compile: dict[str, Any], **others: object) -> bool:  # as Triton names them
+    def skip(*, key: str, fn: Any, compile: dict[str, Any], **others: object) -> bool:  # as Triton names them
         pool.ask(fn.module, fn.name, compile["specialization_data"], target)
+        kernels = fn.jit_function.device_caches[compile["device"]][0]
+        kernels[key] = _NotCompiled()  # or Triton would describe it again at every launch
+        left_out.append((kernels, key))
         return True
 
     target = driver.active.get_current_target()
+    left_out: list[tuple[dict[str, Any], str]] = []
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = skip
     try:
@@ -111,13 +118,35 @@ def collecting(pool: CompilePool) -> Iterator[None]:
             yield
     finally:
         knobs.runtime.jit_cache_hook = before
+        for kernels, key in left_out:
+            del kernels[key]
+
+
+class _NotCompiled:
+    """Stands for a compiled kernel, and does nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *args: object) -> None:
+        pass
+
+    def run(self, *args: object) -> None:
+        pass
 
 
 class _Zeroed(TorchDispatchMode):
-    """New memory holds zeros."""
+    """New memory holds zeros, and so does whatever is used as an index."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name()
+        if any(word in name for word in ("index", "gather", "scatter", "embedding")):
+            args = (args[0], *tree_map_only(torch.Tensor, _zero_if_whole, args[1:]))
         made = function(*args, **(kwargs or {}))
-        if "empty" in function.name() and isinstance(made, torch.Tensor):
+        if "empty" in name and isinstance(made, torch.Tensor):
             made.zero_()
         return made
+
+
+def _zero_if_whole(tensor: Tensor) -> Tensor:
+    is_whole = tensor.dtype in (torch.int64, torch.int32)
+    return torch.zeros_like(tensor) if is_whole else tensor

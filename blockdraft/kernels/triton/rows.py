@@ -126,7 +126,7 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _locate(
     page_table, rows, starts, offsets, positions, slots, num_pages, page_size, num_rows, num_tokens,
     BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
@@ -167,7 +167,7 @@ def locate(
         len(rows),
         num_tokens,
         BLOCK=128,
-        BLOCK_R=min(128, triton.next_power_of_2(len(rows))),
+        BLOCK_R=32,
         **overlap(rows.device),
         num_warps=4,
     )

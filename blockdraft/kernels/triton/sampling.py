@@ -47,6 +47,13 @@ _IS_FILTERED = tl.constexpr(int(Whole.IS_FILTERED))
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 _LOWEST_KEY = tl.constexpr(-0x80000000)
 
+# What differs from batch to batch, and would make a kernel of its own for each: sizes, and where parts of one
+# buffer begin.
+_VARYING = (
+    *("recent", "C", "J", "chunks_per_program", "peaks", "group_peaks"),
+    *("best_values", "best_ids", "best_scores", "before", "total"),
+)
+
 
 @triton.jit
 def _best(values, ids):
@@ -119,7 +126,7 @@ def _chunks_of_program(logits, V, num_chunks, chunks_per_program):
     return begin, end, load_logits(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _scan(
     logits, row_stride, column_stride, starts, recent, rows, real, whole,
     stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
@@ -180,7 +187,7 @@ def _kth_key(keys, k):
     return low.to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _bound(
     logits, row_stride, column_stride, starts, recent, rows, real, whole,
     stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
@@ -295,7 +302,7 @@ def _weigh_chunk(raw, first, score, token, peak, limits, column):
     return tl.sum(before, axis=0), tl.sum(weights, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _draw(
     logits, row_stride, column_stride, starts, recent, rows, real, whole,
     stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
@@ -332,7 +339,7 @@ def _draw(
         tl.store(best_scores + place, best_score)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _weigh(
     logits, row_stride, column_stride, starts, recent, rows, real, whole,
     stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
@@ -366,7 +373,7 @@ def _weigh(
             tl.store(total + index * num_chunks + chunk, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _settle(
     logits, row_stride, column_stride, starts, recent, rows, real, whole,
     stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J,
