@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Line = dict[str, object]
 
 CACHE_BYTES = 64 << 20
+BITS_SHAPE = SHAPE_NAMES[0]  # whose bits are compared in different company
 NUM_INPUTS = 256  # of the product by which the choice for gate and up is asked; any multiple of 16
 
 
@@ -129,13 +130,16 @@ def _path(operation: str, taken: str, why_not: str | None) -> Line:
 def _compile_ahead(shapes: list[ProbeShape], device: torch.device) -> None:
     """The kernels of all shapes at once; what is not compiled here, its shape compiles itself."""
     from blockdraft.engine.engine import Engine
-    from blockdraft.start.compile_ahead import CompileAhead, run_checks
+    from blockdraft.start.compile_ahead import CompileAhead, run_checks, run_steps
 
     ahead = CompileAhead(device, [repr(shapes)])
     for shape in shapes:
         with ahead.collecting() as is_useful:
             if is_useful:
-                run_checks(Engine(_models(shape, str(device))))
+                engine = Engine(_models(shape, str(device)))
+                run_checks(engine)
+                if shape.name == BITS_SHAPE:
+                    run_steps(engine)
     ahead.wait(lambda done, total, name: None)
     ahead.close(is_done=True)
 
@@ -164,7 +168,7 @@ def _bits(shape: ProbeShape, models: Models) -> Iterator[Line]:
     from blockdraft.check.bits import check_bits
     from blockdraft.engine.engine import Engine
 
-    if models.device.type == "cuda" and shape.name == SHAPE_NAMES[0]:
+    if models.device.type == "cuda" and shape.name == BITS_SHAPE:
         found = check_bits(Engine(models), list(range(1, 40)))
         yield _path("the same bits in any company", "tested", found.difference)
 

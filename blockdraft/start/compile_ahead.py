@@ -132,7 +132,7 @@ def compile_steps(ahead: CompileAhead, models: Models, settings: Settings, start
 
 def _collect(models: Models, settings: Settings) -> None:
     engine = Engine(replace(models, plan=replace(models.plan, num_pages=pages_to_probe(models.plan))))
-    _run_steps(engine)
+    run_steps(engine)
     if settings.verify != "off":
         run_checks(engine)
 
@@ -142,7 +142,7 @@ def run_checks(engine: Engine) -> None:
         pass
 
 
-def _run_steps(engine: Engine) -> None:
+def run_steps(engine: Engine) -> None:
     """The steps of serving, warming up and checking, by their sizes: what the rows hold does not matter."""
     plan, rows = engine.models.plan, engine.rows
     pieces = pieces_for(engine)
