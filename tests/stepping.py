@@ -42,21 +42,26 @@ class KernelByKernel(StepGraphs):
 
     def __init__(self, step, rows):
         self._step, self._rows = step, rows
-        self._graphs, self._sizes = {}, []
+        self._graphs, self._waiting, self._sizes = {}, [], []
 
     def _capture(self, num_rows, width):
+        if self._rows is not None:
+            self._rows.activate((), num_rows)  # as a capture does: whoever comes has to activate their own
         return EagerStep(num_rows, lambda: pack(self._step(width)))
 
 
-def pin(engine, *, is_captured, sizes=None):
-    """Let every decode step of `engine` run its largest number of rows (or one of `sizes`)."""
+def pin(engine, *, is_captured, sizes=None, now=None):
+    """Let every decode step of `engine` run its largest number of rows (or one of `sizes`).
+
+    `now`: the sizes that are captured now and not when they are wanted; None: all.
+    """
     plan = engine.models.plan
     sizes = [plan.max_rows] if sizes is None else sizes
     if is_captured:
-        engine.capture(sizes, [plan.width])
+        engine.capture(sizes, [plan.width], now)
     else:
         engine.graphs = KernelByKernel(engine.decode, engine.rows)
-        engine.graphs.capture(sizes, [plan.width])
+        engine.graphs.capture(sizes, [plan.width], now)
     return engine
 
 
@@ -75,7 +80,7 @@ class Place:
 CARD, HOST = Place("cuda", "bfloat16"), Place("cpu", "float32")
 
 
-def tiny_engine(place, drafter="trained", *, is_captured=None, **plan):
+def tiny_engine(place, drafter="trained", *, is_captured=None, now=None, **plan):
     """The trained pair with pinned rows; captured, where that can be, unless asked otherwise."""
     plan = {
         "max_rows": MAX_ROWS,
@@ -85,7 +90,7 @@ def tiny_engine(place, drafter="trained", *, is_captured=None, **plan):
         **plan,
     }
     engine = tiny.engine(drafter, dtype=place.dtype, device=place.device, **plan)
-    return pin(engine, is_captured=place.has_graphs if is_captured is None else is_captured)
+    return pin(engine, is_captured=place.has_graphs if is_captured is None else is_captured, now=now)
 
 
 # ---- a drafter that graphs can hold

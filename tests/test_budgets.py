@@ -12,13 +12,13 @@ from tests.test_architecture import ROOT
 
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
-    "kernels": 7_550,
+    "kernels": 7_600,
     "bench": 4_600,
     "checkpoints": 4_350,
     "server": 4_000,
     "training": 3_150,
     "planner": 2_450,
-    "engine": 2_350,
+    "engine": 2_400,
     "cli": 2_250,
     "launch": 2_050,
     "models": 2_050,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import socket
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from blockdraft.cli.flags import add_model, add_settings, settings_from
 from blockdraft.cli.server_terminal import exit_code, serve_until_told, set_up_logs
 from blockdraft.errors import SettingsError
+from blockdraft.machine.wake_card import wake_card
 from blockdraft.settings.settings import Settings
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
         return serve_engine.run(args, settings, options)
     _refuse_engine_flags(args)
+    wake_card(settings.device)
     from blockdraft.server.lifetime import bind
     from blockdraft.start.preflight import check_native, pin_cpu_threads
 
@@ -125,6 +128,7 @@ def _serve(
     from blockdraft.server.app import make_app
     from blockdraft.start.ready import start_engine
 
+    gc.freeze()  # modules are no garbage: nobody need look through them again
     report = set_up_logs(args, options.api_keys)
     name = (args.served_model_name or settings.model) + settings.suffix
     loop = EngineLoop(lambda startup: start_engine(settings, startup), StartProgress(report))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -198,10 +198,17 @@ class Engine:
             launched, self._pending = self._pending, launched
         return [] if launched is None else self._collect(*launched)
 
-    def capture(self, sizes: Items[int], widths: Items[int]) -> None:
-        """Capture the decode step for these numbers of rows and widths; others go on kernel by kernel."""
+    def capture(self, sizes: Items[int], widths: Items[int], now: Container[int] | None = None) -> None:
+        """Capture the decode step for these numbers of rows and widths; others go on kernel by kernel.
+
+        `now`: the numbers of rows that do not wait until they are wanted, or until `prepare` comes to them.
+        """
         self.graphs = StepGraphs(self.decode, self.rows)
-        self.graphs.capture(sizes, widths)
+        self.graphs.capture(sizes, widths, now)
+
+    def prepare(self) -> bool:
+        """Something that later steps will want, while there is nothing else to do. False: all is prepared."""
+        return self.graphs is not None and self.graphs.capture_next()
 
     def _launch(self, batch: Batch) -> Launched:
         if batch.kind == "prefill":

@@ -3,7 +3,8 @@
 The thread makes the engine first, so that its memory, its kernels and its OpenMP pool belong to one thread.
 Commands go in over one queue; deltas come out over one queue per request, on the event loop that asked. All
 of them are frozen values, so nothing is shared but the queues. Between two steps the thread takes every
-command that waits: an abort takes hold within one step. Without work it sleeps on the queue.
+command that waits: an abort takes hold within one step. Without work it prepares what later steps will want,
+then it sleeps on the queue.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class EngineLoop:
         self.step_began_s: float | None = None  # while a step runs; a watchdog reads it
         self._make_engine = make_engine
         self._num_failures = 0
+        self._may_prepare = False
         self._commands: SimpleQueue[_Add | _Abort | None] = SimpleQueue()  # None: close
         self._closing_lock = Lock()  # nothing enters the queue behind the end: it would never be answered
         self._is_open = True
@@ -200,21 +202,32 @@ class EngineLoop:
         self._engine = self._make_engine(self.startup)
         self.tokenizer, self.engine_info = self._engine.models.tokenizer, engine_info(self._engine)
         self.startup.ready()
+        self._may_prepare = True
 
     def _drain_commands(self) -> bool:
         """Carry out all commands, waiting until there is something to step. False: closed."""
         while True:
             is_idle = self.error is not None or not self._engine.has_work
             try:
-                command = self._commands.get(block=is_idle)
+                command = self._commands.get(block=is_idle and not self._may_prepare)
             except Empty:
-                return True
+                if not is_idle:
+                    return True
+                self._prepare()
+                continue
             if command is None:
                 return False
             if isinstance(command, _Add):
                 self._add(command)
             else:
                 self._drop(command.request_id)
+
+    def _prepare(self) -> None:
+        """One thing, so that a command waits for no more than that. What fails is left to the steps."""
+        outcome = _attempt(self._engine.prepare)
+        if isinstance(outcome, Exception):
+            log.warning("a step could not be prepared: %s", outcome)
+        self._may_prepare = outcome is True
 
     def _add(self, command: _Add) -> None:
         if not command.reply.set_running_or_notify_cancel():

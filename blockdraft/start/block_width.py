@@ -189,10 +189,10 @@ def _is_past_the_best(
 def _step_s(engine: Engine, width: int, pages: list[int], clock: Callable[[], float]) -> float:
     """One step behind a context that nobody has computed: what it holds costs no time."""
     context = _context(engine)
+    graph = None if engine.graphs is None else engine.graphs.find(1, width)
     engine.rows.place(0, [0] * (context + 1), context, RowSampling())
     engine.rows.set_pages([(0, 0, pages)])
     engine.rows.activate([0])
-    graph = None if engine.graphs is None else engine.graphs.find(1, width)
     engine.wait()
     begun_s = clock()
     Reading(pack(engine.decode(width)) if graph is None else graph.replay()).token_ids()

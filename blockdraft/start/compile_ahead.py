@@ -51,14 +51,16 @@ class CompileAhead:
     def __init__(self, device: torch.device, facts: object) -> None:
         """`facts`: all that decides which kernels there will be, beside our sources and the card."""
         self.problem: str | None = None  # why some kernels are left to the start
+        self.has_run = False  # whether an earlier start has compiled and run them all
         self._pool: CompilePool | None = None
         self._mark: Path | None = None
         if device.type != "cuda" or not has_triton():
             return
         key = digest_of([sources(), libraries(), card_facts(device), facts])
         self._mark = cache_dirs()["triton"] / f"blockdraft-{key}"
+        self.has_run = self._mark.exists()
         num_cores = read_machine().cpu.num_cores
-        if num_cores >= MIN_CORES and not self._mark.exists():
+        if num_cores >= MIN_CORES and not self.has_run:
             from blockdraft.kernels.triton.compile_pool import MAX_WORKERS, CompilePool
 
             self._pool = CompilePool(min(num_cores, MAX_WORKERS))

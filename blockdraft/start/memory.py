@@ -1,8 +1,7 @@
 """How many pages a GPU has room for, found by running the largest steps before the cache takes the rest.
 
-Nothing is estimated that can be measured: an engine with a small cache is warmed and its largest step
-captured, and what that left free, within the budget, becomes pages. So whatever a request may ask for has run
-once before the server is ready, and does not run out of memory later.
+Nothing is estimated that can be measured: an engine with a small cache runs its largest steps and captures
+them, and what that left free, within the budget, becomes pages. So no step runs out of memory later.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, Plan, memory_sh
 from blockdraft.settings.settings import Settings
 from blockdraft.start.card_errors import first_line, is_out_of_memory, memory_of, usage
 from blockdraft.start.loading import gpu_memory
-from blockdraft.start.warm import warm
+from blockdraft.start.warm import largest_rounds, warm
 
 
 def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -> Models:
     """`models` with as many pages as fit; as planned where the user set the size, or there is no GPU."""
     plan = models.plan
-    if not runs_first(models, settings):
+    if models.device.type != "cuda" or settings.cache_bytes != "auto":
         return models
     note("measuring what the largest steps need")
     overhead = _overhead(models, settings, note)
@@ -48,11 +47,6 @@ def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -
     return replace(models, plan=fitting)
 
 
-def runs_first(models: Models, settings: Settings) -> bool:
-    """Whether the pages are measured, so that steps of every size have run before the cache is made."""
-    return models.device.type == "cuda" and settings.cache_bytes == "auto"
-
-
 def _overhead(models: Models, settings: Settings, note: Callable[[str], None]) -> int:
     """Bytes beside weights and pages: rows and states, the largest steps run eagerly, the largest graph."""
     plan, device = models.plan, models.device
@@ -60,7 +54,7 @@ def _overhead(models: Models, settings: Settings, note: Callable[[str], None]) -
     torch.cuda.reset_peak_memory_stats(device)
     probe = Engine(replace(models, plan=replace(plan, num_pages=pages_to_probe(plan))))
     held = torch.cuda.memory_reserved(device)
-    warm(probe, note)
+    warm(probe, note, largest_rounds)
     # A capture hands this back; the next prefill takes it again.
     working = torch.cuda.max_memory_reserved(device) - held
     if why_no_graphs(models, settings) is None:

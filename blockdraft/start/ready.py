@@ -17,9 +17,9 @@ from blockdraft.start.card_errors import unused_gpu
 from blockdraft.start.compile_ahead import CompileAhead, compile_steps, compiling_for
 from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.loading import Opened, open_models, read_weights, resolve_device
-from blockdraft.start.memory import fit_pages, memory_explained, release, runs_first, why_no_graphs
+from blockdraft.start.memory import fit_pages, memory_explained, release, why_no_graphs
 from blockdraft.start.stall import plan_with_short_chunk
-from blockdraft.start.warm import warm
+from blockdraft.start.warm import every_round, few_rounds, rounds_for, warm
 from blockdraft.step.graphs import row_sizes
 
 
@@ -75,8 +75,8 @@ def plain_engine(
 
 def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> Engine:
     engine = Engine(fit_pages(models, settings, note))
-    if models.device.type == "cuda" and not runs_first(models, settings):
-        warm(engine, note)  # which measuring the pages has done otherwise: what does not compile shows now
+    if models.device.type == "cuda":
+        warm(engine, note, every_round)  # what does not compile shows now
     if why_no_graphs(engine.models, settings) is None:
         _capture(engine, note)
     if engine.models.acceptance and may_choose_width(engine, settings):
@@ -127,7 +127,7 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
             startup.note("measuring steps of different widths")
             is_full = settings.verify == "full"
             engine.replan(plan_with_width(engine, models.acceptance, uses_stored=not is_full))
-        warm(engine, startup.note, every_size=False if runs_first(models, settings) else None)
+        warm(engine, startup.note, few_rounds if ahead.has_run else rounds_for(models.device))
         _bound(engine, settings, startup)
         startup.note(_shown_width(engine))
     if settings.verify == "off":
@@ -153,7 +153,7 @@ def _without_drafter(models: Models, settings: Settings, startup: StartProgress)
     engine = Engine(without_drafter(models))
     if why_no_graphs(models, settings) is None:
         _capture(engine, startup.note)
-    warm(engine, startup.note)
+    warm(engine, startup.note, rounds_for(models.device))
     _bound(engine, settings, startup)
     if engine.graphs is not None:
         captured(engine)
@@ -190,7 +190,7 @@ def _settle_without_fit(engine: Engine, accepted: tuple[float, ...], note: Calla
     before = engine.models.plan.width
     engine.replan(plan_with_width(engine, {"the built-in prompts": accepted}, stores=False))
     if engine.models.plan.width != before:
-        warm(engine, note)
+        warm(engine, note, rounds_for(engine.models.device))
 
 
 def _bound(engine: Engine, settings: Settings, startup: StartProgress) -> None:
@@ -201,5 +201,8 @@ def _bound(engine: Engine, settings: Settings, startup: StartProgress) -> None:
 def _capture(engine: Engine, note: Callable[[str], None]) -> None:
     plan = engine.models.plan
     sizes, widths = row_sizes(plan.max_rows), sorted({1, plan.width})
-    engine.capture(sizes, widths)
-    note(f"{len(sizes) * len(widths)} graphs: 1 to {plan.max_rows} rows of width {widths}")
+    engine.capture(sizes, widths, now=(1, plan.max_rows))  # the first request's, and what takes most memory
+    note(
+        f"{len(sizes) * len(widths)} graphs: 1 to {plan.max_rows} rows of width {widths}, those between when "
+        "they are wanted or nobody is served"
+    )

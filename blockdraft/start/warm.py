@@ -3,13 +3,16 @@
 What is slow only once: compiling the CPU kernels, loading and choosing the device's own, the first touch of
 memory. All of it happens on the way of a request, so requests are what warms it. A card has code of its own
 for many sizes, and its libraries choose by size. A CPU has not: once the small rounds were served, the first
-of the large ones took as long as the second.
+of the large ones took as long as the second. On a card whose kernels an earlier start has run, few are enough
+too: what is left is loading a file of a few kilobytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+
+import torch
 
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
@@ -28,18 +31,14 @@ SAMPLINGS = (
 )
 
 Request = tuple[int, SamplingParams]  # prompt tokens, and what is asked
+Rounds = Iterator[tuple[str, list[Request]]]  # what is served together, with a name for it
 
 
-def warm(engine: Engine, note: Callable[[str], None], *, every_size: bool | None = None) -> None:
-    """Serve the warm-up requests; of every size on a card, or where that is asked for.
-
-    The engine, which must be idle, stays as it was.
-    """
-    if every_size is None:
-        every_size = engine.models.device.type != "cpu"
+def warm(engine: Engine, note: Callable[[str], None], choose: Callable[[Plan], Rounds]) -> None:
+    """Serve the rounds that are chosen. The engine, which must be idle, stays as it was."""
     room = max_tokens(engine)
     other = twin(engine)
-    for text, requests in (rounds if every_size else few_rounds)(engine.models.plan):
+    for text, requests in choose(engine.models.plan):
         note(text)
         for number, (num_prompt, sampling) in enumerate(requests):
             num_prompt = max(1, min(num_prompt, room - 1))
@@ -47,29 +46,46 @@ def warm(engine: Engine, note: Callable[[str], None], *, every_size: bool | None
         serve(other)
 
 
-def rounds(plan: Plan) -> Iterator[tuple[str, list[Request]]]:
-    """What is served together, with a name for it."""
-    one = _changed(GREEDY, width=1, max_tokens=1)
-    yield "one token of prefill", [(2, one)]
-    yield f"a prefill chunk of {plan.chunk} tokens", [(plan.chunk + 1, one)]
+def rounds_for(device: torch.device) -> Callable[[Plan], Rounds]:
+    """A card has code of its own for many sizes, a CPU has not."""
+    return few_rounds if device.type == "cpu" else every_round
+
+
+def every_round(plan: Plan) -> Rounds:
+    """Every size that has code of its own, and every part of sampling."""
+    yield "one token of prefill", [(2, _one_token(1))]
     if plan.max_rows > 1:
-        yield "two prompts of different lengths", [(3, one), (8, one)]
-    for width in sorted({1, plan.width, plan.block}):
+        yield "two prompts of different lengths", [(3, _one_token(1)), (8, _one_token(1))]
+    for width in _widths(plan):
         yield f"1 row of width {width}", [(1, _changed(GREEDY, width=width, max_tokens=2))]
-        several = [_changed(sampling, width=width, max_tokens=1) for sampling in SAMPLINGS[: plan.max_rows]]
-        yield f"{len(several)} rows of width {width}, sampled", [(2, sampling) for sampling in several]
-        if plan.max_rows > len(several):
-            greedy = _changed(GREEDY, width=width, max_tokens=1)
-            yield f"{plan.max_rows} rows of width {width}", [(1, greedy)] * plan.max_rows
+    yield from largest_rounds(plan)
     for sampling in SAMPLINGS:
         yield "1 row, sampled", [(2, _changed(sampling, width=plan.width, max_tokens=1))]
 
 
-def few_rounds(plan: Plan) -> Iterator[tuple[str, list[Request]]]:
-    """The same where no size has code of its own."""
+def largest_rounds(plan: Plan) -> Rounds:
+    """What takes the most memory."""
+    yield f"a prefill chunk of {plan.chunk} tokens", [(plan.chunk + 1, _one_token(1))]
+    for width in _widths(plan):
+        several = [_changed(sampling, width=width, max_tokens=1) for sampling in SAMPLINGS[: plan.max_rows]]
+        yield f"{len(several)} rows of width {width}, sampled", [(2, sampling) for sampling in several]
+        if plan.max_rows > len(several):
+            yield f"{plan.max_rows} rows of width {width}", [(1, _one_token(width))] * plan.max_rows
+
+
+def few_rounds(plan: Plan) -> Rounds:
+    """Every part of sampling, where no size has code of its own or all of it has run before."""
     several = [_changed(sampling, width=plan.width, max_tokens=1) for sampling in SAMPLINGS]
     yield "one token of prefill", [(2, _changed(GREEDY, width=1, max_tokens=2))]
     yield "rows of different lengths, sampled", [(2 + 3 * i, one) for i, one in enumerate(several)]
+
+
+def _widths(plan: Plan) -> list[int]:
+    return sorted({1, plan.width, plan.block})
+
+
+def _one_token(width: int) -> SamplingParams:
+    return _changed(GREEDY, width=width, max_tokens=1)
 
 
 def _changed(sampling: SamplingParams, *, width: int, max_tokens: int) -> SamplingParams:

@@ -8,7 +8,7 @@ filled up with the scratch row.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,6 @@ from torch import Tensor
 
 from blockdraft.cache.rows import Rows
 from blockdraft.step.verify import Verdict
-
-WARM_RUNS = 2  # before a capture: kernels are compiled and libraries set up outside of it
 
 
 class Reading:
@@ -60,43 +58,65 @@ class StepGraph:
 
 
 class StepGraphs:
-    """Graphs of `step(width)`, which runs the active rows. They share their memory: one runs at a time."""
+    """Graphs of `step(width)`, which runs the active rows. They share their memory: one runs at a time.
+
+    A capture takes as long as a few dozen replays, so only those that are wanted at once are made at once.
+    """
 
     def __init__(self, step: Callable[[int], Verdict], rows: Rows) -> None:
         self._step = step
         self._rows = rows
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graphs: dict[tuple[int, int], StepGraph] = {}
+        self._waiting: list[tuple[int, int]] = []  # rows and width of what is not captured yet
         self._sizes: list[int] = []
 
-    @torch.inference_mode()
-    def capture(self, sizes: Iterable[int], widths: Iterable[int]) -> None:
-        """Every pair of them, the largest first: the others fit into its memory."""
-        self._sizes = sorted(sizes)
-        for width in sorted(widths, reverse=True):
-            for num_rows in reversed(self._sizes):
-                self._graphs[num_rows, width] = self._capture(num_rows, width)
+    def capture(self, sizes: Iterable[int], widths: Iterable[int], now: Container[int] | None = None) -> None:
+        """Every pair of them, the largest first: the others fit into its memory.
 
+        Those of `now` rows at once; the others when they are first wanted, or in `capture_next`.
+        """
+        self._sizes = sorted(sizes)
+        pairs = [(rows, width) for width in sorted(widths, reverse=True) for rows in reversed(self._sizes)]
+        self._waiting = [pair for pair in pairs if now is not None and pair[0] not in now]
+        for pair in pairs:
+            if pair not in self._waiting:
+                self._graphs[pair] = self._capture(*pair)
+
+    def capture_next(self) -> bool:
+        """One of those that are still to be captured, the smallest first. False: there is none."""
+        if not self._waiting:
+            return False
+        pair = self._waiting.pop()
+        self._graphs[pair] = self._capture(*pair)
+        return True
+
+    @torch.inference_mode()
     def _capture(self, num_rows: int, width: int) -> StepGraph:
         self._rows.activate((), num_rows)  # scratch rows only: nothing of a sequence is touched
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_RUNS):
-                self._step(width)
-        torch.cuda.current_stream().wait_stream(side)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._step(width)  # kernels are compiled and libraries set up outside of the capture
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             packed = pack(self._step(width))
         return StepGraph(num_rows, graph, packed)
 
     def find(self, num_rows: int, width: int) -> StepGraph | None:
-        """The smallest graph with room for `num_rows`."""
+        """The smallest graph with room for `num_rows`. It may be captured now: then other rows are active."""
         index = bisect_left(self._sizes, num_rows)
-        return self._graphs.get((self._sizes[index], width)) if index < len(self._sizes) else None
+        if index == len(self._sizes):
+            return None
+        pair = self._sizes[index], width
+        if pair in self._waiting:
+            self._waiting.remove(pair)
+            self._graphs[pair] = self._capture(*pair)
+        return self._graphs.get(pair)
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return len(self._graphs) + len(self._waiting)
 
 
 def row_sizes(max_rows: int) -> list[int]:

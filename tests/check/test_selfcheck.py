@@ -22,7 +22,7 @@ from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.models.packed import Scaled
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
-from blockdraft.start.warm import warm
+from blockdraft.start.warm import every_round, few_rounds, warm
 from tests import tiny
 from tests.faults import FAULTS, with_kernels
 from tests.models.checkpoints import load, write_target
@@ -66,7 +66,7 @@ def damaged(damage, dtype="float32", **plan):
 def test_warming_leaves_no_trace(plan):
     cold, engine = (tiny.engine(prefix_cache=True, page_size=2, **plan) for _ in range(2))
     requests = REQUESTS[:2] if "max_context" in plan else REQUESTS
-    warm(engine, ignore)
+    warm(engine, ignore, few_rounds)
     verify_engine(engine, ignore)
     pages = engine.scheduler.pages
     assert not engine.has_work
@@ -100,7 +100,7 @@ def test_warming_runs_every_width_and_number_of_rows(monkeypatch):
     original_decode, original_prefill = engine_module.decode_step, engine_module.prefill_step
     monkeypatch.setattr(engine_module, "decode_step", decode_step)
     monkeypatch.setattr(engine_module, "prefill_step", prefill_step)
-    warm(engine, ignore, every_size=True)
+    warm(engine, ignore, every_round)
     assert decoded >= {(1, 1), (1, 5), (1, 8), (4, 1), (4, 5), (4, 8), (6, 1), (6, 5), (6, 8)}
     kinds = ("random", "filter", "penalty", "bias", "minimum", "logprobs")
     assert decoded >= {(kind, is_asked) for kind in kinds for is_asked in (True, False)}
@@ -123,7 +123,7 @@ def test_after_warming_nothing_is_left_to_compile(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Jit, "__init__", init)
     engine = Engine(models.with_kernels(kernels_for(torch.float32, torch.device("cpu"))))
-    warm(engine, ignore)
+    warm(engine, ignore, few_rounds)
     assert compiled
     compiled.clear()
     vocab = engine.models.config.vocab_size
@@ -162,7 +162,7 @@ def test_the_trained_pair_passes_and_keeps_its_drafter(dtype):
 )
 def test_families_pass(name, dtype, tmp_path):
     engine = family_engine(name, tmp_path, dtype=dtype, width=4)
-    warm(engine, ignore)
+    warm(engine, ignore, few_rounds)
     found = verify_engine(engine, ignore)
     assert found.keeps_drafter
     assert found.tokens_per_step is None

@@ -81,6 +81,42 @@ def ids_of(deltas, index=0):
     return [token for delta in deltas if delta.index == index for token in delta.token_ids]
 
 
+def test_an_idle_engine_prepares_what_later_steps_want(engine, monkeypatch):
+    """One thing at a time, until there is nothing more, or it fails: that is left to the steps."""
+    left, done = [True, True, False], threading.Event()
+
+    def prepare():
+        outcome = left.pop(0)
+        if not left:
+            done.set()
+        return outcome
+
+    monkeypatch.setattr(engine, "prepare", prepare)
+    loop = EngineLoop(lambda startup: engine).wait()
+    assert done.wait(30)
+    deltas = asyncio.run(collect(loop))
+    assert deltas[-1].finish_reason is not None
+    assert left == []
+    loop.close()
+
+
+def test_a_failure_to_prepare_ends_nothing(engine, monkeypatch, caplog):
+    failed = threading.Event()
+
+    def prepare():
+        assert not failed.is_set(), "it was tried again"
+        failed.set()
+        raise RuntimeError("no memory for a graph")
+
+    monkeypatch.setattr(engine, "prepare", prepare)
+    loop = EngineLoop(lambda startup: engine).wait()
+    assert failed.wait(30)
+    assert asyncio.run(collect(loop))[-1].finish_reason is not None
+    assert loop.error is None
+    assert "could not be prepared: no memory for a graph" in caplog.text
+    loop.close()
+
+
 def alone(models, sampling, prompt=PROMPT):
     engine = Engine(models)
     engine.add(prompt, sampling)

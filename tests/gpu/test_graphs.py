@@ -55,9 +55,11 @@ def test_the_smallest_bucket_with_room_is_replayed():
         stepping.assert_same_play(stepping.play(engine, scene), expected, scene)
 
 
-def test_graphs_with_a_step_in_flight_serve_the_same_texts():
+@pytest.mark.parametrize("now", [None, ()], ids=["captured", "captured-when-wanted"])
+def test_graphs_with_a_step_in_flight_serve_the_same_texts(now):
     expected = stepping.serve_mixed(stepping.tiny_engine(CARD, is_captured=False))
-    got = stepping.serve_mixed(stepping.tiny_engine(CARD, is_captured=True, overlap=True), has_aborts=True)
+    engine = stepping.tiny_engine(CARD, is_captured=True, overlap=True, now=now)
+    got = stepping.serve_mixed(engine, has_aborts=True)
     stepping.assert_same_mixed(got, expected)
 
 

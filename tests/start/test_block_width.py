@@ -283,7 +283,7 @@ def served(draft, **changes):
 
 def test_a_server_says_which_width_it_serves_and_why(fitted, monkeypatch):
     warmed = []
-    monkeypatch.setattr(start, "warm", lambda engine, note, **_: warmed.append(engine.models.plan.width))
+    monkeypatch.setattr(start, "warm", lambda engine, note, choose: warmed.append(engine.models.plan.width))
     measured(monkeypatch, costs(w2=1.2, w3=1.3, w8=2.0))
     engine, details, startup = served(fitted)
     plan = engine.models.plan

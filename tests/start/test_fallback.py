@@ -150,7 +150,7 @@ def start(monkeypatch, **changes):
 
     from blockdraft.start import ready as module
 
-    def one_request(engine, note, **_):
+    def one_request(engine, note, choose):
         from blockdraft.engine.request import SamplingParams
         from blockdraft.engine.twin import serve, twin
 

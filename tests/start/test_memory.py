@@ -35,7 +35,7 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * GB)
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 10 * GB + self.work)
         monkeypatch.setattr(memory, "Engine", self.probe)
-        monkeypatch.setattr(memory, "warm", lambda engine, note: None)
+        monkeypatch.setattr(memory, "warm", lambda engine, note, choose: None)
 
     def probe(self, models):
         plan, gpu = models.plan, self

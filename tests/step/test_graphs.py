@@ -61,16 +61,39 @@ def test_find_knows_what_was_not_captured():
     assert graphs([], []).find(1, 8) is None
 
 
+class Watched(KernelByKernel):
+    """Says what was captured, in order."""
+
+    def __init__(self):
+        super().__init__(lambda width: None, None)
+        self.captured = []
+
+    def _capture(self, num_rows, width):
+        self.captured.append((num_rows, width))
+        return super()._capture(num_rows, width)
+
+
 def test_the_largest_is_captured_first():
-    captured = []
+    found = Watched()
+    found.capture([1, 4, 2], [1, 8])
+    assert found.captured == [(4, 8), (2, 8), (1, 8), (4, 1), (2, 1), (1, 1)]
+    assert not found.capture_next()
 
-    class Watched(KernelByKernel):
-        def _capture(self, num_rows, width):
-            captured.append((num_rows, width))
-            return super()._capture(num_rows, width)
 
-    Watched(lambda width: None, None).capture([1, 4, 2], [1, 8])
-    assert captured == [(4, 8), (2, 8), (1, 8), (4, 1), (2, 1), (1, 1)]
+def test_what_can_wait_is_captured_when_it_is_wanted_or_in_idle_time():
+    found = Watched()
+    found.capture([1, 2, 3, 4], [1, 8], now=(1, 4))
+    assert found.captured == [(4, 8), (1, 8), (4, 1), (1, 1)]
+    assert len(found) == 8
+    assert found.find(2, 8) is found.find(2, 8)
+    assert found.captured[4:] == [(2, 8)], "wanted, and captured once"
+    assert found.find(5, 8) is None
+    assert found.find(2, 4) is None
+    while found.capture_next():
+        pass
+    assert found.captured[5:] == [(2, 1), (3, 1), (3, 8)]
+    assert found.find(3, 8).num_rows == 3
+    assert len(found.captured) == len(found) == 8
 
 
 def test_a_reading_gives_the_committed_tokens_of_each_row():
@@ -95,9 +118,10 @@ def test_a_bucket_that_is_filled_up_touches_only_the_active_rows():
     stepping.check_padding(stepping.tiny_engine(HOST), stepping.tiny_engine(HOST))
 
 
-def test_a_step_in_flight_changes_no_text():
+@pytest.mark.parametrize("now", [None, ()], ids=["captured", "captured-when-wanted"])
+def test_a_step_in_flight_changes_no_text(now):
     expected = stepping.serve_mixed(stepping.tiny_engine(HOST))
-    got = stepping.serve_mixed(stepping.tiny_engine(HOST, overlap=True), has_aborts=True)
+    got = stepping.serve_mixed(stepping.tiny_engine(HOST, overlap=True, now=now), has_aborts=True)
     stepping.assert_same_mixed(got, expected)
 
 
