@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from benchmarks import record
 from benchmarks.replay import ReplayingDrafter
 from benchmarks.shapes import SHAPES, write_shape
@@ -28,7 +30,8 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
 from blockdraft.settings.settings import Settings
-from blockdraft.start.loading import load_models
+from blockdraft.start.compile_ahead import CompileAhead, run_steps
+from blockdraft.start.loading import load_models, resolve_device
 from blockdraft.step.graphs import row_sizes
 from blockdraft.text.tokenizer import Tokenizer
 
@@ -149,7 +152,13 @@ class Equality:
     """One engine, captured where it can be, that answers the same prompts in every way."""
 
     def __init__(
-        self, models: Models, prompts: Sequence[Sequence[int]], num_tokens: int, *, replays: bool
+        self,
+        models: Models,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        *,
+        replays: bool,
+        ahead: CompileAhead | None = None,
     ) -> None:
         """`replays`: the baseline is drafted, with errors, and not what the pair's drafter believes."""
         self.num_prompts, self.num_tokens = len(prompts), num_tokens
@@ -172,6 +181,8 @@ class Equality:
         plan = replace(plan, num_pages=room, chunk=max(plan.chunk, self._longest), prefix_cache=False)
         self.engine = Engine(replace(models, drafter=drafter, plan=plan))
         self.widths = tuple(sorted({min(width, plan.block) for width in WIDTHS}))
+        if ahead is not None:
+            compile_steps(self.engine, ahead)
         self.why_not_captured = models.why_not_captured()
         if self.why_not_captured is None:
             self.engine.capture(row_sizes(plan.max_rows), self.widths)
@@ -283,6 +294,14 @@ class Equality:
         return pages.allocate(pages.num_free - max(to_begin, to_end))
 
 
+def compile_steps(engine: Engine, ahead: CompileAhead) -> None:
+    """At once, as a start does."""
+    with ahead.collecting() as is_useful:
+        if is_useful:
+            run_steps(engine)
+    ahead.wait(lambda done, total, name: None)
+
+
 def _gathered(deltas: Sequence[Delta], count: int) -> list[Answer]:
     tokens: list[list[int]] = [[] for _ in range(count)]
     metrics: dict[int, Metrics] = {}
@@ -367,11 +386,13 @@ def main(words: Sequence[str] | None = None) -> int:
     num_prompts = args.prompts or (64 if is_shipped else 16)
     num_tokens = args.tokens or (256 if is_shipped else 96)
     begin = time.perf_counter()
+    device = torch.device(resolve_device(args.device))
+    ahead = CompileAhead(device, ["equality", args.pair])  # its workers begin while weights are read
     models = load(args.pair, args.device)
     prompts = make_prompts(
         args.pair, num_prompts, tokenizer=models.tokenizer, vocab_size=models.config.vocab_size
     )
-    equality = Equality(models, prompts, num_tokens, replays=not is_shipped)
+    equality = Equality(models, prompts, num_tokens, replays=not is_shipped, ahead=ahead)
     load_s = time.perf_counter() - begin
     print(
         f"{args.pair} on {models.device} in {models.plan.dtype}: {len(prompts)} prompts, {num_tokens} tokens"
@@ -400,6 +421,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "verdict": verdict(lines),
     }
     record.save(args.out, result)
+    ahead.close(is_done=True)
     return 0 if all(line.is_well for line in lines) else 1
 
 
