@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import sys
@@ -10,10 +11,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from blockdraft import __version__
-from blockdraft.cli import bench, doctor, fetch, fit, generate, models, plan, serve, settings, train
 from blockdraft.errors import BlockdraftError
 from blockdraft.settings.settings import suggestion
 
+COMMANDS = ("generate", "serve", "bench", "train", "fit", "fetch", "models", "settings", "plan", "doctor")
 EXIT_ERROR = 2
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -63,8 +64,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"blockdraft {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     parsers = {}
-    for command in (generate, serve, bench, train, fit, fetch, models, settings, plan, doctor):
-        name = command.__name__.rpartition(".")[2]
+    for name in [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS:  # who names one waits for one
+        command = importlib.import_module(f"blockdraft.cli.{name}")
         parsers[name] = commands.add_parser(
             name,
             help=command.SUMMARY,

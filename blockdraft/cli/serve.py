@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from blockdraft.cli.flags import add_model, add_settings, settings_from
 from blockdraft.cli.server_terminal import exit_code, serve_until_told, set_up_logs
 from blockdraft.errors import SettingsError
-from blockdraft.machine.wake_card import wake_card
 from blockdraft.settings.settings import Settings
 
 if TYPE_CHECKING:
@@ -79,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
         return serve_engine.run(args, settings, options)
     _refuse_engine_flags(args)
-    wake_card(settings.device)
+    from blockdraft.start.while_importing import prepare_card
+
+    prepare_card(settings.device)
     from blockdraft.server.lifetime import bind
     from blockdraft.start.preflight import check_native, pin_cpu_threads
 
@@ -122,16 +123,19 @@ def _serve(
     args: argparse.Namespace, settings: Settings, options: ServerOptions, listener: socket.socket
 ) -> int:
     """Answer at once, /ready saying how far the start is; load and serve on the engine's own thread."""
+    gc.disable()  # modules are no garbage, and PyTorch is made of two thousand
     from blockdraft.engine.loop import EngineLoop
     from blockdraft.engine.watchdog import Watchdog
     from blockdraft.phases import StartProgress
-    from blockdraft.server.app import make_app
     from blockdraft.start.ready import start_engine
 
-    gc.freeze()  # modules are no garbage: nobody need look through them again
+    gc.freeze()  # nobody need look through them again
+    gc.enable()
     report = set_up_logs(args, options.api_keys)
     name = (args.served_model_name or settings.model) + settings.suffix
     loop = EngineLoop(lambda startup: start_engine(settings, startup), StartProgress(report))
+    from blockdraft.server.app import make_app  # while the engine's thread reads files
+
     watchdog = Watchdog(loop, args.step_timeout, _end_hung)
     app = make_app(loop, name=name, options=options, is_hanging=lambda: watchdog.is_hanging)
     serve_until_told(args, loop, app, options, name=name, listener=listener)

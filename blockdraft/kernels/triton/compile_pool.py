@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from blockdraft.settings.settings import child_environment
 
 MAX_WORKERS = 16
 TIMEOUT_S = 120  # without any kernel done: then the start compiles the rest itself
+NICENESS = 10
 WORKER = (sys.executable, "-m", "blockdraft.kernels.triton.compile_worker")
 
 Told = Callable[[int, int, str], None]  # kernels that are done, of how many, and the last one's name
@@ -89,9 +91,12 @@ class CompilePool:
 
 def _worker() -> subprocess.Popen[str]:
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(
+    worker = subprocess.Popen(
         WORKER, stdin=pipe, stdout=pipe, stderr=nowhere, env=child_environment({}), text=True
     )
+    # Behind the start, whose threads read weights meanwhile and wait for each other at every turn.
+    os.setpriority(os.PRIO_PROCESS, worker.pid, NICENESS)
+    return worker
 
 
 @contextmanager

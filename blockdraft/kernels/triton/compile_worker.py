@@ -15,6 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
@@ -37,8 +38,11 @@ def _answer(asked: dict[str, Any]) -> dict[str, str | None]:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
-def compile_kernel(module: str, specialization: str, target: GPUTarget) -> triton.compiler.CompiledKernel:
-    """As JITFunction.preload does, but for the card that is named instead of the one that is there."""
+def compile_kernel(module: str, specialization: str, target: GPUTarget) -> None:
+    """As JITFunction.preload does, but for the card that is named instead of the one that is there.
+
+    Triton 3.6 also compiles C for each signature, which launches the kernel; later versions do not.
+    """
     found = json.loads(specialization)
     function = getattr(importlib.import_module(module), found["name"].rpartition(".")[2])
     values = map(_constant, found["constant_vals"])
@@ -46,11 +50,13 @@ def compile_kernel(module: str, specialization: str, target: GPUTarget) -> trito
     attributes = dict(zip(map(tuple, found["attrs_keys"]), found["attrs_vals"], strict=True))
     signature = {name: _tuples(kind) for name, kind in found["signature"].items()}
     options = {name: _tuples(value) for name, value in found["options"].items()}
-    return triton.compile(
+    kernel = triton.compile(
         ASTSource(function, signature, constants, attributes),
         target=target,
         options=make_backend(target).parse_options(options).__dict__,
     )
+    if target.backend == "cuda" and hasattr(nvidia, "make_launcher"):
+        nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _constant(value: Any) -> Any:
