@@ -103,7 +103,7 @@ def main() -> None:
         for number in range(1 + args.warm):
             found.append({"start": "warm" if number else "cold", **start(flags, folder)})
     result = {"what": "starts of a server", "settings": vars(args), **record.context(), "starts": found}
-    record.save(args.json, result)
+    record.save(args.json, result, scratch=name)
     rows = []
     for one in found:
         phases = [one["phases_s"][name] for name in PHASES]

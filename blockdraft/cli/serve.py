@@ -78,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
         return serve_engine.run(args, settings, options)
     _refuse_engine_flags(args)
-    from blockdraft.start.while_importing import prepare_card
+    from blockdraft.start.while_importing import wake_card
 
-    prepare_card(settings.device)
+    wake_card(settings.device)
     from blockdraft.server.lifetime import bind
     from blockdraft.start.preflight import check_native, pin_cpu_threads
 

@@ -1,27 +1,21 @@
-"""What the driver and the disk can do while Python imports PyTorch, which takes seconds."""
+"""What the driver can do while Python imports PyTorch, which takes seconds."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from threading import Thread
 
 from blockdraft.machine.machine import may_have_gpu
 
 
-def prepare_card(device: str) -> None:
-    """Begin, on a thread of its own, what a start on `device` ("auto", "cuda:1") would wait for later."""
+def wake_card(device: str) -> None:
+    """Have the context of `device` ("auto", "cuda:1") made on a thread of its own; PyTorch takes it over."""
     if device != "cpu" and may_have_gpu():
-        Thread(target=_prepare, args=(_index(device),), name="prepare-card", daemon=True).start()
-
-
-def _prepare(index: int) -> None:
-    _make_context(index)
-    _hash_triton()
+        Thread(target=_make_context, args=(_index(device),), name="wake-card", daemon=True).start()
 
 
 def _make_context(index: int) -> None:
-    """The context that PyTorch takes over. What is missing here, PyTorch misses too, and says so."""
+    """What is missing here, PyTorch misses too, and says so."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -29,14 +23,6 @@ def _make_context(index: int) -> None:
     card, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(card), index) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), card)
-
-
-def _hash_triton() -> None:
-    """Triton's hash of its own files, which is part of every kernel's name and computed once in a process."""
-    if importlib.util.find_spec("triton") is not None:
-        from triton.runtime.cache import triton_key
-
-        triton_key()
 
 
 def _index(device: str) -> int:

@@ -126,10 +126,26 @@ def test_each_kernel_is_told_of_once_and_what_does_not_compile_is_named(found):
 def test_a_pool_whose_workers_end_at_once_waits_for_nobody(monkeypatch):
     from blockdraft.kernels.triton import compile_pool
 
-    monkeypatch.setattr(compile_pool, "WORKER", (sys.executable, "-c", "pass"))
+    monkeypatch.setattr(compile_pool, "WORKERS", (sys.executable, "-c", "pass"))
     pool = compile_pool.CompilePool(2)
     for number in range(4):
         pool.ask("module", "kernel", str(number), SimpleNamespace())
     pool.wait()
     pool.close()
-    assert pool.num_done <= 2
+    assert pool.num_done == 0
+
+
+def test_workers_end_with_the_start_that_has_begun_them():
+    """However it ends: they have nothing more to read."""
+    command = [sys.executable, "-m", "blockdraft.kernels.triton.compile_workers", "3"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.stdin.write(
+            json.dumps({"module": "x", "name": "y", "specialization": "{}", "target": {}}) + "\n"
+        )
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["name"] == "y"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 3
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert not any(Path("/proc", child).exists() for child in children)

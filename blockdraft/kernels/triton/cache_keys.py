@@ -26,6 +26,6 @@ def settle_cache_keys() -> None:
 def own_functions() -> Iterator[JITFunction[Any]]:
     """Every kernel, and every function that kernels call, in a fixed order."""
     for found in sorted(pkgutil.iter_modules(package.__path__), key=lambda found: found.name):
-        if found.name != "compile_worker":  # which is run, not imported
+        if found.name != "compile_workers":  # which is run, not imported
             module = importlib.import_module(f"{package.__name__}.{found.name}")
             yield from (value for value in vars(module).values() if isinstance(value, JITFunction))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -25,41 +27,41 @@ from blockdraft.settings.settings import child_environment
 MAX_WORKERS = 16
 TIMEOUT_S = 120  # without any kernel done: then the start compiles the rest itself
 NICENESS = 10
-WORKER = (sys.executable, "-m", "blockdraft.kernels.triton.compile_worker")
+WORKERS = (sys.executable, "-m", "blockdraft.kernels.triton.compile_workers")
 
 Told = Callable[[int, int, str], None]  # kernels that are done, of how many, and the last one's name
 
 
 class CompilePool:
-    """Worker processes, and the kernels they are asked for. One that ends leaves its kernel to the start."""
+    """Worker processes, and the kernels they are asked for. What they leave undone, the start does."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_asked = self.num_done = 0
         self.errors: list[str] = []  # of kernels that do not compile, with their names
         self._asked: set[str] = set()
-        self._jobs: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
-        self._workers = [_worker() for _ in range(num_workers)]
-        for worker in self._workers:
-            threading.Thread(target=self._feed, args=(worker,), daemon=True).start()
+        self._process = _started(num_workers)
+        for run in (self._write, self._read):
+            threading.Thread(target=run, daemon=True).start()
 
     def ask(self, module: str, name: str, specialization: str, target: GPUTarget) -> None:
         """Compile this kernel for `target`, once."""
         if specialization not in self._asked:
             self._asked.add(specialization)
             self.num_asked += 1
-            asked = {"module": module, "specialization": specialization, "target": vars(target)}
-            self._jobs.put((name, json.dumps(asked)))
+            asked = {"module": module, "name": name, "specialization": specialization, "target": vars(target)}
+            self._jobs.put(json.dumps(asked))
 
     def wait(self, tell: Told = lambda done, total, name: None) -> None:
         """Until all that was asked for is compiled, or nobody is left to do it."""
         idle_s = 0
         while self.num_done < self.num_asked and idle_s < TIMEOUT_S:
-            if all(worker.poll() is not None for worker in self._workers):
-                return
             try:
                 name, error = self._done.get(timeout=1)
             except queue.Empty:
+                if self._process.poll() is not None:
+                    return
                 idle_s += 1
                 continue
             idle_s, self.num_done = 0, self.num_done + 1
@@ -69,34 +71,39 @@ class CompilePool:
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""
-        for worker in self._workers:
-            self._jobs.put(None)
-            worker.kill()
-        for worker in self._workers:
-            worker.wait()
+        self._jobs.put(None)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
-    def _feed(self, worker: subprocess.Popen[str]) -> None:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        while (job := self._jobs.get()) is not None:
-            try:
-                worker.stdin.write(job[1] + "\n")
-                worker.stdin.flush()
-                answer = json.loads(worker.stdout.readline())
-            except (OSError, ValueError):
-                self._done.put((job[0], "its worker has ended"))
-                return
-            self._done.put((job[0], answer["error"]))
+    def _write(self) -> None:
+        """What is asked for, as far as the workers take it: a pipe holds a few lines only."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # they have ended
+            while (job := self._jobs.get()) is not None:
+                self._process.stdin.write(job + "\n")
+                self._process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            self._done.put((answer["name"], answer["error"]))
 
 
-def _worker() -> subprocess.Popen[str]:
+def _started(num_workers: int) -> subprocess.Popen[str]:
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-    worker = subprocess.Popen(
-        WORKER, stdin=pipe, stdout=pipe, stderr=nowhere, env=child_environment({}), text=True
+    process = subprocess.Popen(
+        (*WORKERS, str(num_workers)),
+        stdin=pipe,
+        stdout=pipe,
+        stderr=nowhere,
+        env=child_environment({}),
+        text=True,
+        start_new_session=True,  # to end with all its children
     )
-    # Behind the start, whose threads read weights meanwhile and wait for each other at every turn.
-    os.setpriority(os.PRIO_PROCESS, worker.pid, NICENESS)
-    return worker
+    os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)  # behind the start, which works meanwhile
+    return process
 
 
 @contextmanager

@@ -1,14 +1,16 @@
-"""Compiles Triton's kernels for a start: `python -m blockdraft.kernels.triton.compile_worker`.
+"""Compiles Triton's kernels for a start: `python -m blockdraft.kernels.triton.compile_workers NUMBER`.
 
-One process of several (`compile_pool.py`). Each line that it reads is a kernel's module and what Triton calls
-its specialisation; each line that it writes says which kernel is done. The result lies in Triton's cache on
-the disk, where the start finds it. It needs no card: the line names the one that it compiles for.
+One process imports what is needed and then becomes several. Each line that they read is a kernel's module and
+what Triton calls its specialisation; each line that they write says which kernel is done. The result lies in
+Triton's cache on the disk, where the start finds it. No card is needed: the line names the one it is for.
+When the start has ended, there is nothing more to read, and they end too.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import sys
 from typing import Any
 
@@ -22,20 +24,23 @@ from triton.runtime.jit import JITFunction
 from blockdraft.kernels.triton.cache_keys import own_functions, settle_cache_keys
 
 
-def main() -> None:
+def main(num_workers: int) -> None:
     settle_cache_keys()
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps(_answer(json.loads(line))) + "\n")
-        sys.stdout.flush()
+    # Forked, so that the imports, which take longest, are made once; no thread or card is open yet.
+    with multiprocessing.get_context("fork").Pool(num_workers) as workers:
+        for answer in workers.imap_unordered(_answer, sys.stdin):
+            sys.stdout.write(answer + "\n")
+            sys.stdout.flush()
 
 
-def _answer(asked: dict[str, Any]) -> dict[str, str | None]:
+def _answer(line: str) -> str:
     """What does not compile here fails in the start too, which knows what to do about it."""
+    asked, error = json.loads(line), None
     try:
         compile_kernel(asked["module"], asked["specialization"], GPUTarget(**asked["target"]))
-        return {"error": None}
-    except Exception as error:  # noqa: BLE001  # whatever Triton raises
-        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    except Exception as raised:  # noqa: BLE001  # whatever Triton raises
+        error = f"{type(raised).__name__}: {raised}"[:300]
+    return json.dumps({"name": asked["name"], "error": error})
 
 
 def compile_kernel(module: str, specialization: str, target: GPUTarget) -> None:
@@ -80,4 +85,4 @@ def _tuples(kind: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))
