@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import ClassVar
 
@@ -59,25 +59,25 @@ class AnswerWriter(ABC):
         self._prompts = prompts
         self._choices = choices  # those of the first prompt, then those of the second, and so on
 
-    def take(self, prompt: int, delta: Delta) -> AnswerChoice:
+    def take(self, prompt: int, delta: Delta) -> None:
         """Remember a delta for `whole`; `prompt` says which prompt it answers."""
-        choice = self._choices[prompt * self._options.n + delta.index]
-        choice.push(delta)
-        return choice
+        self._choices[prompt * self._options.n + delta.index].push(delta)
 
     def whole(self) -> Json:
         """The complete answer, when all deltas are in."""
         choices = [self._whole_choice(choice) for choice in self._choices]
         return self._object(self.KIND, choices) | {"usage": self._usage(), "metrics": self._metrics()}
 
-    def push(self, prompt: int, delta: Delta) -> Json | None:
-        """Take a delta in. The chunk to stream, or None if it shows nothing."""
-        choice = self.take(prompt, delta)
+    def push(self, prompt: int, delta: Delta) -> list[Json]:
+        """Take a delta in. The chunks to stream, in one write; none if there is nothing to show."""
+        choice = self._choices[prompt * self._options.n + delta.index]
+        chunks = [] if choice.pieces else self._first_chunks(choice)
+        choice.push(delta)
         piece = choice.pieces[-1]
         is_end = piece.finish_reason is not None
         has_ids = self._options.return_token_ids and bool(piece.token_ids)
         if not (is_end or has_ids or piece.draft is not None or self._has_news(choice, piece)):
-            return None
+            return chunks
         part = self._part(choice, piece)
         if is_end:
             part["stop_reason"] = piece.stop_reason
@@ -85,11 +85,7 @@ class AnswerWriter(ABC):
             part["token_ids"] = list(piece.token_ids)
         if piece.draft is not None:
             part["draft"] = piece.draft
-        return self._chunk(part, is_end=is_end)
-
-    def first_chunks(self) -> Iterator[Json]:
-        """What is sent before there is text."""
-        return iter(())
+        return [*chunks, self._chunk(part, is_end=is_end)]
 
     def last_chunk(self) -> Json | None:
         """The usage, if it was asked for."""
@@ -97,6 +93,10 @@ class AnswerWriter(ABC):
             return None
         chunk = self._object(self.CHUNK_KIND, []) | {"usage": self._usage()}
         return chunk if (metrics := self._metrics()) is None else chunk | {"metrics": metrics}
+
+    def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
+        """What goes ahead of a choice's first piece."""
+        return []
 
     @abstractmethod
     def _has_news(self, choice: AnswerChoice, piece: AnswerPiece) -> bool:
@@ -221,19 +221,18 @@ class ChatAnswer(AnswerWriter):
             answer["token_ids"] = choice.token_ids
         return answer
 
-    def first_chunks(self) -> Iterator[Json]:
-        """Say who speaks."""
-        for choice in self._choices:
-            part: ChatChunkChoice = {
-                "index": choice.index,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            chunk = self._chunk(part)
-            if self._asked.return_token_ids:
-                chunk["prompt_token_ids"] = list(self._prompts[0])
-            yield chunk
+    def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
+        """Say who speaks. Not before the first token: clients take the first event for it."""
+        part: ChatChunkChoice = {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        chunk = self._chunk(part)
+        if self._asked.return_token_ids:
+            chunk["prompt_token_ids"] = list(self._prompts[0])
+        return [chunk]
 
     def _has_news(self, choice: AnswerChoice, piece: AnswerPiece) -> bool:
         has_logprobs = self._asked.logprobs and bool(piece.logprobs)

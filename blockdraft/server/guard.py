@@ -178,7 +178,7 @@ class Guard:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            text = f"no answer within {timeout_s:g} s: ask for fewer tokens, or stream them."
+            text = f"no answer began within {timeout_s:g} s: try again later, ask for less, or stream it."
             return error_response(504, text, code="timeout")
         return None
 
