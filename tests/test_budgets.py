@@ -15,7 +15,7 @@ BUDGETS = {
     "kernels": 7_550,
     "bench": 4_600,
     "checkpoints": 4_350,
-    "server": 4_000,
+    "server": 4_150,
     "training": 3_150,
     "planner": 2_450,
     "engine": 2_350,
