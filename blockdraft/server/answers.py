@@ -12,12 +12,10 @@ from blockdraft.server.choices import (
     AnswerChoice,
     AnswerPiece,
     DraftMarks,
-    chat_logprobs,
-    prompt_logprobs,
     request_metrics,
-    text_logprobs,
 )
 from blockdraft.server.fields import ChatRequest, CompletionRequest
+from blockdraft.server.logprobs import TextOffsets, chat_logprobs, prompt_logprobs, text_logprobs
 from blockdraft.server.reasoning import Splitter, Tags, ThoughtCounter, begins_inside, continues_inside
 from blockdraft.server.schemas import (
     AnswerObject,
@@ -285,7 +283,7 @@ class TextAnswer(AnswerWriter):
         super().__init__(asked, head=head, tokenizer=tokenizer, prompts=prompts, choices=choices)
         self._asked = asked
         self._texts = texts
-        self._offsets = [0] * len(choices)  # of the text streamed so far
+        self._offsets: dict[int, TextOffsets] = {}  # by choice, from its first piece on
 
     def _whole_choice(self, choice: AnswerChoice) -> TextChoice:
         asked = self._asked
@@ -329,15 +327,30 @@ class TextAnswer(AnswerWriter):
     ) -> TextLogprobs | None:
         if self._asked.logprobs is None:
             return None
-        rows: list[tuple[int, TokenLogprobs | None]] = [(item.token_id, item) for item in items]
-        if has_prompt and self._asked.echo:
-            prompt = zip(self._prompts[choice.prompt], choice.prompt_logprobs or (), strict=True)
-            rows = [*prompt, *rows]
-        logprobs = text_logprobs(
-            rows,
-            num_top=self._asked.logprobs,
-            offset=self._offsets[choice.index],
-            tokenizer=self._tokenizer,
-        )
-        self._offsets[choice.index] += sum(len(token) for token in logprobs["tokens"])
-        return logprobs
+        rows = [(item.token_id, item) for item in items]
+        found = self._table(rows, self._offsets_of(choice))
+        if not (has_prompt and self._asked.echo):
+            return found
+        ids, echo = self._prompts[choice.prompt], self._echo(choice)
+        prompt = list(zip(ids, choice.prompt_logprobs or (), strict=True))
+        ahead = self._table(prompt, TextOffsets(self._tokenizer, (), echo=echo))
+        return {
+            "tokens": ahead["tokens"] + found["tokens"],
+            "token_logprobs": ahead["token_logprobs"] + found["token_logprobs"],
+            "top_logprobs": ahead["top_logprobs"] + found["top_logprobs"],
+            "text_offset": ahead["text_offset"] + found["text_offset"],
+        }
+
+    def _table(self, rows: Items[tuple[int, TokenLogprobs | None]], offsets: TextOffsets) -> TextLogprobs:
+        assert self._asked.logprobs is not None
+        return text_logprobs(rows, num_top=self._asked.logprobs, offsets=offsets, tokenizer=self._tokenizer)
+
+    def _offsets_of(self, choice: AnswerChoice) -> TextOffsets:
+        if choice.index not in self._offsets:
+            self._offsets[choice.index] = TextOffsets(
+                self._tokenizer,
+                self._prompts[choice.prompt],
+                start=len(self._echo(choice)),
+                skip_special_tokens=self._asked.skip_special_tokens,
+            )
+        return self._offsets[choice.index]

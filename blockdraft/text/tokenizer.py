@@ -17,6 +17,10 @@ from blockdraft.text.template import compile_template, run_template
 
 REPLACEMENT = "\ufffd"  # what stands for bytes that are not UTF-8
 
+# Byte-level tokenizers write a byte as a character: printable ones as they are, the others from U+0100 on.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTE_VALUES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTE_VALUES |= {chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))}
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 _CONTINUE_TAG = "\ue000continue here\ue000"
@@ -73,6 +77,16 @@ class Tokenizer:
         if skip_special_tokens and token_id in self.special_ids:
             return False
         return bool(self._tokenizer.id_to_token(token_id))
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """The bytes of one token, which may be a part of a character; None: its tokenizer has none."""
+        if token_id in self._byte_ids:
+            return bytes([self._byte_ids[token_id]])
+        decoder, token = self._tokenizer.decoder, self._tokenizer.id_to_token(token_id)
+        if decoder is None or token is None or b'"ByteLevel"' not in decoder.__getstate__():
+            return None
+        values = [_BYTE_VALUES.get(character) for character in token]
+        return None if None in values else bytes(value for value in values if value is not None)
 
     def render(
         self,

@@ -14,8 +14,8 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import MAX_FAILURES, EngineLoop
 from blockdraft.engine.request import TokenLogprobs
 from blockdraft.server.app import make_api, make_app
-from blockdraft.server.choices import MIN_LOGPROB, chat_logprobs
 from blockdraft.server.guard import Guard
+from blockdraft.server.logprobs import MIN_LOGPROB, chat_logprobs
 from blockdraft.server.options import ServerOptions
 from blockdraft.text.tokenizer import Tokenizer
 from tests.server import pair
