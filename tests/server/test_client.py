@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from blockdraft import __version__
 from blockdraft.server import schemas
-from tests.server.pair import NAME, OPENING, client_of, models, thinking_tokenizer
+from tests.server.pair import NAME, OPENING, PAIR, client_of, models, thinking_tokenizer
 
 MESSAGES = [{"role": "user", "content": "t1 t2 t3"}]
 CHAT = {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 5}
@@ -86,6 +86,7 @@ def test_models(client):
     assert [card.id for card in client.models.list()] == [NAME]
     card = client.models.retrieve(NAME)  # the name has a slash
     assert (card.id, card.max_model_len) == (NAME, 512)
+    assert card.root == str(PAIR / "target")  # as it was given
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("other/model")
 
@@ -230,6 +231,13 @@ def test_a_stop_string_can_stay_and_is_named(client):
     assert answer.choices[0].message.content == " t4 t5 t6"
     assert answer.choices[0].stop_reason == " t6"
     assert chat(client, extra_body={"stop_token_ids": [6]}).choices[0].stop_reason == 6
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["", " t6"]])
+def test_an_empty_stop_string_stops_nothing(client, stop):
+    expected = " t4 t5" if " t6" in stop else COUNT
+    assert chat(client, stop=stop).choices[0].message.content == expected
+    assert complete(client, stop=stop).choices[0].text == expected
 
 
 def test_special_tokens_can_be_shown(client):
@@ -512,4 +520,7 @@ def test_a_prompt_past_the_context_has_the_code_that_agents_look_for(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(**{**TEXT, "prompt": [1] * 512})
     assert caught.value.code == "context_length_exceeded"
+    # LiteLLM and agents know the case by these words.
+    assert "This model's maximum context length is 512 tokens. However, " in caught.value.message
+    assert "512 tokens" in caught.value.message.partition("However")[2]
     assert complete(client, prompt=[1] * 511).usage.completion_tokens == 1

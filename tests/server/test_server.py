@@ -197,7 +197,6 @@ def check_error(response, status, part, param=None):
         ({"seed": 2**63}, "seed", "seed"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
         ({"logit_bias": {"64": 1}}, "vocabulary", "logit_bias"),
-        ({"stop": ""}, "stop", "stop"),
         ({"top_logprobs": 2}, "logprobs", "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs", "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream", "stream_options"),
