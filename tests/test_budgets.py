@@ -18,7 +18,7 @@ BUDGETS = {
     "server": 4_150,
     "training": 3_150,
     "planner": 2_450,
-    "engine": 2_350,
+    "engine": 2_400,
     "cli": 2_250,
     "launch": 2_050,
     "models": 2_050,
