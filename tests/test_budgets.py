@@ -26,7 +26,7 @@ BUDGETS = {
     "start": 1_450,
     "doctor": 1_150,
     "settings": 1_150,
-    "text": 850,
+    "text": 900,
     "cache": 800,
     "machine": 800,
     "step": 450,

@@ -21,7 +21,10 @@ MAX_TEMPLATE_KWARGS_CHARS = 1 << 14
 MAX_INT = 2**31 - 1
 
 _RESERVED_KWARGS = frozenset(
-    {"self", "messages", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "tools"}
+    {
+        *("self", "messages", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"),
+        *("tools", "add_special_tokens", "split_special_tokens"),
+    }
 )
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]

@@ -157,6 +157,7 @@ class ChatRequest(_Generation):
     messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    split_special_tokens: bool = False  # transformers' name: markup spelled out in a message is text
     chat_template_kwargs: TemplateKwargs = {}
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)  # the old name of the next, which wins
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
@@ -244,6 +245,7 @@ class TokenizeRequest(_Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    split_special_tokens: bool = False
     chat_template_kwargs: TemplateKwargs = {}
     return_token_strs: bool = False
 

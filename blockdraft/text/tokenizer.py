@@ -13,6 +13,7 @@ import jinja2
 
 from blockdraft.checkpoints.checkpoint import TokenizerParts
 from blockdraft.errors import RequestError
+from blockdraft.text.plain_text import PlainText
 from blockdraft.text.template import compile_template, run_template
 
 REPLACEMENT = "\ufffd"  # what stands for bytes that are not UTF-8
@@ -122,9 +123,25 @@ class Tokenizer:
         _check_unicode(text)
         return text
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]], **options: object) -> list[int]:
-        """`render`, as ids. The template writes its own special tokens, so none are added."""
-        return self.encode(self.render(messages, **options), add_special_tokens=False)  # type: ignore[arg-type]
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_special_tokens: bool = False,
+        split_special_tokens: bool = False,
+        **options: object,
+    ) -> list[int]:
+        """`render`, as ids. The template writes its own special tokens, so none are added.
+
+        With `split_special_tokens` those that are spelled out in a message are text (text/plain_text.py).
+        """
+        if not split_special_tokens:
+            return self.encode(self.render(messages, **options), add_special_tokens)  # type: ignore[arg-type]
+        marked = [self._plain_text.mark(message) for message in messages]
+        return self._plain_text.encode(self.render(marked, **options), add_special_tokens)  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def _plain_text(self) -> PlainText:
+        return PlainText(self._tokenizer)
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:

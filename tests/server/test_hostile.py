@@ -154,6 +154,8 @@ def test_every_kind_of_json_that_is_in_bounds_is_read():
         ("chat_template_kwargs", {"a": "x" * 20_000}),
         ("chat_template_kwargs", {"self": 1}),
         ("chat_template_kwargs", {"continue_final_message": 1}),
+        ("chat_template_kwargs", {"split_special_tokens": True}),
+        ("chat_template_kwargs", {"add_special_tokens": True}),
         ("chat_template_kwargs", []),
         ("reasoning_effort", "extreme"),
         ("request_id", "x" * 129),
