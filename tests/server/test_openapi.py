@@ -20,6 +20,7 @@ CHECKS = [
     checks.status_code_conformance,
     checks.content_type_conformance,
     checks.response_schema_conformance,
+    checks.negative_data_rejection,
 ]
 SECRETS = ("Traceback", "site-packages", "/blockdraft/", '.py"', "Error(")
 WITH_BODY = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
