@@ -1,6 +1,6 @@
 """Guard: what every request passes before the application sees it, and every answer on its way out.
 
-In this order: a request id, CORS, the size of the head, the name the server was called by, the API key, the
+In this order: a request id, the size of the head, CORS, the name the server was called by, the API key, the
 number of requests at once, the kind and size of the body, the time it takes to arrive, and the time until an
 answer begins. The time a client may take for its head and for reading belongs to the connection: see
 protocol.py.
@@ -88,12 +88,12 @@ class Guard:
         head = _head(scope)
         state = {**scope.get("state", {}), "request_id": head.id}
         reply = _Reply(head, state, send, self._options)
-        refusal = None
         try:
-            if head.is_preflight and self._options.cors_origins:
+            refusal = _large_head(head)
+            if refusal is None and head.is_preflight and self._options.cors_origins:
                 await reply.preflight()
                 return
-            refusal = self._refusal(head)
+            refusal = refusal or self._refusal(head)
             if refusal is None:
                 refusal = await self._admit({**scope, "state": state}, head, receive, reply)
             if refusal is not None:
@@ -103,9 +103,6 @@ class Guard:
 
     def _refusal(self, head: _Head) -> Response | None:
         """Say what is wrong with a request, as far as that shows without its body."""
-        if head.num_bytes > MAX_HEAD_BYTES:
-            text = f"the address and headers are larger than {MAX_HEAD_BYTES} bytes: shorten them."
-            return error_response(431, text, INVALID)
         # Browsers always send the header, so that no page of another name comes in without it.
         hosts = self._options.allowed_hosts if "host" in head.headers else ()
         if hosts and _host(head.headers) not in hosts:
@@ -279,6 +276,13 @@ def _head(scope: Scope) -> _Head:
 
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or (path.startswith(OPEN_PREFIX) and ".." not in path.split("/"))
+
+
+def _large_head(head: _Head) -> Response | None:
+    if head.num_bytes <= MAX_HEAD_BYTES:
+        return None
+    text = f"the address and headers are larger than {MAX_HEAD_BYTES} bytes: shorten them."
+    return error_response(431, text, INVALID)
 
 
 def _wrong_body(head: _Head) -> Response | None:

@@ -465,6 +465,12 @@ def test_a_preflight_is_answered_for_exactly_the_origins_named(is_locked):
         assert "access-control-allow-origin" not in response.headers
 
 
+def test_a_preflight_does_not_repeat_a_head_that_is_too_large():
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "x" * MAX_HEAD_BYTES}
+    app = app_with(ServerOptions(cors_origins=(SITE,)))
+    check_refusal(ask(app, "OPTIONS", CHAT, headers={"origin": SITE, **asked}), 431, "larger")
+
+
 def test_a_named_origin_can_read_answers_and_refusals():
     app = app_with(ServerOptions(cors_origins=(SITE,), api_keys=(KEY,)))
     for headers, status in ((bearer(KEY), 200), ({}, 401)):
