@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     host_help = "more names to be called by (default: any; loopback's on a loopback address without a key)"
     add("--allowed-host", action="append", default=[], metavar="NAME", help=host_help)
     for flag, default, text in (
-        ("--request-timeout", 600.0, "until an answer begins (default: 600)"),
+        ("--request-timeout", 600.0, "until an answer, or the first token of a stream (default: 600)"),
         ("--drain-timeout", 30.0, "for answers under way at the end (default: 30)"),
         ("--step-timeout", 120.0, "a longer step counts as hung (default: 120)"),
     ):

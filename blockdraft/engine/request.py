@@ -117,8 +117,9 @@ def check_request(
         raise RequestError("the prompt is empty: give at least one token.", "prompt")
     if len(prompt_ids) >= max_context:
         raise RequestError(
-            f"the prompt has {len(prompt_ids)} tokens, but the context holds {max_context} and the answer "
-            "needs at least one: shorten it, or raise --max-context.",
+            # OpenAI's words, by which routers and agents know the case.
+            f"This model's maximum context length is {max_context} tokens. However, the prompt has "
+            f"{len(prompt_ids)} tokens, and the answer needs one more: shorten it, or raise --max-context.",
             "prompt",
             "context_length_exceeded",
         )

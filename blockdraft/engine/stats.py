@@ -36,6 +36,7 @@ _REQUEST_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+_CHOICES = (1, 2, 5, 10, 20)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -97,6 +98,7 @@ class Stats:
         self.finished: Counter[str] = Counter()
         self._clock = clock
         self._last_token_s: dict[tuple[str, int], float] = {}  # of each choice that has begun its answer
+        self._ended: dict[str, list[int]] = {}  # of each request, the tokens of choices that have ended
         self._recorders = _recorders(max_context)
         self._recent = _Recent(clock())
         self._lock = Lock()
@@ -131,6 +133,7 @@ class Stats:
         with self._lock:
             for delta in deltas:
                 self._last_token_s.pop((delta.request_id, delta.index), None)
+                self._ended.pop(delta.request_id, None)
             self.finished["abort"] += len(deltas)
 
     def count_lost(self, sequences: Items[Sequence]) -> None:
@@ -138,6 +141,7 @@ class Stats:
         with self._lock:
             for sequence in sequences:
                 self._last_token_s.pop((sequence.request.id, sequence.index), None)
+                self._ended.pop(sequence.request.id, None)
             self.finished["error"] += len(sequences)
 
     def snapshot(self, load: Load) -> Snapshot:
@@ -191,10 +195,24 @@ class Stats:
             del self._last_token_s[name]
             self.finished[delta.finish_reason] += 1
             self._count_answer(delta.metrics)
+            self._observe("request_params_max_tokens", sequence.max_length - sequence.num_prompt)
+            self._count_request(sequence, delta.metrics.num_tokens)
+
+    def _count_request(self, sequence: Sequence, num_tokens: int) -> None:
+        """Once, when the last of its choices has ended."""
+        ended, n = self._ended.setdefault(sequence.request.id, []), sequence.request.sampling.n
+        ended.append(num_tokens)
+        if len(ended) == n:
+            del self._ended[sequence.request.id]
+            self._observe("request_params_n", n)
+            self._observe("request_max_num_generation_tokens", max(ended))
 
     def _count_answer(self, metrics: Metrics) -> None:
         self._observe("e2e_request_latency_seconds", metrics.seconds)
         self._observe("request_queue_time_seconds", metrics.queue_s)
+        self._observe("request_prefill_time_seconds", metrics.first_token_s - metrics.queue_s)
+        self._observe("request_decode_time_seconds", metrics.seconds - metrics.first_token_s)
+        self._observe("request_inference_time_seconds", metrics.seconds - metrics.queue_s)
         self._observe("request_prompt_tokens", metrics.num_prompt_tokens)
         self._observe("request_generation_tokens", metrics.num_tokens)
         if metrics.num_tokens > 1:
@@ -241,7 +259,13 @@ def _recorders(max_context: int) -> dict[str, Recorder]:
         "request_time_per_output_token_seconds": Recorder(_TOKEN_S),
         "e2e_request_latency_seconds": Recorder(_REQUEST_S),
         "request_queue_time_seconds": Recorder(_REQUEST_S),
+        "request_prefill_time_seconds": Recorder(_REQUEST_S),
+        "request_decode_time_seconds": Recorder(_REQUEST_S),
+        "request_inference_time_seconds": Recorder(_REQUEST_S),
         "request_prompt_tokens": Recorder(one_two_five(max_context)),
         "request_generation_tokens": Recorder(one_two_five(max_context)),
+        "request_max_num_generation_tokens": Recorder(one_two_five(max_context)),
+        "request_params_max_tokens": Recorder(one_two_five(max_context)),
+        "request_params_n": Recorder(_CHOICES),
         "iteration_tokens_total": Recorder(_STEP_TOKENS),
     }

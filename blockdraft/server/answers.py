@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import ClassVar
 
@@ -12,12 +12,10 @@ from blockdraft.server.choices import (
     AnswerChoice,
     AnswerPiece,
     DraftMarks,
-    chat_logprobs,
-    prompt_logprobs,
     request_metrics,
-    text_logprobs,
 )
 from blockdraft.server.fields import ChatRequest, CompletionRequest
+from blockdraft.server.logprobs import TextOffsets, chat_logprobs, prompt_logprobs, text_logprobs
 from blockdraft.server.reasoning import Splitter, Tags, ThoughtCounter, begins_inside, continues_inside
 from blockdraft.server.schemas import (
     AnswerObject,
@@ -59,25 +57,25 @@ class AnswerWriter(ABC):
         self._prompts = prompts
         self._choices = choices  # those of the first prompt, then those of the second, and so on
 
-    def take(self, prompt: int, delta: Delta) -> AnswerChoice:
+    def take(self, prompt: int, delta: Delta) -> None:
         """Remember a delta for `whole`; `prompt` says which prompt it answers."""
-        choice = self._choices[prompt * self._options.n + delta.index]
-        choice.push(delta)
-        return choice
+        self._choices[prompt * self._options.n + delta.index].push(delta)
 
     def whole(self) -> Json:
         """The complete answer, when all deltas are in."""
         choices = [self._whole_choice(choice) for choice in self._choices]
         return self._object(self.KIND, choices) | {"usage": self._usage(), "metrics": self._metrics()}
 
-    def push(self, prompt: int, delta: Delta) -> Json | None:
-        """Take a delta in. The chunk to stream, or None if it shows nothing."""
-        choice = self.take(prompt, delta)
+    def push(self, prompt: int, delta: Delta) -> list[Json]:
+        """Take a delta in. The chunks to stream, in one write; none if there is nothing to show."""
+        choice = self._choices[prompt * self._options.n + delta.index]
+        chunks = [] if choice.pieces else self._first_chunks(choice)
+        choice.push(delta)
         piece = choice.pieces[-1]
         is_end = piece.finish_reason is not None
         has_ids = self._options.return_token_ids and bool(piece.token_ids)
         if not (is_end or has_ids or piece.draft is not None or self._has_news(choice, piece)):
-            return None
+            return chunks
         part = self._part(choice, piece)
         if is_end:
             part["stop_reason"] = piece.stop_reason
@@ -85,11 +83,7 @@ class AnswerWriter(ABC):
             part["token_ids"] = list(piece.token_ids)
         if piece.draft is not None:
             part["draft"] = piece.draft
-        return self._chunk(part, is_end=is_end)
-
-    def first_chunks(self) -> Iterator[Json]:
-        """What is sent before there is text."""
-        return iter(())
+        return [*chunks, self._chunk(part, is_end=is_end)]
 
     def last_chunk(self) -> Json | None:
         """The usage, if it was asked for."""
@@ -97,6 +91,10 @@ class AnswerWriter(ABC):
             return None
         chunk = self._object(self.CHUNK_KIND, []) | {"usage": self._usage()}
         return chunk if (metrics := self._metrics()) is None else chunk | {"metrics": metrics}
+
+    def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
+        """What goes ahead of a choice's first piece."""
+        return []
 
     @abstractmethod
     def _has_news(self, choice: AnswerChoice, piece: AnswerPiece) -> bool:
@@ -221,19 +219,18 @@ class ChatAnswer(AnswerWriter):
             answer["token_ids"] = choice.token_ids
         return answer
 
-    def first_chunks(self) -> Iterator[Json]:
-        """Say who speaks."""
-        for choice in self._choices:
-            part: ChatChunkChoice = {
-                "index": choice.index,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            chunk = self._chunk(part)
-            if self._asked.return_token_ids:
-                chunk["prompt_token_ids"] = list(self._prompts[0])
-            yield chunk
+    def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
+        """Say who speaks. Not before the first token: clients take the first event for it."""
+        part: ChatChunkChoice = {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        chunk = self._chunk(part)
+        if self._asked.return_token_ids:
+            chunk["prompt_token_ids"] = list(self._prompts[0])
+        return [chunk]
 
     def _has_news(self, choice: AnswerChoice, piece: AnswerPiece) -> bool:
         has_logprobs = self._asked.logprobs and bool(piece.logprobs)
@@ -286,7 +283,7 @@ class TextAnswer(AnswerWriter):
         super().__init__(asked, head=head, tokenizer=tokenizer, prompts=prompts, choices=choices)
         self._asked = asked
         self._texts = texts
-        self._offsets = [0] * len(choices)  # of the text streamed so far
+        self._offsets: dict[int, TextOffsets] = {}  # by choice, from its first piece on
 
     def _whole_choice(self, choice: AnswerChoice) -> TextChoice:
         asked = self._asked
@@ -330,15 +327,30 @@ class TextAnswer(AnswerWriter):
     ) -> TextLogprobs | None:
         if self._asked.logprobs is None:
             return None
-        rows: list[tuple[int, TokenLogprobs | None]] = [(item.token_id, item) for item in items]
-        if has_prompt and self._asked.echo:
-            prompt = zip(self._prompts[choice.prompt], choice.prompt_logprobs or (), strict=True)
-            rows = [*prompt, *rows]
-        logprobs = text_logprobs(
-            rows,
-            num_top=self._asked.logprobs,
-            offset=self._offsets[choice.index],
-            tokenizer=self._tokenizer,
-        )
-        self._offsets[choice.index] += sum(len(token) for token in logprobs["tokens"])
-        return logprobs
+        rows = [(item.token_id, item) for item in items]
+        found = self._table(rows, self._offsets_of(choice))
+        if not (has_prompt and self._asked.echo):
+            return found
+        ids, echo = self._prompts[choice.prompt], self._echo(choice)
+        prompt = list(zip(ids, choice.prompt_logprobs or (), strict=True))
+        ahead = self._table(prompt, TextOffsets(self._tokenizer, (), echo=echo))
+        return {
+            "tokens": ahead["tokens"] + found["tokens"],
+            "token_logprobs": ahead["token_logprobs"] + found["token_logprobs"],
+            "top_logprobs": ahead["top_logprobs"] + found["top_logprobs"],
+            "text_offset": ahead["text_offset"] + found["text_offset"],
+        }
+
+    def _table(self, rows: Items[tuple[int, TokenLogprobs | None]], offsets: TextOffsets) -> TextLogprobs:
+        assert self._asked.logprobs is not None
+        return text_logprobs(rows, num_top=self._asked.logprobs, offsets=offsets, tokenizer=self._tokenizer)
+
+    def _offsets_of(self, choice: AnswerChoice) -> TextOffsets:
+        if choice.index not in self._offsets:
+            self._offsets[choice.index] = TextOffsets(
+                self._tokenizer,
+                self._prompts[choice.prompt],
+                start=len(self._echo(choice)),
+                skip_special_tokens=self._asked.skip_special_tokens,
+            )
+        return self._offsets[choice.index]

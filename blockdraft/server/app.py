@@ -53,6 +53,7 @@ from blockdraft.server.reasoning import find_tags
 from blockdraft.server.responses import live_response, start_response, while_connected
 from blockdraft.server.schemas import AnswerObject, ModelCard, ModelList, Status, Text, Tokens, Version
 from blockdraft.server.streaming import AnswerEvents, respond
+from blockdraft.settings.model_source import public_id
 from blockdraft.text.tokenizer import Tokenizer
 
 LARGE_BODY_BYTES = 1 << 16  # parsed beside the event loop; arbitrary
@@ -150,7 +151,7 @@ class _Api:
             "object": "model",
             "created": self.created,
             "owned_by": "blockdraft",
-            "root": self.name,
+            "root": public_id(info.target),
             "parent": None,
             "max_model_len": info.max_context,
             "permission": [],

@@ -11,20 +11,9 @@ from dataclasses import dataclass, field
 
 from blockdraft.engine.request import Delta, FinishReason, Metrics, TokenLogprobs
 from blockdraft.server.reasoning import Splitter, ThoughtCounter
-from blockdraft.server.schemas import (
-    ChatLogprobs,
-    DraftStep,
-    PromptLogprobs,
-    RankedLogprob,
-    RequestMetrics,
-    SpeculativeMetrics,
-    TextLogprobs,
-    TokenChance,
-)
+from blockdraft.server.schemas import DraftStep, RequestMetrics, SpeculativeMetrics
 from blockdraft.text.detokenizer import Detokenizer
-from blockdraft.text.tokenizer import REPLACEMENT, Tokenizer
-
-MIN_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
+from blockdraft.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,73 +115,6 @@ class DraftMarks:
             num_accepted = min(len(tokens), sum(delta.metrics.accepted) - self._num_accepted)
         self._num_accepted += num_accepted
         return {"tokens": tokens, "accepted": num_accepted}
-
-
-# ---- log-probabilities
-
-
-def chat_logprobs(items: Items[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogprobs:
-    return {
-        "content": [
-            {
-                **_chance(item.token_id, item.logprob, tokenizer),
-                "top_logprobs": [_chance(token_id, logprob, tokenizer) for token_id, logprob in item.top],
-            }
-            for item in items
-        ],
-        "refusal": None,
-    }
-
-
-def _chance(token_id: int, logprob: float, tokenizer: Tokenizer) -> TokenChance:
-    text = _text(token_id, tokenizer)
-    # A token may be a part of a character: then its bytes are not those of its text.
-    spelled = None if REPLACEMENT in text else list(text.encode())
-    return {"token": text, "logprob": max(MIN_LOGPROB, logprob), "bytes": spelled}
-
-
-def text_logprobs(
-    items: Items[tuple[int, TokenLogprobs | None]], *, num_top: int, offset: int, tokenizer: Tokenizer
-) -> TextLogprobs:
-    """`items` are token ids with their log-probabilities; `offset` is where the first begins."""
-    tokens = [_text(token_id, tokenizer) for token_id, _ in items]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [None if item is None else max(MIN_LOGPROB, item.logprob) for _, item in items],
-        "top_logprobs": [None if item is None else _top(item, num_top, tokenizer) for _, item in items],
-        "text_offset": offsets,
-    }
-
-
-def _top(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, float]:
-    """The likeliest tokens and the one that was taken."""
-    pairs = (*item.top[:num_top], (item.token_id, item.logprob))
-    return {_text(token_id, tokenizer): max(MIN_LOGPROB, logprob) for token_id, logprob in pairs}
-
-
-def prompt_logprobs(items: Items[TokenLogprobs | None], num_top: int, tokenizer: Tokenizer) -> PromptLogprobs:
-    return [None if item is None else _ranked(item, num_top, tokenizer) for item in items]
-
-
-def _ranked(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, RankedLogprob]:
-    ranks = {token_id: rank for rank, (token_id, _) in enumerate(item.top, start=1)}
-    pairs = {item.token_id: item.logprob, **dict(item.top[:num_top])}
-    return {
-        str(token_id): {
-            "logprob": max(MIN_LOGPROB, logprob),
-            "rank": ranks.get(token_id),
-            "decoded_token": _text(token_id, tokenizer),
-        }
-        for token_id, logprob in pairs.items()
-    }
-
-
-def _text(token_id: int, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 # ---- metrics

@@ -21,11 +21,14 @@ MAX_TEMPLATE_KWARGS_CHARS = 1 << 14
 MAX_INT = 2**31 - 1
 
 _RESERVED_KWARGS = frozenset(
-    {"self", "messages", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "tools"}
+    {
+        *("self", "messages", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"),
+        *("tools", "add_special_tokens", "split_special_tokens"),
+    }
 )
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 TokenList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 TextList = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
 TokenLists = Annotated[list[TokenList], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -104,7 +107,12 @@ Biases = Annotated[
     ),
 ]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
-Stops = Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=StopString | StopStrings)]
+Stops = Annotated[
+    StopStrings,
+    BeforeValidator(_as_list, json_schema_input_type=StopString | StopStrings),
+    # Clients with a field for it send "" where it was left empty.
+    AfterValidator(lambda stops: [stop for stop in stops if stop]),
+]
 TemplateKwargs = Annotated[
     dict[str, object], Field(max_length=MAX_TEMPLATE_KWARGS), AfterValidator(_template_kwargs)
 ]

@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.config import JsonDict
 
 from blockdraft.engine.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
 from blockdraft.errors import RequestError
@@ -87,7 +88,7 @@ def _as_speculative(value: object) -> object:
     """False is no speculation, true the server's."""
     if isinstance(value, bool):
         return {} if value else {"width": 1}
-    return value
+    return {name: _whole(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 class _Generation(_Body):
@@ -156,6 +157,7 @@ class ChatRequest(_Generation):
     messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    split_special_tokens: bool = False  # transformers' name: markup spelled out in a message is text
     chat_template_kwargs: TemplateKwargs = {}
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)  # the old name of the next, which wins
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
@@ -213,8 +215,6 @@ class CompletionRequest(_Generation):
         super().check()
         if self.best_of not in (None, self.n):
             raise RequestError("'best_of' must equal 'n': every choice is returned.", "best_of")
-        if self.is_scoring and not self.echo:
-            raise RequestError("'max_tokens' is 0, which needs 'echo': true.", "max_tokens")
 
     def sampling(self, defaults: Mapping[str, float]) -> SamplingParams:
         asked = self.prompt_logprobs
@@ -225,14 +225,27 @@ class CompletionRequest(_Generation):
         )
 
 
+def _either(one: str, other: str) -> JsonDict:
+    """The schema of a body that has the first field; the other may be there as null."""
+    return {
+        "required": [one],
+        "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}},
+    }
+
+
 class TokenizeRequest(_Body):
     """The body of POST /tokenize: a prompt, or a conversation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [_either("prompt", "messages"), _either("messages", "prompt")]}
+    )
 
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    split_special_tokens: bool = False
     chat_template_kwargs: TemplateKwargs = {}
     return_token_strs: bool = False
 
@@ -265,5 +278,7 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
 
 
 def _whole(value: object) -> object:
-    """5.0 is an integer in JSON, and some clients have no other way to say 5."""
+    """5.0 is an integer in JSON, and some clients have no other way to say 5; in lists too."""
+    if isinstance(value, list) and any(isinstance(item, float | list) for item in value):
+        return [_whole(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

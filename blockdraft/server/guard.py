@@ -1,8 +1,9 @@
 """Guard: what every request passes before the application sees it, and every answer on its way out.
 
-In this order: a request id, CORS, the name the server was called by, the API key, the number of requests at
-once, the kind and size of the body, the time it takes to arrive, and the time until an answer begins. The
-time a client may take for its head and for reading belongs to the connection: see protocol.py.
+In this order: a request id, the size of the head, CORS, the name the server was called by, the API key, the
+number of requests at once, the kind and size of the body, the time it takes to arrive, and the time until an
+answer begins. The time a client may take for its head and for reading belongs to the connection: see
+protocol.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from blockdraft.server.options import ServerOptions
+from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
 from blockdraft.server.responses import INVALID, error_response
 
 # Everything else needs a key where there is one. As with vLLM, probes and metrics do not; nor does the page
@@ -54,6 +55,7 @@ class _Head:
     method: str
     path: str
     headers: Headers
+    num_bytes: int
 
     @property
     def has_body(self) -> bool:
@@ -86,12 +88,12 @@ class Guard:
         head = _head(scope)
         state = {**scope.get("state", {}), "request_id": head.id}
         reply = _Reply(head, state, send, self._options)
-        refusal = None
         try:
-            if head.is_preflight and self._options.cors_origins:
+            refusal = _large_head(head)
+            if refusal is None and head.is_preflight and self._options.cors_origins:
                 await reply.preflight()
                 return
-            refusal = self._refusal(head)
+            refusal = refusal or self._refusal(head)
             if refusal is None:
                 refusal = await self._admit({**scope, "state": state}, head, receive, reply)
             if refusal is not None:
@@ -101,7 +103,9 @@ class Guard:
 
     def _refusal(self, head: _Head) -> Response | None:
         """Say what is wrong with a request, as far as that shows without its body."""
-        if self._options.allowed_hosts and _host(head.headers) not in self._options.allowed_hosts:
+        # Browsers always send the header, so that no page of another name comes in without it.
+        hosts = self._options.allowed_hosts if "host" in head.headers else ()
+        if hosts and _host(head.headers) not in hosts:
             return error_response(
                 421,
                 "this server does not go by that name: use the address it announced, or start it with the "
@@ -127,7 +131,9 @@ class Guard:
 
     async def _admit(self, scope: Scope, head: _Head, receive: Receive, reply: _Reply) -> Response | None:
         """Hand the request to the application, unless there are too many or its body is not acceptable."""
-        if head.path not in PROBES and self._num_open >= self._options.max_connections:
+        if head.path in PROBES:  # always, at once: whoever asks may end a server that is silent
+            return await self._run(scope, _replay(b"", receive), reply)
+        if self._num_open >= self._options.max_connections:
             text = f"the server answers {self._options.max_connections} requests already: try again later."
             return error_response(503, text, code="too_many_connections", retry_after_s=RETRY_AFTER_S)
         self._num_open += 1
@@ -178,7 +184,7 @@ class Guard:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            text = f"no answer within {timeout_s:g} s: ask for fewer tokens, or stream them."
+            text = f"no answer began within {timeout_s:g} s: try again later, ask for less, or stream it."
             return error_response(504, text, code="timeout")
         return None
 
@@ -262,11 +268,21 @@ def _head(scope: Scope) -> _Head:
     headers = Headers(raw=scope["headers"])
     given = headers.get("x-request-id", "")
     is_usable = re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given) is not None
-    return _Head(given if is_usable else uuid.uuid4().hex, scope["method"], scope["path"], headers)
+    # Where a server does not pass on the address as it was sent, its characters are counted.
+    num_bytes = len(scope.get("raw_path") or scope["path"]) + len(scope.get("query_string", b""))
+    num_bytes += sum(len(name) + len(value) + 4 for name, value in headers.raw)  # ": " and the line's end
+    return _Head(given if is_usable else uuid.uuid4().hex, scope["method"], scope["path"], headers, num_bytes)
 
 
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or (path.startswith(OPEN_PREFIX) and ".." not in path.split("/"))
+
+
+def _large_head(head: _Head) -> Response | None:
+    if head.num_bytes <= MAX_HEAD_BYTES:
+        return None
+    text = f"the address and headers are larger than {MAX_HEAD_BYTES} bytes: shorten them."
+    return error_response(431, text, INVALID)
 
 
 def _wrong_body(head: _Head) -> Response | None:

@@ -33,8 +33,14 @@ _HISTOGRAMS = {
     "request_time_per_output_token_seconds": "Mean time per token of an answer, after its first.",
     "e2e_request_latency_seconds": "From a request's arrival to its last token.",
     "request_queue_time_seconds": "From a request's arrival until it has a row.",
+    "request_prefill_time_seconds": "From its row to a request's first token.",
+    "request_decode_time_seconds": "From a request's first token to its last.",
+    "request_inference_time_seconds": "From its row to a request's last token.",
     "request_prompt_tokens": "Tokens of a request's prompt.",
     "request_generation_tokens": "Tokens of a request's answer.",
+    "request_max_num_generation_tokens": "Tokens of the longest choice of a request.",
+    "request_params_max_tokens": "Tokens that an answer might have had.",
+    "request_params_n": "Choices of a request.",
     "iteration_tokens_total": "Tokens of a step, of prompts or of answers.",
 }
 
@@ -81,6 +87,11 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     used = snapshot.num_pages_used / snapshot.num_pages if snapshot.num_pages else 0.0
     yield _gauge("vllm:num_requests_running", "Choices that have a row.", snapshot.num_running, labels)
     yield _gauge("vllm:num_requests_waiting", "Choices that wait for a row.", snapshot.num_waiting, labels)
+    waiting = GaugeMetricFamily(
+        "vllm:num_requests_waiting_by_reason", "The same, by reason.", labels=[*labels, "reason"]
+    )
+    # Nothing is put off here: what waits does so for rows or pages.
+    yield _filled(waiting, {"capacity": snapshot.num_waiting, "deferred": 0}, labels)
     yield _gauge("vllm:kv_cache_usage_perc", "Pages in use; 1 is all of them.", used, labels)
     for counter, text, value in (
         ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", snapshot.prompt_tokens),

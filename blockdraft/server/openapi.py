@@ -24,6 +24,7 @@ _FAILURES = {
     415: "The body is not JSON.",
     421: "The server does not go by the name in the Host header.",
     429: "The queue is full; Retry-After says when to come back.",
+    431: "The address and the headers are too large.",
     503: "The engine is starting, ending or has failed, or there are too many requests at once.",
     504: "No answer began in time.",
 }
@@ -48,9 +49,9 @@ class _Operation:
         return self.answer if self.answer in (schemas.Status, schemas.Start) else schemas.Error
 
 
-_TOKENS = (400, 401, 404, 408, 413, 415, 421, 503, 504)
+_TOKENS = (400, 401, 404, 408, 413, 415, 421, 431, 503, 504)
 _GENERATION = (*_TOKENS, 429)
-_PROBE = (421, 503)
+_PROBE = (421, 431, 503)
 _OPERATIONS = (
     _Operation(
         method="post",
@@ -70,8 +71,8 @@ _OPERATIONS = (
         events=schemas.TextChunk,
         failures=_GENERATION,
     ),
-    _Operation("get", "/v1/models", "The model that is served.", schemas.ModelList, failures=(401, 421, 503)),
-    _Operation("get", "/v1/models/{model}", "One model.", schemas.ModelCard, failures=(401, 404, 421, 503)),
+    _Operation("get", "/v1/models", "The model that is served.", schemas.ModelList, failures=(401, *_PROBE)),
+    _Operation("get", "/v1/models/{model}", "One model.", schemas.ModelCard, failures=(401, 404, *_PROBE)),
     _Operation(
         method="post",
         path="/tokenize",

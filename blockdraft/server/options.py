@@ -15,6 +15,7 @@ from blockdraft.errors import SettingsError
 from blockdraft.settings.settings import environment_api_key
 
 MAX_KEY_FILE_BYTES = 1 << 20
+MAX_HEAD_BYTES = 16 << 10  # of a request: its line and its headers
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 log = logging.getLogger(__name__)

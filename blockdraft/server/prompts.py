@@ -21,6 +21,8 @@ T = TypeVar("T")
 def encode_chat(asked: ChatRequest, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode_chat(
         asked.messages,
+        add_special_tokens=False,
+        split_special_tokens=asked.split_special_tokens,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message,
         **asked.template_kwargs,
@@ -49,13 +51,14 @@ def tokenize(asked: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
     if asked.prompt is not None:
         is_added = asked.add_special_tokens is not False
         return with_field_error("prompt", tokenizer.encode)(asked.prompt, is_added)
-    text = with_field_error("messages", tokenizer.render)(
+    return with_field_error("messages", tokenizer.encode_chat)(
         asked.messages or [],
+        add_special_tokens=bool(asked.add_special_tokens),
+        split_special_tokens=asked.split_special_tokens,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message,
         **asked.chat_template_kwargs,
     )
-    return tokenizer.encode(text, bool(asked.add_special_tokens))
 
 
 def token_texts(tokens: Items[int], tokenizer: Tokenizer) -> list[str]:

@@ -1,21 +1,22 @@
-"""uvicorn's HTTP protocol with two time limits that it lacks, and the settings it runs with.
+"""uvicorn's HTTP protocol with limits that it lacks, and the settings it runs with.
 
 uvicorn waits for ever for a client that opens a connection and never finishes a request's head, and for one
-that never reads its answer. Both cost a client nothing and hold a connection of the server.
+that never reads its answer. Both cost a client nothing and hold a connection of the server. And its own limit
+on connections turns away whoever comes last, be it a probe: here the one that was idle longest gives way.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from blockdraft.server.options import ServerOptions
+from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
 
-MAX_HEAD_BYTES = 16 << 10
 # Connections beyond max_connections: idle ones, probes, and those that are told to come back later.
 NUM_SPARE_CONNECTIONS = 128
 
@@ -29,8 +30,7 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions, *, flush_s: int | None 
         app,
         http=http_protocol(options),
         ws="none",
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        limit_concurrency=options.max_connections + NUM_SPARE_CONNECTIONS,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,  # of one that comes in parts: Guard sees the whole ones
         timeout_keep_alive=options.keep_alive_s,
         timeout_graceful_shutdown=flush_s,
         proxy_headers=False,  # nothing here decides by the client's address
@@ -42,11 +42,13 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions, *, flush_s: int | None 
 
 
 def http_protocol(options: ServerOptions) -> type[H11Protocol]:
-    """A protocol class that drops clients too slow to ask or to listen."""
+    """A protocol class, for one server, that drops clients too slow to ask or to listen."""
 
     class TimedProtocol(_TimedProtocol):
         head_timeout_s = options.idle_timeout_s
         send_timeout_s = options.send_timeout_s
+        max_open = options.max_connections + NUM_SPARE_CONNECTIONS
+        idle: ClassVar[dict[_TimedProtocol, None]] = {}
 
     return TimedProtocol
 
@@ -54,20 +56,40 @@ def http_protocol(options: ServerOptions) -> type[H11Protocol]:
 class _TimedProtocol(H11Protocol):
     head_timeout_s: float
     send_timeout_s: float
+    max_open: int
+    idle: ClassVar[dict[_TimedProtocol, None]]  # connections without a request, the longest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._timers: dict[str, asyncio.TimerHandle] = {}
         super().connection_made(transport)
         self._watch_head()
+        if len(self.connections) > self.max_open and self.idle:
+            # Where none is idle, Guard refuses what is too much, and answers probes.
+            oldest = next(iter(self.idle))
+            del self.idle[oldest]
+            oldest.transport.abort()
+        self._note_idle()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_head()
+        self._note_idle()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer("head")
         self._stop_timer("send")
+        self.idle.pop(self, None)
         super().connection_lost(exc)
+
+    def _note_idle(self) -> None:
+        if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
+            self.idle.pop(self, None)
+        else:
+            self.idle.setdefault(self)
 
     def _watch_head(self) -> None:
         """The time runs from the first byte of a head, or from the connection; more bytes do not renew it."""

@@ -285,10 +285,14 @@ class _Reply:
             if _is_returned(name.lower().decode())
         ]
         self._is_stream = response.content_type == "text/event-stream"
+        chunks = response.content.iter_any()
+        # An engine sends the head of a stream at once: the answer begins with the first event.
+        first = await anext(aiter(chunks), b"") if has_body else b""
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
         self._has_started = True
+        await self._send({"type": "http.response.body", "body": first, "more_body": True})
         if has_body:
-            async for chunk in response.content.iter_any():
+            async for chunk in chunks:
                 await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
 

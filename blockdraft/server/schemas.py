@@ -242,7 +242,7 @@ class TextChunk(Chunk):
 
 
 class ModelCard(TypedDict):
-    """The model that is served."""
+    """The model that is served; `id` is what requests call it, `root` its id on the hub or its path."""
 
     id: str
     object: Literal["model"]

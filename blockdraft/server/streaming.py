@@ -17,11 +17,15 @@ from blockdraft.server.responses import DONE, error_body, event
 
 
 async def respond(answer: AnswerWriter, streams: Items[Stream], *, is_stream: bool) -> Response:
-    if is_stream:
-        return AnswerEvents(_events(answer, streams), streams)
+    """The response, once it can begin: what fails before, and a time limit, still have a status."""
     with ExitStack() as opened:
         for stream in streams:
             opened.enter_context(closing(stream))
+        if is_stream:
+            events = _events(answer, streams)
+            first = await anext(events)
+            opened.pop_all()  # from here on they are the response's to close
+            return AnswerEvents(_chained(first, events), streams)
         # One after the other: the engine answers all of them meanwhile.
         for prompt, stream in enumerate(streams):
             async for delta in stream:
@@ -46,20 +50,29 @@ class AnswerEvents(StreamingResponse):
 
 
 async def _events(answer: AnswerWriter, streams: Items[Stream]) -> AsyncIterator[str]:
-    for first in answer.first_chunks():
-        yield event(first)
+    """What is written at once is one string. Raises EngineStopped if it comes before the first."""
+    has_begun = False
     try:
         async for prompt, delta in _deltas(streams):
-            chunk = answer.push(prompt, delta)
-            if chunk is not None:
-                yield event(chunk)
+            chunks = answer.push(prompt, delta)
+            if chunks:
+                yield "".join(event(chunk) for chunk in chunks)
+                has_begun = True
     except EngineStopped as error:
+        if not has_begun:
+            raise
         yield event(error_body(str(error), kind="server_error"))
     else:
         last = answer.last_chunk()
         if last is not None:
             yield event(last)
     yield DONE
+
+
+async def _chained(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for text in rest:
+        yield text
 
 
 async def _deltas(streams: Items[Stream]) -> AsyncIterator[tuple[int, Delta]]:

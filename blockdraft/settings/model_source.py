@@ -20,6 +20,7 @@ HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?",
 MOUNTS = re.compile(
     r"app|cache|data|home|media|mnt|models?|opt|root|srv|tmp|volumes?|weights|workspace", re.IGNORECASE
 )
+DEFAULT_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the hub calls the default model
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,14 @@ def find_source(source: str | Path) -> Source:
             f"{_meant(name)}"
         )
     return Source("hub", name, repo=hub_id["repo"], revision=hub_id["revision"])
+
+
+def public_id(name: str) -> str:
+    """What others know a model by: its id on the hub, or the path as the user wrote it."""
+    if name == "default":
+        return DEFAULT_ID
+    hub_id = HUB_ID.fullmatch(name)
+    return name if hub_id is None else hub_id["repo"]
 
 
 def _mount_hint(name: str) -> str:

@@ -13,10 +13,15 @@ import jinja2
 
 from blockdraft.checkpoints.checkpoint import TokenizerParts
 from blockdraft.errors import RequestError
+from blockdraft.text.plain_text import PlainText
 from blockdraft.text.template import compile_template, run_template
 
 REPLACEMENT = "\ufffd"  # what stands for bytes that are not UTF-8
 
+# Byte-level tokenizers write a byte as a character: printable ones as they are, the others from U+0100 on.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTE_VALUES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTE_VALUES |= {chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))}
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 _CONTINUE_TAG = "\ue000continue here\ue000"
@@ -74,6 +79,16 @@ class Tokenizer:
             return False
         return bool(self._tokenizer.id_to_token(token_id))
 
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """The bytes of one token, which may be a part of a character; None: its tokenizer has none."""
+        if token_id in self._byte_ids:
+            return bytes([self._byte_ids[token_id]])
+        decoder, token = self._tokenizer.decoder, self._tokenizer.id_to_token(token_id)
+        if decoder is None or token is None or b'"ByteLevel"' not in decoder.__getstate__():
+            return None
+        values = [_BYTE_VALUES.get(character) for character in token]
+        return None if None in values else bytes(value for value in values if value is not None)
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -108,9 +123,25 @@ class Tokenizer:
         _check_unicode(text)
         return text
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]], **options: object) -> list[int]:
-        """`render`, as ids. The template writes its own special tokens, so none are added."""
-        return self.encode(self.render(messages, **options), add_special_tokens=False)  # type: ignore[arg-type]
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_special_tokens: bool = False,
+        split_special_tokens: bool = False,
+        **options: object,
+    ) -> list[int]:
+        """`render`, as ids. The template writes its own special tokens, so none are added.
+
+        With `split_special_tokens` those that are spelled out in a message are text (text/plain_text.py).
+        """
+        if not split_special_tokens:
+            return self.encode(self.render(messages, **options), add_special_tokens)  # type: ignore[arg-type]
+        marked = [self._plain_text.mark(message) for message in messages]
+        return self._plain_text.encode(self.render(marked, **options), add_special_tokens)  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def _plain_text(self) -> PlainText:
+        return PlainText(self._tokenizer)
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:

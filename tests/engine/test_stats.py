@@ -234,3 +234,27 @@ def test_a_snapshot_can_be_taken_while_another_thread_counts():
     thread.join()
     assert seen == sorted(seen)
     assert stats.snapshot(Load()).finished == {"error": 2000}
+
+
+def test_a_request_with_many_choices_is_counted_when_the_last_has_ended(clock):
+    engine = make_engine(clock)
+    engine.add([1, 2, 3], SamplingParams(seed=0, n=3, max_tokens=9, ignore_eos=True), "three")
+    engine.add([1, 2, 3], SamplingParams(seed=0, n=2, ignore_eos=True), "aborted")
+    deltas = []
+    while any(request_id == "three" for request_id in engine.live_ids):
+        deltas += engine.step()
+    engine.abort("aborted")
+    histograms = engine.snapshot().histograms
+    assert (histograms["request_params_n"].count, histograms["request_params_n"].sum) == (1, 3)
+    longest = histograms["request_max_num_generation_tokens"]
+    assert (longest.count, longest.sum) == (1, 9)
+    limit = histograms["request_params_max_tokens"]
+    assert (limit.count, limit.sum) == (3, 27)
+
+
+def test_max_tokens_is_what_the_context_leaves_where_nobody_said(clock):
+    engine = make_engine(clock)
+    engine.add([1, 2, 3], greedy(max_tokens=None))
+    drain(engine, clock)
+    left = engine.models.plan.max_context - 3
+    assert engine.snapshot().histograms["request_params_max_tokens"].sum == left

@@ -67,3 +67,29 @@ def client_of(models, name=NAME):
     """OpenAI's client of a server over `models`."""
     with app_over(models, name) as app, listening(app) as (host, port):
         yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+
+
+def byte_tokenizer():
+    """The pair's tokenizer with byte-level tokens: after t3 it writes an emoji in two parts and more."""
+    parts = open_checkpoint(str(PAIR / "target")).tokenizer_parts()
+    content = json.loads(parts.tokenizer.to_str())
+    spelled = {number: f" t{number}".encode() for number in range(62)}
+    spelled |= {number: bytes([0xC0 + number]) for number in range(20, 32)}  # first bytes of characters
+    spelled |= {4: b"\xf0\x9f", 5: b"\x98\x80", 6: b" x", 7: b" \xe2\x82", 8: b" y"}
+    names = {"".join(BYTE_NAMES[byte] for byte in raw): number for number, raw in spelled.items()}
+    content["model"]["vocab"] = {**names, "<eos>": 62, "<mask>": 63}
+    content["model"]["unk_token"] = "<mask>"
+    content["decoder"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    return Tokenizer(replace(parts, tokenizer=tokenizers.Tokenizer.from_str(json.dumps(content))))
+
+
+# How byte-level tokenizers write a byte: the printable ones as they are, the others from U+0100 on.
+BYTE_NAMES = {byte: chr(byte) for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}
+BYTE_NAMES |= {
+    byte: chr(256 + number) for number, byte in enumerate(b for b in range(256) if b not in BYTE_NAMES)
+}

@@ -104,10 +104,12 @@ async def complete(request):
 
 
 async def stream(request, body):
-    """One event, and the rest when a test says so."""
+    """One event, and the rest when a test says so; with "slow" the first too."""
     counts["streams"] += 1
     response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
+    if body.get("slow"):
+        await until_released()
     for place, token in enumerate(TOKENS):
         chunk = {"choices": [{"index": 0, "delta": {"content": token}}]}
         await response.write(f"data: {json.dumps(chunk)}\n\n".encode())

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from blockdraft import __version__
 from blockdraft.server import schemas
-from tests.server.pair import NAME, OPENING, client_of, models, thinking_tokenizer
+from tests.server.pair import NAME, OPENING, PAIR, client_of, models, thinking_tokenizer
 
 MESSAGES = [{"role": "user", "content": "t1 t2 t3"}]
 CHAT = {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 5}
@@ -86,6 +86,7 @@ def test_models(client):
     assert [card.id for card in client.models.list()] == [NAME]
     card = client.models.retrieve(NAME)  # the name has a slash
     assert (card.id, card.max_model_len) == (NAME, 512)
+    assert card.root == str(PAIR / "target")  # as it was given
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("other/model")
 
@@ -232,6 +233,13 @@ def test_a_stop_string_can_stay_and_is_named(client):
     assert chat(client, extra_body={"stop_token_ids": [6]}).choices[0].stop_reason == 6
 
 
+@pytest.mark.parametrize("stop", ["", [""], ["", " t6"]])
+def test_an_empty_stop_string_stops_nothing(client, stop):
+    expected = " t4 t5" if " t6" in stop else COUNT
+    assert chat(client, stop=stop).choices[0].message.content == expected
+    assert complete(client, stop=stop).choices[0].text == expected
+
+
 def test_special_tokens_can_be_shown(client):
     fields = {"logit_bias": {"63": 100}, "max_tokens": 2}
     assert chat(client, **fields).choices[0].message.content == ""
@@ -264,6 +272,19 @@ def test_template_arguments_reach_the_template(templated):
     assert len(prompt(reasoning_effort="high")) == len(prompt(reasoning_effort="none")) + 1
 
 
+def test_markup_in_a_message_can_be_kept_from_becoming_control_tokens(client):
+    messages = [{"role": "user", "content": "t1 <eos> t2"}]
+
+    def prompt(**extra):
+        body = {**extra, "return_token_ids": True}
+        return chat(client, messages=messages, extra_body=body).prompt_token_ids
+
+    assert prompt() == [1, 62, 2]
+    assert prompt(split_special_tokens=True) == [1, 0, 0, 2]  # two words that the tokenizer does not know
+    body = {"messages": messages, "split_special_tokens": True}
+    assert post(client, "/tokenize", body)["tokens"] == [1, 0, 0, 2]
+
+
 # ---- plain completions
 
 
@@ -288,6 +309,13 @@ def test_prompts_of_all_four_kinds(client, prompt, expected):
         **answer.usage.to_dict(),
         "prompt_tokens_details": chunks[-1].usage.prompt_tokens_details.to_dict(),
     }
+
+
+def test_no_tokens_are_given_where_none_are_asked_for(client):
+    answer = complete(client, max_tokens=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "length")
+    assert answer.usage.completion_tokens == 0
+    assert texts(text_chunks(client, max_tokens=0)) == ""
 
 
 def test_each_prompt_has_n_choices(client):
@@ -498,7 +526,6 @@ def test_a_refusal_names_the_field(client, fields, param):
         ({"suffix": "t9"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"logprobs": 21}, "logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"stream": True, "extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
     ],
 )
@@ -512,4 +539,7 @@ def test_a_prompt_past_the_context_has_the_code_that_agents_look_for(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(**{**TEXT, "prompt": [1] * 512})
     assert caught.value.code == "context_length_exceeded"
+    # LiteLLM and agents know the case by these words.
+    assert "This model's maximum context length is 512 tokens. However, " in caught.value.message
+    assert "512 tokens" in caught.value.message.partition("However")[2]
     assert complete(client, prompt=[1] * 511).usage.completion_tokens == 1

@@ -22,8 +22,14 @@ from blockdraft.errors import SettingsError
 from blockdraft.server import guard as guard_module
 from blockdraft.server.guard import DRAIN_FACTOR, Guard
 from blockdraft.server.logs import JsonLines, TextLines
-from blockdraft.server.options import ServerOptions, default_hosts, is_loopback, read_api_keys
-from blockdraft.server.protocol import MAX_HEAD_BYTES
+from blockdraft.server.options import (
+    MAX_HEAD_BYTES,
+    ServerOptions,
+    default_hosts,
+    is_loopback,
+    read_api_keys,
+)
+from blockdraft.server.protocol import NUM_SPARE_CONNECTIONS
 from tests.server.asking import ask, connected, listening
 
 KEY, OTHER_KEY = "sk-right-7f3a", "sk-second-91bc"
@@ -459,6 +465,12 @@ def test_a_preflight_is_answered_for_exactly_the_origins_named(is_locked):
         assert "access-control-allow-origin" not in response.headers
 
 
+def test_a_preflight_does_not_repeat_a_head_that_is_too_large():
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "x" * MAX_HEAD_BYTES}
+    app = app_with(ServerOptions(cors_origins=(SITE,)))
+    check_refusal(ask(app, "OPTIONS", CHAT, headers={"origin": SITE, **asked}), 431, "larger")
+
+
 def test_a_named_origin_can_read_answers_and_refusals():
     app = app_with(ServerOptions(cors_origins=(SITE,), api_keys=(KEY,)))
     for headers, status in ((bearer(KEY), 200), ({}, 401)):
@@ -606,6 +618,89 @@ def test_a_head_that_does_not_end_is_refused_once_it_is_too_large():
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 2 * MAX_HEAD_BYTES)
         client.settimeout(10)
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    ("line", "more"),
+    [
+        (b"GET /health HTTP/1.1", b"x-long: " + b"a" * (64 << 10) + b"\r\n"),
+        (b"GET /health HTTP/1.1", b"x-many: a\r\n" * 2000),
+        (b"GET /health?" + b"a" * (100 << 10) + b" HTTP/1.1", b""),
+        (b"GET /" + b"a" * (100 << 10) + b" HTTP/1.1", b""),
+    ],
+    ids=["long", "many", "query", "path"],
+)
+def test_a_head_that_is_too_large_is_refused_when_it_comes_at_once_too(line, more):
+    options = ServerOptions()
+    with listening(app_with(options), options) as address, socket.create_connection(address) as client:
+        with contextlib.suppress(OSError):  # refused before it was all sent
+            client.sendall(line + b"\r\nhost: x\r\n" + more + b"\r\n")
+        client.settimeout(10)
+        assert client.recv(1 << 16).split()[1] in (b"400", b"431")
+
+
+def test_a_probe_of_http_1_0_that_names_no_host_is_answered():
+    """A web page cannot ask so: browsers always say whom they ask."""
+    options = ServerOptions(allowed_hosts=default_hosts("127.0.0.1", has_keys=False))
+    with listening(app_with(options), options) as address, socket.create_connection(address) as client:
+        client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        client.settimeout(10)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def open_silently(address, count):
+    return [socket.create_connection(address) for _ in range(count)]
+
+
+@pytest.mark.parametrize("first", [b"", b"GET / HTTP/1.1\r\nx-a: "])
+def test_probes_and_requests_are_answered_beside_any_number_of_silent_connections(first):
+    options = ServerOptions(max_connections=1)
+    with contextlib.ExitStack() as opened, listening(app_with(options), options) as (host, port):
+        silent = open_silently((host, port), NUM_SPARE_CONNECTIONS + 60)
+        for client in silent:
+            opened.enter_context(client)
+            with contextlib.suppress(OSError):  # one that has given way already
+                client.sendall(first)
+        for path in ("/health", "/ready", "/ping", "/v1/models"):
+            assert httpx.get(f"http://{host}:{port}{path}").status_code == 200, path
+        assert closes_within(silent[0], 10)
+        silent[-1].settimeout(0.2)
+        with pytest.raises(TimeoutError):  # the newest stay
+            silent[-1].recv(1)
+
+
+def test_a_connection_that_is_being_answered_does_not_give_way():
+    release, entered = threading.Event(), threading.Event()
+
+    async def slow(request):
+        entered.set()
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        return JSONResponse({})
+
+    options = ServerOptions(max_connections=1)
+    app = Guard(Starlette(routes=[Route("/", slow)]), options)
+    with contextlib.ExitStack() as opened, listening(app, options) as address:
+        client = opened.enter_context(socket.create_connection(address))
+        client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert entered.wait(10)
+        for silent in open_silently(address, NUM_SPARE_CONNECTIONS + 60):
+            opened.enter_context(silent)
+        release.set()
+        client.settimeout(10)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def test_a_probe_does_not_wait_for_a_body_that_does_not_come():
+    options = ServerOptions(max_connections=1)
+    head = b"POST /ping HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+    with listening(app_with(options), options) as (host, port), contextlib.ExitStack() as opened:
+        for _ in range(3):
+            client = opened.enter_context(socket.create_connection((host, port)))
+            client.sendall(head)
+            client.settimeout(10)
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert httpx.get(f"http://{host}:{port}/v1/models").status_code == 200
 
 
 def test_a_client_that_does_not_read_is_dropped_and_its_work_ends():

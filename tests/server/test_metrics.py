@@ -136,6 +136,38 @@ def test_histograms_are_cumulative_and_whole(served):
     assert samples["vllm:request_generation_tokens_bucket", (("le", "20.0"),)] == 6
 
 
+def test_histograms_that_boards_made_for_vllm_read(served):
+    engine, deltas = served
+    samples, _ = scrape(engine.snapshot())
+    metrics = [delta.metrics for delta in deltas if delta.metrics]
+
+    def total(name):
+        assert samples[f"vllm:{name}_count", ()] == 6
+        return samples[f"vllm:{name}_sum", ()]
+
+    assert total("request_prefill_time_seconds") == pytest.approx(
+        sum(m.first_token_s - m.queue_s for m in metrics)
+    )
+    assert total("request_decode_time_seconds") == pytest.approx(
+        sum(m.seconds - m.first_token_s for m in metrics)
+    )
+    assert total("request_inference_time_seconds") == pytest.approx(
+        sum(m.seconds - m.queue_s for m in metrics)
+    )
+    assert total("request_max_num_generation_tokens") == 75
+    assert total("request_params_max_tokens") == 75
+    assert total("request_params_n") == 6
+    bounds = {dict(labels)["le"] for name, labels in samples if name == "vllm:request_params_n_bucket"}
+    assert bounds == {"1.0", "2.0", "5.0", "10.0", "20.0", "+Inf"}
+
+
+def test_waiting_is_told_by_its_reason():
+    samples, families = scrape(Stats().snapshot(Load(num_waiting=3)))
+    assert families["vllm:num_requests_waiting_by_reason"].type == "gauge"
+    assert samples["vllm:num_requests_waiting_by_reason", (("reason", "capacity"),)] == 3
+    assert samples["vllm:num_requests_waiting_by_reason", (("reason", "deferred"),)] == 0
+
+
 def test_types_are_those_a_scraper_expects(served):
     _, families = scrape(served[0].snapshot())
     kinds = {name: family.type for name, family in families.items()}

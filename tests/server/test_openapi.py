@@ -10,6 +10,7 @@ from schemathesis import GenerationMode, checks
 
 from blockdraft.server.app import make_api
 from blockdraft.server.openapi import openapi
+from tests.server.asking import ask
 from tests.server.pair import app_over, models
 
 Unused = object  # a loop that no route asks anything
@@ -19,6 +20,7 @@ CHECKS = [
     checks.status_code_conformance,
     checks.content_type_conformance,
     checks.response_schema_conformance,
+    checks.negative_data_rejection,
 ]
 SECRETS = ("Traceback", "site-packages", "/blockdraft/", '.py"', "Error(")
 WITH_BODY = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
@@ -82,6 +84,35 @@ def test_what_the_document_calls_valid_is_read(app):
     assert chat["n"]["anyOf"][0]["maximum"] == 128
     assert {"type": "null"} in chat["n"]["anyOf"]
     assert {"speculative", "chat_template_kwargs", "logit_bias", "stop"} <= chat.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_valid"),
+    [
+        ("/detokenize", {"tokens": [3.0, 4]}, True),
+        ("/detokenize", {"tokens": [3.5]}, False),
+        ("/v1/completions", {"prompt": [1.0, 2]}, True),
+        ("/v1/completions", {"prompt": [[1.0], [2.0, 3]]}, True),
+        ("/v1/completions", {"prompt": [1.5]}, False),
+        ("/v1/completions", {"prompt": "t1", "stop_token_ids": [5.0]}, True),
+        ("/v1/completions", {"prompt": "t1", "speculative": {"width": 2.0}}, True),
+        ("/v1/completions", {"prompt": "t1", "max_tokens": 0}, True),
+        ("/v1/completions", {"prompt": "t1", "max_tokens": 0, "echo": True}, True),
+        ("/v1/completions", {"prompt": "t1", "max_tokens": -1}, False),
+        ("/tokenize", {"prompt": "t1"}, True),
+        ("/tokenize", {"prompt": "t1", "messages": None}, True),
+        ("/tokenize", {"messages": [{"role": "user", "content": "t1"}], "prompt": None}, True),
+        ("/tokenize", {}, False),
+        ("/tokenize", {"prompt": None}, False),
+        ("/tokenize", {"prompt": "t1", "messages": [{"role": "user", "content": "t1"}]}, False),
+    ],
+)
+def test_the_document_and_the_server_agree(app, path, body, is_valid):
+    document = json.loads(json.dumps(openapi()))
+    content = document["paths"][path]["post"]["requestBody"]["content"]
+    schema = {**document, **content["application/json"]["schema"]}
+    assert jsonschema_rs.is_valid(schema, body) is is_valid
+    assert (ask(app, "POST", path, json=body).status_code == 200) is is_valid
 
 
 @pytest.mark.parametrize(("method", "path"), PLAIN)

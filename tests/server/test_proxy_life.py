@@ -98,6 +98,12 @@ def test_a_combination_known_to_be_bad_is_refused_before_anything_starts(tmp_pat
 # ---- the end
 
 
+def test_a_stream_whose_first_event_is_late_is_a_504_though_the_engine_has_sent_its_head(tmp_path):
+    with running(tmp_path, "--request-timeout", "1") as server:
+        answer = httpx.post(server.url() + CHAT, json={**STREAM, "slow": True}, timeout=30)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+
+
 def test_sigterm_lets_a_stream_end_and_then_ends_the_engine(tmp_path):
     with running(tmp_path) as server:
         url = server.url()

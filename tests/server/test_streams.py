@@ -1,0 +1,151 @@
+"""When a stream begins, as a client on a real port sees it: with its first token, or with an error."""
+
+import json
+import socket
+import threading
+
+import httpx
+import pytest
+
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loop import EngineLoop
+from blockdraft.engine.request import Delta
+from blockdraft.server.answers import ChatAnswer
+from blockdraft.server.app import make_app
+from blockdraft.server.fields import ChatRequest, parse
+from blockdraft.server.options import ServerOptions
+from tests.server import pair
+from tests.server.asking import listening
+
+HELLO = {"messages": [{"role": "user", "content": "t1 t2 t3"}], "temperature": 0, "max_tokens": 5}
+CHAT = "/v1/chat/completions"
+ROLE = {"role": "assistant", "content": ""}
+
+
+class Gate:
+    """An engine whose steps wait until it is opened."""
+
+    def __init__(self):
+        self.engine = Engine(pair.models())
+        self.opened = threading.Event()
+        self._step = self.engine.step
+        self.engine.step = self.step
+
+    def step(self):
+        assert self.opened.wait(30)
+        return self._step()
+
+
+@pytest.fixture
+def gate():
+    return Gate()
+
+
+@pytest.fixture
+def loop(gate):
+    loop = EngineLoop(lambda startup: gate.engine).wait()
+    yield loop
+    gate.opened.set()
+    loop.close()
+
+
+def served(loop, **options):
+    options = ServerOptions(**options)
+    return listening(make_app(loop, name="pair", options=options), options)
+
+
+def ask(client, path, body):
+    content = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "host: test", "content-type: application/json"]
+    client.sendall("\r\n".join([*lines, f"content-length: {len(content)}", "", ""]).encode() + content)
+
+
+def first_write(client):
+    """The head, and the events that came in the first chunk of the body."""
+    received = b""
+    while received.count(b"\r\n\r\n") < 1 or not received.partition(b"\r\n\r\n")[2].count(b"\r\n") >= 2:
+        received += client.recv(1 << 16)
+    head, _, body = received.partition(b"\r\n\r\n")
+    size, _, rest = body.partition(b"\r\n")
+    events = rest[: int(size, 16)].decode().split("\n\n")
+    return head.decode(), [json.loads(event.removeprefix("data: ")) for event in events if event]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, HELLO), ("/v1/completions", {"prompt": "t1 t2 t3", "temperature": 0})]
+)
+def test_nothing_is_sent_before_the_first_token(loop, gate, path, body):
+    with served(loop) as address, socket.create_connection(address) as client:
+        ask(client, path, {**body, "stream": True})
+        client.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        client.settimeout(30)
+        gate.opened.set()
+        head, events = first_write(client)
+        assert head.startswith("HTTP/1.1 200")
+        if path == CHAT:
+            assert events.pop(0)["choices"][0]["delta"] == ROLE
+            assert events[0]["choices"][0]["delta"]["content"] == " t4"
+        else:
+            assert events[0]["choices"][0]["text"] == " t4"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_that_has_not_begun_in_time_is_a_504_and_leaves_the_queue(loop, gate, is_stream):
+    with served(loop, request_timeout_s=0.3) as (host, port):
+        response = httpx.post(f"http://{host}:{port}{CHAT}", json={**HELLO, "stream": is_stream}, timeout=30)
+        assert response.status_code == 504, response.text
+        assert response.json()["error"]["code"] == "timeout"
+        assert response.headers["content-type"] == "application/json"
+        gate.opened.set()
+        again = httpx.post(f"http://{host}:{port}{CHAT}", json=HELLO, timeout=30)
+        assert again.status_code == 200
+    assert not gate.engine.scheduler.has_work
+
+
+def test_a_stream_that_has_begun_ends_with_the_error_as_an_event(loop, gate, monkeypatch):
+    step, num_steps = gate.engine.step, iter(range(100))
+    monkeypatch.setattr(gate.engine, "step", lambda: step() if next(num_steps) < 3 else 1 / 0)
+    gate.opened.set()
+    with served(loop) as (host, port):
+        body = {**HELLO, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        response = httpx.post(f"http://{host}:{port}{CHAT}", json=body, timeout=30)
+    assert response.status_code == 200
+    events = response.text.split("\n\n")
+    assert json.loads(events[-3].removeprefix("data: "))["error"]["type"] == "server_error"
+    assert events[-2:] == ["data: [DONE]", ""]
+
+
+def chat_answer(**fields):
+    asked = parse(ChatRequest, json.dumps({**HELLO, "stream": True, **fields}).encode())
+    head = {"id": "chatcmpl-1", "created": 0, "model": "pair"}
+    tokenizer = pair.models().tokenizer
+    return ChatAnswer(asked, head=head, tokenizer=tokenizer, prompt_ids=[1, 2, 3], tags=None)
+
+
+def deltas_of(chunks):
+    return [(c["choices"][0]["index"], c["choices"][0]["delta"]) for c in chunks]
+
+
+def test_each_choice_says_its_role_with_its_first_token_and_once():
+    answer = chat_answer(n=2)
+    pushed = [answer.push(0, Delta("r", index, f"t{n}", (n,))) for n, index in enumerate((1, 0, 1))]
+    assert [deltas_of(chunks) for chunks in pushed] == [
+        [(1, ROLE), (1, {"content": "t0"})],
+        [(0, ROLE), (0, {"content": "t1"})],
+        [(1, {"content": "t2"})],
+    ]
+
+
+def test_a_choice_that_ends_without_a_word_has_a_role_too():
+    chunks = chat_answer().push(0, Delta("r", 0, "", (), finish_reason="stop"))
+    assert deltas_of(chunks) == [(0, ROLE), (0, {})]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_first_token_that_shows_nothing_yet_lets_the_role_go():
+    """The client's clock for the first token stops at the first event, whatever is in it."""
+    answer = chat_answer()
+    assert deltas_of(answer.push(0, Delta("r", 0, "", (7,)))) == [(0, ROLE)]
+    assert deltas_of(answer.push(0, Delta("r", 0, "", (8,)))) == []
