@@ -73,30 +73,56 @@ class Sequence:
 
     def accept(self, token_ids: Items[int], logprobs: Items[TokenLogprobs], now_s: float) -> Delta:
         """Append what a step committed, cut at the first stop. The answer's next piece."""
-        kept = 0
-        for token in token_ids:
-            self.token_ids.append(token)
-            kept += 1
-            if self._ends_with(token):
-                break
+        kept = token_ids[: self._read(token_ids)]
+        self.token_ids.extend(kept)
         self.length = len(self.token_ids) - 1
         if self.tally.first_token_s is None:
             self.tally.first_token_s = now_s
-        return self.delta(tuple(token_ids[:kept]), tuple(logprobs[:kept]), now_s)
+        return self.delta(tuple(kept), tuple(logprobs[: len(kept)]), now_s)
 
-    def _ends_with(self, token: int) -> bool:
-        params = self.request.sampling
-        can_stop = self.num_output >= params.min_tokens
-        if can_stop and token in self.end_ids:
-            self.finish_reason = "stop"
-            self.stop_reason = token if token in params.stop_token_ids else None
-            if params.include_stop_str_in_output and self.stream is not None:
-                self.stream.push(token, can_stop=False)
-        elif self.stream is not None and self.stream.push(token, can_stop=can_stop):
+    def _read(self, token_ids: Items[int]) -> int:
+        """How many of the tokens belong to the answer; sets the reasons if it ends with them.
+
+        The first of an end token, a stop string and the limit ends it; at one token they win in this order.
+        """
+        num_room = self.max_length - len(self.token_ids)
+        end = self._find_end(token_ids[:num_room])
+        text_ids = token_ids[:num_room] if end is None else token_ids[:end]
+        num_read = self._push(text_ids)
+        if self.stream is not None and self.stream.stop_reason is not None:
             self.finish_reason, self.stop_reason = "stop", self.stream.stop_reason
-        elif len(self.token_ids) >= self.max_length:
+            return num_read
+        if end is not None:
+            self._end_with(token_ids[end])
+            return end + 1
+        if num_read == num_room:
             self.finish_reason = "length"
-        return self.finish_reason is not None
+        return num_read
+
+    def _find_end(self, token_ids: Items[int]) -> int | None:
+        """Where the first end token is that min_tokens does not protect."""
+        if self.end_ids.isdisjoint(token_ids):
+            return None
+        first = max(self._num_protected, 0)
+        ends = (at for at, token in enumerate(token_ids[first:], first) if token in self.end_ids)
+        return next(ends, None)
+
+    def _end_with(self, token: int) -> None:
+        params = self.request.sampling
+        self.finish_reason = "stop"
+        self.stop_reason = token if token in params.stop_token_ids else None
+        if params.include_stop_str_in_output and self.stream is not None:
+            self.stream.push((token,), num_protected=1)
+
+    def _push(self, token_ids: Items[int]) -> int:
+        if self.stream is None:
+            return len(token_ids)
+        return self.stream.push(token_ids, self._num_protected)
+
+    @property
+    def _num_protected(self) -> int:
+        """How many of the coming tokens may not end the answer."""
+        return self.request.sampling.min_tokens - 1 - self.num_output
 
     def delta(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float) -> Delta:
         """The piece to stream, with metrics when this is the last."""

@@ -13,6 +13,7 @@ import jinja2
 
 from blockdraft.checkpoints.checkpoint import TokenizerParts
 from blockdraft.errors import RequestError
+from blockdraft.text.plain_texts import PlainTexts, decodes_apart
 from blockdraft.text.template import compile_template, run_template
 
 REPLACEMENT = "\ufffd"  # what stands for bytes that are not UTF-8
@@ -41,6 +42,8 @@ class Tokenizer:
         # Entries, added tokens included; a model's embedding is often padded past it.
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._byte_ids = self._find_byte_ids()
+        self._decodes_apart = decodes_apart(self._tokenizer.decoder)
+        self.plain_texts = PlainTexts(self._plain_text)
 
     @property
     def has_chat_template(self) -> bool:
@@ -73,6 +76,14 @@ class Tokenizer:
         if skip_special_tokens and token_id in self.special_ids:
             return False
         return bool(self._tokenizer.id_to_token(token_id))
+
+    def _plain_text(self, token_id: int) -> str | None:
+        is_plain = self._decodes_apart and token_id not in self._byte_ids and self.shows(token_id, True)
+        if not is_plain:
+            return None
+        # Of two the second shows what the token adds: the first may lose its space.
+        first, both = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
+        return None if REPLACEMENT in both else both[len(first) :]
 
     def render(
         self,

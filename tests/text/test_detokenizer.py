@@ -326,11 +326,9 @@ def test_a_stop_string_let_through_may_still_begin_the_one_that_stops():
 
 def feed(stream: TextStream, ids: list[int], num_protected: int = 0) -> int:
     """How many tokens it took."""
-    for at, token_id in enumerate(ids):
-        if stream.push(token_id, can_stop=at >= num_protected):
-            return at + 1
+    num_tokens = stream.push(ids, num_protected)
     stream.finish()
-    return len(ids)
+    return num_tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -366,7 +364,8 @@ def test_take_returns_each_text_once_and_text_all_of_it():
     stream = TextStream(tokenizer, [], ("</end>",))
     taken = []
     for token_id in byte_ids("byte_level", "né </enough<".encode()):
-        assert not stream.push(token_id)
+        assert stream.push((token_id,)) == 1
+        assert stream.stop_reason is None
         taken.append(stream.take())
     # "</en" begins the stop string, "</eno" does not.
     assert taken == ["n", "", "é", " ", "", "", "", "", "</eno", "u", "g", "h", ""]
@@ -392,6 +391,6 @@ def test_special_tokens_can_be_shown():
     tokenizer = tokenizer_of("byte_level")
     (eos,) = [i for i in tokenizer.special_ids if tokenizer._tokenizer.id_to_token(i) == "</s>"]
     stream = TextStream(tokenizer, [], ("</s>",), skip_special_tokens=False)
-    assert stream.push(eos)
+    assert (stream.push((eos,)), stream.stop_reason) == (1, "</s>")
     hidden = TextStream(tokenizer, [], ("</s>",))
-    assert not hidden.push(eos)
+    assert (hidden.push((eos,)), hidden.stop_reason) == (1, None)
