@@ -250,6 +250,7 @@ class Scheduler:
         sequence.pages = []
         sequence.num_placed_pages = None
         sequence.num_remembered_pages = 0
+        sequence.barred_at = None
         sequence.num_in_flight = 0
 
     def _num_pages(self, num_tokens: int) -> int:
@@ -287,12 +288,17 @@ class Scheduler:
 
     def _remember(self, sequence: Sequence) -> None:
         """Offer the committed full pages to later prompts, drafter context and all."""
-        if not self._plan.prefix_cache:
+        num_full = sequence.length // self.pages.page_size
+        if num_full <= sequence.num_remembered_pages or not self._plan.prefix_cache:
             return
-        if sequence.length // self.pages.page_size > sequence.num_remembered_pages:
-            sequence.num_remembered_pages = self.pages.remember(
-                sequence.token_ids[: sequence.length],
-                sequence.pages,
-                sequence.num_remembered_pages,
-                sequence.request.sampling.cache_salt,
-            )
+        if sequence.barred_at == self.pages.num_forgotten:
+            return  # another page still holds the next prefix
+        sequence.num_remembered_pages = self.pages.remember(
+            sequence.token_ids,
+            sequence.pages,
+            sequence.num_remembered_pages,
+            sequence.request.sampling.cache_salt,
+            sequence.length,
+        )
+        is_barred = sequence.num_remembered_pages < num_full
+        sequence.barred_at = self.pages.num_forgotten if is_barred else None

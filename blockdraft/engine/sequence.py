@@ -34,6 +34,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_placed_pages: int | None = None  # pages the device row knows; None: row not set up
     num_remembered_pages: int = 0
+    barred_at: int | None = None  # PageAllocator.num_forgotten when its next prefix was another's
     num_in_flight: int = 0  # tokens that steps not yet committed may add
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
