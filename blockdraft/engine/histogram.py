@@ -26,9 +26,10 @@ class Recorder:
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._buckets, value)] += 1
-        self._sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """`count` times the same value."""
+        self._counts[bisect_left(self._buckets, value)] += count
+        self._sum += value * count
 
     def histogram(self) -> Histogram:
         return Histogram(self._buckets, tuple(self._counts), self._sum, sum(self._counts))

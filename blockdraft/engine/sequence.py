@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -59,7 +60,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self.row is not None and self.num_to_prefill <= 0
+        return self.row is not None and self.length >= len(self.token_ids) - 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -72,27 +73,31 @@ class Sequence:
         if len(self.prompt_logprobs) < self.num_prompt:
             self.prompt_logprobs = [None]
 
-    def accept(self, token_ids: Items[int], logprobs: Items[TokenLogprobs], now_s: float) -> Delta:
+    def accept(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float) -> Delta:
         """Append what a step committed, cut at the first stop. The answer's next piece."""
-        kept = token_ids[: self._read(token_ids)]
+        num_kept = self._read(token_ids)
+        kept = token_ids[:num_kept]
         self.token_ids.extend(kept)
         self.length = len(self.token_ids) - 1
         if self.tally.first_token_s is None:
             self.tally.first_token_s = now_s
-        return self.delta(tuple(kept), tuple(logprobs[: len(kept)]), now_s)
+        return self.delta(kept, logprobs[:num_kept], now_s)
 
-    def _read(self, token_ids: Items[int]) -> int:
+    def _read(self, token_ids: tuple[int, ...]) -> int:
         """How many of the tokens belong to the answer; sets the reasons if it ends with them.
 
         The first of an end token, a stop string and the limit ends it; at one token they win in this order.
         """
         num_room = self.max_length - len(self.token_ids)
-        end = self._find_end(token_ids[:num_room])
-        text_ids = token_ids[:num_room] if end is None else token_ids[:end]
-        num_read = self._push(text_ids)
-        if self.stream is not None and self.stream.stop_reason is not None:
-            self.finish_reason, self.stop_reason = "stop", self.stream.stop_reason
-            return num_read
+        num_protected = self.sampling.min_end - 1 - len(self.token_ids)  # tokens that may not end it
+        end = self._find_end(token_ids[:num_room], max(num_protected, 0))
+        text_ids = token_ids[: num_room if end is None else end]
+        num_read = len(text_ids)
+        if self.stream is not None:
+            num_read = self.stream.push(text_ids, num_protected)
+            if self.stream.stop_reason is not None:
+                self.finish_reason, self.stop_reason = "stop", self.stream.stop_reason
+                return num_read
         if end is not None:
             self._end_with(token_ids[end])
             return end + 1
@@ -100,11 +105,10 @@ class Sequence:
             self.finish_reason = "length"
         return num_read
 
-    def _find_end(self, token_ids: Items[int]) -> int | None:
-        """Where the first end token is that min_tokens does not protect."""
+    def _find_end(self, token_ids: tuple[int, ...], first: int) -> int | None:
+        """Where the first end token is, from `first` on."""
         if self.end_ids.isdisjoint(token_ids):
             return None
-        first = max(self._num_protected, 0)
         ends = (at for at, token in enumerate(token_ids[first:], first) if token in self.end_ids)
         return next(ends, None)
 
@@ -115,35 +119,27 @@ class Sequence:
         if params.include_stop_str_in_output and self.stream is not None:
             self.stream.push((token,), num_protected=1)
 
-    def _push(self, token_ids: Items[int]) -> int:
-        if self.stream is None:
-            return len(token_ids)
-        return self.stream.push(token_ids, self._num_protected)
-
-    @property
-    def _num_protected(self) -> int:
-        """How many of the coming tokens may not end the answer."""
-        return self.request.sampling.min_tokens - 1 - self.num_output
-
     def delta(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float) -> Delta:
         """The piece to stream, with metrics when this is the last."""
-        is_first = self.num_output == len(token_ids)
-        has_prompt_logprobs = is_first and self.request.sampling.prompt_logprobs is not None
+        is_last = self.finish_reason is not None
         text = ""
         if self.stream is not None:
-            if self.finish_reason is not None:
+            if is_last:
                 self.stream.finish()
             text = self.stream.take()
+        prompt_logprobs = None
+        if self.request.sampling.prompt_logprobs is not None and self.num_output == len(token_ids):
+            prompt_logprobs = tuple(self.prompt_logprobs)  # with the first piece
         return Delta(
-            request_id=self.request.id,
-            index=self.index,
-            text=text,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=tuple(self.prompt_logprobs) if has_prompt_logprobs else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            metrics=self.metrics(now_s) if self.finish_reason is not None else None,
+            self.request.id,
+            self.index,
+            text,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            self.metrics(now_s) if is_last else None,
         )
 
     def metrics(self, now_s: float) -> Metrics:
@@ -156,7 +152,7 @@ class Sequence:
             num_cached_tokens=tally.num_cached_tokens,
             steps=tally.steps,
             drafted=tally.drafted,
-            accepted=tuple(tally.accepted),
+            accepted=tally.accepted,
             preemptions=tally.preemptions,
             queue_s=start_s - arrival_s,
             first_token_s=first_s - arrival_s,
@@ -168,20 +164,32 @@ class Sequence:
 class Tally:
     """Counters of one sequence."""
 
-    steps: int = 0
     drafted: int = 0
-    accepted: list[int] = field(default_factory=list)
+    num_committed: list[int] = field(default_factory=lambda: [0])  # [n]: steps that committed n tokens
     record: DraftRecord = field(default_factory=DraftRecord)
     preemptions: int = 0
     num_cached_tokens: int = 0
     start_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
 
     def count_step(self, width: int, num_committed: int) -> None:
         """One verified block: `num_committed - 1` of its `width - 1` drafts were right."""
-        self.steps += 1
         self.drafted += width - 1
-        self.record.count(width, num_committed - 1)
-        self.accepted.extend([0] * (width - 1 - len(self.accepted)))
-        for position in range(num_committed - 1):
-            self.accepted[position] += 1
+        if width >= len(self.num_committed):
+            self.num_committed.extend([0] * (width + 1 - len(self.num_committed)))
+        self.num_committed[num_committed] += 1
+
+    @property
+    def steps(self) -> int:
+        return sum(self.num_committed)
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """[i]: steps in which draft i + 1 was accepted."""
+        return at_least(self.num_committed)[2:]
+
+
+def at_least(counts: Items[int]) -> tuple[int, ...]:
+    """[n]: how often it was n or more, if `counts[n]` is how often it was n."""
+    return tuple(itertools.accumulate(reversed(counts)))[::-1]

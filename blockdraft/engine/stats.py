@@ -96,7 +96,6 @@ class Stats:
         self.accepted: list[int] = []
         self.finished: Counter[str] = Counter()
         self._clock = clock
-        self._last_token_s: dict[tuple[str, int], float] = {}  # of each choice that has begun its answer
         self._recorders = _recorders(max_context)
         self._recent = _Recent(clock())
         self._lock = Lock()
@@ -118,8 +117,8 @@ class Stats:
                 self._observe("iteration_tokens_total", sum(batch.counts))
             else:
                 self._count_blocks(batch.width, committed)
-                for sequence, delta in zip(sequences, deltas, strict=True):
-                    self._count_delta(sequence, delta)
+                self._count_latencies(sequences)
+                self._count_ended(deltas)
                 num_tokens = sum(len(delta.token_ids) for delta in deltas)
                 self.num_emitted += num_tokens
                 self._observe("iteration_tokens_total", num_tokens)
@@ -129,15 +128,11 @@ class Stats:
     def count_aborted(self, deltas: Items[Delta]) -> None:
         """Choices that their client has ended."""
         with self._lock:
-            for delta in deltas:
-                self._last_token_s.pop((delta.request_id, delta.index), None)
             self.finished["abort"] += len(deltas)
 
     def count_lost(self, sequences: Items[Sequence]) -> None:
         """A step failed, and every choice that had a row ended with it."""
         with self._lock:
-            for sequence in sequences:
-                self._last_token_s.pop((sequence.request.id, sequence.index), None)
             self.finished["error"] += len(sequences)
 
     def snapshot(self, load: Load) -> Snapshot:
@@ -171,26 +166,36 @@ class Stats:
         self.num_drafts += len(committed) if width > 1 else 0
         self.num_drafted += len(committed) * (width - 1)
         self.accepted.extend([0] * (width - 1 - len(self.accepted)))
-        for token_ids in committed:
-            for position in range(len(token_ids) - 1):
-                self.accepted[position] += 1
+        for num_tokens, num_rows in Counter(map(len, committed)).items():
+            for position in range(num_tokens - 1):
+                self.accepted[position] += num_rows
 
-    def _count_delta(self, sequence: Sequence, delta: Delta) -> None:
-        now_s, name = self._clock(), (delta.request_id, delta.index)
-        before_s = self._last_token_s.get(name)
-        if before_s is None:
-            self.num_prompt_tokens += sequence.num_prompt
-            self.num_cached_tokens += sequence.tally.num_cached_tokens
-            self._observe("time_to_first_token_seconds", now_s - sequence.request.arrival_s)
-        else:
+    def _count_latencies(self, sequences: Items[Sequence]) -> None:
+        now_s, tallies = self._clock(), [sequence.tally for sequence in sequences]
+        # Rows that ran together before share a time: there are few different ones.
+        before = Counter([tally.last_token_s for tally in tallies])
+        if before.pop(None, 0):
+            for sequence in sequences:
+                if sequence.tally.last_token_s is None:
+                    self._count_first_token(sequence, now_s)
+        for before_s, num_rows in before.items():
+            assert before_s is not None
             # vLLM's meaning: between two steps of an answer, however many tokens a step brings.
-            self._observe("inter_token_latency_seconds", now_s - before_s)
-        self._last_token_s[name] = now_s
-        if delta.finish_reason is not None:
-            assert delta.metrics is not None
-            del self._last_token_s[name]
-            self.finished[delta.finish_reason] += 1
-            self._count_answer(delta.metrics)
+            self._observe("inter_token_latency_seconds", now_s - before_s, num_rows)
+        for tally in tallies:
+            tally.last_token_s = now_s
+
+    def _count_first_token(self, sequence: Sequence, now_s: float) -> None:
+        self.num_prompt_tokens += sequence.num_prompt
+        self.num_cached_tokens += sequence.tally.num_cached_tokens
+        self._observe("time_to_first_token_seconds", now_s - sequence.request.arrival_s)
+
+    def _count_ended(self, deltas: Items[Delta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                assert delta.metrics is not None
+                self.finished[delta.finish_reason] += 1
+                self._count_answer(delta.metrics)
 
     def _count_answer(self, metrics: Metrics) -> None:
         self._observe("e2e_request_latency_seconds", metrics.seconds)
@@ -201,8 +206,8 @@ class Stats:
             decode_s = metrics.seconds - metrics.first_token_s
             self._observe("request_time_per_output_token_seconds", decode_s / (metrics.num_tokens - 1))
 
-    def _observe(self, name: str, value: float) -> None:
-        self._recorders[name].observe(value)
+    def _observe(self, name: str, value: float, count: int = 1) -> None:
+        self._recorders[name].observe(value, count)
 
 
 class _Recent:

@@ -150,10 +150,6 @@ class StopStrings:
                 return self._stop(waiting[:end], complete[0])
         return self._hold(waiting)
 
-    def __bool__(self) -> bool:
-        """Whether there is anything to look for."""
-        return bool(self._matchers)
-
     def flush(self) -> str:
         """What was held back: the text is over, so no stop string can complete."""
         held, self._held = self._held, ""
@@ -208,9 +204,10 @@ class TextStream:
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
         self._stops = StopStrings(stops, include=include_stop_str_in_output)
+        self._has_stops = bool(stops)
         self._can_stop = True
         self._taken: list[str] = []
-        self._ready: list[str] = []
+        self._ready = ""
 
     def push(self, token_ids: Sequence[int], num_protected: int = 0) -> int:
         """Read tokens up to the one with which a stop string is complete; returns how many were read.
@@ -219,8 +216,8 @@ class TextStream:
         those that min_tokens protects. As in vLLM, what counts is where a stop string ends: one that begins
         under protection and ends after it does stop, and its beginning is cut too.
         """
-        if not self._stops:
-            self._ready.append(self._detokenizer.push(token_ids))
+        if not self._has_stops:
+            self._ready += self._detokenizer.push(token_ids)
             return len(token_ids)
         for number, token_id in enumerate(token_ids):
             self._can_stop = number >= num_protected
@@ -230,20 +227,19 @@ class TextStream:
 
     def take(self) -> str:
         """The text that became ready since the last take."""
-        new = "".join(self._ready)
+        new, self._ready = self._ready, ""
         self._taken.append(new)
-        self._ready.clear()
         return new
 
     def finish(self) -> None:
         """Lets go of all text held back. No push after this; a second finish does nothing."""
         if self.stop_reason is None and not self._emit(self._detokenizer.flush()):
-            self._ready.append(self._stops.flush())
+            self._ready += self._stops.flush()
 
     @property
     def text(self) -> str:
         """Everything emitted so far, taken or not."""
-        return "".join(self._taken) + "".join(self._ready)
+        return "".join(self._taken) + self._ready
 
     @property
     def stop_reason(self) -> str | None:
@@ -251,5 +247,5 @@ class TextStream:
         return self._stops.stop_reason
 
     def _emit(self, text: str) -> bool:
-        self._ready.append(self._stops.push(text, can_stop=self._can_stop))
+        self._ready += self._stops.push(text, can_stop=self._can_stop)
         return self.stop_reason is not None

@@ -32,7 +32,7 @@ def sequence_of(params: SamplingParams, end_ids: frozenset[int]) -> Sequence:
         request=Request("r", PROMPT, params, arrival_s=0.0),
         index=0,
         width=8,
-        sampling=RowSampling(),
+        sampling=RowSampling(min_end=len(PROMPT) + params.min_tokens),
         end_ids=end_ids,
         max_length=len(PROMPT) + (params.max_tokens or 100),
         stream=text_stream(params),
