@@ -189,7 +189,7 @@ class Scheduler:
 
     def _decode(self, sequences: list[Sequence]) -> Batch | None:
         """All rows of one width; widths take turns."""
-        widths = [self._width(sequence, len(sequences)) for sequence in sequences]
+        widths = self._widths(sequences)
         different = sorted(set(widths))
         width = next((w for w in different if w > self._last_width), different[0])
         self._last_width = width
@@ -201,13 +201,16 @@ class Scheduler:
         starts = [sequence.length for sequence in chosen]
         return self._batch("decode", chosen, starts, [width] * len(chosen), width=width)
 
-    def _width(self, sequence: Sequence, num_rows: int) -> int:
-        if not sequence.may_change_width:
-            return sequence.width
+    def _widths(self, sequences: list[Sequence]) -> list[int]:
         most = self._plan.max_drafting_rows
-        if most is not None and num_rows > most:
-            return 1
-        return sequence.width if self._pace is None else self._pace.next_width(sequence.tally.record)
+        if most is not None and len(sequences) > most:
+            return [1 if sequence.may_change_width else sequence.width for sequence in sequences]
+        if self._pace is None:
+            return [sequence.width for sequence in sequences]
+        return [
+            self._pace.next_width(sequence.tally.record) if sequence.may_change_width else sequence.width
+            for sequence in sequences
+        ]
 
     def _batch(
         self,

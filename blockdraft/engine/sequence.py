@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from blockdraft.cache.rows import RowSampling
+from blockdraft.engine.histogram import at_least
 from blockdraft.engine.pace import DraftRecord
 from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs
 from blockdraft.text.detokenizer import TextStream
@@ -90,8 +89,10 @@ class Sequence:
         """
         num_room = self.max_length - len(self.token_ids)
         num_protected = self.sampling.min_end - 1 - len(self.token_ids)  # tokens that may not end it
-        end = self._find_end(token_ids[:num_room], max(num_protected, 0))
-        text_ids = token_ids[: num_room if end is None else end]
+        text_ids, end = token_ids[:num_room], None
+        if not self.end_ids.isdisjoint(text_ids):
+            end = self._find_end(text_ids, max(num_protected, 0))
+            text_ids = text_ids[:end]
         num_read = len(text_ids)
         if self.stream is not None:
             num_read = self.stream.push(text_ids, num_protected)
@@ -107,8 +108,6 @@ class Sequence:
 
     def _find_end(self, token_ids: tuple[int, ...], first: int) -> int | None:
         """Where the first end token is, from `first` on."""
-        if self.end_ids.isdisjoint(token_ids):
-            return None
         ends = (at for at, token in enumerate(token_ids[first:], first) if token in self.end_ids)
         return next(ends, None)
 
@@ -188,8 +187,3 @@ class Tally:
     def accepted(self) -> tuple[int, ...]:
         """[i]: steps in which draft i + 1 was accepted."""
         return at_least(self.num_committed)[2:]
-
-
-def at_least(counts: Items[int]) -> tuple[int, ...]:
-    """[n]: how often it was n or more, if `counts[n]` is how often it was n."""
-    return tuple(itertools.accumulate(reversed(counts)))[::-1]

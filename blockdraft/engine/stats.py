@@ -15,7 +15,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from blockdraft.engine.histogram import Histogram, Recorder, one_two_five
+from blockdraft.engine.histogram import Histogram, Recorder, at_least, one_two_five
 from blockdraft.engine.request import Delta, Metrics
 
 if TYPE_CHECKING:  # what they import needs torch, which a reader of snapshots does not
@@ -166,24 +166,25 @@ class Stats:
         self.num_drafts += len(committed) if width > 1 else 0
         self.num_drafted += len(committed) * (width - 1)
         self.accepted.extend([0] * (width - 1 - len(self.accepted)))
-        for num_tokens, num_rows in Counter(map(len, committed)).items():
-            for position in range(num_tokens - 1):
-                self.accepted[position] += num_rows
+        num_committed = [0] * (width + 1)  # [n]: rows with n tokens
+        for token_ids in committed:
+            num_committed[len(token_ids)] += 1
+        for position, num_rows in enumerate(at_least(num_committed)[2:]):
+            self.accepted[position] += num_rows
 
     def _count_latencies(self, sequences: Items[Sequence]) -> None:
-        now_s, tallies = self._clock(), [sequence.tally for sequence in sequences]
-        # Rows that ran together before share a time: there are few different ones.
-        before = Counter([tally.last_token_s for tally in tallies])
-        if before.pop(None, 0):
-            for sequence in sequences:
-                if sequence.tally.last_token_s is None:
-                    self._count_first_token(sequence, now_s)
-        for before_s, num_rows in before.items():
-            assert before_s is not None
+        now_s = self._clock()
+        num_rows: dict[float, int] = {}  # by the time of their last tokens, which rows of one step share
+        for sequence in sequences:
+            before_s = sequence.tally.last_token_s
+            sequence.tally.last_token_s = now_s
+            if before_s is None:
+                self._count_first_token(sequence, now_s)
+            else:
+                num_rows[before_s] = num_rows.get(before_s, 0) + 1
+        for before_s, count in num_rows.items():
             # vLLM's meaning: between two steps of an answer, however many tokens a step brings.
-            self._observe("inter_token_latency_seconds", now_s - before_s, num_rows)
-        for tally in tallies:
-            tally.last_token_s = now_s
+            self._observe("inter_token_latency_seconds", now_s - before_s, count)
 
     def _count_first_token(self, sequence: Sequence, now_s: float) -> None:
         self.num_prompt_tokens += sequence.num_prompt

@@ -33,6 +33,7 @@ class Detokenizer:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
+        self._plain_text = tokenizer.plain_texts.__getitem__
         self._skip_special_tokens = skip_special_tokens
         self._window = self._tail_of(prompt_ids)
         text = tokenizer.decode(self._window, skip_special_tokens=False)
@@ -46,8 +47,7 @@ class Detokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that has become certain. At most 3 trailing U+FFFD wait for the next token."""
         if self._is_settled:
-            plain_texts = self._tokenizer.plain_texts
-            texts = [plain_texts[token_id] for token_id in token_ids]
+            texts = list(map(self._plain_text, token_ids))
             if None not in texts and token_ids:
                 self._last_plain = token_ids[-1]
                 return "".join(texts)  # type: ignore[arg-type]
@@ -206,8 +206,8 @@ class TextStream:
         self._stops = StopStrings(stops, include=include_stop_str_in_output)
         self._has_stops = bool(stops)
         self._can_stop = True
-        self._taken: list[str] = []
         self._ready = ""
+        self.stop_reason: str | None = None  # the stop string that ended the text
 
     def push(self, token_ids: Sequence[int], num_protected: int = 0) -> int:
         """Read tokens up to the one with which a stop string is complete; returns how many were read.
@@ -228,7 +228,6 @@ class TextStream:
     def take(self) -> str:
         """The text that became ready since the last take."""
         new, self._ready = self._ready, ""
-        self._taken.append(new)
         return new
 
     def finish(self) -> None:
@@ -236,16 +235,7 @@ class TextStream:
         if self.stop_reason is None and not self._emit(self._detokenizer.flush()):
             self._ready += self._stops.flush()
 
-    @property
-    def text(self) -> str:
-        """Everything emitted so far, taken or not."""
-        return "".join(self._taken) + self._ready
-
-    @property
-    def stop_reason(self) -> str | None:
-        """The stop string that ended the text."""
-        return self._stops.stop_reason
-
     def _emit(self, text: str) -> bool:
         self._ready += self._stops.push(text, can_stop=self._can_stop)
+        self.stop_reason = self._stops.stop_reason
         return self.stop_reason is not None

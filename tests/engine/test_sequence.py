@@ -61,7 +61,7 @@ def one_by_one(params: SamplingParams, end_ids: frozenset[int], token_ids: list[
         if reasons[0] is not None:
             stream.finish()
             break
-    return (kept, stream.text, *reasons)
+    return (kept, stream.take(), *reasons)
 
 
 LETTERS = tokenizer().encode("abc\u20ac")
