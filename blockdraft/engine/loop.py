@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 import uuid
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
@@ -54,7 +54,8 @@ class Stream:
         self.request_id = request_id
         self.event_loop = asyncio.get_running_loop()
         self._abort = abort
-        self._inbox: asyncio.Queue[Delta | EngineStopped] = asyncio.Queue()
+        self._inbox: deque[Delta | EngineStopped] = deque()
+        self._news: asyncio.Future[None] | None = None  # while the consumer waits
         self._num_unfinished = num_choices
 
     def __aiter__(self) -> Stream:
@@ -63,7 +64,10 @@ class Stream:
     async def __anext__(self) -> Delta:
         if self._num_unfinished == 0:
             raise StopAsyncIteration
-        item = await self._inbox.get()
+        while not self._inbox:
+            self._news = self.event_loop.create_future()
+            await self._news
+        item = self._inbox.popleft()
         if isinstance(item, EngineStopped):
             self._num_unfinished = 0
             raise item
@@ -77,7 +81,9 @@ class Stream:
 
     def put(self, item: Delta | EngineStopped) -> None:
         """Called on the stream's event loop; other threads `send`."""
-        self._inbox.put_nowait(item)
+        self._inbox.append(item)
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
 
 Mail = list[tuple[Stream, Delta | EngineStopped]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import ClassVar
 
 from blockdraft.engine.request import Delta, TokenLogprobs
@@ -19,6 +20,7 @@ from blockdraft.server.choices import (
 )
 from blockdraft.server.fields import ChatRequest, CompletionRequest
 from blockdraft.server.reasoning import Splitter, Tags, ThoughtCounter, begins_inside, continues_inside
+from blockdraft.server.responses import event, json_of
 from blockdraft.server.schemas import (
     AnswerObject,
     ChatChoice,
@@ -36,6 +38,8 @@ from blockdraft.server.schemas import (
 from blockdraft.text.tokenizer import Tokenizer
 
 Json = dict[str, object]
+
+TEXT_GOES_HERE = "\ue000text\ue000"  # as a chunk's text, it stands nowhere else in the chunk
 
 
 class AnswerWriter(ABC):
@@ -58,6 +62,9 @@ class AnswerWriter(ABC):
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._choices = choices  # those of the first prompt, then those of the second, and so on
+        self._around_text: dict[
+            int, tuple[str, str]
+        ] = {}  # by choice: the event of a text, before and after it
 
     def take(self, prompt: int, delta: Delta) -> AnswerChoice:
         """Remember a delta for `whole`; `prompt` says which prompt it answers."""
@@ -70,10 +77,36 @@ class AnswerWriter(ABC):
         choices = [self._whole_choice(choice) for choice in self._choices]
         return self._object(self.KIND, choices) | {"usage": self._usage(), "metrics": self._metrics()}
 
+    def event(self, prompt: int, delta: Delta) -> str | None:
+        """Take a delta in. The event to stream, or None if it shows nothing."""
+        choice = self.take(prompt, delta)
+        if self._is_text_only(choice.pieces[-1]):
+            return self._text_event(choice, choice.pieces[-1])
+        chunk = self._news(choice, choice.pieces[-1])
+        return None if chunk is None else event(chunk)
+
     def push(self, prompt: int, delta: Delta) -> Json | None:
         """Take a delta in. The chunk to stream, or None if it shows nothing."""
         choice = self.take(prompt, delta)
-        piece = choice.pieces[-1]
+        return self._news(choice, choice.pieces[-1])
+
+    def _is_text_only(self, piece: AnswerPiece) -> bool:
+        """Whether two such chunks of a choice differ by their text alone."""
+        if piece.is_first or piece.finish_reason is not None or piece.reasoning or not piece.text:
+            return False
+        has_more = self._options.return_token_ids or self._options.has_running_usage
+        return not (has_more or piece.logprobs or piece.draft)
+
+    def _text_event(self, choice: AnswerChoice, piece: AnswerPiece) -> str:
+        """The event of a piece that is text only: what surrounds the text is written once per choice."""
+        if choice.index not in self._around_text:
+            marked = event(self._chunk(self._part(choice, replace(piece, text=TEXT_GOES_HERE))))
+            before, _, after = marked.partition(json_of(TEXT_GOES_HERE))
+            self._around_text[choice.index] = before, after
+        before, after = self._around_text[choice.index]
+        return before + json_of(piece.text) + after
+
+    def _news(self, choice: AnswerChoice, piece: AnswerPiece) -> Json | None:
         is_end = piece.finish_reason is not None
         has_ids = self._options.return_token_ids and bool(piece.token_ids)
         if not (is_end or has_ids or piece.draft is not None or self._has_news(choice, piece)):

@@ -27,9 +27,9 @@ from blockdraft.text.tokenizer import REPLACEMENT, Tokenizer
 MIN_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AnswerPiece:
-    """What one step adds to one choice."""
+    """What one step adds to one choice. Nobody changes one; not frozen, as that is slower to make."""
 
     text: str
     reasoning: str

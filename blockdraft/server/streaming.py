@@ -50,9 +50,9 @@ async def _events(answer: AnswerWriter, streams: Items[Stream]) -> AsyncIterator
         yield event(first)
     try:
         async for prompt, delta in _deltas(streams):
-            chunk = answer.push(prompt, delta)
-            if chunk is not None:
-                yield event(chunk)
+            written = answer.event(prompt, delta)
+            if written is not None:
+                yield written
     except EngineStopped as error:
         yield event(error_body(str(error), kind="server_error"))
     else:
