@@ -209,7 +209,7 @@ class Engine:
             return Launched(outcome=self._prefill(batch))
         graph = None if self.graphs is None else self.graphs.find(len(batch.sequences), batch.width)
         self._place(batch, None if graph is None else graph.num_rows)
-        asked = [s.request.sampling.logprobs for s in batch.sequences]
+        asked = {s.request.sampling.logprobs for s in batch.sequences}
         num_logprobs = max((k for k in asked if k is not None), default=None)
         if graph is not None and num_logprobs is None:
             return Launched(reading=Reading(graph.replay()))

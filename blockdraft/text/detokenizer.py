@@ -7,7 +7,7 @@ sequence. The result depends on the ids alone, never on how decoding grouped the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from blockdraft.errors import RequestError
 from blockdraft.text.tokenizer import REPLACEMENT, Tokenizer
@@ -33,7 +33,7 @@ class Detokenizer:
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
-        self._plain_text = tokenizer.plain_texts.__getitem__
+        self._plain_texts = tokenizer.plain_texts
         self._skip_special_tokens = skip_special_tokens
         self._window = self._tail_of(prompt_ids)
         text = tokenizer.decode(self._window, skip_special_tokens=False)
@@ -44,16 +44,17 @@ class Detokenizer:
         self._is_settled = bool(self._window) and not self._owed
         self._last_plain: int | None = None  # the token that takes the window's place, if any
 
-    def push(self, token_ids: Sequence[int]) -> str:
+    def push(self, token_ids: Iterable[int]) -> str:
         """The text that has become certain. At most 3 trailing U+FFFD wait for the next token."""
-        if self._is_settled:
-            texts = list(map(self._plain_text, token_ids))
-            if None not in texts and token_ids:
-                self._last_plain = token_ids[-1]
-                return "".join(texts)  # type: ignore[arg-type]
-        if len(token_ids) > 1:  # one by one: what is held back must not depend on how they came
-            return "".join([self.push((token_id,)) for token_id in token_ids])
-        return self._decode_window(token_ids)
+        new = ""
+        for token_id in token_ids:
+            text = self._plain_texts[token_id] if self._is_settled else None
+            if text is None:
+                text = self._decode_window(token_id)
+            else:
+                self._last_plain = token_id
+            new += text
+        return new
 
     def flush(self) -> str:
         """The text still held back, U+FFFD for a character that never got its last byte."""
@@ -62,11 +63,12 @@ class Detokenizer:
         text = self._tokenizer.decode(self._window, skip_special_tokens=False)
         return self._send(text, until=len(text))
 
-    def _decode_window(self, token_ids: Sequence[int]) -> str:
+    def _decode_window(self, token_id: int) -> str:
         if self._last_plain is not None:
             self._window, self._last_plain = [self._last_plain], None
             self._num_sent = len(self._tokenizer.decode(self._window, skip_special_tokens=False))
-        self._window.extend(i for i in token_ids if self._shows(i))
+        if self._shows(token_id):
+            self._window.append(token_id)
         text = self._tokenizer.decode(self._window, skip_special_tokens=False)
         until = len(text) - _num_open(text)
         new = self._send(text, until=until)
