@@ -38,7 +38,6 @@ from blockdraft.server.schemas import (
 from blockdraft.text.tokenizer import Tokenizer
 
 Json = dict[str, object]
-
 TEXT_GOES_HERE = "\ue000text\ue000"  # as a chunk's text, it stands nowhere else in the chunk
 
 
@@ -62,9 +61,7 @@ class AnswerWriter(ABC):
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._choices = choices  # those of the first prompt, then those of the second, and so on
-        self._around_text: dict[
-            int, tuple[str, str]
-        ] = {}  # by choice: the event of a text, before and after it
+        self._around_text: dict[int, tuple[str, str]] = {}  # by choice: an event before and after its text
 
     def take(self, prompt: int, delta: Delta) -> AnswerChoice:
         """Remember a delta for `whole`; `prompt` says which prompt it answers."""
@@ -80,15 +77,11 @@ class AnswerWriter(ABC):
     def event(self, prompt: int, delta: Delta) -> str | None:
         """Take a delta in. The event to stream, or None if it shows nothing."""
         choice = self.take(prompt, delta)
-        if self._is_text_only(choice.pieces[-1]):
-            return self._text_event(choice, choice.pieces[-1])
-        chunk = self._news(choice, choice.pieces[-1])
+        piece = choice.pieces[-1]
+        if self._is_text_only(piece):
+            return self._text_event(choice, piece)
+        chunk = self._news(choice, piece)
         return None if chunk is None else event(chunk)
-
-    def push(self, prompt: int, delta: Delta) -> Json | None:
-        """Take a delta in. The chunk to stream, or None if it shows nothing."""
-        choice = self.take(prompt, delta)
-        return self._news(choice, choice.pieces[-1])
 
     def _is_text_only(self, piece: AnswerPiece) -> bool:
         """Whether two such chunks of a choice differ by their text alone."""
@@ -107,6 +100,7 @@ class AnswerWriter(ABC):
         return before + json_of(piece.text) + after
 
     def _news(self, choice: AnswerChoice, piece: AnswerPiece) -> Json | None:
+        """The chunk of a piece, or None if it shows nothing."""
         is_end = piece.finish_reason is not None
         has_ids = self._options.return_token_ids and bool(piece.token_ids)
         if not (is_end or has_ids or piece.draft is not None or self._has_news(choice, piece)):

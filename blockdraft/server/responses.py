@@ -20,8 +20,7 @@ INVALID = "invalid_request_error"  # the kind of errors that are the client's
 
 T = TypeVar("T")
 
-# Made once: json.dumps makes one per call.
-json_of = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+json_of = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> Error:
