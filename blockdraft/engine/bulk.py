@@ -3,7 +3,7 @@
 The same step, cache and kernels as Engine.step, with nothing of what a server needs between steps: no text,
 no stream, no prefix cache, no preemption. Every row keeps its pages for good, and steps run in rounds without
 a word to the host; a row that ended inside a round runs to the round's end in vain. On a GPU with thousands
-of rows this is what makes the difference: Engine.step spends tens of microseconds on each row and token.
+of rows this is what makes the difference: Engine.step spends about ten microseconds on each row and step.
 There the rows are two halves, and while the device runs a round of one, the host looks after the other.
 """
 

@@ -216,7 +216,7 @@ class Engine:
             return Launched(outcome=self._prefill(batch))
         graph = None if self.graphs is None else self.graphs.find(len(batch.sequences), batch.width)
         self._place(batch, None if graph is None else graph.num_rows)
-        asked = [s.request.sampling.logprobs for s in batch.sequences]
+        asked = {s.request.sampling.logprobs for s in batch.sequences}
         num_logprobs = max((k for k in asked if k is not None), default=None)
         if graph is not None and num_logprobs is None:
             return Launched(reading=Reading(graph.replay()))
@@ -248,8 +248,8 @@ class Engine:
             if sequence.num_placed_pages is None:
                 self.rows.place(sequence.row, sequence.token_ids, start, sequence.sampling)
                 sequence.num_placed_pages = 0
-            fresh = sequence.pages[sequence.num_placed_pages :]
-            if fresh:
+            if len(sequence.pages) > sequence.num_placed_pages:
+                fresh = sequence.pages[sequence.num_placed_pages :]
                 entries.append((sequence.row, sequence.num_placed_pages, fresh))
                 sequence.num_placed_pages = len(sequence.pages)
         self.rows.set_pages(entries)
@@ -301,7 +301,7 @@ class Engine:
             return launched.outcome
         assert launched.reading is not None
         rows = launched.reading.token_ids()[: len(batch.sequences)]  # the others were scratch
-        token_ids = tuple(tuple(row) for row in rows)
+        token_ids = tuple(map(tuple, rows))
         if launched.logprobs is None:
             return Outcome(token_ids)
         logprobs = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -26,9 +27,10 @@ class Recorder:
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._buckets, value)] += 1
-        self._sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """`count` times the same value."""
+        self._counts[bisect_left(self._buckets, value)] += count
+        self._sum += value * count
 
     def histogram(self) -> Histogram:
         return Histogram(self._buckets, tuple(self._counts), self._sum, sum(self._counts))
@@ -38,3 +40,8 @@ def one_two_five(largest: int) -> tuple[float, ...]:
     """1, 2, 5, 10, 20, 50, … up to `largest`."""
     steps = (digit * 10**power for power in range(len(str(largest))) for digit in (1, 2, 5))
     return tuple(float(step) for step in steps if step <= largest)
+
+
+def at_least(counts: Items[int]) -> tuple[int, ...]:
+    """[n]: how often it was n or more, if `counts[n]` is how often it was n."""
+    return tuple(itertools.accumulate(reversed(counts)))[::-1]

@@ -14,6 +14,7 @@ import functools
 import logging
 import time
 import uuid
+from collections import defaultdict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
@@ -52,9 +53,10 @@ class Stream:
 
     def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
+        self.event_loop = asyncio.get_running_loop()
         self._abort = abort
-        self._event_loop = asyncio.get_running_loop()
-        self._inbox: asyncio.Queue[Delta | EngineStopped] = asyncio.Queue()
+        self._inbox: deque[Delta | EngineStopped] = deque()
+        self._news: asyncio.Future[None] | None = None  # while the consumer waits
         self._num_unfinished = num_choices
 
     def __aiter__(self) -> Stream:
@@ -63,7 +65,10 @@ class Stream:
     async def __anext__(self) -> Delta:
         if self._num_unfinished == 0:
             raise StopAsyncIteration
-        item = await self._inbox.get()
+        while not self._inbox:
+            self._news = self.event_loop.create_future()
+            await self._news
+        item = self._inbox.popleft()
         if isinstance(item, EngineStopped):
             self._num_unfinished = 0
             raise item
@@ -75,13 +80,28 @@ class Stream:
             self._num_unfinished = 0
             self._abort(self.request_id)
 
-    def push(self, item: Delta | EngineStopped) -> bool:
-        """Called by the engine's thread. False: the consumer's event loop has ended."""
-        try:
-            self._event_loop.call_soon_threadsafe(self._inbox.put_nowait, item)
-        except RuntimeError:
-            return False
-        return True
+    def put(self, item: Delta | EngineStopped) -> None:
+        """Called on the stream's event loop; other threads `send`."""
+        self._inbox.append(item)
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+
+Mail = list[tuple[Stream, Delta | EngineStopped]]
+
+
+def send(event_loop: asyncio.AbstractEventLoop, mail: Mail) -> bool:
+    """Hand items to streams of one event loop, which is woken once. False: it has ended."""
+    try:
+        event_loop.call_soon_threadsafe(_hand_out, mail)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _hand_out(mail: Mail) -> None:
+    for stream, item in mail:
+        stream.put(item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +275,20 @@ class EngineLoop:
             self._deliver(outcome)
 
     def _deliver(self, deltas: list[Delta]) -> None:
+        mail: dict[asyncio.AbstractEventLoop, Mail] = defaultdict(list)
         for delta in deltas:
             live = self._live.get(delta.request_id)
             if live is None:
                 continue
-            live.num_unfinished -= delta.finish_reason is not None
-            if live.num_unfinished == 0:
-                del self._live[delta.request_id]
-            if not live.stream.push(delta) and live.num_unfinished:
-                self._drop(delta.request_id)
+            if delta.finish_reason is not None:
+                live.num_unfinished -= 1
+                if live.num_unfinished == 0:
+                    del self._live[delta.request_id]
+            mail[live.stream.event_loop].append((live.stream, delta))
+        for event_loop, its_mail in mail.items():
+            if not send(event_loop, its_mail):
+                for stream, _ in its_mail:
+                    self._drop(stream.request_id)
 
     def _drop(self, request_id: str) -> None:
         """Abort in the engine; an id that has finished by now is ignored."""
@@ -273,9 +298,8 @@ class EngineLoop:
         if isinstance(outcome, Exception):
             self._fail(outcome)
             return
-        live = self._live.pop(request_id)
-        for delta in outcome:
-            live.stream.push(delta)
+        stream = self._live.pop(request_id).stream
+        send(stream.event_loop, [(stream, delta) for delta in outcome])
 
     def _fail(self, error: Exception) -> None:
         """A step failed (no memory, or a bug of ours): its requests end, those behind it may fare better."""
@@ -298,7 +322,8 @@ class EngineLoop:
     def _end_lost(self, reason: EngineStopped) -> None:
         """End the streams of requests that the engine has given up; the others are still queued there."""
         for request_id in self._live.keys() - self._engine.live_ids:
-            self._live.pop(request_id).stream.push(reason)
+            stream = self._live.pop(request_id).stream
+            send(stream.event_loop, [(stream, reason)])
 
     def _end_all(self, reason: EngineStopped) -> None:
         live, self._live = self._live, {}
@@ -307,7 +332,7 @@ class EngineLoop:
                 failure = _attempt(functools.partial(self._engine.abort, request_id))
                 if isinstance(failure, Exception):  # the other streams must still hear of the end
                     log.error("a request could not be aborted", exc_info=failure)
-            item.stream.push(reason)
+            send(item.stream.event_loop, [(item.stream, reason)])
 
 
 def _attempt(action: Callable[[], T]) -> T | Exception:

@@ -41,6 +41,7 @@ class PageAllocator:
         self._pages: dict[Key, int] = {}
         self._nodes: dict[int, Node] = {}  # by page
         self._next_node = ROOT + 1
+        self.num_forgotten = 0  # remembered pages that were given to others, since the start
 
     @property
     def num_pages(self) -> int:
@@ -81,7 +82,7 @@ class PageAllocator:
         """
         pages: list[int] = []
         parent: int | str = ROOT if salt is None else salt
-        for tokens in self._chunks(token_ids, 0):
+        for tokens in self._chunks(token_ids, 0, len(token_ids)):
             page = self._pages.get((parent, tokens))
             if page is None:
                 break
@@ -92,16 +93,23 @@ class PageAllocator:
         return pages
 
     def remember(
-        self, token_ids: Items[int], pages: Items[int], num_done: int, salt: str | None = None
+        self,
+        token_ids: Items[int],
+        pages: Items[int],
+        num_done: int,
+        salt: str | None = None,
+        length: int | None = None,
     ) -> int:
-        """Register the full pages of token_ids, all committed; the first `num_done` are registered.
+        """Register the full pages of the first `length` token_ids (None: of all), which are committed.
 
-        Returns how many are registered now. A page whose prefix another page holds already stays
-        private, and so do the pages after it: their parent would be somebody else's.
+        The first `num_done` pages are registered; returns how many are now. A page whose prefix another page
+        holds already stays private, and so do the pages after it: their parent would be somebody else's. Only
+        when pages were forgotten (`num_forgotten`) may another try do better.
         """
         root: int | str = ROOT if salt is None else salt
         parent = self._nodes[pages[num_done - 1]].id if num_done else root
-        for index, tokens in enumerate(self._chunks(token_ids, num_done), num_done):
+        length = len(token_ids) if length is None else length
+        for index, tokens in enumerate(self._chunks(token_ids, num_done, length), num_done):
             key = (parent, tokens)
             if key in self._pages:
                 break
@@ -117,11 +125,12 @@ class PageAllocator:
         del self._pages[self._nodes.pop(page).key]
         del self._remembered[page]
         self._blank.append(page)
+        self.num_forgotten += 1
 
-    def _chunks(self, token_ids: Items[int], first: int) -> Iterable[tuple[int, ...]]:
-        """The tokens of each full page, from page `first` on."""
+    def _chunks(self, token_ids: Items[int], first: int, length: int) -> Iterable[tuple[int, ...]]:
+        """The tokens of each page that the first `length` fill, from page `first` on."""
         size = self.page_size
-        for begin in range(first * size, len(token_ids) - size + 1, size):
+        for begin in range(first * size, length - size + 1, size):
             yield tuple(token_ids[begin : begin + size])
 
     def check(self, held: Iterable[Items[int]]) -> None:

@@ -179,9 +179,12 @@ class Metrics:
         return self.num_tokens / self.steps if self.steps else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """What one step adds to one choice of a request; the last has a finish reason and metrics."""
+    """What one step adds to one choice of a request; the last has a finish reason and metrics.
+
+    Nobody changes one. It is not frozen: one is made per row and step, which would take five times as long.
+    """
 
     request_id: str
     index: int

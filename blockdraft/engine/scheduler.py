@@ -8,6 +8,7 @@ so it continues with the same text.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,8 +123,10 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step, with rows and pages taken; None when nothing is queued."""
         self._admit()
-        prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
+        prefilling = []
+        if len(decoding) < len(self.running):
+            prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
         if prefilling and (self._last_kind == "decode" or not decoding):
             self._last_kind = "prefill"
             return self._prefill(prefilling)
@@ -186,26 +189,28 @@ class Scheduler:
 
     def _decode(self, sequences: list[Sequence]) -> Batch | None:
         """All rows of one width; widths take turns."""
-        of = {id(sequence): self._width(sequence, len(sequences)) for sequence in sequences}
-        widths = sorted(set(of.values()))
-        width = next((w for w in widths if w > self._last_width), widths[0])
+        widths = self._widths(sequences)
+        different = sorted(set(widths))
+        width = next((w for w in different if w > self._last_width), different[0])
         self._last_width = width
-        for sequence in sequences:
-            if of[id(sequence)] == width and sequence.row is not None:
-                self._grow(sequence)
-        chosen = [s for s in sequences if of[id(s)] == width and s.row is not None]
+        chosen = [sequence for sequence, its in zip(sequences, widths, strict=True) if its == width]
+        if self._grow(chosen):
+            chosen = [sequence for sequence in chosen if sequence.row is not None]
         if not chosen:
             return None
         starts = [sequence.length for sequence in chosen]
         return self._batch("decode", chosen, starts, [width] * len(chosen), width=width)
 
-    def _width(self, sequence: Sequence, num_rows: int) -> int:
-        if not sequence.may_change_width:
-            return sequence.width
+    def _widths(self, sequences: list[Sequence]) -> list[int]:
         most = self._plan.max_drafting_rows
-        if most is not None and num_rows > most:
-            return 1
-        return sequence.width if self._pace is None else self._pace.next_width(sequence.tally.record)
+        if most is not None and len(sequences) > most:
+            return [1 if sequence.may_change_width else sequence.width for sequence in sequences]
+        if self._pace is None:
+            return [sequence.width for sequence in sequences]
+        return [
+            self._pace.next_width(sequence.tally.record) if sequence.may_change_width else sequence.width
+            for sequence in sequences
+        ]
 
     def _batch(
         self,
@@ -220,13 +225,19 @@ class Scheduler:
             sequence.num_in_flight += width
         return Batch(kind, tuple(sequences), tuple(starts), tuple(counts), width)
 
-    def _grow(self, sequence: Sequence) -> None:
-        """Pages for the coming block, taken from the youngest sequences when none are free."""
-        end = sequence.length + sequence.num_in_flight + self._plan.block
-        missing = self._num_pages(end) - len(sequence.pages)
-        while sequence.row is not None and missing > 0:
+    def _grow(self, sequences: list[Sequence]) -> bool:
+        """Pages for the coming block, the youngest rows' when none are free. True: some lost their row."""
+        before, block, page_size = self.num_preemptions, self._plan.block, self.pages.page_size
+        for sequence in sequences:
+            end = sequence.length + sequence.num_in_flight + block
+            if end > len(sequence.pages) * page_size:
+                self._extend(sequence, self._num_pages(end) - len(sequence.pages))
+        return self.num_preemptions > before
+
+    def _extend(self, sequence: Sequence, num_pages: int) -> None:
+        while sequence.row is not None:
             try:
-                sequence.pages += self.pages.allocate(missing)
+                sequence.pages += self.pages.allocate(num_pages)
                 return
             except OutOfPages:
                 self._preempt(self.running[-1])
@@ -250,6 +261,7 @@ class Scheduler:
         sequence.pages = []
         sequence.num_placed_pages = None
         sequence.num_remembered_pages = 0
+        sequence.barred_at = None
         sequence.num_in_flight = 0
 
     def _num_pages(self, num_tokens: int) -> int:
@@ -258,41 +270,51 @@ class Scheduler:
     # ---- learning what happened
 
     def commit(self, batch: Batch, outcome: Outcome) -> list[Delta]:
-        """Apply a step's outcome to the sequences that are still the ones it ran for."""
-        deltas = []
-        for position, sequence in enumerate(batch.sequences):
+        """Apply a step's outcome to the sequences that are still the ones it ran for.
+
+        One that ended or was preempted while the step was in flight has no row: its outcome is not looked at.
+        """
+        if batch.kind == "prefill":
+            self._commit_prompts(batch, outcome)
+            return []
+        deltas, now_s, width = [], self.clock(), batch.width
+        logprobs = outcome.logprobs or itertools.repeat(())
+        for sequence, token_ids, its_logprobs in zip(
+            batch.sequences, outcome.token_ids, logprobs, strict=False
+        ):
             if sequence.row is None:
-                continue  # ended or preempted while the step was in flight: unseen
-            sequence.num_in_flight -= batch.width
-            if batch.kind == "decode":
-                deltas.append(self._commit_block(batch, outcome, position))
-            else:
-                self._commit_prompt(batch, outcome, position)
+                continue
+            sequence.num_in_flight -= width
+            sequence.tally.count_step(width, len(token_ids))
+            if self._pace is not None:
+                sequence.tally.record.count(width, len(token_ids) - 1)
+            deltas.append(sequence.accept(token_ids, its_logprobs, now_s))
             self._remember(sequence)
             if sequence.finish_reason is not None:
                 self._retire(sequence)
         return deltas
 
-    def _commit_block(self, batch: Batch, outcome: Outcome, position: int) -> Delta:
-        sequence = batch.sequences[position]
-        token_ids = outcome.token_ids[position]
-        logprobs = outcome.logprobs[position] if outcome.logprobs else ()
-        sequence.tally.count_step(batch.width, len(token_ids))
-        return sequence.accept(token_ids, logprobs, self.clock())
-
-    def _commit_prompt(self, batch: Batch, outcome: Outcome, position: int) -> None:
-        sequence = batch.sequences[position]
-        if outcome.logprobs and sequence.wants_prompt_logprobs:
-            sequence.prompt_logprobs.extend(outcome.logprobs[position])
+    def _commit_prompts(self, batch: Batch, outcome: Outcome) -> None:
+        for position, sequence in enumerate(batch.sequences):
+            if sequence.row is None:
+                continue
+            if outcome.logprobs and sequence.wants_prompt_logprobs:
+                sequence.prompt_logprobs.extend(outcome.logprobs[position])
+            self._remember(sequence)
 
     def _remember(self, sequence: Sequence) -> None:
         """Offer the committed full pages to later prompts, drafter context and all."""
-        if not self._plan.prefix_cache:
+        num_full = sequence.length // self.pages.page_size
+        if num_full <= sequence.num_remembered_pages or not self._plan.prefix_cache:
             return
-        if sequence.length // self.pages.page_size > sequence.num_remembered_pages:
-            sequence.num_remembered_pages = self.pages.remember(
-                sequence.token_ids[: sequence.length],
-                sequence.pages,
-                sequence.num_remembered_pages,
-                sequence.request.sampling.cache_salt,
-            )
+        if sequence.barred_at == self.pages.num_forgotten:
+            return  # another page still holds the next prefix
+        sequence.num_remembered_pages = self.pages.remember(
+            sequence.token_ids,
+            sequence.pages,
+            sequence.num_remembered_pages,
+            sequence.request.sampling.cache_salt,
+            sequence.length,
+        )
+        is_barred = sequence.num_remembered_pages < num_full
+        sequence.barred_at = self.pages.num_forgotten if is_barred else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from blockdraft.cache.rows import RowSampling
+from blockdraft.engine.histogram import at_least
 from blockdraft.engine.pace import DraftRecord
 from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs
 from blockdraft.text.detokenizer import TextStream
@@ -34,6 +34,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_placed_pages: int | None = None  # pages the device row knows; None: row not set up
     num_remembered_pages: int = 0
+    barred_at: int | None = None  # PageAllocator.num_forgotten when its next prefix was another's
     num_in_flight: int = 0  # tokens that steps not yet committed may add
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -58,7 +59,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self.row is not None and self.num_to_prefill <= 0
+        return self.row is not None and self.length >= len(self.token_ids) - 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -71,52 +72,73 @@ class Sequence:
         if len(self.prompt_logprobs) < self.num_prompt:
             self.prompt_logprobs = [None]
 
-    def accept(self, token_ids: Items[int], logprobs: Items[TokenLogprobs], now_s: float) -> Delta:
+    def accept(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float) -> Delta:
         """Append what a step committed, cut at the first stop. The answer's next piece."""
-        kept = 0
-        for token in token_ids:
-            self.token_ids.append(token)
-            kept += 1
-            if self._ends_with(token):
-                break
+        num_kept = self._read(token_ids)
+        kept = token_ids[:num_kept]
+        self.token_ids.extend(kept)
         self.length = len(self.token_ids) - 1
         if self.tally.first_token_s is None:
             self.tally.first_token_s = now_s
-        return self.delta(tuple(token_ids[:kept]), tuple(logprobs[:kept]), now_s)
+        return self.delta(kept, logprobs[:num_kept], now_s)
 
-    def _ends_with(self, token: int) -> bool:
-        params = self.request.sampling
-        can_stop = self.num_output >= params.min_tokens
-        if can_stop and token in self.end_ids:
-            self.finish_reason = "stop"
-            self.stop_reason = token if token in params.stop_token_ids else None
-            if params.include_stop_str_in_output and self.stream is not None:
-                self.stream.push(token, can_stop=False)
-        elif self.stream is not None and self.stream.push(token, can_stop=can_stop):
-            self.finish_reason, self.stop_reason = "stop", self.stream.stop_reason
-        elif len(self.token_ids) >= self.max_length:
+    def _read(self, token_ids: tuple[int, ...]) -> int:
+        """How many of the tokens belong to the answer; sets the reasons if it ends with them.
+
+        The first of an end token, a stop string and the limit ends it; at one token they win in this order.
+        """
+        num_room = self.max_length - len(self.token_ids)
+        num_protected = self.sampling.min_end - 1 - len(self.token_ids)  # tokens that may not end it
+        text_ids, end = token_ids[:num_room], None
+        if not self.end_ids.isdisjoint(text_ids):
+            end = self._find_end(text_ids, max(num_protected, 0))
+            text_ids = text_ids[:end]
+        num_read = len(text_ids)
+        if self.stream is not None:
+            num_read = self.stream.push(text_ids, num_protected)
+            if self.stream.stop_reason is not None:
+                self.finish_reason, self.stop_reason = "stop", self.stream.stop_reason
+                return num_read
+        if end is not None:
+            self._end_with(token_ids[end])
+            return end + 1
+        if num_read == num_room:
             self.finish_reason = "length"
-        return self.finish_reason is not None
+        return num_read
+
+    def _find_end(self, token_ids: tuple[int, ...], first: int) -> int | None:
+        """Where the first end token is, from `first` on."""
+        ends = (at for at, token in enumerate(token_ids[first:], first) if token in self.end_ids)
+        return next(ends, None)
+
+    def _end_with(self, token: int) -> None:
+        params = self.request.sampling
+        self.finish_reason = "stop"
+        self.stop_reason = token if token in params.stop_token_ids else None
+        if params.include_stop_str_in_output and self.stream is not None:
+            self.stream.push((token,), num_protected=1)
 
     def delta(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float) -> Delta:
         """The piece to stream, with metrics when this is the last."""
-        is_first = self.num_output == len(token_ids)
-        has_prompt_logprobs = is_first and self.request.sampling.prompt_logprobs is not None
+        is_last = self.finish_reason is not None
         text = ""
         if self.stream is not None:
-            if self.finish_reason is not None:
+            if is_last:
                 self.stream.finish()
             text = self.stream.take()
+        prompt_logprobs = None
+        if self.request.sampling.prompt_logprobs is not None and self.num_output == len(token_ids):
+            prompt_logprobs = tuple(self.prompt_logprobs)  # with the first piece
         return Delta(
-            request_id=self.request.id,
-            index=self.index,
-            text=text,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=tuple(self.prompt_logprobs) if has_prompt_logprobs else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            metrics=self.metrics(now_s) if self.finish_reason is not None else None,
+            self.request.id,
+            self.index,
+            text,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            self.metrics(now_s) if is_last else None,
         )
 
     def metrics(self, now_s: float) -> Metrics:
@@ -129,7 +151,7 @@ class Sequence:
             num_cached_tokens=tally.num_cached_tokens,
             steps=tally.steps,
             drafted=tally.drafted,
-            accepted=tuple(tally.accepted),
+            accepted=tally.accepted,
             preemptions=tally.preemptions,
             queue_s=start_s - arrival_s,
             first_token_s=first_s - arrival_s,
@@ -141,20 +163,27 @@ class Sequence:
 class Tally:
     """Counters of one sequence."""
 
-    steps: int = 0
     drafted: int = 0
-    accepted: list[int] = field(default_factory=list)
+    num_committed: list[int] = field(default_factory=lambda: [0])  # [n]: steps that committed n tokens
     record: DraftRecord = field(default_factory=DraftRecord)
     preemptions: int = 0
     num_cached_tokens: int = 0
     start_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
 
     def count_step(self, width: int, num_committed: int) -> None:
         """One verified block: `num_committed - 1` of its `width - 1` drafts were right."""
-        self.steps += 1
         self.drafted += width - 1
-        self.record.count(width, num_committed - 1)
-        self.accepted.extend([0] * (width - 1 - len(self.accepted)))
-        for position in range(num_committed - 1):
-            self.accepted[position] += 1
+        if width >= len(self.num_committed):
+            self.num_committed.extend([0] * (width + 1 - len(self.num_committed)))
+        self.num_committed[num_committed] += 1
+
+    @property
+    def steps(self) -> int:
+        return sum(self.num_committed)
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """[i]: steps in which draft i + 1 was accepted."""
+        return at_least(self.num_committed)[2:]

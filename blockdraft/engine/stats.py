@@ -15,7 +15,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from blockdraft.engine.histogram import Histogram, Recorder, one_two_five
+from blockdraft.engine.histogram import Histogram, Recorder, at_least, one_two_five
 from blockdraft.engine.request import Delta, Metrics
 
 if TYPE_CHECKING:  # what they import needs torch, which a reader of snapshots does not
@@ -97,7 +97,6 @@ class Stats:
         self.accepted: list[int] = []
         self.finished: Counter[str] = Counter()
         self._clock = clock
-        self._last_token_s: dict[tuple[str, int], float] = {}  # of each choice that has begun its answer
         self._ended: dict[str, list[int]] = {}  # of each request, the tokens of choices that have ended
         self._recorders = _recorders(max_context)
         self._recent = _Recent(clock())
@@ -120,8 +119,8 @@ class Stats:
                 self._observe("iteration_tokens_total", sum(batch.counts))
             else:
                 self._count_blocks(batch.width, committed)
-                for sequence, delta in zip(sequences, deltas, strict=True):
-                    self._count_delta(sequence, delta)
+                self._count_latencies(sequences)
+                self._count_ended(sequences, deltas)
                 num_tokens = sum(len(delta.token_ids) for delta in deltas)
                 self.num_emitted += num_tokens
                 self._observe("iteration_tokens_total", num_tokens)
@@ -132,7 +131,6 @@ class Stats:
         """Choices that their client has ended."""
         with self._lock:
             for delta in deltas:
-                self._last_token_s.pop((delta.request_id, delta.index), None)
                 self._ended.pop(delta.request_id, None)
             self.finished["abort"] += len(deltas)
 
@@ -140,7 +138,6 @@ class Stats:
         """A step failed, and every choice that had a row ended with it."""
         with self._lock:
             for sequence in sequences:
-                self._last_token_s.pop((sequence.request.id, sequence.index), None)
                 self._ended.pop(sequence.request.id, None)
             self.finished["error"] += len(sequences)
 
@@ -175,28 +172,39 @@ class Stats:
         self.num_drafts += len(committed) if width > 1 else 0
         self.num_drafted += len(committed) * (width - 1)
         self.accepted.extend([0] * (width - 1 - len(self.accepted)))
+        num_committed = [0] * (width + 1)  # [n]: rows with n tokens
         for token_ids in committed:
-            for position in range(len(token_ids) - 1):
-                self.accepted[position] += 1
+            num_committed[len(token_ids)] += 1
+        for position, num_rows in enumerate(at_least(num_committed)[2:]):
+            self.accepted[position] += num_rows
 
-    def _count_delta(self, sequence: Sequence, delta: Delta) -> None:
-        now_s, name = self._clock(), (delta.request_id, delta.index)
-        before_s = self._last_token_s.get(name)
-        if before_s is None:
-            self.num_prompt_tokens += sequence.num_prompt
-            self.num_cached_tokens += sequence.tally.num_cached_tokens
-            self._observe("time_to_first_token_seconds", now_s - sequence.request.arrival_s)
-        else:
+    def _count_latencies(self, sequences: Items[Sequence]) -> None:
+        now_s = self._clock()
+        num_rows: dict[float, int] = {}  # by the time of their last tokens, which rows of one step share
+        for sequence in sequences:
+            before_s = sequence.tally.last_token_s
+            sequence.tally.last_token_s = now_s
+            if before_s is None:
+                self._count_first_token(sequence, now_s)
+            else:
+                num_rows[before_s] = num_rows.get(before_s, 0) + 1
+        for before_s, count in num_rows.items():
             # vLLM's meaning: between two steps of an answer, however many tokens a step brings.
-            self._observe("inter_token_latency_seconds", now_s - before_s)
-        self._last_token_s[name] = now_s
-        if delta.finish_reason is not None:
-            assert delta.metrics is not None
-            del self._last_token_s[name]
-            self.finished[delta.finish_reason] += 1
-            self._count_answer(delta.metrics)
-            self._observe("request_params_max_tokens", sequence.max_length - sequence.num_prompt)
-            self._count_request(sequence, delta.metrics.num_tokens)
+            self._observe("inter_token_latency_seconds", now_s - before_s, count)
+
+    def _count_first_token(self, sequence: Sequence, now_s: float) -> None:
+        self.num_prompt_tokens += sequence.num_prompt
+        self.num_cached_tokens += sequence.tally.num_cached_tokens
+        self._observe("time_to_first_token_seconds", now_s - sequence.request.arrival_s)
+
+    def _count_ended(self, sequences: Items[Sequence], deltas: Items[Delta]) -> None:
+        for sequence, delta in zip(sequences, deltas, strict=True):
+            if delta.finish_reason is not None:
+                assert delta.metrics is not None
+                self.finished[delta.finish_reason] += 1
+                self._count_answer(delta.metrics)
+                self._observe("request_params_max_tokens", sequence.max_length - sequence.num_prompt)
+                self._count_request(sequence, delta.metrics.num_tokens)
 
     def _count_request(self, sequence: Sequence, num_tokens: int) -> None:
         """Once, when the last of its choices has ended."""
@@ -219,8 +227,8 @@ class Stats:
             decode_s = metrics.seconds - metrics.first_token_s
             self._observe("request_time_per_output_token_seconds", decode_s / (metrics.num_tokens - 1))
 
-    def _observe(self, name: str, value: float) -> None:
-        self._recorders[name].observe(value)
+    def _observe(self, name: str, value: float, count: int = 1) -> None:
+        self._recorders[name].observe(value, count)
 
 
 class _Recent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import ClassVar
 
 from blockdraft.engine.request import Delta, TokenLogprobs
@@ -17,6 +18,7 @@ from blockdraft.server.choices import (
 from blockdraft.server.fields import ChatRequest, CompletionRequest
 from blockdraft.server.logprobs import TextOffsets, chat_logprobs, prompt_logprobs, text_logprobs
 from blockdraft.server.reasoning import Splitter, Tags, ThoughtCounter, begins_inside, continues_inside
+from blockdraft.server.responses import event, json_of
 from blockdraft.server.schemas import (
     AnswerObject,
     ChatChoice,
@@ -34,6 +36,7 @@ from blockdraft.server.schemas import (
 from blockdraft.text.tokenizer import Tokenizer
 
 Json = dict[str, object]
+TEXT_GOES_HERE = "\ue000text\ue000"  # as a chunk's text, it stands nowhere else in the chunk
 
 
 class AnswerWriter(ABC):
@@ -56,26 +59,54 @@ class AnswerWriter(ABC):
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._choices = choices  # those of the first prompt, then those of the second, and so on
+        self._around_text: dict[int, tuple[str, str]] = {}  # by choice: an event before and after its text
 
     def take(self, prompt: int, delta: Delta) -> None:
         """Remember a delta for `whole`; `prompt` says which prompt it answers."""
-        self._choices[prompt * self._options.n + delta.index].push(delta)
+        self._choice(prompt, delta).push(delta)
 
     def whole(self) -> Json:
         """The complete answer, when all deltas are in."""
         choices = [self._whole_choice(choice) for choice in self._choices]
         return self._object(self.KIND, choices) | {"usage": self._usage(), "metrics": self._metrics()}
 
-    def push(self, prompt: int, delta: Delta) -> list[Json]:
-        """Take a delta in. The chunks to stream, in one write; none if there is nothing to show."""
-        choice = self._choices[prompt * self._options.n + delta.index]
-        chunks = [] if choice.pieces else self._first_chunks(choice)
+    def event(self, prompt: int, delta: Delta) -> str | None:
+        """Take a delta in. What to write, at once; None if there is nothing to show."""
+        choice = self._choice(prompt, delta)
+        ahead = [] if choice.pieces else self._first_chunks(choice)
         choice.push(delta)
         piece = choice.pieces[-1]
+        if self._is_text_only(piece):
+            return self._text_event(choice, piece)
+        chunk = self._news(choice, piece)
+        chunks = ahead if chunk is None else [*ahead, chunk]
+        return "".join(map(event, chunks)) or None
+
+    def _choice(self, prompt: int, delta: Delta) -> AnswerChoice:
+        return self._choices[prompt * self._options.n + delta.index]
+
+    def _is_text_only(self, piece: AnswerPiece) -> bool:
+        """Whether two such chunks of a choice differ by their text alone."""
+        if piece.is_first or piece.finish_reason is not None or piece.reasoning or not piece.text:
+            return False
+        has_more = self._options.return_token_ids or self._options.has_running_usage
+        return not (has_more or piece.logprobs or piece.draft)
+
+    def _text_event(self, choice: AnswerChoice, piece: AnswerPiece) -> str:
+        """The event of a piece that is text only: what surrounds the text is written once per choice."""
+        if choice.index not in self._around_text:
+            marked = event(self._chunk(self._part(choice, replace(piece, text=TEXT_GOES_HERE))))
+            before, _, after = marked.partition(json_of(TEXT_GOES_HERE))
+            self._around_text[choice.index] = before, after
+        before, after = self._around_text[choice.index]
+        return before + json_of(piece.text) + after
+
+    def _news(self, choice: AnswerChoice, piece: AnswerPiece) -> Json | None:
+        """The chunk of a piece, or None if it shows nothing."""
         is_end = piece.finish_reason is not None
         has_ids = self._options.return_token_ids and bool(piece.token_ids)
         if not (is_end or has_ids or piece.draft is not None or self._has_news(choice, piece)):
-            return chunks
+            return None
         part = self._part(choice, piece)
         if is_end:
             part["stop_reason"] = piece.stop_reason
@@ -83,7 +114,7 @@ class AnswerWriter(ABC):
             part["token_ids"] = list(piece.token_ids)
         if piece.draft is not None:
             part["draft"] = piece.draft
-        return [*chunks, self._chunk(part, is_end=is_end)]
+        return self._chunk(part, is_end=is_end)
 
     def last_chunk(self) -> Json | None:
         """The usage, if it was asked for."""

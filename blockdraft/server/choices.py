@@ -16,9 +16,9 @@ from blockdraft.text.detokenizer import Detokenizer
 from blockdraft.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AnswerPiece:
-    """What one step adds to one choice."""
+    """What one step adds to one choice. Nobody changes one; not frozen, as that is slower to make."""
 
     text: str
     reasoning: str

@@ -54,9 +54,9 @@ async def _events(answer: AnswerWriter, streams: Items[Stream]) -> AsyncIterator
     has_begun = False
     try:
         async for prompt, delta in _deltas(streams):
-            chunks = answer.push(prompt, delta)
-            if chunks:
-                yield "".join(event(chunk) for chunk in chunks)
+            written = answer.event(prompt, delta)
+            if written is not None:
+                yield written
                 has_begun = True
     except EngineStopped as error:
         if not has_begun:

@@ -24,34 +24,58 @@ _MAX_WINDOW = 20  # trimmed back past this; larger saves trims, costs decoding
 class Detokenizer:
     """Incremental decoding: the text that decode(prompt + output) adds to decode(prompt).
 
-    A character that began in the prompt and ends in the output belongs to the output. Each push
-    decodes a window of the last few tokens, so the cost per token does not grow with the output.
+    A character that began in the prompt and ends in the output belongs to the output. Behind whole
+    characters a plain token is looked up; any other decodes a window of the last few tokens, so the
+    cost per token does not grow with the output.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
+        self._plain_texts = tokenizer.plain_texts
         self._skip_special_tokens = skip_special_tokens
         self._window = self._tail_of(prompt_ids)
         text = tokenizer.decode(self._window, skip_special_tokens=False)
         # text of the window: [0, num_sent) sent or the prompt's   [num_sent, end) may still change
         self._num_sent = len(text) - _num_open(text)
         self._owed = text[self._num_sent :]  # the prompt's, if the output leaves it as it is
+        # All of the window is sent. Not of an empty one: the first token's text may be another than later.
+        self._is_settled = bool(self._window) and not self._owed
+        self._last_plain: int | None = None  # the token that takes the window's place, if any
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that has become certain. At most 3 trailing U+FFFD wait for the next token."""
-        self._window.extend(i for i in token_ids if self._shows(i))
-        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
-        new = self._send(text, until=len(text) - _num_open(text))
-        if len(self._window) > _MAX_WINDOW:
-            self._trim(num_held=len(text) - self._num_sent)
+        new = ""
+        for token_id in token_ids:
+            text = self._plain_texts[token_id] if self._is_settled else None
+            if text is None:
+                text = self._decode_window(token_id)
+            else:
+                self._last_plain = token_id
+            new += text
         return new
 
     def flush(self) -> str:
         """The text still held back, U+FFFD for a character that never got its last byte."""
+        if self._is_settled:
+            return ""
         text = self._tokenizer.decode(self._window, skip_special_tokens=False)
         return self._send(text, until=len(text))
+
+    def _decode_window(self, token_id: int) -> str:
+        if self._last_plain is not None:
+            self._window, self._last_plain = [self._last_plain], None
+            self._num_sent = len(self._tokenizer.decode(self._window, skip_special_tokens=False))
+        if self._shows(token_id):
+            self._window.append(token_id)
+        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        until = len(text) - _num_open(text)
+        new = self._send(text, until=until)
+        self._is_settled = bool(self._window) and self._num_sent == until == len(text)
+        if len(self._window) > _MAX_WINDOW:
+            self._trim(num_held=len(text) - self._num_sent)
+        return new
 
     def _send(self, text: str, until: int) -> str:
         new = text[self._num_sent : until]
@@ -170,7 +194,7 @@ class _Matcher:
 
 
 class TextStream:
-    """The text of one sequence, fed token by token, so that the engine can cut inside a block."""
+    """The text of one sequence, which may end inside a block."""
 
     def __init__(
         self,
@@ -182,42 +206,38 @@ class TextStream:
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
         self._stops = StopStrings(stops, include=include_stop_str_in_output)
+        self._has_stops = bool(stops)
         self._can_stop = True
-        self._taken: list[str] = []
-        self._ready: list[str] = []
+        self._ready = ""
+        self.stop_reason: str | None = None  # the stop string that ended the text
 
-    def push(self, token_id: int, can_stop: bool = True) -> bool:
-        """True when a stop string is complete with this token: it is the last one of the sequence.
+    def push(self, token_ids: Sequence[int], num_protected: int = 0) -> int:
+        """Read tokens up to the one with which a stop string is complete; returns how many were read.
 
-        `can_stop` is false for the tokens that min_tokens protects. As in vLLM, what counts is
-        where a stop string ends: one that begins under protection and ends after it does stop, and
-        its beginning is cut too.
+        That one is the last of the sequence, and `stop_reason` is set. The first `num_protected` tokens are
+        those that min_tokens protects. As in vLLM, what counts is where a stop string ends: one that begins
+        under protection and ends after it does stop, and its beginning is cut too.
         """
-        self._can_stop = can_stop
-        return self._emit(self._detokenizer.push((token_id,)))
+        if not self._has_stops:
+            self._ready += self._detokenizer.push(token_ids)
+            return len(token_ids)
+        for number, token_id in enumerate(token_ids):
+            self._can_stop = number >= num_protected
+            if self._emit(self._detokenizer.push((token_id,))):
+                return number + 1
+        return len(token_ids)
 
     def take(self) -> str:
         """The text that became ready since the last take."""
-        new = "".join(self._ready)
-        self._taken.append(new)
-        self._ready.clear()
+        new, self._ready = self._ready, ""
         return new
 
     def finish(self) -> None:
         """Lets go of all text held back. No push after this; a second finish does nothing."""
         if self.stop_reason is None and not self._emit(self._detokenizer.flush()):
-            self._ready.append(self._stops.flush())
-
-    @property
-    def text(self) -> str:
-        """Everything emitted so far, taken or not."""
-        return "".join(self._taken) + "".join(self._ready)
-
-    @property
-    def stop_reason(self) -> str | None:
-        """The stop string that ended the text."""
-        return self._stops.stop_reason
+            self._ready += self._stops.flush()
 
     def _emit(self, text: str) -> bool:
-        self._ready.append(self._stops.push(text, can_stop=self._can_stop))
+        self._ready += self._stops.push(text, can_stop=self._can_stop)
+        self.stop_reason = self._stops.stop_reason
         return self.stop_reason is not None

@@ -13,7 +13,8 @@ import jinja2
 
 from blockdraft.checkpoints.checkpoint import TokenizerParts
 from blockdraft.errors import RequestError
-from blockdraft.text.plain_text import PlainText
+from blockdraft.text.message_text import MessageText
+from blockdraft.text.plain_texts import PlainTexts, decodes_apart
 from blockdraft.text.template import compile_template, run_template
 
 REPLACEMENT = "\ufffd"  # what stands for bytes that are not UTF-8
@@ -46,6 +47,8 @@ class Tokenizer:
         # Entries, added tokens included; a model's embedding is often padded past it.
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._byte_ids = self._find_byte_ids()
+        self._decodes_apart = decodes_apart(self._tokenizer.decoder)
+        self.plain_texts = PlainTexts(self._plain_text)
 
     @property
     def has_chat_template(self) -> bool:
@@ -88,6 +91,14 @@ class Tokenizer:
             return None
         values = [_BYTE_VALUES.get(character) for character in token]
         return None if None in values else bytes(value for value in values if value is not None)
+
+    def _plain_text(self, token_id: int) -> str | None:
+        is_plain = self._decodes_apart and token_id not in self._byte_ids and self.shows(token_id, True)
+        if not is_plain:
+            return None
+        # Of two the second shows what the token adds: the first may lose its space.
+        first, both = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
+        return None if REPLACEMENT in both else both[len(first) :]
 
     def render(
         self,
@@ -132,16 +143,16 @@ class Tokenizer:
     ) -> list[int]:
         """`render`, as ids. The template writes its own special tokens, so none are added.
 
-        With `split_special_tokens` those that are spelled out in a message are text (text/plain_text.py).
+        With `split_special_tokens` those that are spelled out in a message are text (text/message_text.py).
         """
         if not split_special_tokens:
             return self.encode(self.render(messages, **options), add_special_tokens)  # type: ignore[arg-type]
-        marked = [self._plain_text.mark(message) for message in messages]
-        return self._plain_text.encode(self.render(marked, **options), add_special_tokens)  # type: ignore[arg-type]
+        marked = [self._message_text.mark(message) for message in messages]
+        return self._message_text.encode(self.render(marked, **options), add_special_tokens)  # type: ignore[arg-type]
 
     @functools.cached_property
-    def _plain_text(self) -> PlainText:
-        return PlainText(self._tokenizer)
+    def _message_text(self) -> MessageText:
+        return MessageText(self._tokenizer)
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:

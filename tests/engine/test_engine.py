@@ -108,6 +108,44 @@ def test_later_choices_find_the_prompt_of_the_first_in_the_cache():
     assert engine.stats.num_prefill_tokens == 40
 
 
+def test_a_prefix_that_another_row_holds_is_offered_again_only_when_pages_were_forgotten(monkeypatch):
+    engine = tiny.engine(page_size=4)
+    pages, offers = engine.scheduler.pages, []
+    remember = pages.remember
+
+    def counted(*args, **kwargs):
+        offers.append(args)
+        return remember(*args, **kwargs)
+
+    monkeypatch.setattr(pages, "remember", counted)
+    for _ in range(2):  # admitted together: neither finds the other's pages
+        engine.add(PROMPT, greedy(max_tokens=40, ignore_eos=True))
+    engine.step()
+    second = engine.scheduler.running[1]
+    while len(second.token_ids) < len(PROMPT) + 12:
+        engine.step()
+    assert sum(pages_of is second.pages for _, pages_of, *_ in offers) == 1
+    assert second.num_remembered_pages == 0
+    pages.num_forgotten += 1
+    engine.step()
+    assert sum(pages_of is second.pages for _, pages_of, *_ in offers) == 2
+
+
+def test_offering_a_page_does_not_copy_the_tokens_before_it():
+    class Tokens(list):
+        def __getitem__(self, place):
+            assert not isinstance(place, slice) or len(range(len(self))[place]) <= 4
+            return super().__getitem__(place)
+
+    engine = tiny.engine("none", page_size=4, prefix_cache=True)
+    engine.add(PROMPT, greedy(max_tokens=20, ignore_eos=True))
+    engine.step()
+    (sequence,) = engine.scheduler.running
+    sequence.token_ids = Tokens(sequence.token_ids)
+    tiny.drain(engine)
+    assert len(sequence.token_ids) == len(PROMPT) + 20
+
+
 def test_requests_without_a_seed_differ_and_the_engine_seed_repeats_them():
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
     first, second = (tiny.run(tiny.engine(seed=4), [(PROMPT, params)] * 2) for _ in range(2))

@@ -140,6 +140,36 @@ def test_all_choices_arrive_and_then_the_stream_ends(models, loop):
     assert [ids_of(deltas, i) for i in range(3)] == [ids_of(expected, i) for i in range(3)]
 
 
+def test_a_step_wakes_the_event_loop_once_for_all_its_deltas(engine, loop, monkeypatch):
+    gate = Gate(engine, monkeypatch)
+
+    async def count_wakes():
+        tasks = [asyncio.create_task(loop.submit(PROMPT, LONG)) for _ in range(3)]
+        await gate.until_in_step()
+        gate.permits.release(1)  # the others enter behind the first step
+        streams = await asyncio.gather(*tasks)
+        event_loop, wakes = asyncio.get_running_loop(), []
+        wake = event_loop.call_soon_threadsafe
+        name = threading.get_ident()
+
+        def counted(*args, **kwargs):
+            if threading.get_ident() != name:
+                wakes.append(len(gate.events))
+            return wake(*args, **kwargs)
+
+        monkeypatch.setattr(event_loop, "call_soon_threadsafe", counted)
+        gate.permits.release(6)
+        first = [await anext(stream) for stream in streams]
+        assert len({delta.request_id for delta in first}) == 3
+        for stream in streams:
+            stream.close()
+        gate.permits.release(1000)
+        return wakes[:3]
+
+    wakes = asyncio.run(count_wakes())
+    assert len(set(wakes)) == len(wakes), "two wakes of one step"
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "error"),
     [([], SHORT, RequestError), (PROMPT, SamplingParams(n=5), RequestError)],

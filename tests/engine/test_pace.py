@@ -32,11 +32,23 @@ def test_drafts_behind_the_first_wrong_one_were_not_put_to_the_test(monkeypatch)
     assert (record.num_tried, record.num_right) == (14, 11)
 
 
-def test_a_step_of_a_sequence_is_recorded():
-    """Two drafts of three were right; the third token is the target's own."""
+def test_every_step_of_a_sequence_is_recorded():
+    """The last token of a step is the target's own; the others are drafts that were right."""
+    engine = tiny.engine(width=3, step_costs=COSTS)
+    engine.add([2, 4, 6, 8], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    engine.step()
+    (sequence,), steps = engine.scheduler.running, []
+    for _ in range(5):
+        (delta,) = engine.step()
+        steps.append((engine.scheduler._last_width, len(delta.token_ids) - 1))
+    assert sequence.tally.record == after(*steps) != DraftRecord()
+
+
+def test_a_tally_counts_the_steps_that_accepted_each_draft():
     tally = Tally()
-    tally.count_step(4, 3)
-    assert tally.record == DraftRecord(num_tried=3, num_right=2)
+    for width, num_committed in ((4, 3), (4, 1), (2, 2), (1, 1)):
+        tally.count_step(width, num_committed)
+    assert (tally.steps, tally.drafted, tally.accepted) == (4, 7, (2, 1, 0))
 
 
 @pytest.mark.parametrize("width", COSTS)

@@ -133,4 +133,3 @@ def test_two_hundred_clients_get_the_answers_they_would_get_alone_and_leave_noth
     assert pages.num_free == pages.num_pages == 44
     assert len(engine.scheduler._free_rows) == 16
     assert loop._live == {}
-    assert engine.stats._last_token_s == {}

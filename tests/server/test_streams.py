@@ -124,14 +124,20 @@ def chat_answer(**fields):
     return ChatAnswer(asked, head=head, tokenizer=tokenizer, prompt_ids=[1, 2, 3], tags=None)
 
 
-def deltas_of(chunks):
-    return [(c["choices"][0]["index"], c["choices"][0]["delta"]) for c in chunks]
+def chunks_of(written):
+    """The objects of what is written at once."""
+    events = (written or "").split("\n\n")[:-1]
+    return [json.loads(one.removeprefix("data: ")) for one in events]
+
+
+def deltas_of(written):
+    return [(c["choices"][0]["index"], c["choices"][0]["delta"]) for c in chunks_of(written)]
 
 
 def test_each_choice_says_its_role_with_its_first_token_and_once():
     answer = chat_answer(n=2)
-    pushed = [answer.push(0, Delta("r", index, f"t{n}", (n,))) for n, index in enumerate((1, 0, 1))]
-    assert [deltas_of(chunks) for chunks in pushed] == [
+    written = [answer.event(0, Delta("r", index, f"t{n}", (n,))) for n, index in enumerate((1, 0, 1))]
+    assert [deltas_of(one) for one in written] == [
         [(1, ROLE), (1, {"content": "t0"})],
         [(0, ROLE), (0, {"content": "t1"})],
         [(1, {"content": "t2"})],
@@ -139,13 +145,13 @@ def test_each_choice_says_its_role_with_its_first_token_and_once():
 
 
 def test_a_choice_that_ends_without_a_word_has_a_role_too():
-    chunks = chat_answer().push(0, Delta("r", 0, "", (), finish_reason="stop"))
-    assert deltas_of(chunks) == [(0, ROLE), (0, {})]
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    written = chat_answer().event(0, Delta("r", 0, "", (), finish_reason="stop"))
+    assert deltas_of(written) == [(0, ROLE), (0, {})]
+    assert chunks_of(written)[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_first_token_that_shows_nothing_yet_lets_the_role_go():
     """The client's clock for the first token stops at the first event, whatever is in it."""
     answer = chat_answer()
-    assert deltas_of(answer.push(0, Delta("r", 0, "", (7,)))) == [(0, ROLE)]
-    assert deltas_of(answer.push(0, Delta("r", 0, "", (8,)))) == []
+    assert deltas_of(answer.event(0, Delta("r", 0, "", (7,)))) == [(0, ROLE)]
+    assert deltas_of(answer.event(0, Delta("r", 0, "", (8,)))) == []

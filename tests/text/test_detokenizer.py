@@ -326,11 +326,9 @@ def test_a_stop_string_let_through_may_still_begin_the_one_that_stops():
 
 def feed(stream: TextStream, ids: list[int], num_protected: int = 0) -> int:
     """How many tokens it took."""
-    for at, token_id in enumerate(ids):
-        if stream.push(token_id, can_stop=at >= num_protected):
-            return at + 1
+    num_tokens = stream.push(ids, num_protected)
     stream.finish()
-    return len(ids)
+    return num_tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -348,10 +346,10 @@ def test_a_text_stream_cuts_after_the_first_token_that_completes_a_stop(
     num_tokens = feed(stream, ids)
     match = first_stop(text, stops)
     if match is None:
-        assert (stream.text, stream.stop_reason, num_tokens) == (text, None, len(ids))
+        assert (stream.take(), stream.stop_reason, num_tokens) == (text, None, len(ids))
     else:
         end, start, stop = match
-        assert (stream.text, stream.stop_reason) == (text[: end if include else start], stop)
+        assert (stream.take(), stream.stop_reason) == (text[: end if include else start], stop)
         # The first prefix of the ids whose certain text holds the stop string, if any does.
         detokenizer = Detokenizer(tokenizer, prompt)
         certain, expected = "", 0
@@ -361,19 +359,19 @@ def test_a_text_stream_cuts_after_the_first_token_that_completes_a_stop(
         assert num_tokens == expected
 
 
-def test_take_returns_each_text_once_and_text_all_of_it():
+def test_take_returns_each_text_once():
     tokenizer = tokenizer_of("byte_level")
     stream = TextStream(tokenizer, [], ("</end>",))
     taken = []
     for token_id in byte_ids("byte_level", "né </enough<".encode()):
-        assert not stream.push(token_id)
+        assert stream.push((token_id,)) == 1
+        assert stream.stop_reason is None
         taken.append(stream.take())
     # "</en" begins the stop string, "</eno" does not.
     assert taken == ["n", "", "é", " ", "", "", "", "", "</eno", "u", "g", "h", ""]
     stream.finish()
     stream.finish()
     assert stream.take() == "<"
-    assert stream.text == "né </enough<"
     assert stream.take() == ""
 
 
@@ -382,16 +380,16 @@ def test_min_tokens_lets_a_stop_pass_and_still_cuts_one_that_ends_later():
     ids = byte_ids("byte_level", b"a##b##c")
     stream = TextStream(tokenizer, [], ("##",))
     assert feed(stream, ids, num_protected=3) == 6
-    assert stream.text == "a##b"
+    assert stream.take() == "a##b"
     straddling = TextStream(tokenizer, [], ("##",))
     assert feed(straddling, ids, num_protected=2) == 3
-    assert straddling.text == "a"
+    assert straddling.take() == "a"
 
 
 def test_special_tokens_can_be_shown():
     tokenizer = tokenizer_of("byte_level")
     (eos,) = [i for i in tokenizer.special_ids if tokenizer._tokenizer.id_to_token(i) == "</s>"]
     stream = TextStream(tokenizer, [], ("</s>",), skip_special_tokens=False)
-    assert stream.push(eos)
+    assert (stream.push((eos,)), stream.stop_reason) == (1, "</s>")
     hidden = TextStream(tokenizer, [], ("</s>",))
-    assert not hidden.push(eos)
+    assert (hidden.push((eos,)), hidden.stop_reason) == (1, None)

@@ -14,7 +14,7 @@ import tokenizers
 _MARK = "\ue000plain text\ue000"
 
 
-class PlainText:
+class MessageText:
     """Marks messages, and encodes what a template made of them."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
