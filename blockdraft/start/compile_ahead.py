@@ -91,6 +91,8 @@ class CompileAhead:
             self._pool.wait(tell)
             if self._pool.errors:
                 self.problem = f"{len(self._pool.errors)} failed, such as {self._pool.errors[0]}"
+            elif self._pool.num_done < self._pool.num_asked:
+                self.problem = f"the workers ended after {self._pool.num_done} of {self._pool.num_asked}"
             self._end_workers()
 
     def close(self, *, is_done: bool) -> None:

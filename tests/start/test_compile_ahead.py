@@ -24,6 +24,7 @@ class Pool:
     def __init__(self, num_workers):
         self.num_workers, self.is_closed = num_workers, False
         self.asked, self.errors = [], []
+        self.num_asked = self.num_done = 0
         self.made.append(self)
 
     def wait(self, tell):
@@ -128,3 +129,10 @@ def test_what_is_not_compared_is_not_compiled_and_what_failed_is_named(pools, mo
     assert checked == []
     assert ahead.problem == "2 failed, such as _norm: PTXASError: too large"
     ahead.close(is_done=False)
+
+
+def test_workers_that_end_early_are_told_of(pools):
+    ahead = CompileAhead(CARD, [])
+    pools[0].num_asked, pools[0].num_done = 50, 3
+    ahead.wait(lambda done, total, name: None)
+    assert ahead.problem == "the workers ended after 3 of 50"
