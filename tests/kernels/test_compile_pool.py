@@ -135,6 +135,19 @@ def test_a_pool_whose_workers_end_at_once_waits_for_nobody(monkeypatch):
     assert pool.num_done == 0
 
 
+def test_what_a_compiler_prints_is_no_answer(monkeypatch):
+    from blockdraft.kernels.triton import compile_pool
+
+    answer = json.dumps({"name": "one", "error": None})
+    script = f"input(); print('a warning'); print({answer!r})"
+    monkeypatch.setattr(compile_pool, "WORKERS", (sys.executable, "-c", script))
+    pool, told = compile_pool.CompilePool(1), []
+    pool.ask("module", "one", "{}", SimpleNamespace())
+    pool.wait(lambda *what: told.append(what))
+    pool.close()
+    assert told == [(1, 1, "one")]
+
+
 def test_workers_end_with_the_start_that_has_begun_them():
     """However it ends: they have nothing more to read."""
     command = [sys.executable, "-m", "blockdraft.kernels.triton.compile_workers", "3"]

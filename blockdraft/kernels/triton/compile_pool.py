@@ -87,8 +87,9 @@ class CompilePool:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            answer = json.loads(line)
-            self._done.put((answer["name"], answer["error"]))
+            with contextlib.suppress(ValueError):  # a word of the compiler's, and no answer
+                answer = json.loads(line)
+                self._done.put((answer["name"], answer["error"]))
 
 
 def _started(num_workers: int) -> subprocess.Popen[str]:
