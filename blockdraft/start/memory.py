@@ -28,7 +28,7 @@ from blockdraft.start.warm import largest_rounds, warm
 def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -> Models:
     """`models` with as many pages as fit; as planned where the user set the size, or there is no GPU."""
     plan = models.plan
-    if models.device.type != "cuda" or settings.cache_bytes != "auto":
+    if not is_measured(models, settings):
         return models
     note("measuring what the largest steps need")
     overhead = _overhead(models, settings, note)
@@ -45,6 +45,11 @@ def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -
             f"{usage(models.device)}."
         )
     return replace(models, plan=fitting)
+
+
+def is_measured(models: Models, settings: Settings) -> bool:
+    """Whether the largest steps are run to find out: on a card, unless the user set the size."""
+    return models.device.type == "cuda" and settings.cache_bytes == "auto"
 
 
 def _overhead(models: Models, settings: Settings, note: Callable[[str], None]) -> int:

@@ -11,15 +11,16 @@ from blockdraft.engine.loaded import Models
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.choice import Operation
 from blockdraft.phases import StartProgress
+from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
 from blockdraft.start.block_width import may_choose_width, plan_with_width
 from blockdraft.start.card_errors import unused_gpu
 from blockdraft.start.compile_ahead import CompileAhead, compile_steps, compiling_for
 from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.loading import Opened, open_models, read_weights, resolve_device
-from blockdraft.start.memory import fit_pages, memory_explained, release, why_no_graphs
+from blockdraft.start.memory import fit_pages, is_measured, memory_explained, release, why_no_graphs
 from blockdraft.start.stall import plan_with_short_chunk
-from blockdraft.start.warm import every_round, few_rounds, rounds_for, warm
+from blockdraft.start.warm import Rounds, few_rounds, rounds_for, small_rounds, warm
 from blockdraft.step.graphs import row_sizes
 
 
@@ -76,13 +77,18 @@ def plain_engine(
 def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> Engine:
     engine = Engine(fit_pages(models, settings, note))
     if models.device.type == "cuda":
-        warm(engine, note, every_round)  # what does not compile shows now
+        warm(engine, note, _rounds(models, settings))  # what does not compile shows now
     if why_no_graphs(engine.models, settings) is None:
         _capture(engine, note)
     if engine.models.acceptance and may_choose_width(engine, settings):
         engine.replan(plan_with_width(engine, engine.models.acceptance, uses_stored=True))
         note(_shown_width(engine))
     return engine
+
+
+def _rounds(models: Models, settings: Settings) -> Callable[[Plan], Rounds]:
+    """What a new engine has not run yet."""
+    return small_rounds if is_measured(models, settings) else rounds_for(models.device)
 
 
 def _slower(operation: Operation, why: str) -> str:
@@ -127,7 +133,7 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
             startup.note("measuring steps of different widths")
             is_full = settings.verify == "full"
             engine.replan(plan_with_width(engine, models.acceptance, uses_stored=not is_full))
-        warm(engine, startup.note, few_rounds if ahead.has_run else rounds_for(models.device))
+        warm(engine, startup.note, few_rounds if ahead.has_run else _rounds(models, settings))
         _bound(engine, settings, startup)
         startup.note(_shown_width(engine))
     if settings.verify == "off":

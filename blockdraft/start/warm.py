@@ -53,12 +53,17 @@ def rounds_for(device: torch.device) -> Callable[[Plan], Rounds]:
 
 def every_round(plan: Plan) -> Rounds:
     """Every size that has code of its own, and every part of sampling."""
+    yield from small_rounds(plan)
+    yield from largest_rounds(plan)
+
+
+def small_rounds(plan: Plan) -> Rounds:
+    """All of them but the largest, which measuring the memory has run."""
     yield "one token of prefill", [(2, _one_token(1))]
     if plan.max_rows > 1:
         yield "two prompts of different lengths", [(3, _one_token(1)), (8, _one_token(1))]
     for width in _widths(plan):
         yield f"1 row of width {width}", [(1, _changed(GREEDY, width=width, max_tokens=2))]
-    yield from largest_rounds(plan)
     for sampling in SAMPLINGS:
         yield "1 row, sampled", [(2, _changed(sampling, width=plan.width, max_tokens=1))]
 
