@@ -214,12 +214,16 @@ class Engine:
         if batch.kind == "prefill":
             self._place(batch)
             return Launched(outcome=self._prefill(batch))
-        graph = None if self.graphs is None else self.graphs.find(len(batch.sequences), batch.width)
-        self._place(batch, None if graph is None else graph.num_rows)
         asked = {s.request.sampling.logprobs for s in batch.sequences}
         num_logprobs = max((k for k in asked if k is not None), default=None)
-        if graph is not None and num_logprobs is None:
-            return Launched(reading=Reading(graph.replay()))
+        place = len(batch.sequences), batch.width
+        if self.graphs is not None and num_logprobs is None:
+            graph = self.graphs.find(*place)
+            if graph is not None:
+                self._place(batch, graph.num_rows)
+                return Launched(reading=Reading(graph.replay()))
+        # As many rows as the graph would run, where there is one: arithmetic may depend on it.
+        self._place(batch, None if self.graphs is None else self.graphs.size(*place))
         verdict = self.decode(batch.width, num_logprobs)
         return Launched(reading=Reading(pack(verdict)), logprobs=verdict.logprobs)
 

@@ -104,16 +104,21 @@ class StepGraphs:
             packed = pack(self._step(width))
         return StepGraph(num_rows, graph, packed)
 
-    def find(self, num_rows: int, width: int) -> StepGraph | None:
-        """The smallest graph with room for `num_rows`. It may be captured now: then other rows are active."""
+    def size(self, num_rows: int, width: int) -> int | None:
+        """How many rows the smallest graph with room for `num_rows` runs; None: there is none."""
         index = bisect_left(self._sizes, num_rows)
-        if index == len(self._sizes):
+        pair = (self._sizes[index], width) if index < len(self._sizes) else None
+        return pair[0] if pair is not None and (pair in self._graphs or pair in self._waiting) else None
+
+    def find(self, num_rows: int, width: int) -> StepGraph | None:
+        """That graph. It may be captured now: then other rows are active."""
+        size = self.size(num_rows, width)
+        if size is None:
             return None
-        pair = self._sizes[index], width
-        if pair in self._waiting:
-            self._waiting.remove(pair)
-            self._graphs[pair] = self._capture(*pair)
-        return self._graphs.get(pair)
+        if (size, width) in self._waiting:
+            self._waiting.remove((size, width))
+            self._graphs[size, width] = self._capture(size, width)
+        return self._graphs[size, width]
 
     def __len__(self) -> int:
         return len(self._graphs) + len(self._waiting)

@@ -6,6 +6,8 @@ What a graph must not change is compared here too, kernel by kernel: tests/gpu r
 import pytest
 import torch
 
+from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.twin import serve
 from blockdraft.step.graphs import Reading, pack, row_sizes
 from blockdraft.step.verify import Verdict
 from tests import stepping
@@ -94,6 +96,18 @@ def test_what_can_wait_is_captured_when_it_is_wanted_or_in_idle_time():
     assert found.captured[5:] == [(2, 1), (3, 1), (3, 8)]
     assert found.find(3, 8).num_rows == 3
     assert len(found.captured) == len(found) == 8
+
+
+def test_a_step_that_runs_kernel_by_kernel_captures_nothing():
+    """Log-probabilities are not in a graph; the step runs as many rows as the graph would."""
+    engine = stepping.tiny_engine(HOST, now=())
+    engine.add([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))
+    serve(engine)
+    assert engine.graphs._graphs == {}
+    assert len(engine.rows.active) == engine.models.plan.max_rows
+    engine.add([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4))
+    serve(engine)
+    assert len(engine.graphs._graphs) == 1
 
 
 def test_a_reading_gives_the_committed_tokens_of_each_row():
