@@ -27,6 +27,17 @@ class Phase:
     progress: float | None = None  # 0 to 1
 
 
+@dataclass(frozen=True, slots=True)
+class StartState:
+    """All of a start at one moment, for another process. Times are of the machine's one clock."""
+
+    state: State
+    seconds: float | None
+    phases: tuple[Phase, ...]
+    warnings: tuple[str, ...]
+    error: str | None
+
+
 class StartProgress:
     """The phases of a start, their times, and what went wrong. `report` receives a line per event."""
 
@@ -36,6 +47,7 @@ class StartProgress:
         clock: Callable[[], float] = time.monotonic,
         names: Sequence[str] = PHASES,
     ) -> None:
+        self.on_change: Callable[[StartState], object] = lambda progress: None  # for whoever follows
         self._report = report
         self._clock = clock
         self._lock = Lock()
@@ -47,10 +59,29 @@ class StartProgress:
         self._error: str | None = None
 
     @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._lock:
+            yield
+            self.on_change(self._exported())
+
+    def _exported(self) -> StartState:
+        phases = tuple(replace(phase) for phase in self._phases.values())
+        return StartState(self._state, self._seconds, phases, tuple(self._warnings), self._error)
+
+    def follow(self, other: StartState) -> None:
+        """Be where the progress in another process is; whoever drains here goes on doing so."""
+        with self._lock:
+            if self._state != "draining" or other.state == "failed":
+                self._state = other.state
+            self._seconds, self._error = other.seconds, other.error
+            self._phases = {phase.name: phase for phase in other.phases}
+            self._warnings = list(other.warnings)
+
+    @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """One phase; an exception marks it failed and goes on to the caller."""
         phase = self._phases[name]
-        with self._lock:
+        with self._changing():
             phase.state, phase.start_s = "running", self._clock()
         try:
             yield
@@ -60,7 +91,7 @@ class StartProgress:
         self._end(phase, "done")
 
     def _end(self, phase: Phase, state: PhaseState) -> None:
-        with self._lock:
+        with self._changing():
             phase.state, phase.seconds = state, self._clock() - phase.start_s
             phase.progress = None
         detail = f": {phase.detail}" if phase.detail else ""
@@ -68,37 +99,37 @@ class StartProgress:
 
     def rewind(self, name: str) -> None:
         """Phase `name` and all after it wait once more: what they did has to be done again."""
-        with self._lock:
+        with self._changing():
             names = list(self._phases)
             for later in names[names.index(name) :]:
                 self._phases[later] = Phase(later)
 
     def skip(self, name: str, why: str) -> None:
-        with self._lock:
+        with self._changing():
             self._phases[name].state, self._phases[name].detail = "skipped", why
 
     def note(self, text: str) -> None:
         """Say what the running phase is doing."""
-        with self._lock:
+        with self._changing():
             for phase in self._phases.values():
                 if phase.state == "running":
                     phase.detail = text
 
     def progress(self, done: int, total: int) -> None:
-        with self._lock:
+        with self._changing():
             for phase in self._phases.values():
                 if phase.state == "running":
                     phase.progress = done / total if total else None
 
     def warn(self, text: str) -> None:
         """Something a user must see and that does not stop the start."""
-        with self._lock:
+        with self._changing():
             self._warnings.append(text)
         self._report(f"warning: {text}")
 
     def ready(self) -> None:
         """The start has ended well; a server that has been told to end meanwhile goes on draining."""
-        with self._lock:
+        with self._changing():
             self._seconds = self._clock() - self._start_s
             if self._state == "starting":
                 self._state = "ready"
@@ -106,12 +137,12 @@ class StartProgress:
 
     def drain(self) -> None:
         """No new requests; those under way end."""
-        with self._lock:
+        with self._changing():
             if self._state != "failed":
                 self._state = "draining"
 
     def fail(self, error: str) -> None:
-        with self._lock:
+        with self._changing():
             self._state, self._error = "failed", error
 
     @property

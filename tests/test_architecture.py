@@ -50,7 +50,9 @@ LAUNCH_BORROWS = {  # the size of a block, and whether a pair matches and fits
 BENCH_LIBRARIES = {"blockdraft", "aiohttp", "numpy", "rich", "huggingface_hub", "pyarrow"}
 TORCH_FREE = {
     *("planner", "settings", "machine", "launch", "bench", "errors", "phases", "prometheus_text"),
-    *("models.config", "models.draft_config", "cache.spec", "engine.request"),
+    *("models.config", "models.draft_config", "cache.spec"),
+    *("engine.request", "engine.info", "engine.stats", "engine.streams"),
+    *("text", "server.app", "server.remote_engine"),
     *(
         "checkpoints.config_fields",
         "checkpoints.gguf_config",
@@ -181,6 +183,14 @@ def test_the_environment_is_read_in_settings_only_and_print_lives_in_the_cli():
                 assert name == "settings.settings", f"{name} reads the environment"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 assert name.startswith("cli."), f"{name} prints"
+
+
+def test_a_server_does_not_import_torch():
+    """Its engine is in another process."""
+    code = (
+        "import sys, blockdraft.server.app, blockdraft.server.remote_engine; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_help_and_plan_do_not_import_torch():

@@ -16,27 +16,15 @@ import mmap
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from io import FileIO
 from typing import NamedTuple, Protocol
 
-import tokenizers
 import torch
 
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import ModelError
 
 _MAPPED_BYTES = 512 << 10  # from here on a mapping's last, partly used page does not matter
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerParts:
-    """What a checkpoint says about its text side."""
-
-    tokenizer: tokenizers.Tokenizer
-    chat_template: str | None
-    bos_token: str | None
-    eos_token: str | None
-    eos_ids: tuple[int, ...]  # every id that ends a turn (generation_config and config together)
 
 
 class TensorInfo(NamedTuple):

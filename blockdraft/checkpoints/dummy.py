@@ -20,7 +20,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
-from blockdraft.checkpoints.checkpoint import TokenizerParts, own_memory
+from blockdraft.checkpoints.checkpoint import own_memory
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.checkpoints.weights import QUANTISERS, Quantiser, Slot, join_slices, row_slices, slots_of
 from blockdraft.models.config import Storage
 from blockdraft.models.decoder import Decoder

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from blockdraft.checkpoints.checkpoint import TensorInfo, TokenizerParts, read_bytes, row_range
+from blockdraft.checkpoints.checkpoint import TensorInfo, read_bytes, row_range
 from blockdraft.checkpoints.fit_file import FIT_FILE
 from blockdraft.checkpoints.model_folder import GENERATION_FILE, ModelFolder, ids_in
 from blockdraft.checkpoints.safetensors_header import DTYPES
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import ModelError
 
 _TOKENIZER = "tokenizer.json"

@@ -15,10 +15,11 @@ from types import MappingProxyType
 
 import torch
 
-from blockdraft.checkpoints.checkpoint import TensorInfo, TokenizerParts, own_memory, read_bytes, row_range
+from blockdraft.checkpoints.checkpoint import TensorInfo, own_memory, read_bytes, row_range
 from blockdraft.checkpoints.gguf_config import hugging_face_names, permuted_heads, read_config
 from blockdraft.checkpoints.gguf_header import GgufHeader, StoredTensor
 from blockdraft.checkpoints.gguf_tokenizer import tokenizer_parts
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import ModelError
 from blockdraft.models.packed_gguf import unpack
 

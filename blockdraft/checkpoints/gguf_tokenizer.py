@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from blockdraft.checkpoints.checkpoint import TokenizerParts
 from blockdraft.checkpoints.gguf_header import GgufHeader
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import ModelError
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type

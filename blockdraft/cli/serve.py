@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import math
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,11 @@ from blockdraft.errors import SettingsError
 from blockdraft.settings.settings import Settings
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from blockdraft.phases import StartProgress
     from blockdraft.server.options import ServerOptions
+    from blockdraft.server.remote_engine import RemoteEngine
 
 SUMMARY = "serve a model over HTTP, with a live page"
 USAGE = "blockdraft serve [MODEL] [flags]"
@@ -78,15 +82,11 @@ def run(args: argparse.Namespace) -> int:
 
         return serve_engine.run(args, settings, options)
     _refuse_engine_flags(args)
-    from blockdraft.start.while_importing import wake_card
-
-    wake_card(settings.device)
-    from blockdraft.server.lifetime import bind
-    from blockdraft.start.preflight import check_native, pin_cpu_threads
+    from blockdraft.server.listener import bind
+    from blockdraft.start.preflight import check_native
 
     with bind(args.host, args.port) as listener:
         check_native(settings)
-        pin_cpu_threads(settings)
         return _serve(args, settings, options, listener)
 
 
@@ -122,36 +122,49 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 def _serve(
     args: argparse.Namespace, settings: Settings, options: ServerOptions, listener: socket.socket
 ) -> int:
-    """Answer at once, /ready saying how far the start is; load and serve on the engine's own thread."""
-    gc.disable()  # modules are no garbage, and PyTorch is made of two thousand
-    from blockdraft.engine.loop import EngineLoop
-    from blockdraft.engine.watchdog import Watchdog
+    """Answer at once, /ready saying how far the start is; load and serve in a process of the engine's own."""
     from blockdraft.phases import StartProgress
+    from blockdraft.server.remote_engine import fork_engine
+
+    startup = StartProgress(set_up_logs(args, options.api_keys))
+
+    def work(connection: Connection) -> None:
+        listener.close()  # it is the server's
+        _run_engine(settings, startup, connection, args.step_timeout)
+
+    engine = fork_engine(work, startup, _end_hung)
+    from blockdraft.server.app import make_app  # while the engine's process imports PyTorch
+
+    name = (args.served_model_name or settings.model) + settings.suffix
+    app = make_app(engine, name=name, options=options)
+    serve_until_told(args, engine, app, options, name=name, listener=listener)
+    engine.close()
+    return exit_code(args, engine.error, was_ready=engine.engine_info is not None)
+
+
+def _run_engine(
+    settings: Settings, startup: StartProgress, connection: Connection, step_timeout_s: float
+) -> None:
+    """All that the engine's process does."""
+    from blockdraft.start.preflight import pin_cpu_threads
+    from blockdraft.start.while_importing import wake_card
+
+    wake_card(settings.device)
+    pin_cpu_threads(settings)
+    gc.disable()  # modules are no garbage, and PyTorch is made of two thousand
+    from blockdraft.server.engine_worker import run_engine
     from blockdraft.start.ready import start_engine
 
     gc.freeze()  # nobody need look through them again
     gc.enable()
-    report = set_up_logs(args, options.api_keys)
-    name = (args.served_model_name or settings.model) + settings.suffix
-    loop = EngineLoop(lambda startup: start_engine(settings, startup), StartProgress(report))
-    from blockdraft.server.app import make_app  # while the engine's thread reads files
-
-    watchdog = Watchdog(loop, args.step_timeout, _end_hung)
-    app = make_app(loop, name=name, options=options, is_hanging=lambda: watchdog.is_hanging)
-    serve_until_told(args, loop, app, options, name=name, listener=listener)
-    watchdog.close()
-    loop.close()
-    code = exit_code(args, loop.error, was_ready=loop.engine_info is not None)
-    if loop.is_running:  # in the middle of its start: Python cannot take itself apart around it
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    make_engine = functools.partial(start_engine, settings)
+    run_engine(connection, make_engine, startup, step_timeout_s=step_timeout_s)
 
 
-def _end_hung() -> None:
-    """The engine's thread cannot be stopped, so the process ends; first /health shows why for a moment."""
+def _end_hung(engine: RemoteEngine) -> None:
+    """A step that does not come back cannot be stopped, so all ends; first /health shows why for a moment."""
     from blockdraft.server.lifetime import UNHEALTHY_GRACE_S
 
     time.sleep(UNHEALTHY_GRACE_S)
+    engine.kill()
     os._exit(EXIT_HUNG)

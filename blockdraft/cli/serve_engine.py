@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
     settings, warnings = as_installed(settings, installed)
     checked = check_launch(settings, name)
     checked = replace(checked, warnings=(*warnings, *checked.warnings))
-    from blockdraft.server.lifetime import bind
+    from blockdraft.server.listener import bind
 
     options = replace(options, max_body_bytes=MAX_BODY_BYTES)
     with ExitStack() as opened:

@@ -44,7 +44,8 @@ def serve_until_told(
     listener: socket.socket,
 ) -> None:
     """Serve until a signal, or until the service is lost. At the end it is drained and closed."""
-    from blockdraft.server.lifetime import DrainingServer, address_of
+    from blockdraft.server.lifetime import DrainingServer
+    from blockdraft.server.listener import address_of
 
     def show_start() -> None:
         if not _is_drawn(args):

@@ -1,8 +1,8 @@
-"""EngineLoop: the one thread that builds and touches an engine, and the way to it from asyncio.
+"""EngineLoop: the one thread that builds and touches an engine, and the way to it from other threads.
 
 The thread makes the engine first, so that its memory, its kernels and its OpenMP pool belong to one thread.
-Commands go in over one queue; deltas come out over one queue per request, on the event loop that asked. All
-of them are frozen values, so nothing is shared but the queues. Between two steps the thread takes every
+Commands go in over one queue; deltas go out to each request's outlet, all of a step at once. All of them are
+frozen values, so nothing is shared but the queues. Between two steps the thread takes every
 command that waits: an abort takes hold within one step. Without work it prepares what later steps will want,
 then it sleeps on the queue.
 """
@@ -13,8 +13,7 @@ import asyncio
 import functools
 import logging
 import time
-import uuid
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
@@ -23,10 +22,20 @@ from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import TypeVar
 
+from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.info import EngineInfo, engine_info
-from blockdraft.engine.request import Delta, SamplingParams
+from blockdraft.engine.info import EngineInfo
+from blockdraft.engine.request import Delta, SamplingParams, new_request_id
 from blockdraft.engine.stats import Snapshot
+from blockdraft.engine.streams import (
+    EngineStopped,
+    EventLoopOutlet,
+    Mail,
+    Outlet,
+    Receiver,
+    StepFailed,
+    Stream,
+)
 from blockdraft.errors import BlockdraftError
 from blockdraft.phases import StartProgress
 from blockdraft.text.tokenizer import Tokenizer
@@ -37,78 +46,11 @@ log = logging.getLogger(__name__)
 MAX_FAILURES = 3  # steps in a row that may fail before the engine is given up; arbitrary
 
 
-class EngineStopped(Exception):
-    """The engine is not ready, was closed or has failed; no request is at fault and none will be served."""
-
-
-class StepFailed(EngineStopped):
-    """The step that a request was part of failed; the engine goes on without it."""
-
-
-class Stream:
-    """The deltas of one request, for one consumer on the event loop that submitted it.
-
-    Close it when done, however that came about: closing an unfinished stream aborts its request.
-    """
-
-    def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:
-        self.request_id = request_id
-        self.event_loop = asyncio.get_running_loop()
-        self._abort = abort
-        self._inbox: deque[Delta | EngineStopped] = deque()
-        self._news: asyncio.Future[None] | None = None  # while the consumer waits
-        self._num_unfinished = num_choices
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._num_unfinished == 0:
-            raise StopAsyncIteration
-        while not self._inbox:
-            self._news = self.event_loop.create_future()
-            await self._news
-        item = self._inbox.popleft()
-        if isinstance(item, EngineStopped):
-            self._num_unfinished = 0
-            raise item
-        self._num_unfinished -= item.finish_reason is not None
-        return item
-
-    def close(self) -> None:
-        if self._num_unfinished:
-            self._num_unfinished = 0
-            self._abort(self.request_id)
-
-    def put(self, item: Delta | EngineStopped) -> None:
-        """Called on the stream's event loop; other threads `send`."""
-        self._inbox.append(item)
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
-
-Mail = list[tuple[Stream, Delta | EngineStopped]]
-
-
-def send(event_loop: asyncio.AbstractEventLoop, mail: Mail) -> bool:
-    """Hand items to streams of one event loop, which is woken once. False: it has ended."""
-    try:
-        event_loop.call_soon_threadsafe(_hand_out, mail)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _hand_out(mail: Mail) -> None:
-    for stream, item in mail:
-        stream.put(item)
-
-
 @dataclass(frozen=True, slots=True)
 class _Add:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    stream: Stream
+    receiver: Receiver
     reply: Future[None]
 
 
@@ -119,9 +61,9 @@ class _Abort:
 
 @dataclass(slots=True)
 class _Live:
-    """The engine thread's side of a stream."""
+    """The engine thread's side of a request."""
 
-    stream: Stream
+    receiver: Receiver
     num_unfinished: int
 
 
@@ -136,6 +78,7 @@ class EngineLoop:
         self.engine_info: EngineInfo | None = None  # None until the engine is ready
         self.tokenizer: Tokenizer | None = None
         self.step_began_s: float | None = None  # while a step runs; a watchdog reads it
+        self.is_hanging = False  # what the watchdog says
         self._make_engine = make_engine
         self._num_failures = 0
         self._may_prepare = False
@@ -143,6 +86,7 @@ class EngineLoop:
         self._closing_lock = Lock()  # nothing enters the queue behind the end: it would never be answered
         self._is_open = True
         self._live: dict[str, _Live] = {}  # touched by the engine's thread only
+        self._outlets: dict[asyncio.AbstractEventLoop, EventLoopOutlet] = {}
         self._has_started = Event()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -157,24 +101,34 @@ class EngineLoop:
         """Requests that have not ended."""
         return len(self._live)
 
-    def snapshot(self) -> Snapshot | None:
+    async def snapshot(self) -> Snapshot | None:
         """All counters of the engine now; None before it is ready."""
+        return self.snapshot_now()
+
+    def snapshot_now(self) -> Snapshot | None:
+        """The same for any thread."""
         return None if self.engine_info is None else self._engine.snapshot()
 
     async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
         """Queue a prompt. Raises what Engine.add raises, or EngineStopped."""
         if self.startup.state != "ready" and self.error is None:
             raise EngineStopped(f"the engine is {self.startup.state}.")
-        stream = Stream(f"request-{uuid.uuid4().hex}", sampling.n, self.abort)
-        reply: Future[None] = Future()
-        if not self._send(_Add(tuple(prompt_ids), sampling, stream, reply)):
-            raise EngineStopped("the engine is closed.")
+        event_loop = asyncio.get_running_loop()
+        outlet = self._outlets.setdefault(event_loop, EventLoopOutlet(event_loop))
+        stream = Stream(new_request_id(), sampling.n, outlet, self.abort)
         try:
-            await asyncio.wrap_future(reply)
+            await asyncio.wrap_future(self.add(prompt_ids, sampling, stream))
         except asyncio.CancelledError:
             stream.close()
             raise
         return stream
+
+    def add(self, prompt_ids: Items[int], sampling: SamplingParams, receiver: Receiver) -> Future[None]:
+        """Queue a prompt from any thread. The future has what Engine.add raises, or EngineStopped."""
+        reply: Future[None] = Future()
+        if not self._send(_Add(tuple(prompt_ids), sampling, receiver, reply)):
+            reply.set_exception(EngineStopped("the engine is closed."))
+        return reply
 
     def abort(self, request_id: str) -> None:
         """End a request within one step. Its stream ends with finish reason "abort"."""
@@ -252,16 +206,16 @@ class EngineLoop:
     def _add(self, command: _Add) -> None:
         if not command.reply.set_running_or_notify_cancel():
             return  # the caller has gone
-        stream, sampling = command.stream, command.sampling
+        receiver, sampling = command.receiver, command.sampling
         if self.error is not None:
             command.reply.set_exception(EngineStopped("the engine has failed: restart the server."))
             return
         # add queues all choices or none, so whatever it raises is that one caller's affair.
-        outcome = _attempt(lambda: self._engine.add(command.prompt_ids, sampling, stream.request_id))
+        outcome = _attempt(lambda: self._engine.add(command.prompt_ids, sampling, receiver.request_id))
         if isinstance(outcome, Exception):
             command.reply.set_exception(outcome)
             return
-        self._live[stream.request_id] = _Live(stream, sampling.n)
+        self._live[receiver.request_id] = _Live(receiver, sampling.n)
         command.reply.set_result(None)
 
     def _step(self) -> None:
@@ -275,7 +229,7 @@ class EngineLoop:
             self._deliver(outcome)
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        mail: dict[asyncio.AbstractEventLoop, Mail] = defaultdict(list)
+        mail: dict[Outlet, Mail] = defaultdict(list)
         for delta in deltas:
             live = self._live.get(delta.request_id)
             if live is None:
@@ -284,11 +238,11 @@ class EngineLoop:
                 live.num_unfinished -= 1
                 if live.num_unfinished == 0:
                     del self._live[delta.request_id]
-            mail[live.stream.event_loop].append((live.stream, delta))
-        for event_loop, its_mail in mail.items():
-            if not send(event_loop, its_mail):
-                for stream, _ in its_mail:
-                    self._drop(stream.request_id)
+            mail[live.receiver.outlet].append((live.receiver, delta))
+        for outlet, its_mail in mail.items():
+            if not outlet.send(its_mail):
+                for receiver, _ in its_mail:
+                    self._drop(receiver.request_id)
 
     def _drop(self, request_id: str) -> None:
         """Abort in the engine; an id that has finished by now is ignored."""
@@ -298,8 +252,8 @@ class EngineLoop:
         if isinstance(outcome, Exception):
             self._fail(outcome)
             return
-        stream = self._live.pop(request_id).stream
-        send(stream.event_loop, [(stream, delta) for delta in outcome])
+        receiver = self._live.pop(request_id).receiver
+        receiver.outlet.send([(receiver, delta) for delta in outcome])
 
     def _fail(self, error: Exception) -> None:
         """A step failed (no memory, or a bug of ours): its requests end, those behind it may fare better."""
@@ -322,8 +276,8 @@ class EngineLoop:
     def _end_lost(self, reason: EngineStopped) -> None:
         """End the streams of requests that the engine has given up; the others are still queued there."""
         for request_id in self._live.keys() - self._engine.live_ids:
-            stream = self._live.pop(request_id).stream
-            send(stream.event_loop, [(stream, reason)])
+            receiver = self._live.pop(request_id).receiver
+            receiver.outlet.send([(receiver, reason)])
 
     def _end_all(self, reason: EngineStopped) -> None:
         live, self._live = self._live, {}
@@ -332,7 +286,7 @@ class EngineLoop:
                 failure = _attempt(functools.partial(self._engine.abort, request_id))
                 if isinstance(failure, Exception):  # the other streams must still hear of the end
                     log.error("a request could not be aborted", exc_info=failure)
-            send(item.stream.event_loop, [(item.stream, reason)])
+            item.receiver.outlet.send([(item.receiver, reason)])
 
 
 def _attempt(action: Callable[[], T]) -> T | Exception:

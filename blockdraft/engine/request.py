@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -137,6 +138,10 @@ def check_request(
         raise RequestError(
             f"width = {sampling.width}, but this engine verifies at most {block} tokens per step.", "width"
         )
+
+
+def new_request_id() -> str:
+    return f"request-{uuid.uuid4().hex}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass
 from threading import Lock
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from blockdraft.engine.histogram import Histogram, Recorder, at_least, one_two_five
@@ -159,8 +158,8 @@ class Stats:
                 num_drafted=self.num_drafted,
                 accepted=tuple(self.accepted),
                 num_accepted=sum(self.accepted),
-                finished=MappingProxyType(dict(self.finished)),
-                histograms=MappingProxyType({n: r.histogram() for n, r in self._recorders.items()}),
+                finished=dict(self.finished),
+                histograms={n: r.histogram() for n, r in self._recorders.items()},
                 recent=self._recent.points(now_s),
             )
 

@@ -18,8 +18,7 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """Calls `on_hang` once when one step of `loop` has run for `limit_s` seconds, with all stacks logged."""
 
-    def __init__(self, loop: EngineLoop, limit_s: float, on_hang: Callable[[], None]) -> None:
-        self.is_hanging = False
+    def __init__(self, loop: EngineLoop, limit_s: float, on_hang: Callable[[], object]) -> None:
         self._loop = loop
         self._limit_s = limit_s
         self._on_hang = on_hang
@@ -35,7 +34,7 @@ class Watchdog:
         while not self._stop.wait(min(1.0, self._limit_s / 4)):
             began_s = self._loop.step_began_s
             if began_s is not None and time.monotonic() - began_s > self._limit_s:
-                self.is_hanging = True
+                self._loop.is_hanging = True
                 log.error("a step has run for over %.0f s: giving up", self._limit_s)
                 _log_stacks()
                 self._on_hang()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from collections.abc import Sequence as Items
 from dataclasses import asdict
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -19,10 +20,11 @@ from starlette.types import ASGIApp
 
 from blockdraft import __version__
 from blockdraft.engine.info import EngineInfo
-from blockdraft.engine.loop import EngineLoop, Stream
 from blockdraft.engine.request import SamplingParams
-from blockdraft.engine.stats import Load, Stats
+from blockdraft.engine.stats import Load, Snapshot, Stats
+from blockdraft.engine.streams import Stream
 from blockdraft.errors import RequestError
+from blockdraft.phases import StartProgress
 from blockdraft.server.answers import ChatAnswer, TextAnswer
 from blockdraft.server.body import shown
 from blockdraft.server.events import LoopFeed, live_events
@@ -60,19 +62,42 @@ LARGE_BODY_BYTES = 1 << 16  # parsed beside the event loop; arbitrary
 CLIENT_GONE = 499  # nginx's number; nobody is left to read it
 
 
-def make_app(
-    loop: EngineLoop, *, name: str, options: ServerOptions, is_hanging: Callable[[], bool] = lambda: False
-) -> ASGIApp:
+class ServedEngine(Protocol):
+    """An engine as the server sees it: one in a process of its own, or the loop of one in this process."""
+
+    @property
+    def startup(self) -> StartProgress: ...
+    @property
+    def error(self) -> str | None:
+        """Why it is lost."""
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether a step has not come back."""
+
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def engine_info(self) -> EngineInfo | None:
+        """None until it is ready."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    async def snapshot(self) -> Snapshot | None:
+        """All counters now; None before it is ready."""
+
+    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
+        """Queue a prompt. Raises what Engine.add raises, or EngineStopped."""
+
+
+def make_app(loop: ServedEngine, *, name: str, options: ServerOptions) -> ASGIApp:
     """The whole server; `name` is what clients call the model."""
-    return Guard(make_api(loop, name=name, is_hanging=is_hanging), options)
+    return Guard(make_api(loop, name=name), options)
 
 
-def make_api(loop: EngineLoop, *, name: str, is_hanging: Callable[[], bool] = lambda: False) -> Starlette:
-    """The routes, from the first moment of the start on; they count on a Guard around them.
-
-    `is_hanging` is what the loop's watchdog says.
-    """
-    api = _Api(loop, name, is_hanging)
+def make_api(loop: ServedEngine, *, name: str) -> Starlette:
+    """The routes, from the first moment of the start on; they count on a Guard around them."""
+    api = _Api(loop, name)
     return Starlette(
         routes=[
             Route("/health", api.health),
@@ -95,17 +120,16 @@ def make_api(loop: EngineLoop, *, name: str, is_hanging: Callable[[], bool] = la
 
 
 class _Api:
-    def __init__(self, loop: EngineLoop, name: str, is_hanging: Callable[[], bool]) -> None:
+    def __init__(self, loop: ServedEngine, name: str) -> None:
         self.loop = loop
         self.name = name
-        self.is_hanging = is_hanging
         self.created = int(time.time())
         self._find_tags = functools.cache(find_tags)
 
     # ---- how the server is
 
     async def health(self, request: Request) -> Response:
-        is_alive = self.loop.error is None and not self.is_hanging()
+        is_alive = self.loop.error is None and not self.loop.is_hanging
         status: Status = {"status": "ok" if is_alive else "failed"}
         return JSONResponse(status, status_code=200 if is_alive else 503)
 
@@ -118,7 +142,7 @@ class _Api:
 
     async def metrics(self, request: Request) -> Response:
         loop = self.loop
-        snapshot = loop.snapshot() or Stats().snapshot(Load())
+        snapshot = await loop.snapshot() or Stats().snapshot(Load())
         body, content_type = render(snapshot, loop.engine_info, self.name, loop.startup.snapshot())
         return Response(body, headers={"content-type": content_type})
 
@@ -129,7 +153,7 @@ class _Api:
         def engine() -> dict[str, object] | None:
             return None if loop.engine_info is None else asdict(loop.engine_info)
 
-        events = live_events(LoopFeed(loop), loop.startup.snapshot, engine, lambda: loop.is_closed)
+        events = live_events(LoopFeed(loop.snapshot), loop.startup.snapshot, engine, lambda: loop.is_closed)
         return live_response(request, events)
 
     async def openapi(self, request: Request) -> Response:

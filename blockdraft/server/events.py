@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:  # it needs torch, which a proxy does not
-    from blockdraft.engine.loop import EngineLoop
+from blockdraft.engine.stats import Snapshot
 
 INTERVAL_S = 1.0
 WINDOW_S = 3  # whole seconds over which "now" is averaged
@@ -17,6 +16,9 @@ Json = dict[str, object]
 
 class Feed(Protocol):
     """What an engine does."""
+
+    async def refresh(self) -> None:
+        """Learn what is new."""
 
     def now(self) -> Json | None:
         """None: not known yet."""
@@ -31,6 +33,7 @@ async def live_events(
     """An object per second until the server ends; the first one carries the history."""
     sent_s = float("-inf")
     while not is_closed():
+        await feed.refresh()
         fresh = feed.history(sent_s)
         sent_s = fresh[-1][0] if fresh else sent_s
         yield {"startup": startup(), "engine": engine(), "now": feed.now(), "history": fresh}
@@ -40,16 +43,19 @@ async def live_events(
 class LoopFeed:
     """Our own engine's counters."""
 
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
+    def __init__(self, snapshot: Callable[[], Awaitable[Snapshot | None]]) -> None:
+        self._ask = snapshot
+        self._snapshot: Snapshot | None = None
+
+    async def refresh(self) -> None:
+        self._snapshot = await self._ask()
 
     def history(self, after_s: float) -> list[tuple[float, float]]:
-        snapshot = self._loop.snapshot()
-        recent = () if snapshot is None else snapshot.recent
+        recent = () if self._snapshot is None else self._snapshot.recent
         return [(point.time_s, point.tokens) for point in recent if point.time_s > after_s]
 
     def now(self) -> Json | None:
-        snapshot = self._loop.snapshot()
+        snapshot = self._snapshot
         if snapshot is None:
             return None
         window, drafts = snapshot.recent[-WINDOW_S:], snapshot.num_drafts

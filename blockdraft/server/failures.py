@@ -6,7 +6,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from blockdraft.engine.loop import EngineStopped
+from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import BlockdraftError, CapacityError, RequestError
 from blockdraft.server.responses import INVALID, error_response, not_ready_response
 

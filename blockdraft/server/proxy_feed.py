@@ -125,6 +125,9 @@ class MetricsFeed:
             0.0 if last is None or last.steps is None or not last.running else self._clock() - self._moved_s
         )
 
+    async def refresh(self) -> None:
+        """Nothing is to be done: it learns on its own."""
+
     def now(self) -> Json | None:
         """What the engine does; None before the first look that found something."""
         if not self._points:

@@ -10,8 +10,8 @@ from contextlib import ExitStack, closing
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from blockdraft.engine.loop import EngineStopped, Stream
 from blockdraft.engine.request import Delta
+from blockdraft.engine.streams import EngineStopped, Stream
 from blockdraft.server.answers import AnswerWriter
 from blockdraft.server.responses import DONE, error_body, event
 

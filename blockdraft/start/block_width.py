@@ -26,8 +26,8 @@ import torch
 from blockdraft import __version__
 from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.fit_file import Acceptance
+from blockdraft.engine.describe import fingerprint
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.info import fingerprint
 from blockdraft.engine.twin import max_tokens, twin
 from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import Plan

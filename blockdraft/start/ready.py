@@ -22,14 +22,21 @@ from blockdraft.start.memory import fit_pages, is_measured, memory_explained, re
 from blockdraft.start.stall import plan_with_short_chunk
 from blockdraft.start.warm import Rounds, few_rounds, rounds_for, small_rounds, warm
 from blockdraft.step.graphs import row_sizes
+from blockdraft.text.tokenizer import Tokenizer
 
 
-def start_engine(settings: Settings, startup: StartProgress) -> Engine:
-    """Raises what loading raises, and ModelError for a model or a kernel that computes nonsense."""
+def start_engine(
+    settings: Settings, startup: StartProgress, on_tokenizer: Callable[[Tokenizer], object] = lambda _: None
+) -> Engine:
+    """Raises what loading raises, and ModelError for a model or a kernel that computes nonsense.
+
+    `on_tokenizer` is given the tokenizer long before the engine is ready.
+    """
     _check_native(settings)
     _check_gpu(settings, startup.warn)
     with startup.phase("fetch"):
         opened = open_models(settings, startup.note)
+    on_tokenizer(opened.target.tokenizer)
     with compiling_for(opened, settings) as ahead:
         return _started(opened, settings, startup, ahead)
 

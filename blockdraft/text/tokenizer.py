@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jinja2
 
-from blockdraft.checkpoints.checkpoint import TokenizerParts
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import RequestError
 from blockdraft.text.message_text import MessageText
 from blockdraft.text.plain_texts import PlainTexts, decodes_apart
@@ -35,6 +35,7 @@ class Tokenizer:
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
+        self._parts = parts
         self._tokenizer = parts.tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -49,6 +50,10 @@ class Tokenizer:
         self._byte_ids = self._find_byte_ids()
         self._decodes_apart = decodes_apart(self._tokenizer.decoder)
         self.plain_texts = PlainTexts(self._plain_text)
+
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[TokenizerParts]]:
+        """For another process."""
+        return Tokenizer, (self._parts,)
 
     @property
     def has_chat_template(self) -> bool:

@@ -11,8 +11,8 @@ from blockdraft.check.selfcheck import verify_engine
 from blockdraft.checkpoints import fetch
 from blockdraft.checkpoints.dummy import byte_tokenizer, vocab_map
 from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.info import engine_info
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.packed import Packed, Scaled

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from blockdraft.engine.info import engine_info, fingerprint
+from blockdraft.engine.describe import engine_info, fingerprint
 from tests import tiny
 
 

@@ -370,7 +370,7 @@ def test_a_start_that_fails_is_answered_with_its_reason_and_one_under_way_with_i
     loop = EngineLoop(make)
     with pytest.raises(EngineStopped, match="starting"):
         asyncio.run(collect(loop))
-    assert (loop.tokenizer, loop.engine_info, loop.snapshot()) == (None, None, None)
+    assert (loop.tokenizer, loop.engine_info, loop.snapshot_now()) == (None, None, None)
     release.set()
     loop.wait()
     assert loop.error == "no such weights."

@@ -11,13 +11,13 @@ import tokenizers
 
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loop import EngineLoop
 from blockdraft.server.app import make_app
 from blockdraft.server.options import ServerOptions
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.text.tokenizer import Tokenizer
 from tests.server.asking import listening
+from tests.server.remote import remote_engine
 
 PAIR = Path(__file__).parents[1] / "fixtures/pair"
 NAME = "org/pair"
@@ -55,11 +55,8 @@ def thinking_tokenizer(chat_template=None):
 
 @contextlib.contextmanager
 def app_over(models, name=NAME):
-    loop = EngineLoop(lambda startup: Engine(models)).wait()
-    try:
-        yield make_app(loop, name=name, options=ServerOptions())
-    finally:
-        loop.close()
+    with remote_engine(lambda startup: Engine(models)) as engine:
+        yield make_app(engine, name=name, options=ServerOptions())
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders
 
-from blockdraft.checkpoints.checkpoint import TokenizerParts
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.engine.request import TokenLogprobs
 from blockdraft.server.logprobs import TextOffsets, text_logprobs
 from blockdraft.text.tokenizer import Tokenizer

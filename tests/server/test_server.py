@@ -287,6 +287,7 @@ class Starting:
     """A loop whose engine is not there yet, and its progress."""
 
     error = tokenizer = engine_info = None
+    is_hanging = False
 
     def __init__(self, state):
         self.state = state

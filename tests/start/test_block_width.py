@@ -9,7 +9,7 @@ import torch
 
 from blockdraft import LLM, SamplingParams
 from blockdraft.checkpoints.fit_file import read_fit
-from blockdraft.engine.info import engine_info
+from blockdraft.engine.describe import engine_info
 from blockdraft.errors import ModelError
 from blockdraft.phases import StartProgress
 from blockdraft.server.metrics import render

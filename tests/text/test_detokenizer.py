@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from blockdraft.checkpoints.checkpoint import TokenizerParts
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import RequestError
 from blockdraft.text.detokenizer import Detokenizer, StopStrings, TextStream
 from blockdraft.text.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from blockdraft.checkpoints.checkpoint import TokenizerParts
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.text.tokenizer import Tokenizer
 
 TEMPLATE = (

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Regex, decoders
 from tokenizers import Tokenizer as RustTokenizer
 
-from blockdraft.checkpoints.checkpoint import TokenizerParts
 from blockdraft.checkpoints.dummy import byte_tokenizer
 from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.text.detokenizer import Detokenizer
 from blockdraft.text.plain_texts import PlainTexts
 from blockdraft.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from blockdraft.checkpoints.checkpoint import TokenizerParts
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import ModelError, RequestError
 from blockdraft.text.tokenizer import Tokenizer
 

@@ -1,0 +1,58 @@
+"""What an engine is: its info, and what tells its weights from others."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.info import EngineInfo
+from blockdraft.step.dflash import DFlashDrafter
+
+NUM_SAMPLED = 256  # bytes of each tensor that a fingerprint looks at
+
+
+def engine_info(engine: Engine) -> EngineInfo:
+    models, plan = engine.models, engine.models.plan
+    return EngineInfo(
+        target=models.config.name,
+        draft=None if models.draft_config is None else models.draft_config.name,
+        draft_hash=fingerprint(models.drafter.model) if isinstance(models.drafter, DFlashDrafter) else None,
+        family=models.config.family,
+        vocab_size=models.config.vocab_size,
+        width=plan.width,
+        width_reason=plan.reasons["width"],
+        block=plan.block,
+        dtype=plan.dtype,
+        device=str(models.device),
+        quantization=plan.quantization,
+        max_context=plan.max_context,
+        max_rows=plan.max_rows,
+        num_pages=plan.num_pages,
+        page_size=plan.page_size,
+        num_cache_bytes=engine.cache.num_bytes,
+        has_prefix_cache=plan.prefix_cache,
+        same_bits=plan.same_bits,
+        same_bits_reason=plan.reasons.get("same_bits", ""),
+        is_dummy=models.labels.is_dummy,
+        synthetic_acceptance=models.labels.synthetic_acceptance,
+        sampling=models.sampling,
+        notices=models.labels.notices,
+    )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Tells loaded weights apart: names, shapes, dtypes, and bytes spread evenly over each tensor.
+
+    16 hex digits. The same checkpoint in another dtype or quantisation has another one: it drafts otherwise.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        raw = tensor.detach().reshape(-1).view(torch.uint8)
+        if raw.numel():
+            places = torch.linspace(0, raw.numel() - 1, min(NUM_SAMPLED, raw.numel()), dtype=torch.float64)
+            digest.update(raw[places.round().long().to(raw.device)].cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

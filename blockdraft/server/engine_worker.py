@@ -1,0 +1,109 @@
+"""The engine's side of an RemoteEngine: commands in, one message per step out."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from threading import Lock
+from typing import Any
+
+from blockdraft.engine.describe import engine_info
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loop import EngineLoop
+from blockdraft.engine.request import Delta, SamplingParams
+from blockdraft.engine.streams import EngineStopped, Mail
+from blockdraft.engine.watchdog import Watchdog
+from blockdraft.phases import StartProgress
+from blockdraft.text.tokenizer import Tokenizer
+
+MakeEngine = Callable[[StartProgress, Callable[[Tokenizer], object]], Engine]
+
+
+def run_engine(
+    connection: Connection, make_engine: MakeEngine, startup: StartProgress, *, step_timeout_s: float
+) -> None:
+    """Serve until the server says close, or is gone. `make_engine` tells its tokenizer as soon as it can."""
+    server = _Server(connection)
+    startup.on_change = functools.partial(server.tell, "start")
+
+    def make(startup: StartProgress) -> Engine:
+        engine = make_engine(startup, functools.partial(server.tell, "tokenizer"))
+        gc.freeze()  # what is there now stays: no later collection need look through it
+        server.tell("info", engine_info(engine))
+        return engine
+
+    loop = EngineLoop(make, startup)
+    watchdog = Watchdog(loop, step_timeout_s, functools.partial(server.tell, "hanging"))
+    for kind, *content in server.messages():
+        if kind == "add":
+            _add(loop, server, *content)
+        elif kind == "abort":
+            loop.abort(*content)
+        else:
+            assert kind == "snapshot", kind
+            server.tell("snapshot", *content, loop.snapshot_now())
+    watchdog.close()
+    loop.close()
+
+
+def _add(
+    loop: EngineLoop, server: _Server, request_id: str, prompt_ids: tuple[int, ...], sampling: SamplingParams
+) -> None:
+    def reply(added: Future[None]) -> None:
+        server.tell("added", request_id, added.exception())
+
+    loop.add(prompt_ids, sampling, _RemoteStream(request_id, server)).add_done_callback(reply)
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteStream:
+    """A stream on the server's side."""
+
+    request_id: str
+    outlet: _Server
+
+
+class _Server:
+    """The server at the other end, told things by several threads; the outlet of all its streams."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = Lock()
+
+    def messages(self) -> Iterator[tuple[Any, ...]]:
+        """Those of the server, up to its close or its end."""
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                return
+            if message[0] == "close":
+                return
+            yield message
+
+    def tell(self, *message: object) -> bool:
+        """False: it is gone."""
+        try:
+            with self._lock:
+                self._connection.send(message)
+        except OSError:
+            return False
+        return True
+
+    def send(self, mail: Mail) -> bool:
+        plain, others = [], []
+        for receiver, item in mail:
+            if isinstance(item, EngineStopped) or not _is_plain(item):
+                others.append((receiver.request_id, item))
+            else:
+                plain.append((receiver.request_id, item.index, item.text, item.token_ids))
+        return self.tell("deltas", plain, others)
+
+
+def _is_plain(delta: Delta) -> bool:
+    """Whether it has text and tokens alone, as nearly all have."""
+    return delta.finish_reason is None and not delta.logprobs and delta.prompt_logprobs is None

@@ -1,0 +1,30 @@
+"""The socket that a server listens on."""
+
+from __future__ import annotations
+
+import socket
+
+from blockdraft.errors import SettingsError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address before anything else: a port in use is the commonest mistake."""
+    if not 0 <= port <= 65535:  # getaddrinfo would wrap it around
+        raise SettingsError(f"--port {port} is outside 0 to 65535.")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port."
+        ) from None
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

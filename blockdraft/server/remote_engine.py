@@ -1,0 +1,282 @@
+"""RemoteEngine: our engine in a process of its own, as the server sees it.
+
+Both are written in Python, and one process runs one thread of Python at a time: an engine's thread that
+launches hundreds of kernels per step would wait for the event loop's turn at each of them. The engine's side
+is engine_worker.py. Messages are tuples over a pair of sockets that nobody else can reach; all deltas of a
+step are one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from threading import Lock, Thread
+from typing import NoReturn
+
+from blockdraft.engine.info import EngineInfo
+from blockdraft.engine.request import Delta, SamplingParams, new_request_id
+from blockdraft.engine.stats import Snapshot
+from blockdraft.engine.streams import EngineStopped, EventLoopOutlet, Mail, Outlet, Stream
+from blockdraft.phases import StartProgress, StartState
+from blockdraft.text.tokenizer import Tokenizer
+
+CLOSE_S = 10.0  # for the step that the engine is in; arbitrary
+SNAPSHOT_S = 1.0  # after that the last one has to do
+
+log = logging.getLogger(__name__)
+
+
+OnHang = Callable[["RemoteEngine"], None]
+
+
+def fork_engine(work: Callable[[Connection], None], startup: StartProgress, on_hang: OnHang) -> RemoteEngine:
+    """Run `work`, the engine's side of a connection, in a child. No thread may have been started before."""
+    ours, theirs = Pipe()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _be_the_child(work, theirs)
+    theirs.close()
+    return RemoteEngine(ours, Child(pid), startup, on_hang)
+
+
+def _be_the_child(work: Callable[[Connection], None], connection: Connection) -> NoReturn:
+    """The server ends us when it ends: signals for the whole group are its affair."""
+    code = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # not ignored: what we start in turn would inherit that
+        work(connection)
+        code = 0
+    except BaseException:
+        log.exception("the engine's process failed")
+    finally:
+        logging.shutdown()
+        os._exit(code)
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process of ours."""
+
+    pid: int
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Its exit code, -n after signal n."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@dataclass(slots=True)
+class _Live:
+    stream: Stream
+    num_unfinished: int
+    reply: Future[None]
+
+
+class RemoteEngine:
+    """The engine in `child`, where `run_engine` has the other end of the connection.
+
+    `startup` follows the start over there. `on_hang` is called when a step does not come back.
+    """
+
+    def __init__(self, connection: Connection, child: Child, startup: StartProgress, on_hang: OnHang) -> None:
+        self.startup = startup
+        self.error: str | None = None  # why the engine is lost; it never recovers
+        self.is_hanging = False
+        self.engine_info: EngineInfo | None = None  # None until the engine is ready
+        self.tokenizer: Tokenizer | None = None
+        self._child = child
+        self._connection = connection
+        self._on_hang = on_hang
+        self._lock = Lock()  # around sending, and around what must not change meanwhile
+        self._is_open = True
+        self._live: dict[str, _Live] = {}
+        self._outlets: dict[asyncio.AbstractEventLoop, EventLoopOutlet] = {}
+        self._numbers = itertools.count()
+        self._asked: dict[int, Future[Snapshot | None]] = {}
+        self._last_snapshot: Snapshot | None = None
+        self._reader = Thread(target=self._read, name="engine mail", daemon=True)
+        self._reader.start()
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._is_open
+
+    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
+        """Queue a prompt. Raises what Engine.add raises, or EngineStopped."""
+        if self.startup.state != "ready" and self.error is None:
+            raise EngineStopped(f"the engine is {self.startup.state}.")
+        event_loop = asyncio.get_running_loop()
+        outlet = self._outlets.setdefault(event_loop, EventLoopOutlet(event_loop))
+        stream = Stream(new_request_id(), sampling.n, outlet, self.abort)
+        live = _Live(stream, sampling.n, Future())
+        with self._lock:
+            if not self._is_open:
+                raise EngineStopped(self._why())
+            self._live[stream.request_id] = live
+            self._send("add", stream.request_id, tuple(prompt_ids), sampling)
+        try:
+            await asyncio.wrap_future(live.reply)
+        except asyncio.CancelledError:
+            stream.close()
+            raise
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request within one step. Its stream ends with finish reason "abort"."""
+        with self._lock:
+            if self._is_open:
+                self._send("abort", request_id)
+
+    async def snapshot(self) -> Snapshot | None:
+        """All counters of the engine now, or the last ones known; None before it is ready."""
+        number, answer = next(self._numbers), Future[Snapshot | None]()
+        with self._lock:
+            if not self._is_open or self.engine_info is None:
+                return self._last_snapshot
+            self._asked[number] = answer
+            self._send("snapshot", number)
+        try:
+            self._last_snapshot = await asyncio.wait_for(asyncio.wrap_future(answer), SNAPSHOT_S)
+        except (TimeoutError, EngineStopped):
+            self._asked.pop(number, None)
+        return self._last_snapshot
+
+    def close(self) -> None:
+        """End the process after the step it is in; live requests end with EngineStopped.
+
+        A start is not waited for.
+        """
+        with self._lock:
+            is_first, self._is_open = self._is_open, False
+            if is_first and self.engine_info is not None:
+                self._send("close")
+        self._reader.join(CLOSE_S if self.engine_info is not None and not self.is_hanging else 0.0)
+        if self._reader.is_alive():
+            self.kill()
+            self._reader.join()
+
+    def kill(self) -> None:
+        """End the process now, whatever it is doing."""
+        self._child.kill()
+
+    def _send(self, *message: object) -> None:
+        """Who is gone has been or will be noticed by the reader."""
+        with contextlib.suppress(OSError):
+            self._connection.send(message)
+
+    # ---- everything below runs on the reader's thread
+
+    def _read(self) -> None:
+        try:
+            while True:
+                kind, *content = self._connection.recv()
+                getattr(self, f"_take_{kind}")(*content)
+        except (EOFError, OSError):
+            pass
+        except Exception:
+            log.exception("a message of the engine's process could not be read")
+            self.kill()
+        self._end(self._child.wait())
+
+    def _take_start(self, state: StartState) -> None:
+        if state.state == "failed":
+            self.error = state.error
+        self.startup.follow(state)
+
+    def _take_tokenizer(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def _take_info(self, info: EngineInfo) -> None:
+        self.engine_info = info
+
+    def _take_hanging(self) -> None:
+        self.is_hanging = True
+        self._on_hang(self)
+
+    def _take_snapshot(self, number: int, snapshot: Snapshot | None) -> None:
+        answer = self._asked.pop(number, None)
+        if answer is not None:
+            answer.set_result(snapshot)
+
+    def _take_added(self, request_id: str, error: Exception | None) -> None:
+        live = self._live[request_id] if error is None else self._live.pop(request_id)
+        if not live.reply.set_running_or_notify_cancel():
+            return  # the caller has gone
+        if error is None:
+            live.reply.set_result(None)
+        else:
+            live.reply.set_exception(error)
+
+    def _take_deltas(
+        self,
+        plain: list[tuple[str, int, str, tuple[int, ...]]],
+        others: list[tuple[str, Delta | EngineStopped]],
+    ) -> None:
+        mail: dict[Outlet, Mail] = defaultdict(list)
+        for request_id, index, text, token_ids in plain:
+            live = self._live.get(request_id)
+            if live is not None:
+                delta = Delta(request_id, index, text, token_ids)
+                mail[live.stream.outlet].append((live.stream, delta))
+        for request_id, item in others:
+            live = self._live.get(request_id)
+            if live is not None:
+                mail[live.stream.outlet].append((live.stream, item))
+                live.num_unfinished -= isinstance(item, EngineStopped) or item.finish_reason is not None
+                if live.num_unfinished == 0 or isinstance(item, EngineStopped):
+                    del self._live[request_id]
+        for outlet, its_mail in mail.items():
+            if not outlet.send(its_mail):
+                for receiver, _ in its_mail:
+                    self.abort(receiver.request_id)
+
+    def _end(self, code: int) -> None:
+        """The process has ended: because it was told to, or by itself."""
+        with self._lock:
+            was_open, self._is_open = self._is_open, False
+            live, self._live = self._live, {}
+            asked, self._asked = self._asked, {}
+        self._connection.close()
+        if was_open:
+            self.error = self.error or _ended_by_itself(code)
+            log.error("%s", self.error)
+            self.startup.fail(self.error)
+        reason = EngineStopped(self._why())
+        for answer in asked.values():
+            answer.set_exception(reason)
+        for one in live.values():
+            if not one.reply.done() and one.reply.set_running_or_notify_cancel():
+                one.reply.set_exception(reason)
+            one.stream.outlet.send([(one.stream, reason)])
+
+    def _why(self) -> str:
+        if self.error is None:
+            return "the engine is closed."
+        return "the engine failed on an internal error: restart the server."
+
+
+def _ended_by_itself(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "the engine's process was killed: was there memory left? The system's log says more."
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"the engine's process ended by itself ({how}): its log says more."

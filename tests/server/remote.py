@@ -1,0 +1,56 @@
+"""An engine at the other end of a connection, in a thread instead of a process."""
+
+import contextlib
+import os
+import socket
+import threading
+from multiprocessing import Pipe
+
+from blockdraft.phases import StartProgress
+from blockdraft.server.engine_worker import run_engine
+from blockdraft.server.remote_engine import RemoteEngine
+
+PATIENCE_S = 60
+
+
+class ThreadChild:
+    """What stands in for the process."""
+
+    def __init__(self, connection, make_engine, step_timeout_s=PATIENCE_S):
+        self._connection = connection
+        self.code = 0
+        self._thread = threading.Thread(target=self._run, args=(make_engine, step_timeout_s), daemon=True)
+        self._thread.start()
+
+    def _run(self, make_engine, step_timeout_s):
+        with contextlib.suppress(OSError):
+            run_engine(self._connection, make_engine, StartProgress(), step_timeout_s=step_timeout_s)
+        self._connection.close()
+
+    def kill(self):
+        self.code = -9
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+            ours.shutdown(socket.SHUT_RDWR)  # closing would not wake whoever reads
+
+    def wait(self):
+        return self.code
+
+
+@contextlib.contextmanager
+def remote_engine(make_engine, on_hang=lambda engine: None, **options):
+    """`make_engine` gets the progress of the start, and is waited for."""
+    ours, theirs = Pipe()
+
+    def make(startup, on_tokenizer):
+        engine = make_engine(startup)
+        on_tokenizer(engine.models.tokenizer)
+        return engine
+
+    engine = RemoteEngine(ours, ThreadChild(theirs, make, **options), StartProgress(), on_hang)
+    ended = threading.Event()
+    while engine.startup.state == "starting" and not ended.wait(0.005):
+        pass
+    try:
+        yield engine
+    finally:
+        engine.close()

@@ -1,0 +1,157 @@
+"""An engine in a process of its own answers as one in this process does, and its end is heard of."""
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loop import EngineLoop
+from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.streams import EngineStopped
+from blockdraft.errors import CapacityError, ModelError, RequestError
+from tests.server.pair import models
+from tests.server.remote import remote_engine
+
+PROMPT = [1, 2, 3]
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture
+def engine():
+    return Engine(models())
+
+
+@pytest.fixture
+def remote(engine):
+    with remote_engine(lambda startup: engine) as remote:
+        yield remote
+
+
+async def collect(loop, sampling, prompt=PROMPT):
+    with contextlib.closing(await loop.submit(prompt, sampling)) as stream:
+        return [delta async for delta in stream]
+
+
+def bare(deltas):
+    """Without what a clock has written."""
+    return [
+        (d.index, d.text, d.token_ids, d.logprobs, d.prompt_logprobs, d.finish_reason, d.stop_reason)
+        for d in deltas
+    ]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0, max_tokens=12),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=9, n=3),
+        SamplingParams(temperature=0.0, max_tokens=5, logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=30, stop=" t7"),
+    ],
+    ids=["plain", "choices", "logprobs", "stop"],
+)
+def test_it_answers_as_a_loop_in_this_process_does(remote, sampling):
+    loop = EngineLoop(lambda startup: Engine(models())).wait()
+    try:
+        expected = asyncio.run(collect(loop, sampling))
+    finally:
+        loop.close()
+    found = asyncio.run(collect(remote, sampling))
+    assert sorted(bare(found), key=repr) == sorted(bare(expected), key=repr)
+    assert sum(d.metrics is not None for d in found) == sampling.n
+    assert remote.num_live == 0
+
+
+def test_what_is_wrong_with_a_request_arrives_with_its_field(remote):
+    with pytest.raises(RequestError) as raised:
+        asyncio.run(collect(remote, LONG, [10**6]))
+    assert raised.value.field == "prompt"
+    with pytest.raises(RequestError) as raised:
+        asyncio.run(collect(remote, LONG, [1] * 600))
+    assert raised.value.code == "context_length_exceeded"
+    with pytest.raises(CapacityError, match="queue is full"):
+        asyncio.run(many(remote, 40))
+    assert remote.num_live == 0
+
+
+async def many(remote, count):
+    asked = [asyncio.ensure_future(collect(remote, LONG)) for _ in range(count)]
+    try:
+        await asyncio.gather(*asked)
+    finally:
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        while remote.num_live:
+            await asyncio.sleep(0.01)
+
+
+def test_counters_and_what_runs_are_known(remote, engine):
+    asyncio.run(collect(remote, SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)))
+    assert asyncio.run(remote.snapshot()).generation_tokens == engine.snapshot().generation_tokens == 7
+    assert remote.engine_info.max_context == 512
+    assert remote.tokenizer.encode("t1 t2") == engine.models.tokenizer.encode("t1 t2")
+    assert remote.startup.state == "ready"
+
+
+def test_a_closed_stream_ends_its_request(remote, engine):
+    async def begin_and_close():
+        stream = await remote.submit(PROMPT, LONG)
+        await anext(stream)
+        stream.close()
+        while remote.num_live:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(begin_and_close())
+    assert asyncio.run(remote.snapshot()).num_running == 0
+
+
+@pytest.mark.parametrize("how", ["close", "kill"])
+def test_an_end_is_heard_of_by_those_who_wait(engine, how):
+    with remote_engine(lambda startup: engine) as remote:
+
+        async def begin_and_end():
+            stream = await remote.submit(PROMPT, LONG)
+            await anext(stream)
+            await asyncio.to_thread(getattr(remote, how))
+            with pytest.raises(EngineStopped):
+                async for _ in stream:
+                    pass
+            with pytest.raises(EngineStopped):
+                await remote.submit(PROMPT, LONG)
+
+        asyncio.run(begin_and_end())
+        remote.close()
+        assert remote.is_closed
+        assert (remote.error is None) == (how == "close")
+        assert remote.startup.state == ("ready" if how == "close" else "failed")
+        assert "killed" in (remote.error or "killed")
+
+
+def test_a_start_that_fails_says_why():
+    def fail(startup):
+        with startup.phase("load"):
+            raise ModelError("no such weights.")
+
+    with remote_engine(fail) as remote:
+        assert remote.error == "no such weights."
+        assert remote.startup.snapshot()["phases"][1]["state"] == "failed"
+        with pytest.raises(EngineStopped):
+            asyncio.run(remote.submit(PROMPT, LONG))
+
+
+def test_a_step_that_does_not_come_back_is_told(engine, monkeypatch):
+    hung, release = threading.Event(), threading.Event()
+    monkeypatch.setattr(engine, "step", lambda: release.wait(30) and [])
+    with remote_engine(lambda startup: engine, lambda remote: hung.set(), step_timeout_s=0.05) as remote:
+
+        async def ask():
+            asked = asyncio.ensure_future(collect(remote, LONG))
+            assert await asyncio.to_thread(hung.wait, 30)
+            assert remote.is_hanging
+            asked.cancel()
+
+        asyncio.run(ask())
+        release.set()
