@@ -32,9 +32,10 @@ from benchmarks.record import context, save, table  # noqa: E402
 from blockdraft.checkpoints.opening import open_checkpoint  # noqa: E402
 from blockdraft.engine.engine import Engine  # noqa: E402
 from blockdraft.engine.loaded import Models  # noqa: E402
-from blockdraft.engine.loop import EngineLoop, Stream, _Live  # noqa: E402
+from blockdraft.engine.loop import EngineLoop, _Live  # noqa: E402
 from blockdraft.engine.request import Delta, SamplingParams  # noqa: E402
 from blockdraft.engine.scheduler import Batch, Outcome  # noqa: E402
+from blockdraft.engine.streams import EventLoopOutlet, Stream  # noqa: E402
 from blockdraft.server.answers import ChatAnswer  # noqa: E402
 from blockdraft.server.fields import ChatRequest  # noqa: E402
 from blockdraft.server.streaming import respond  # noqa: E402
@@ -145,10 +146,10 @@ async def measure(tokenizer: Tokenizer, *, num_rows: int, context: int, num_toke
     loop = EngineLoop(lambda startup: engine).wait()  # its thread sleeps: this one steps the engine
     prompt_ids = (text_ids * (context // len(text_ids) + 1))[:context]
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}], "stream": True})
-    heard, readers = [0], []
+    heard, readers, outlet = [0], [], EventLoopOutlet(asyncio.get_running_loop())
     for _ in range(num_rows):
         request_id = engine.add(prompt_ids, SamplingParams(ignore_eos=True))
-        stream = Stream(request_id, 1, lambda request_id: None)
+        stream = Stream(request_id, 1, outlet, lambda request_id: None)
         loop._live[request_id] = _Live(stream, 1)
         answer = ChatAnswer(
             asked,
