@@ -47,7 +47,7 @@ LAUNCH_BORROWS = {  # the size of a block, and whether a pair matches and fits
         "planner.stored",
     ),
 }
-BENCH_LIBRARIES = {"blockdraft", "aiohttp", "numpy", "rich", "huggingface_hub", "pyarrow"}
+BENCH_LIBRARIES = {"blockdraft", "aiohttp", "numpy", "rich", "huggingface_hub", "pyarrow", "uvloop"}
 TORCH_FREE = {
     *("planner", "settings", "machine", "launch", "bench", "errors", "phases", "prometheus_text"),
     *("models.config", "models.draft_config", "cache.spec", "engine.request"),

@@ -92,7 +92,8 @@ class _Block:
         times = [self._start_s + (ask.at_s or 0.0) for ask in self._asks]
         async with asyncio.TaskGroup() as group:
             for number in sorted(range(len(times)), key=times.__getitem__):
-                await asyncio.sleep(max(0.0, times[number] - self._clock()))
+                while (left_s := times[number] - self._clock()) > 0:  # uvloop's timers may be early by 0.5 ms
+                    await asyncio.sleep(left_s)
                 if self._is_gone:
                     return
                 group.create_task(self._converse(number, times[number]))

@@ -89,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from blockdraft.bench.loop import run_in_loop
     from blockdraft.bench.session import ENDINGS
 
     if args.target[:1] == ["compare"]:
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     # A server of our own ends with us, whatever ends us.
     before = {number: signal.signal(number, signal.default_int_handler) for number in ENDINGS}
     try:
-        return asyncio.run(_measure(args, options))
+        return run_in_loop(_measure(args, options))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except BenchError as error:  # a server's log may hold the key
