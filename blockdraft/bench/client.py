@@ -11,6 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 import aiohttp
@@ -58,6 +59,11 @@ class Client:
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._beginning = asyncio.Lock()
+
+    def __reduce__(self) -> tuple[Callable[..., Client], tuple[str, str]]:
+        """Let a client be sent to another process, where it is a new one that asks the same server."""
+        make = partial(Client, api_key=self.api_key, timeout_s=self._timeout_s, switches=self.switches)
+        return make, (self._root, self.model)
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(

@@ -57,12 +57,9 @@ class Streamer(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._received = b""
         usage = {"prompt_tokens": 9, "completion_tokens": pace.num_tokens}
-        last: list[Json] = [
-            {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]},
-            {"usage": usage},
-        ]
+        end: Json = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
         self._chunks = _event(_chunk(" one" * pace.tokens_per_chunk)) * pace.chunks_per_write
-        self._end = b"".join(map(_event, last)) + _framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+        self._end = _event(end) + _event({"usage": usage}) + _framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)

@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, metavar="DIR", help="where data sets lie, e.g. gsm8k_test.jsonl.gz")
     add("--offline", action="store_true", help="do not look for data sets on the hub")
     add("--prompt-seed", type=int, default=0, metavar="N", help="of samples and arrivals")
+    add("--processes", type=int, metavar="N", help="to send from, at most (default: half of the cores)")
     add("--table", metavar="NAME", help="the shape of a published table: z-lab, spark or mt-bench")
     add = parser.add_argument_group("output").add_argument
     add(
