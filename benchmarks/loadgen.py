@@ -1,21 +1,23 @@
 """What the load generator adds to what it measures: 500 streams at once against a server of a known pace.
 
     python -m benchmarks.loadgen [--streams 500] [--rounds 3] [--out FILE]
+    python -m benchmarks.loadgen --ceiling [--out FILE]
 
 The generator has one core and the server another, in a process of its own, where there are two. The server
 writes into each answer when it read the request and when it wrote the first chunk: what a time to first token
 has beyond that was added on the way, and with one stream alone it is the machine's least. Closed loop: all
 streams begin at once, and again as they end. Open loop: as many on average, by a Poisson process. Nothing
 else may run meanwhile: the load before the start is recorded, and how long the generator waited for its core.
+
+--ceiling: how many events one process can read. "together": one event of every stream at a time, as after an
+engine's step, so slowly that no two are read at once; the figure is events over CPU time. "ready": events lie
+ready in thousands and are read many at once, which no generator of a true server sees; over the clock's time.
 """
 
 import argparse
-import asyncio
 import contextlib
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -25,112 +27,23 @@ from pathlib import Path
 from benchmarks.record import context, save, table
 from blockdraft.bench.client import Client
 from blockdraft.bench.load import poisson, run_block
+from blockdraft.bench.loop import run_in_loop
+from blockdraft.bench.null_server import StreamPace, null_server
 from blockdraft.bench.records import SPECULATIVE, Answer, Ask, OfferedLoad, Prompt
 
 MAX_ADDED_MS = 5.0
 MAX_PACE_ERROR = 0.02
+MAX_EVENT_S = 0.0002  # to read one: a server that writes no faster is never waiting for the generator
 PROMPT = Prompt(id="p", category="c", turns=("Tell a story of a hundred words. " * 20,))
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Chunk i leaves `ttft_s + i * gap_s` after the request was read."""
-
-    ttft_s: float
-    gap_s: float
-    num_chunks: int
-    tokens_per_chunk: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_chunks * self.tokens_per_chunk
-
-    @property
-    def duration_s(self) -> float:
-        return self.ttft_s + (self.num_chunks - 1) * self.gap_s
-
-    @property
-    def tpot_s(self) -> float:
-        return (self.num_chunks - 1) * self.gap_s / (self.num_tokens - 1)
-
-
-# ---- the server, in a process of its own: as little as can speak HTTP, so that it is never the one that lags
-
-
-class Streamer(asyncio.Protocol):
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
-        self._loop = asyncio.get_running_loop()
-        self._received = b""
-        usage = {"prompt_tokens": 9, "completion_tokens": pace.num_tokens}
-        last = [{"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}, {"usage": usage}]
-        self._chunk = _event(_chunk("one two three four "))
-        self._end = b"".join(map(_event, last)) + _framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        head, separator, body = self._received.partition(b"\r\n\r\n")
-        if not separator:
-            return
-        lines = head.lower().split(b"\r\n")
-        length = next(int(line[15:]) for line in lines if line.startswith(b"content-length:"))
-        if len(body) >= length:
-            self._received = b""
-            self._read_s = time.perf_counter()
-            self._start_s = self._loop.time() + self._pace.ttft_s
-            self._loop.call_at(self._start_s, self._write, 0)
-
-    def _write(self, number: int) -> None:
-        if number == 0:
-            text = f"{self._read_s} {time.perf_counter()} "
-            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-            self._transport.write(head + _event(_chunk(text)))
-        else:
-            self._transport.write(self._chunk)
-        if number + 1 < self._pace.num_chunks:
-            self._loop.call_at(self._start_s + (number + 1) * self._pace.gap_s, self._write, number + 1)
-        else:
-            self._transport.write(self._end)
-
-
-def _chunk(text: str) -> dict[str, object]:
-    choice = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
-    head = {"id": "chatcmpl-0123456789abcdef", "object": "chat.completion.chunk", "created": 1, "model": "m"}
-    return {**head, "choices": [choice], "usage": None}
-
-
-def _event(chunk: dict[str, object]) -> bytes:
-    return _framed(f"data: {json.dumps(chunk)}\n\n".encode())
-
-
-def _framed(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-async def serve(pace: Pace) -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Streamer(pace), "127.0.0.1", 0, backlog=2048)
-    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-    await server.serve_forever()
-
-
 @contextlib.contextmanager
-def serving(pace: Pace, core: int | None) -> Iterator[str]:
+def serving(pace: StreamPace, core: int | None) -> Iterator[str]:
     """The address of the server."""
-    command = [sys.executable, "-m", "benchmarks.loadgen", "--as-server", json.dumps(asdict(pace))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
+    with null_server(pace) as (url, pid):
         if core is not None:
-            os.sched_setaffinity(process.pid, {core})
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-    finally:
-        process.terminate()
-        process.wait()
+            os.sched_setaffinity(pid, {core})
+        yield url
 
 
 # ---- the generator
@@ -158,11 +71,12 @@ class Sample:
     answers: list[Answer]
     busy: float
     waited: float
+    seconds: float
 
 
 async def measure(url: str, load: OfferedLoad, times: list[float | None]) -> Sample:
     asks = [Ask(prompt=PROMPT, arm=SPECULATIVE, max_tokens=64, at_s=at_s) for at_s in times]
-    clock = time.perf_counter
+    clock = time.monotonic
     async with Client(url, "m", clock=clock) as client:
         start_s, busy_s, ready_s = clock(), time.process_time(), waited_s()
         answers = await run_block(client, asks, load)
@@ -170,7 +84,7 @@ async def measure(url: str, load: OfferedLoad, times: list[float | None]) -> Sam
     failed = [answer.error for answer in answers if answer.error is not None]
     assert not failed, failed[0]
     busy = (time.process_time() - busy_s) / seconds
-    return Sample(answers, busy=busy, waited=(waited_s() - ready_s) / seconds)
+    return Sample(answers, busy=busy, waited=(waited_s() - ready_s) / seconds, seconds=seconds)
 
 
 def added_ms(answers: list[Answer]) -> list[float]:
@@ -183,7 +97,7 @@ def added_ms(answers: list[Answer]) -> list[float]:
     return found
 
 
-def figures(sample: Sample, pace: Pace) -> dict[str, object]:
+def figures(sample: Sample, pace: StreamPace) -> dict[str, object]:
     answers = sample.answers
     gaps = [gap for answer in answers for gap in answer.gaps_s]
     tpots = [answer.tpot_s for answer in answers if answer.tpot_s is not None]
@@ -205,14 +119,37 @@ def percentiles(values: list[float]) -> dict[str, float]:
     return {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98], "max": max(values)}
 
 
-def run_round(url: str, pace: Pace, num_streams: int) -> dict[str, dict[str, object]]:
+def run_round(url: str, pace: StreamPace, num_streams: int) -> dict[str, dict[str, object]]:
     rate, num_asks = num_streams / pace.duration_s, 2 * num_streams
     loads: dict[str, tuple[OfferedLoad, list[float | None]]] = {
         "alone": (OfferedLoad(concurrency=1), [None] * 6),
         "closed": (OfferedLoad(concurrency=num_streams), [None] * num_asks),
         "open": (OfferedLoad(rate=rate), [*poisson(num_asks, rate, seed=1)]),
     }
-    return {name: figures(asyncio.run(measure(url, *load)), pace) for name, load in loads.items()}
+    return {name: figures(run_in_loop(measure(url, *load)), pace) for name, load in loads.items()}
+
+
+def ceiling(core: int | None) -> list[dict[str, float]]:
+    """What one process can read, by the number of streams and of tokens in an event."""
+    found = []
+    for streams in (16, 64, 256):
+        for tokens in (1, 3):
+            gap_s = streams * MAX_EVENT_S
+            together = StreamPace(0.0, gap_s, max(8, round(2.0 / gap_s)), tokens, is_together=True)
+            ready = StreamPace(0.0, 0.0, 1 + 64 * 8, tokens, chunks_per_write=64)
+            row: dict[str, float] = {"streams": streams, "tokens": tokens}
+            for name, pace in (("together", together), ("ready", ready)):
+                with serving(pace, core) as url:
+                    load, num_asks = (
+                        OfferedLoad(concurrency=streams),
+                        streams * (1 if name == "together" else 2),
+                    )
+                    sample = run_in_loop(measure(url, load, [None] * num_asks))
+                num_events = sum(1 + len(answer.gaps_s) for answer in sample.answers)
+                taken_s = sample.seconds * (sample.busy if name == "together" else 1.0)
+                row[name] = num_events / taken_s
+            found.append(row)
+    return found
 
 
 def rows(rounds: list[dict[str, dict[str, object]]], num_streams: int) -> list[list[object]]:
@@ -232,9 +169,6 @@ def rows(rounds: list[dict[str, dict[str, object]]], num_streams: int) -> list[l
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--as-server"]:
-        asyncio.run(serve(Pace(**json.loads(sys.argv[2]))))
-        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
@@ -242,9 +176,18 @@ def main() -> None:
     parser.add_argument("--gap-ms", type=float, default=100.0)
     parser.add_argument("--chunks", type=int, default=40)
     parser.add_argument("--tokens-per-chunk", type=int, default=4)
+    parser.add_argument("--ceiling", action="store_true", help="how many events a process can read")
     parser.add_argument("--out", metavar="FILE")
     options = parser.parse_args()
-    pace = Pace(options.ttft_ms / 1e3, options.gap_ms / 1e3, options.chunks, options.tokens_per_chunk)
+    if options.ceiling:
+        result = context()
+        cells = ceiling(take_core())
+        print(
+            table(["streams, tokens per event, events/s", *cells[0]], [["", *row.values()] for row in cells])
+        )
+        save(options.out, result | {"ceiling": cells})
+        return
+    pace = StreamPace(options.ttft_ms / 1e3, options.gap_ms / 1e3, options.chunks, options.tokens_per_chunk)
     result = context() | {"streams": options.streams, "pace": asdict(pace)}
     with serving(pace, take_core()) as url:
         rounds = [run_round(url, pace, options.streams) for _ in range(options.rounds)]

@@ -74,8 +74,15 @@ def _taken(device: str, pid: int, free_before: int | None) -> int | None:
     if kind_of(device) == "cuda":
         free_now = free_bytes(device)
         return None if free_before is None or free_now is None else free_before - free_now
-    resident = anonymous_bytes(pid)
+    resident = anonymous_bytes(_engine_of(pid))
     return None if resident is None else resident - _bare_bytes()
+
+
+def _engine_of(pid: int) -> int:
+    """The process of a server's engine: its first child."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    found = children.read_text().split() if children.exists() else []
+    return int(found[0]) if found else pid
 
 
 def anonymous_bytes(pid: int | str) -> int | None:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 import aiohttp
@@ -18,10 +19,9 @@ import aiohttp
 from blockdraft.bench import wire
 from blockdraft.bench.endpoint import Switches
 from blockdraft.bench.records import Answer, Ask
-from blockdraft.bench.speculation import read_chunk
-from blockdraft.bench.wire import Json, inside, whole_number
+from blockdraft.bench.stream import BadAnswer, Clock, StreamReader
+from blockdraft.bench.wire import Json
 
-Clock = Callable[[], float]
 OnAnswer = Callable[[Answer], None]
 
 CONNECT_TIMEOUT_S = 10.0  # arbitrary
@@ -31,10 +31,6 @@ LINGER_S = 1.0  # for the end of a stream whose last event is in; arbitrary
 # Turns of the event loop from one request to the next: about what connecting and writing take, so that of
 # hundreds that begin at once each is on its way before the next, and what has arrived for others goes first.
 BEGIN_TURNS = 8
-_TEXTS = ("content", "text")
-_THOUGHTS = ("reasoning_content", "reasoning")  # the same text under two names, where a server sends both
-_DONE = b"[DONE]"
-_FIELDS = (b"event:", b"id:", b"retry:", b":")  # of server-sent events, beside data
 
 
 class Client:
@@ -63,6 +59,11 @@ class Client:
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._beginning = asyncio.Lock()
+
+    def __reduce__(self) -> tuple[Callable[..., Client], tuple[str, str]]:
+        """Let a client be sent to another process, where it is a new one that asks the same server."""
+        make = partial(Client, api_key=self.api_key, timeout_s=self._timeout_s, switches=self.switches)
+        return make, (self._root, self.model)
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -100,11 +101,11 @@ class Client:
             for _ in range(BEGIN_TURNS):
                 await asyncio.sleep(0)
         answer = Answer(ask=ask, turn=turn, planned_s=planned_s, sent_s=self.clock())
-        reader = _Reader(answer, self.clock)
+        reader = StreamReader(answer, self.clock)
         try:
             await self._exchange(path, body, reader)
             reader.check_end()
-        except _BadAnswer as error:
+        except BadAnswer as error:
             answer.error = wire.one_line(str(error), self.api_key)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # time-outs are OSErrors
             self.num_refused += wire.is_refusal(error)
@@ -113,13 +114,13 @@ class Client:
             reader.finish()
         return answer
 
-    async def _exchange(self, path: str, body: bytes, reader: _Reader) -> None:
+    async def _exchange(self, path: str, body: bytes, reader: StreamReader) -> None:
         assert self._session is not None, "a client is used as a context"
         async with self._session.post(self._root + path, data=body) as response:
             self.num_refused = 0
             if response.status != 200:
                 said = wire.server_message(await response.read())
-                raise _BadAnswer(f"HTTP {response.status}: {said}")
+                raise BadAnswer(f"HTTP {response.status}: {said}")
             content = response.content
             while not reader.is_done and (data := await content.readany()):
                 reader.feed(data)
@@ -150,121 +151,3 @@ class Client:
         if ask.ignores_eos:
             body["ignore_eos"] = True
         return body | self.switches.fields(ask)
-
-
-class _BadAnswer(Exception):
-    """Raised for a reply that is no answer; its text becomes the Answer's error."""
-
-
-class _Reader:
-    """Takes the bytes of a stream in, and fills an Answer."""
-
-    def __init__(self, answer: Answer, clock: Clock) -> None:
-        self.is_done = False
-        self._answer = answer
-        self._clock = clock
-        self._rest = b""
-        self._last_s = answer.sent_s  # of the last bytes
-        self._text_s = 0.0  # of the last delta with text
-        self._has_usage = False
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
-
-    def feed(self, data: bytes) -> None:
-        self._last_s = self._clock()
-        self._rest += data
-        if b"\r" in self._rest:
-            self._rest = self._rest.replace(b"\r\n", b"\n")
-        *events, self._rest = self._rest.split(b"\n\n")
-        for event in events:
-            if data := _event_data(event):
-                self._take(data)
-
-    def _take(self, data: bytes) -> None:
-        if data == _DONE:
-            self.is_done = True
-            return
-        try:
-            chunk = json.loads(data)
-        except ValueError:
-            raise _BadAnswer(f"malformed stream: an event is no JSON: {_shown(data)}") from None
-        if not isinstance(chunk, dict):
-            raise _BadAnswer(f"malformed stream: an event is no object: {_shown(data)}")
-        if chunk.get("error") or chunk.get("object") == "error":
-            raise _BadAnswer(f"the server says in the stream: {wire.server_message(data)}")
-        choices = chunk.get("choices")
-        if choices:
-            self._choice(choices[0] if isinstance(choices, list) else choices, data)
-        if chunk.get("usage"):
-            self._usage(chunk["usage"])
-        # Only the last chunks speak of the answer as a whole.
-        if not choices or self._answer.finish_reason is not None:
-            self._answer.speculation = read_chunk(chunk) or self._answer.speculation
-
-    def _choice(self, choice: object, data: bytes) -> None:
-        delta = choice.get("delta", choice) if isinstance(choice, dict) else None
-        if not isinstance(choice, dict) or not isinstance(delta, dict):
-            raise _BadAnswer(f"malformed stream: a choice without a delta: {_shown(data)}")
-        has_text = bool(delta.get("tool_calls"))
-        for kept, names in ((self._texts, _TEXTS), (self._thoughts, _THOUGHTS)):
-            for name in names:
-                if (text := delta.get(name)) and isinstance(text, str):
-                    kept.append(text)
-                    has_text = True
-                    break
-        if has_text:
-            self._stamp()
-        if choice.get("finish_reason"):
-            self._answer.finish_reason = str(choice["finish_reason"])
-
-    def _stamp(self) -> None:
-        answer, now_s = self._answer, self._last_s
-        if answer.first_s is None:
-            answer.first_s = now_s
-        else:
-            answer.gaps_s.append(now_s - self._text_s)
-        self._text_s = now_s
-
-    def _usage(self, usage: object) -> None:
-        answer, completion_tokens = self._answer, whole_number(inside(usage, "completion_tokens"))
-        if completion_tokens is None:
-            return
-        self._has_usage, answer.completion_tokens = True, completion_tokens
-        answer.prompt_tokens = whole_number(inside(usage, "prompt_tokens"))
-        answer.cached_tokens = whole_number(inside(usage, "prompt_tokens_details", "cached_tokens"))
-
-    def check_end(self) -> None:
-        """Raise _BadAnswer if the stream is over before it was complete."""
-        if self._rest.strip() and not self.is_done:
-            if _event_data(self._rest.strip()) != _DONE:
-                raise _BadAnswer(f"the stream broke off inside an event: {_shown(self._rest)}")
-            self.is_done = True
-        if self._answer.finish_reason is None:
-            raise _BadAnswer("the stream ended without a finish_reason.")
-        if not self.is_done:
-            raise _BadAnswer("the stream ended without [DONE].")
-        if not self._has_usage:
-            raise _BadAnswer("the server sent no usage: how many tokens the answer has is unknown.")
-
-    def finish(self) -> None:
-        """Note the end: of a complete answer its last byte, of a failed one the moment it was found out."""
-        answer = self._answer
-        answer.end_s = self._last_s if answer.is_ok else self._clock()
-        answer.text, answer.thinking = "".join(self._texts), "".join(self._thoughts)
-
-
-def _event_data(event: bytes) -> bytes:
-    """Return the data of one server-sent event; empty: it has none."""
-    if event.startswith(b"data:") and b"\n" not in event:
-        return event[5:].strip()
-    parts = []
-    for line in event.split(b"\n"):
-        if line.startswith(b"data:"):
-            parts.append(line[5:].strip())
-        elif line.strip() and not line.startswith(_FIELDS):
-            raise _BadAnswer(f"malformed stream: no server-sent event: {_shown(line)}")
-    return b"\n".join(parts)
-
-
-def _shown(data: bytes) -> str:
-    return repr(data[:80].decode("utf-8", "replace"))

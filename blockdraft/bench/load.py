@@ -8,6 +8,7 @@ import gc
 import random
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 from blockdraft.bench.client import Client, OnAnswer
 from blockdraft.bench.records import NOT_ENDED, NOT_SENT, Answer, Ask, OfferedLoad
@@ -22,6 +23,25 @@ def poisson(num: int, rate: float, seed: int) -> list[float]:
     return list(accumulate(source.expovariate(rate) for _ in range(num)))
 
 
+class SendBlock(Protocol):
+    """Sends a block: from this process (run_block), or from several (Fleet.run_block)."""
+
+    async def __call__(
+        self,
+        client: Client,
+        asks: Sequence[Ask],
+        load: OfferedLoad,
+        on_answer: OnAnswer | None = None,
+        stop: asyncio.Event | None = None,
+    ) -> list[Answer]:
+        """Return the answers, all turns, in the order of `asks`; `on_answer` gets each as it ends.
+
+        Without a rate `load.concurrency` conversations run at a time, and the next begins the moment one
+        ends. With a rate each begins at its `at_s`, whatever else is running. When `stop` is set what runs is
+        given up. Everything asked for is answered, if only by an error that begins with NOT_SENT.
+        """
+
+
 async def run_block(
     client: Client,
     asks: Sequence[Ask],
@@ -29,32 +49,73 @@ async def run_block(
     on_answer: OnAnswer | None = None,
     stop: asyncio.Event | None = None,
 ) -> list[Answer]:
-    """Return the answers, all turns, in the order of `asks`; `on_answer` gets each as it ends.
+    """Send a block from this process, as SendBlock says."""
+    with quiet_collector():
+        ledger = Ledger(asks, start_s=client.clock(), on_answer=on_answer)
+        await send(client, ledger, load, iter(in_order(asks)), stop or asyncio.Event())
+        ledger.mark_unanswered(client)
+        return ledger.all_answers()
 
-    Without a rate `load.concurrency` conversations run at a time, and the next begins the moment one ends.
-    With a rate each begins at its `at_s`, whatever else is running. When `stop` is set what runs is given up.
-    Everything asked for is answered, if only by an error that begins with NOT_SENT.
-    """
-    with _quiet_collector():
-        block = _Block(client, asks, on_answer)
-        work = asyncio.ensure_future(
-            block.at_times() if load.rate is not None else block.in_turn(load.concurrency)
-        )
-        stopping = asyncio.ensure_future((stop or asyncio.Event()).wait())
-        try:
-            await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            work.cancel()
-            stopping.cancel()
-            await asyncio.gather(work, stopping, return_exceptions=True)
-        if not work.cancelled():
-            work.result()  # a bug of ours shows itself here
-        block.mark_unanswered()
-        return [answer for answers in block.answers for answer in answers]
+
+def in_order(asks: Sequence[Ask]) -> list[int]:
+    """Return the numbers of the asks as they are to be sent: as they come, or by their times."""
+    return sorted(range(len(asks)), key=lambda number: asks[number].at_s or 0.0)
+
+
+async def send(
+    client: Client, ledger: Ledger, load: OfferedLoad, numbers: Iterator[int], stop: asyncio.Event
+) -> None:
+    """Ask what `numbers` names, each the moment it is to begin, and note it all; until `stop` is set."""
+    client.num_refused = 0  # of an earlier block: the server may be back
+    work = asyncio.ensure_future(
+        _at_times(client, ledger, numbers)
+        if load.rate is not None
+        else _in_turn(client, ledger, numbers, load.concurrency)
+    )
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        work.cancel()
+        stopping.cancel()
+        await asyncio.gather(work, stopping, return_exceptions=True)
+    if not work.cancelled():
+        work.result()  # a bug of ours shows itself here
+
+
+async def _in_turn(client: Client, ledger: Ledger, numbers: Iterator[int], concurrency: int) -> None:
+    async def one_after_another() -> None:
+        for number in numbers:  # shared: each takes the next
+            if client.num_refused >= MAX_REFUSED:
+                return
+            await _converse(client, ledger, number, client.clock())
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(concurrency, len(ledger.asks))):
+            group.create_task(one_after_another())
+
+
+async def _at_times(client: Client, ledger: Ledger, numbers: Iterator[int]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for number in numbers:
+            time_s = ledger.start_s + (ledger.asks[number].at_s or 0.0)
+            while (left_s := time_s - client.clock()) > 0:  # uvloop's timers may be early by 0.5 ms
+                await asyncio.sleep(left_s)
+            if client.num_refused >= MAX_REFUSED:
+                return
+            group.create_task(_converse(client, ledger, number, time_s))
+
+
+async def _converse(client: Client, ledger: Ledger, number: int, planned_s: float) -> None:
+    ledger.begun_s[number] = client.clock()
+    await client.converse(
+        ledger.asks[number], planned_s=planned_s, on_answer=lambda answer: ledger.take(number, answer)
+    )
+    ledger.ended.add(number)
 
 
 @contextlib.contextmanager
-def _quiet_collector() -> Iterator[None]:
+def quiet_collector() -> Iterator[None]:
     """Keep what is in memory already out of garbage collections: with PyTorch loaded one takes 0.1 s."""
     gc.collect()
     gc.freeze()
@@ -64,66 +125,42 @@ def _quiet_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _Block:
-    def __init__(self, client: Client, asks: Sequence[Ask], on_answer: OnAnswer | None) -> None:
-        self._client = client
-        self._asks = asks
-        self._clock = client.clock
+class Ledger:
+    """What has become of each ask of a block so far."""
+
+    def __init__(
+        self, asks: Sequence[Ask], *, start_s: float = 0.0, on_answer: OnAnswer | None = None
+    ) -> None:
+        self.asks = asks
+        self.start_s = start_s  # `at_s` counts from here
+        self.begun_s: dict[int, float] = {}
+        self.ended: set[int] = set()
         self._on_answer = on_answer
-        self._start_s = client.clock()
-        client.num_refused = 0  # of an earlier block: the server may be back
-        self._begun_s: list[float | None] = [None] * len(asks)
-        self._is_ended = [False] * len(asks)
-        self.answers: list[list[Answer]] = [[] for _ in asks]
+        self._answers: list[list[Answer]] = [[] for _ in asks]
 
-    async def in_turn(self, concurrency: int) -> None:
-        numbers = iter(range(len(self._asks)))  # shared: each takes the next
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, len(self._asks))):
-                group.create_task(self._one_after_another(numbers))
-
-    async def _one_after_another(self, numbers: Iterator[int]) -> None:
-        for number in numbers:
-            if self._is_gone:
-                return
-            await self._converse(number, self._clock())
-
-    async def at_times(self) -> None:
-        times = [self._start_s + (ask.at_s or 0.0) for ask in self._asks]
-        async with asyncio.TaskGroup() as group:
-            for number in sorted(range(len(times)), key=times.__getitem__):
-                await asyncio.sleep(max(0.0, times[number] - self._clock()))
-                if self._is_gone:
-                    return
-                group.create_task(self._converse(number, times[number]))
-
-    @property
-    def _is_gone(self) -> bool:
-        return self._client.num_refused >= MAX_REFUSED
-
-    async def _converse(self, number: int, planned_s: float) -> None:
-        self._begun_s[number] = self._clock()
-        await self._client.converse(
-            self._asks[number], planned_s=planned_s, on_answer=lambda answer: self._take(number, answer)
-        )
-        self._is_ended[number] = True
-
-    def _take(self, number: int, answer: Answer) -> None:
-        self.answers[number].append(answer)
+    def take(self, number: int, answer: Answer) -> None:
+        self._answers[number].append(answer)
         if self._on_answer is not None:
             self._on_answer(answer)
 
-    def mark_unanswered(self) -> None:
+    def all_answers(self) -> list[Answer]:
+        return [answer for answers in self._answers for answer in answers]
+
+    def mark_unanswered(self, client: Client) -> None:
         """Add an error for each conversation that has not come to its end."""
-        gone = f"{self._client.host} refused {MAX_REFUSED} connections in a row."
-        why = gone if self._is_gone else STOPPED
-        for number, ask in enumerate(self._asks):
-            if self._is_ended[number]:
+        gone = f"{client.host} refused {MAX_REFUSED} connections in a row."
+        why = gone if client.num_refused >= MAX_REFUSED else STOPPED
+        for number, ask in enumerate(self.asks):
+            if number in self.ended:
                 continue
-            now_s, turn = self._clock(), len(self.answers[number])
-            planned_s = now_s if ask.at_s is None else self._start_s + ask.at_s
-            begun_s = self._begun_s[number]
+            now_s, answers = client.clock(), self._answers[number]
+            planned_s = now_s if ask.at_s is None else self.start_s + ask.at_s
+            begun_s = self.begun_s.get(number)
             error = NOT_SENT + why if begun_s is None else NOT_ENDED + STOPPED
-            sent_s = self.answers[number][-1].end_s if turn else now_s if begun_s is None else begun_s
-            answer = Answer(ask=ask, turn=turn, planned_s=planned_s, sent_s=sent_s, end_s=now_s, error=error)
-            self._take(number, answer)
+            sent_s = answers[-1].end_s if answers else now_s if begun_s is None else begun_s
+            self.take(
+                number,
+                Answer(
+                    ask=ask, turn=len(answers), planned_s=planned_s, sent_s=sent_s, end_s=now_s, error=error
+                ),
+            )

@@ -16,7 +16,7 @@ from blockdraft.bench.wire import server_root, shown_host
 from blockdraft.bench.workloads import load_all, with_turns
 from blockdraft.errors import BenchError
 
-_POSITIVE = ("max_tokens", "num_prompts", "max_turns", "rate", "timeout", "start_timeout")
+_POSITIVE = ("processes", "max_tokens", "num_prompts", "max_turns", "rate", "timeout", "start_timeout")
 _Number = TypeVar("_Number", int, float)
 
 
@@ -80,6 +80,7 @@ class Options:
     offline: bool = False
     prompt_seed: int = 0
     table: str | None = None
+    processes: int | None = None  # at most
 
     def __post_init__(self) -> None:
         if self.rate is not None and (self.concurrency is not None or self.table is not None):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from blockdraft.bench.client import Client
 from blockdraft.bench.endpoint import Endpoint, read_speculation
 from blockdraft.bench.filler import filler
-from blockdraft.bench.load import MAX_REFUSED, poisson, run_block
+from blockdraft.bench.load import MAX_REFUSED, SendBlock, poisson, run_block
 from blockdraft.bench.records import Answer, Arm, Ask, Group, Key, OfferedLoad, Prompt, Speculation, Workload
 from blockdraft.bench.speculation import difference, total_of
 from blockdraft.bench.wire import shown_host
@@ -129,12 +129,14 @@ class Runner:
         *,
         watcher: Watcher | None = None,
         stop: asyncio.Event | None = None,
+        send: SendBlock = run_block,
     ) -> None:
         self.grid = grid
         self.servers = servers
         self.outcome = RunOutcome()
         self._watcher = watcher or Watcher()
         self._stop = stop or asyncio.Event()
+        self._send = send
         self._run_id = secrets.token_hex(3)
         # Words change what is answered: they are salted only where a field of the request does not do.
         endpoints = [server.endpoint for server in servers.values()]
@@ -222,7 +224,7 @@ class Runner:
         return await read_speculation(server.endpoint.url, server.client.api_key, server.endpoint.model)
 
     async def _block(self, server: Server, asks: list[Ask], load: OfferedLoad) -> list[Answer]:
-        answers = await run_block(server.client, asks, load, on_answer=self._watcher.take, stop=self._stop)
+        answers = await self._send(server.client, asks, load, on_answer=self._watcher.take, stop=self._stop)
         if self._stop.is_set():
             self.outcome.trouble = "interrupted: these are the results so far."
         elif server.client.num_refused >= min(MAX_REFUSED, len(asks)):

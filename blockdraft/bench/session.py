@@ -14,6 +14,7 @@ from rich.console import Console
 from blockdraft.bench.client import Client
 from blockdraft.bench.endpoint import probe
 from blockdraft.bench.figures import BenchReport, Startup
+from blockdraft.bench.fleet import Fleet, most_processes
 from blockdraft.bench.host import machine
 from blockdraft.bench.live import Watch
 from blockdraft.bench.options import Options
@@ -43,10 +44,13 @@ class Session:
         starts: list[Startup] = []
         async with self._server(starts) as (url, started), contextlib.AsyncExitStack() as stack:
             servers = await self._servers(url, stack)
+            limit = self.options.processes or most_processes()
+            fleet = await stack.enter_async_context(Fleet(self.grid.loads, limit))
             stop = asyncio.Event()
             _on_endings(stop.set)
             with Watch(self.grid.total * len(servers), self.console) as watch:
-                outcome = await Runner(self.grid, servers, watcher=watch, stop=stop).run()
+                runner = Runner(self.grid, servers, watcher=watch, stop=stop, send=fleet.run_block)
+                outcome = await runner.run()
         if started is not None:
             starts.append(started.facts(next(iter(outcome.cold.values()), None)))
         return self._report(servers, outcome, starts), outcome

@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, metavar="DIR", help="where data sets lie, e.g. gsm8k_test.jsonl.gz")
     add("--offline", action="store_true", help="do not look for data sets on the hub")
     add("--prompt-seed", type=int, default=0, metavar="N", help="of samples and arrivals")
+    add("--processes", type=int, metavar="N", help="to send from, at most (default: half of the cores)")
     add("--table", metavar="NAME", help="the shape of a published table: z-lab, spark or mt-bench")
     add = parser.add_argument_group("output").add_argument
     add(
@@ -89,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from blockdraft.bench.loop import run_in_loop
     from blockdraft.bench.session import ENDINGS
 
     if args.target[:1] == ["compare"]:
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     # A server of our own ends with us, whatever ends us.
     before = {number: signal.signal(number, signal.default_int_handler) for number in ENDINGS}
     try:
-        return asyncio.run(_measure(args, options))
+        return run_in_loop(_measure(args, options))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except BenchError as error:  # a server's log may hold the key

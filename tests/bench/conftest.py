@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture
 def quick_blocks(monkeypatch):
     """Collecting garbage before every block takes longer than these blocks: PyTorch is in memory."""
-    monkeypatch.setattr("blockdraft.bench.load._quiet_collector", contextlib.nullcontext)
+    monkeypatch.setattr("blockdraft.bench.load.quiet_collector", contextlib.nullcontext)

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 KEY = "sk-very-secret"
 SUFFIXES = (".json", ".md", ".html")
 SMALL = ("--workload", "qa", "--num-prompts", "4", "--max-tokens", "8")
-QUIET_COLLECTOR = load._quiet_collector
+QUIET_COLLECTOR = load.quiet_collector
 STUB_COMMAND = f"{shlex.quote(sys.executable)} -m tests.bench.stub {{port}}"
 
 
@@ -73,7 +73,7 @@ def is_plain(body):
 
 def test_every_figure_is_the_stubs(stub, capsys, monkeypatch):
     """Each answer 33 tokens in 11 deltas: 100 ms to the first and 200 ms for the rest, or 600 ms plain."""
-    monkeypatch.setattr(load, "_quiet_collector", QUIET_COLLECTOR)  # times are what it is about
+    monkeypatch.setattr(load, "quiet_collector", QUIET_COLLECTOR)  # times are what it is about
     stub.script = lambda number, body: Script(
         ttft_s=0.1,
         gap_s=0.06 if is_plain(body) else 0.02,
@@ -383,11 +383,14 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_keeps_its_files(stub, number):
+@pytest.mark.parametrize(
+    ("number", "flags"), [(signal.SIGINT, ["--concurrency", "40", "--processes", "2"]), (signal.SIGTERM, [])]
+)
+def test_an_interrupted_run_keeps_its_files(stub, number, flags):
     stub.script = Script(ttft_s=0.05, num_chunks=2)
-    with running(stub.url, "--workload", "qa", "--num-prompts", "500", "--out", "x") as process:
-        wait_for(lambda: len(stub.bodies) > 9)
+    asked = ("--workload", "qa", "--num-prompts", "9000" if flags else "500")
+    with running(stub.url, *asked, *flags, "--out", "x") as process:
+        wait_for(lambda: len(stub.bodies) > (135 if flags else 9))
         process.send_signal(number)
         out, err = process.communicate(timeout=20)
     assert process.returncode == 130, err

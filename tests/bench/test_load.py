@@ -1,6 +1,8 @@
 """Blocks of conversations: how many at a time, when, and what becomes of them when the server dies."""
 
 import asyncio
+import os
+import signal
 import statistics
 import time
 from itertools import pairwise
@@ -8,8 +10,11 @@ from itertools import pairwise
 import pytest
 
 from blockdraft.bench.client import Client
+from blockdraft.bench.fleet import Fleet, num_processes
 from blockdraft.bench.load import poisson, run_block
+from blockdraft.bench.loop import run_in_loop
 from blockdraft.bench.records import NOT_SENT, SPECULATIVE, Ask, OfferedLoad, Prompt
+from blockdraft.errors import BenchError
 from tests.bench.stub import MODEL, Script, Stub
 
 
@@ -149,3 +154,91 @@ def test_poisson_arrivals_have_the_rate_and_are_the_same_again():
     assert statistics.mean(gaps) == pytest.approx(0.02, rel=0.05)
     assert statistics.stdev(gaps) == pytest.approx(0.02, rel=0.08)  # as of an exponential distribution
     assert times == poisson(4000, 50.0, seed=3) != poisson(4000, 50.0, seed=4)
+
+
+# ---- several processes
+
+
+def test_processes_are_few_where_streams_are():
+    closed = [num_processes(OfferedLoad(concurrency=streams), 8) for streams in (1, 32, 33, 128, 1000)]
+    assert closed == [1, 1, 2, 4, 8]
+    assert [num_processes(OfferedLoad(rate=rate), 8) for rate in (0.5, 32.0, 40.5)] == [1, 1, 2]
+
+
+def run_fleet(*blocks, stop_after_s=None, on_answer=None):
+    """Of each block (address, asks, load), sent by two processes: the answers, and how many were refused."""
+
+    async def work():
+        stop, found = asyncio.Event(), []
+        async with Fleet([OfferedLoad(concurrency=33)], limit=2) as fleet:
+            if stop_after_s is not None:
+                asyncio.get_running_loop().call_later(stop_after_s, stop.set)
+            for url, asked, load in blocks:
+                async with Client(url, MODEL, timeout_s=20) as client:
+                    answers = await fleet.run_block(client, asked, load, on_answer, stop)
+                    found.append((answers, client.num_refused))
+        return found
+
+    return run_in_loop(work())
+
+
+def test_two_processes_measure_as_one_does(stub):
+    """Both kinds of loop, one after the other, by the same processes."""
+    stub.script = Script(ttft_s=0.1, num_chunks=3)
+    times = [0.01 * i for i in range(40)]
+    seen = []
+    start_s = time.monotonic()
+    (closed, _), (opened, _) = run_fleet(
+        (stub.url, asks(99), OfferedLoad(concurrency=33)),
+        (stub.url, asks(40, times, ("a", "b")), OfferedLoad(rate=40.0)),
+        on_answer=seen.append,
+    )
+    assert [answer.ask.prompt.id for answer in closed] == [str(i) for i in range(99)]
+    assert [(answer.text, answer.error, len(answer.gaps_s)) for answer in closed] == [
+        ("w0 w1 w2 ", None, 2)
+    ] * 99
+    assert all(start_s < answer.sent_s < answer.first_s < time.monotonic() for answer in closed)
+    assert (
+        max(answer.end_s for answer in closed) - min(answer.sent_s for answer in closed) < 1.0
+    )  # three rounds
+    assert stub.max_running <= 33
+    assert [(answer.ask.prompt.id, answer.turn) for answer in opened] == [
+        (str(i), turn) for i in range(40) for turn in range(2)
+    ]
+    for answer, at_s in zip(opened[::2], times, strict=True):
+        assert answer.planned_s - opened[0].planned_s == pytest.approx(at_s)
+        assert 0 <= answer.sent_s - answer.planned_s < 0.2
+    assert sorted(map(id, seen)) == sorted(map(id, [*closed, *opened]))
+
+
+def test_two_processes_are_stopped_and_find_a_server_gone(stub):
+    stub.script = lambda number, body: Script(ttft_s=0.0 if number < 5 else 60.0)
+    load = OfferedLoad(concurrency=33)
+    (gone, num_refused), (stopped, _) = run_fleet(
+        ("http://127.0.0.1:1", asks(200), load), (stub.url, asks(50), load), stop_after_s=1.2
+    )
+    assert len(gone) == 200
+    assert num_refused >= 6
+    assert gone[-1].error == "not sent: 127.0.0.1:1 refused 3 connections in a row."
+    errors = [answer.error for answer in stopped]
+    assert errors.count(None) == 5
+    assert errors.count("not ended: the run was stopped.") == 33
+    assert errors.count("not sent: the run was stopped.") == 12
+
+
+def test_a_process_that_dies_is_told_and_the_others_end(stub):
+    stub.script = Script(ttft_s=60.0)
+    children = []
+
+    async def work():
+        load = OfferedLoad(concurrency=33)
+        async with Fleet([load], limit=2) as fleet, Client(stub.url, MODEL) as client:
+            children.extend(process.pid for process in fleet._processes)
+            asyncio.get_running_loop().call_later(0.3, os.kill, children[0], signal.SIGKILL)
+            await fleet.run_block(client, asks(66), load)
+
+    with pytest.raises(BenchError, match="a process of the load generator ended with code -9"):
+        run_in_loop(work())
+    for pid in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

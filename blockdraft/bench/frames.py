@@ -1,0 +1,71 @@
+"""What the processes of a load generator tell each other: pickled records, each after its length."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from blockdraft.bench.client import Client
+from blockdraft.bench.records import Answer, Ask, OfferedLoad
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One process's part of a block; of asks with times, every `num_processes`-th from `place` on."""
+
+    client_number: int  # a process keeps its client of this number
+    client: Client
+    asks: Sequence[Ask]  # all of the block
+    load: OfferedLoad  # of this process
+    place: int
+    num_processes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """All processes are ready: the block begins at this time of their common clock."""
+
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A turn has ended. Its ask stays where it came from: prompts may be long."""
+
+    number: int
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A process has done its part of a block, or has given it up."""
+
+    begun_s: dict[int, float]
+    ended: set[int]
+    num_refused: int
+    cpu_s: float  # since Begin
+
+
+Word = Literal["ready", "end"]  # "end" of a block: give up what still runs
+Frame = Share | Begin | Answered | Done | Word
+
+
+def packed(frame: Frame) -> bytes:
+    data = pickle.dumps(frame, protocol=pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(data)) + data
+
+
+async def next_frame(reader: asyncio.StreamReader) -> Frame | None:
+    """Return what comes next; None: the other side has ended."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        frame: Frame = pickle.loads(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return frame

@@ -1,0 +1,168 @@
+"""The stream of an answer: bytes in, an Answer out, timed before anything is parsed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from blockdraft.bench import wire
+from blockdraft.bench.alike import Surroundings, surroundings
+from blockdraft.bench.records import Answer
+from blockdraft.bench.speculation import read_chunk
+from blockdraft.bench.wire import inside, whole_number
+
+Clock = Callable[[], float]
+
+MAX_UNLIKE = 8  # chunks in a row whose surroundings are looked at in vain; arbitrary
+_TEXTS = ("content", "text")
+_THOUGHTS = ("reasoning_content", "reasoning")  # the same text under two names, where a server sends both
+_DONE = b"[DONE]"
+_FIELDS = (b"event:", b"id:", b"retry:", b":")  # of server-sent events, beside data
+
+
+class BadAnswer(Exception):
+    """Raised for a reply that is no answer; its text becomes the Answer's error."""
+
+
+class StreamReader:
+    """Takes the bytes of a stream in, and fills an Answer."""
+
+    def __init__(self, answer: Answer, clock: Clock) -> None:
+        self.is_done = False
+        self._answer = answer
+        self._clock = clock
+        self._rest = b""
+        self._last_s = answer.sent_s  # of the last bytes
+        self._text_s = 0.0  # of the last delta with text
+        self._has_usage = False
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._only_text: tuple[list[str], str] | None = None  # where the last chunk's went, and its field
+        self._around: tuple[list[str], Surroundings] | None = None  # where such a text goes
+        self._num_unlike = 0  # surroundings in a row of which no second chunk came
+
+    def feed(self, data: bytes) -> None:
+        self._last_s = self._clock()
+        self._rest += data
+        if b"\r" in self._rest:
+            self._rest = self._rest.replace(b"\r\n", b"\n")
+        *events, self._rest = self._rest.split(b"\n\n")
+        for event in events:
+            if self._around is not None and self._take_alike(event, *self._around):
+                continue
+            if data := _event_data(event):
+                self._take(data)
+                self._learn(event)
+
+    def _take_alike(self, event: bytes, kept: list[str], around: Surroundings) -> bool:
+        """Take a chunk that differs from an earlier one by its text alone; whether it does."""
+        text = around.text_in(event)
+        if not text:
+            return False
+        kept.append(text)
+        self._stamp()
+        self._num_unlike = 0
+        return True
+
+    def _learn(self, event: bytes) -> None:
+        """Note what surrounds the text of the chunk that was parsed last, if text is all it brought."""
+        if self._only_text is not None and self._num_unlike < MAX_UNLIKE:
+            self._num_unlike += 1
+            kept, name = self._only_text
+            around = surroundings(event.decode(), name)
+            self._around = None if around is None else (kept, around)
+
+    def _take(self, data: bytes) -> None:
+        self._only_text = None
+        if data == _DONE:
+            self.is_done = True
+            return
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            raise BadAnswer(f"malformed stream: an event is no JSON: {_shown(data)}") from None
+        if not isinstance(chunk, dict):
+            raise BadAnswer(f"malformed stream: an event is no object: {_shown(data)}")
+        if chunk.get("error") or chunk.get("object") == "error":
+            raise BadAnswer(f"the server says in the stream: {wire.server_message(data)}")
+        choices = chunk.get("choices")
+        if choices:
+            self._choice(choices[0] if isinstance(choices, list) else choices, data)
+        if chunk.get("usage"):
+            self._usage(chunk["usage"])
+            self._only_text = None
+        # Only the last chunks speak of the answer as a whole.
+        if not choices or self._answer.finish_reason is not None:
+            self._answer.speculation = read_chunk(chunk) or self._answer.speculation
+            self._only_text = self._around = None
+
+    def _choice(self, choice: object, data: bytes) -> None:
+        delta = choice.get("delta", choice) if isinstance(choice, dict) else None
+        if not isinstance(choice, dict) or not isinstance(delta, dict):
+            raise BadAnswer(f"malformed stream: a choice without a delta: {_shown(data)}")
+        has_calls = bool(delta.get("tool_calls"))
+        found = []
+        for kept, names in ((self._texts, _TEXTS), (self._thoughts, _THOUGHTS)):
+            for name in names:
+                if (text := delta.get(name)) and isinstance(text, str):
+                    kept.append(text)
+                    found.append((kept, name))
+                    break
+        if found or has_calls:
+            self._stamp()
+        if len(found) == 1 and not has_calls:
+            self._only_text = found[0]
+        if choice.get("finish_reason"):
+            self._answer.finish_reason = str(choice["finish_reason"])
+
+    def _stamp(self) -> None:
+        answer, now_s = self._answer, self._last_s
+        if answer.first_s is None:
+            answer.first_s = now_s
+        else:
+            answer.gaps_s.append(now_s - self._text_s)
+        self._text_s = now_s
+
+    def _usage(self, usage: object) -> None:
+        answer, completion_tokens = self._answer, whole_number(inside(usage, "completion_tokens"))
+        if completion_tokens is None:
+            return
+        self._has_usage, answer.completion_tokens = True, completion_tokens
+        answer.prompt_tokens = whole_number(inside(usage, "prompt_tokens"))
+        answer.cached_tokens = whole_number(inside(usage, "prompt_tokens_details", "cached_tokens"))
+
+    def check_end(self) -> None:
+        """Raise BadAnswer if the stream is over before it was complete."""
+        if self._rest.strip() and not self.is_done:
+            if _event_data(self._rest.strip()) != _DONE:
+                raise BadAnswer(f"the stream broke off inside an event: {_shown(self._rest)}")
+            self.is_done = True
+        if self._answer.finish_reason is None:
+            raise BadAnswer("the stream ended without a finish_reason.")
+        if not self.is_done:
+            raise BadAnswer("the stream ended without [DONE].")
+        if not self._has_usage:
+            raise BadAnswer("the server sent no usage: how many tokens the answer has is unknown.")
+
+    def finish(self) -> None:
+        """Note the end: of a complete answer its last byte, of a failed one the moment it was found out."""
+        answer = self._answer
+        answer.end_s = self._last_s if answer.is_ok else self._clock()
+        answer.text, answer.thinking = "".join(self._texts), "".join(self._thoughts)
+
+
+def _event_data(event: bytes) -> bytes:
+    """Return the data of one server-sent event; empty: it has none."""
+    if event.startswith(b"data:") and b"\n" not in event:
+        return event[5:].strip()
+    parts = []
+    for line in event.split(b"\n"):
+        if line.startswith(b"data:"):
+            parts.append(line[5:].strip())
+        elif line.strip() and not line.startswith(_FIELDS):
+            raise BadAnswer(f"malformed stream: no server-sent event: {_shown(line)}")
+    return b"\n".join(parts)
+
+
+def _shown(data: bytes) -> str:
+    return repr(data[:80].decode("utf-8", "replace"))

@@ -1,0 +1,93 @@
+"""One process of a load generator of several: it sends its share of each block, until its input ends.
+
+    python -m blockdraft.bench.worker FILE
+
+Share, Begin and "end" come in; "ready", Answered and Done go out, by the pipes that Fleet holds the other
+ends of. FILE is the number of the open file with the tickets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from blockdraft.bench.client import Client
+from blockdraft.bench.frames import Answered, Begin, Done, Share, next_frame, packed
+from blockdraft.bench.load import Ledger, in_order, quiet_collector, send
+from blockdraft.bench.loop import run_in_loop
+from blockdraft.bench.records import SPECULATIVE, Answer, Ask, Prompt
+from blockdraft.bench.tickets import take_all
+
+_NO_ASK = Ask(Prompt("", "", ()), SPECULATIVE, max_tokens=0)
+
+
+class Worker:
+    """The process, between its two pipes."""
+
+    def __init__(self, reader: asyncio.StreamReader, output: asyncio.WriteTransport, tickets: int) -> None:
+        self._reader = reader
+        self._output = output
+        self._tickets = tickets
+        self._clients: dict[int, Client] = {}
+
+    async def run(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            self._output.write(packed("ready"))
+            while isinstance(share := await next_frame(self._reader), Share):
+                number = share.client_number
+                if number not in self._clients:
+                    self._clients[number] = await stack.enter_async_context(share.client)
+                await self._send(share, self._clients[number])
+
+    async def _send(self, share: Share, client: Client) -> None:
+        with quiet_collector():
+            ledger = _Told(share, self._output)
+            self._output.write(packed("ready"))
+            begin = await next_frame(self._reader)
+            if not isinstance(begin, Begin):
+                return
+            ledger.start_s, cpu_s = begin.start_s, time.process_time()
+            stop = asyncio.Event()
+            listening = asyncio.ensure_future(self._stop_at_a_word(stop))
+            await send(client, ledger, share.load, self._numbers(share), stop)
+            cpu_s = time.process_time() - cpu_s
+            self._output.write(packed(Done(ledger.begun_s, ledger.ended, client.num_refused, cpu_s)))
+            await listening
+
+    def _numbers(self, share: Share) -> Iterator[int]:
+        if share.load.rate is None:
+            return take_all(self._tickets)
+        return iter(in_order(share.asks)[share.place :: share.num_processes])
+
+    async def _stop_at_a_word(self, stop: asyncio.Event) -> None:
+        """Every block has one more word: "end". Without it whoever began the block is gone."""
+        await next_frame(self._reader)
+        stop.set()
+
+
+class _Told(Ledger):
+    """A ledger that tells what is entered, and keeps no answer itself."""
+
+    def __init__(self, share: Share, output: asyncio.WriteTransport) -> None:
+        super().__init__(share.asks)
+        self._output = output
+
+    def take(self, number: int, answer: Answer) -> None:
+        self._output.write(packed(Answered(number, replace(answer, ask=_NO_ASK))))
+
+
+async def _main(tickets: int) -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    output, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(os.dup(1), "wb", buffering=0))
+    await Worker(reader, output, tickets).run()
+
+
+if __name__ == "__main__":
+    run_in_loop(_main(int(sys.argv[1])))
