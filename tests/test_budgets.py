@@ -29,7 +29,7 @@ BUDGETS = {
     "text": 1_000,
     "cache": 800,
     "machine": 800,
-    "step": 450,
+    "step": 600,
     **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases", "prometheus_text"), 250),
 }
 CORE = ("engine", "step", "cache", "models")

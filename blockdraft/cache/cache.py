@@ -61,10 +61,17 @@ class Cache:
                 storage.append(PagedKV(spec, num_slots=slots, dtype=dtype, device=device))
         self.storage = tuple(storage)
 
-    def view(self, rows: Rows, counts: int | tuple[int, ...], *, is_known: bool = False) -> CacheView:
+    def view(
+        self,
+        rows: Rows,
+        counts: int | tuple[int, ...],
+        *,
+        is_known: bool = False,
+        offsets: Tensor | None = None,
+    ) -> CacheView:
         """The view of one forward over the active rows: `counts` tokens each, from `length` on.
 
-        `is_known` tokens need no verdict: recurrent layers fold them as they come.
+        `is_known` tokens need no verdict: recurrent layers fold them as they come. `offsets`: as in Blocks.
         """
         active = rows.active
         if isinstance(counts, int):
@@ -77,9 +84,10 @@ class Cache:
             counts=counts,
             page_size=self.page_size,
             locate=self._kernels.locate,
+            offsets=offsets,
         )
-        offsets = blocks.offsets if self._states else None
-        scan = Scan(active, starts, counts, is_known, offsets, max(counts, default=0))
+        begins = blocks.offsets if self._states else None
+        scan = Scan(active, starts, counts, is_known, begins, max(counts, default=0))
         return CacheView(self.storage, blocks=blocks, rows=scan, kernels=self._kernels)
 
     def commit(self, rows: Rows, starts: Tensor, num_committed: Tensor) -> None:
@@ -89,6 +97,11 @@ class Cache:
         """
         for states in self._states.values():
             states.commit(rows.active, starts, num_committed)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer is recurrent."""
+        return bool(self._states)
 
     @property
     def num_bytes(self) -> int:

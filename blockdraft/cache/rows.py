@@ -208,6 +208,8 @@ class Rows:
         progress = Progress(self.length, self.anchor)
         self.kernels.advance(progress, block, sampled, num_committed, self.sampling())
 
-    def extend(self, counts: Items[int]) -> None:
+    def extend(self, counts: Items[int] | Tensor) -> None:
         """Commit `counts` prompt tokens of the active rows; the anchor stays the last known token."""
-        self.length[self.active] += self._tensor(counts)
+        if not isinstance(counts, Tensor):
+            counts = self._tensor(counts)
+        self.length[self.active] += torch.where(self.active == self.max_rows, 0, counts)  # scratch stays

@@ -127,7 +127,7 @@ class Bulk:
 
     def close(self) -> None:
         """Let go of the cache, which graphs hold on to."""
-        self._engine.graphs = None
+        self._engine.drop_graphs()
 
     def answer(self, questions: Iterable[Question]) -> Iterator[BulkAnswer]:
         """Answers as they end, which is not the order of the questions."""

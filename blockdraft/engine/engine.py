@@ -28,6 +28,7 @@ from blockdraft.planner.plan import Plan
 from blockdraft.step.decode import decode_step
 from blockdraft.step.graphs import Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step, prompt_logprobs
+from blockdraft.step.prefill_graphs import PrefillGraphs
 from blockdraft.step.verify import Logprobs, Verdict
 from blockdraft.text.detokenizer import TextStream
 
@@ -73,6 +74,7 @@ class Engine:
         self.scheduler = Scheduler(plan, pages, clock)
         self.stats = Stats(clock, plan.max_context)
         self.graphs: StepGraphs | None = None  # None: steps run kernel by kernel
+        self.prefill_graphs: PrefillGraphs | None = None
         self._pending: tuple[Batch, Launched] | None = None
         self._ids = itertools.count()
         self._rates = None if models.rates is None else torch.tensor(models.rates, device=models.device)
@@ -205,15 +207,23 @@ class Engine:
         """
         self.graphs = StepGraphs(self.decode, self.rows)
         self.graphs.capture(sizes, widths, now)
+        if not self.cache.has_states:
+            most = min(self.models.plan.chunk, self.models.plan.max_context)
+            self.prefill_graphs = PrefillGraphs(self.prefill, self.rows, max_tokens=most, steps=self.graphs)
+
+    def drop_graphs(self) -> None:
+        """They hold the engine, and with it the cache."""
+        self.graphs = self.prefill_graphs = None
 
     def prepare(self) -> bool:
         """Something that later steps will want, while there is nothing else to do. False: all is prepared."""
-        return self.graphs is not None and self.graphs.capture_next()
+        if self.graphs is not None and self.graphs.capture_next():
+            return True
+        return self.prefill_graphs is not None and self.prefill_graphs.capture_next()
 
     def _launch(self, batch: Batch) -> Launched:
         if batch.kind == "prefill":
-            self._place(batch)
-            return Launched(outcome=self._prefill(batch))
+            return Launched(outcome=self._launch_prefill(batch))
         asked = {s.request.sampling.logprobs for s in batch.sequences}
         num_logprobs = max((k for k in asked if k is not None), default=None)
         place = len(batch.sequences), batch.width
@@ -247,34 +257,48 @@ class Engine:
     def _place(self, batch: Batch, num_rows: int | None = None) -> None:
         """Bring rows up to date: new sequences, new pages, and which of them run, filled up to `num_rows`."""
         entries: list[tuple[int, int, list[int]]] = []
+        new = []
         for sequence, start in zip(batch.sequences, batch.starts, strict=True):
             assert sequence.row is not None
             if sequence.num_placed_pages is None:
-                self.rows.place(sequence.row, sequence.token_ids, start, sequence.sampling)
+                new.append((sequence.row, sequence.token_ids, start, sequence.sampling))
                 sequence.num_placed_pages = 0
             if len(sequence.pages) > sequence.num_placed_pages:
                 fresh = sequence.pages[sequence.num_placed_pages :]
                 entries.append((sequence.row, sequence.num_placed_pages, fresh))
                 sequence.num_placed_pages = len(sequence.pages)
+        self.rows.place_all(new)
         self.rows.set_pages(entries)
         self.rows.activate([s.row for s in batch.sequences if s.row is not None], num_rows)
 
-    def _prefill(self, batch: Batch) -> Outcome:
-        tokens = [
-            sequence.token_ids[start : start + count]
-            for sequence, start, count in zip(batch.sequences, batch.starts, batch.counts, strict=True)
-        ]
-        stream = list(itertools.chain.from_iterable(tokens))
-        token_ids = to_device(stream, self.models.device)
-        hidden = prefill_step(
+    def prefill(self, token_ids: Tensor, counts: tuple[int, ...], offsets: Tensor | None = None) -> Tensor:
+        """One prefill of the active rows: prefill_step."""
+        return prefill_step(
             target=self.models.target,
             drafter=self.models.drafter,
             cache=self.cache,
             rows=self.rows,
             token_ids=token_ids,
-            counts=batch.counts,
+            counts=counts,
+            offsets=offsets,
         )
-        if not any(sequence.wants_prompt_logprobs for sequence in batch.sequences):
+
+    def _launch_prefill(self, batch: Batch) -> Outcome:
+        tokens = [
+            sequence.token_ids[start : start + count]
+            for sequence, start, count in zip(batch.sequences, batch.starts, batch.counts, strict=True)
+        ]
+        stream = list(itertools.chain.from_iterable(tokens))
+        wants_logprobs = any(sequence.wants_prompt_logprobs for sequence in batch.sequences)
+        if self.prefill_graphs is not None and not wants_logprobs:
+            graph = self.prefill_graphs.find(len(stream), len(batch.sequences))
+            if graph is not None:
+                self._place(batch, graph.num_rows)
+                graph.replay(stream, batch.counts)
+                return Outcome()
+        self._place(batch)
+        hidden = self.prefill(to_device(stream, self.models.device), batch.counts)
+        if not wants_logprobs:
             return Outcome()
         pieces = torch.split(hidden, list(batch.counts))
         rows = zip(batch.sequences, batch.starts, batch.counts, pieces, strict=True)

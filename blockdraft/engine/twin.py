@@ -28,7 +28,7 @@ def twin(engine: Engine, drafter: Drafter | None = None, plan: Plan | None = Non
     other = copy.copy(engine)
     other.models = replace(engine.models, plan=plan, drafter=drafter or engine.models.drafter)
     if drafter is not None:
-        other.graphs = None  # they run the engine's own drafter
+        other.drop_graphs()  # they run the engine's own drafter
     other.scheduler = Scheduler(plan, engine.scheduler.pages, engine.clock)
     other.stats = Stats()
     other._ids = itertools.count()

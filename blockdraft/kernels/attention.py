@@ -177,7 +177,8 @@ class Blocks:
     """What one forward reads: rows of a page table, their committed lengths, and `counts[r]` tokens of row r.
 
     pages [.., P], of which row r reads pages[rows[r]] (pages[r] without `rows`); starts [R]. Token n of the
-    flat stream is at `positions[n]`. What all layers share is made once here, on first use.
+    flat stream is at `positions[n]`. What all layers share is made once here, on first use. With `offsets`,
+    which a device's kernels read, `counts` has only the sum, and the largest that a row's may be.
     """
 
     def __init__(
@@ -189,7 +190,9 @@ class Blocks:
         page_size: int,
         rows: Tensor | None = None,
         locate: Locate | None = None,
+        offsets: Tensor | None = None,
     ) -> None:
+        self._offsets = offsets
         self.table, self.starts, self.page_size, self._locate = pages, starts, page_size, locate
         self.rows = torch.arange(len(counts), device=starts.device) if rows is None else rows
         self.counts = counts
@@ -199,6 +202,8 @@ class Blocks:
     @functools.cached_property
     def offsets(self) -> Tensor:
         """[R + 1]: tokens [offsets[r], offsets[r + 1]) of the stream are row r's."""
+        if self._offsets is not None:
+            return self._offsets
         if len(set(self.counts)) == 1:  # no copy from the host, which a CUDA graph could not repeat
             width = self.counts[0]
             return torch.arange(0, len(self.counts) * width + 1, width, device=self.starts.device)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from blockdraft.cache.rows import RowSampling
 from blockdraft.check.kernels import check_kernels
@@ -30,11 +31,12 @@ from blockdraft.settings.settings import Settings, cache_dirs
 from blockdraft.start.loading import Opened
 from blockdraft.start.memory import pages_to_probe, release
 from blockdraft.step.graphs import row_sizes
-from blockdraft.step.prefill import prefill_step
+from blockdraft.step.prefill_graphs import shapes, widest_counts
 
 if TYPE_CHECKING:
     from blockdraft.kernels.triton.compile_pool import CompilePool
 
+DIFFERENT = (32, 64, 96)  # numbers of tokens that a prefill has kernels of its own for, up to the last
 MIN_CORES = 4  # with fewer, the start itself compiles as fast
 # Between them every part of sampling that is left out where no row asks for it.
 SAMPLINGS = (
@@ -155,7 +157,11 @@ def run_steps(engine: Engine) -> None:
     for counts in chunks:
         if len(counts) <= plan.max_rows:
             rows.activate((), len(counts))
-            _prefill(engine, counts)
+            engine.prefill(_token_ids(engine, sum(counts)), counts)
+    for num_tokens, num_rows in _graph_shapes(engine):
+        rows.activate((), num_rows)
+        offsets = torch.zeros(num_rows + 1, dtype=torch.int64, device=engine.models.device)
+        engine.prefill(_token_ids(engine, num_tokens), widest_counts(num_tokens, num_rows), offsets)
     blocks = {(len(piece.rows), piece.counts[0]) for piece in pieces if not piece.is_known}
     blocks |= {(size, width) for width in {1, plan.width, plan.block} for size in row_sizes(plan.max_rows)}
     for num_rows, width in sorted(blocks):
@@ -171,13 +177,13 @@ def run_steps(engine: Engine) -> None:
         engine.decode(width, num_logprobs=5)
 
 
-def _prefill(engine: Engine, counts: tuple[int, ...]) -> None:
-    models = engine.models
-    prefill_step(
-        target=models.target,
-        drafter=models.drafter,
-        cache=engine.cache,
-        rows=engine.rows,
-        token_ids=torch.zeros(sum(counts), dtype=torch.int64, device=models.device),
-        counts=counts,
-    )
+def _token_ids(engine: Engine, count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64, device=engine.models.device)
+
+
+def _graph_shapes(engine: Engine) -> list[tuple[int, int]]:
+    """Those of PrefillGraphs that have kernels of their own: from some tokens on they are alike."""
+    if engine.cache.has_states:
+        return []
+    found = shapes(min(engine.models.plan.chunk, engine.models.plan.max_context), engine.models.plan.max_rows)
+    return [shape for shape in found if shape[0] in DIFFERENT]

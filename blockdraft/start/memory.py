@@ -66,7 +66,7 @@ def _overhead(models: Models, settings: Settings, note: Callable[[str], None]) -
         probe.capture([plan.max_rows], sorted({1, plan.width}))
     kept = before - _free(device)
     kept -= probe.cache.num_pages * _page_bytes(models)
-    probe.graphs = None
+    probe.drop_graphs()
     return kept + working
 
 

@@ -150,7 +150,7 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
         verification = verify_changes(engine, startup.note, is_full=settings.verify == "full")
         if not verification.keeps_drafter:
             startup.warn(f"the drafter is not used: {verification.reason}")
-            engine.graphs = None  # they hold the engine, and with it the cache
+            engine.drop_graphs()
             del engine
             engine = _without_drafter(models, settings, startup)
         elif _is_without_fit(engine, settings) and verification.accepted:

@@ -66,7 +66,7 @@ class StepGraphs:
     def __init__(self, step: Callable[[int], Verdict], rows: Rows) -> None:
         self._step = step
         self._rows = rows
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graphs: dict[tuple[int, int], StepGraph] = {}
         self._waiting: list[tuple[int, int]] = []  # rows and width of what is not captured yet
@@ -100,7 +100,7 @@ class StepGraphs:
             self._step(width)  # kernels are compiled and libraries set up outside of the capture
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self._stream):
             packed = pack(self._step(width))
         return StepGraph(num_rows, graph, packed)
 

@@ -25,13 +25,17 @@ def prefill_step(
     rows: Rows,
     token_ids: Tensor,
     counts: tuple[int, ...],
+    offsets: Tensor | None = None,
 ) -> Tensor:
-    """Run token_ids [N], `counts[r]` of them for each active row. Returns hidden states [N, E]."""
-    view = cache.view(rows, counts, is_known=True)  # nothing to verify: written is committed
+    """Run token_ids [N], `counts[r]` of them for each active row. Returns hidden states [N, E].
+
+    With `offsets` (as in Blocks) only the device knows how many are whose.
+    """
+    view = cache.view(rows, counts, is_known=True, offsets=offsets)  # nothing to verify: written is committed
     hidden: Tensor
     hidden, features = target(token_ids, view)
     drafter.absorb(features, view)
-    rows.extend(counts)
+    rows.extend(counts if offsets is None else offsets.diff())
     return hidden
 
 

@@ -299,7 +299,7 @@ class _Session:
     def unquantised(self, answers: Sequence[_Answer], engine: float) -> Tried:
         """Ask the same prompts of the target as stored. Comes last: the engine makes room for another."""
         quantization = self._llm.engine.models.plan.quantization
-        self._llm.engine.graphs = None  # they hold the engine, and with it the cache
+        self._llm.engine.drop_graphs()
         del self._llm
         release()
         self._llm = _load(self._question, "none", self._show)

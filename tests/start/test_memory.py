@@ -43,7 +43,9 @@ class FakeGpu:
 
         class Probe:
             cache = type("Cache", (), {"num_pages": plan.num_pages + 2})
-            graphs = None
+
+            def drop_graphs(self):
+                pass
 
             def __del__(self):
                 gpu.free = 60 * GB

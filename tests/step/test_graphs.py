@@ -9,6 +9,7 @@ import torch
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.twin import serve
 from blockdraft.step.graphs import Reading, pack, row_sizes
+from blockdraft.step.prefill_graphs import filled, shapes
 from blockdraft.step.verify import Verdict
 from tests import stepping
 from tests.stepping import HOST, SCENES, KernelByKernel
@@ -168,3 +169,14 @@ def test_widths_are_compared():
     found = stepping.compare_widths(HOST, 16)
     assert found.margins == []
     assert "400 of 400" in found.text
+
+
+def test_what_a_prefill_has_less_than_its_graph_is_the_last_rows():
+    assert filled([7, 8, 9], [1, 2], 5, 4) == [7, 8, 9, 0, 0, 0, 1, 3, 3, 5]
+    assert filled([7, 8, 9, 6], [4], 4, 2) == [7, 8, 9, 6, 0, 4, 4]
+    assert filled((), (0,), 3, 3) == [0, 0, 0, 0, 0, 0, 3]
+
+
+def test_there_is_a_prefill_graph_for_every_number_of_prompts_and_tokens():
+    assert shapes(100, 4) == [(32, 2), (64, 2), (96, 2), (32, 5), (64, 5), (96, 5)]
+    assert max(tokens for tokens, _ in shapes(2048, 256)) == 1024

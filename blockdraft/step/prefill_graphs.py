@@ -1,0 +1,115 @@
+"""PrefillGraphs: a prefill of some tokens as one CUDA graph.
+
+Launching its kernels one by one takes the host far longer than running them takes the device. A graph has a
+fixed number of tokens and of rows. What a batch has less is filled up: the tokens that are missing are the
+scratch row's, and which token is whose only the device knows, from `offsets`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.rows import Rows
+from blockdraft.kernels.transfer import to_device
+from blockdraft.step.graphs import StepGraphs
+
+TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # from here on the device has enough to do
+ROWS = (1, 8, 64)  # of prompts; one more is the scratch row
+
+Prefill = Callable[[Tensor, tuple[int, ...], Tensor], object]  # token ids, counts, offsets
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillGraph:
+    """One captured prefill of `num_tokens` tokens of `num_rows` rows, of which the last is scratch."""
+
+    num_tokens: int
+    num_rows: int
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor  # [num_tokens + num_rows + 1] token ids, then offsets
+
+    def replay(self, token_ids: Items[int], counts: Items[int]) -> None:
+        """`counts[r]` of the tokens are of active row r; the active rows are filled up to `num_rows`."""
+        values = filled(token_ids, counts, self.num_tokens, self.num_rows)
+        self.inputs.copy_(to_device(values, self.inputs.device))
+        self.graph.replay()
+
+
+def filled(token_ids: Items[int], counts: Items[int], num_tokens: int, num_rows: int) -> list[int]:
+    """What a graph reads: token ids, and where each row's begin; the last row has what is missing."""
+    ends = list(itertools.accumulate(counts))
+    padding = [0] * (num_tokens - len(token_ids))
+    return [*token_ids, *padding, 0, *ends, *[ends[-1]] * (num_rows - 1 - len(ends)), num_tokens]
+
+
+class PrefillGraphs:
+    """Graphs of `prefill`, captured when they are first wanted or in `capture_next`.
+
+    They share their memory with the steps' graphs: one runs at a time.
+    """
+
+    def __init__(self, prefill: Prefill, rows: Rows, *, max_tokens: int, steps: StepGraphs) -> None:
+        self._prefill = prefill
+        self._rows = rows
+        self._pool = steps.pool
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._tokens = [size for size in TOKENS if size <= max_tokens]
+        self._sizes = sorted({min(size, rows.max_rows) for size in ROWS})
+        self._graphs: dict[tuple[int, int], PrefillGraph] = {}
+        self._waiting = list(shapes(max_tokens, rows.max_rows))
+
+    def capture_next(self) -> bool:
+        """One of those that are still to be captured. False: there is none."""
+        if self._waiting:
+            self._captured(self._waiting[0])
+        return bool(self._waiting)
+
+    def find(self, num_tokens: int, num_rows: int) -> PrefillGraph | None:
+        """The smallest with room, which may be captured now: then other rows are active."""
+        at, row_at = bisect_left(self._tokens, num_tokens), bisect_left(self._sizes, num_rows)
+        if at == len(self._tokens) or row_at == len(self._sizes):
+            return None
+        return self._captured((self._tokens[at], self._sizes[row_at] + 1))
+
+    def _captured(self, shape: tuple[int, int]) -> PrefillGraph:
+        if shape not in self._graphs:
+            self._waiting.remove(shape)
+            self._graphs[shape] = self._capture(*shape)
+        return self._graphs[shape]
+
+    @torch.inference_mode()
+    def _capture(self, num_tokens: int, num_rows: int) -> PrefillGraph:
+        rows = self._rows
+        rows.activate((), num_rows)  # scratch rows only: nothing of a sequence is touched
+        inputs = to_device(filled((), (0,), num_tokens, num_rows), rows.device)
+        token_ids, offsets = inputs[:num_tokens], inputs[num_tokens:]
+        counts = widest_counts(num_tokens, num_rows)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._prefill(token_ids, counts, offsets)  # libraries are set up outside of the capture
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            self._prefill(token_ids, counts, offsets)
+        return PrefillGraph(num_tokens, num_rows, graph, inputs)
+
+    def __len__(self) -> int:
+        return len(self._graphs) + len(self._waiting)
+
+
+def shapes(max_tokens: int, max_rows: int) -> list[tuple[int, int]]:
+    """Tokens and rows, the scratch row included, of all graphs; those of one prompt first."""
+    sizes = sorted({min(size, max_rows) for size in ROWS})
+    return [(tokens, size + 1) for size in sizes for tokens in TOKENS if tokens <= max_tokens]
+
+
+def widest_counts(num_tokens: int, num_rows: int) -> tuple[int, ...]:
+    """Counts with that sum, one of them as large as any can be: kernels are chosen by it."""
+    return (num_tokens, *(0,) * (num_rows - 1))
