@@ -133,7 +133,7 @@ def make_models(tokenizer: Tokenizer, *, num_rows: int, context: int, num_steps:
 
 async def read_all(answer: ChatAnswer, stream: Stream, heard: list[int]) -> None:
     response: Any = await respond(answer, [stream], is_stream=True)
-    async for _ in response.body_iterator:
+    async for _ in response.events:
         heard[0] += 1
 
 

@@ -15,7 +15,7 @@ BUDGETS = {
     "kernels": 7_600,
     "bench": 5_300,
     "checkpoints": 4_350,
-    "server": 4_600,
+    "server": 4_700,
     "training": 3_150,
     "planner": 2_450,
     "engine": 2_600,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Items
 from dataclasses import asdict
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -58,7 +58,10 @@ from blockdraft.server.streaming import AnswerEvents, respond
 from blockdraft.settings.model_source import public_id
 from blockdraft.text.tokenizer import Tokenizer
 
+P = ParamSpec("P")
+T = TypeVar("T")
 LARGE_BODY_BYTES = 1 << 16  # parsed beside the event loop; arbitrary
+SHORT_BODY_BYTES = 1 << 12  # whose text is encoded at once: a thread would take longer to come to it
 CLIENT_GONE = 499  # nginx's number; nobody is left to read it
 
 
@@ -222,12 +225,12 @@ class _Api:
     # ---- completions
 
     async def chat(self, request: Request) -> Response:
-        asked = await self._read(request, ChatRequest)
-        return await self._answer(request, self._chat(asked, self._head(request, asked, "chatcmpl")))
+        asked, size = await self._read(request, ChatRequest), len(await request.body())
+        return await self._answer(request, self._chat(asked, size, self._head(request, asked, "chatcmpl")))
 
     async def completions(self, request: Request) -> Response:
-        asked = await self._read(request, CompletionRequest)
-        return await self._answer(request, self._complete(asked, self._head(request, asked, "cmpl")))
+        asked, size = await self._read(request, CompletionRequest), len(await request.body())
+        return await self._answer(request, self._complete(asked, size, self._head(request, asked, "cmpl")))
 
     async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
         response = await while_connected(request.receive, work, _discard)
@@ -252,11 +255,10 @@ class _Api:
         name = f"{prefix}-{request.state.request_id}"
         return {"id": name, "created": int(time.time()), "model": self.name}
 
-    async def _chat(self, asked: ChatRequest, head: AnswerObject) -> Response:
+    async def _chat(self, asked: ChatRequest, size: int, head: AnswerObject) -> Response:
         tokenizer, info = self._ready()
         sampling = asked.sampling(info.sampling)
-        # Long conversations take long to encode, and the other clients' streams must go on.
-        prompt_ids = await run_in_threadpool(with_field_error("messages", encode_chat), asked, tokenizer)
+        prompt_ids = await _beside(size, with_field_error("messages", encode_chat), asked, tokenizer)
         check_prompts([prompt_ids], "messages", sampling, info)
         answer = ChatAnswer(
             asked,
@@ -267,12 +269,12 @@ class _Api:
         )
         return await respond(answer, await self._submit([prompt_ids], sampling), is_stream=asked.stream)
 
-    async def _complete(self, asked: CompletionRequest, head: AnswerObject) -> Response:
+    async def _complete(self, asked: CompletionRequest, size: int, head: AnswerObject) -> Response:
         tokenizer, info = self._ready()
         sampling = asked.sampling(info.sampling)
-        prompts = await run_in_threadpool(with_field_error("prompt", encode_prompts), asked, tokenizer)
+        prompts = await _beside(size, with_field_error("prompt", encode_prompts), asked, tokenizer)
         check_prompts(prompts, "prompt", sampling, info)
-        texts = await run_in_threadpool(echoed_texts, asked, prompts, tokenizer)
+        texts = await _beside(size, echoed_texts, asked, prompts, tokenizer)
         answer = TextAnswer(asked, head=head, tokenizer=tokenizer, prompts=prompts, texts=texts)
         return await respond(answer, await self._submit(prompts, sampling), is_stream=asked.stream)
 
@@ -288,6 +290,13 @@ class _Api:
                 if isinstance(found, Stream):
                     found.close()
             raise
+
+
+async def _beside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do `work` on a text of a body of `size` bytes; the streams of others go on while a long one is."""
+    if size <= SHORT_BODY_BYTES:
+        return work(*args, **kwargs)
+    return await run_in_threadpool(work, *args, **kwargs)
 
 
 def _discard(response: Response) -> None:

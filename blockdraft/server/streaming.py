@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, closing
 
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from blockdraft.engine.request import Delta
 from blockdraft.engine.streams import EngineStopped, Stream
 from blockdraft.server.answers import AnswerWriter
-from blockdraft.server.responses import DONE, error_body, event
+from blockdraft.server.responses import DONE, error_body, event, while_connected
 
 
 async def respond(answer: AnswerWriter, streams: Items[Stream], *, is_stream: bool) -> Response:
@@ -33,11 +33,13 @@ async def respond(answer: AnswerWriter, streams: Items[Stream], *, is_stream: bo
         return JSONResponse(answer.whole())
 
 
-class AnswerEvents(StreamingResponse):
-    """Server-sent events of streams that are closed with the connection."""
+class AnswerEvents(Response):
+    """Server-sent events of streams that are closed with the connection. The last one is DONE."""
 
-    def __init__(self, content: AsyncIterator[str], streams: Items[Stream]) -> None:
-        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    def __init__(self, events: AsyncIterator[str], streams: Items[Stream]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self.events = events
         self._streams = streams
 
     def close(self) -> None:
@@ -46,7 +48,13 @@ class AnswerEvents(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with closing(self):
-            await super().__call__(scope, receive, send)
+            await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for text in self.events:
+            has_more = not text.endswith(DONE)  # with the last event goes the end: one write, not two
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": has_more})
 
 
 async def _events(answer: AnswerWriter, streams: Items[Stream]) -> AsyncIterator[str]:
@@ -61,12 +69,10 @@ async def _events(answer: AnswerWriter, streams: Items[Stream]) -> AsyncIterator
     except EngineStopped as error:
         if not has_begun:
             raise
-        yield event(error_body(str(error), kind="server_error"))
+        yield event(error_body(str(error), kind="server_error")) + DONE
     else:
         last = answer.last_chunk()
-        if last is not None:
-            yield event(last)
-    yield DONE
+        yield DONE if last is None else event(last) + DONE
 
 
 async def _chained(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
