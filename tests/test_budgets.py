@@ -18,7 +18,7 @@ BUDGETS = {
     "server": 4_200,
     "training": 3_150,
     "planner": 2_450,
-    "engine": 2_500,
+    "engine": 2_650,
     "cli": 2_250,
     "launch": 2_050,
     "models": 2_050,
