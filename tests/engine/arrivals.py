@@ -31,17 +31,6 @@ class Costs:
         return self.one_row_s + more * (self.many_rows_s - self.one_row_s)
 
 
-class Alternating(Chunks):
-    """One chunk, one decode step, whatever they take; prompts in order."""
-
-    def take(self, left, *, is_decoding):
-        self._num_owed, room, counts = 1, self.most, []
-        for rest in left:
-            counts.append(min(rest, room))
-            room -= counts[-1]
-        return counts
-
-
 class Arrivals:
     """A scheduler with steps in flight as on a card: the next is launched before the last one is read."""
 

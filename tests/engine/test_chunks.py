@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.arrivals import Alternating
 from blockdraft.engine.chunks import MAX_BESIDE, MIN_CHUNK, SURPRISE, Chunks, Observed, share
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from tests import tiny
-from tests.engine.arrivals import Alternating, Arrivals, Costs, capacity, percentile, poisson
+from tests.engine.arrivals import Arrivals, Costs, capacity, percentile, poisson
 
 TOKEN_S, STEP_S = 0.04e-3, 8e-3  # 200 tokens a step
 
