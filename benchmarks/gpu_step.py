@@ -36,15 +36,23 @@ REPLAYS = 20
 PAGE_SIZE = 16
 
 
-def load(shape: str, *, has_drafter: bool, max_rows: int, max_context: int, **settings: object) -> Models:
-    """Random weights of a published shape, on the GPU."""
+def load(
+    shape: str,
+    *,
+    has_drafter: bool,
+    max_rows: int,
+    max_context: int,
+    device: str = "cuda",
+    **settings: object,
+) -> Models:
+    """Random weights of a published shape."""
     with tempfile.TemporaryDirectory() as folder:
         target, draft = write_shape(shape, Path(folder))
         wanted = Settings(
             model=str(target),
             draft=str(draft) if has_drafter else None,
             load_format="dummy",
-            device="cuda",
+            device=device,
             max_rows=max_rows,
             max_context=max_context,
             page_size=PAGE_SIZE,

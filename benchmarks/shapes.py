@@ -129,6 +129,18 @@ GPT_OSS_20B: Config = {
     "hidden_act": "silu",
 }
 
+# So small that a CPU serves hundreds of requests a second.
+TINY: Config = QWEN3_8B | {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+}
+
 # Target and drafter. Taps and masks of the two Qwens as published by z-lab; the others' are made up.
 SHAPES: dict[str, tuple[Config, Config]] = {
     "qwen3-8b": (
@@ -150,6 +162,18 @@ SHAPES: dict[str, tuple[Config, Config]] = {
             num_key_value_heads=3,
             head_dim=64,
             dflash_config={"mask_token_id": 49151, "target_layer_ids": [1, 8, 14, 20, 27]},
+        ),
+    ),
+    "tiny": (
+        TINY,
+        drafter(
+            TINY,
+            num_hidden_layers=1,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            dflash_config={"mask_token_id": 511, "target_layer_ids": [0, 2]},
         ),
     ),
     "qwen3.5-35b-a3b": (

@@ -1,11 +1,13 @@
 """Engines over the fixture pair: loaded once per dtype, then replanned for each test."""
 
 import functools
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from blockdraft.engine.chunks import Chunks, share
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.models.kernel_module import with_kernels
@@ -66,8 +68,29 @@ class HintedDrafter:
         pass
 
 
-def engine(drafter="trained", *, dtype="float64", device="cpu", kernels=None, **plan):
-    """An engine on the pair, on its own kernels or on others; `plan` overrides fields of the Plan."""
+class AnyChunks(Chunks):
+    """Changes its mind from step to step, as a clock might make it: sizes, turns and whose prompts."""
+
+    def __init__(self, most, seed):
+        super().__init__(most)
+        self.random = random.Random(seed)
+
+    def take(self, left, *, is_decoding):
+        self._num_owed = self.random.randint(0, 3)
+        if self.random.random() < 0.3:
+            return share(left, self.random.randint(1, self.most), self.most)
+        room, counts = self.random.randint(1, self.most), [0] * len(left)
+        for prompt in self.random.sample(range(len(left)), len(left)):
+            counts[prompt] = min(self.random.randint(0, left[prompt]), room)
+            room -= counts[prompt]
+        return counts if any(counts) else [1, *counts[1:]]
+
+
+def engine(drafter="trained", *, dtype="float64", device="cpu", kernels=None, chunks=None, **plan):
+    """An engine on the pair, on its own kernels or on others; `plan` overrides fields of the Plan.
+
+    `chunks`: a seed, for prompts that are cut by chance.
+    """
     models = load(dtype, device)
     if drafter == "none":
         drafter = NoDrafter(BLOCK)
@@ -77,7 +100,13 @@ def engine(drafter="trained", *, dtype="float64", device="cpu", kernels=None, **
         drafter = models.drafter
     plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
     models = replace(models, drafter=drafter, plan=replace(models.plan, **plan))
-    return Engine(models if kernels is None else models.with_kernels(kernels))
+    made = Engine(models if kernels is None else models.with_kernels(kernels))
+    return made if chunks is None else with_any_chunks(made, chunks)
+
+
+def with_any_chunks(engine, seed):
+    engine.scheduler.chunks = AnyChunks(engine.models.plan.chunk, seed)
+    return engine
 
 
 def run(engine, requests):

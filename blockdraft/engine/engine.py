@@ -37,6 +37,8 @@ from blockdraft.text.detokenizer import TextStream
 class Launched:
     """A step that may still be running: a prefill's outcome, or a decode's verdict on its way."""
 
+    begun_s: float
+    end: torch.cuda.Event | None = None  # of a prefill on a card
     outcome: Outcome | None = None
     reading: Reading | None = None
     logprobs: Logprobs | None = None
@@ -76,6 +78,7 @@ class Engine:
         self.graphs: StepGraphs | None = None  # None: steps run kernel by kernel
         self.prefill_graphs: PrefillGraphs | None = None
         self._pending: tuple[Batch, Launched] | None = None
+        self._collected_s = clock()  # when the last result was there
         self._ids = itertools.count()
         self._rates = None if models.rates is None else torch.tensor(models.rates, device=models.device)
 
@@ -222,8 +225,9 @@ class Engine:
         return self.prefill_graphs is not None and self.prefill_graphs.capture_next()
 
     def _launch(self, batch: Batch) -> Launched:
+        begun_s = self.clock()
         if batch.kind == "prefill":
-            return Launched(outcome=self._launch_prefill(batch))
+            return Launched(begun_s, outcome=self._launch_prefill(batch), end=self._mark())
         asked = {s.request.sampling.logprobs for s in batch.sequences}
         num_logprobs = max((k for k in asked if k is not None), default=None)
         place = len(batch.sequences), batch.width
@@ -231,11 +235,19 @@ class Engine:
             graph = self.graphs.find(*place)
             if graph is not None:
                 self._place(batch, graph.num_rows)
-                return Launched(reading=Reading(graph.replay()))
+                return Launched(begun_s, reading=Reading(graph.replay()))
         # As many rows as the graph would run, where there is one: arithmetic may depend on it.
         self._place(batch, None if self.graphs is None else self.graphs.size(*place))
         verdict = self.decode(batch.width, num_logprobs)
-        return Launched(reading=Reading(pack(verdict)), logprobs=verdict.logprobs)
+        return Launched(begun_s, reading=Reading(pack(verdict)), logprobs=verdict.logprobs)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """Passed when the device has come so far; None: it is never behind."""
+        if self.models.device.type != "cuda":
+            return None
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record()
+        return mark
 
     def wait(self) -> None:
         """Return when the device has done what was asked of it so far."""
@@ -317,6 +329,7 @@ class Engine:
     def _collect(self, batch: Batch, launched: Launched) -> list[Delta]:
         """Read a step's result (the only wait for the device) and apply it."""
         outcome = self._outcome(batch, launched)
+        self._observe(batch, launched)
         seen = [sequence.row is not None for sequence in batch.sequences]
         deltas = self.scheduler.commit(batch, outcome)
         sequences = list(itertools.compress(batch.sequences, seen))
@@ -324,8 +337,16 @@ class Engine:
         self.stats.count(batch, sequences, committed, deltas)
         return deltas
 
+    def _observe(self, batch: Batch, launched: Launched) -> None:
+        """A step runs from when it was launched, or the one before it was done, until its result is there."""
+        now_s = self.clock()
+        self.scheduler.observe(batch, now_s - max(launched.begun_s, self._collected_s))
+        self._collected_s = now_s
+
     def _outcome(self, batch: Batch, launched: Launched) -> Outcome:
         if launched.outcome is not None:
+            if launched.end is not None:
+                launched.end.synchronize()  # else the host would launch every chunk of a long prompt at once
             return launched.outcome
         assert launched.reading is not None
         rows = launched.reading.token_ids()[: len(batch.sequences)]  # the others were scratch

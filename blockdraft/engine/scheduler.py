@@ -1,7 +1,7 @@
 """Scheduler: who runs next, on which row, in which pages; and what a step's outcome means for each request.
 
-A step is all prefill or all decode; the two alternate while both have work, so a long prompt holds up
-decoding by one chunk at a time. Rows that verify the same width decode together. When pages run out the
+A step is all prefill or all decode; while both have work they take turns, and `chunks.py` says how long ones.
+Rows that verify the same width decode together. When pages run out the
 youngest sequence loses its row and later starts again from its tokens: sampling noise is keyed by position,
 so it continues with the same text.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.pace import Pace
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 from blockdraft.engine.request import Delta, TokenLogprobs
@@ -51,13 +52,13 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self._free_rows = list(reversed(range(plan.max_rows)))
-        self._last_kind: Literal["prefill", "decode"] = "decode"
         self._last_width = 0
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
         """Decide by `plan` from now on; its rows and pages are those of the plan before it."""
         self._plan = plan
+        self.chunks = Chunks(plan.chunk)
         self._pace = Pace(plan.width, plan.step_costs) if plan.step_costs else None
 
     # ---- requests in and out
@@ -127,11 +128,10 @@ class Scheduler:
         prefilling = []
         if len(decoding) < len(self.running):
             prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
-        if prefilling and (self._last_kind == "decode" or not decoding):
-            self._last_kind = "prefill"
-            return self._prefill(prefilling)
+        if prefilling and (self.chunks.is_due or not decoding):
+            return self._prefill(prefilling, is_decoding=bool(decoding))
         if decoding:
-            self._last_kind = "decode"
+            self.chunks.count_decode()
             return self._decode(decoding)
         return None
 
@@ -173,19 +173,14 @@ class Scheduler:
             sequence.tally.num_cached_tokens = sequence.length
         return True
 
-    def _prefill(self, sequences: list[Sequence]) -> Batch:
-        """The oldest first, until the chunk is full. Its outcome is certain, so lengths move now."""
-        budget, chosen, starts, counts = self._plan.chunk, [], [], []
-        for sequence in sequences:
-            if budget == 0:
-                break
-            count = min(budget, sequence.num_to_prefill)
-            chosen.append(sequence)
-            starts.append(sequence.length)
-            counts.append(count)
+    def _prefill(self, sequences: list[Sequence], *, is_decoding: bool) -> Batch:
+        """One chunk. Its outcome is certain, so lengths move now."""
+        taken = self.chunks.take([s.num_to_prefill for s in sequences], is_decoding=is_decoding)
+        chosen = [(sequence, count) for sequence, count in zip(sequences, taken, strict=True) if count]
+        starts = [sequence.length for sequence, _ in chosen]
+        for sequence, count in chosen:
             sequence.length += count
-            budget -= count
-        return self._batch("prefill", chosen, starts, counts, width=0)
+        return self._batch("prefill", [s for s, _ in chosen], starts, [n for _, n in chosen], width=0)
 
     def _decode(self, sequences: list[Sequence]) -> Batch | None:
         """All rows of one width; widths take turns."""
@@ -268,6 +263,13 @@ class Scheduler:
         return -(-num_tokens // self.pages.page_size)
 
     # ---- learning what happened
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """How long a step took."""
+        if batch.kind == "prefill":
+            self.chunks.observe_prefill(sum(batch.counts), seconds)
+        else:
+            self.chunks.observe_decode(seconds)
 
     def commit(self, batch: Batch, outcome: Outcome) -> list[Delta]:
         """Apply a step's outcome to the sequences that are still the ones it ran for.

@@ -72,7 +72,9 @@ class Settings:
         0.9,
         "share of the GPU's memory that may be in use, by us and by others; the cache takes what is left",
     )
-    chunk: int | Auto = _setting("auto", "prompt tokens per prefill step", least=1)
+    chunk: int | Auto = _setting(
+        "auto", "most prompt tokens of a prefill step, fewer beside decoding", least=1
+    )
     max_stall_ms: int | None = _setting(
         None, "longest that a prefill step may hold up decoding, in milliseconds; cuts the chunk", least=1
     )

@@ -125,14 +125,18 @@ class HintedDrafter:
         pass
 
 
-def engine(models, drafter="own", **plan):
-    """An engine on the pair; `plan` overrides fields of the Plan. `drafter`: none, own, or a drafter."""
+def engine(models, drafter="own", *, chunks=None, **plan):
+    """An engine on the pair; `plan` overrides fields of the Plan. `drafter`: none, own, or a drafter.
+
+    `chunks`: a seed, for prompts that are cut by chance.
+    """
     if drafter == "none":
         drafter = NoDrafter(BLOCK)
     elif drafter == "own":
         drafter = models.drafter
     plan = {"num_pages": 1024, "chunk": 64, **plan}
-    return Engine(replace(models, drafter=drafter, plan=replace(models.plan, **plan)))
+    made = Engine(replace(models, drafter=drafter, plan=replace(models.plan, **plan)))
+    return made if chunks is None else tiny.with_any_chunks(made, chunks)
 
 
 def plain_engine(models, **plan):

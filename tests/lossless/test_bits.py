@@ -66,7 +66,9 @@ def test_bits_do_not_depend_on_drafter_and_width(plain, drafter, width):
 
 
 @pytest.mark.parametrize(
-    "plan", [{"chunk": 1}, {"chunk": 7}, {"page_size": 1}, {"page_size": 3}, {"max_rows": 2}], ids=str
+    "plan",
+    [{"chunk": 1}, {"chunk": 7}, {"chunks": 1}, {"page_size": 1}, {"page_size": 3}, {"max_rows": 2}],
+    ids=str,
 )
 def test_bits_do_not_depend_on_the_batch_chunks_and_pages(plain, plan):
     assert serve(tiny.engine(dtype="float32", **plan), range(len(PROMPTS))) == plain

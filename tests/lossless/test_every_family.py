@@ -29,6 +29,7 @@ SCHEDULES = [
     {"width": 4, "chunk": 64, "page_size": 1, "overlap": True},
     {"width": 16, "chunk": 64, "page_size": 16, "overlap": False},
     {"width": 16, "chunk": 3, "page_size": 3, "overlap": True, "max_rows": 3},
+    {"width": 4, "chunk": 19, "chunks": 1, "page_size": 3, "overlap": True},  # other chunks at every step
 ]
 # A lone sequence needs 30 tokens and two blocks: 21 pages of 3. All four together need twice as many.
 TIGHT = {"page_size": 3, "num_pages": 22, "chunk": 64, "prefix_cache": False}
@@ -314,6 +315,7 @@ def cases(draw):
         "page_size": page_size,
         "num_pages": least + draw(st.integers(0, least)),
         "chunk": draw(st.sampled_from([1, 3, 64])),
+        "chunks": draw(st.sampled_from([None, 1, 2])),
         "max_rows": draw(st.integers(1, 4)),
         "width": draw(st.sampled_from([1, 4, 16])),
         "overlap": draw(st.booleans()),

@@ -63,6 +63,7 @@ def cases(draw):
         "page_size": page_size,
         "num_pages": least + draw(st.integers(0, least)),
         "chunk": draw(st.sampled_from([1, 2, 7, 64])),
+        "chunks": draw(st.sampled_from([None, None, 1, 2])),  # a seed: they change from step to step
         "max_rows": draw(st.integers(1, 4)),
         "width": draw(st.integers(1, tiny.BLOCK)),
         "prefix_cache": draw(st.booleans()),

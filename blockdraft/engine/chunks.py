@@ -1,0 +1,109 @@
+"""How many prompt tokens a prefill step takes, whose, and how many decode steps come before the next one.
+
+While nobody decodes, a chunk is as large as the plan allows. While somebody does, its rows wait for it, so it
+takes the time of a few decode steps: of more, the more prompts wait, as those wait too. What tokens and steps
+take is observed. A chunk has a least size; where that takes longer, more decode steps come behind it. Where a
+prompt is cut changes no bit of it (docs/lossless.md), so all of this may follow the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+MIN_CHUNK = 128  # tokens; on a card fewer take as long
+MAX_BESIDE = 2048  # tokens while somebody decodes: of more a card does not make more
+OWN_STEPS = 2  # decode steps' time for a chunk, and one more for each prompt that waits
+MAX_STEPS = 8  # however many wait
+FADE = 0.8  # what an observation leaves of those before it
+SURPRISE = 4.0  # how much dearer than all before it may count: a graph is captured, a machine is suspended
+
+
+class Observed:
+    """Seconds of one unit, as observed of late."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._units = 0.0
+
+    @property
+    def each_s(self) -> float | None:
+        """None: nothing was observed."""
+        return self._seconds / self._units if self._seconds > 0 else None
+
+    def observe(self, seconds: float, num_units: int) -> None:
+        known = self.each_s
+        if known is not None:
+            seconds = min(seconds, SURPRISE * known * num_units)
+        self._seconds = FADE * self._seconds + seconds
+        self._units = FADE * self._units + num_units
+
+
+class Chunks:
+    """The policy, and what it has seen."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most  # tokens of a chunk, ever
+        self.most_beside = min(MAX_BESIDE, most)
+        self.least = min(MIN_CHUNK, most)
+        self._token, self._step = Observed(), Observed()
+        self._num_owed = 0  # decode steps before the next chunk
+
+    # ---- what steps took
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Of less than the least chunk one learns little, but it is better than nothing."""
+        if num_tokens >= self.least or self._token.each_s is None:
+            self._token.observe(seconds, max(num_tokens, self.least))
+
+    def observe_decode(self, seconds: float) -> None:
+        self._step.observe(seconds, 1)
+
+    # ---- what comes next
+
+    @property
+    def is_due(self) -> bool:
+        """Whether decoding has had its turn."""
+        return self._num_owed == 0
+
+    def count_decode(self) -> None:
+        """A decode step was chosen."""
+        self._num_owed = max(0, self._num_owed - 1)
+
+    def take(self, left: Items[int], *, is_decoding: bool) -> list[int]:
+        """The next chunk: of each prompt, the oldest first, as many tokens of those that are left."""
+        self._num_owed = 1
+        if not is_decoding:
+            return share(left, self.most, self.most)
+        token_s, step_s = self._token.each_s, self._step.each_s
+        if token_s is None or step_s is None:
+            return share(left, self.least, self.most_beside)
+        allowed_s = step_s * min(OWN_STEPS + len(left), MAX_STEPS)
+        size = int(allowed_s / token_s) // self.least * self.least
+        counts = share(left, max(self.least, min(self.most_beside, size)), self.most_beside)
+        self._num_owed = max(1, int(sum(counts) * token_s / allowed_s))
+        return counts
+
+
+def share(left: Items[int], size: int, most: int) -> list[int]:
+    """Cut `size` tokens among prompts, the oldest first; what is left of each is at least 1.
+
+    The shortest goes first, so that it does not wait for a long one's whole length; half is the oldest's, so
+    that it goes on whoever comes. The shortest is finished rather than cut, though the chunk may then have up
+    to twice its size, and others are begun only to be finished: of a prompt's first part comes no token.
+    """
+    order = sorted(range(len(left)), key=lambda prompt: left[prompt])  # of equals, the older
+    shortest, counts = order[0], [0] * len(left)
+    if shortest != 0:
+        counts[0] = min(left[0], max(1, size // 2))
+    room = size - counts[0]
+    is_finished = left[shortest] <= min(2 * room, most - counts[0])
+    counts[shortest] = left[shortest] if is_finished else room
+    room -= counts[shortest]
+    for prompt in order[1:]:
+        rest = left[prompt] - counts[prompt]
+        if rest > room:
+            break
+        counts[prompt] += rest
+        room -= rest
+    counts[0] += max(0, min(left[0] - counts[0], room))
+    return counts

@@ -1,0 +1,23 @@
+"""The benchmark of arriving requests, on a shape that takes no time."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.arrivals import measure
+from benchmarks.gpu_step import load
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_every_request_that_arrives_is_measured(turns):
+    models = load("tiny", has_drafter=True, max_rows=2, max_context=80, device="cpu")
+    models = replace(models, rates=(0.5,) * (models.plan.block - 1))
+    args = Namespace(
+        turns=turns, prompt=40, answer=20, rate_share=0.7, rate=30.0, seconds=1.0, capacity_seconds=0.1
+    )
+    found = measure(models, args)
+    assert 5 < found["num_requests"] < 100
+    assert found["capacity_tokens_per_s"] > found["capacity_requests_per_s"] > 0
+    assert found["tpot_ratio"] >= 1
+    assert found["ttft_p99_ms"] >= found["ttft_p50_ms"] > 0
