@@ -13,13 +13,13 @@ from tests.test_architecture import ROOT
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
     "kernels": 7_600,
-    "bench": 5_300,
+    "bench": 5_450,
     "checkpoints": 4_350,
     "server": 4_200,
     "training": 3_150,
     "planner": 2_450,
     "engine": 2_500,
-    "cli": 2_250,
+    "cli": 2_300,
     "launch": 2_050,
     "models": 2_050,
     "check": 2_500,
