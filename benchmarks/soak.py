@@ -1,15 +1,19 @@
-"""The server under mixed load for some minutes: no failure, and resident memory that stays flat.
+"""The server under a load that changes: no failure, the same answers, and memory that stays flat.
 
-    python -m benchmarks.soak [--minutes 10] [--clients 8] [--json FILE] [-- FLAGS OF SERVE]
+    python -m benchmarks.soak [--minutes 2] [--json FILE] [-- FLAGS OF SERVE]
 
-A real server with the default model in a process of its own. Clients ask for answers of mixed lengths,
-streamed or not, and a quarter of them hang up. Exits with 1 when a request fails, or when the memory of the
-last quarter is above that of the second by more than the tolerance. The cache is small, so that all of its
-pages are touched in the first quarter.
+A real server with the default model in a process of its own. The load goes round four times, a quarter of
+the time each: 1, 8 and 64 streams, bursts of 32 with pauses, 2 streams. Prompts are long and short, answers
+of mixed lengths, streamed or not; a quarter of the clients hang up, and all that still run when a phase
+ends. Half of the requests are greedy and have prompts that were asked before, alone and without drafts:
+their answers have to be == to those. Exits with 1 when a request fails, an answer differs, or the memory of
+the last quarter is above that of the second by more than the tolerance. The cache is small, so that all of
+its pages are touched in the first quarter.
 """
 
 import argparse
 import asyncio
+import json
 import random
 import re
 import socket
@@ -17,7 +21,9 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -26,63 +32,129 @@ from benchmarks.record import context, save, table
 CHAT = "/v1/chat/completions"
 STORY = "the sea was calm and a small boat went out to look for what had been lost there long ago"
 START_S = 300  # to load the model, and fetch it before the first time
+NUM_ROUNDS = 4  # as quarters of the time are compared
+PAUSE_S = 1.0  # between two bursts
+NUM_WORDS = (5, 9, 14, 20, 60, 120, 200, 300)  # of the prompts whose answers are known
 TOLERANCE = 0.02
 TOLERANCE_MB = 16.0  # arbitrary: an allocator's moods
 
 
+@dataclass(frozen=True)
+class Phase:
+    """So many streams at a time; in bursts all begin at once, and the next burst after a pause."""
+
+    name: str
+    num_streams: int
+    is_burst: bool = False
+
+
+PHASES = (
+    Phase("1 stream", 1),
+    Phase("8 streams", 8),
+    Phase("64 streams", 64),
+    Phase("bursts of 32", 32, is_burst=True),
+    Phase("2 streams", 2),
+)
+
+
 class Soak:
-    def __init__(self, url: str, pid: int, seconds: float) -> None:
-        self.url = url
+    def __init__(self, client: httpx.AsyncClient, pid: int) -> None:
+        self.client = client
         self.pid = pid
-        self.end_s = time.monotonic() + seconds
-        self.start_s = time.monotonic()
-        self.num_answers = 0
+        self.answers = dict.fromkeys((phase.name for phase in PHASES), 0)
+        self.num_compared = 0
         self.num_left = 0
         self.errors: list[str] = []
+        self.expected: dict[str, str] = {}  # by prompt
         self.memory_mb: list[tuple[float, float]] = []  # seconds since the start, resident
 
-    async def run(self, num_clients: int) -> None:
-        async with httpx.AsyncClient(base_url=self.url, timeout=300) as client:
-            await asyncio.gather(self.watch(), *(self.work(client, number) for number in range(num_clients)))
+    async def run(self, seconds: float) -> None:
+        await self.ask_alone()
+        watching = asyncio.create_task(self.watch())
+        for _ in range(NUM_ROUNDS):
+            for phase in PHASES:
+                await self.go_through(phase, seconds / NUM_ROUNDS / len(PHASES))
+        watching.cancel()
+        await asyncio.wait([watching])
+
+    async def ask_alone(self) -> None:
+        """What greedy answers have to be: one request at a time, without drafts."""
+        chance = random.Random(0)
+        for num_words in NUM_WORDS:
+            body = greedy_body(words(chance, num_words)) | {"speculative": False}
+            response = await self.client.post(CHAT, json=body)
+            response.raise_for_status()
+            self.expected[body["messages"][0]["content"]] = text_of(response.text)
 
     async def watch(self) -> None:
-        while time.monotonic() < self.end_s:
-            self.memory_mb.append((time.monotonic() - self.start_s, resident_mb(self.pid)))
+        start_s = time.monotonic()
+        while True:
+            self.memory_mb.append((time.monotonic() - start_s, resident_mb(self.pid)))
             await asyncio.sleep(1)
 
-    async def work(self, client: httpx.AsyncClient, number: int) -> None:
-        chance = random.Random(number)
-        while time.monotonic() < self.end_s:
-            try:
-                await self.ask(client, chance)
-            except httpx.HTTPError as error:
-                self.errors.append(f"{type(error).__name__}: {error}")
-                await asyncio.sleep(1)
+    async def go_through(self, phase: Phase, seconds: float) -> None:
+        """Keep the streams of a phase busy; those that run at its end hang up."""
+        if phase.is_burst:
+            work = [self.burst(phase)]
+        else:
+            work = [self.work(phase, number) for number in range(phase.num_streams)]
+        clients = [asyncio.create_task(one) for one in work]
+        _, running = await asyncio.wait(clients, timeout=seconds)
+        for client in running:
+            client.cancel()
+        for result in await asyncio.gather(*clients, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result  # a bug of ours; hanging up is no Exception
 
-    async def ask(self, client: httpx.AsyncClient, chance: random.Random) -> None:
-        body = {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": " ".join(chance.choices(STORY.split(), k=chance.randrange(5, 300))),
-                }
-            ],
-            "max_tokens": chance.choice((1, 8, 32, 100)),
-            "temperature": chance.choice((0.0, 1.0)),
-            "stream": chance.random() < 0.6,
-        }
+    async def burst(self, phase: Phase) -> None:
+        chances = [random.Random(number) for number in range(phase.num_streams)]
+        while True:
+            await asyncio.gather(*(self.try_to_ask(phase, chance) for chance in chances))
+            await asyncio.sleep(PAUSE_S)
+
+    async def work(self, phase: Phase, number: int) -> None:
+        chance = random.Random(number)
+        while True:
+            await self.try_to_ask(phase, chance)
+
+    async def try_to_ask(self, phase: Phase, chance: random.Random) -> None:
+        try:
+            is_answered = await self.ask(chance)
+            self.answers[phase.name] += is_answered
+        except asyncio.CancelledError:
+            self.num_left += 1
+            raise
+        except httpx.HTTPError as error:
+            self.errors.append(f"{type(error).__name__}: {error}")
+            await asyncio.sleep(1)
+
+    async def ask(self, chance: random.Random) -> bool:
+        """Ask something; whether it was answered, that is, nobody hung up and nothing failed."""
+        if is_greedy := chance.random() < 0.5:
+            body = greedy_body(chance.choice(list(self.expected)))
+        else:
+            body = mixed_body(chance)
+        body["stream"] = chance.random() < 0.6
         num_pieces = chance.randrange(20) if chance.random() < 0.25 else None
-        async with client.stream("POST", CHAT, json=body) as response:
+        lines = []
+        async with self.client.stream("POST", CHAT, json=body) as response:
             if response.status_code != 200:
                 self.errors.append(f"status {response.status_code}: {(await response.aread())[:200]!r}")
-                return
-            async for _ in response.aiter_lines():
-                if num_pieces is not None:
-                    num_pieces -= 1
-                    if num_pieces < 0:
-                        self.num_left += 1
-                        return
-        self.num_answers += 1
+                return False
+            async for line in response.aiter_lines():
+                lines.append(line)
+                if num_pieces is not None and len(lines) > num_pieces:
+                    self.num_left += 1
+                    return False
+        if is_greedy:
+            self.compare(body["messages"][0]["content"], text_of("\n".join(lines)))
+        return True
+
+    def compare(self, prompt: str, text: str) -> None:
+        self.num_compared += 1
+        if text != self.expected[prompt]:
+            shown = f"{text[:80]!r}, alone {self.expected[prompt][:80]!r}"
+            self.errors.append(f"an answer differs: {prompt[:40]!r}…: {shown}")
 
     def growth_mb(self) -> tuple[float, float]:
         """Medians of the second and the last quarter."""
@@ -91,6 +163,29 @@ class Soak:
             raise SystemExit("too short to say anything about memory: give it at least a minute")
         values = [value for _, value in self.memory_mb]
         return statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])
+
+
+def words(chance: random.Random, count: int) -> str:
+    return " ".join(chance.choices(STORY.split(), k=count))
+
+
+def greedy_body(prompt: str) -> dict[str, Any]:
+    message = {"role": "user", "content": prompt}
+    return {"messages": [message], "max_tokens": 8 + len(prompt) % 25, "temperature": 0.0}
+
+
+def mixed_body(chance: random.Random) -> dict[str, Any]:
+    message = {"role": "user", "content": words(chance, chance.randrange(5, 300))}
+    return {"messages": [message], "max_tokens": chance.choice((1, 8, 32, 100)), "temperature": 1.0}
+
+
+def text_of(answer: str) -> str:
+    """The text of an answer, whole or as events."""
+    if not answer.startswith("data:"):
+        return str(json.loads(answer)["choices"][0]["message"]["content"])
+    events = [line[5:] for line in answer.splitlines() if line.startswith("data:") and "[DONE]" not in line]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
 def resident_mb(pid: int) -> float:
@@ -123,10 +218,17 @@ def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
     raise SystemExit(f"the server was not ready within {START_S} s")
 
 
+async def soak_server(url: str, pid: int, seconds: float) -> Soak:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+        soak = Soak(client, pid)
+        await soak.run(seconds)
+    return soak
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="more flags of serve, behind --")
     options = parser.parse_args()
@@ -138,8 +240,7 @@ def main() -> None:
     with subprocess.Popen(command) as server:
         try:
             wait_until_ready(url, server)
-            soak = Soak(url, server.pid, options.minutes * 60)
-            asyncio.run(soak.run(options.clients))
+            soak = asyncio.run(soak_server(url, server.pid, options.minutes * 60))
             has_survived = server.poll() is None
         finally:
             server.terminate()
@@ -147,8 +248,8 @@ def main() -> None:
     limit = early + max(early * TOLERANCE, TOLERANCE_MB)
     result |= {
         "minutes": options.minutes,
-        "clients": options.clients,
-        "answers": soak.num_answers,
+        "answers": soak.answers,
+        "compared": soak.num_compared,
         "hung_up": soak.num_left,
         "errors": soak.errors,
         "resident_mb": {"second_quarter": early, "last_quarter": late, "limit": limit},
@@ -156,7 +257,8 @@ def main() -> None:
         "samples_mb": soak.memory_mb[:: max(1, len(soak.memory_mb) // 100)],
     }
     rows: list[list[object]] = [
-        ["answers", soak.num_answers],
+        *([f"answers, {name}", count] for name, count in soak.answers.items()),
+        ["greedy answers compared", soak.num_compared],
         ["clients that hung up", soak.num_left],
         ["errors", len(soak.errors)],
         ["resident MB, second quarter", early],
@@ -167,7 +269,7 @@ def main() -> None:
     for error in soak.errors[:5]:
         print(error, file=sys.stderr)
     save(options.json, result)
-    is_well = has_survived and not soak.errors and soak.num_answers > 0 and late <= limit
+    is_well = has_survived and not soak.errors and soak.num_compared > 0 and late <= limit
     sys.exit(0 if is_well else 1)
 
 

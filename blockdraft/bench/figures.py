@@ -175,7 +175,23 @@ class Warmup(TypedDict):
     rest_latency_s: float | None
 
 
-class BenchReport(TypedDict):
+class GeneratorFigures(TypedDict):
+    """What the load generator itself could read at one load, against a server that computes nothing."""
+
+    concurrency: int
+    rate: float | None
+    num_processes: int
+    events_per_s: float
+    used: float | None
+
+
+class _LaterSections(TypedDict, total=False):
+    """What older reports do not have."""
+
+    generator: list[GeneratorFigures]
+
+
+class BenchReport(_LaterSections):
     """The JSON file. A report of one workload at one load has vLLM's keys beside these."""
 
     schema: str
@@ -211,9 +227,13 @@ def schema_error(value: object, shape: object, *, at: str = "") -> str | None:
     if origin is Literal:
         return None if value in parts else at
     if isinstance(shape, type) and is_typeddict(shape) and isinstance(value, dict):
-        fields = get_type_hints(shape).items()
+        fields, optional = get_type_hints(shape).items(), vars(shape)["__optional_keys__"]
         before = f"{at}." if at else ""
-        inner = [(value.get(name, _MISSING), part, before + name) for name, part in fields]
+        inner = [
+            (value.get(name, _MISSING), part, before + name)
+            for name, part in fields
+            if name in value or name not in optional
+        ]
     elif origin is list and isinstance(value, list):
         inner = [(entry, parts[0], f"{at}[{place}]") for place, entry in enumerate(value)]
     else:

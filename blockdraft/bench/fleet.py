@@ -19,7 +19,7 @@ from typing import Self
 
 from blockdraft.bench.client import Client, OnAnswer
 from blockdraft.bench.frames import Answered, Begin, Done, Frame, Share, next_frame, packed
-from blockdraft.bench.load import Ledger, run_block
+from blockdraft.bench.load import Ledger, fill
 from blockdraft.bench.records import Answer, Ask, OfferedLoad
 from blockdraft.bench.tickets import refill
 from blockdraft.errors import BenchError
@@ -52,7 +52,6 @@ class Fleet:
         self._processes: list[Process] = []
         self._tickets = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the fleet
         self._clients: list[Client] = []
-        self.cpu_s = 0.0  # of all processes, in the last block that several sent
 
     def num_processes(self, load: OfferedLoad) -> int:
         return num_processes(load, self._limit)
@@ -92,9 +91,20 @@ class Fleet:
         stop: asyncio.Event | None = None,
     ) -> list[Answer]:
         """Send a block, as SendBlock says, from as many processes as the load wants."""
+        return (await self.fill(client, asks, load, on_answer, stop)).all_answers()
+
+    async def fill(
+        self,
+        client: Client,
+        asks: Sequence[Ask],
+        load: OfferedLoad,
+        on_answer: OnAnswer | None = None,
+        stop: asyncio.Event | None = None,
+    ) -> Ledger:
+        """Send a block as run_block does; returns all that is known of it."""
         count = self.num_processes(load)
         if count == 1:
-            return await run_block(client, asks, load, on_answer, stop)
+            return await fill(client, asks, load, on_answer, stop)
         processes = self._processes[:count]
         await self._share_out(processes, client, asks, load)
         ledger = Ledger(asks, start_s=client.clock(), on_answer=on_answer)
@@ -112,10 +122,10 @@ class Fleet:
         for part in parts:
             ledger.begun_s |= part.begun_s
             ledger.ended |= part.ended
-        self.cpu_s = sum(part.cpu_s for part in parts)
+            ledger.cpu_s += part.cpu_s
         client.num_refused = sum(part.num_refused for part in parts)
         ledger.mark_unanswered(client)
-        return ledger.all_answers()
+        return ledger
 
     async def _share_out(
         self, processes: Sequence[Process], client: Client, asks: Sequence[Ask], load: OfferedLoad

@@ -49,7 +49,7 @@ class Done:
     begun_s: dict[int, float]
     ended: set[int]
     num_refused: int
-    cpu_s: float  # since Begin
+    cpu_s: float
 
 
 Word = Literal["ready", "end"]  # "end" of a block: give up what still runs

@@ -75,6 +75,7 @@ def render(report: BenchReport) -> str:
     speeds, gains = _throughput_charts(rows, names), _speedup_charts(rows_of(report))
     shares, times = _acceptance_charts(rows), _time_charts(rows, names)
     legend = _legend(names)
+    begun = [*layout.start_lines(report), *layout.generator_lines(report)]
     sections = [
         ("Throughput by concurrency", _figures(speeds, legend)),
         ("What speculation gains", _figures(gains)),
@@ -83,7 +84,7 @@ def render(report: BenchReport) -> str:
         ("All cells", _table(layout.details(report))),
         ("Agreement", _table(layout.agreement(report))),
         ("First divergences", _table(layout.divergences(report), style="text")),
-        ("Start-up and warm-up", "".join(f"<p>{text(line)}</p>" for line in layout.start_lines(report))),
+        ("Start-up, warm-up, load generator", "".join(f"<p>{text(line)}</p>" for line in begun)),
         ("How it was run", _facts(_how(report))),
         ("What the figures mean", _facts(report["definitions"])),
     ]

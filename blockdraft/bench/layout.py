@@ -10,7 +10,7 @@ from rich.console import Group as Renderables
 from rich.text import Text
 
 from blockdraft.bench.figures import Agreement, BenchReport, Cell
-from blockdraft.bench.report import ReportRow, arm_names, rows_of, whole_rows
+from blockdraft.bench.report import ReportRow, arm_names, generator_used, rows_of, whole_rows
 from blockdraft.bench.sheet import (
     NOTHING,
     Sheet,
@@ -36,6 +36,7 @@ Column = tuple[str, Callable[[Of], str]]  # a title, and the text for a row or a
 def headline(report: BenchReport) -> Sheet:
     """Return the table that is read in ten seconds: the speculative arm, or the only one, and its gain."""
     rows = rows_of(report)
+    has_generator = bool(report.get("generator"))
     columns: list[Column[ReportRow]] = [
         ("workload", lambda row: label(row.key)),
         ("conc", lambda row: load_text(row.key)),
@@ -49,6 +50,7 @@ def headline(report: BenchReport) -> Sheet:
         ),
         ("TPOT ms\np50", FIGURES["tpot"][1]),
         ("failed", lambda row: _failed_text(row.cells)),
+        *([("client\nused", lambda row: _percent_of(generator_used(report, row)))] if has_generator else []),
     ]
     lines = (tuple(text(row) for _, text in columns) for row in rows)
     return Sheet("", tuple(title for title, _ in columns), tuple(lines))
@@ -177,7 +179,7 @@ def summary(report: BenchReport) -> str:
 
 def terminal(report: BenchReport) -> Renderables:
     """Lay out for rich the headline table and what must not be missed."""
-    lines = [*lead_lines(report), *start_lines(report)]
+    lines = [*lead_lines(report), *start_lines(report), *generator_lines(report)]
     return Renderables(
         Text(clean(summary(report)), style="bold"),
         to_rich(headline(report)),
@@ -193,7 +195,7 @@ def terminal(report: BenchReport) -> Renderables:
 
 def markdown(report: BenchReport) -> str:
     """Write the whole report as Markdown."""
-    lines = [*lead_lines(report), *start_lines(report)]
+    lines = [*lead_lines(report), *start_lines(report), *generator_lines(report)]
     facts, parted = {**report["machine"], **report["versions"]}, divergences(report)
     parts = [
         f"# {escape_markdown(summary(report))}",
@@ -291,8 +293,22 @@ def _percent(share: float | None) -> str:
     return NOTHING if share is None else f"{share:.1%}"
 
 
+def _percent_of(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+
+
 def _count(value: int | None) -> str:
     return NOTHING if value is None else f"{value:,}"
+
+
+def generator_lines(report: BenchReport) -> list[str]:
+    """Return a line that says what the load generator itself could read, load by load."""
+    parts = [
+        f"{number(one['events_per_s'])} at {load_text(one)} ({one['num_processes']} "
+        f"process{'es' if one['num_processes'] > 1 else ''}, {_percent_of(one['used'])} used)"
+        for one in report.get("generator", [])
+    ]
+    return [f"The load generator itself can read, in events/s: {', '.join(parts)}."] if parts else []
 
 
 def start_lines(report: BenchReport) -> list[str]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import random
+import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Protocol
@@ -50,11 +51,22 @@ async def run_block(
     stop: asyncio.Event | None = None,
 ) -> list[Answer]:
     """Send a block from this process, as SendBlock says."""
+    return (await fill(client, asks, load, on_answer, stop)).all_answers()
+
+
+async def fill(
+    client: Client,
+    asks: Sequence[Ask],
+    load: OfferedLoad,
+    on_answer: OnAnswer | None = None,
+    stop: asyncio.Event | None = None,
+) -> Ledger:
+    """Send a block as run_block does; returns all that is known of it."""
     with quiet_collector():
         ledger = Ledger(asks, start_s=client.clock(), on_answer=on_answer)
         await send(client, ledger, load, iter(in_order(asks)), stop or asyncio.Event())
         ledger.mark_unanswered(client)
-        return ledger.all_answers()
+        return ledger
 
 
 def in_order(asks: Sequence[Ask]) -> list[int]:
@@ -66,6 +78,7 @@ async def send(
     client: Client, ledger: Ledger, load: OfferedLoad, numbers: Iterator[int], stop: asyncio.Event
 ) -> None:
     """Ask what `numbers` names, each the moment it is to begin, and note it all; until `stop` is set."""
+    before_s = time.process_time()
     client.num_refused = 0  # of an earlier block: the server may be back
     work = asyncio.ensure_future(
         _at_times(client, ledger, numbers)
@@ -79,6 +92,7 @@ async def send(
         work.cancel()
         stopping.cancel()
         await asyncio.gather(work, stopping, return_exceptions=True)
+    ledger.cpu_s = time.process_time() - before_s
     if not work.cancelled():
         work.result()  # a bug of ours shows itself here
 
@@ -135,6 +149,7 @@ class Ledger:
         self.start_s = start_s  # `at_s` counts from here
         self.begun_s: dict[int, float] = {}
         self.ended: set[int] = set()
+        self.cpu_s = 0.0  # that sending took, of all processes together
         self._on_answer = on_answer
         self._answers: list[list[Answer]] = [[] for _ in asks]
 

@@ -81,6 +81,7 @@ class Options:
     prompt_seed: int = 0
     table: str | None = None
     processes: int | None = None  # at most
+    no_headroom: bool = False
 
     def __post_init__(self) -> None:
         if self.rate is not None and (self.concurrency is not None or self.table is not None):

@@ -118,6 +118,11 @@ class Answer:
         return self.error is None or not self.error.startswith((NOT_SENT, NOT_ENDED))
 
     @property
+    def num_events(self) -> int:
+        """The number of deltas with text."""
+        return 0 if self.first_s is None else 1 + len(self.gaps_s)
+
+    @property
     def ttft_s(self) -> float | None:
         return None if self.first_s is None else self.first_s - self.sent_s
 

@@ -21,6 +21,7 @@ from blockdraft.bench.figures import (
     Cell,
     Distribution,
     Estimate,
+    GeneratorFigures,
     Startup,
     Warmup,
     headline_speedup,
@@ -28,7 +29,7 @@ from blockdraft.bench.figures import (
     schema_error,
 )
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm, Group, Key
-from blockdraft.bench.sheet import milliseconds, row_name
+from blockdraft.bench.sheet import load_text, milliseconds, row_name
 from blockdraft.bench.statistics import pair, split_by_category, summarise
 from blockdraft.bench.wire import shown_host
 from blockdraft.errors import BenchError
@@ -38,6 +39,7 @@ SCHEMA_VERSION = 1
 SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
 MAX_CACHED_SHARE = 0.1  # of the prompt tokens of first turns; chat templates alone are less
 MAX_SEND_LAG_S = 0.005
+MAX_GENERATOR_USED = 0.6  # of what it can read; beyond, events wait for it
 MAX_COMMITTED = 1.1  # tokens of verify steps over tokens out; the end of an answer cuts some off
 
 Facts = Mapping[str, object]
@@ -77,6 +79,7 @@ def build(  # noqa: PLR0913  # the sections of a report
     machine: Facts,
     startup: Sequence[Startup] = (),
     warmup: Sequence[Answer] = (),
+    generator: Sequence[GeneratorFigures] = (),
     notes: Sequence[str] = (),
     date: str,
 ) -> BenchReport:
@@ -100,6 +103,7 @@ def build(  # noqa: PLR0913  # the sections of a report
         "options": {name: value for name, value in options.items() if not name.endswith("api_key")},
         "startup": list(startup),
         "warmup": _warmup(warmup),
+        "generator": [one | {"used": _most_used(one, cells)} for one in generator],
         "cells": cells,
         "pairs": pairs,
         "warnings": [],
@@ -219,6 +223,37 @@ def load_report(path: Path | str) -> BenchReport:
     return cast("BenchReport", found)
 
 
+def generator_used(report: BenchReport, row: ReportRow) -> float | None:
+    """Return how much of what the load generator can read the busier arm took; None: it is not known."""
+    for one in report.get("generator", []):
+        if (one["concurrency"], one["rate"]) == (row.key["concurrency"], row.key["rate"]):
+            return _most_used(one, row.cells)
+    return None
+
+
+def _most_used(generator: GeneratorFigures, cells: Sequence[Cell]) -> float | None:
+    """Return the largest share of what the load generator can read, over the cells of this load."""
+    at = (generator["concurrency"], generator["rate"])
+    shares = [
+        (cell["itl_s"]["count"] + cell["ttft_s"]["count"]) / cell["busy_s"] / generator["events_per_s"]
+        for cell in cells
+        if (cell["key"]["concurrency"], cell["key"]["rate"]) == at
+        and cell["key"]["category"] == "all"
+        and cell["busy_s"] > 0
+        and generator["events_per_s"] > 0
+    ]
+    return max(shares, default=None)
+
+
+def _generator_warnings(report: BenchReport) -> list[str]:
+    return [
+        f"at {load_text(one)} the load generator read {one['used']:.0%} of what it can: the server may be "
+        "faster than what was measured. Give it more --processes, or another machine."
+        for one in report.get("generator", [])
+        if one["used"] is not None and one["used"] > MAX_GENERATOR_USED
+    ]
+
+
 def _arms(groups: Sequence[Group]) -> Iterable[tuple[Group, Group]]:
     """Yield each group with speculation and its baseline, where there is one."""
     plain = {_key_text(group.key): group for group in groups if group.arm == PLAIN}
@@ -295,7 +330,7 @@ def _endpoint_warnings(endpoint: Facts) -> list[str]:
 
 def _warnings(report: BenchReport, groups: Sequence[Group]) -> list[str]:
     cached = {(_key_text(group.key), group.arm): _cached_share(group) for group in groups}
-    warnings = _endpoint_warnings(report["endpoint"])
+    warnings = [*_endpoint_warnings(report["endpoint"]), *_generator_warnings(report)]
     names = arm_names(report["cells"])
     for row in whole_rows(report):
         for cell in row.cells:

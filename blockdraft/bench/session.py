@@ -13,8 +13,9 @@ from rich.console import Console
 
 from blockdraft.bench.client import Client
 from blockdraft.bench.endpoint import probe
-from blockdraft.bench.figures import BenchReport, Startup
+from blockdraft.bench.figures import BenchReport, GeneratorFigures, Startup
 from blockdraft.bench.fleet import Fleet, most_processes
+from blockdraft.bench.headroom import measure_headroom
 from blockdraft.bench.host import machine
 from blockdraft.bench.live import Watch
 from blockdraft.bench.options import Options
@@ -46,6 +47,7 @@ class Session:
             servers = await self._servers(url, stack)
             limit = self.options.processes or most_processes()
             fleet = await stack.enter_async_context(Fleet(self.grid.loads, limit))
+            headroom = [] if self.options.no_headroom else await self._headroom(fleet)
             stop = asyncio.Event()
             _on_endings(stop.set)
             with Watch(self.grid.total * len(servers), self.console) as watch:
@@ -53,7 +55,11 @@ class Session:
                 outcome = await runner.run()
         if started is not None:
             starts.append(started.facts(next(iter(outcome.cold.values()), None)))
-        return self._report(servers, outcome, starts), outcome
+        return self._report(servers, outcome, starts, headroom), outcome
+
+    async def _headroom(self, fleet: Fleet) -> list[GeneratorFigures]:
+        self.console.print("measuring the load generator itself …")
+        return await measure_headroom(fleet, self.grid.loads)
 
     @contextlib.asynccontextmanager
     async def _server(self, starts: list[Startup]) -> AsyncIterator[tuple[str, Started | None]]:
@@ -105,7 +111,11 @@ class Session:
         return servers
 
     def _report(
-        self, servers: dict[Arm, Server], outcome: RunOutcome, starts: Sequence[Startup]
+        self,
+        servers: dict[Arm, Server],
+        outcome: RunOutcome,
+        starts: Sequence[Startup],
+        headroom: Sequence[GeneratorFigures],
     ) -> BenchReport:
         options, grid = self.options, self.grid
         endpoints = [asdict(server.endpoint) for server in servers.values()]
@@ -142,6 +152,7 @@ class Session:
             machine=machine(),
             startup=starts,
             warmup=[*outcome.cold.values(), *outcome.warm],
+            generator=headroom,
             notes=notes,
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         )

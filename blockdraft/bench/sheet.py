@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from blockdraft.bench.figures import Estimate, Interval
+from blockdraft.bench.figures import Estimate, GeneratorFigures, Interval
 from blockdraft.bench.records import Key
 
 NOTHING = "-"
@@ -114,7 +114,7 @@ def row_name(key: Key) -> str:
     return f"{full_label(key)} at {load_text(key)}"
 
 
-def load_text(key: Key) -> str:
+def load_text(key: Key | GeneratorFigures) -> str:
     """Say how requests arrived."""
     return str(key["concurrency"]) if key["rate"] is None else f"{key['rate']:g}/s"
 

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -51,12 +50,12 @@ class Worker:
             begin = await next_frame(self._reader)
             if not isinstance(begin, Begin):
                 return
-            ledger.start_s, cpu_s = begin.start_s, time.process_time()
+            ledger.start_s = begin.start_s
             stop = asyncio.Event()
             listening = asyncio.ensure_future(self._stop_at_a_word(stop))
             await send(client, ledger, share.load, self._numbers(share), stop)
-            cpu_s = time.process_time() - cpu_s
-            self._output.write(packed(Done(ledger.begun_s, ledger.ended, client.num_refused, cpu_s)))
+            done = Done(ledger.begun_s, ledger.ended, client.num_refused, ledger.cpu_s)
+            self._output.write(packed(done))
             await listening
 
     def _numbers(self, share: Share) -> Iterator[int]:

@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offline", action="store_true", help="do not look for data sets on the hub")
     add("--prompt-seed", type=int, default=0, metavar="N", help="of samples and arrivals")
     add("--processes", type=int, metavar="N", help="to send from, at most (default: half of the cores)")
+    add("--no-headroom", action="store_true", help="do not measure what this client can read, 1 s per load")
     add("--table", metavar="NAME", help="the shape of a published table: z-lab, spark or mt-bench")
     add = parser.add_argument_group("output").add_argument
     add(

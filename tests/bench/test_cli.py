@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.bench import load, served
+from blockdraft.bench import headroom, load, served
 from blockdraft.bench.report import load_report
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.cli.main import main
@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 KEY = "sk-very-secret"
 SUFFIXES = (".json", ".md", ".html")
 SMALL = ("--workload", "qa", "--num-prompts", "4", "--max-tokens", "8")
+NO_HEADROOM = ("--no-headroom",)
 QUIET_COLLECTOR = load.quiet_collector
 STUB_COMMAND = f"{shlex.quote(sys.executable)} -m tests.bench.stub {{port}}"
 
@@ -48,7 +49,7 @@ def here(tmp_path, monkeypatch, quick_blocks):
 
 
 def bench(*argv, out="x"):
-    return main(["bench", *map(str, argv), "--out", out])
+    return main(["bench", *map(str, argv), *NO_HEADROOM, "--out", out])
 
 
 def report(out="x"):
@@ -161,7 +162,7 @@ def test_json_is_all_that_is_printed_and_out_none_writes_nothing(stub, capsys, t
 
 
 def test_files_are_named_by_the_time_or_by_out(stub, tmp_path):
-    assert main(["bench", stub.url, *SMALL]) == 0
+    assert main(["bench", stub.url, *SMALL, *NO_HEADROOM]) == 0
     assert bench(stub.url, *SMALL, out="deep/er/y.json") == 0
     report("deep/er/y")
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
@@ -337,6 +338,20 @@ def test_a_password_in_the_address_is_shown_nowhere(stub, capsys, tmp_path):
     )
 
 
+def test_the_report_says_what_the_client_itself_can_read(stub, capsys, monkeypatch):
+    monkeypatch.setattr(headroom, "BURST_S", 0.1)
+    flags = ("--concurrency", "1,33", "--processes", "2", "--num-prompts", "2", "--no-baseline")
+    assert main(["bench", stub.url, *SMALL, *flags, "--out", "x"]) == 0
+    one, two = report()["generator"]
+    assert [(part["concurrency"], part["num_processes"]) for part in (one, two)] == [(1, 1), (33, 2)]
+    assert one["events_per_s"] > 1000
+    assert two["events_per_s"] > 4000
+    assert 0 < one["used"] < 1
+    said = capsys.readouterr()
+    assert "The load generator itself can read, in events/s: " in " ".join(said.out.split())
+    assert "client" in said.out
+
+
 # ---- early ends
 
 
@@ -363,7 +378,7 @@ def test_a_server_that_dies_midway_leaves_files_and_exit_code_2(stub, capsys):
 
 @contextmanager
 def running(*argv):
-    command = [sys.executable, "-m", "blockdraft", "bench", *map(str, argv)]
+    command = [sys.executable, "-m", "blockdraft", "bench", *map(str, argv), *NO_HEADROOM]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

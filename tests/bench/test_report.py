@@ -361,6 +361,33 @@ def test_the_terminal_fits_eighty_columns_and_says_whether_it_pays():
     assert "22 of 22 equal" in shown(terminal(build(workloads(), **facts())))
 
 
+def test_a_load_generator_near_its_limit_is_told():
+    """Six answers of six events in about 15 s: 2.3 events a second with speculation, less without."""
+    generators = [
+        {"concurrency": 1, "rate": None, "num_processes": 1, "events_per_s": 25_000.0, "used": None},
+        {"concurrency": 8, "rate": None, "num_processes": 2, "events_per_s": 3.0, "used": None},
+    ]
+    report = build(workloads(), **facts(generator=generators))
+    few, many = (one["used"] for one in report["generator"])
+    assert few < 0.001
+    assert 0.6 < many < 1.0
+    (line,) = [line for line in report["warnings"] if "load generator" in line]
+    assert line.startswith(f"at 8 the load generator read {many:.0%} of what it can")
+    text = shown(terminal(report), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "client\n" in headline(report).header[-1]
+    assert "25,000 at 1 (1 process, 0.0% used)" in " ".join(text.split())
+    assert "25,000 at 1" in render(report)
+
+
+def test_a_report_from_before_the_load_generator_was_measured_is_read(tmp_path):
+    report = build(workloads(), **facts())
+    del report["generator"]
+    path = tmp_path / "old.json"
+    path.write_text(to_json(report))
+    assert "client" not in "".join(headline(load_report(path)).header)
+
+
 def test_verdicts_name_depth_and_temperature():
     groups = [
         one
