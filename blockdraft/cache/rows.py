@@ -212,4 +212,4 @@ class Rows:
         """Commit `counts` prompt tokens of the active rows; the anchor stays the last known token."""
         if not isinstance(counts, Tensor):
             counts = self._tensor(counts)
-        self.length[self.active] += torch.where(self.active == self.max_rows, 0, counts)  # scratch stays
+        self.length[self.active] += counts * (self.active != self.max_rows)  # the scratch row stays

@@ -35,6 +35,7 @@ class PrefillGraph:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor  # [num_tokens + num_rows + 1] token ids, then offsets
 
+    @torch.inference_mode()
     def replay(self, token_ids: Items[int], counts: Items[int]) -> None:
         """`counts[r]` of the tokens are of active row r; the active rows are filled up to `num_rows`."""
         values = filled(token_ids, counts, self.num_tokens, self.num_rows)

@@ -7,6 +7,8 @@ runs the same comparisons on the CPU without graphs, as a check of the compariso
 import pytest
 import torch
 
+from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.twin import serve
 from blockdraft.step.graphs import row_sizes
 from tests import stepping
 from tests.stepping import CARD, MAX_ROWS, SCENES
@@ -84,3 +86,23 @@ def test_hybrids_and_mixtures_are_captured_whole(name):
     engines = [stepping.family_engine(name, CARD, drafter, is_captured=is_it) for is_it in (True, False)]
     counts = stepping.lockstep(*engines, stepping.family_requests())
     assert len(set(counts)) >= 4
+
+
+def test_prompts_are_prefilled_by_graphs_as_they_are_without():
+    """Alone and together; what a graph has more than a batch is the scratch row's."""
+    prompts = [[(7 * i + 13 * n) % 60 for i in range(n)] for n in (2, 20, 33, 64, 90)]
+    asked = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    answers = {}
+    for is_captured in (True, False):
+        engine = stepping.tiny_engine(CARD, is_captured=is_captured, chunk=128)
+        for together in (prompts, *([prompt] for prompt in prompts)):
+            names = [engine.add(prompt, asked) for prompt in together]
+            deltas = serve(engine)
+            answers.setdefault(is_captured, []).extend(
+                [token for delta in deltas if delta.request_id == name for token in delta.token_ids]
+                for name in names
+            )
+        if is_captured:
+            assert len(engine.prefill_graphs._graphs) > 2
+            assert engine.rows.length[engine.rows.max_rows] == 0
+    assert answers[True] == answers[False]
