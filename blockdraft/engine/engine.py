@@ -39,6 +39,7 @@ class Launched:
     outcome: Outcome | None = None
     reading: Reading | None = None
     logprobs: Logprobs | None = None
+    begun_s: float = 0.0
 
 
 class Engine:
@@ -221,11 +222,13 @@ class Engine:
             graph = self.graphs.find(*place)
             if graph is not None:
                 self._place(batch, graph.num_rows)
-                return Launched(reading=Reading(graph.replay()))
+                begun_s = self.clock()
+                return Launched(reading=Reading(graph.replay()), begun_s=begun_s)
         # As many rows as the graph would run, where there is one: arithmetic may depend on it.
         self._place(batch, None if self.graphs is None else self.graphs.size(*place))
+        begun_s = self.clock()
         verdict = self.decode(batch.width, num_logprobs)
-        return Launched(reading=Reading(pack(verdict)), logprobs=verdict.logprobs)
+        return Launched(reading=Reading(pack(verdict)), logprobs=verdict.logprobs, begun_s=begun_s)
 
     def wait(self) -> None:
         """Return when the device has done what was asked of it so far."""
@@ -293,8 +296,10 @@ class Engine:
     def _collect(self, batch: Batch, launched: Launched) -> list[Delta]:
         """Read a step's result (the only wait for the device) and apply it."""
         outcome = self._outcome(batch, launched)
+        # Where steps overlap, the time between is not one step's.
+        seconds = None if self.models.plan.overlap else self.clock() - launched.begun_s
         seen = [sequence.row is not None for sequence in batch.sequences]
-        deltas = self.scheduler.commit(batch, outcome)
+        deltas = self.scheduler.commit(batch, outcome, seconds)
         sequences = list(itertools.compress(batch.sequences, seen))
         committed = list(itertools.compress(outcome.token_ids, seen))
         self.stats.count(batch, sequences, committed, deltas)

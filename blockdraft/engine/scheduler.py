@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from blockdraft.engine.pace import Pace
+from blockdraft.engine.governor import Governor
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.sequence import Sequence
@@ -58,7 +58,7 @@ class Scheduler:
     def follow(self, plan: Plan) -> None:
         """Decide by `plan` from now on; its rows and pages are those of the plan before it."""
         self._plan = plan
-        self._pace = Pace(plan.width, plan.step_costs) if plan.step_costs else None
+        self._governor = Governor.of(plan) if plan.step_costs else None
 
     # ---- requests in and out
 
@@ -202,15 +202,11 @@ class Scheduler:
         return self._batch("decode", chosen, starts, [width] * len(chosen), width=width)
 
     def _widths(self, sequences: list[Sequence]) -> list[int]:
-        most = self._plan.max_drafting_rows
-        if most is not None and len(sequences) > most:
-            return [1 if sequence.may_change_width else sequence.width for sequence in sequences]
-        if self._pace is None:
+        records = [sequence.tally.record for sequence in sequences if sequence.may_change_width]
+        if self._governor is None or not records:
             return [sequence.width for sequence in sequences]
-        return [
-            self._pace.next_width(sequence.tally.record) if sequence.may_change_width else sequence.width
-            for sequence in sequences
-        ]
+        width = self._governor.next_width(records)
+        return [width if sequence.may_change_width else sequence.width for sequence in sequences]
 
     def _batch(
         self,
@@ -269,15 +265,18 @@ class Scheduler:
 
     # ---- learning what happened
 
-    def commit(self, batch: Batch, outcome: Outcome) -> list[Delta]:
+    def commit(self, batch: Batch, outcome: Outcome, seconds: float | None = None) -> list[Delta]:
         """Apply a step's outcome to the sequences that are still the ones it ran for.
 
         One that ended or was preempted while the step was in flight has no row: its outcome is not looked at.
+        `seconds`: what the step took, where that is known.
         """
         if batch.kind == "prefill":
             self._commit_prompts(batch, outcome)
             return []
         deltas, now_s, width = [], self.clock(), batch.width
+        if self._governor is not None:
+            self._governor.observe(width, [len(token_ids) - 1 for token_ids in outcome.token_ids], seconds)
         logprobs = outcome.logprobs or itertools.repeat(())
         for sequence, token_ids, its_logprobs in zip(
             batch.sequences, outcome.token_ids, logprobs, strict=False
@@ -286,7 +285,7 @@ class Scheduler:
                 continue
             sequence.num_in_flight -= width
             sequence.tally.count_step(width, len(token_ids))
-            if self._pace is not None:
+            if self._governor is not None:
                 sequence.tally.record.count(width, len(token_ids) - 1)
             deltas.append(sequence.accept(token_ids, its_logprobs, now_s))
             self._remember(sequence)

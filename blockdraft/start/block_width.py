@@ -5,9 +5,8 @@ step costs is measured: plain and speculative steps of one row, in turns, and th
 only ever adds. The width is the one with the best mean speed-up of those at which no category is slower than
 plain decoding. Where there is none it is 1: requests then decode plainly unless they ask for drafts.
 
-On a CPU that goes for one request alone, and for its first steps: then its own drafts decide (pace.py). Two
-already keep it busy: with four, verifying four tokens of each costs nearly four plain steps. So while several
-decode, they do so plainly.
+On a CPU that is where serving begins: then what drafts commit and what steps take, for however many requests
+at once, decides before each step (engine/governor.py).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -44,6 +43,7 @@ MIN_SPEEDUP = 1.03  # of the worst category: measuring twice differs by as much
 CAUTION = 0.75
 AS_GOOD = 0.98  # of the best mean speed-up: the narrowest of these costs least when many rows share a step
 CONTEXT = 256  # tokens before the block: a usual prompt
+SEVERAL = 4  # rows
 MIN_ROUNDS, MAX_ROUNDS = 3, 8  # the first is cold
 MAX_SECONDS = 1.0  # no further round than the third is begun after this
 STEADY = 1.25  # of two times that are alike
@@ -52,10 +52,16 @@ SLACK, FIRST_SLACK = 1.1, 1.3  # how far speed has to fall before no wider step 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of one step of one row."""
+    """Seconds of one step: of one row, and of several."""
 
     plain_s: float
     by_width: Mapping[int, float]  # drafting, verifying and absorbing
+    several: Mapping[tuple[int, int], float] = field(default_factory=dict)  # by rows and width
+
+    @property
+    def by_place(self) -> dict[tuple[int, int], float]:
+        """All of them, by rows and width."""
+        return {(1, 1): self.plain_s, **{(1, width): s for width, s in self.by_width.items()}, **self.several}
 
 
 class WidthChoice(NamedTuple):
@@ -79,12 +85,23 @@ def speedups(acceptance: Acceptance, costs: Costs, width: int) -> dict[str, floa
     return {category: committed(shares, width) / ratio for category, shares in acceptance.items()}
 
 
-def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTION) -> WidthChoice:
-    """The width with the best mean speed-up that slows no category down, or 1."""
-    expected = {
+def cautious(acceptance: Acceptance, caution: float = CAUTION) -> dict[str, tuple[float, ...]]:
+    return {
         category: tuple(share * caution ** (place + 1) for place, share in enumerate(shares))
         for category, shares in acceptance.items()
     }
+
+
+def chances_of(acceptance: Acceptance, block: int) -> tuple[float, ...]:
+    """Of the draft at each place, in the mean of all categories: that it is right where those before were."""
+    known = [fmean(shares) for shares in zip(*cautious(acceptance).values(), strict=False)]
+    found = [share / max(before, 1e-6) for share, before in zip(known, (1.0, *known), strict=False)]
+    return tuple((found + [found[-1]] * block)[: block - 1])
+
+
+def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTION) -> WidthChoice:
+    """The width with the best mean speed-up that slows no category down, or 1."""
+    expected = cautious(acceptance, caution)
     gains = {width: speedups(expected, costs, width) for width in costs.by_width}
     mean = {width: fmean(found.values()) for width, found in gains.items()}
     safe = [width for width, found in gains.items() if min(found.values()) >= MIN_SPEEDUP]
@@ -113,22 +130,22 @@ def plan_with_width(
 ) -> Plan:
     """The idle engine's plan with the width that pays. `uses_stored`: by costs that were measured before."""
     file = cache_dir() / "widths" / f"{_key(engine, acceptance)}.json"
+    plan, is_cpu = engine.models.plan, engine.models.device.type == "cpu"
     costs = _stored(file) if uses_stored else None
     if costs is None:
         costs = measure_costs(engine, acceptance)
+        if costs is not None and is_cpu:
+            costs = replace(costs, several=measure_several(engine, choose_width(acceptance, costs).width))
         if costs is not None and stores:
             _store(file, costs)
-    plan, is_cpu = engine.models.plan, engine.models.device.type == "cpu"
     if costs is None and not is_cpu:
         return plan  # on a GPU a whole block costs little more than one token: it stays
     width, reason = TOO_BUSY if costs is None else choose_width(acceptance, costs)
-    if not is_cpu:
+    if not is_cpu or costs is None or width == 1:
         return plan.changed({"width": reason}, width=width)
-    step_costs: Mapping[int, float] = {}
-    if costs is not None and width > 1:
-        step_costs = {1: costs.plain_s, **costs.by_width}
-        reason += "; then by how a request's own drafts fare"
-    return plan.changed({"width": reason}, width=width, max_drafting_rows=1, step_costs=step_costs)
+    reason += "; then by how drafts fare and what steps take"
+    chances = chances_of(acceptance, plan.block)
+    return plan.changed({"width": reason}, width=width, step_costs=costs.by_place, draft_chances=chances)
 
 
 # ---- measuring
@@ -165,6 +182,28 @@ def measure_costs(
     return _costs(times) if _is_steady(times) else None
 
 
+def measure_several(
+    engine: Engine, width: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[tuple[int, int], float]:
+    """Of a few rows at once: plain steps, and those of `width`. Nothing where only one row can run."""
+    plan, pages = engine.models.plan, engine.scheduler.pages
+    per_row = -(-(_context(engine) + plan.block) // pages.page_size)
+    rows = min(SEVERAL, plan.max_rows, pages.num_free // per_row)
+    if rows < 2:
+        return {}
+    held = pages.allocate(rows * per_row)
+    try:
+        return {
+            (rows, one): min(
+                _step_s(engine if one > 1 else twin(engine, NoDrafter()), one, held, clock, rows)
+                for _ in range(MIN_ROUNDS)
+            )
+            for one in sorted({1, width})
+        }
+    finally:
+        pages.release(held)
+
+
 def _costs(times: Mapping[int, list[float]]) -> Costs:
     return Costs(min(times[1]), {width: min(taken) for width, taken in times.items() if width > 1 and taken})
 
@@ -186,13 +225,16 @@ def _is_past_the_best(
     return slack * mean[width] < max(mean.values())
 
 
-def _step_s(engine: Engine, width: int, pages: list[int], clock: Callable[[], float]) -> float:
+def _step_s(
+    engine: Engine, width: int, pages: list[int], clock: Callable[[], float], num_rows: int = 1
+) -> float:
     """One step behind a context that nobody has computed: what it holds costs no time."""
-    context = _context(engine)
-    graph = None if engine.graphs is None else engine.graphs.find(1, width)
-    engine.rows.place(0, [0] * (context + 1), context, RowSampling())
-    engine.rows.set_pages([(0, 0, pages)])
-    engine.rows.activate([0])
+    context, per_row = _context(engine), len(pages) // num_rows
+    graph = None if engine.graphs is None else engine.graphs.find(num_rows, width)
+    for row in range(num_rows):
+        engine.rows.place(row, [0] * (context + 1), context, RowSampling())
+        engine.rows.set_pages([(row, 0, pages[row * per_row : (row + 1) * per_row])])
+    engine.rows.activate(range(num_rows))
     engine.wait()
     begun_s = clock()
     Reading(pack(engine.decode(width)) if graph is None else graph.replay()).token_ids()
@@ -224,9 +266,9 @@ def _stored(file: Path) -> Costs | None:
     """None: nothing of use is there."""
     try:
         raw = json.loads(file.read_text())
-        costs = Costs(
-            float(raw["plain_s"]), {int(key): float(value) for key, value in raw["by_width"].items()}
-        )
+        several = {(int(rows), int(width)): float(value) for rows, width, value in raw["several"]}
+        by_width = {int(key): float(value) for key, value in raw["by_width"].items()}
+        costs = Costs(float(raw["plain_s"]), by_width, several)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     is_sound = costs.by_width and min(costs.plain_s, *costs.by_width.values()) > 0
@@ -234,4 +276,6 @@ def _stored(file: Path) -> Costs | None:
 
 
 def _store(file: Path, costs: Costs) -> None:
-    keep(file, json.dumps({"plain_s": costs.plain_s, "by_width": dict(costs.by_width)}).encode())
+    several = [[*place, seconds] for place, seconds in costs.several.items()]
+    raw = {"plain_s": costs.plain_s, "by_width": dict(costs.by_width), "several": several}
+    keep(file, json.dumps(raw).encode())

@@ -289,8 +289,12 @@ def test_a_server_says_which_width_it_serves_and_why(fitted, monkeypatch):
     plan = engine.models.plan
     reason = plan.reasons["width"]
     assert details["warm"] == f"width 3: {reason}"
-    assert plan.max_drafting_rows == 1  # it is a CPU
-    assert plan.step_costs == {1: 0.010, 2: 0.010 * 1.2, 3: 0.010 * 1.3, 8: 0.010 * 2.0}
+    alone = {(1, 1): 0.010, (1, 2): 0.010 * 1.2, (1, 3): 0.010 * 1.3, (1, 8): 0.010 * 2.0}
+    assert plan.step_costs.items() >= alone.items()
+    assert {place for place in plan.step_costs if place[0] > 1} == {(2, 1), (2, 3)}, (
+        "as many rows as there are"
+    )
+    assert len(plan.draft_chances) == 7
     assert details["verify"].endswith(f"; width 3: {reason}")
     assert startup.warnings == ()
     assert warmed == [3], "what is served is what was warmed"
@@ -329,18 +333,16 @@ def start_verification():
     return Verification((), 1.0, keeps_drafter=False, reason="no", accepted=(0.0,) * 7)
 
 
-def test_on_a_cpu_requests_that_decode_together_do_so_plainly():
-    llm = LLM(
-        "tests/fixtures/pair/target", draft="tests/fixtures/pair/draft", dtype="float64", width=8, max_rows=4
-    )
-    prompts = [[1, 2, 3], [10, 12, 14]]
-    params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (48, 8)]
-    alone = llm.generate(prompts, [replace(one, width=1) for one in params])
-    llm.engine.replan(replace(llm.engine.models.plan, max_drafting_rows=1))
-    long, short = llm.generate(prompts, params)
-    assert [one.token_ids for one in (long, short)] == [one.token_ids for one in alone]
-    assert short.metrics.drafted == 0
-    assert long.metrics.drafted > 0  # once it is alone
-    assert long.metrics.steps < 48
-    asked = llm.generate(prompts, [replace(one, width=8) for one in params])
-    assert all(one.metrics.drafted > 0 for one in asked)
+def test_chances_of_places_come_from_the_mean_of_all_categories():
+    found = width.chances_of({"one": (0.8, 0.4), "other": (0.4, 0.2)}, block=5)
+    assert found == pytest.approx((0.6 * 0.75, 0.5 * 0.75, 0.5 * 0.75, 0.5 * 0.75))
+
+
+def test_several_rows_are_measured_where_there_is_room():
+    engine = tiny.engine(max_rows=4)
+    free = engine.scheduler.pages.num_free
+    found = width.measure_several(engine, 3)
+    assert found.keys() == {(4, 1), (4, 3)}
+    assert min(found.values()) > 0
+    assert engine.scheduler.pages.num_free == free
+    assert width.measure_several(tiny.engine(max_rows=1), 3) == {}
