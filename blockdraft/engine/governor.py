@@ -30,10 +30,11 @@ FADE = 0.95  # what a step leaves of what was known before it
 FEW = 3  # rows, whose steps are forgotten more slowly: they say less
 BELIEF = 16.0  # drafts put to the test that the chances of all rows count for in a row's own
 PRIOR = 4.0  # the same for what is expected of a place
-SURE = 8  # steps after which a width's time is known, and for how many it stays so without being seen
+SURE = 8  # steps after which a width's time is known
 SLOW = 0.1  # of what a step took otherwise than expected then: how much is believed of every width
 LATE = 3.0  # times what was expected: then something else took the time, such as capturing a graph
 BELIEVED = 3  # of these in a row
+BEYOND = 0.5  # of what one more token takes: wider than measured. A guess too high would never be corrected
 GAIN = 1.02  # that another width must promise: changing back and forth gains nothing
 AGE = 128  # steps after which a width that promises nearly as much is tried again
 NEARLY = 0.85
@@ -131,41 +132,44 @@ class StepCosts:
     def observe(self, num_rows: int, width: int, seconds: float) -> None:
         self._num_steps += 1
         size = self.size(num_rows)
-        expected, count = self.seconds(size, width), self._count.get((size, width), 0)
-        age = self.age(size, width)
+        place, expected = (size, width), self.seconds(size, width)
         if seconds > LATE * expected:
-            self._late[size, width] = self._late.get((size, width), 0) + 1
-            if self._late[size, width] < BELIEVED:
+            self._late[place] = self._late.get(place, 0) + 1
+            if self._late[place] < BELIEVED:
                 return
-        self._late[size, width] = 0
-        self._seen[size, width] = self._num_steps
-        self._count[size, width] = count + 1
+        self._late[place] = 0
+        self._seen[place] = self._num_steps
+        count = self._count[place] = self._count.get(place, 0) + 1
         change = seconds - expected
-        if count < SURE or age > SURE:  # what was believed of this width was a guess, or is old
-            self._now[size, width] += 0.5 * change
+        if count < SURE:  # what was believed of this place was a guess, or one measurement
+            self._now[place] += change / (1 + count)
             return
-        for place in self._now:
-            if place[0] == size:
-                self._now[place] = max(self._now[place] + SLOW * change, 1e-9)
+        for other in self._now:
+            if other[0] == size:
+                self._now[other] = max(self._now[other] + SLOW * change, 1e-9)
 
     def _guess(self, size: int, width: int) -> float:
         """Between what was measured: by width for each number of rows, then by rows."""
         by_rows = {
-            rows: _between({at: s for (one, at), s in self._measured.items() if one == rows}, width)
+            rows: _between({at: s for (one, at), s in self._measured.items() if one == rows}, width, BEYOND)
             for rows in {rows for rows, _ in self._measured}
         }
         return _between(by_rows, size)
 
 
-def _between(known: Mapping[int, float], wanted: int) -> float:
-    """On the line through the two nearest; flat beyond a single one. More never costs less."""
+def _between(known: Mapping[int, float], wanted: int, beyond: float = 1.0) -> float:
+    """On the line through the two nearest, `beyond` as steep behind the last; flat where one alone is known.
+
+    More never costs less.
+    """
     if wanted in known or len(known) == 1:
         return known.get(wanted, next(iter(known.values())))
     ordered = sorted(known)
     at = min(max(bisect_left(ordered, wanted), 1), len(ordered) - 1)
     first, second = ordered[at - 1], ordered[at]
     slope = max(0.0, (known[second] - known[first]) / (second - first))
-    return known[first] + slope * max(wanted - first, 0)
+    inside = min(max(wanted, first), second) - first
+    return known[first] + slope * (inside + beyond * max(wanted - second, 0))
 
 
 class Governor:
@@ -225,7 +229,8 @@ class Governor:
         if width > 1:
             self.chances.count(width, np.asarray(num_right))
             if self._width == 1 and self._has_paid(width, num_right):
-                self._pause = self._until_try = 1  # more of that, and at once
+                self._pause = max(self._pause // 4, MIN_PAUSE)  # it doubles with every try
+                self._until_try = 1  # more of that, and at once
 
     def _has_paid(self, width: int, num_right: Sequence[int]) -> bool:
         """Whether a step has committed more in its time than plain steps would have."""

@@ -1,5 +1,6 @@
 """The width of a step: nearly the best fixed one at any load, in simulation; and the same tokens."""
 
+from collections import defaultdict, deque
 from dataclasses import replace
 
 import numpy as np
@@ -70,6 +71,7 @@ def test_what_was_not_measured_lies_between():
     assert costs.seconds(4, 1) == pytest.approx(1.0 + 2 * 3 / 7)
     assert costs.seconds(8, 16) == 10.0
     assert costs.seconds(16, 16) == pytest.approx(10.0 + 8 * 8 / 7)
+    assert costs.seconds(1, 31) == pytest.approx(2.5), "wider than measured: rather too little than too much"
     assert StepCosts({(1, 1): 1.0}, [1, 2, 4]).seconds(3, 8) == 1.0, "nothing else is known"
 
 
@@ -97,6 +99,7 @@ def test_steps_that_always_take_far_longer_are_believed_in_the_end():
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
 NUM_STEPS = 1200
+BLOCK = 16
 ANSWERS = {
     "code": ([0.9] * 15, [0.9] * 15),
     "prose": ([0.75 * 0.985**place for place in range(15)],) * 2,
@@ -127,36 +130,62 @@ def slow_host(rows, width):
     return (1.0 + 0.02 * rows) / 1e3
 
 
-def fixed_speed(cost, rows, answer, width):
-    """Tokens per second at one width, in the mean."""
-    halves = [1 + np.cumprod(chances)[: width - 1].sum() for chances in ANSWERS[answer]]
-    return rows * np.mean(halves) / cost(rows, width)
+def steady(rows, answer):
+    """As many rows in every step, and what their drafts are like: by row, one chance for each place."""
+    halves = [dict.fromkeys(range(rows), chances) for chances in ANSWERS[answer]]
+    return [halves[2 * step // NUM_STEPS] for step in range(NUM_STEPS)]
 
 
-def governed_speed(cost, rows, answer, seed=0):
-    draw = np.random.default_rng(seed)
-    measured = {(r, w): cost(r, w) for r in (1, 256) for w in (1, 16)}
-    governor = Governor(StepCosts(measured, SIZES), DraftChances([0.8] * 15), first=16, block=16)
-    records = [DraftRecord() for _ in range(rows)]
-    tokens, seconds = 0, 0.0
-    for step in range(NUM_STEPS):
-        chances = ANSWERS[answer][2 * step // NUM_STEPS]
-        width = governor.next_width(records)
-        is_right = draw.random((rows, 15)) < np.array(chances)
-        num_right = np.minimum(np.cumprod(is_right, axis=1).sum(axis=1), width - 1).tolist()
-        taken = cost(rows, width)
-        tokens, seconds = tokens + rows + sum(num_right), seconds + taken
-        for record, count in zip(records, num_right, strict=True):
-            record.count(width, count)
-        noise = 1 + abs(draw.normal(0, 0.03))
-        governor.observe(width, num_right, taken * noise * (5 if draw.random() < 0.01 else 1))
-    return tokens / seconds
+def changing(seed, mean=0.6, num_answers=24, num_steps=200):
+    """Answers that begin and end at different times, so that one to eight rows run."""
+    draw = np.random.default_rng(1000 + seed)
+    begun = np.sort(draw.integers(0, 7 * num_steps, num_answers))
+    chances = [[chance] * 15 for chance in draw.uniform(mean - 0.1, mean + 0.1, num_answers)]
+    steps = [
+        {one: chances[one] for one in range(num_answers) if begun[one] <= step < begun[one] + num_steps}
+        for step in range(8 * num_steps)
+    ]
+    return [dict(list(rows.items())[:8]) for rows in steps if rows]
+
+
+def governor_for(cost, measured, *, chance=0.8, first=BLOCK, sizes=SIZES):
+    costs = StepCosts({place: cost(*place) for place in measured}, sizes)
+    return Governor(costs, DraftChances([chance] * 15), first=first, block=BLOCK)
+
+
+def governed(cost, load, governor, seed, *, noise=0.03):
+    """The time that the best fixed width takes for the same tokens of as many rows, over the governed time.
+
+    On a card the next width is chosen before the last step's result is there.
+    """
+    draw, records, unseen = np.random.default_rng(seed), defaultdict(DraftRecord), deque()
+    taken, others = 0.0, np.zeros(len(WIDTHS))
+    for rows in load:
+        width, chances = governor.next_width([records[row] for row in rows]), np.array(list(rows.values()))
+        num_right = np.cumprod(draw.random(chances.shape) < chances, axis=1)[:, : width - 1].sum(axis=1)
+        kept, seconds = np.cumprod(chances, axis=1), np.array([cost(len(rows), one) for one in WIDTHS])
+        committed = np.array([len(rows) + kept[:, : one - 1].sum() for one in WIDTHS])  # luck is left out
+        taken += cost(len(rows), width)
+        others += committed[WIDTHS.index(width)] * seconds / committed
+        shown = cost(len(rows), width) * (1 + abs(draw.normal(0, noise))) * (5 if draw.random() < 0.01 else 1)
+        unseen.append((list(rows), width, num_right.tolist(), shown))
+        if cost is two_cores or len(unseen) > 1:
+            tell(governor, records, *unseen.popleft())
+    return others.min() / taken
+
+
+def tell(governor, records, rows, width, num_right, seconds):
+    for row, count in zip(rows, num_right, strict=True):
+        records[row].count(width, count)
+    governor.observe(width, num_right, seconds)
 
 
 def check_speed(cost, rows, answer, num_seeds):
-    best = max(fixed_speed(cost, rows, answer, width) for width in WIDTHS)
-    found = np.mean([governed_speed(cost, rows, answer, seed) for seed in range(num_seeds)])
-    assert found > 0.95 * best
+    corners = [(1, 1), (1, BLOCK), (256, 1), (256, BLOCK)]
+    found = [
+        governed(cost, steady(rows, answer), governor_for(cost, corners), seed) for seed in range(num_seeds)
+    ]
+    assert np.mean(found) > 0.97
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -172,6 +201,15 @@ def test_it_is_nearly_as_fast_as_the_best_width(cost, answer):
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 256])
 def test_it_is_so_at_any_load(cost, rows, answer):
     check_speed(cost, rows, answer, num_seeds=3)
+
+
+@pytest.mark.parametrize("cost", [large_card, two_cores])
+def test_it_is_so_while_answers_come_and_go(cost):
+    """Here tries, and times that are believed too soon, cost most: plain steps are nearly as fast."""
+    measured = [*((1, width) for width in (1, 2, 3, 4, 6, 8)), (4, 1), (4, 3)]
+    for seed in range(2):
+        governor = governor_for(cost, measured, chance=0.6, first=3, sizes=range(1, 9))
+        assert governed(cost, changing(seed), governor, seed, noise=0.1) > 0.985
 
 
 # ---- in the engine
