@@ -36,10 +36,11 @@ from blockdraft.text.detokenizer import TextStream
 class Launched:
     """A step that may still be running: a prefill's outcome, or a decode's verdict on its way."""
 
-    outcome: Outcome | None = None
     reading: Reading | None = None
     logprobs: Logprobs | None = None
     begun_s: float = 0.0
+    is_usual: bool = False  # a decode step as most are: its time says what the next one will take
+    outcome: Outcome | None = None
 
 
 class Engine:
@@ -75,6 +76,7 @@ class Engine:
         self.stats = Stats(clock, plan.max_context)
         self.graphs: StepGraphs | None = None  # None: steps run kernel by kernel
         self._pending: tuple[Batch, Launched] | None = None
+        self._free_s: float | None = 0.0  # when the device had done all that was collected; None: not seen
         self._ids = itertools.count()
         self._rates = None if models.rates is None else torch.tensor(models.rates, device=models.device)
 
@@ -188,7 +190,7 @@ class Engine:
         try:
             return self._step()
         except BaseException:
-            self._pending = None
+            self._pending = self._free_s = None
             self.stats.count_lost(self.scheduler.end_running())
             raise
 
@@ -213,22 +215,25 @@ class Engine:
 
     def _launch(self, batch: Batch) -> Launched:
         if batch.kind == "prefill":
+            self._free_s = None  # asking for so much takes a while, and the step before is read after it
             self._place(batch)
             return Launched(outcome=self._prefill(batch))
         asked = {s.request.sampling.logprobs for s in batch.sequences}
         num_logprobs = max((k for k in asked if k is not None), default=None)
         place = len(batch.sequences), batch.width
         if self.graphs is not None and num_logprobs is None:
+            is_usual = self.graphs.has(*place)
             graph = self.graphs.find(*place)
             if graph is not None:
+                self._free_s = self._free_s if is_usual else None  # as late is it here
                 self._place(batch, graph.num_rows)
                 begun_s = self.clock()
-                return Launched(reading=Reading(graph.replay()), begun_s=begun_s)
+                return Launched(Reading(graph.replay()), begun_s=begun_s, is_usual=is_usual)
         # As many rows as the graph would run, where there is one: arithmetic may depend on it.
         self._place(batch, None if self.graphs is None else self.graphs.size(*place))
         begun_s = self.clock()
         verdict = self.decode(batch.width, num_logprobs)
-        return Launched(reading=Reading(pack(verdict)), logprobs=verdict.logprobs, begun_s=begun_s)
+        return Launched(Reading(pack(verdict)), verdict.logprobs, begun_s, is_usual=num_logprobs is None)
 
     def wait(self) -> None:
         """Return when the device has done what was asked of it so far."""
@@ -296,14 +301,26 @@ class Engine:
     def _collect(self, batch: Batch, launched: Launched) -> list[Delta]:
         """Read a step's result (the only wait for the device) and apply it."""
         outcome = self._outcome(batch, launched)
-        # Where steps overlap, the time between is not one step's.
-        seconds = None if self.models.plan.overlap else self.clock() - launched.begun_s
+        seconds = self._seconds(launched)
         seen = [sequence.row is not None for sequence in batch.sequences]
         deltas = self.scheduler.commit(batch, outcome, seconds)
         sequences = list(itertools.compress(batch.sequences, seen))
         committed = list(itertools.compress(outcome.token_ids, seen))
         self.stats.count(batch, sequences, committed, deltas)
         return deltas
+
+    def _seconds(self, launched: Launched) -> float | None:
+        """What the step took that was just read; None where that says nothing of others, or is not seen.
+
+        Where steps overlap, it began when the one before it had ended, which of a prefill nobody sees.
+        """
+        now_s, free_s = self.clock(), self._free_s
+        self._free_s = now_s if launched.outcome is None else None
+        if not self.models.plan.overlap:
+            free_s = launched.begun_s
+        if free_s is None or not launched.is_usual:
+            return None
+        return now_s - max(launched.begun_s, free_s)
 
     def _outcome(self, batch: Batch, launched: Launched) -> Outcome:
         if launched.outcome is not None:

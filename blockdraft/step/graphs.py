@@ -110,6 +110,10 @@ class StepGraphs:
         pair = (self._sizes[index], width) if index < len(self._sizes) else None
         return pair[0] if pair is not None and (pair in self._graphs or pair in self._waiting) else None
 
+    def has(self, num_rows: int, width: int) -> bool:
+        """Whether that graph is captured already."""
+        return (self.size(num_rows, width), width) in self._graphs
+
     def find(self, num_rows: int, width: int) -> StepGraph | None:
         """That graph. It may be captured now: then other rows are active."""
         size = self.size(num_rows, width)

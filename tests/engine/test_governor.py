@@ -9,8 +9,9 @@ import pytest
 from blockdraft import LLM, SamplingParams
 from blockdraft.engine import governor as module
 from blockdraft.engine.governor import WIDTHS, DraftChances, DraftRecord, Governor, StepCosts
+from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.sequence import Tally
-from tests import tiny
+from tests import stepping, tiny
 
 COSTS = {1: 1.0, 2: 1.42, 3: 1.53, 4: 1.68, 6: 2.0, 8: 2.4}  # two cores and the default model, one row
 CHANCES = (0.6,) * 7
@@ -281,3 +282,81 @@ def test_a_width_that_was_asked_for_stays(llm, widths):
     follow_costs(llm)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, width=5))
     assert set(widths) == {5}
+
+
+# ---- what a step took
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """What the scheduler hears of each decode step."""
+    heard, commit = [], Scheduler.commit
+
+    def listening(scheduler, batch, outcome, seconds=None):
+        if batch.kind == "decode":
+            heard.append(seconds)
+        return commit(scheduler, batch, outcome, seconds)
+
+    monkeypatch.setattr(Scheduler, "commit", listening)
+    return heard
+
+
+def timed_engine(monkeypatch, *, overlap, launch_s=1.0, step_s=5.0):
+    """One whose clock moves when a step is launched, and when one is read: at its end on a device."""
+    now, free = [100.0], [0.0]
+    engine = tiny.engine(width=3, overlap=overlap)
+    engine.clock = engine.scheduler.clock = lambda: now[0]
+    launch, outcome = engine._launch, engine._outcome
+
+    def launching(batch):
+        found = launch(batch)
+        now[0] += launch_s
+        free[0] = max(now[0], free[0]) + (20 * step_s if batch.kind == "prefill" else step_s)
+        ends[id(found)] = free[0]
+        return found
+
+    def reading(batch, launched):
+        if batch.kind == "decode":
+            now[0] = max(now[0], ends.pop(id(launched)))
+        return outcome(batch, launched)
+
+    ends = {}
+    monkeypatch.setattr(engine, "_launch", launching)
+    monkeypatch.setattr(engine, "_outcome", reading)
+    return engine
+
+
+def test_a_step_that_overlaps_others_began_when_the_one_before_it_had_ended(monkeypatch, seconds):
+    engine = timed_engine(monkeypatch, overlap=True)
+    engine.add([2, 4, 6], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    for _ in range(8):
+        engine.step()
+    assert seconds[0] is None, "behind a prefill, whose end nobody has seen"
+    assert seconds[1:] == [5.0] * 5
+    engine.add([3, 5, 7], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    assert seconds[6:] == [None, None, 5.0, 5.0], "read after the prefill was launched; ran behind it"
+
+
+def test_a_step_that_overlaps_nothing_took_the_time_since_it_began(monkeypatch, seconds):
+    engine = timed_engine(monkeypatch, overlap=False)
+    engine.add([2, 4, 6], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    assert seconds[1:] == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_with_log_probabilities_and_captures_say_nothing_of_other_steps(monkeypatch, seconds, overlap):
+    engine = timed_engine(monkeypatch, overlap=overlap)
+    asked = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    engine.add([2, 4, 6], replace(asked, logprobs=1))
+    tiny.drain(engine)
+    assert set(seconds) == {None}
+    seconds.clear()
+    stepping.pin(engine, is_captured=False, sizes=[1], now=())
+    engine.add([2, 4, 6], asked)
+    tiny.drain(engine)
+    assert seconds[0] is None
+    assert None not in seconds[2:]
