@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ from blockdraft.kernels.sampling_tables import MAX_LISTED
 from blockdraft.kernels.transfer import to_device
 from blockdraft.planner.plan import Plan
 from blockdraft.step.decode import decode_step
-from blockdraft.step.graphs import Reading, StepGraphs, pack
+from blockdraft.step.graphs import Place, Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step, prompt_logprobs
 from blockdraft.step.verify import Logprobs, Verdict
 from blockdraft.text.detokenizer import TextStream
@@ -201,17 +201,23 @@ class Engine:
             launched, self._pending = self._pending, launched
         return [] if launched is None else self._collect(*launched)
 
-    def capture(self, sizes: Items[int], widths: Items[int], now: Container[int] | None = None) -> None:
+    def capture(self, sizes: Items[int], widths: Items[int], now: Items[Place] | None = None) -> None:
         """Capture the decode step for these numbers of rows and widths; others go on kernel by kernel.
 
-        `now`: the numbers of rows that do not wait until they are wanted, or until `prepare` comes to them.
+        `now`: those that do not wait until they are wanted, or until `prepare` comes to them.
         """
         self.graphs = StepGraphs(self.decode, self.rows)
         self.graphs.capture(sizes, widths, now)
 
     def prepare(self) -> bool:
         """Something that later steps will want, while there is nothing else to do. False: all is prepared."""
-        return self.graphs is not None and self.graphs.capture_next()
+        if self.graphs is None:
+            return False
+        return self.graphs.capture_next(
+            (num_rows, width)
+            for num_rows, width in self.graphs.places
+            if self.scheduler.is_likely(num_rows, width)
+        )
 
     def _launch(self, batch: Batch) -> Launched:
         if batch.kind == "prefill":

@@ -24,8 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from blockdraft.planner.plan import Plan
+from blockdraft.step.row_sizes import row_sizes
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+ALL_SIZES = 16  # rows up to which each number of them has its own times
 FADE = 0.95  # what a step leaves of what was known before it
 FEW = 3  # rows, whose steps are forgotten more slowly: they say less
 BELIEF = 16.0  # drafts put to the test that the chances of all rows count for in a row's own
@@ -172,13 +174,18 @@ def _between(known: Mapping[int, float], wanted: int, beyond: float = 1.0) -> fl
     return known[first] + slope * (inside + beyond * max(wanted - second, 0))
 
 
+def widths_for(block: int) -> list[int]:
+    """What can be chosen where a drafter was trained for such blocks."""
+    return sorted({width for width in (*WIDTHS, block) if width <= block})
+
+
 class Governor:
     """Chooses the width of each step."""
 
     def __init__(self, costs: StepCosts, chances: DraftChances, *, first: int, block: int) -> None:
         """`first`: the width to begin with."""
         self.costs, self.chances = costs, chances
-        self._widths = sorted({width for width in (*WIDTHS, block) if width <= block})
+        self._widths = widths_for(block)
         self._width = first
         self._pause = self._until_try = MIN_PAUSE
         self.speedup = 1.0  # of what is chosen against plain steps, as it is believed
@@ -186,7 +193,8 @@ class Governor:
     @classmethod
     def of(cls, plan: Plan) -> Governor:
         """By what a start has measured and chosen."""
-        costs = StepCosts(plan.step_costs, range(1, plan.max_rows + 1))
+        sizes = range(1, plan.max_rows + 1) if plan.max_rows <= ALL_SIZES else row_sizes(plan.max_rows)
+        costs = StepCosts(plan.step_costs, sizes)
         return cls(costs, DraftChances(plan.draft_chances), first=plan.width, block=plan.block)
 
     def next_width(self, records: Sequence[DraftRecord]) -> int:
@@ -204,6 +212,12 @@ class Governor:
             self._until_try -= 1
             return 1 if self._until_try > 0 else self._tried_again(records, speeds, seconds)
         return self._neglected(speeds, now, count)
+
+    def likely_width(self, num_rows: int) -> int:
+        """Of a step of so many rows of which nothing is known yet."""
+        seconds = np.array([self.costs.seconds(num_rows, width) for width in self._widths])
+        fresh = [DraftRecord()] * num_rows
+        return self._widths[int(np.argmax(self.chances.committed(fresh, self._widths) / seconds))]
 
     def _tried_again(self, records: Sequence[DraftRecord], speeds: np.ndarray, seconds: np.ndarray) -> int:
         """The width that promises most of those that would pay if drafts were far better; 1: none would."""

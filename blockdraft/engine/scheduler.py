@@ -208,6 +208,11 @@ class Scheduler:
         width = self._governor.next_width(records)
         return [width if sequence.may_change_width else sequence.width for sequence in sequences]
 
+    def is_likely(self, num_rows: int, width: int) -> bool:
+        """Whether so many rows will be of that width, by all that is known now."""
+        planned = self._plan.width if self._governor is None else self._governor.likely_width(num_rows)
+        return width in (1, planned)
+
     def _batch(
         self,
         kind: Literal["prefill", "decode"],

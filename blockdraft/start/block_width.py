@@ -5,8 +5,8 @@ step costs is measured: plain and speculative steps of one row, in turns, and th
 only ever adds. The width is the one with the best mean speed-up of those at which no category is slower than
 plain decoding. Where there is none it is 1: requests then decode plainly unless they ask for drafts.
 
-On a CPU that is where serving begins: then what drafts commit and what steps take, for however many requests
-at once, decides before each step (engine/governor.py).
+That is where serving begins: then what drafts commit and what steps take, for however many requests at once,
+decides before each step (engine/governor.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from blockdraft import __version__
 from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.fit_file import Acceptance
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.governor import widths_for
 from blockdraft.engine.info import fingerprint
+from blockdraft.engine.loaded import Models
 from blockdraft.engine.twin import max_tokens, twin
 from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import Plan
@@ -35,8 +37,8 @@ from blockdraft.settings.settings import Settings, cache_dir
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.graphs import Reading, pack
+from blockdraft.step.row_sizes import row_sizes
 
-WIDTHS = (2, 3, 4, 6, 8, 12, 16)
 MIN_SPEEDUP = 1.03  # of the worst category: measuring twice differs by as much
 # A user's prompts are not those of the fit, so each draft is taken to be accepted this much less often: short
 # questions were at 0.88x with the width that suits the fit's, 6, and at 1.09x with this one's, 3.
@@ -47,6 +49,7 @@ SEVERAL = 4  # rows
 MIN_ROUNDS, MAX_ROUNDS = 3, 8  # the first is cold
 MAX_SECONDS = 1.0  # no further round than the third is begun after this
 STEADY = 1.25  # of two times that are alike
+FORMAT = 2  # of a stored measurement: of what it holds, and how
 SLACK, FIRST_SLACK = 1.1, 1.3  # how far speed has to fall before no wider step is tried
 
 
@@ -92,9 +95,9 @@ def cautious(acceptance: Acceptance, caution: float = CAUTION) -> dict[str, tupl
     }
 
 
-def chances_of(acceptance: Acceptance, block: int) -> tuple[float, ...]:
+def chances_of(acceptance: Acceptance, block: int, *, caution: float = CAUTION) -> tuple[float, ...]:
     """Of the draft at each place, in the mean of all categories: that it is right where those before were."""
-    known = [fmean(shares) for shares in zip(*cautious(acceptance).values(), strict=False)]
+    known = [fmean(shares) for shares in zip(*cautious(acceptance, caution).values(), strict=False)]
     found = [share / max(before, 1e-6) for share, before in zip(known, (1.0, *known), strict=False)]
     return tuple((found + [found[-1]] * block)[: block - 1])
 
@@ -119,10 +122,20 @@ def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTI
 
 
 def may_choose_width(engine: Engine, settings: Settings) -> bool:
-    """Whether a start chooses: nobody asked for a width, and drafts and their acceptance are real."""
-    labels = engine.models.labels
-    is_real = not labels.is_dummy and labels.synthetic_acceptance is None
-    return settings.width == "auto" and engine.models.draft_config is not None and is_real
+    """Whether a start chooses: nobody asked for a width, and drafts are accepted as they are, or by rates."""
+    models = engine.models
+    is_known = models.rates is not None or not models.labels.is_dummy
+    return settings.width == "auto" and models.draft_config is not None and is_known
+
+
+def known_acceptance(models: Models) -> Acceptance:
+    """Before anything is served: that of the fit, or the rates by which drafts are accepted for timing."""
+    return models.acceptance if models.rates is None else {"the synthetic acceptance": models.rates}
+
+
+def govern(engine: Engine) -> None:
+    """Let an idle engine choose its widths by what is measured now, for programs that time it."""
+    engine.replan(plan_with_width(engine, known_acceptance(engine.models), stores=False))
 
 
 def plan_with_width(
@@ -131,20 +144,19 @@ def plan_with_width(
     """The idle engine's plan with the width that pays. `uses_stored`: by costs that were measured before."""
     file = cache_dir() / "widths" / f"{_key(engine, acceptance)}.json"
     plan, is_cpu = engine.models.plan, engine.models.device.type == "cpu"
+    caution = CAUTION if engine.models.rates is None else 1.0  # by rates drafts are accepted exactly so often
     costs = _stored(file) if uses_stored else None
     if costs is None:
-        costs = measure_costs(engine, acceptance)
-        if costs is not None and is_cpu:
-            costs = replace(costs, several=measure_several(engine, choose_width(acceptance, costs).width))
+        costs = _measured(engine, acceptance, caution)
         if costs is not None and stores:
             _store(file, costs)
-    if costs is None and not is_cpu:
-        return plan  # on a GPU a whole block costs little more than one token: it stays
-    width, reason = TOO_BUSY if costs is None else choose_width(acceptance, costs)
-    if not is_cpu or costs is None or width == 1:
-        return plan.changed({"width": reason}, width=width)
+    if costs is None:  # on a GPU a whole block costs little more than one token: it stays
+        return plan.changed({"width": TOO_BUSY.reason}, width=1) if is_cpu else plan
+    width, reason = choose_width(acceptance, costs, caution=caution)
+    if is_cpu and width == 1:
+        return plan.changed({"width": reason}, width=1)
     reason += "; then by how drafts fare and what steps take"
-    chances = chances_of(acceptance, plan.block)
+    chances = chances_of(acceptance, plan.block, caution=caution)
     return plan.changed({"width": reason}, width=width, step_costs=costs.by_place, draft_chances=chances)
 
 
@@ -157,10 +169,10 @@ def measure_costs(
     """Of plain steps, and of each width that can still be the best; None: no two times of a step are alike.
 
     The engine, which is idle, stays as it was. Where steps are captured, the planned width alone is measured:
-    others would run kernel by kernel.
+    each width is a graph to capture.
     """
     plan, begun_s = engine.models.plan, clock()
-    widths = sorted({width for width in (*WIDTHS, plan.block) if width <= plan.block})
+    widths = [width for width in widths_for(plan.block) if width > 1]
     plain = twin(engine, NoDrafter())
     if engine.graphs is not None:
         widths, plain = [plan.width], engine  # its step of width 1 absorbs too, which is little
@@ -182,21 +194,38 @@ def measure_costs(
     return _costs(times) if _is_steady(times) else None
 
 
+def _measured(engine: Engine, acceptance: Acceptance, caution: float) -> Costs | None:
+    costs, plan = measure_costs(engine, acceptance), engine.models.plan
+    if costs is None:
+        return None
+    if engine.models.device.type == "cpu":
+        width = choose_width(acceptance, costs, caution=caution).width
+        return replace(costs, several=measure_several(engine, width, most=SEVERAL))
+    return replace(costs, several=measure_several(engine, plan.width, most=plan.max_rows))
+
+
 def measure_several(
-    engine: Engine, width: int, clock: Callable[[], float] = time.perf_counter
+    engine: Engine, width: int, *, most: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[tuple[int, int], float]:
-    """Of a few rows at once: plain steps, and those of `width`. Nothing where only one row can run."""
+    """Of `most` rows at once: plain steps, and those of `width`. Nothing where only one row can run.
+
+    Fewer where rows or pages are fewer; captured steps of so many rows as a graph runs.
+    """
     plan, pages = engine.models.plan, engine.scheduler.pages
     per_row = -(-(_context(engine) + plan.block) // pages.page_size)
-    rows = min(SEVERAL, plan.max_rows, pages.num_free // per_row)
+    rows = min(most, plan.max_rows, pages.num_free // per_row)
+    plain = engine
+    if engine.graphs is None:
+        plain = twin(engine, NoDrafter())
+    elif rows > 0:
+        rows = max(size for size in row_sizes(plan.max_rows) if size <= rows)
     if rows < 2:
         return {}
     held = pages.allocate(rows * per_row)
     try:
         return {
             (rows, one): min(
-                _step_s(engine if one > 1 else twin(engine, NoDrafter()), one, held, clock, rows)
-                for _ in range(MIN_ROUNDS)
+                _step_s(engine if one > 1 else plain, one, held, clock, rows) for _ in range(MIN_ROUNDS)
             )
             for one in sorted({1, width})
         }
@@ -231,9 +260,9 @@ def _step_s(
     """One step behind a context that nobody has computed: what it holds costs no time."""
     context, per_row = _context(engine), len(pages) // num_rows
     graph = None if engine.graphs is None else engine.graphs.find(num_rows, width)
-    for row in range(num_rows):
-        engine.rows.place(row, [0] * (context + 1), context, RowSampling())
-        engine.rows.set_pages([(row, 0, pages[row * per_row : (row + 1) * per_row])])
+    token_ids, sampling = [0] * (context + 1), RowSampling()
+    engine.rows.place_all([(row, token_ids, context, sampling) for row in range(num_rows)])
+    engine.rows.set_pages([(row, 0, pages[row * per_row : (row + 1) * per_row]) for row in range(num_rows)])
     engine.rows.activate(range(num_rows))
     engine.wait()
     begun_s = clock()
@@ -256,7 +285,8 @@ def _key(engine: Engine, acceptance: Acceptance) -> str:
         [machine.cpu.name, machine.cpu.num_cores, *(gpu.name for gpu in machine.gpus)],
         [__version__, torch.__version__, torch.get_num_threads()],
         [fingerprint(models.target), fingerprint(models.drafter.model)],  # dtypes and packing included
-        [str(models.device), models.plan.page_size, models.plan.block],
+        [str(models.device), models.plan.page_size, models.plan.block, models.plan.max_rows],
+        [FORMAT, engine.graphs is not None],
         dict(acceptance),
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

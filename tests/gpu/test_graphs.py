@@ -7,7 +7,7 @@ runs the same comparisons on the CPU without graphs, as a check of the compariso
 import pytest
 import torch
 
-from blockdraft.step.graphs import row_sizes
+from blockdraft.step.row_sizes import row_sizes
 from tests import stepping
 from tests.stepping import CARD, MAX_ROWS, SCENES
 

@@ -108,6 +108,7 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
     assert startup.phases()[2].detail == "compiled 2 of 2: _norm"
     assert ahead.problem is None
     assert decoded >= {(rows, width) for rows in (1, 2, 4, 6) for width in (1, 5, 8)}
+    assert decoded >= {(rows, width) for rows in (1, 6) for width in (1, 2, 3, 4, 6, 8)}
     assert decoded >= {(kind, asked) for kind in ("random", "logprobs") for asked in (True, False)}
     assert prefilled >= {(1,), (16,), (2, 7)}
     assert len(checked) == 1
