@@ -350,13 +350,16 @@ class Engine:
 
     def _load(self) -> Load:
         # During a step of another thread: each number is right, but they may be of two moments.
-        scheduler = self.scheduler
+        scheduler, choice = self.scheduler, self.scheduler.choice
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_pages=scheduler.pages.num_pages,
             num_pages_used=scheduler.pages.num_pages - scheduler.pages.num_free,
             num_preemptions=scheduler.num_preemptions,
+            governed_rows=choice.num_rows,
+            governed_width=choice.width,
+            speedup=choice.speedup,
         )
 
     def check(self) -> None:

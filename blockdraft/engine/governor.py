@@ -179,6 +179,15 @@ def widths_for(block: int) -> list[int]:
     return sorted({width for width in (*WIDTHS, block) if width <= block})
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for the last step, and what that gains against plain steps, as it is believed."""
+
+    num_rows: int = 0  # 0: nothing was chosen yet
+    width: int = 0
+    speedup: float = 0.0
+
+
 class Governor:
     """Chooses the width of each step."""
 
@@ -188,7 +197,7 @@ class Governor:
         self._widths = widths_for(block)
         self._width = first
         self._pause = self._until_try = MIN_PAUSE
-        self.speedup = 1.0  # of what is chosen against plain steps, as it is believed
+        self.choice = Choice()
 
     @classmethod
     def of(cls, plan: Plan) -> Governor:
@@ -207,7 +216,7 @@ class Governor:
         if speeds[best] > GAIN * speeds[now]:
             now = best
         self._width = self._widths[now]
-        self.speedup = float(speeds[now] / speeds[0])
+        self.choice = Choice(count, self._width, float(speeds[now] / speeds[0]))
         if self._width == 1:
             self._until_try -= 1
             return 1 if self._until_try > 0 else self._tried_again(records, speeds, seconds)

@@ -278,6 +278,24 @@ def test_where_rows_cost_too_much_they_decode_plainly_together_and_not_alone(llm
     assert widths.count(1) < 0.5 * len(widths)
 
 
+def test_a_snapshot_says_what_speculation_gains_and_against_what(llm, widths):
+    follow_costs(llm)
+    assert llm.engine.snapshot().speculation == ""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    llm.generate([[1, 2, 3]], params)
+    found = llm.engine.snapshot()
+    assert found.governed_rows == 1
+    assert found.governed_width > 1
+    assert found.speculation == (
+        f"speculation pays {found.speedup:.1f}x here: width {found.governed_width}, against plain steps of "
+        "1 row, as measured at the start and corrected by what was served"
+    )
+    plain = replace(found, governed_rows=4, governed_width=1, speedup=1.0)
+    assert plain.speculation.startswith(
+        "speculation does not pay here: nothing is faster than plain steps of"
+    )
+
+
 def test_a_width_that_was_asked_for_stays(llm, widths):
     follow_costs(llm)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, width=5))
