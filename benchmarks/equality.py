@@ -32,7 +32,7 @@ from blockdraft.engine.request import Delta, Metrics, SamplingParams
 from blockdraft.settings.settings import Settings
 from blockdraft.start.compile_ahead import CompileAhead, run_steps
 from blockdraft.start.loading import load_models, resolve_device
-from blockdraft.step.graphs import row_sizes
+from blockdraft.step.row_sizes import row_sizes
 from blockdraft.text.tokenizer import Tokenizer
 
 SHIPPED = "default"

@@ -23,16 +23,20 @@ from benchmarks import record
 from benchmarks.shapes import SHAPES, write_shape
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.governor import widths_for
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels.moe import ExpertChoice
 from blockdraft.models.moe import Experts
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.settings.settings import Settings
+from blockdraft.start.block_width import govern
 from blockdraft.start.loading import load_models
 from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.row_sizes import row_sizes
 
 REPLAYS = 20
+SETTLING, GOVERNED = 40, 60  # steps in which the governor learns, and that are timed
 PAGE_SIZE = 16
 
 
@@ -237,19 +241,57 @@ def time_step(
     }
 
 
-def time_engine(models: Models, *, num_rows: int, width: int, context: int) -> dict[str, object]:
-    """Live requests through Engine.step against bare replays of the same graph from the same lengths."""
-    engine = Engine(models)
-    engine.capture([num_rows], [width])
+def begin_requests(engine: Engine, *, num_rows: int, context: int) -> None:
+    """Requests that do not end, all of them decoding."""
     params = SamplingParams(
         temperature=1.0, top_p=0.95, stop=["a text", "that never comes"], max_tokens=100_000, ignore_eos=True
     )
-    vocab_size = models.config.vocab_size
+    vocab_size = engine.models.config.vocab_size
     for number in range(num_rows):
         prompt = [(7919 * index + 31 * number) % vocab_size for index in range(context + 1)]
         engine.add(prompt, replace(params, seed=number))
     while engine.scheduler.waiting or not all(s.is_decoding for s in engine.scheduler.running):
         engine.step()
+
+
+def time_governed(models: Models, *, num_rows: int, context: int) -> dict[str, object]:
+    """Live requests whose widths are chosen, as after a start; drafts are kept by `models.rates`."""
+    engine, plan = Engine(models), models.plan
+    if models.device.type == "cuda":
+        now = [(rows, width) for rows in (1, plan.max_rows) for width in (1, plan.width)]
+        engine.capture(row_sizes(plan.max_rows), widths_for(plan.block), now)
+    govern(engine)
+    begin_requests(engine, num_rows=num_rows, context=context)
+    for _ in range(SETTLING):
+        engine.step()
+    engine.wait()
+    stats, begin = engine.stats, time.perf_counter()
+    before = stats.num_emitted, stats.num_drafted, stats.num_blocks
+    for _ in range(GOVERNED):
+        engine.step()
+    engine.wait()
+    seconds = time.perf_counter() - begin
+    if len(engine.scheduler.running) < num_rows:
+        raise SystemExit("answers ended on the way: there is too little context behind --context.")
+    after = stats.num_emitted, stats.num_drafted, stats.num_blocks
+    num_tokens, num_drafted, num_blocks = (now - then for now, then in zip(after, before, strict=True))
+    return {
+        "rows": num_rows,
+        "context": context,
+        "tokens_per_s": num_tokens / seconds,
+        "mean_width": 1 + num_drafted / num_blocks,
+        "committed_per_step": num_tokens / num_blocks,
+        "engine_ms": seconds / GOVERNED * 1e3,
+        "first_width": engine.models.plan.width,
+        "reason": engine.models.plan.reasons["width"],
+    }
+
+
+def time_engine(models: Models, *, num_rows: int, width: int, context: int) -> dict[str, object]:
+    """Live requests through Engine.step against bare replays of the same graph from the same lengths."""
+    engine = Engine(models)
+    engine.capture([num_rows], [width])
+    begin_requests(engine, num_rows=num_rows, context=context)
     for _ in range(5):
         engine.step()
     engine.wait()
@@ -286,9 +328,16 @@ def main() -> None:
     parser.add_argument("--draft-quantization", default="none")
     parser.add_argument("--committed", type=float, help="tokens committed per step, to say tokens per second")
     parser.add_argument("--engine", action="store_true", help="also serve requests through Engine.step")
+    parser.add_argument(
+        "--governor",
+        action="store_true",
+        help="also serve requests whose widths are chosen by the step",
+    )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
     parser.add_argument("--json")
     args = parser.parse_args()
+    if args.governor and (args.committed is None or max(args.width) == 1):
+        parser.error("--governor needs --committed and a --width above 1: by them drafts are kept.")
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device.")
     if ":" in args.device:
@@ -308,15 +357,15 @@ def main() -> None:
         for rows in args.rows
         for width in args.width
     ]
-    served = []
-    if args.engine:
-        if args.committed is not None and has_drafter:
-            rates = acceptance_rates(
-                f"mean:{args.committed}", width=models.plan.width, block=models.plan.block
-            )
-            models = replace(models, rates=rates)
-        for rows in args.rows:
+    if args.committed is not None and has_drafter:
+        rates = acceptance_rates(f"mean:{args.committed}", width=models.plan.width, block=models.plan.block)
+        models = replace(models, rates=rates)
+    served, governed = [], []
+    for rows in args.rows:
+        if args.engine:
             served.append(time_engine(models, num_rows=rows, width=max(args.width), context=args.context))
+        if args.governor:
+            governed.append(time_governed(models, num_rows=rows, context=args.context))
     result = {
         "what": "random weights; steps by CUDA graph replay",
         "gpu": torch.cuda.get_device_name(),
@@ -325,28 +374,23 @@ def main() -> None:
         **record.context(),
         "steps": found,
         "engine": served,
+        "governed": governed,
     }
     record.save(args.json, result)
     _print(result, found, args.committed)
+    _print_served(served, governed)
+
+
+def _print_served(served: list[dict[str, object]], governed: list[dict[str, object]]) -> None:
     if served:
-        header = [
-            "through Engine.step, temperature 1, top_p",
-            "ms",
-            "bare ms",
-            "host gap",
-            "tok/s",
-            "committed",
-        ]
+        names = ("ms", "bare ms", "host gap", "tok/s", "committed")
         keys = ("engine_ms", "bare_ms", "host_gap", "tokens_per_s", "committed_per_step")
-        print(
-            record.table(
-                header,
-                [
-                    [f"{one['rows']} rows, width {one['width']}", *(one[key] for key in keys)]
-                    for one in served
-                ],
-            )
-        )
+        rows = [[f"{one['rows']} rows, width {one['width']}", *(one[key] for key in keys)] for one in served]
+        print(record.table(["through Engine.step, temperature 1, top_p", *names], rows))
+    if governed:
+        keys = ("tokens_per_s", "mean_width", "committed_per_step", "engine_ms")
+        rows = [[f"{one['rows']} rows", *(one[key] for key in keys)] for one in governed]
+        print(record.table(["widths chosen step by step", "tok/s", "mean width", "committed", "ms"], rows))
 
 
 def _print(result: dict[str, object], found: list[dict[str, object]], committed: float | None) -> None:

@@ -42,7 +42,7 @@ class KernelByKernel(StepGraphs):
 
     def __init__(self, step, rows):
         self._step, self._rows = step, rows
-        self._graphs, self._waiting, self._sizes = {}, [], []
+        self._graphs, self._sizes, self._widths = {}, [], []
 
     def _capture(self, num_rows, width):
         if self._rows is not None:
@@ -57,6 +57,7 @@ def pin(engine, *, is_captured, sizes=None, now=None):
     """
     plan = engine.models.plan
     sizes = [plan.max_rows] if sizes is None else sizes
+    now = None if now is None else [(size, plan.width) for size in now]
     if is_captured:
         engine.capture(sizes, [plan.width], now)
     else:

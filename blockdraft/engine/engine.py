@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ from blockdraft.kernels.sampling_tables import MAX_LISTED
 from blockdraft.kernels.transfer import to_device
 from blockdraft.planner.plan import Plan
 from blockdraft.step.decode import decode_step
-from blockdraft.step.graphs import Reading, StepGraphs, pack
+from blockdraft.step.graphs import Place, Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step, prompt_logprobs
 from blockdraft.step.prefill_graphs import PrefillGraphs
 from blockdraft.step.verify import Logprobs, Verdict
@@ -38,6 +38,7 @@ class Launched:
     """A step that may still be running: a prefill's outcome, or a decode's verdict on its way."""
 
     begun_s: float
+    is_usual: bool = True  # its time says what others like it will take
     end: torch.cuda.Event | None = None  # of a prefill on a card
     outcome: Outcome | None = None
     reading: Reading | None = None
@@ -79,6 +80,7 @@ class Engine:
         self.prefill_graphs: PrefillGraphs | None = None
         self._pending: tuple[Batch, Launched] | None = None
         self._collected_s = clock()  # when the last result was there
+        self._is_disturbed = False  # what was launched last took so long that the step before is read late
         self._ids = itertools.count()
         self._rates = None if models.rates is None else torch.tensor(models.rates, device=models.device)
 
@@ -203,10 +205,10 @@ class Engine:
             launched, self._pending = self._pending, launched
         return [] if launched is None else self._collect(*launched)
 
-    def capture(self, sizes: Items[int], widths: Items[int], now: Container[int] | None = None) -> None:
+    def capture(self, sizes: Items[int], widths: Items[int], now: Items[Place] | None = None) -> None:
         """Capture the decode step for these numbers of rows and widths; others go on kernel by kernel.
 
-        `now`: the numbers of rows that do not wait until they are wanted, or until `prepare` comes to them.
+        `now`: those that do not wait until they are wanted, or until `prepare` comes to them.
         """
         self.graphs = StepGraphs(self.decode, self.rows)
         self.graphs.capture(sizes, widths, now)
@@ -220,26 +222,35 @@ class Engine:
 
     def prepare(self) -> bool:
         """Something that later steps will want, while there is nothing else to do. False: all is prepared."""
-        if self.graphs is not None and self.graphs.capture_next():
+        if self.graphs is not None and self.graphs.capture_next(
+            (num_rows, width)
+            for num_rows, width in self.graphs.places
+            if self.scheduler.is_likely(num_rows, width)
+        ):
             return True
         return self.prefill_graphs is not None and self.prefill_graphs.capture_next()
 
     def _launch(self, batch: Batch) -> Launched:
-        begun_s = self.clock()
         if batch.kind == "prefill":
-            return Launched(begun_s, outcome=self._launch_prefill(batch), end=self._mark())
+            return self._launch_prefill(batch)
         asked = {s.request.sampling.logprobs for s in batch.sequences}
         num_logprobs = max((k for k in asked if k is not None), default=None)
         place = len(batch.sequences), batch.width
         if self.graphs is not None and num_logprobs is None:
+            is_usual = self.graphs.has(*place)
             graph = self.graphs.find(*place)
             if graph is not None:
+                self._is_disturbed = not is_usual
                 self._place(batch, graph.num_rows)
-                return Launched(begun_s, reading=Reading(graph.replay()))
+                begun_s = self.clock()
+                return Launched(begun_s, is_usual, reading=Reading(graph.replay()))
         # As many rows as the graph would run, where there is one: arithmetic may depend on it.
         self._place(batch, None if self.graphs is None else self.graphs.size(*place))
+        begun_s = self.clock()
         verdict = self.decode(batch.width, num_logprobs)
-        return Launched(begun_s, reading=Reading(pack(verdict)), logprobs=verdict.logprobs)
+        return Launched(
+            begun_s, num_logprobs is None, reading=Reading(pack(verdict)), logprobs=verdict.logprobs
+        )
 
     def _mark(self) -> torch.cuda.Event | None:
         """Passed when the device has come so far; None: it is never behind."""
@@ -295,7 +306,7 @@ class Engine:
             offsets=offsets,
         )
 
-    def _launch_prefill(self, batch: Batch) -> Outcome:
+    def _launch_prefill(self, batch: Batch) -> Launched:
         tokens = [
             sequence.token_ids[start : start + count]
             for sequence, start, count in zip(batch.sequences, batch.starts, batch.counts, strict=True)
@@ -303,18 +314,24 @@ class Engine:
         stream = list(itertools.chain.from_iterable(tokens))
         wants_logprobs = any(sequence.wants_prompt_logprobs for sequence in batch.sequences)
         if self.prefill_graphs is not None and not wants_logprobs:
+            is_usual = self.prefill_graphs.has(len(stream), len(batch.sequences))
             graph = self.prefill_graphs.find(len(stream), len(batch.sequences))
             if graph is not None:
+                self._is_disturbed = not is_usual
                 self._place(batch, graph.num_rows)
+                begun_s = self.clock()
                 graph.replay(stream, batch.counts)
-                return Outcome()
+                return Launched(begun_s, is_usual, end=self._mark(), outcome=Outcome())
+        self._is_disturbed = True
+        begun_s = self.clock()
         self._place(batch)
         hidden = self.prefill(to_device(stream, self.models.device), batch.counts)
-        if not wants_logprobs:
-            return Outcome()
-        pieces = torch.split(hidden, list(batch.counts))
-        rows = zip(batch.sequences, batch.starts, batch.counts, pieces, strict=True)
-        return Outcome(logprobs=tuple(self._prompt_logprobs(*row) for row in rows))
+        outcome = Outcome()
+        if wants_logprobs:
+            pieces = torch.split(hidden, list(batch.counts))
+            rows = zip(batch.sequences, batch.starts, batch.counts, pieces, strict=True)
+            outcome = Outcome(logprobs=tuple(self._prompt_logprobs(*row) for row in rows))
+        return Launched(begun_s, end=self._mark(), outcome=outcome)
 
     def _prompt_logprobs(
         self, sequence: Sequence, start: int, count: int, hidden: Tensor
@@ -329,19 +346,23 @@ class Engine:
     def _collect(self, batch: Batch, launched: Launched) -> list[Delta]:
         """Read a step's result (the only wait for the device) and apply it."""
         outcome = self._outcome(batch, launched)
-        self._observe(batch, launched)
+        seconds = self._seconds(launched)
         seen = [sequence.row is not None for sequence in batch.sequences]
-        deltas = self.scheduler.commit(batch, outcome)
+        deltas = self.scheduler.commit(batch, outcome, seconds)
         sequences = list(itertools.compress(batch.sequences, seen))
         committed = list(itertools.compress(outcome.token_ids, seen))
         self.stats.count(batch, sequences, committed, deltas)
         return deltas
 
-    def _observe(self, batch: Batch, launched: Launched) -> None:
-        """A step runs from when it was launched, or the one before it was done, until its result is there."""
-        now_s = self.clock()
-        self.scheduler.observe(batch, now_s - max(launched.begun_s, self._collected_s))
-        self._collected_s = now_s
+    def _seconds(self, launched: Launched) -> float | None:
+        """What the step took that was just read; None where that says nothing of others.
+
+        It ran from when it was launched, or the one before it was done, until its result was there.
+        """
+        now_s, is_disturbed = self.clock(), self._is_disturbed and self.models.plan.overlap
+        seconds = now_s - max(launched.begun_s, self._collected_s)
+        self._collected_s, self._is_disturbed = now_s, False
+        return None if is_disturbed or not launched.is_usual else seconds
 
     def _outcome(self, batch: Batch, launched: Launched) -> Outcome:
         if launched.outcome is not None:
@@ -367,13 +388,16 @@ class Engine:
 
     def _load(self) -> Load:
         # During a step of another thread: each number is right, but they may be of two moments.
-        scheduler = self.scheduler
+        scheduler, choice = self.scheduler, self.scheduler.choice
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_pages=scheduler.pages.num_pages,
             num_pages_used=scheduler.pages.num_pages - scheduler.pages.num_free,
             num_preemptions=scheduler.num_preemptions,
+            governed_rows=choice.num_rows,
+            governed_width=choice.width,
+            speedup=choice.speedup,
         )
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from blockdraft.engine.chunks import Chunks
-from blockdraft.engine.pace import Pace
+from blockdraft.engine.governor import Choice, Governor
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.sequence import Sequence
@@ -59,7 +59,7 @@ class Scheduler:
         """Decide by `plan` from now on; its rows and pages are those of the plan before it."""
         self._plan = plan
         self.chunks = Chunks(plan.chunk)
-        self._pace = Pace(plan.width, plan.step_costs) if plan.step_costs else None
+        self._governor = Governor.of(plan) if plan.step_costs else None
 
     # ---- requests in and out
 
@@ -197,15 +197,21 @@ class Scheduler:
         return self._batch("decode", chosen, starts, [width] * len(chosen), width=width)
 
     def _widths(self, sequences: list[Sequence]) -> list[int]:
-        most = self._plan.max_drafting_rows
-        if most is not None and len(sequences) > most:
-            return [1 if sequence.may_change_width else sequence.width for sequence in sequences]
-        if self._pace is None:
+        records = [sequence.tally.record for sequence in sequences if sequence.may_change_width]
+        if self._governor is None or not records:
             return [sequence.width for sequence in sequences]
-        return [
-            self._pace.next_width(sequence.tally.record) if sequence.may_change_width else sequence.width
-            for sequence in sequences
-        ]
+        width = self._governor.next_width(records)
+        return [width if sequence.may_change_width else sequence.width for sequence in sequences]
+
+    @property
+    def choice(self) -> Choice:
+        """The width that was last chosen, where widths are."""
+        return Choice() if self._governor is None else self._governor.choice
+
+    def is_likely(self, num_rows: int, width: int) -> bool:
+        """Whether so many rows will be of that width, by all that is known now."""
+        planned = self._plan.width if self._governor is None else self._governor.likely_width(num_rows)
+        return width in (1, planned)
 
     def _batch(
         self,
@@ -264,22 +270,27 @@ class Scheduler:
 
     # ---- learning what happened
 
-    def observe(self, batch: Batch, seconds: float) -> None:
+    def _observe(self, batch: Batch, seconds: float) -> None:
         """How long a step took."""
         if batch.kind == "prefill":
             self.chunks.observe_prefill(sum(batch.counts), seconds)
         else:
             self.chunks.observe_decode(seconds)
 
-    def commit(self, batch: Batch, outcome: Outcome) -> list[Delta]:
+    def commit(self, batch: Batch, outcome: Outcome, seconds: float | None = None) -> list[Delta]:
         """Apply a step's outcome to the sequences that are still the ones it ran for.
 
         One that ended or was preempted while the step was in flight has no row: its outcome is not looked at.
+        `seconds`: what the step took, where that is known.
         """
+        if seconds is not None:
+            self._observe(batch, seconds)
         if batch.kind == "prefill":
             self._commit_prompts(batch, outcome)
             return []
         deltas, now_s, width = [], self.clock(), batch.width
+        if self._governor is not None:
+            self._governor.observe(width, [len(token_ids) - 1 for token_ids in outcome.token_ids], seconds)
         logprobs = outcome.logprobs or itertools.repeat(())
         for sequence, token_ids, its_logprobs in zip(
             batch.sequences, outcome.token_ids, logprobs, strict=False
@@ -288,7 +299,7 @@ class Scheduler:
                 continue
             sequence.num_in_flight -= width
             sequence.tally.count_step(width, len(token_ids))
-            if self._pace is not None:
+            if self._governor is not None:
                 sequence.tally.record.count(width, len(token_ids) - 1)
             deltas.append(sequence.accept(token_ids, its_logprobs, now_s))
             self._remember(sequence)

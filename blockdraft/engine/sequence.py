@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from blockdraft.cache.rows import RowSampling
+from blockdraft.engine.governor import DraftRecord
 from blockdraft.engine.histogram import at_least
-from blockdraft.engine.pace import DraftRecord
 from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs
 from blockdraft.text.detokenizer import TextStream
 

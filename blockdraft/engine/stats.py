@@ -48,6 +48,20 @@ class Load:
     num_pages: int = 0
     num_pages_used: int = 0
     num_preemptions: int = 0  # since the start
+    governed_rows: int = 0  # of the last step whose width was chosen; 0: there was none
+    governed_width: int = 0
+    speedup: float = 0.0  # of it, against plain steps of as many rows
+
+    @property
+    def speculation(self) -> str:
+        """Whether drafts pay, and against what; empty where no width was chosen yet."""
+        if not self.governed_rows:
+            return ""
+        rows = "1 row" if self.governed_rows == 1 else f"{self.governed_rows} rows"
+        plain = f"plain steps of {rows}, as measured at the start and corrected by what was served"
+        if self.governed_width == 1:
+            return f"speculation does not pay here: nothing is faster than {plain}"
+        return f"speculation pays {self.speedup:.1f}x here: width {self.governed_width}, against {plain}"
 
 
 @dataclass(frozen=True, slots=True)

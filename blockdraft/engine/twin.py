@@ -24,7 +24,7 @@ def twin(engine: Engine, drafter: Drafter | None = None, plan: Plan | None = Non
     """
     assert not engine.has_work, "a busy engine cannot lend its rows"
     plan = plan or engine.models.plan
-    plan = replace(plan, max_queue=_MAX_QUEUE, prefix_cache=False, max_drafting_rows=None, step_costs={})
+    plan = replace(plan, max_queue=_MAX_QUEUE, prefix_cache=False, step_costs={})
     other = copy.copy(engine)
     other.models = replace(engine.models, plan=plan, drafter=drafter or engine.models.drafter)
     if drafter is not None:

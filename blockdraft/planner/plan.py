@@ -62,8 +62,8 @@ class Plan:
     overlap: bool
     seed: int
     same_bits: bool  # a token is computed alike however it arrives, and whoever is beside it
-    max_drafting_rows: int | None = None  # while more rows decode, widths that are ours are 1; None: no limit
-    step_costs: Mapping[int, float] = field(default_factory=dict)  # s of one row's step by width, if measured
+    step_costs: Mapping[tuple[int, int], float] = field(default_factory=dict)  # s by rows and width, if known
+    draft_chances: tuple[float, ...] = ()  # of the draft at each place, where all before it were right
     reasons: Mapping[str, str] = field(default_factory=dict)  # of each value, by the name of its setting
 
     def changed(self, reasons: Mapping[str, str], **values: object) -> Plan:

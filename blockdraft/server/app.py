@@ -137,7 +137,10 @@ class _Api:
         return JSONResponse(status, status_code=200 if is_alive else 503)
 
     async def ready(self, request: Request) -> Response:
-        return start_response(self.loop.startup.snapshot())
+        start, snapshot = self.loop.startup.snapshot(), None
+        if start["state"] == "ready":
+            snapshot = await self.loop.snapshot()
+        return start_response(start if snapshot is None else {**start, "speculation": snapshot.speculation})
 
     async def version(self, request: Request) -> Response:
         version: Version = {"version": __version__}

@@ -66,6 +66,7 @@ class LoopFeed:
             "acceptance": [round(count / drafts, 4) for count in snapshot.accepted] if drafts else [],
             "running": snapshot.num_running,
             "waiting": snapshot.num_waiting,
+            "speculation": snapshot.speculation,
             "pages_used": snapshot.num_pages_used,
             "num_pages": snapshot.num_pages,
         }

@@ -5,9 +5,8 @@ step costs is measured: plain and speculative steps of one row, in turns, and th
 only ever adds. The width is the one with the best mean speed-up of those at which no category is slower than
 plain decoding. Where there is none it is 1: requests then decode plainly unless they ask for drafts.
 
-On a CPU that goes for one request alone, and for its first steps: then its own drafts decide (pace.py). Two
-already keep it busy: with four, verifying four tokens of each costs nearly four plain steps. So while several
-decode, they do so plainly.
+That is where serving begins: then what drafts commit and what steps take, for however many requests at once,
+decides before each step (engine/governor.py).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -28,6 +27,8 @@ from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.fit_file import Acceptance
 from blockdraft.engine.describe import fingerprint
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.governor import widths_for
+from blockdraft.engine.loaded import Models
 from blockdraft.engine.twin import max_tokens, twin
 from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import Plan
@@ -36,26 +37,34 @@ from blockdraft.settings.settings import Settings, cache_dir
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.graphs import Reading, pack
+from blockdraft.step.row_sizes import row_sizes
 
-WIDTHS = (2, 3, 4, 6, 8, 12, 16)
 MIN_SPEEDUP = 1.03  # of the worst category: measuring twice differs by as much
 # A user's prompts are not those of the fit, so each draft is taken to be accepted this much less often: short
 # questions were at 0.88x with the width that suits the fit's, 6, and at 1.09x with this one's, 3.
 CAUTION = 0.75
 AS_GOOD = 0.98  # of the best mean speed-up: the narrowest of these costs least when many rows share a step
 CONTEXT = 256  # tokens before the block: a usual prompt
+SEVERAL = 4  # rows
 MIN_ROUNDS, MAX_ROUNDS = 3, 8  # the first is cold
 MAX_SECONDS = 1.0  # no further round than the third is begun after this
 STEADY = 1.25  # of two times that are alike
+FORMAT = 2  # of a stored measurement: of what it holds, and how
 SLACK, FIRST_SLACK = 1.1, 1.3  # how far speed has to fall before no wider step is tried
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of one step of one row."""
+    """Seconds of one step: of one row, and of several."""
 
     plain_s: float
     by_width: Mapping[int, float]  # drafting, verifying and absorbing
+    several: Mapping[tuple[int, int], float] = field(default_factory=dict)  # by rows and width
+
+    @property
+    def by_place(self) -> dict[tuple[int, int], float]:
+        """All of them, by rows and width."""
+        return {(1, 1): self.plain_s, **{(1, width): s for width, s in self.by_width.items()}, **self.several}
 
 
 class WidthChoice(NamedTuple):
@@ -79,12 +88,23 @@ def speedups(acceptance: Acceptance, costs: Costs, width: int) -> dict[str, floa
     return {category: committed(shares, width) / ratio for category, shares in acceptance.items()}
 
 
-def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTION) -> WidthChoice:
-    """The width with the best mean speed-up that slows no category down, or 1."""
-    expected = {
+def cautious(acceptance: Acceptance, caution: float = CAUTION) -> dict[str, tuple[float, ...]]:
+    return {
         category: tuple(share * caution ** (place + 1) for place, share in enumerate(shares))
         for category, shares in acceptance.items()
     }
+
+
+def chances_of(acceptance: Acceptance, block: int, *, caution: float = CAUTION) -> tuple[float, ...]:
+    """Of the draft at each place, in the mean of all categories: that it is right where those before were."""
+    known = [fmean(shares) for shares in zip(*cautious(acceptance, caution).values(), strict=False)]
+    found = [share / max(before, 1e-6) for share, before in zip(known, (1.0, *known), strict=False)]
+    return tuple((found + [found[-1]] * block)[: block - 1])
+
+
+def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTION) -> WidthChoice:
+    """The width with the best mean speed-up that slows no category down, or 1."""
+    expected = cautious(acceptance, caution)
     gains = {width: speedups(expected, costs, width) for width in costs.by_width}
     mean = {width: fmean(found.values()) for width, found in gains.items()}
     safe = [width for width, found in gains.items() if min(found.values()) >= MIN_SPEEDUP]
@@ -102,10 +122,20 @@ def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTI
 
 
 def may_choose_width(engine: Engine, settings: Settings) -> bool:
-    """Whether a start chooses: nobody asked for a width, and drafts and their acceptance are real."""
-    labels = engine.models.labels
-    is_real = not labels.is_dummy and labels.synthetic_acceptance is None
-    return settings.width == "auto" and engine.models.draft_config is not None and is_real
+    """Whether a start chooses: nobody asked for a width, and drafts are accepted as they are, or by rates."""
+    models = engine.models
+    is_known = models.rates is not None or not models.labels.is_dummy
+    return settings.width == "auto" and models.draft_config is not None and is_known
+
+
+def known_acceptance(models: Models) -> Acceptance:
+    """Before anything is served: that of the fit, or the rates by which drafts are accepted for timing."""
+    return models.acceptance if models.rates is None else {"the synthetic acceptance": models.rates}
+
+
+def govern(engine: Engine) -> None:
+    """Let an idle engine choose its widths by what is measured now, for programs that time it."""
+    engine.replan(plan_with_width(engine, known_acceptance(engine.models), stores=False))
 
 
 def plan_with_width(
@@ -113,22 +143,21 @@ def plan_with_width(
 ) -> Plan:
     """The idle engine's plan with the width that pays. `uses_stored`: by costs that were measured before."""
     file = cache_dir() / "widths" / f"{_key(engine, acceptance)}.json"
+    plan, is_cpu = engine.models.plan, engine.models.device.type == "cpu"
+    caution = CAUTION if engine.models.rates is None else 1.0  # by rates drafts are accepted exactly so often
     costs = _stored(file) if uses_stored else None
     if costs is None:
-        costs = measure_costs(engine, acceptance)
+        costs = _measured(engine, acceptance, caution)
         if costs is not None and stores:
             _store(file, costs)
-    plan, is_cpu = engine.models.plan, engine.models.device.type == "cpu"
-    if costs is None and not is_cpu:
-        return plan  # on a GPU a whole block costs little more than one token: it stays
-    width, reason = TOO_BUSY if costs is None else choose_width(acceptance, costs)
-    if not is_cpu:
-        return plan.changed({"width": reason}, width=width)
-    step_costs: Mapping[int, float] = {}
-    if costs is not None and width > 1:
-        step_costs = {1: costs.plain_s, **costs.by_width}
-        reason += "; then by how a request's own drafts fare"
-    return plan.changed({"width": reason}, width=width, max_drafting_rows=1, step_costs=step_costs)
+    if costs is None:  # on a GPU a whole block costs little more than one token: it stays
+        return plan.changed({"width": TOO_BUSY.reason}, width=1) if is_cpu else plan
+    width, reason = choose_width(acceptance, costs, caution=caution)
+    if is_cpu and width == 1:
+        return plan.changed({"width": reason}, width=1)
+    reason += "; then by how drafts fare and what steps take"
+    chances = chances_of(acceptance, plan.block, caution=caution)
+    return plan.changed({"width": reason}, width=width, step_costs=costs.by_place, draft_chances=chances)
 
 
 # ---- measuring
@@ -140,10 +169,10 @@ def measure_costs(
     """Of plain steps, and of each width that can still be the best; None: no two times of a step are alike.
 
     The engine, which is idle, stays as it was. Where steps are captured, the planned width alone is measured:
-    others would run kernel by kernel.
+    each width is a graph to capture.
     """
     plan, begun_s = engine.models.plan, clock()
-    widths = sorted({width for width in (*WIDTHS, plan.block) if width <= plan.block})
+    widths = [width for width in widths_for(plan.block) if width > 1]
     plain = twin(engine, NoDrafter())
     if engine.graphs is not None:
         widths, plain = [plan.width], engine  # its step of width 1 absorbs too, which is little
@@ -163,6 +192,45 @@ def measure_costs(
     finally:
         pages.release(held)
     return _costs(times) if _is_steady(times) else None
+
+
+def _measured(engine: Engine, acceptance: Acceptance, caution: float) -> Costs | None:
+    costs, plan = measure_costs(engine, acceptance), engine.models.plan
+    if costs is None:
+        return None
+    if engine.models.device.type == "cpu":
+        width = choose_width(acceptance, costs, caution=caution).width
+        return replace(costs, several=measure_several(engine, width, most=SEVERAL))
+    return replace(costs, several=measure_several(engine, plan.width, most=plan.max_rows))
+
+
+def measure_several(
+    engine: Engine, width: int, *, most: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[tuple[int, int], float]:
+    """Of `most` rows at once: plain steps, and those of `width`. Nothing where only one row can run.
+
+    Fewer where rows or pages are fewer; captured steps of so many rows as a graph runs.
+    """
+    plan, pages = engine.models.plan, engine.scheduler.pages
+    per_row = -(-(_context(engine) + plan.block) // pages.page_size)
+    rows = min(most, plan.max_rows, pages.num_free // per_row)
+    plain = engine
+    if engine.graphs is None:
+        plain = twin(engine, NoDrafter())
+    elif rows > 0:
+        rows = max(size for size in row_sizes(plan.max_rows) if size <= rows)
+    if rows < 2:
+        return {}
+    held = pages.allocate(rows * per_row)
+    try:
+        return {
+            (rows, one): min(
+                _step_s(engine if one > 1 else plain, one, held, clock, rows) for _ in range(MIN_ROUNDS)
+            )
+            for one in sorted({1, width})
+        }
+    finally:
+        pages.release(held)
 
 
 def _costs(times: Mapping[int, list[float]]) -> Costs:
@@ -186,13 +254,16 @@ def _is_past_the_best(
     return slack * mean[width] < max(mean.values())
 
 
-def _step_s(engine: Engine, width: int, pages: list[int], clock: Callable[[], float]) -> float:
+def _step_s(
+    engine: Engine, width: int, pages: list[int], clock: Callable[[], float], num_rows: int = 1
+) -> float:
     """One step behind a context that nobody has computed: what it holds costs no time."""
-    context = _context(engine)
-    graph = None if engine.graphs is None else engine.graphs.find(1, width)
-    engine.rows.place(0, [0] * (context + 1), context, RowSampling())
-    engine.rows.set_pages([(0, 0, pages)])
-    engine.rows.activate([0])
+    context, per_row = _context(engine), len(pages) // num_rows
+    graph = None if engine.graphs is None else engine.graphs.find(num_rows, width)
+    token_ids, sampling = [0] * (context + 1), RowSampling()
+    engine.rows.place_all([(row, token_ids, context, sampling) for row in range(num_rows)])
+    engine.rows.set_pages([(row, 0, pages[row * per_row : (row + 1) * per_row]) for row in range(num_rows)])
+    engine.rows.activate(range(num_rows))
     engine.wait()
     begun_s = clock()
     Reading(pack(engine.decode(width)) if graph is None else graph.replay()).token_ids()
@@ -214,7 +285,8 @@ def _key(engine: Engine, acceptance: Acceptance) -> str:
         [machine.cpu.name, machine.cpu.num_cores, *(gpu.name for gpu in machine.gpus)],
         [__version__, torch.__version__, torch.get_num_threads()],
         [fingerprint(models.target), fingerprint(models.drafter.model)],  # dtypes and packing included
-        [str(models.device), models.plan.page_size, models.plan.block],
+        [str(models.device), models.plan.page_size, models.plan.block, models.plan.max_rows],
+        [FORMAT, engine.graphs is not None],
         dict(acceptance),
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
@@ -224,9 +296,9 @@ def _stored(file: Path) -> Costs | None:
     """None: nothing of use is there."""
     try:
         raw = json.loads(file.read_text())
-        costs = Costs(
-            float(raw["plain_s"]), {int(key): float(value) for key, value in raw["by_width"].items()}
-        )
+        several = {(int(rows), int(width)): float(value) for rows, width, value in raw["several"]}
+        by_width = {int(key): float(value) for key, value in raw["by_width"].items()}
+        costs = Costs(float(raw["plain_s"]), by_width, several)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     is_sound = costs.by_width and min(costs.plain_s, *costs.by_width.values()) > 0
@@ -234,4 +306,6 @@ def _stored(file: Path) -> Costs | None:
 
 
 def _store(file: Path, costs: Costs) -> None:
-    keep(file, json.dumps({"plain_s": costs.plain_s, "by_width": dict(costs.by_width)}).encode())
+    several = [[*place, seconds] for place, seconds in costs.several.items()]
+    raw = {"plain_s": costs.plain_s, "by_width": dict(costs.by_width), "several": several}
+    keep(file, json.dumps(raw).encode())

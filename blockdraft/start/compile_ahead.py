@@ -22,6 +22,7 @@ from blockdraft.check.kernels import check_kernels
 from blockdraft.check.piece_sizes import pieces_for
 from blockdraft.check.verified import card_facts, digest_of, libraries, plan_facts, sources
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.governor import widths_for
 from blockdraft.engine.loaded import Models
 from blockdraft.kernels.choice import has_triton
 from blockdraft.machine.machine import read_machine
@@ -30,8 +31,8 @@ from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import Settings, cache_dirs
 from blockdraft.start.loading import Opened
 from blockdraft.start.memory import pages_to_probe, release
-from blockdraft.step.graphs import row_sizes
 from blockdraft.step.prefill_graphs import shapes, widest_counts
+from blockdraft.step.row_sizes import row_sizes
 
 if TYPE_CHECKING:
     from blockdraft.kernels.triton.compile_pool import CompilePool
@@ -164,6 +165,9 @@ def run_steps(engine: Engine) -> None:
         engine.prefill(_token_ids(engine, num_tokens), widest_counts(num_tokens, num_rows), offsets)
     blocks = {(len(piece.rows), piece.counts[0]) for piece in pieces if not piece.is_known}
     blocks |= {(size, width) for width in {1, plan.width, plan.block} for size in row_sizes(plan.max_rows)}
+    # Of a width between, attention and the count of accepted drafts have code of their own, by its power of
+    # two; attention also where rows are so few that several programs share one. No other kernel has.
+    blocks |= {(size, width) for width in widths_for(plan.block) for size in (1, plan.max_rows)}
     for num_rows, width in sorted(blocks):
         rows.activate((), num_rows)
         engine.decode(width)

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from blockdraft.check.selfcheck import Verification, captured, without_drafter
 from blockdraft.check.verified import verify_changes
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.governor import widths_for
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.choice import Operation
 from blockdraft.phases import StartProgress
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
-from blockdraft.start.block_width import may_choose_width, plan_with_width
+from blockdraft.start.block_width import known_acceptance, may_choose_width, plan_with_width
 from blockdraft.start.card_errors import unused_gpu
 from blockdraft.start.compile_ahead import CompileAhead, compile_steps, compiling_for
 from blockdraft.start.fallback import with_kernels_that_compile
@@ -21,7 +22,7 @@ from blockdraft.start.loading import Opened, open_models, read_weights, resolve_
 from blockdraft.start.memory import fit_pages, is_measured, memory_explained, release, why_no_graphs
 from blockdraft.start.stall import plan_with_short_chunk
 from blockdraft.start.warm import Rounds, few_rounds, rounds_for, small_rounds, warm
-from blockdraft.step.graphs import row_sizes
+from blockdraft.step.row_sizes import row_sizes
 from blockdraft.text.tokenizer import Tokenizer
 
 
@@ -86,9 +87,10 @@ def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> E
     if models.device.type == "cuda":
         warm(engine, note, _rounds(models, settings))  # what does not compile shows now
     if why_no_graphs(engine.models, settings) is None:
-        _capture(engine, note)
-    if engine.models.acceptance and may_choose_width(engine, settings):
-        engine.replan(plan_with_width(engine, engine.models.acceptance, uses_stored=True))
+        _capture(engine, settings, note)
+    acceptance = known_acceptance(engine.models)
+    if acceptance and may_choose_width(engine, settings):
+        engine.replan(plan_with_width(engine, acceptance, uses_stored=True))
         note(_shown_width(engine))
     return engine
 
@@ -132,14 +134,15 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
     reason = why_no_graphs(models, settings)
     if reason is None:
         with startup.phase("capture"):
-            _capture(engine, startup.note)
+            _capture(engine, settings, startup.note)
     else:
         startup.skip("capture", reason)
     with startup.phase("warm"):
-        if models.acceptance and may_choose_width(engine, settings):
+        acceptance = known_acceptance(models)
+        if acceptance and may_choose_width(engine, settings):
             startup.note("measuring steps of different widths")
             is_full = settings.verify == "full"
-            engine.replan(plan_with_width(engine, models.acceptance, uses_stored=not is_full))
+            engine.replan(plan_with_width(engine, acceptance, uses_stored=not is_full))
         warm(engine, startup.note, few_rounds if ahead.has_run else _rounds(models, settings))
         _bound(engine, settings, startup)
         startup.note(_shown_width(engine))
@@ -165,7 +168,7 @@ def _without_drafter(models: Models, settings: Settings, startup: StartProgress)
     release()  # before another cache is made
     engine = Engine(without_drafter(models))
     if why_no_graphs(models, settings) is None:
-        _capture(engine, startup.note)
+        _capture(engine, settings, startup.note)
     warm(engine, startup.note, rounds_for(models.device))
     _bound(engine, settings, startup)
     if engine.graphs is not None:
@@ -193,9 +196,7 @@ def _shown_width(engine: Engine) -> str:
 
 
 def _is_without_fit(engine: Engine, settings: Settings) -> bool:
-    """On a GPU a whole block costs little more than a plain step: what fits at all is kept at its width."""
-    is_known = bool(engine.models.acceptance) or engine.models.device.type != "cpu"
-    return not is_known and may_choose_width(engine, settings)
+    return not known_acceptance(engine.models) and may_choose_width(engine, settings)
 
 
 def _settle_without_fit(engine: Engine, accepted: tuple[float, ...], note: Callable[[str], None]) -> None:
@@ -211,11 +212,14 @@ def _bound(engine: Engine, settings: Settings, startup: StartProgress) -> None:
         engine.replan(plan_with_short_chunk(engine, settings.max_stall_ms, startup.note))
 
 
-def _capture(engine: Engine, note: Callable[[str], None]) -> None:
+def _capture(engine: Engine, settings: Settings, note: Callable[[str], None]) -> None:
+    """At once only what the first request needs, and what takes most memory."""
     plan = engine.models.plan
-    sizes, widths = row_sizes(plan.max_rows), sorted({1, plan.width})
-    engine.capture(sizes, widths, now=(1, plan.max_rows))  # the first request's, and what takes most memory
+    sizes = row_sizes(plan.max_rows)
+    widths = widths_for(plan.block) if may_choose_width(engine, settings) else sorted({1, plan.width})
+    now = [(rows, width) for rows in (1, plan.max_rows) for width in (1, plan.width)]
+    engine.capture(sizes, widths, now)
     note(
-        f"{len(sizes) * len(widths)} graphs: 1 to {plan.max_rows} rows of width {widths}, those between when "
-        "they are wanted or nobody is served"
+        f"{len(set(now))} graphs, of 1 and {plan.max_rows} rows; up to {len(sizes) * len(widths)}, of widths "
+        f"{widths}, when they are wanted, or likely and nobody is served"
     )

@@ -37,27 +37,32 @@ class DFlashDrafter:
         return twin
 
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
-        """Runs its whole block, or only the first `width` columns where that gives the same drafts."""
+        """Runs its whole block, or only the first `width` columns where that gives the same drafts.
+
+        Its head, which takes as long as several layers, runs on the columns that will be verified.
+        """
         anchor = rows.anchor[rows.active][:, None]  # [R, 1]
         if width == 1:
             return anchor
         num_columns = width if self.is_causal else self.block
         own = view if width == num_columns else cache.view(rows, num_columns)
-        logits = self.block_logits(anchor, own, num_columns)[:, : width - 1]
+        logits = self.block_logits(anchor, own, num_columns, num_drafts=width - 1)
         proposals = rows.kernels.choose(logits, view.starts, anchor, rows.sampling())
         return torch.cat((anchor, proposals), dim=1)
 
-    def block_logits(self, anchor: Tensor, view: View, num_columns: int | None = None) -> Tensor:
+    def block_logits(
+        self, anchor: Tensor, view: View, num_columns: int | None = None, num_drafts: int | None = None
+    ) -> Tensor:
         """[R, B - 1, V]: what the drafter believes of columns 1 … B - 1, given column 0 [R, 1].
 
-        B, for which `view` is made, is `num_columns`, or the whole block.
+        B, for which `view` is made, is `num_columns`, or the whole block; of the first `num_drafts` columns.
         """
         num_masks = (self.block if num_columns is None else num_columns) - 1
         masks = anchor.new_full((len(anchor), num_masks), self.model.config.mask_token_id)
         block = torch.cat((anchor, masks), dim=1)  # [R, B]
         hidden = self.model(self.embed(block.flatten()), view)
-        hidden = hidden.unflatten(0, block.shape)[:, 1:]
-        return self.logits(hidden.flatten(0, 1)).view(len(anchor), num_masks, -1)
+        hidden = hidden.unflatten(0, block.shape)[:, 1:][:, :num_drafts]
+        return self.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's embeddings, scaled as in the drafter's training: as the target does, or as it says."""

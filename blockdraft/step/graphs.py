@@ -8,7 +8,7 @@ filled up with the scratch row.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from blockdraft.cache.rows import Rows
 from blockdraft.step.verify import Verdict
+
+Place = tuple[int, int]  # rows and width
 
 
 class Reading:
@@ -68,29 +70,33 @@ class StepGraphs:
         self._rows = rows
         self.pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._graphs: dict[tuple[int, int], StepGraph] = {}
-        self._waiting: list[tuple[int, int]] = []  # rows and width of what is not captured yet
+        self._graphs: dict[Place, StepGraph] = {}
         self._sizes: list[int] = []
+        self._widths: list[int] = []
 
-    def capture(self, sizes: Iterable[int], widths: Iterable[int], now: Container[int] | None = None) -> None:
-        """Every pair of them, the largest first: the others fit into its memory.
+    def capture(
+        self, sizes: Iterable[int], widths: Iterable[int], now: Iterable[Place] | None = None
+    ) -> None:
+        """Every pair of them may be captured; those of `now` are at once, or all of them.
 
-        Those of `now` rows at once; the others when they are first wanted, or in `capture_next`.
+        The largest first: the others fit into its memory.
         """
-        self._sizes = sorted(sizes)
-        pairs = [(rows, width) for width in sorted(widths, reverse=True) for rows in reversed(self._sizes)]
-        self._waiting = [pair for pair in pairs if now is not None and pair[0] not in now]
-        for pair in pairs:
-            if pair not in self._waiting:
-                self._graphs[pair] = self._capture(*pair)
+        self._sizes, self._widths = sorted(sizes), sorted(widths)
+        wanted = self.places if now is None else [place for place in self.places if place in now]
+        for place in reversed(wanted):
+            self._graphs[place] = self._capture(*place)
 
-    def capture_next(self) -> bool:
-        """One of those that are still to be captured, the smallest first. False: there is none."""
-        if not self._waiting:
-            return False
-        pair = self._waiting.pop()
-        self._graphs[pair] = self._capture(*pair)
-        return True
+    @property
+    def places(self) -> list[Place]:
+        """What may be captured, the smallest first."""
+        return [(rows, width) for width in self._widths for rows in self._sizes]
+
+    def capture_next(self, likely: Iterable[Place]) -> bool:
+        """The first of these that is not captured yet. False: there is none."""
+        place = next((place for place in likely if place not in self._graphs), None)
+        if place is not None:
+            self._graphs[place] = self._capture(*place)
+        return place is not None
 
     @torch.inference_mode()
     def _capture(self, num_rows: int, width: int) -> StepGraph:
@@ -107,28 +113,19 @@ class StepGraphs:
     def size(self, num_rows: int, width: int) -> int | None:
         """How many rows the smallest graph with room for `num_rows` runs; None: there is none."""
         index = bisect_left(self._sizes, num_rows)
-        pair = (self._sizes[index], width) if index < len(self._sizes) else None
-        return pair[0] if pair is not None and (pair in self._graphs or pair in self._waiting) else None
+        return self._sizes[index] if index < len(self._sizes) and width in self._widths else None
+
+    def has(self, num_rows: int, width: int) -> bool:
+        """Whether that graph is captured already."""
+        return (self.size(num_rows, width), width) in self._graphs
 
     def find(self, num_rows: int, width: int) -> StepGraph | None:
         """That graph. It may be captured now: then other rows are active."""
         size = self.size(num_rows, width)
         if size is None:
             return None
-        if (size, width) in self._waiting:
-            self._waiting.remove((size, width))
-            self._graphs[size, width] = self._capture(size, width)
+        self.capture_next([(size, width)])
         return self._graphs[size, width]
 
     def __len__(self) -> int:
-        return len(self._graphs) + len(self._waiting)
-
-
-def row_sizes(max_rows: int) -> list[int]:
-    """Powers of two and, from 16 on, what lies half-way: few graphs, and few rows filled up in vain."""
-    sizes = {1, 2, 4, 8}
-    size = 16
-    while size < max_rows:
-        sizes |= {size, size + size // 2}
-        size *= 2
-    return [*sorted(size for size in sizes if size < max_rows), max_rows]
+        return len(self._sizes) * len(self._widths)

@@ -72,12 +72,20 @@ class PrefillGraphs:
             self._captured(self._waiting[0])
         return bool(self._waiting)
 
+    def has(self, num_tokens: int, num_rows: int) -> bool:
+        """Whether the smallest with room is captured."""
+        return self._shape(num_tokens, num_rows) in self._graphs
+
     def find(self, num_tokens: int, num_rows: int) -> PrefillGraph | None:
         """The smallest with room, which may be captured now: then other rows are active."""
+        shape = self._shape(num_tokens, num_rows)
+        return None if shape is None else self._captured(shape)
+
+    def _shape(self, num_tokens: int, num_rows: int) -> tuple[int, int] | None:
         at, row_at = bisect_left(self._tokens, num_tokens), bisect_left(self._sizes, num_rows)
         if at == len(self._tokens) or row_at == len(self._sizes):
             return None
-        return self._captured((self._tokens[at], self._sizes[row_at] + 1))
+        return self._tokens[at], self._sizes[row_at] + 1
 
     def _captured(self, shape: tuple[int, int]) -> PrefillGraph:
         if shape not in self._graphs:

@@ -9,7 +9,7 @@ import torch
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.twin import serve
-from blockdraft.step.graphs import row_sizes
+from blockdraft.step.row_sizes import row_sizes
 from tests import stepping
 from tests.stepping import CARD, MAX_ROWS, SCENES
 

@@ -1,4 +1,7 @@
-"""A drafter that is causal inside its block runs no more columns than are verified, for the same drafts."""
+"""A drafter that is causal inside its block runs no more columns than are verified, for the same drafts.
+
+Any other runs its whole block, but its head on those columns alone.
+"""
 
 import functools
 from dataclasses import replace
@@ -40,8 +43,8 @@ def whole_block(narrow):
 def watched(one):
     """The number of columns that each of its forwards has."""
     seen, run = [], one.block_logits
-    one.block_logits = lambda anchor, view, count=None: (
-        seen.append(len(view.positions)) or run(anchor, view, count)
+    one.block_logits = lambda anchor, view, *counts, **more: (
+        seen.append(len(view.positions)) or run(anchor, view, *counts, **more)
     )
     return seen
 
@@ -94,6 +97,35 @@ def test_only_where_every_layer_is_causal(is_causal, num_columns):
     seen = watched(one)
     drafts(one, "float64", 3)
     assert seen == [len(PROMPTS) * num_columns]
+
+
+class WholeHead(DFlashDrafter):
+    """Its head runs on all columns."""
+
+    def block_logits(self, anchor, view, num_columns=None, num_drafts=None):
+        return super().block_logits(anchor, view, num_columns)[:, :num_drafts]
+
+
+@pytest.mark.parametrize("kernels", [None, REFERENCE], ids=["kernels", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_head_runs_on_the_columns_that_are_verified(dtype, kernels):
+    one = drafter(dtype, is_causal=(False, False))
+    for width in range(2, tiny.BLOCK + 1):
+        expected = drafts(WholeHead(one.model, one.target), dtype, width, kernels)
+        assert drafts(one, dtype, width, kernels).tolist() == expected.tolist()
+
+
+def test_it_runs_on_no_other(monkeypatch):
+    one, seen = drafter("float64", is_causal=(False, False)), []
+    run = DFlashDrafter.logits
+
+    def watching(self, hidden):
+        seen.append(len(hidden))
+        return run(self, hidden)
+
+    monkeypatch.setattr(DFlashDrafter, "logits", watching)
+    drafts(one, "float64", 3)
+    assert seen == [len(PROMPTS) * 2]
 
 
 @pytest.mark.parametrize("width", [2, 5])

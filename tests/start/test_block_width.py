@@ -21,12 +21,13 @@ from blockdraft.start.block_width import (
     Costs,
     choose_width,
     committed,
+    govern,
     measure_costs,
     plan_with_width,
     speedups,
 )
 from blockdraft.start.ready import start_engine
-from tests import tiny
+from tests import stepping, tiny
 
 # 1 + sum: 2.9 and 1.9 at width 4, 3.3 and 2.1 at width 8.
 CODE = (0.8, 0.6, 0.5, 0.2, 0.1, 0.05, 0.05)
@@ -157,6 +158,41 @@ def test_a_busy_gpu_keeps_the_whole_block(monkeypatch):
     assert engine.models.plan.width == 8
 
 
+def test_a_gpu_is_governed_by_steps_of_one_row_and_of_all(monkeypatch, tmp_path):
+    """Also where no draft pays for the fit's prompts: a text on which they do may come."""
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    engine = stepping.pin(tiny.engine(width=8, max_rows=6), is_captured=False, sizes=[1, 2, 4, 6])
+    engine.graphs.capture([1, 2, 4, 6], [1, 8])
+    engine.models = replace(engine.models, device=torch.device("cuda"))
+    monkeypatch.setattr(engine, "wait", lambda: None)
+    any_time_will_do(monkeypatch)
+    for prices, chosen in ((costs(w8=1.5), 8), (costs(w8=9.0), 1)):
+        measured(monkeypatch, prices)
+        plan = plan_with_width(engine, BOTH, stores=False)
+        assert plan.width == chosen
+        assert plan.step_costs.keys() == {(1, 1), (1, 8), (6, 1), (6, 8)}
+        assert plan.reasons["width"].endswith("; then by how drafts fare and what steps take")
+
+
+def test_captured_steps_are_measured_for_as_many_rows_as_a_graph_runs():
+    engine = stepping.pin(tiny.engine(width=8, max_rows=6), is_captured=False, sizes=[1, 2, 4, 6])
+    engine.graphs.capture([1, 2, 4, 6], [1, 8])
+    assert width.measure_several(engine, 8, most=6).keys() == {(6, 1), (6, 8)}
+    assert width.measure_several(engine, 8, most=5).keys() == {(4, 1), (4, 8)}
+
+
+def test_rates_by_which_drafts_are_accepted_are_the_chances(monkeypatch):
+    rates = (0.8, 0.4, 0.2, 0.1, 0.1, 0.0, 0.0)
+    engine = tiny.engine()
+    engine.models = replace(engine.models, rates=rates)
+    seen = measured(monkeypatch, costs(w2=1.2, w3=1.3, w8=2.0))
+    govern(engine)
+    plan = engine.models.plan
+    assert seen == [{"the synthetic acceptance": rates}]
+    assert plan.width == 3  # (1 + 0.8 + 0.4) / 1.3: exactly so often, not more carefully
+    assert plan.draft_chances == pytest.approx((0.8, 0.5, 0.5, 0.5, 1.0, 0.0, 0.0))
+
+
 def test_a_captured_step_is_measured_as_it_is_captured(monkeypatch):
     """Others would run kernel by kernel, which says nothing of a graph."""
     ran = scripted(monkeypatch, lambda at, number: 1.0 + at)
@@ -265,7 +301,7 @@ def test_where_drafts_lose_requests_may_still_ask_for_them(fitted, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"width": 4}, {"synthetic_acceptance": "mean:2"}, {"load_format": "dummy"}]
+    "changes", [{"width": 4}, {"width": 4, "synthetic_acceptance": "mean:2"}, {"load_format": "dummy"}]
 )
 def test_nothing_is_measured_where_there_is_nothing_to_choose(fitted, monkeypatch, changes):
     calls = measured(monkeypatch, costs(w2=1.2))
@@ -289,14 +325,19 @@ def test_a_server_says_which_width_it_serves_and_why(fitted, monkeypatch):
     plan = engine.models.plan
     reason = plan.reasons["width"]
     assert details["warm"] == f"width 3: {reason}"
-    assert plan.max_drafting_rows == 1  # it is a CPU
-    assert plan.step_costs == {1: 0.010, 2: 0.010 * 1.2, 3: 0.010 * 1.3, 8: 0.010 * 2.0}
+    alone = {(1, 1): 0.010, (1, 2): 0.010 * 1.2, (1, 3): 0.010 * 1.3, (1, 8): 0.010 * 2.0}
+    assert plan.step_costs.items() >= alone.items()
+    assert {place for place in plan.step_costs if place[0] > 1} == {(2, 1), (2, 3)}, (
+        "as many rows as there are"
+    )
+    assert len(plan.draft_chances) == 7
     assert details["verify"].endswith(f"; width 3: {reason}")
     assert startup.warnings == ()
     assert warmed == [3], "what is served is what was warmed"
     info = engine_info(engine)
     assert (info.width, info.width_reason, info.block) == (3, reason, 8)
     assert b"blockdraft:width{" in render(engine.snapshot(), info, "x")[0]
+    assert b"blockdraft:speculation_speedup{" in render(engine.snapshot(), info, "x")[0]
     assert b'model_name="x"} 3.0' in render(engine.snapshot(), info, "x")[0]
 
 
@@ -329,18 +370,16 @@ def start_verification():
     return Verification((), 1.0, keeps_drafter=False, reason="no", accepted=(0.0,) * 7)
 
 
-def test_on_a_cpu_requests_that_decode_together_do_so_plainly():
-    llm = LLM(
-        "tests/fixtures/pair/target", draft="tests/fixtures/pair/draft", dtype="float64", width=8, max_rows=4
-    )
-    prompts = [[1, 2, 3], [10, 12, 14]]
-    params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (48, 8)]
-    alone = llm.generate(prompts, [replace(one, width=1) for one in params])
-    llm.engine.replan(replace(llm.engine.models.plan, max_drafting_rows=1))
-    long, short = llm.generate(prompts, params)
-    assert [one.token_ids for one in (long, short)] == [one.token_ids for one in alone]
-    assert short.metrics.drafted == 0
-    assert long.metrics.drafted > 0  # once it is alone
-    assert long.metrics.steps < 48
-    asked = llm.generate(prompts, [replace(one, width=8) for one in params])
-    assert all(one.metrics.drafted > 0 for one in asked)
+def test_chances_of_places_come_from_the_mean_of_all_categories():
+    found = width.chances_of({"one": (0.8, 0.4), "other": (0.4, 0.2)}, block=5)
+    assert found == pytest.approx((0.6 * 0.75, 0.5 * 0.75, 0.5 * 0.75, 0.5 * 0.75))
+
+
+def test_several_rows_are_measured_where_there_is_room():
+    engine = tiny.engine(max_rows=4)
+    free = engine.scheduler.pages.num_free
+    found = width.measure_several(engine, 3, most=4)
+    assert found.keys() == {(4, 1), (4, 3)}
+    assert min(found.values()) > 0
+    assert engine.scheduler.pages.num_free == free
+    assert width.measure_several(tiny.engine(max_rows=1), 3, most=4) == {}

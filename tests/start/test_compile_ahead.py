@@ -96,7 +96,9 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
         decoded.add(("logprobs", num_logprobs is not None))
 
     monkeypatch.setattr(compile_ahead.Engine, "decode", decode)
-    monkeypatch.setattr(compile_ahead, "prefill_step", lambda **given: prefilled.add(given["counts"]))
+    monkeypatch.setattr(
+        compile_ahead.Engine, "prefill", lambda engine, ids, counts, offsets=None: prefilled.add(counts)
+    )
     monkeypatch.setattr(compile_ahead, "check_kernels", lambda engine: checked.append(engine) or ())
     models = tiny.engine(width=5, max_rows=6, chunk=16).models
     models = models.with_kernels(kernels_for(torch.float64, torch.device("cpu")))
@@ -108,6 +110,7 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
     assert startup.phases()[2].detail == "compiled 2 of 2: _norm"
     assert ahead.problem is None
     assert decoded >= {(rows, width) for rows in (1, 2, 4, 6) for width in (1, 5, 8)}
+    assert decoded >= {(rows, width) for rows in (1, 6) for width in (1, 2, 3, 4, 6, 8)}
     assert decoded >= {(kind, asked) for kind in ("random", "logprobs") for asked in (True, False)}
     assert prefilled >= {(1,), (16,), (2, 7)}
     assert len(checked) == 1
@@ -120,7 +123,7 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
 def test_what_is_not_compared_is_not_compiled_and_what_failed_is_named(pools, monkeypatch):
     checked = []
     monkeypatch.setattr(compile_ahead.Engine, "decode", lambda engine, width, num_logprobs=None: None)
-    monkeypatch.setattr(compile_ahead, "prefill_step", lambda **given: None)
+    monkeypatch.setattr(compile_ahead.Engine, "prefill", lambda *given: None)
     monkeypatch.setattr(compile_ahead, "check_kernels", lambda engine: checked.append(engine) or ())
     models = tiny.engine(width=5, max_rows=6, chunk=16).models
     ahead = CompileAhead(CARD, [])

@@ -8,8 +8,9 @@ import torch
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.twin import serve
-from blockdraft.step.graphs import Reading, pack, row_sizes
+from blockdraft.step.graphs import Reading, pack
 from blockdraft.step.prefill_graphs import filled, shapes
+from blockdraft.step.row_sizes import row_sizes
 from blockdraft.step.verify import Verdict
 from tests import stepping
 from tests.stepping import HOST, SCENES, KernelByKernel
@@ -80,23 +81,25 @@ def test_the_largest_is_captured_first():
     found = Watched()
     found.capture([1, 4, 2], [1, 8])
     assert found.captured == [(4, 8), (2, 8), (1, 8), (4, 1), (2, 1), (1, 1)]
-    assert not found.capture_next()
+    assert not found.capture_next(found.places)
 
 
 def test_what_can_wait_is_captured_when_it_is_wanted_or_in_idle_time():
     found = Watched()
-    found.capture([1, 2, 3, 4], [1, 8], now=(1, 4))
+    found.capture([1, 2, 3, 4], [1, 8, 3], now=[(1, 1), (4, 8), (1, 8), (4, 1), (7, 8)])
     assert found.captured == [(4, 8), (1, 8), (4, 1), (1, 1)]
-    assert len(found) == 8
+    assert len(found) == 12
     assert found.find(2, 8) is found.find(2, 8)
     assert found.captured[4:] == [(2, 8)], "wanted, and captured once"
     assert found.find(5, 8) is None
     assert found.find(2, 4) is None
-    while found.capture_next():
+    assert not found.has(3, 1)
+    while found.capture_next([(2, 1), (3, 1), (3, 8), (2, 8)]):
         pass
-    assert found.captured[5:] == [(2, 1), (3, 1), (3, 8)]
+    assert found.has(3, 1)
+    assert found.captured[5:] == [(2, 1), (3, 1), (3, 8)], "of width 3 none is likely"
     assert found.find(3, 8).num_rows == 3
-    assert len(found.captured) == len(found) == 8
+    assert len(found.captured) == 8
 
 
 def test_a_step_that_runs_kernel_by_kernel_captures_nothing():

@@ -198,6 +198,7 @@ export function showNow(event, isFirst) {
     $("rate").textContent = $("live-rate").textContent = rate(now.tokens_per_second);
     $("steps").textContent = rate(now.steps_per_second);
     showPerStep(now.tokens_per_step);
+    $("per-step-note").textContent = now.speculation || "plain decoding: 1";
     showAcceptance(now.acceptance ?? [], engine === null || engine.draft !== null);
     showCache(now);
   }

@@ -1,0 +1,262 @@
+"""How wide the next step is: the tokens that it will commit over the time that it takes, both as observed.
+
+All rows that did not ask for a width take the same one. Two things decide it.
+
+What a step of a width commits. The chance of a draft depends on its place in the block, for all rows alike,
+and on the row: of code five drafts in six are right, of trivia every other one. Places are counted over all
+rows, and a row is told from the others by one number, how often its drafts were right where all before them
+were. Older steps count less and less: an answer may turn from prose to code.
+
+What a step of a width takes. Measured at the start for a few numbers of rows and widths, then by every step
+that is served, host and all. What a step takes longer than before, because contexts have grown, steps of
+other widths will take longer too.
+
+Where no draft pays, steps are plain, and now and then one is not: without drafts nothing is learnt of them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from blockdraft.planner.plan import Plan
+from blockdraft.step.row_sizes import row_sizes
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+ALL_SIZES = 16  # rows up to which each number of them has its own times
+FADE = 0.95  # what a step leaves of what was known before it
+FEW = 3  # rows, whose steps are forgotten more slowly: they say less
+BELIEF = 16.0  # drafts put to the test that the chances of all rows count for in a row's own
+PRIOR = 4.0  # the same for what is expected of a place
+SURE = 8  # steps after which a width's time is known
+SLOW = 0.1  # of what a step took otherwise than expected then: how much is believed of every width
+LATE = 3.0  # times what was expected: then something else took the time, such as capturing a graph
+BELIEVED = 3  # of these in a row
+BEYOND = 0.5  # of what one more token takes: wider than measured. A guess too high would never be corrected
+GAIN = 1.02  # that another width must promise: changing back and forth gains nothing
+AGE = 128  # steps after which a width that promises nearly as much is tried again
+NEARLY = 0.85
+MIN_PAUSE, MAX_PAUSE = 4, 128  # plain steps between two tries
+HOPE = 0.4  # the power of all chances that a try may find: 0.6 is then 0.8
+
+Place = tuple[int, int]  # rows and width
+
+
+@dataclass(slots=True)
+class DraftRecord:
+    """How the drafts of one sequence fared, faded. After the first wrong one of a step nobody looks."""
+
+    num_tried: float = 0.0
+    num_right: float = 0.0
+
+    def count(self, width: int, num_right: int) -> None:
+        """One step that verified `width - 1` drafts."""
+        self.num_tried = FADE * self.num_tried + min(num_right + 1, width - 1)
+        self.num_right = FADE * self.num_right + num_right
+
+
+class DraftChances:
+    """Of the draft at each place of a block: that it is right where all before it were."""
+
+    def __init__(self, known: Sequence[float]) -> None:
+        """`known`: of each place, at the start. What is found at one place is expected of those behind it."""
+        chances = np.clip(np.asarray(known, dtype=np.float64), 0.01, 0.99)
+        self._first = float(chances[0])
+        self._steepness = np.log(chances[1:]) / np.log(chances[:-1])  # of each place against the one before
+        self._tried = np.zeros(len(known))
+        self._right = np.zeros(len(known))
+
+    def count(self, width: int, num_right: np.ndarray) -> None:
+        """A step of several rows, `num_right` [R] of the `width - 1` drafts of each."""
+        places, fade = np.arange(width - 1), FADE ** (len(num_right) / (len(num_right) + FEW))
+        self._tried *= fade
+        self._right *= fade
+        self._tried[: width - 1] += (num_right[:, None] >= places).sum(axis=0)
+        self._right[: width - 1] += (num_right[:, None] > places).sum(axis=0)
+
+    @property
+    def logs(self) -> np.ndarray:
+        """[places] natural logarithms."""
+        found, expected = np.empty(len(self._tried)), self._first
+        for place in range(len(found)):
+            if place:
+                expected = math.exp(found[place - 1] * self._steepness[place - 1])
+            share = (self._right[place] + PRIOR * expected) / (self._tried[place] + PRIOR)
+            found[place] = math.log(min(max(share, 0.01), 0.99))
+        return found
+
+    def committed(
+        self, records: Sequence[DraftRecord], widths: Sequence[int], hope: float = 1.0
+    ) -> np.ndarray:
+        """[widths] tokens that a step of all rows commits, in the mean; all chances to the power `hope`."""
+        logs = self.logs
+        middle = float(np.exp(logs[:4].mean()))  # where nearly all tries are
+        tried = np.fromiter((one.num_tried for one in records), np.float64, len(records))
+        right = np.fromiter((one.num_right for one in records), np.float64, len(records))
+        chance = np.clip((BELIEF * middle + right) / (BELIEF + tried), 0.01, 0.99)
+        power = (
+            hope * np.log(chance) / math.log(middle)
+        )  # a row's chance at every place, as a power of all rows'
+        reached = np.exp(power[:, None] * np.cumsum(logs)[None, :]).sum(axis=0)  # [places] drafts kept
+        return np.array([len(records) + reached[: width - 1].sum() for width in widths])
+
+
+class StepCosts:
+    """Seconds of a step by rows and width: as measured at the start, then as steps are served."""
+
+    def __init__(self, measured: Mapping[Place, float], sizes: Sequence[int]) -> None:
+        """`sizes`: the numbers of rows that steps come in, filled up. At least one place is measured."""
+        self._measured = dict(measured)
+        self._sizes = sorted(sizes)
+        self._now: dict[Place, float] = {}
+        self._seen: dict[Place, int] = {}  # when, in steps
+        self._count: dict[Place, int] = {}  # how often
+        self._late: dict[Place, int] = {}  # how often in a row it took far too long
+        self._num_steps = 0
+
+    def size(self, num_rows: int) -> int:
+        return self._sizes[min(bisect_left(self._sizes, num_rows), len(self._sizes) - 1)]
+
+    def seconds(self, num_rows: int, width: int) -> float:
+        place = self.size(num_rows), width
+        if place not in self._now:
+            self._now[place] = self._guess(*place)
+        return self._now[place]
+
+    def age(self, num_rows: int, width: int) -> int:
+        """Steps since one of this width was last seen with as many rows."""
+        return self._num_steps - self._seen.get((self.size(num_rows), width), -AGE)
+
+    def observe(self, num_rows: int, width: int, seconds: float) -> None:
+        self._num_steps += 1
+        size = self.size(num_rows)
+        place, expected = (size, width), self.seconds(size, width)
+        if seconds > LATE * expected:
+            self._late[place] = self._late.get(place, 0) + 1
+            if self._late[place] < BELIEVED:
+                return
+        self._late[place] = 0
+        self._seen[place] = self._num_steps
+        count = self._count[place] = self._count.get(place, 0) + 1
+        change = seconds - expected
+        if count < SURE:  # what was believed of this place was a guess, or one measurement
+            self._now[place] += change / (1 + count)
+            return
+        for other in self._now:
+            if other[0] == size:
+                self._now[other] = max(self._now[other] + SLOW * change, 1e-9)
+
+    def _guess(self, size: int, width: int) -> float:
+        """Between what was measured: by width for each number of rows, then by rows."""
+        by_rows = {
+            rows: _between({at: s for (one, at), s in self._measured.items() if one == rows}, width, BEYOND)
+            for rows in {rows for rows, _ in self._measured}
+        }
+        return _between(by_rows, size)
+
+
+def _between(known: Mapping[int, float], wanted: int, beyond: float = 1.0) -> float:
+    """On the line through the two nearest, `beyond` as steep behind the last; flat where one alone is known.
+
+    More never costs less.
+    """
+    if wanted in known or len(known) == 1:
+        return known.get(wanted, next(iter(known.values())))
+    ordered = sorted(known)
+    at = min(max(bisect_left(ordered, wanted), 1), len(ordered) - 1)
+    first, second = ordered[at - 1], ordered[at]
+    slope = max(0.0, (known[second] - known[first]) / (second - first))
+    inside = min(max(wanted, first), second) - first
+    return known[first] + slope * (inside + beyond * max(wanted - second, 0))
+
+
+def widths_for(block: int) -> list[int]:
+    """What can be chosen where a drafter was trained for such blocks."""
+    return sorted({width for width in (*WIDTHS, block) if width <= block})
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for the last step, and what that gains against plain steps, as it is believed."""
+
+    num_rows: int = 0  # 0: nothing was chosen yet
+    width: int = 0
+    speedup: float = 0.0
+
+
+class Governor:
+    """Chooses the width of each step."""
+
+    def __init__(self, costs: StepCosts, chances: DraftChances, *, first: int, block: int) -> None:
+        """`first`: the width to begin with."""
+        self.costs, self.chances = costs, chances
+        self._widths = widths_for(block)
+        self._width = first
+        self._pause = self._until_try = MIN_PAUSE
+        self.choice = Choice()
+
+    @classmethod
+    def of(cls, plan: Plan) -> Governor:
+        """By what a start has measured and chosen."""
+        sizes = range(1, plan.max_rows + 1) if plan.max_rows <= ALL_SIZES else row_sizes(plan.max_rows)
+        costs = StepCosts(plan.step_costs, sizes)
+        return cls(costs, DraftChances(plan.draft_chances), first=plan.width, block=plan.block)
+
+    def next_width(self, records: Sequence[DraftRecord]) -> int:
+        """Of a step of the rows whose drafts fared like this."""
+        count = len(records)
+        seconds = np.array([self.costs.seconds(count, width) for width in self._widths])
+        speeds = self.chances.committed(records, self._widths) / seconds
+        best = int(np.argmax(speeds))
+        now = self._widths.index(self._width) if self._width in self._widths else best
+        if speeds[best] > GAIN * speeds[now]:
+            now = best
+        self._width = self._widths[now]
+        self.choice = Choice(count, self._width, float(speeds[now] / speeds[0]))
+        if self._width == 1:
+            self._until_try -= 1
+            return 1 if self._until_try > 0 else self._tried_again(records, speeds, seconds)
+        return self._neglected(speeds, now, count)
+
+    def likely_width(self, num_rows: int) -> int:
+        """Of a step of so many rows of which nothing is known yet."""
+        seconds = np.array([self.costs.seconds(num_rows, width) for width in self._widths])
+        fresh = [DraftRecord()] * num_rows
+        return self._widths[int(np.argmax(self.chances.committed(fresh, self._widths) / seconds))]
+
+    def _tried_again(self, records: Sequence[DraftRecord], speeds: np.ndarray, seconds: np.ndarray) -> int:
+        """The width that promises most of those that would pay if drafts were far better; 1: none would."""
+        self._pause = min(2 * self._pause, MAX_PAUSE)
+        self._until_try = self._pause
+        hoped = self.chances.committed(records, self._widths, HOPE) / seconds
+        could_pay = hoped > GAIN * hoped[0]
+        return self._widths[int(np.argmax(np.where(could_pay, speeds, 0.0)))]
+
+    def _neglected(self, speeds: np.ndarray, now: int, count: int) -> int:
+        """The chosen width, or one that nobody has looked at for long: beside it, or a plain step."""
+        for other in (now - 1, now + 1, 0):
+            if 0 <= other < len(speeds) and speeds[other] > NEARLY * speeds[now]:
+                width = self._widths[other]
+                if self.costs.age(count, width) > AGE:
+                    return width
+        return self._widths[now]
+
+    def observe(self, width: int, num_right: Sequence[int], seconds: float | None) -> None:
+        """A step that verified `width - 1` drafts of each row; `seconds`: what it took, if that is known."""
+        if seconds is not None:
+            self.costs.observe(len(num_right), width, seconds)
+        if width > 1:
+            self.chances.count(width, np.asarray(num_right))
+            if self._width == 1 and self._has_paid(width, num_right):
+                self._pause = max(self._pause // 4, MIN_PAUSE)  # it doubles with every try
+                self._until_try = 1  # more of that, and at once
+
+    def _has_paid(self, width: int, num_right: Sequence[int]) -> bool:
+        """Whether a step has committed more in its time than plain steps would have."""
+        count = len(num_right)
+        cost = self.costs.seconds(count, width) / self.costs.seconds(count, 1)
+        return count + sum(num_right) > cost * count

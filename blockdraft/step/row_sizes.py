@@ -1,0 +1,13 @@
+"""The numbers of rows that captured steps come in; batches between two of them are filled up."""
+
+from __future__ import annotations
+
+
+def row_sizes(max_rows: int) -> list[int]:
+    """Powers of two and, from 16 on, what lies half-way: few graphs, and few rows filled up in vain."""
+    sizes = {1, 2, 4, 8}
+    size = 16
+    while size < max_rows:
+        sizes |= {size, size + size // 2}
+        size *= 2
+    return [*sorted(size for size in sizes if size < max_rows), max_rows]
