@@ -62,7 +62,7 @@ class DFlashDrafter:
         block = torch.cat((anchor, masks), dim=1)  # [R, B]
         hidden = self.model(self.embed(block.flatten()), view)
         hidden = hidden.unflatten(0, block.shape)[:, 1:][:, :num_drafts]
-        return self.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        return self.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's embeddings, scaled as in the drafter's training: as the target does, or as it says."""
