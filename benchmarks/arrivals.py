@@ -27,7 +27,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.request import SamplingParams
 from blockdraft.settings.acceptance_profile import acceptance_rates
-from blockdraft.step.graphs import row_sizes
+from blockdraft.step.row_sizes import row_sizes
 
 WARM_REQUESTS = 2  # per row, before the capacity counts
 

@@ -26,9 +26,10 @@ from blockdraft.kernels.sampling_tables import MAX_LISTED
 from blockdraft.kernels.transfer import to_device
 from blockdraft.planner.plan import Plan
 from blockdraft.step.decode import decode_step
-from blockdraft.step.graphs import Place, Reading, StepGraphs, pack
+from blockdraft.step.graphs import Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step, prompt_logprobs
 from blockdraft.step.prefill_graphs import PrefillGraphs
+from blockdraft.step.row_sizes import Place
 from blockdraft.step.verify import Logprobs, Verdict
 from blockdraft.text.detokenizer import TextStream
 
@@ -388,16 +389,16 @@ class Engine:
 
     def _load(self) -> Load:
         # During a step of another thread: each number is right, but they may be of two moments.
-        scheduler, choice = self.scheduler, self.scheduler.choice
+        scheduler, governed = self.scheduler, self.scheduler.governed
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_pages=scheduler.pages.num_pages,
             num_pages_used=scheduler.pages.num_pages - scheduler.pages.num_free,
             num_preemptions=scheduler.num_preemptions,
-            governed_rows=choice.num_rows,
-            governed_width=choice.width,
-            speedup=choice.speedup,
+            governed_rows=governed.num_rows,
+            governed_width=governed.width,
+            speedup=governed.speedup,
         )
 
     def check(self) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from blockdraft.planner.plan import Plan
-from blockdraft.step.row_sizes import row_sizes
+from blockdraft.step.row_sizes import Place, row_sizes
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 ALL_SIZES = 16  # rows up to which each number of them has its own times
@@ -42,8 +42,6 @@ AGE = 128  # steps after which a width that promises nearly as much is tried aga
 NEARLY = 0.85
 MIN_PAUSE, MAX_PAUSE = 4, 128  # plain steps between two tries
 HOPE = 0.4  # the power of all chances that a try may find: 0.6 is then 0.8
-
-Place = tuple[int, int]  # rows and width
 
 
 @dataclass(slots=True)
@@ -180,7 +178,7 @@ def widths_for(block: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class GovernedStep:
     """What was chosen for the last step, and what that gains against plain steps, as it is believed."""
 
     num_rows: int = 0  # 0: nothing was chosen yet
@@ -197,7 +195,7 @@ class Governor:
         self._widths = widths_for(block)
         self._width = first
         self._pause = self._until_try = MIN_PAUSE
-        self.choice = Choice()
+        self.last = GovernedStep()
 
     @classmethod
     def of(cls, plan: Plan) -> Governor:
@@ -216,7 +214,7 @@ class Governor:
         if speeds[best] > GAIN * speeds[now]:
             now = best
         self._width = self._widths[now]
-        self.choice = Choice(count, self._width, float(speeds[now] / speeds[0]))
+        self.last = GovernedStep(count, self._width, float(speeds[now] / speeds[0]))
         if self._width == 1:
             self._until_try -= 1
             return 1 if self._until_try > 0 else self._tried_again(records, speeds, seconds)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from blockdraft.engine.chunks import Chunks
-from blockdraft.engine.governor import Choice, Governor
+from blockdraft.engine.governor import GovernedStep, Governor
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.sequence import Sequence
@@ -204,9 +204,9 @@ class Scheduler:
         return [width if sequence.may_change_width else sequence.width for sequence in sequences]
 
     @property
-    def choice(self) -> Choice:
-        """The width that was last chosen, where widths are."""
-        return Choice() if self._governor is None else self._governor.choice
+    def governed(self) -> GovernedStep:
+        """The last step whose width was chosen."""
+        return GovernedStep() if self._governor is None else self._governor.last
 
     def is_likely(self, num_rows: int, width: int) -> bool:
         """Whether so many rows will be of that width, by all that is known now."""

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from blockdraft.cache.spec import NUM_RESERVED_PAGES, row_table_bytes
 from blockdraft.models.config import Storage
 from blockdraft.planner.pair import Model, Pair
-from blockdraft.planner.plan import Plan
+from blockdraft.planner.plan import LOGIT_BYTES, Plan
 from blockdraft.planner.shape import CacheSpec, kinds
 from blockdraft.planner.stored import WeightParts, stored_parts
 from blockdraft.planner.values import Values
 
 DRIVER_BYTES = 500 << 20  # a CUDA context with its libraries
-LOGIT_BYTES = 8  # for each logit of the largest step: the target's and the drafter's, and what samples them
 SCALE_BYTES = 4  # for each row of a matrix that we quantise
 _ACTIVATIONS = 8  # hidden states of a token that are alive at once in a prefill, about
 

@@ -18,6 +18,10 @@ from blockdraft.settings.settings import DEFAULTS, Settings
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CPU_WIDTH = 8  # widest verify that costs little more than a narrow one (docs/benchmarks.md)
+CPU_ROWS = 16
+GPU_ROWS = (256, 192, 128, 64)
+ROWS_SHARE = 0.05  # of a GPU's budget, for the logits of every row's block and the rows' recurrent states
+LOGIT_BYTES = 8  # for each logit of the largest step: the target's and the drafter's, and what samples them
 CACHE_SHARE = 0.25  # of the free memory, on a machine that has other work too
 WORK_BYTES = 1 << 30  # of a GPU, for activations and graphs; replaced by what is measured
 MIN_CONTEXT = 256  # tokens; less is no service, so a start that would have to shrink to it fails
@@ -25,6 +29,7 @@ MARGIN_BYTES = 256 << 20  # of a GPU, for smaller graphs, and a library's plan f
 # Of unified memory: past it whole machines froze (vllm#46307), as the system's own programs live there too.
 UNIFIED_SHARE = 0.85
 ASKED = "asked for"
+NO_GAIN = "there is no other device to hide behind"
 ALL_POSITIONS = "all the positions that the model knows"
 CACHE_HOLDS = "what the cache holds: less than the model knows"
 ALL_ROWS = "every row at full context"
@@ -142,15 +147,15 @@ def make_plan(
         del resolver.reasons["draft_quantization"]
     width = _width(resolver, settings, draft, is_cpu=is_cpu)
     block = max(width, draft.block if draft else 1)
-    max_rows = resolver.take("max_rows", 16 if is_cpu else 64, usual)
     specs = model.layer_specs() + (draft.layer_specs() if draft else ())
+    row_bytes = bytes_per_row(specs, element_bytes, block)
+    max_rows = resolver.take("max_rows", *_rows(memory, row_bytes, block * model.vocab_size, is_cpu=is_cpu))
     held = _weight_bytes(weights, quantization, element_bytes)
     held += _weight_bytes(draft_weights, draft_quantization, element_bytes)
     room_bytes = int(memory * CACHE_SHARE) if is_cpu else _gpu_room(settings, machine, held)
-    state_bytes = (max_rows + 1) * bytes_per_row(specs, element_bytes, block)
+    state_bytes = (max_rows + 1) * row_bytes
     room = _cache_tokens(settings, room_bytes, specs, element_bytes, state_bytes)
     max_context, num_pages = _cache(resolver, settings, model, room, max_rows, block, is_cpu=is_cpu)
-    no_gain = "there is no other device to hide behind"
     if settings.prefix_cache and model.is_hybrid:
         resolver.reasons["prefix_cache"] = "layers with a state cannot take up a found prefix"
     return Plan(
@@ -168,11 +173,22 @@ def make_plan(
         chunk=resolver.take("chunk", 256 if is_cpu else 2048, usual),
         # A state holds everything before it: a page found again does not bring it back.
         prefix_cache=settings.prefix_cache and not model.is_hybrid,
-        overlap=resolver.take("overlap", not is_cpu, no_gain if is_cpu else "it hides the host's work"),
+        overlap=resolver.take("overlap", not is_cpu, NO_GAIN if is_cpu else "it hides the host's work"),
         seed=settings.seed,
         same_bits=_same_bits(resolver, settings, is_cpu=is_cpu),
         reasons=resolver.reasons,
     )
+
+
+def _rows(budget: int, state_bytes: int, logits: int, *, is_cpu: bool) -> tuple[int, str]:
+    """The most that take no more than their share of the budget, by one row's states and logits, and why."""
+    if is_cpu:
+        return CPU_ROWS, "the default on a CPU"
+    each = state_bytes + 2 * LOGIT_BYTES * logits  # while a step runs, and in what graphs keep
+    for rows in GPU_ROWS:
+        if rows * each <= ROWS_SHARE * budget:
+            return rows, f"logits and states of so many take at most {ROWS_SHARE:.0%} of the memory"
+    return GPU_ROWS[-1], "the least on a GPU: logits and states of more would take too much of its memory"
 
 
 def _same_bits(resolver: _Resolver, settings: Settings, *, is_cpu: bool) -> bool:

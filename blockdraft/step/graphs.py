@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.rows import Rows
+from blockdraft.step.row_sizes import Place
 from blockdraft.step.verify import Verdict
-
-Place = tuple[int, int]  # rows and width
 
 
 class Reading:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+Place = tuple[int, int]  # rows and width of a step
+
 
 def row_sizes(max_rows: int) -> list[int]:
     """Powers of two and, from 16 on, what lies half-way: few graphs, and few rows filled up in vain."""

@@ -95,7 +95,32 @@ def test_auto_on_a_cpu_without_a_drafter_is_plain_decoding():
 
 def test_auto_elsewhere_is_bfloat16_and_larger_batches():
     made = plan(make_draft(16), machine=GPU, device="cuda")
-    assert (made.dtype, made.width, made.block, made.max_rows, made.chunk) == ("bfloat16", 16, 16, 64, 2048)
+    assert (made.dtype, made.width, made.block, made.max_rows, made.chunk) == ("bfloat16", 16, 16, 256, 2048)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "gpu_bytes", "max_rows"),
+    [
+        (49_152, 80, 256),
+        (151_936, 230, 256),
+        (151_936, 170, 192),
+        (151_936, 140, 128),
+        (151_936, 80, 64),
+        (151_936, 24, 64),
+    ],
+)
+def test_a_gpu_has_as_many_rows_as_their_logits_leave_room_for(vocab_size, gpu_bytes, max_rows):
+    machine = replace(MACHINE, gpu_bytes=gpu_bytes * 10**9, gpu_free_bytes=gpu_bytes * 10**9)
+    model = replace(make_model(), vocab_size=vocab_size)
+    made = plan(make_draft(16), machine=machine, device="cuda", model=model)
+    taken = made.max_rows * 16 * vocab_size * 8 * 2
+    assert made.max_rows == max_rows
+    assert (taken <= 0.05 * 0.9 * gpu_bytes * 10**9) == ("at most 5%" in made.reasons["max_rows"])
+
+
+def test_so_do_recurrent_states(monkeypatch):
+    monkeypatch.setattr("blockdraft.planner.plan.bytes_per_row", lambda specs, element_bytes, block: 20 << 20)
+    assert plan(machine=GPU, device="cuda", model=make_hybrid()).max_rows == 128
 
 
 @pytest.mark.parametrize(("block", "width"), [(2, 2), (8, 8), (16, 8)])
