@@ -270,7 +270,7 @@ class Scheduler:
 
     # ---- learning what happened
 
-    def _observe(self, batch: Batch, seconds: float) -> None:
+    def observe(self, batch: Batch, seconds: float) -> None:
         """How long a step took."""
         if batch.kind == "prefill":
             self.chunks.observe_prefill(sum(batch.counts), seconds)
@@ -284,7 +284,7 @@ class Scheduler:
         `seconds`: what the step took, where that is known.
         """
         if seconds is not None:
-            self._observe(batch, seconds)
+            self.observe(batch, seconds)
         if batch.kind == "prefill":
             self._commit_prompts(batch, outcome)
             return []
