@@ -232,6 +232,7 @@ class EngineLoop:
                 command = self._commands.get(block=is_idle and not self._may_prepare)
             except Empty:
                 if not is_idle:
+                    self._may_prepare = self.error is None  # what is served may make other steps likely
                     return True
                 self._prepare()
                 continue
