@@ -226,6 +226,7 @@ def time_step(
     seconds, num_bytes = step.seconds(), bytes_read(step)
     kernels = step.kernels()
     busy = sum(item[2] for item in kernels)
+    step.engine.drop_graphs()  # the next step's cache needs the memory
     return {
         "rows": num_rows,
         "width": width,
@@ -275,6 +276,7 @@ def time_governed(models: Models, *, num_rows: int, context: int) -> dict[str, o
         raise SystemExit("answers ended on the way: there is too little context behind --context.")
     after = stats.num_emitted, stats.num_drafted, stats.num_blocks
     num_tokens, num_drafted, num_blocks = (now - then for now, then in zip(after, before, strict=True))
+    engine.drop_graphs()
     return {
         "rows": num_rows,
         "context": context,
@@ -305,6 +307,7 @@ def time_engine(models: Models, *, num_rows: int, width: int, context: int) -> d
     graph = engine.graphs.find(num_rows, width)
     engine.rows.length.copy_(lengths)  # a step takes longer behind more context
     bare = _timed(lambda: [graph.replay() for _ in range(REPLAYS)]) / REPLAYS
+    engine.drop_graphs()
     return {
         "rows": num_rows,
         "width": width,

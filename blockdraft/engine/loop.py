@@ -43,6 +43,7 @@ from blockdraft.text.tokenizer import Tokenizer
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+QUIET_S = 1.0  # without a request, until an engine prepares what later ones will want; arbitrary
 MAX_FAILURES = 3  # steps in a row that may fail before the engine is given up; arbitrary
 
 
@@ -82,6 +83,7 @@ class EngineLoop:
         self._make_engine = make_engine
         self._num_failures = 0
         self._may_prepare = False
+        self._served_s = -QUIET_S  # when the last step ended
         self._commands: SimpleQueue[_Add | _Abort | None] = SimpleQueue()  # None: close
         self._closing_lock = Lock()  # nothing enters the queue behind the end: it would never be answered
         self._is_open = True
@@ -183,7 +185,7 @@ class EngineLoop:
         while True:
             is_idle = self.error is not None or not self._engine.has_work
             try:
-                command = self._commands.get(block=is_idle and not self._may_prepare)
+                command = self._next_command(is_idle=is_idle)
             except Empty:
                 if not is_idle:
                     self._may_prepare = self.error is None  # what is served may make other steps likely
@@ -196,6 +198,13 @@ class EngineLoop:
                 self._add(command)
             else:
                 self._drop(command.request_id)
+
+    def _next_command(self, *, is_idle: bool) -> _Add | _Abort | None:
+        """Raises Empty where there is something to step, or to prepare: whoever was served may ask again."""
+        if is_idle and not self._may_prepare:
+            return self._commands.get()
+        quiet_s = self._served_s + QUIET_S - time.monotonic() if is_idle else 0.0
+        return self._commands.get(block=quiet_s > 0, timeout=max(quiet_s, 0.0))
 
     def _prepare(self) -> None:
         """One thing, so that a command waits for no more than that. What fails is left to the steps."""
@@ -222,7 +231,7 @@ class EngineLoop:
     def _step(self) -> None:
         self.step_began_s = time.monotonic()
         outcome = _attempt(self._engine.step)
-        self.step_began_s = None
+        self.step_began_s, self._served_s = None, time.monotonic()
         if isinstance(outcome, Exception):
             self._fail(outcome)
         else:

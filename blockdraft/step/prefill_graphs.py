@@ -20,7 +20,7 @@ from blockdraft.cache.rows import Rows
 from blockdraft.kernels.transfer import to_device
 from blockdraft.step.graphs import StepGraphs
 
-TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # from here on the device has enough to do
+TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # more keep the device busy themselves
 ROWS = (1, 8, 64)  # of prompts; one more is the scratch row
 
 Prefill = Callable[[Tensor, tuple[int, ...], Tensor], object]  # token ids, counts, offsets

@@ -37,7 +37,7 @@ def test_kernels_that_keep_the_rule_pass_and_leave_no_trace():
 
 @pytest.mark.parametrize(
     ("least", "way"),
-    [(2, "in a block of 4"), (9, "among 8 rows"), (50, "among 8 rows of width 1")],
+    [(2, "in a block of 4"), (9, "among 8 rows"), (50, "in a prompt of 120 tokens")],
 )
 def test_a_product_that_follows_the_number_of_tokens_is_found(least, way):
     def wrong(linear):
