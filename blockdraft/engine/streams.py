@@ -92,6 +92,11 @@ class Stream:
         self._num_unfinished -= item.finish_reason is not None
         return item
 
+    @property
+    def has_next(self) -> bool:
+        """Whether its next delta, or its end, is there already."""
+        return bool(self._inbox) or self._num_unfinished == 0
+
     def close(self) -> None:
         if self._num_unfinished:
             self._num_unfinished = 0

@@ -58,21 +58,24 @@ class AnswerEvents(Response):
 
 
 async def _events(answer: AnswerWriter, streams: Items[Stream]) -> AsyncIterator[str]:
-    """What is written at once is one string. Raises EngineStopped if it comes before the first."""
-    has_begun = False
+    """What is written at once is one string. Raises EngineStopped if it comes before the first.
+
+    Writing costs more than making an event: what has piled up while others were written is written together.
+    """
+    has_begun, held = False, ""
     try:
         async for prompt, delta in _deltas(streams):
-            written = answer.event(prompt, delta)
-            if written is not None:
-                yield written
-                has_begun = True
+            held += answer.event(prompt, delta) or ""
+            if held and not streams[prompt].has_next:
+                yield held
+                has_begun, held = True, ""
     except EngineStopped as error:
-        if not has_begun:
+        if not has_begun and not held:
             raise
-        yield event(error_body(str(error), kind="server_error")) + DONE
+        yield held + event(error_body(str(error), kind="server_error")) + DONE
     else:
         last = answer.last_chunk()
-        yield DONE if last is None else event(last) + DONE
+        yield held + DONE if last is None else held + event(last) + DONE
 
 
 async def _chained(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:

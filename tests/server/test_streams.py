@@ -1,5 +1,6 @@
 """When a stream begins, as a client on a real port sees it: with its first token, or with an error."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -10,10 +11,12 @@ import pytest
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import EngineLoop
 from blockdraft.engine.request import Delta
+from blockdraft.engine.streams import EventLoopOutlet, Stream
 from blockdraft.server.answers import ChatAnswer
 from blockdraft.server.app import make_app
 from blockdraft.server.fields import ChatRequest, parse
 from blockdraft.server.options import ServerOptions
+from blockdraft.server.streaming import respond
 from tests.server import pair
 from tests.server.asking import listening
 
@@ -155,3 +158,24 @@ def test_a_first_token_that_shows_nothing_yet_lets_the_role_go():
     answer = chat_answer()
     assert deltas_of(answer.event(0, Delta("r", 0, "", (7,)))) == [(0, ROLE)]
     assert deltas_of(answer.event(0, Delta("r", 0, "", (8,)))) == []
+
+
+def test_what_has_piled_up_is_written_at_once():
+    """As many events as deltas, in fewer pieces: the first as soon as it is there, the end with the last."""
+
+    async def pieces():
+        stream = Stream("r", 1, EventLoopOutlet(asyncio.get_running_loop()), lambda request_id: None)
+        found, events = [], respond(chat_answer(), [stream], is_stream=True)
+        stream.put(Delta("r", 0, " t1", (1,)))
+        response = await events
+        async for text in response.events:
+            found.append(text)
+            if len(found) == 1:
+                for number in (2, 3):
+                    stream.put(Delta("r", 0, f" t{number}", (number,)))
+                stream.put(Delta("r", 0, " t4", (4,), finish_reason="length"))
+        return found
+
+    first, rest = asyncio.run(pieces())
+    assert [first.count("data: "), rest.count("data: ")] == [2, 4], "the role and a token; three and DONE"
+    assert rest.endswith("data: [DONE]\n\n")
