@@ -16,7 +16,7 @@ from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.kernels.transfer import to_device
 from blockdraft.step.drafter import NoDrafter
-from blockdraft.step.graphs import Reading, StepGraphs, pack
+from blockdraft.step.graphs import CaptureTime, Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step
 from tests import tiny
 from tests.lossless import families
@@ -43,6 +43,7 @@ class KernelByKernel(StepGraphs):
     def __init__(self, step, rows):
         self._step, self._rows = step, rows
         self._graphs, self._sizes, self._widths = {}, [], []
+        self.time = CaptureTime()
 
     def _capture(self, num_rows, width):
         if self._rows is not None:

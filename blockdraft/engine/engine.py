@@ -213,6 +213,7 @@ class Engine:
         """
         self.graphs = StepGraphs(self.decode, self.rows)
         self.graphs.capture(sizes, widths, now)
+        self.scheduler.is_ready = self.graphs.is_cheap
         if not self.cache.has_states:
             most = min(self.models.plan.chunk, self.models.plan.max_context)
             self.prefill_graphs = PrefillGraphs(self.prefill, self.rows, max_tokens=most, steps=self.graphs)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -204,17 +204,23 @@ class Governor:
         costs = StepCosts(plan.step_costs, sizes)
         return cls(costs, DraftChances(plan.draft_chances), first=plan.width, block=plan.block)
 
-    def next_width(self, records: Sequence[DraftRecord]) -> int:
-        """Of a step of the rows whose drafts fared like this."""
+    def next_width(
+        self, records: Sequence[DraftRecord], is_ready: Callable[[int, int], bool] = lambda rows, width: True
+    ) -> int:
+        """Of a step of the rows whose drafts fared like this; of those that are ready, if any is."""
         count = len(records)
         seconds = np.array([self.costs.seconds(count, width) for width in self._widths])
         speeds = self.chances.committed(records, self._widths) / seconds
+        plain = speeds[0]
+        ready = np.array([is_ready(count, width) for width in self._widths])
+        if ready.any():
+            speeds = np.where(ready, speeds, 0.0)
         best = int(np.argmax(speeds))
         now = self._widths.index(self._width) if self._width in self._widths else best
         if speeds[best] > GAIN * speeds[now]:
             now = best
         self._width = self._widths[now]
-        self.last = GovernedStep(count, self._width, float(speeds[now] / speeds[0]))
+        self.last = GovernedStep(count, self._width, float(speeds[now] / plain))
         if self._width == 1:
             self._until_try -= 1
             return 1 if self._until_try > 0 else self._tried_again(records, speeds, seconds)

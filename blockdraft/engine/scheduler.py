@@ -53,6 +53,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._free_rows = list(reversed(range(plan.max_rows)))
         self._last_width = 0
+        self.is_ready: Callable[[int, int], bool] = lambda rows, width: True  # whether a step can run at once
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
@@ -200,7 +201,7 @@ class Scheduler:
         records = [sequence.tally.record for sequence in sequences if sequence.may_change_width]
         if self._governor is None or not records:
             return [sequence.width for sequence in sequences]
-        width = self._governor.next_width(records)
+        width = self._governor.next_width(records, self.is_ready)
         return [width if sequence.may_change_width else sequence.width for sequence in sequences]
 
     @property

@@ -7,8 +7,10 @@ filled up with the scratch row.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor
 from blockdraft.cache.rows import Rows
 from blockdraft.step.row_sizes import Place
 from blockdraft.step.verify import Verdict
+
+MAX_SHARE = 0.03  # of the time, for captures while requests are served
 
 
 class Reading:
@@ -58,6 +62,25 @@ class StepGraph:
         return self.packed
 
 
+class CaptureTime:
+    """What captures may take of the time of those who are served: a small share."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._free_s = clock()  # from then on another may begin
+
+    @property
+    def is_free(self) -> bool:
+        return self._clock() >= self._free_s
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        begun_s = self._clock()
+        yield
+        now_s = self._clock()
+        self._free_s = now_s + (now_s - begun_s) / MAX_SHARE
+
+
 class StepGraphs:
     """Graphs of `step(width)`, which runs the active rows. They share their memory: one runs at a time.
 
@@ -72,6 +95,7 @@ class StepGraphs:
         self._graphs: dict[Place, StepGraph] = {}
         self._sizes: list[int] = []
         self._widths: list[int] = []
+        self.time = CaptureTime()
 
     def capture(
         self, sizes: Iterable[int], widths: Iterable[int], now: Iterable[Place] | None = None
@@ -118,12 +142,24 @@ class StepGraphs:
         """Whether that graph is captured already."""
         return (self.size(num_rows, width), width) in self._graphs
 
+    def is_cheap(self, num_rows: int, width: int) -> bool:
+        """Whether nobody would wait long for it: it is captured, or it is time for another capture."""
+        return self.time.is_free or self.has(num_rows, width)
+
     def find(self, num_rows: int, width: int) -> StepGraph | None:
-        """That graph. It may be captured now: then other rows are active."""
+        """That graph, or one of up to twice its rows where there is no time to capture it.
+
+        It may be captured now: then other rows are active.
+        """
         size = self.size(num_rows, width)
         if size is None:
             return None
-        self.capture_next([(size, width)])
+        if not self.is_cheap(num_rows, width):
+            larger = (one for one in self._sizes if size < one <= 2 * size and (one, width) in self._graphs)
+            size = next(larger, size)
+        if (size, width) not in self._graphs:
+            with self.time.counted():
+                self._graphs[size, width] = self._capture(size, width)
         return self._graphs[size, width]
 
     def __len__(self) -> int:

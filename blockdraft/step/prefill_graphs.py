@@ -60,6 +60,7 @@ class PrefillGraphs:
         self._prefill = prefill
         self._rows = rows
         self._pool = steps.pool
+        self._time = steps.time
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._tokens = [size for size in TOKENS if size <= max_tokens]
         self._sizes = sorted({min(size, rows.max_rows) for size in ROWS})
@@ -77,9 +78,17 @@ class PrefillGraphs:
         return self._shape(num_tokens, num_rows) in self._graphs
 
     def find(self, num_tokens: int, num_rows: int) -> PrefillGraph | None:
-        """The smallest with room, which may be captured now: then other rows are active."""
+        """The smallest with room, which may be captured now: then other rows are active.
+
+        None: there is none, or no time to capture it.
+        """
         shape = self._shape(num_tokens, num_rows)
-        return None if shape is None else self._captured(shape)
+        if shape is None or shape in self._graphs:
+            return None if shape is None else self._graphs[shape]
+        if not self._time.is_free:
+            return None
+        with self._time.counted():
+            return self._captured(shape)
 
     def _shape(self, num_tokens: int, num_rows: int) -> tuple[int, int] | None:
         at, row_at = bisect_left(self._tokens, num_tokens), bisect_left(self._sizes, num_rows)

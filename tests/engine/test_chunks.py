@@ -199,6 +199,7 @@ def test_arrivals_at_70_percent_of_capacity():
     assert stall_s <= 0.65 * stall_before_s, shown
 
 
+@pytest.mark.slow
 def test_short_prompts_among_long_ones():
     costs, chance = Costs(), random.Random(3)
     arrivals = [

@@ -96,6 +96,16 @@ def test_steps_that_always_take_far_longer_are_believed_in_the_end():
     assert costs.seconds(1, 1) == pytest.approx(10.0, rel=0.05)
 
 
+def test_of_widths_that_would_have_to_be_waited_for_none_is_chosen():
+    """Unless no other can be: then the best is waited for."""
+    costs = StepCosts({(1, 1): 1.0, (1, 16): 1.5}, [1])
+    governor = Governor(costs, DraftChances([0.9] * 15), first=16, block=16)
+    assert governor.next_width([DraftRecord()]) == 16
+    assert governor.next_width([DraftRecord()], lambda rows, width: width in (1, 4)) == 4
+    assert governor.last.speedup > 2
+    assert governor.next_width([DraftRecord()], lambda rows, width: False) == 16
+
+
 # ---- in simulation
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)

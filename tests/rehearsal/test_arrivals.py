@@ -9,7 +9,7 @@ from benchmarks.arrivals import measure
 from benchmarks.gpu_step import load
 
 
-@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("turns", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_request_that_arrives_is_measured(turns):
     models = load("tiny", has_drafter=True, max_rows=2, max_context=80, device="cpu")
     models = replace(models, rates=(0.5,) * (models.plan.block - 1))

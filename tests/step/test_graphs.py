@@ -8,7 +8,7 @@ import torch
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.twin import serve
-from blockdraft.step.graphs import Reading, pack
+from blockdraft.step.graphs import MAX_SHARE, CaptureTime, Reading, pack
 from blockdraft.step.prefill_graphs import filled, shapes
 from blockdraft.step.row_sizes import row_sizes
 from blockdraft.step.verify import Verdict
@@ -183,3 +183,27 @@ def test_what_a_prefill_has_less_than_its_graph_is_the_last_rows():
 def test_there_is_a_prefill_graph_for_every_number_of_prompts_and_tokens():
     assert shapes(100, 4) == [(32, 2), (64, 2), (96, 2), (32, 5), (64, 5), (96, 5)]
     assert max(tokens for tokens, _ in shapes(8192, 256)) == 2048
+
+
+def test_captures_take_a_small_share_of_the_time_of_those_who_are_served():
+    now = [100.0]
+    graphs = KernelByKernel(lambda width: None, None)
+    graphs.time = CaptureTime(lambda: now[0])
+    capture = graphs._capture
+
+    def slow(num_rows, width):
+        now[0] += 0.3
+        return capture(num_rows, width)
+
+    graphs.capture([1, 2, 4, 8], [1, 4], now=[(4, 4)])
+    graphs._capture = slow
+    assert graphs.find(1, 4).num_rows == 1, (
+        "nothing was captured for long, and the next has four times as many"
+    )
+    assert not graphs.is_cheap(2, 4)
+    assert graphs.find(2, 4).num_rows == 4, "twice the rows, but nobody waits"
+    assert graphs.is_cheap(4, 4)
+    assert graphs.find(2, 1).num_rows == 2, "no other is near"
+    now[0] += 0.3 / MAX_SHARE + 0.01
+    assert graphs.is_cheap(2, 4)
+    assert graphs.find(2, 4).num_rows == 2
