@@ -18,7 +18,7 @@ from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.page_allocator import PageAllocator
 from blockdraft.engine.request import Delta, Request, SamplingParams, TokenLogprobs, check_request
-from blockdraft.engine.scheduler import Batch, Outcome, Scheduler
+from blockdraft.engine.scheduler import Batch, Outcome, Scheduler, always
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.errors import RequestError
@@ -221,6 +221,7 @@ class Engine:
     def drop_graphs(self) -> None:
         """They hold the engine, and with it the cache."""
         self.graphs = self.prefill_graphs = None
+        self.scheduler.is_ready = always
 
     def prepare(self) -> bool:
         """Something that later steps will want, while there is nothing else to do. False: all is prepared."""

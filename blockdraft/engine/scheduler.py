@@ -42,6 +42,11 @@ class Outcome:
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # per row, one per token
 
 
+def always(num_rows: int, width: int) -> bool:
+    """For steps that nobody has to prepare."""
+    return True
+
+
 class Scheduler:
     """Queues, rows and pages."""
 
@@ -53,7 +58,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._free_rows = list(reversed(range(plan.max_rows)))
         self._last_width = 0
-        self.is_ready: Callable[[int, int], bool] = lambda rows, width: True  # whether a step can run at once
+        self.is_ready: Callable[[int, int], bool] = always  # whether a step of so many rows can run at once
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:

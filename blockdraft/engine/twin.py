@@ -27,9 +27,9 @@ def twin(engine: Engine, drafter: Drafter | None = None, plan: Plan | None = Non
     plan = replace(plan, max_queue=_MAX_QUEUE, prefix_cache=False, step_costs={})
     other = copy.copy(engine)
     other.models = replace(engine.models, plan=plan, drafter=drafter or engine.models.drafter)
+    other.scheduler = Scheduler(plan, engine.scheduler.pages, engine.clock)
     if drafter is not None:
         other.drop_graphs()  # they run the engine's own drafter
-    other.scheduler = Scheduler(plan, engine.scheduler.pages, engine.clock)
     other.stats = Stats()
     other._ids = itertools.count()
     return other

@@ -9,8 +9,10 @@ import pytest
 from blockdraft import LLM, SamplingParams
 from blockdraft.engine import governor as module
 from blockdraft.engine.governor import WIDTHS, DraftChances, DraftRecord, Governor, StepCosts
-from blockdraft.engine.scheduler import Scheduler
+from blockdraft.engine.scheduler import Scheduler, always
 from blockdraft.engine.sequence import Tally
+from blockdraft.engine.twin import twin
+from blockdraft.step.drafter import NoDrafter
 from tests import stepping, tiny
 
 COSTS = {1: 1.0, 2: 1.42, 3: 1.53, 4: 1.68, 6: 2.0, 8: 2.4}  # two cores and the default model, one row
@@ -386,3 +388,13 @@ def test_steps_with_log_probabilities_and_captures_say_nothing_of_other_steps(mo
     tiny.drain(engine)
     assert seconds[0] is None
     assert None not in seconds[2:]
+
+
+def test_a_twin_leaves_the_engine_its_graphs_and_an_engine_without_graphs_is_always_ready():
+    engine = stepping.tiny_engine(stepping.HOST, is_captured=False)
+    engine.scheduler.is_ready = engine.graphs.is_cheap
+    twin(engine, NoDrafter())
+    assert engine.scheduler.is_ready == engine.graphs.is_cheap
+    engine.drop_graphs()
+    assert engine.graphs is None
+    assert engine.scheduler.is_ready is always
