@@ -36,7 +36,6 @@ SNAPSHOT_S = 1.0  # after that the last one has to do
 
 log = logging.getLogger(__name__)
 
-
 OnHang = Callable[["RemoteEngine"], None]
 
 
@@ -73,7 +72,8 @@ class Child:
     pid: int
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
         """Its exit code, -n after signal n."""
