@@ -29,9 +29,9 @@ from blockdraft.engine.request import Delta, SamplingParams, new_request_id
 from blockdraft.engine.stats import Snapshot
 from blockdraft.engine.streams import (
     EngineStopped,
-    EventLoopOutlet,
     Mail,
     Outlet,
+    Outlets,
     Receiver,
     StepFailed,
     Stream,
@@ -88,7 +88,7 @@ class EngineLoop:
         self._closing_lock = Lock()  # nothing enters the queue behind the end: it would never be answered
         self._is_open = True
         self._live: dict[str, _Live] = {}  # touched by the engine's thread only
-        self._outlets: dict[asyncio.AbstractEventLoop, EventLoopOutlet] = {}
+        self._outlets = Outlets()
         self._has_started = Event()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -115,9 +115,7 @@ class EngineLoop:
         """Queue a prompt. Raises what Engine.add raises, or EngineStopped."""
         if self.startup.state != "ready" and self.error is None:
             raise EngineStopped(f"the engine is {self.startup.state}.")
-        event_loop = asyncio.get_running_loop()
-        outlet = self._outlets.setdefault(event_loop, EventLoopOutlet(event_loop))
-        stream = Stream(new_request_id(), sampling.n, outlet, self.abort)
+        stream = Stream(new_request_id(), sampling.n, self._outlets.here(), self.abort)
         try:
             await asyncio.wrap_future(self.add(prompt_ids, sampling, stream))
         except asyncio.CancelledError:

@@ -55,6 +55,18 @@ class EventLoopOutlet:
         return True
 
 
+class Outlets:
+    """One for each event loop that asks: what is sent at once is grouped by it."""
+
+    def __init__(self) -> None:
+        self._known: dict[asyncio.AbstractEventLoop, EventLoopOutlet] = {}
+
+    def here(self) -> EventLoopOutlet:
+        """That of the event loop that runs."""
+        event_loop = asyncio.get_running_loop()
+        return self._known.setdefault(event_loop, EventLoopOutlet(event_loop))
+
+
 def _hand_out(mail: Mail) -> None:
     for stream, item in mail:
         cast(Stream, stream).put(item)  # who has this outlet is one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,8 +18,11 @@ from blockdraft.engine.loop import EngineLoop
 from blockdraft.engine.request import Delta, SamplingParams
 from blockdraft.engine.streams import EngineStopped, Mail
 from blockdraft.engine.watchdog import Watchdog
+from blockdraft.errors import BlockdraftError
 from blockdraft.phases import StartProgress
 from blockdraft.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 MakeEngine = Callable[[StartProgress, Callable[[Tokenizer], object]], Engine]
 
@@ -54,9 +58,17 @@ def _add(
     loop: EngineLoop, server: _Server, request_id: str, prompt_ids: tuple[int, ...], sampling: SamplingParams
 ) -> None:
     def reply(added: Future[None]) -> None:
-        server.tell("added", request_id, added.exception())
+        server.tell("added", request_id, _for_another_process(added.exception()))
 
     loop.add(prompt_ids, sampling, _RemoteStream(request_id, server)).add_done_callback(reply)
+
+
+def _for_another_process(error: BaseException | None) -> BaseException | None:
+    """Those that we know can be sent as they are; of a bug, its traceback stays in our log."""
+    if error is None or isinstance(error, BlockdraftError | EngineStopped):
+        return error
+    log.error("a request could not be queued", exc_info=error)
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True, slots=True)

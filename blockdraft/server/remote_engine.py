@@ -27,7 +27,7 @@ from typing import NoReturn
 from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.request import Delta, SamplingParams, new_request_id
 from blockdraft.engine.stats import Snapshot
-from blockdraft.engine.streams import EngineStopped, EventLoopOutlet, Mail, Outlet, Stream
+from blockdraft.engine.streams import EngineStopped, Mail, Outlet, Outlets, Stream
 from blockdraft.phases import StartProgress, StartState
 from blockdraft.text.tokenizer import Tokenizer
 
@@ -105,7 +105,7 @@ class RemoteEngine:
         self._lock = Lock()  # around sending, and around what must not change meanwhile
         self._is_open = True
         self._live: dict[str, _Live] = {}
-        self._outlets: dict[asyncio.AbstractEventLoop, EventLoopOutlet] = {}
+        self._outlets = Outlets()
         self._numbers = itertools.count()
         self._asked: dict[int, Future[Snapshot | None]] = {}
         self._last_snapshot: Snapshot | None = None
@@ -125,9 +125,7 @@ class RemoteEngine:
         """Queue a prompt. Raises what Engine.add raises, or EngineStopped."""
         if self.startup.state != "ready" and self.error is None:
             raise EngineStopped(f"the engine is {self.startup.state}.")
-        event_loop = asyncio.get_running_loop()
-        outlet = self._outlets.setdefault(event_loop, EventLoopOutlet(event_loop))
-        stream = Stream(new_request_id(), sampling.n, outlet, self.abort)
+        stream = Stream(new_request_id(), sampling.n, self._outlets.here(), self.abort)
         live = _Live(stream, sampling.n, Future())
         with self._lock:
             if not self._is_open:
@@ -215,7 +213,7 @@ class RemoteEngine:
 
     def _take_snapshot(self, number: int, snapshot: Snapshot | None) -> None:
         answer = self._asked.pop(number, None)
-        if answer is not None:
+        if answer is not None and answer.set_running_or_notify_cancel():
             answer.set_result(snapshot)
 
     def _take_added(self, request_id: str, error: Exception | None) -> None:
@@ -263,7 +261,8 @@ class RemoteEngine:
             self.startup.fail(self.error)
         reason = EngineStopped(self._why())
         for answer in asked.values():
-            answer.set_exception(reason)
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(reason)
         for one in live.values():
             if not one.reply.done() and one.reply.set_running_or_notify_cancel():
                 one.reply.set_exception(reason)

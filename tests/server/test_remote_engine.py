@@ -155,3 +155,36 @@ def test_a_step_that_does_not_come_back_is_told(engine, monkeypatch):
 
         asyncio.run(ask())
         release.set()
+
+
+def test_who_stops_waiting_for_the_counters_does_no_harm(remote, engine, monkeypatch):
+    """A page that is closed, a scrape that is given up: the answer comes, and nobody wants it."""
+    snapshot, release = engine.snapshot, threading.Event()
+    monkeypatch.setattr(engine, "snapshot", lambda: release.wait(30) and snapshot())
+
+    async def ask_and_leave():
+        asked = asyncio.ensure_future(remote.snapshot())
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    asyncio.run(ask_and_leave())
+    release.set()
+    assert asyncio.run(remote.snapshot()) is not None
+    assert remote.error is None
+
+
+def test_an_error_that_cannot_travel_is_told_in_words(remote, engine, monkeypatch):
+    class Odd(Exception):
+        def __init__(self, *, what):
+            super().__init__(what)
+
+    def fail(*_):
+        raise Odd(what="a bug of ours")
+
+    monkeypatch.setattr(engine, "add", fail)
+    with pytest.raises(RuntimeError, match="Odd: a bug of ours"):
+        asyncio.run(remote.submit(PROMPT, LONG))
+    monkeypatch.undo()
+    assert asyncio.run(collect(remote, SamplingParams(temperature=0.0, max_tokens=2)))
