@@ -65,13 +65,14 @@ class PrefillGraphs:
         self._tokens = [size for size in TOKENS if size <= max_tokens]
         self._sizes = sorted({min(size, rows.max_rows) for size in ROWS})
         self._graphs: dict[tuple[int, int], PrefillGraph] = {}
-        self._waiting = list(shapes(max_tokens, rows.max_rows))
+        self._shapes = shapes(max_tokens, rows.max_rows)
 
     def capture_next(self) -> bool:
-        """One of those that are still to be captured. False: there is none."""
-        if self._waiting:
-            self._captured(self._waiting[0])
-        return bool(self._waiting)
+        """The first that is not captured yet. False: there is none."""
+        shape = next((shape for shape in self._shapes if shape not in self._graphs), None)
+        if shape is not None:
+            self._graphs[shape] = self._capture(*shape)
+        return shape is not None
 
     def has(self, num_tokens: int, num_rows: int) -> bool:
         """Whether the smallest with room is captured."""
@@ -83,24 +84,18 @@ class PrefillGraphs:
         None: there is none, or no time to capture it.
         """
         shape = self._shape(num_tokens, num_rows)
-        if shape is None or shape in self._graphs:
-            return None if shape is None else self._graphs[shape]
-        if not self._time.is_free:
+        if shape is None:
             return None
-        with self._time.counted():
-            return self._captured(shape)
+        if shape not in self._graphs and self._time.is_free:
+            with self._time.counted():
+                self._graphs[shape] = self._capture(*shape)
+        return self._graphs.get(shape)
 
     def _shape(self, num_tokens: int, num_rows: int) -> tuple[int, int] | None:
         at, row_at = bisect_left(self._tokens, num_tokens), bisect_left(self._sizes, num_rows)
         if at == len(self._tokens) or row_at == len(self._sizes):
             return None
         return self._tokens[at], self._sizes[row_at] + 1
-
-    def _captured(self, shape: tuple[int, int]) -> PrefillGraph:
-        if shape not in self._graphs:
-            self._waiting.remove(shape)
-            self._graphs[shape] = self._capture(*shape)
-        return self._graphs[shape]
 
     @torch.inference_mode()
     def _capture(self, num_tokens: int, num_rows: int) -> PrefillGraph:
@@ -117,9 +112,6 @@ class PrefillGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             self._prefill(token_ids, counts, offsets)
         return PrefillGraph(num_tokens, num_rows, graph, inputs)
-
-    def __len__(self) -> int:
-        return len(self._graphs) + len(self._waiting)
 
 
 def shapes(max_tokens: int, max_rows: int) -> list[tuple[int, int]]:

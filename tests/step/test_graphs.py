@@ -9,7 +9,7 @@ import torch
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.twin import serve
 from blockdraft.step.graphs import MAX_SHARE, CaptureTime, Reading, pack
-from blockdraft.step.prefill_graphs import filled, shapes
+from blockdraft.step.prefill_graphs import PrefillGraph, PrefillGraphs, filled, shapes
 from blockdraft.step.row_sizes import row_sizes
 from blockdraft.step.verify import Verdict
 from tests import stepping
@@ -207,3 +207,36 @@ def test_captures_take_a_small_share_of_the_time_of_those_who_are_served():
     now[0] += 0.3 / MAX_SHARE + 0.01
     assert graphs.is_cheap(2, 4)
     assert graphs.find(2, 4).num_rows == 2
+
+
+class BarePrefills(PrefillGraphs):
+    """PrefillGraphs that capture nothing."""
+
+    def __init__(self, clock):
+        self._graphs, self._time, self._shapes = {}, CaptureTime(clock), shapes(128, 8)
+        self._tokens, self._sizes, self.fails = [32, 64, 96, 128], [1, 8], False
+
+    def _capture(self, num_tokens, num_rows):
+        if self.fails:
+            raise RuntimeError("no memory")
+        return PrefillGraph(num_tokens, num_rows, None, None)
+
+
+def test_a_prefill_that_nobody_has_time_to_capture_has_no_graph_and_one_that_failed_is_tried_again():
+    now = [0.0]
+    graphs = BarePrefills(lambda: now.__setitem__(0, now[0] + 0.1) or now[0])
+    graphs.fails = True
+    with pytest.raises(RuntimeError):
+        graphs.find(20, 1)
+    graphs.fails, now[0] = False, 100.0
+    found = graphs.find(20, 1)
+    assert (found.num_tokens, found.num_rows) == (32, 2)
+    assert graphs.has(20, 1)
+    assert graphs.find(60, 3) is None, "the last capture was just now"
+    assert graphs.find(32, 1) is found
+    assert graphs.find(500, 1) is None
+    assert graphs.find(20, 9) is None
+    count = 1
+    while graphs.capture_next():
+        count += 1
+    assert count == len(graphs._graphs) == len(shapes(128, 8))
