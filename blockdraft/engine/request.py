@@ -19,6 +19,26 @@ MAX_CHOICES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """The form that an answer must have: exactly one of these. Names and meanings are vLLM's."""
+
+    json: str | Mapping[str, object] | None = None  # a JSON schema
+    json_object: bool = False  # any JSON object
+    regex: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+    grammar: str | None = None  # Lark in llguidance's dialect, or GBNF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """The thoughts in front of an answer, which the form does not bind: how they begin and end, in tokens."""
+
+    open_ids: tuple[int, ...] = ()  # (): the prompt has opened them; else the answer may begin with these
+    close_ids: tuple[int, ...]
+    max_tokens: int | None = None  # after so many the thoughts are closed for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample one request. Names and meanings are vLLM's; `width` is ours."""
 
@@ -43,6 +63,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     width: int | None = None  # None: the engine's; 1: no speculation for this request
     cache_salt: str | None = None  # share cached prefixes with requests of the same salt only
+    structured_outputs: StructuredOutputs | None = None
+    thinking: Thinking | None = None  # the model's thoughts, where a form or a budget must know of them
 
     def __post_init__(self) -> None:
         _check_range("n", self.n, 1, MAX_CHOICES)

@@ -16,12 +16,23 @@ from blockdraft.text.detokenizer import Detokenizer
 from blockdraft.text.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCallPiece:
+    """What one step adds to one tool call. Its first piece, and no later one, has an id and a name."""
+
+    index: int  # which call of the answer
+    id: str | None
+    name: str | None
+    arguments: str  # the next characters of a JSON object
+
+
 @dataclass(slots=True)
 class AnswerPiece:
     """What one step adds to one choice. Nobody changes one; not frozen, as that is slower to make."""
 
     text: str
     reasoning: str
+    tool_calls: tuple[ToolCallPiece, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     draft: DraftStep | None
@@ -63,6 +74,7 @@ class AnswerChoice:
         piece = AnswerPiece(
             text=text,
             reasoning=reasoning,
+            tool_calls=(),
             token_ids=token_ids,
             logprobs=() if self.is_dropped else delta.logprobs,
             draft=self.drafts.push(delta) if self.drafts is not None and token_ids else None,
