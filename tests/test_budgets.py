@@ -27,6 +27,7 @@ BUDGETS = {
     "doctor": 1_150,
     "settings": 1_150,
     "text": 1_000,
+    "grammar": 500,
     "cache": 800,
     "machine": 800,
     "step": 650,
