@@ -12,13 +12,13 @@ from tests.test_architecture import ROOT
 
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
-    "kernels": 7_600,
+    "kernels": 7_700,
     "bench": 5_450,
     "checkpoints": 4_350,
     "server": 4_700,
     "training": 3_150,
     "planner": 2_450,
-    "engine": 3_050,
+    "engine": 3_300,
     "cli": 2_300,
     "launch": 2_050,
     "models": 2_050,
@@ -30,11 +30,11 @@ BUDGETS = {
     "grammar": 500,
     "cache": 800,
     "machine": 800,
-    "step": 650,
+    "step": 750,
     **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases", "prometheus_text"), 250),
 }
 CORE = ("engine", "step", "cache", "models")
-CORE_BUDGET = 6_500
+CORE_BUDGET = 6_900
 MAX_FUNCTION = 60
 MAX_STEP = 25
 LONG_BY_NATURE = ("kernels/triton/", "kernels/llvm/")  # a kernel is one function

@@ -120,12 +120,10 @@ class Guide:
     def correct(self, drafts: list[int]) -> list[int]:
         """Drafts with what is forced in its place, as far as nothing that is forbidden stands before."""
         found: list[int] = []
-        thoughts, no_end = self._thoughts, self._end_ids if self._matcher is not None else ()
+        thoughts = self._thoughts
         while thoughts is not None and len(found) < len(drafts):
             forced = self._forced_by(thoughts)
             token_id = drafts[len(found)] if forced is None else forced
-            if thoughts.is_open and forced is None and token_id in no_end:
-                return found
             thoughts, is_taken = self._after(thoughts, token_id)
             if is_taken:
                 found.append(token_id)

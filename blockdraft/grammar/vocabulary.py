@@ -34,16 +34,18 @@ class Vocabulary:
         text = grammar_text(form)
         with self._lock:
             found = self._compiled.pop(text, None)
-            if found is None:
-                found = self._compile(text)
+        if found is None:
+            found = self._compile(text)
+        with self._lock:
             self._compiled[text] = found
             if len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
             return found.deep_copy()
 
     def _compile(self, text: str) -> LLMatcher:
-        if self._tokens is None:
-            self._tokens = self._read_tokens()
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = self._read_tokens()
         matcher = LLMatcher(self._tokens, text, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # some limits are met with the first mask

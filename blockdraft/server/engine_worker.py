@@ -58,7 +58,8 @@ def _add(
     loop: EngineLoop, server: _Server, request_id: str, prompt_ids: tuple[int, ...], sampling: SamplingParams
 ) -> None:
     def reply(added: Future[None]) -> None:
-        server.tell("added", request_id, _for_another_process(added.exception()))
+        if not added.cancelled():
+            server.tell("added", request_id, _for_another_process(added.exception()))
 
     loop.add(prompt_ids, sampling, _RemoteStream(request_id, server)).add_done_callback(reply)
 
