@@ -570,7 +570,7 @@ def _compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
     forms = logits.clone(), logits.clone()
     numbers.kernels.forbid(forms[0], allowed)
     sampling.reference_forbid(forms[1], allowed)
-    yield Comparison("forms", *(form.isfinite().long() for form in forms))
+    yield Comparison("forms", forms[0].isfinite().long(), forms[1].isfinite().long())
 
 
 def _rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:

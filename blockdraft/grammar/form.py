@@ -22,7 +22,7 @@ WHITESPACE = r"[ \n\r\t]{1,32}"
 class StructuredOutputs:
     """The form that an answer must have: exactly one of these. Names and meanings are vLLM's."""
 
-    json: str | Mapping[str, object] | bool | None = None  # a JSON schema
+    json: str | Mapping[str, object] | None = None  # a JSON schema
     json_object: bool = False  # any JSON object
     regex: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
@@ -90,15 +90,11 @@ def _text(name: str, value: object) -> str:
     return value
 
 
-def _schema(given: str | Mapping[str, object] | bool) -> Mapping[str, object]:
+def _schema(given: str | Mapping[str, object]) -> Mapping[str, object]:
     try:
         schema = json.loads(given) if isinstance(given, str) else given
     except ValueError as error:
         raise _refused(f"the JSON schema is not JSON: {error}.") from None
-    if schema is True:
-        return {}
-    if schema is False:
-        raise _refused("the JSON schema is false: nothing satisfies it.")
     if not isinstance(schema, Mapping):
         raise _refused(f"the JSON schema is {type(schema).__name__}, not an object.")
     return schema

@@ -27,6 +27,7 @@ from blockdraft.errors import RequestError
 from blockdraft.phases import StartProgress
 from blockdraft.server.answers import ChatAnswer, TextAnswer
 from blockdraft.server.body import shown
+from blockdraft.server.chat import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
 from blockdraft.server.events import LoopFeed, live_events
 from blockdraft.server.failures import HANDLERS, NotReady
 from blockdraft.server.fields import (
@@ -38,6 +39,7 @@ from blockdraft.server.fields import (
     parse,
 )
 from blockdraft.server.guard import Guard
+from blockdraft.server.ignored import IgnoredFields
 from blockdraft.server.live_page import routes as page_routes
 from blockdraft.server.metrics import render
 from blockdraft.server.openapi import openapi
@@ -45,13 +47,10 @@ from blockdraft.server.options import ServerOptions
 from blockdraft.server.prompts import (
     check_prompts,
     echoed_texts,
-    encode_chat,
     encode_prompts,
     token_texts,
-    tokenize,
     with_field_error,
 )
-from blockdraft.server.reasoning import find_tags
 from blockdraft.server.responses import live_response, start_response, while_connected
 from blockdraft.server.schemas import AnswerObject, ModelCard, ModelList, Status, Text, Tokens, Version
 from blockdraft.server.streaming import AnswerEvents, respond
@@ -93,14 +92,14 @@ class ServedEngine(Protocol):
         """Queue a prompt. Raises what Engine.add raises, or EngineStopped."""
 
 
-def make_app(loop: ServedEngine, *, name: str, options: ServerOptions) -> ASGIApp:
-    """The whole server; `name` is what clients call the model."""
-    return Guard(make_api(loop, name=name), options)
+def make_app(loop: ServedEngine, *, name: str, options: ServerOptions, tool_format: str = "auto") -> ASGIApp:
+    """The whole server; `name` is what clients call the model, `tool_format` how it writes tool calls."""
+    return Guard(make_api(loop, name=name, tool_format=tool_format), options)
 
 
-def make_api(loop: ServedEngine, *, name: str) -> Starlette:
+def make_api(loop: ServedEngine, *, name: str, tool_format: str = "auto") -> Starlette:
     """The routes, from the first moment of the start on; they count on a Guard around them."""
-    api = _Api(loop, name)
+    api = _Api(loop, name, tool_format)
     return Starlette(
         routes=[
             Route("/health", api.health),
@@ -123,11 +122,13 @@ def make_api(loop: ServedEngine, *, name: str) -> Starlette:
 
 
 class _Api:
-    def __init__(self, loop: ServedEngine, name: str) -> None:
+    def __init__(self, loop: ServedEngine, name: str, tool_format: str) -> None:
         self.loop = loop
         self.name = name
         self.created = int(time.time())
-        self._find_tags = functools.cache(find_tags)
+        self._tool_format = tool_format
+        self._ignored = IgnoredFields()
+        self._find_dialect = functools.cache(find_dialect)
 
     # ---- how the server is
 
@@ -193,6 +194,9 @@ class _Api:
             raise NotReady(self.loop.startup.state)
         return tokenizer, info
 
+    def _dialect(self, tokenizer: Tokenizer) -> Dialect:
+        return self._find_dialect(tokenizer, self._tool_format)
+
     def _check_model(self, model: str | None) -> None:
         if model not in (None, self.name):
             raise RequestError(
@@ -206,7 +210,7 @@ class _Api:
     async def tokenize(self, request: Request) -> Response:
         asked = await self._read(request, TokenizeRequest)
         tokenizer, info = self._ready()
-        tokens = await run_in_threadpool(tokenize, asked, tokenizer)
+        tokens = await run_in_threadpool(tokenize, asked, self._dialect(tokenizer))
         strings = None
         if asked.return_token_strs:
             strings = await run_in_threadpool(token_texts, tokens, tokenizer)
@@ -229,11 +233,13 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         asked, size = await self._read(request, ChatRequest), len(await request.body())
-        return await self._answer(request, self._chat(asked, size, self._head(request, asked, "chatcmpl")))
+        work = self._chat(asked, size, self._head(request, asked, "chatcmpl"))
+        return self._ignored.tell(await self._answer(request, work), asked)
 
     async def completions(self, request: Request) -> Response:
         asked, size = await self._read(request, CompletionRequest), len(await request.body())
-        return await self._answer(request, self._complete(asked, size, self._head(request, asked, "cmpl")))
+        work = self._complete(asked, size, self._head(request, asked, "cmpl"))
+        return self._ignored.tell(await self._answer(request, work), asked)
 
     async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
         response = await while_connected(request.receive, work, _discard)
@@ -259,18 +265,17 @@ class _Api:
         return {"id": name, "created": int(time.time()), "model": self.name}
 
     async def _chat(self, asked: ChatRequest, size: int, head: AnswerObject) -> Response:
+        prepared = await self._prepare(asked, size)
+        answer = ChatAnswer(prepared, head=head)
+        streams = await self._submit([prepared.prompt_ids], prepared.sampling)
+        return await respond(answer, streams, is_stream=asked.stream)
+
+    async def _prepare(self, asked: ChatRequest, size: int) -> PreparedChat:
+        """The request as the engine takes it; `size` is that of its body."""
         tokenizer, info = self._ready()
-        sampling = asked.sampling(info.sampling)
-        prompt_ids = await _beside(size, with_field_error("messages", encode_chat), asked, tokenizer)
-        check_prompts([prompt_ids], "messages", sampling, info)
-        answer = ChatAnswer(
-            asked,
-            head=head,
-            tokenizer=tokenizer,
-            prompt_ids=prompt_ids,
-            tags=self._find_tags(tokenizer),
-        )
-        return await respond(answer, await self._submit([prompt_ids], sampling), is_stream=asked.stream)
+        prepared = await _beside(size, prepare_chat, asked, self._dialect(tokenizer), info.sampling)
+        check_prompts([prepared.prompt_ids], "messages", prepared.sampling, info)
+        return prepared
 
     async def _complete(self, asked: CompletionRequest, size: int, head: AnswerObject) -> Response:
         tokenizer, info = self._ready()

@@ -43,6 +43,7 @@ class Tokenizer:
         names = {"bos_token": parts.bos_token, "eos_token": parts.eos_token}
         self._token_names = {name: token for name, token in names.items() if token is not None}
         added = self._tokenizer.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)  # they stand outside the text: special tokens, and other markup
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.eos_ids = parts.eos_ids or self._ids_of(parts.eos_token)
         # Entries, added tokens included; a model's embedding is often padded past it.
@@ -62,6 +63,21 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its source."""
+        return self._chat_template
+
+    def token_id(self, token: str) -> int | None:
+        """The id of the token that is written so; None: there is none."""
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
+
+    @functools.cached_property
+    def special_texts(self) -> frozenset[str]:
+        """How special tokens are written."""
+        return frozenset(filter(None, map(self._tokenizer.id_to_token, self.special_ids)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens spelled out in `text` become their ids. RequestError if not Unicode."""
@@ -255,8 +271,8 @@ def _text_of_part(part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text":
         raise RequestError(
-            f"a message has a part of type {kind!r}, but only text is supported, whatever the model itself "
-            'can do: this engine is text only. Send {"type": "text", "text": "..."} parts.'
+            f"a message has a part of type {kind!r}, but this model reads text only, whatever it can do "
+            'elsewhere: this engine is text only. Send {"type": "text", "text": "..."} parts.'
         )
     text = part.get("text") if isinstance(part, dict) else None
     if not isinstance(text, str):
