@@ -6,9 +6,9 @@ The layout is that of `serve`: an HTTP process, and an engine in a process of it
 real connection. That engine's scheduler and texts are real, its tokens come from a table (see host.py), and
 it waits between steps, so that events do not pile up: those that are written together would cost less. The
 clients are in this process. Each figure is the HTTP process's own time in microseconds, all threads and the
-kernel included, best of `--rounds`: an answer of one event, and each event after the first. Processor time, so
-that a neighbour on the same cores spoils little; beside it, the same of a server that only writes
-(bench/null_server.py), below which no server in Python can come. `--profile` writes where the time goes.
+kernel included, best of `--rounds`: an answer of one event, and each event after the first. A neighbour on
+the same cores empties their caches, which may cost as much again: compare two versions in turns. Beside it
+is a server that only writes (bench/null_server.py). `--profile` writes where the time goes.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -86,7 +87,9 @@ class Reader(asyncio.Protocol):
         self._transport.close()
 
 
-async def ask_all(server: "Server", num_streams: int, num_requests: int, num_events: int) -> tuple[float, float]:
+async def ask_all(
+    server: "Server", num_streams: int, num_requests: int, num_events: int
+) -> tuple[float, float]:
     """The server's microseconds per request, and the median milliseconds to its first byte."""
     loop, first_ms = asyncio.get_running_loop(), []
     opened = [await loop.create_connection(Reader, "127.0.0.1", server.port) for _ in range(num_streams)]
@@ -182,7 +185,7 @@ def serve(num_rows: int, profile: str | None) -> None:
     from blockdraft.server.options import ServerOptions
     from blockdraft.server.protocol import uvicorn_config
 
-    set_up(is_json=False, level=20, stream=open("/dev/null", "w"))  # noqa: SIM115
+    set_up(is_json=False, level=20, stream=open(os.devnull, "w"))  # noqa: SIM115
     options = ServerOptions()
     server = uvicorn.Server(uvicorn_config(make_app(engine, name="default", options=options), options))
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -256,7 +259,11 @@ def main() -> None:
     parser.add_argument("--profile", metavar="FILE", help="pstats of the last of `--streams`")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    result = context() | {"tokens_per_event": TOKENS_PER_EVENT, "events": EVENTS, "floor_event_us": floor_us()}
+    result = context() | {
+        "tokens_per_event": TOKENS_PER_EVENT,
+        "events": EVENTS,
+        "floor_event_us": floor_us(),
+    }
     found = [measure(streams, options.rounds, options.profile) for streams in options.streams]
     rows: list[list[object]] = [
         [f"{one['streams']} streams", one["request_us"], one["event_us"], one["first_byte_ms"]]
