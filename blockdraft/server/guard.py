@@ -15,13 +15,15 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from blockdraft.server.exchange import exchange_of
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
 from blockdraft.server.responses import INVALID, error_response
 
@@ -35,6 +37,7 @@ RETRY_AFTER_S = 1  # arbitrary
 DRAIN_FACTOR = 8  # a body this many times too long is read to its end, or the client would miss the answer
 PREFLIGHT_AGE_S = 600
 
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -42,6 +45,7 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",  # the page has its own
 }
+_RAW_HEADERS = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("blockdraft.access")
@@ -54,7 +58,8 @@ class _Head:
     id: str
     method: str
     path: str
-    headers: Headers
+    headers: dict[str, str]  # the first of each name
+    raw: list[tuple[bytes, bytes]]
     num_bytes: int
 
     @property
@@ -122,8 +127,8 @@ class Guard:
     def _is_allowed(self, head: _Head) -> bool:
         if not self._keys or _is_open(head.path):
             return True
-        given = head.headers.getlist("authorization")
-        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        given = [value for name, value in head.raw if name == b"authorization"]
+        scheme, _, key = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
         # Digests of equal length, and all of them: the time tells neither which key nor how much was right.
         digest = _digest(key.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
@@ -138,7 +143,11 @@ class Guard:
             return error_response(503, text, code="too_many_connections", retry_after_s=RETRY_AFTER_S)
         self._num_open += 1
         try:
-            body = await self._read_body(head, receive)
+            exchange = exchange_of(scope)
+            limit = self._options.max_body_bytes
+            body: bytes | Response | None = None if exchange is None else exchange.whole_body(limit)
+            if body is None:
+                body = await self._read_body(head, receive)
             if body is None or isinstance(body, Response):
                 return body
             return await self._run(scope, _replay(body, receive), reply)
@@ -205,9 +214,7 @@ class _Reply:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = MutableHeaders(raw=list(message.get("headers", [])))
-            self._add_headers(headers)
-            message = {**message, "headers": headers.raw}
+            message = {**message, "headers": self._with_headers(message.get("headers", []))}
         await self._send(message)
 
     async def refuse(self, refusal: Response) -> None:
@@ -252,26 +259,33 @@ class _Reply:
         )
         await self.send({"type": "http.response.body", "body": response.body})
 
-    def _add_headers(self, headers: MutableHeaders) -> None:
-        headers["x-request-id"] = self._state["request_id"]
-        for name, value in _HEADERS.items():
-            headers.setdefault(name, value)
-        if self._has_cors:
-            headers.add_vary_header("origin")
+    def _with_headers(self, given: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        raw = [field for field in given if field[0] != b"x-request-id"]
+        names = {name for name, _ in raw}
+        raw.append((b"x-request-id", self._state["request_id"].encode("latin-1")))
+        raw += [field for field in _RAW_HEADERS if field[0] not in names]
+        if not self._has_cors:
+            return raw
+        headers = MutableHeaders(raw=raw)
+        headers.add_vary_header("origin")
         if self._origin is not None:
             headers["access-control-allow-origin"] = self._origin
             headers["access-control-expose-headers"] = "x-request-id, retry-after"
             headers["cross-origin-resource-policy"] = "cross-origin"
+        return headers.raw
 
 
 def _head(scope: Scope) -> _Head:
-    headers = Headers(raw=scope["headers"])
-    given = headers.get("x-request-id", "")
-    is_usable = re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given) is not None
+    raw: list[tuple[bytes, bytes]] = list(scope["headers"])
+    headers: dict[str, str] = {}
     # Where a server does not pass on the address as it was sent, its characters are counted.
     num_bytes = len(scope.get("raw_path") or scope["path"]) + len(scope.get("query_string", b""))
-    num_bytes += sum(len(name) + len(value) + 4 for name, value in headers.raw)  # ": " and the line's end
-    return _Head(given if is_usable else uuid.uuid4().hex, scope["method"], scope["path"], headers, num_bytes)
+    for name, value in raw:
+        headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        num_bytes += len(name) + len(value) + 4  # ": " and the line's end
+    given = headers.get("x-request-id", "")
+    request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return _Head(request_id, scope["method"], scope["path"], headers, raw, num_bytes)
 
 
 def _is_open(path: str) -> bool:
@@ -310,7 +324,7 @@ def _announced(head: _Head) -> int:
     return int(text) if text.isdecimal() and len(text) <= 20 else 0
 
 
-def _host(headers: Headers) -> str:
+def _host(headers: dict[str, str]) -> str:
     """The name in the Host header, without port and brackets."""
     host = headers.get("host", "").lower()
     if host.startswith("["):
