@@ -26,6 +26,11 @@ class GemmaReader(AnswerReader):
     OPENING, CLOSING = (OPEN,), (CLOSE,)
     _QUOTE = TagFinder((QUOTE,))
 
+    def _read(self) -> Steps[None]:
+        """Behind thoughts the opening token is sometimes forgotten: the text itself shows what it is."""
+        yield from self._try_call("")
+        yield from super()._read()
+
     def _read_call(self, opening: str) -> Steps[None]:
         yield from self._skip_space()
         yield from self._expect("call:")
