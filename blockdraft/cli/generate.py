@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_verbose(parser)
     add_sampling(parser)
     _add_forms(parser)
-    # Of one request, --seed is the sampling seed; and only our own engine runs in this process.
-    add_settings(parser, leave_out=("seed", "engine", *LAUNCH_SETTINGS))
+    # Of one request, --seed is the sampling seed; it has no tools; and only our own engine runs here.
+    add_settings(parser, leave_out=("seed", "tool_format", "engine", *LAUNCH_SETTINGS))
 
 
 def _add_forms(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blockdraft.settings.settings import TOOL_FORMATS
 from blockdraft.tools.bare_json import BareJsonReader
+from blockdraft.tools.formats import FORMATS as KNOWN
 from blockdraft.tools.gemma import GemmaReader
 from blockdraft.tools.harmony import TAGS, HarmonyReader
 from blockdraft.tools.hermes import HermesReader
@@ -136,6 +138,8 @@ GEMMA = [
         [("f", '{"options": {"a": [1, "}", {}], "b": null}, "tags": []}')],
     ),
     ('<|tool_call>call:f{<|"|>city<|"|>:"a", x: b}<tool_call|>.', ".", [("f", '{"city": "a", "x": "b"}')]),
+    ("call:f{}<tool_call|>", "", [("f", "{}")]),  # its opening token was forgotten
+    ("call:g{}<tool_call|>", SAME, []),
     ("<|tool_call>call:g{}<tool_call|>", SAME, []),
     ("<|tool_call>f{}", SAME, []),
     ("<|tool_call>call:f{a:}<tool_call|>x", "x", [("f", '{"a": }')]),
@@ -296,3 +300,7 @@ def test_any_json_is_an_argument(value):
         (BareJsonReader, f'{{"name": "f", "parameters": {arguments}}}'),
     ):
         assert read(reader, [text]) == ("", "", [("f", arguments)])
+
+
+def test_the_setting_knows_every_format():
+    assert ("auto", *(one.name for one in KNOWN)) == TOOL_FORMATS
