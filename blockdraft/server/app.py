@@ -27,6 +27,7 @@ from blockdraft.errors import RequestError
 from blockdraft.phases import StartProgress
 from blockdraft.server.answers import ChatAnswer, TextAnswer
 from blockdraft.server.body import shown
+from blockdraft.server.chat_host import MakeWriter
 from blockdraft.server.events import LoopFeed, live_events
 from blockdraft.server.failures import HANDLERS, NotReady
 from blockdraft.server.fields import (
@@ -39,6 +40,7 @@ from blockdraft.server.fields import (
 )
 from blockdraft.server.guard import Guard
 from blockdraft.server.live_page import routes as page_routes
+from blockdraft.server.messages_api.routes import routes as message_routes
 from blockdraft.server.metrics import render
 from blockdraft.server.openapi import openapi
 from blockdraft.server.options import ServerOptions
@@ -53,6 +55,7 @@ from blockdraft.server.prompts import (
 )
 from blockdraft.server.reasoning import find_tags
 from blockdraft.server.responses import live_response, start_response, while_connected
+from blockdraft.server.responses_api.routes import routes as response_routes
 from blockdraft.server.schemas import AnswerObject, ModelCard, ModelList, Status, Text, Tokens, Version
 from blockdraft.server.streaming import AnswerEvents, respond
 from blockdraft.settings.model_source import public_id
@@ -113,6 +116,8 @@ def make_api(loop: ServedEngine, *, name: str) -> Starlette:
             Route("/v1/models/{model:path}", api.model),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.completions, methods=["POST"]),
+            *message_routes(api),
+            *response_routes(api),
             Route("/tokenize", api.tokenize, methods=["POST"]),
             Route("/detokenize", api.detokenize, methods=["POST"]),
             Route("/events", api.events),
@@ -204,7 +209,7 @@ class _Api:
     # ---- text and tokens
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await self._read(request, TokenizeRequest)
+        asked = await self.read(request, TokenizeRequest)
         tokenizer, info = self._ready()
         tokens = await run_in_threadpool(tokenize, asked, tokenizer)
         strings = None
@@ -219,7 +224,7 @@ class _Api:
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._read(request, DetokenizeRequest)
+        asked = await self.read(request, DetokenizeRequest)
         tokenizer, _ = self._ready()
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
         answer: Text = {"prompt": await run_in_threadpool(with_field_error("tokens", decode), asked.tokens)}
@@ -228,18 +233,33 @@ class _Api:
     # ---- completions
 
     async def chat(self, request: Request) -> Response:
-        asked, size = await self._read(request, ChatRequest), len(await request.body())
-        return await self._answer(request, self._chat(asked, size, self._head(request, asked, "chatcmpl")))
+        asked = await self.read(request, ChatRequest)
+        return await self.converse(
+            request, asked, self._head(request, asked, "chatcmpl"), lambda answer: answer
+        )
+
+    async def converse(
+        self, request: Request, asked: ChatRequest, head: AnswerObject, writer: MakeWriter
+    ) -> Response:
+        """Answer a conversation in the words of any API."""
+        size = len(await request.body())
+        return await self._answer(request, self._chat(asked, size, head, writer))
+
+    async def num_prompt_tokens(self, request: Request, asked: ChatRequest) -> int:
+        """How long a conversation is to the model."""
+        tokenizer, _ = self._ready()
+        size = len(await request.body())
+        return len(await _beside(size, with_field_error("messages", encode_chat), asked, tokenizer))
 
     async def completions(self, request: Request) -> Response:
-        asked, size = await self._read(request, CompletionRequest), len(await request.body())
+        asked, size = await self.read(request, CompletionRequest), len(await request.body())
         return await self._answer(request, self._complete(asked, size, self._head(request, asked, "cmpl")))
 
     async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
         response = await while_connected(request.receive, work, _discard)
         return Response(status_code=CLIENT_GONE) if response is None else response
 
-    async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
+    async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
         content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415)
@@ -258,7 +278,7 @@ class _Api:
         name = f"{prefix}-{request.state.request_id}"
         return {"id": name, "created": int(time.time()), "model": self.name}
 
-    async def _chat(self, asked: ChatRequest, size: int, head: AnswerObject) -> Response:
+    async def _chat(self, asked: ChatRequest, size: int, head: AnswerObject, writer: MakeWriter) -> Response:
         tokenizer, info = self._ready()
         sampling = asked.sampling(info.sampling)
         prompt_ids = await _beside(size, with_field_error("messages", encode_chat), asked, tokenizer)
@@ -270,7 +290,8 @@ class _Api:
             prompt_ids=prompt_ids,
             tags=self._find_tags(tokenizer),
         )
-        return await respond(answer, await self._submit([prompt_ids], sampling), is_stream=asked.stream)
+        streams = await self._submit([prompt_ids], sampling)
+        return await respond(writer(answer), streams, is_stream=asked.stream)
 
     async def _complete(self, asked: CompletionRequest, size: int, head: AnswerObject) -> Response:
         tokenizer, info = self._ready()

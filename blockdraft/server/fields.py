@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.config import JsonDict
@@ -31,7 +31,8 @@ MAX_SALT = 1024  # characters of a cache salt; arbitrary
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
 
 # Fields that would change the answer, with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+Unsupported = Mapping[str, tuple[object, ...]]
+_UNSUPPORTED: Unsupported = {
     **dict.fromkeys(("audio", "chat_template", "kv_transfer_params", "prompt_embeds"), ()),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
     **dict.fromkeys(("structured_outputs", "thinking_token_budget", "truncate_prompt_tokens"), ()),
@@ -52,15 +53,19 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 _CHAT_ONLY = {"echo": (False,)}
 _SAMPLING_NAMES = frozenset(item.name for item in fields(SamplingParams))
-BodyT = TypeVar("BodyT", bound="_Body")
+BodyT = TypeVar("BodyT", bound="AnyBody")
 
 
-class _Model(BaseModel):
+class Model(BaseModel):
+    """Objects of requests: types are not guessed, and what nobody knows is left out."""
+
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-class _Body(_Model):
+class AnyBody(Model):
     """A whole body; any may name the model it is meant for."""
+
+    UNSUPPORTED: ClassVar[Unsupported] = _UNSUPPORTED
 
     model: str | None = None
 
@@ -68,14 +73,14 @@ class _Body(_Model):
         """Raises RequestError for what no single field can tell."""
 
 
-class StreamOptions(_Model):
+class StreamOptions(Model):
     """What a stream carries beside the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class Speculative(_Model):
+class Speculative(Model):
     """Speculation for this request: `width` is the block's width (1: none, null: the server's)."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -91,7 +96,12 @@ def _as_speculative(value: object) -> object:
     return {name: _whole(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
-class _Generation(_Body):
+SpeculativeField = Annotated[
+    Speculative, BeforeValidator(_as_speculative, json_schema_input_type=bool | Speculative)
+]
+
+
+class _Generation(AnyBody):
     """The fields of chat and plain completions alike."""
 
     # These five are the model's own where a request does not say.
@@ -117,9 +127,7 @@ class _Generation(_Body):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
-    speculative: Annotated[
-        Speculative, BeforeValidator(_as_speculative, json_schema_input_type=bool | Speculative)
-    ] = Speculative()
+    speculative: SpeculativeField = Speculative()
 
     @property
     def include_usage(self) -> bool:
@@ -153,6 +161,8 @@ class _Generation(_Body):
 
 class ChatRequest(_Generation):
     """The body of POST /v1/chat/completions."""
+
+    UNSUPPORTED = {**_UNSUPPORTED, **_CHAT_ONLY}
 
     messages: Messages
     add_generation_prompt: bool = True
@@ -233,7 +243,7 @@ def _either(one: str, other: str) -> JsonDict:
     }
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(AnyBody):
     """The body of POST /tokenize: a prompt, or a conversation."""
 
     model_config = ConfigDict(
@@ -254,7 +264,7 @@ class TokenizeRequest(_Body):
             raise RequestError("send 'prompt' or 'messages', and not both.", "prompt")
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(AnyBody):
     """The body of POST /detokenize."""
 
     tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS)
@@ -263,10 +273,14 @@ class DetokenizeRequest(_Body):
 def parse(kind: type[BodyT], body: bytes) -> BodyT:
     """Read a request, or say with RequestError what is wrong with it."""
     given = {name: _whole(value) for name, value in parse_object(body).items() if value is not None}
-    unsupported = {**_UNSUPPORTED, **_CHAT_ONLY} if kind is ChatRequest else _UNSUPPORTED
-    for name, neutral in unsupported.items():
+    for name, neutral in kind.UNSUPPORTED.items():
         if name in given and given[name] not in neutral:
             raise RequestError(f"'{name}' is not supported yet: leave it out.", name)
+    return validate(kind, given)
+
+
+def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:
+    """The fields as a request of this kind, or RequestError."""
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:

@@ -22,8 +22,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from blockdraft.server.messages_api.errors import is_messages_path
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
-from blockdraft.server.responses import INVALID, error_response
+from blockdraft.server.responses import INVALID, ErrorResponse, error_response
 
 # Everything else needs a key where there is one. As with vLLM, probes and metrics do not; nor does the page
 # itself, which asks for the key and sends it with its calls.
@@ -113,7 +114,7 @@ class Guard:
                 INVALID,
             )
         if not self._is_allowed(head):
-            text = "no valid API key: send it as 'Authorization: Bearer KEY'."
+            text = "no valid API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
             refusal = error_response(401, text, INVALID, code="invalid_api_key")
             refusal.headers["www-authenticate"] = 'Bearer realm="blockdraft"'
             return refusal
@@ -124,10 +125,15 @@ class Guard:
             return True
         given = head.headers.getlist("authorization")
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        is_bearer = self._is_known(key) and scheme.lower() == "bearer"
+        plain = head.headers.getlist("x-api-key")  # where Anthropic's clients put it
+        return (len(plain) == 1 and self._is_known(plain[0])) or is_bearer
+
+    def _is_known(self, key: str) -> bool:
         # Digests of equal length, and all of them: the time tells neither which key nor how much was right.
         digest = _digest(key.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        return any(matches)
 
     async def _admit(self, scope: Scope, head: _Head, receive: Receive, reply: _Reply) -> Response | None:
         """Hand the request to the application, unless there are too many or its body is not acceptable."""
@@ -213,6 +219,8 @@ class _Reply:
     async def refuse(self, refusal: Response) -> None:
         # What is left of the body will not be read, so the connection has no next request.
         refusal.headers["connection"] = "close"
+        if isinstance(refusal, ErrorResponse):
+            refusal = refusal.of(self._head.path, self._state["request_id"])
         await self._whole(refusal)
 
     async def preflight(self) -> None:
@@ -223,7 +231,7 @@ class _Reply:
             return
         asked = self._head.headers.get("access-control-request-headers", "")
         headers = {
-            "access-control-allow-methods": "GET, POST",
+            "access-control-allow-methods": "GET, POST, DELETE",
             "access-control-allow-headers": asked,  # the page's origin is trusted with what it sends
             "access-control-max-age": str(PREFLIGHT_AGE_S),
         }
@@ -254,6 +262,8 @@ class _Reply:
 
     def _add_headers(self, headers: MutableHeaders) -> None:
         headers["x-request-id"] = self._state["request_id"]
+        if is_messages_path(self._head.path):
+            headers["request-id"] = self._state["request_id"]  # the name that Anthropic's clients look for
         for name, value in _HEADERS.items():
             headers.setdefault(name, value)
         if self._has_cors:

@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, closing
+from typing import NamedTuple, Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from blockdraft.engine.request import Delta
 from blockdraft.engine.streams import EngineStopped, Stream
-from blockdraft.server.answers import AnswerWriter
-from blockdraft.server.responses import DONE, error_body, event, while_connected
+from blockdraft.server.responses import while_connected
 
 
-async def respond(answer: AnswerWriter, streams: Items[Stream], *, is_stream: bool) -> Response:
+class Writer(Protocol):
+    """Writes an answer in the words of one API; `prompt` says which prompt a delta answers."""
+
+    def take(self, prompt: int, delta: Delta) -> None:
+        """Remember a delta for `whole`."""
+
+    def whole(self) -> Mapping[str, object]:
+        """The complete answer, when all deltas are in."""
+
+    def event(self, prompt: int, delta: Delta) -> str | None:
+        """Take a delta in. What to write, at once; None if there is nothing to show."""
+
+    def end(self) -> str:
+        """What a stream ends with."""
+
+    def failed(self, message: str) -> str:
+        """What a stream ends with that cannot go on."""
+
+
+class Written(NamedTuple):
+    """What is written at once."""
+
+    text: str
+    is_last: bool
+
+
+async def respond(answer: Writer, streams: Items[Stream], *, is_stream: bool) -> Response:
     """The response, once it can begin: what fails before, and a time limit, still have a status."""
     with ExitStack() as opened:
         for stream in streams:
@@ -34,9 +60,9 @@ async def respond(answer: AnswerWriter, streams: Items[Stream], *, is_stream: bo
 
 
 class AnswerEvents(Response):
-    """Server-sent events of streams that are closed with the connection. The last one is DONE."""
+    """Server-sent events of streams that are closed with the connection."""
 
-    def __init__(self, events: AsyncIterator[str], streams: Items[Stream]) -> None:
+    def __init__(self, events: AsyncIterator[Written], streams: Items[Stream]) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self.events = events
@@ -52,12 +78,12 @@ class AnswerEvents(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for text in self.events:
-            has_more = not text.endswith(DONE)  # with the last event goes the end: one write, not two
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": has_more})
+        async for text, is_last in self.events:
+            # With the last event goes the end: one write, not two.
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
 
 
-async def _events(answer: AnswerWriter, streams: Items[Stream]) -> AsyncIterator[str]:
+async def _events(answer: Writer, streams: Items[Stream]) -> AsyncIterator[Written]:
     """What is written at once is one string. Raises EngineStopped if it comes before the first.
 
     Writing costs more than making an event: what has piled up while others were written is written together.
@@ -67,21 +93,20 @@ async def _events(answer: AnswerWriter, streams: Items[Stream]) -> AsyncIterator
         async for prompt, delta in _deltas(streams):
             held += answer.event(prompt, delta) or ""
             if held and not streams[prompt].has_next:
-                yield held
+                yield Written(held, is_last=False)
                 has_begun, held = True, ""
     except EngineStopped as error:
         if not has_begun and not held:
             raise
-        yield held + event(error_body(str(error), kind="server_error")) + DONE
+        yield Written(held + answer.failed(str(error)), is_last=True)
     else:
-        last = answer.last_chunk()
-        yield held + DONE if last is None else held + event(last) + DONE
+        yield Written(held + answer.end(), is_last=True)
 
 
-async def _chained(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _chained(first: Written, rest: AsyncIterator[Written]) -> AsyncIterator[Written]:
     yield first
-    async for text in rest:
-        yield text
+    async for written in rest:
+        yield written
 
 
 async def _deltas(streams: Items[Stream]) -> AsyncIterator[tuple[int, Delta]]:

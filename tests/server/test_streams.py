@@ -168,14 +168,15 @@ def test_what_has_piled_up_is_written_at_once():
         found, events = [], respond(chat_answer(), [stream], is_stream=True)
         stream.put(Delta("r", 0, " t1", (1,)))
         response = await events
-        async for text in response.events:
-            found.append(text)
+        async for written in response.events:
+            found.append(written)
             if len(found) == 1:
                 for number in (2, 3):
                     stream.put(Delta("r", 0, f" t{number}", (number,)))
                 stream.put(Delta("r", 0, " t4", (4,), finish_reason="length"))
         return found
 
-    first, rest = asyncio.run(pieces())
+    (first, is_over), (rest, is_last) = asyncio.run(pieces())
+    assert (is_over, is_last) == (False, True)
     assert [first.count("data: "), rest.count("data: ")] == [2, 4], "the role and a token; three and DONE"
     assert rest.endswith("data: [DONE]\n\n")

@@ -1,0 +1,77 @@
+"""An answer as a row of parts: thoughts, text, calls of tools. The newer APIs stream them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from blockdraft.server.choices import AnswerPiece
+
+
+@dataclass(slots=True)
+class Part:
+    """One part. A call has an id and a name; its text is its arguments."""
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    call_id: str = ""
+    name: str = ""
+    is_whole: bool = False  # nothing comes any more, and nothing was cut off
+    added: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.added)
+
+
+class Change(NamedTuple):
+    """What one step does to a part: a new one, more text for it, or its end."""
+
+    what: Literal["open", "add", "close"]
+    part: Part
+    text: str = ""
+
+
+class Parts:
+    """The parts of one answer as its pieces come in. Only the last one can be open."""
+
+    def __init__(self) -> None:
+        self.all: list[Part] = []
+        self._is_open = False
+
+    def push(self, piece: AnswerPiece) -> Iterator[Change]:
+        if piece.reasoning:
+            yield from self._add("reasoning", piece.reasoning)
+        if piece.text:
+            yield from self._add("text", piece.text)
+        for call in piece.tool_calls:
+            if call.id is not None:
+                yield from self._open(Part("call", len(self.all), call_id=call.id, name=call.name or ""))
+            if call.arguments:
+                yield from self._add("call", call.arguments)
+        if piece.finish_reason is not None:
+            yield from self._close(is_whole=piece.finish_reason != "length")
+
+    def empty_text(self) -> Iterator[Change]:
+        """A text without words, where an answer must have something."""
+        yield from self._open(Part("text", len(self.all)))
+        yield from self._close(is_whole=True)
+
+    def _add(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[Change]:
+        if not (self._is_open and self.all[-1].kind == kind):
+            yield from self._open(Part(kind, len(self.all)))
+        self.all[-1].added.append(text)
+        yield Change("add", self.all[-1], text)
+
+    def _open(self, part: Part) -> Iterator[Change]:
+        yield from self._close(is_whole=True)
+        self.all.append(part)
+        self._is_open = True
+        yield Change("open", part)
+
+    def _close(self, *, is_whole: bool) -> Iterator[Change]:
+        if self._is_open:
+            self.all[-1].is_whole = is_whole
+            self._is_open = False
+            yield Change("close", self.all[-1])
