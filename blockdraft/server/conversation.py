@@ -17,6 +17,14 @@ class Conversation:
         """What anybody but the model says."""
         self.messages.append({"role": role, "content": text})
 
+    def add_user(self, text: str) -> None:
+        """What a user says; two turns of a user in a row are one."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") == "user":
+            self.messages[-1] = {**last, "content": f"{last['content']}\n\n{text}"}
+        else:
+            self.say("user", text)
+
     def think(self, text: str) -> None:
         self._turn({"content", "tool_calls", "reasoning_content"})["reasoning_content"] = text
 

@@ -171,6 +171,20 @@ def test_turns_become_messages_of_a_chat():
     ]
 
 
+def test_a_system_message_among_the_turns_is_a_reminder():
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "system", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    system = [{"type": "text", "text": "x-anthropic-billing-header: cc_version=1;"}]
+    system.append({"type": "text", "text": "d"})
+    assert chat_of(messages=turns, system=system).messages == [
+        {"role": "system", "content": "d"},
+        {"role": "user", "content": "a\n\n<system-reminder>\nb\n</system-reminder>\n\nc"},
+    ]
+
+
 def test_a_last_turn_of_the_model_is_continued(app):
     turns = [{"role": "user", "content": "t1"}, {"role": "assistant", "content": "t2 t3"}]
     assert create(app, messages=turns).json()["content"][0]["text"] == " t4 t5 t6 t7 t8"

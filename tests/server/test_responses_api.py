@@ -18,7 +18,7 @@ from blockdraft.server.responses_api.store import ResponseStore, StoredResponse
 from blockdraft.server.responses_api.writer import ResponseWriter
 from tests.server.asking import ask, listening
 from tests.server.pair import NAME, app_over, models, thinking_tokenizer
-from tests.server.scripted import AGENT, SCRIPTS, ScriptedChat, events_of, streamed, taken
+from tests.server.scripted import AGENT, SCRIPTS, ScriptedChat, call, events_of, piece, streamed, taken
 
 PATH = "/v1/responses"
 HELLO = {"model": NAME, "max_output_tokens": 5, "input": "t1 t2 t3", "temperature": 0}
@@ -145,6 +145,20 @@ def test_thoughts_are_sealed_where_a_client_keeps_them():
     for broken in ("gAAAA", "blockdraft:%", sealed("é")[:-1]):
         add_item(conversation, Nested({**thoughts, "content": None, "encrypted_content": broken}, "i"), None)
     assert len(conversation.messages) == 1
+
+
+def test_a_function_of_a_namespace_is_called_by_its_own_name():
+    """Codex keeps some of its functions in namespaces."""
+    space = {"type": "namespace", "name": "crew", "description": "", "tools": [{**TOOL, "name": "hire"}]}
+    script = [piece(calls=[call(0, "{}", id="call_a", name="crew__hire")]), piece(end="stop")]
+    (item,) = taken(writer(tools=[space]), script)["output"]
+    assert (item["namespace"], item["name"]) == ("crew", "hire")
+    events = streamed(writer(tools=[space]), script)
+    assert assembled(events)[0]["namespace"] == "crew"
+    assert next(event["name"] for event in events if "name" in event) == "hire"
+    conversation = Conversation()
+    add_item(conversation, Nested(item, "input.0"), None)
+    assert conversation.messages[0]["tool_calls"][0]["function"]["name"] == "crew__hire"
 
 
 # ---- what a request asks of the model

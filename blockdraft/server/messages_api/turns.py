@@ -6,13 +6,17 @@ from blockdraft.server.conversation import Conversation
 from blockdraft.server.nested import Nested, all_of
 from blockdraft.server.responses import json_of
 
+# Claude Code writes who pays in front of its instructions: no model needs it, and no two prompts would share
+# a prefix where it differs.
+_BILLING = "x-anthropic-billing-header:"
 _ONLY_TEXT = "only text, tool_use, tool_result and thinking"
 
 
 def system_text(system: str | list[dict[str, object]] | None) -> str | None:
     if system is None or isinstance(system, str):
         return system
-    return "\n\n".join(_plain_text(block) for block in all_of(system, "system"))
+    texts = [_plain_text(block) for block in all_of(system, "system")]
+    return "\n\n".join(text for text in texts if not text.startswith(_BILLING))
 
 
 def conversation_of(messages: list[dict[str, object]]) -> Conversation:
@@ -25,10 +29,18 @@ def conversation_of(messages: list[dict[str, object]]) -> Conversation:
         elif role == "assistant":
             _add_assistant(conversation, _blocks(turn))
         elif role == "system":
-            conversation.say("system", _joined(_blocks(turn)))
+            _add_system(conversation, _joined(_blocks(turn)))
         else:
             raise turn.unknown("role", "user, assistant or system")
     return conversation
+
+
+def _add_system(conversation: Conversation, text: str) -> None:
+    """Many templates know a system message in the first place only: a later one is a reminder to the user."""
+    if conversation.messages:
+        conversation.add_user(f"<system-reminder>\n{text}\n</system-reminder>")
+    else:
+        conversation.say("system", text)
 
 
 def _blocks(turn: Nested) -> list[Nested]:
@@ -47,7 +59,7 @@ def _add_user(conversation: Conversation, blocks: list[Nested]) -> None:
         else:
             rest.append(block)
     if rest or not blocks:
-        conversation.say("user", _joined(rest))
+        conversation.add_user(_joined(rest))
 
 
 def _result_text(block: Nested) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -11,6 +12,7 @@ from blockdraft.server.conversation import Conversation
 from blockdraft.server.field_types import MAX_INT, MAX_MESSAGES, TemplateKwargs
 from blockdraft.server.fields import AnyBody, ChatRequest, Model, SpeculativeField, Unsupported, validate
 from blockdraft.server.nested import Nested, all_of
+from blockdraft.server.responses_api.items import full_name
 
 MAX_TOOLS = 1024  # arbitrary
 MAX_ID = 128  # characters of an id
@@ -113,8 +115,16 @@ class ResponsesRequest(AnyBody):
         }
         return validate(ChatRequest, {name: value for name, value in given.items() if value is not None})
 
+    @property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Of functions that have one, by what they are called to the model: the namespace and the name."""
+        found = _functions(all_of(self.tools, "tools"))
+        return {
+            full_name(space, tool.text("name")): (space, tool.text("name")) for tool, space in found if space
+        }
+
     def _tools(self) -> dict[str, object]:
-        tools = [_function(tool) for tool in all_of(self.tools, "tools")]
+        tools = [_function(tool, namespace) for tool, namespace in _functions(all_of(self.tools, "tools"))]
         choice: str | Function = self.tool_choice
         if isinstance(choice, dict):
             tools, choice = _chosen(Nested(choice, "tool_choice"), tools)
@@ -124,11 +134,20 @@ class ResponsesRequest(AnyBody):
         return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": is_single}
 
 
-def _function(tool: Nested) -> Function:
+def _functions(tools: list[Nested]) -> Iterator[tuple[Nested, str]]:
+    """Each function and its namespace, which is empty for most."""
+    for tool in tools:
+        if tool.get("type") == "namespace":
+            yield from ((inner, tool.name("name")) for inner in tool.all("tools"))
+        else:
+            yield tool, ""
+
+
+def _function(tool: Nested, namespace: str) -> Function:
     """A tool in the shape of chat completions."""
     if tool.get("type") != "function":
-        raise tool.unknown("type", "only functions of your own; this server hosts no tools")
-    function: Function = {"name": tool.name("name")}
+        raise tool.unknown("type", "only functions of your own, as this server hosts no tools; leave it out")
+    function: Function = {"name": full_name(namespace, tool.name("name"))}
     if "parameters" in tool:
         function["parameters"] = tool.object("parameters")
     if "description" in tool:

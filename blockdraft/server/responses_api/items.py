@@ -17,6 +17,11 @@ _ROLES = frozenset({"user", "system", "developer", "assistant"})
 _SEALED = "blockdraft:"  # in front of thoughts that a client keeps for us
 
 
+def full_name(namespace: str, name: str) -> str:
+    """What a function is called to the model, which knows no namespaces."""
+    return f"{namespace}__{name}" if namespace else name
+
+
 def add_input(conversation: Conversation, given: str | list[dict[str, object]], find: FindItem) -> None:
     """Add what a request says; `find` knows the items that it only refers to."""
     if isinstance(given, str):
@@ -31,7 +36,8 @@ def add_item(conversation: Conversation, item: Nested, find: FindItem) -> None:
     if kind == "message" or (kind is None and "role" in item):
         _add_message(conversation, item)
     elif kind == "function_call":
-        conversation.call(item.name("call_id"), item.name("name"), item.text("arguments"))
+        name = full_name(item.text("namespace", default=""), item.name("name"))
+        conversation.call(item.name("call_id"), name, item.text("arguments"))
     elif kind == "function_call_output":
         conversation.result(item.name("call_id"), _text(item, "output"))
     elif kind == "reasoning":

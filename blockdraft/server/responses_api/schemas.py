@@ -50,13 +50,14 @@ class ReasoningItem(TypedDict):
 
 
 class FunctionCallItem(TypedDict):
-    """A function that it called; the arguments are JSON."""
+    """A function that it called, of a namespace if it has one; the arguments are JSON."""
 
     id: str
     type: Literal["function_call"]
     status: ItemStatus
     call_id: str
     name: str
+    namespace: NotRequired[str]
     arguments: str
 
 

@@ -27,6 +27,7 @@ class ResponseWriter:
         self._head = head
         self._keep = keep
         self._chat = chat
+        self._namespaces = asked.namespaces
         self._parts = Parts()
         self._ids: list[str] = []  # of the parts' items
         self._num_events = 0
@@ -132,14 +133,7 @@ class ResponseWriter:
                 "content": content,
             }
         if part.kind == "call":
-            return {
-                "id": item_id,
-                "type": "function_call",
-                "status": status,
-                "call_id": part.call_id,
-                "name": part.name,
-                "arguments": "" if is_new else part.text,
-            }
+            return self._call(part, item_id, status)
         thoughts: schemas.ReasoningItem = {
             "id": item_id,
             "type": "reasoning",
@@ -150,6 +144,20 @@ class ResponseWriter:
         if self._asked.seals_thoughts and not is_new:
             thoughts["encrypted_content"] = sealed(part.text)
         return thoughts
+
+    def _call(self, part: Part, item_id: str, status: schemas.ItemStatus) -> schemas.FunctionCallItem:
+        namespace, name = self._namespaces.get(part.name, ("", part.name))
+        call: schemas.FunctionCallItem = {
+            "id": item_id,
+            "type": "function_call",
+            "status": status,
+            "call_id": part.call_id,
+            "name": name,
+            "arguments": "" if status == "in_progress" else part.text,
+        }
+        if namespace:
+            call["namespace"] = namespace
+        return call
 
     # ---- events
 
@@ -179,13 +187,23 @@ class ResponseWriter:
         elif what == "add":
             yield _delta_event(part, place, change.text)
         else:
-            yield _done_event(part, place)
+            yield self._done(part, place)
             yield from _part_event("done", part, place, part.text)
             yield {
                 "type": "response.output_item.done",
                 "output_index": part.index,
                 "item": self._item(part),
             }
+
+    def _done(self, part: Part, place: dict[str, object]) -> dict[str, object]:
+        if part.kind == "call":
+            _, name = self._namespaces.get(part.name, ("", part.name))
+            done = {"name": name, "arguments": part.text}
+            return {"type": "response.function_call_arguments.done", **place, **done}
+        if part.kind == "reasoning":
+            return {"type": "response.reasoning_text.done", **place, "content_index": 0, "text": part.text}
+        done = {"text": part.text}
+        return {"type": "response.output_text.done", **place, "content_index": 0, **done, "logprobs": []}
 
 
 def _output_text(text: str) -> schemas.OutputText:
@@ -206,18 +224,3 @@ def _delta_event(part: Part, place: dict[str, object], text: str) -> dict[str, o
     if part.kind == "reasoning":
         return {"type": "response.reasoning_text.delta", **place, "content_index": 0, "delta": text}
     return {"type": "response.output_text.delta", **place, "content_index": 0, "delta": text, "logprobs": []}
-
-
-def _done_event(part: Part, place: dict[str, object]) -> dict[str, object]:
-    if part.kind == "call":
-        done = {"name": part.name, "arguments": part.text}
-        return {"type": "response.function_call_arguments.done", **place, **done}
-    if part.kind == "reasoning":
-        return {"type": "response.reasoning_text.done", **place, "content_index": 0, "text": part.text}
-    return {
-        "type": "response.output_text.done",
-        **place,
-        "content_index": 0,
-        "text": part.text,
-        "logprobs": [],
-    }
