@@ -15,7 +15,7 @@ BUDGETS = {
     "kernels": 7_600,
     "bench": 5_450,
     "checkpoints": 4_350,
-    "server": 6_700,
+    "server": 6_800,
     "training": 3_150,
     "planner": 2_450,
     "engine": 3_050,
