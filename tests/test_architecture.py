@@ -14,6 +14,7 @@ FLOORS = [
     {"cli"},
     {"training", "doctor"},
     {"server", "bench", "launch", "llm"},
+    {"tools"},
     {"start"},
     {"check"},
     {"engine"},
@@ -53,7 +54,7 @@ TORCH_FREE = {
     *("planner", "settings", "machine", "launch", "bench", "errors", "phases", "prometheus_text"),
     *("models.config", "models.draft_config", "cache.spec"),
     *("engine.request", "engine.info", "engine.stats", "engine.streams"),
-    *("text", "server.app", "server.remote_engine"),
+    *("text", "tools", "server.app", "server.remote_engine"),
     *(
         "checkpoints.config_fields",
         "checkpoints.gguf_config",

@@ -9,15 +9,16 @@ from dataclasses import replace
 from typing import ClassVar
 
 from blockdraft.engine.request import Delta, TokenLogprobs
+from blockdraft.server.chat import PreparedChat
 from blockdraft.server.choices import (
     AnswerChoice,
     AnswerPiece,
     DraftMarks,
+    ToolCallPiece,
     request_metrics,
 )
 from blockdraft.server.fields import ChatRequest, CompletionRequest
 from blockdraft.server.logprobs import TextOffsets, chat_logprobs, prompt_logprobs, text_logprobs
-from blockdraft.server.reasoning import Splitter, Tags, ThoughtCounter, begins_inside, continues_inside
 from blockdraft.server.responses import DONE, error_body, event, json_of
 from blockdraft.server.schemas import (
     AnswerObject,
@@ -27,10 +28,12 @@ from blockdraft.server.schemas import (
     ChatLogprobs,
     ChatMessage,
     ChunkChoice,
+    FunctionDelta,
     RequestMetrics,
     TextChoice,
     TextChunkChoice,
     TextLogprobs,
+    ToolCallDelta,
     Usage,
 )
 from blockdraft.text.tokenizer import Tokenizer
@@ -92,7 +95,9 @@ class AnswerWriter(ABC):
 
     def _is_text_only(self, piece: AnswerPiece) -> bool:
         """Whether two such chunks of a choice differ by their text alone."""
-        if piece.is_first or piece.finish_reason is not None or piece.reasoning or not piece.text:
+        if piece.is_first or piece.finish_reason is not None or not piece.text:
+            return False
+        if piece.reasoning or piece.tool_calls:
             return False
         has_more = self._options.return_token_ids or self._options.has_running_usage
         return not (has_more or piece.logprobs or piece.draft)
@@ -203,35 +208,20 @@ def _drafts(
 
 
 class ChatAnswer(AnswerWriter):
-    """One chat completion. `tags`: those of a thinking model."""
+    """One chat completion."""
 
     KIND = "chat.completion"
     CHUNK_KIND = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        asked: ChatRequest,
-        *,
-        head: AnswerObject,
-        tokenizer: Tokenizer,
-        prompt_ids: Items[int],
-        tags: Tags | None,
-    ) -> None:
-        choices = [
-            AnswerChoice(index=index, prompt=0, drafts=_drafts(asked, tokenizer, prompt_ids))
-            for index in range(asked.n)
-        ]
-        super().__init__(asked, head=head, tokenizer=tokenizer, prompts=[prompt_ids], choices=choices)
-        self._asked = asked
-        if tags is None:
-            return
-        if asked.continue_final_message:
-            is_inside = continues_inside(asked.messages[-1])
-        else:
-            is_inside = begins_inside(tokenizer, prompt_ids)
-        for choice in choices:
-            choice.splitter = Splitter(is_inside=is_inside)
-            choice.counter = ThoughtCounter(tags, tokenizer, is_inside=is_inside)
+    def __init__(self, prepared: PreparedChat, *, head: AnswerObject) -> None:
+        super().__init__(
+            prepared.asked,
+            head=head,
+            tokenizer=prepared.dialect.tokenizer,
+            prompts=[prepared.prompt_ids],
+            choices=prepared.choices(),
+        )
+        self._asked = prepared.asked
 
     def whole(self) -> Json:
         asked, answer = self._asked, super().whole()
@@ -243,12 +233,14 @@ class ChatAnswer(AnswerWriter):
         return answer
 
     def _whole_choice(self, choice: AnswerChoice) -> ChatChoice:
-        text, reasoning = choice.text, choice.reasoning
+        text, reasoning, calls = choice.text, choice.reasoning, choice.tool_calls
         message: ChatMessage = {
             "role": "assistant",
-            "content": None if reasoning and not text else text,
+            "content": None if (reasoning or calls) and not text else text,
             "refusal": None,
         }
+        if calls:
+            message["tool_calls"] = calls
         if reasoning and self._asked.include_reasoning:
             message["reasoning_content"] = message["reasoning"] = reasoning
         if self._asked.speculative.detail:
@@ -279,13 +271,15 @@ class ChatAnswer(AnswerWriter):
 
     def _has_news(self, choice: AnswerChoice, piece: AnswerPiece) -> bool:
         has_logprobs = self._asked.logprobs and bool(piece.logprobs)
-        return has_logprobs or bool(piece.text or self._reasoning(piece))
+        return has_logprobs or bool(piece.text or piece.tool_calls or self._reasoning(piece))
 
     def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> ChatChunkChoice:
         delta: ChatDelta = {}
         if reasoning := self._reasoning(piece):
             delta["reasoning_content"] = delta["reasoning"] = reasoning
-        if piece.text or (piece.finish_reason is None and not reasoning):
+        if piece.tool_calls:
+            delta["tool_calls"] = [_call_delta(call) for call in piece.tool_calls]
+        if piece.text or (piece.finish_reason is None and not (reasoning or piece.tool_calls)):
             delta["content"] = piece.text
         return {
             "index": choice.index,
@@ -299,6 +293,13 @@ class ChatAnswer(AnswerWriter):
 
     def _logprobs(self, items: Items[TokenLogprobs]) -> ChatLogprobs | None:
         return chat_logprobs(items, self._tokenizer) if self._asked.logprobs else None
+
+
+def _call_delta(piece: ToolCallPiece) -> ToolCallDelta:
+    if piece.id is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function: FunctionDelta = {"name": piece.name or "", "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
 class TextAnswer(AnswerWriter):

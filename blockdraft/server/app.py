@@ -27,10 +27,12 @@ from blockdraft.errors import RequestError
 from blockdraft.phases import StartProgress
 from blockdraft.server.answers import ChatAnswer, TextAnswer
 from blockdraft.server.body import shown
+from blockdraft.server.chat import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
 from blockdraft.server.chat_host import MakeWriter
 from blockdraft.server.events import LoopFeed, live_events
 from blockdraft.server.failures import HANDLERS, NotReady
 from blockdraft.server.fields import (
+    AnyBody,
     BodyT,
     ChatRequest,
     CompletionRequest,
@@ -39,6 +41,7 @@ from blockdraft.server.fields import (
     parse,
 )
 from blockdraft.server.guard import Guard
+from blockdraft.server.ignored import IgnoredFields
 from blockdraft.server.live_page import routes as page_routes
 from blockdraft.server.messages_api.routes import routes as message_routes
 from blockdraft.server.metrics import render
@@ -47,13 +50,10 @@ from blockdraft.server.options import ServerOptions
 from blockdraft.server.prompts import (
     check_prompts,
     echoed_texts,
-    encode_chat,
     encode_prompts,
     token_texts,
-    tokenize,
     with_field_error,
 )
-from blockdraft.server.reasoning import find_tags
 from blockdraft.server.responses import live_response, start_response, while_connected
 from blockdraft.server.responses_api.routes import routes as response_routes
 from blockdraft.server.schemas import AnswerObject, ModelCard, ModelList, Status, Text, Tokens, Version
@@ -96,14 +96,14 @@ class ServedEngine(Protocol):
         """Queue a prompt. Raises what Engine.add raises, or EngineStopped."""
 
 
-def make_app(loop: ServedEngine, *, name: str, options: ServerOptions) -> ASGIApp:
-    """The whole server; `name` is what clients call the model."""
-    return Guard(make_api(loop, name=name), options)
+def make_app(loop: ServedEngine, *, name: str, options: ServerOptions, tool_format: str = "auto") -> ASGIApp:
+    """The whole server; `name` is what clients call the model, `tool_format` how it writes tool calls."""
+    return Guard(make_api(loop, name=name, tool_format=tool_format), options)
 
 
-def make_api(loop: ServedEngine, *, name: str) -> Starlette:
+def make_api(loop: ServedEngine, *, name: str, tool_format: str = "auto") -> Starlette:
     """The routes, from the first moment of the start on; they count on a Guard around them."""
-    api = _Api(loop, name)
+    api = _Api(loop, name, tool_format)
     return Starlette(
         routes=[
             Route("/health", api.health),
@@ -128,11 +128,13 @@ def make_api(loop: ServedEngine, *, name: str) -> Starlette:
 
 
 class _Api:
-    def __init__(self, loop: ServedEngine, name: str) -> None:
+    def __init__(self, loop: ServedEngine, name: str, tool_format: str) -> None:
         self.loop = loop
         self.name = name
         self.created = int(time.time())
-        self._find_tags = functools.cache(find_tags)
+        self._tool_format = tool_format
+        self._ignored = IgnoredFields()
+        self._find_dialect = functools.cache(find_dialect)
 
     # ---- how the server is
 
@@ -198,6 +200,9 @@ class _Api:
             raise NotReady(self.loop.startup.state)
         return tokenizer, info
 
+    def _dialect(self, tokenizer: Tokenizer) -> Dialect:
+        return self._find_dialect(tokenizer, self._tool_format)
+
     def _check_model(self, model: str | None) -> None:
         if model not in (None, self.name):
             raise RequestError(
@@ -211,7 +216,7 @@ class _Api:
     async def tokenize(self, request: Request) -> Response:
         asked = await self.read(request, TokenizeRequest)
         tokenizer, info = self._ready()
-        tokens = await run_in_threadpool(tokenize, asked, tokenizer)
+        tokens = await run_in_threadpool(tokenize, asked, self._dialect(tokenizer))
         strings = None
         if asked.return_token_strs:
             strings = await run_in_threadpool(token_texts, tokens, tokenizer)
@@ -234,9 +239,8 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         asked = await self.read(request, ChatRequest)
-        return await self.converse(
-            request, asked, self._head(request, asked, "chatcmpl"), lambda answer: answer
-        )
+        head = self._head(request, asked, "chatcmpl")
+        return self.tell(await self.converse(request, asked, head, lambda answer: answer), asked)
 
     async def converse(
         self, request: Request, asked: ChatRequest, head: AnswerObject, writer: MakeWriter
@@ -247,13 +251,16 @@ class _Api:
 
     async def num_prompt_tokens(self, request: Request, asked: ChatRequest) -> int:
         """How long a conversation is to the model."""
-        tokenizer, _ = self._ready()
-        size = len(await request.body())
-        return len(await _beside(size, with_field_error("messages", encode_chat), asked, tokenizer))
+        return len((await self._prepare(asked, len(await request.body()))).prompt_ids)
 
     async def completions(self, request: Request) -> Response:
         asked, size = await self.read(request, CompletionRequest), len(await request.body())
-        return await self._answer(request, self._complete(asked, size, self._head(request, asked, "cmpl")))
+        work = self._complete(asked, size, self._head(request, asked, "cmpl"))
+        return self.tell(await self._answer(request, work), asked)
+
+    def tell(self, response: Response, asked: AnyBody) -> Response:
+        """The response, with the names of fields that were ignored."""
+        return self._ignored.tell(response, asked)
 
     async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
         response = await while_connected(request.receive, work, _discard)
@@ -279,19 +286,17 @@ class _Api:
         return {"id": name, "created": int(time.time()), "model": self.name}
 
     async def _chat(self, asked: ChatRequest, size: int, head: AnswerObject, writer: MakeWriter) -> Response:
-        tokenizer, info = self._ready()
-        sampling = asked.sampling(info.sampling)
-        prompt_ids = await _beside(size, with_field_error("messages", encode_chat), asked, tokenizer)
-        check_prompts([prompt_ids], "messages", sampling, info)
-        answer = ChatAnswer(
-            asked,
-            head=head,
-            tokenizer=tokenizer,
-            prompt_ids=prompt_ids,
-            tags=self._find_tags(tokenizer),
-        )
-        streams = await self._submit([prompt_ids], sampling)
+        prepared = await self._prepare(asked, size)
+        answer = ChatAnswer(prepared, head=head)
+        streams = await self._submit([prepared.prompt_ids], prepared.sampling)
         return await respond(writer(answer), streams, is_stream=asked.stream)
+
+    async def _prepare(self, asked: ChatRequest, size: int) -> PreparedChat:
+        """The request as the engine takes it; `size` is that of its body."""
+        tokenizer, info = self._ready()
+        prepared = await _beside(size, prepare_chat, asked, self._dialect(tokenizer), info.sampling)
+        check_prompts([prepared.prompt_ids], "messages", prepared.sampling, info)
+        return prepared
 
     async def _complete(self, asked: CompletionRequest, size: int, head: AnswerObject) -> Response:
         tokenizer, info = self._ready()

@@ -33,6 +33,8 @@ class ChatHost(Protocol):
         """The answer, written by what `writer` makes of it."""
 
     async def num_prompt_tokens(self, request: Request, asked: ChatRequest) -> int: ...
+    def tell(self, response: Response, asked: AnyBody) -> Response:
+        """The response, with the names of fields that were ignored."""
 
 
 @contextmanager

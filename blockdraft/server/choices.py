@@ -1,4 +1,4 @@
-"""Turns the engine's deltas into the pieces of an answer: thoughts apart, draft marks, counts.
+"""Turns the engine's deltas into the pieces of an answer: thoughts and tool calls apart, draft marks, counts.
 
 There is one `AnswerChoice` per choice of a request. It keeps what a whole answer needs, so streamed or not
 the same code has made it.
@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from blockdraft.engine.request import Delta, FinishReason, Metrics, TokenLogprobs
-from blockdraft.server.reasoning import Splitter, ThoughtCounter
-from blockdraft.server.schemas import DraftStep, RequestMetrics, SpeculativeMetrics
+from blockdraft.engine.request import Delta, Metrics, TokenLogprobs
+from blockdraft.server.schemas import (
+    AnswerEnd,
+    CalledFunction,
+    DraftStep,
+    RequestMetrics,
+    SpeculativeMetrics,
+    ToolCall,
+)
 from blockdraft.text.detokenizer import Detokenizer
 from blockdraft.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallPiece:
-    """What one step adds to one tool call. Its first piece, and no later one, has an id and a name."""
-
-    index: int  # which call of the answer
-    id: str | None
-    name: str | None
-    arguments: str  # the next characters of a JSON object
+from blockdraft.tools.pieces import Parsed
+from blockdraft.tools.pieces import ToolCallPiece as ToolCallPiece
+from blockdraft.tools.reading import AnswerReader
+from blockdraft.tools.tags import TagFilter
+from blockdraft.tools.thoughts import Splitter, ThoughtCounter
 
 
 @dataclass(slots=True)
@@ -37,17 +38,19 @@ class AnswerPiece:
     logprobs: tuple[TokenLogprobs, ...]
     draft: DraftStep | None
     is_first: bool
-    finish_reason: FinishReason | None
+    finish_reason: AnswerEnd | None
     stop_reason: str | int | None
 
 
 @dataclass(slots=True)
 class AnswerChoice:
-    """One choice as it comes in. `splitter`, `counter` and `drafts` are None where nobody asked."""
+    """One choice as it comes in. What takes it apart is None where nobody asked."""
 
     index: int
     prompt: int  # which of the request's prompts
+    markup: TagFilter | None = None  # leaves out special tokens that only we have asked for
     splitter: Splitter | None = None
+    reader: AnswerReader | None = None
     counter: ThoughtCounter | None = None
     drafts: DraftMarks | None = None
     is_dropped: bool = False  # only the prompt was asked for: the answer is not shown
@@ -68,22 +71,39 @@ class AnswerChoice:
         self.num_tokens += len(token_ids)
         if self.counter is not None:
             self.counter.push(token_ids)
-        text, reasoning = "" if self.is_dropped else delta.text, ""
-        if self.splitter is not None:
-            reasoning, text = self.splitter.push(text, is_last)
+        parsed = self._divide("" if self.is_dropped else delta.text, is_last)
         piece = AnswerPiece(
-            text=text,
-            reasoning=reasoning,
-            tool_calls=(),
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
             token_ids=token_ids,
             logprobs=() if self.is_dropped else delta.logprobs,
             draft=self.drafts.push(delta) if self.drafts is not None and token_ids else None,
             is_first=not self.pieces,
-            finish_reason="length" if is_last and self.is_dropped else delta.finish_reason,
+            finish_reason=self._end(delta),
             stop_reason=None if self.is_dropped else delta.stop_reason,
         )
         self.pieces.append(piece)
         return piece
+
+    def _divide(self, text: str, is_last: bool) -> Parsed:
+        reasoning = ""
+        if self.markup is not None:
+            text = self.markup.push(text, is_last)
+        if self.splitter is not None:
+            reasoning, text = self.splitter.push(text, is_last)
+        if self.reader is None:
+            return Parsed(reasoning, text, ())
+        parsed = self.reader.push(text, is_last)
+        return parsed._replace(reasoning=reasoning + parsed.reasoning)
+
+    def _end(self, delta: Delta) -> AnswerEnd | None:
+        """How it ended: with a call, if there was one and the model stopped by itself."""
+        if delta.finish_reason is not None and self.is_dropped:
+            return "length"
+        if delta.finish_reason == "stop" and self.reader is not None and self.reader.num_calls:
+            return "tool_calls"
+        return delta.finish_reason
 
     @property
     def text(self) -> str:
@@ -92,6 +112,17 @@ class AnswerChoice:
     @property
     def reasoning(self) -> str:
         return "".join(piece.reasoning for piece in self.pieces)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The whole calls."""
+        calls: list[ToolCall] = []
+        for call in (call for piece in self.pieces for call in piece.tool_calls):
+            if call.id is not None:
+                function: CalledFunction = {"name": call.name or "", "arguments": ""}
+                calls.append({"id": call.id, "type": "function", "function": function})
+            calls[call.index]["function"]["arguments"] += call.arguments
+        return calls
 
     @property
     def token_ids(self) -> list[int]:

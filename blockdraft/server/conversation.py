@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 Message = dict[str, object]
 
@@ -12,6 +12,11 @@ class Conversation:
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         self.messages = list(messages)
+        self._called = {call_id for message in self.messages for call_id in _call_ids(message)}
+
+    def has_called(self, call_id: str) -> bool:
+        """Whether a result for this call can follow."""
+        return call_id in self._called
 
     def say(self, role: str, text: str) -> None:
         """What anybody but the model says."""
@@ -34,6 +39,7 @@ class Conversation:
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
         """A tool that the model called; `arguments` are JSON."""
+        self._called.add(call_id)
         turn = self._turn(set())
         before = turn.get("tool_calls", ())
         assert isinstance(before, list | tuple)
@@ -63,3 +69,9 @@ class Conversation:
             ahead.append(str(messages.pop(0)["content"]))
         first: list[Message] = [{"role": "system", "content": "\n\n".join(ahead)}] if ahead else []
         return first + messages
+
+
+def _call_ids(message: Message) -> Iterator[str]:
+    calls = message.get("tool_calls", ())
+    assert isinstance(calls, list | tuple)
+    yield from (call["id"] for call in calls)

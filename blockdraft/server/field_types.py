@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError
 
 from blockdraft.engine.request import MAX_BIASES, MAX_STOPS
@@ -27,6 +35,13 @@ _RESERVED_KWARGS = frozenset(
     }
 )
 
+
+class StrictFields(BaseModel):
+    """An object in a body: nothing is converted, and what nobody knows is left out."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, populate_by_name=True)
+
+
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 TokenList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
@@ -37,12 +52,17 @@ Message = Annotated[
     WithJsonSchema(
         {
             "type": "object",
-            "required": ["role", "content"],
+            "required": ["role"],
             "properties": {
-                "role": {"type": "string", "minLength": 1, "examples": ["system", "user", "assistant"]},
+                "role": {
+                    "type": "string",
+                    "minLength": 1,
+                    "examples": ["system", "user", "assistant", "tool"],
+                },
                 "content": {
                     "anyOf": [
                         {"type": "string"},
+                        {"type": "null"},
                         {
                             "type": "array",
                             "items": {
@@ -53,6 +73,31 @@ Message = Annotated[
                         },
                     ]
                 },
+                "tool_calls": {
+                    "anyOf": [
+                        {"type": "null"},
+                        {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "required": ["id", "function"],
+                                "properties": {
+                                    "id": {"type": "string"},
+                                    "type": {"const": "function"},
+                                    "function": {
+                                        "type": "object",
+                                        "required": ["name"],
+                                        "properties": {
+                                            "name": {"type": "string"},
+                                            "arguments": {"type": ["string", "object", "null"]},
+                                        },
+                                    },
+                                },
+                            },
+                        },
+                    ]
+                },
+                "tool_call_id": {"type": ["string", "null"]},
             },
         }
     ),

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.config import JsonDict
 
 from blockdraft.engine.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
 from blockdraft.errors import RequestError
 from blockdraft.server.body import parse_object, shown_name
+from blockdraft.server.conversations import check_messages
 from blockdraft.server.field_types import (
     MAX_INT,
     MAX_PROMPT_TOKENS,
@@ -23,9 +24,12 @@ from blockdraft.server.field_types import (
     Messages,
     Prompts,
     Stops,
+    StrictFields,
     TemplateKwargs,
     TokenId,
 )
+from blockdraft.server.form_fields import FormFields
+from blockdraft.server.tool_fields import ToolFields, Tools
 
 MAX_SALT = 1024  # characters of a cache salt; arbitrary
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
@@ -34,53 +38,56 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
 Unsupported = Mapping[str, tuple[object, ...]]
 _UNSUPPORTED: Unsupported = {
     **dict.fromkeys(("audio", "chat_template", "kv_transfer_params", "prompt_embeds"), ()),
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
-    **dict.fromkeys(("structured_outputs", "thinking_token_budget", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "documents", "functions"), ([],)),
-    **dict.fromkeys(("logits_processors", "tools"), ([],)),
+    **dict.fromkeys(("logits_processors",), ([],)),
+    **dict.fromkeys(("truncate_prompt_tokens",), ()),
     **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
     "function_call": ("none",),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "priority": (0,),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),  # without tools, auto is none
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
-_CHAT_ONLY = {"echo": (False,)}
+_CHAT_ONLY = {"echo": (False,), "suffix": ("",)}
+# Fields that ask for nothing an answer could show: to leave them out of account is to do what they say.
+_HARMLESS = frozenset(
+    {
+        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
+        *("store", "user"),
+    }
+)
 _SAMPLING_NAMES = frozenset(item.name for item in fields(SamplingParams))
 BodyT = TypeVar("BodyT", bound="AnyBody")
 
 
-class Model(BaseModel):
-    """Objects of requests: types are not guessed, and what nobody knows is left out."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-class AnyBody(Model):
+class AnyBody(StrictFields):
     """A whole body; any may name the model it is meant for."""
 
     UNSUPPORTED: ClassVar[Unsupported] = _UNSUPPORTED
+    HARMLESS: ClassVar[frozenset[str]] = _HARMLESS  # they ask nothing of a server of one's own
 
     model: str | None = None
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Names in the body that mean nothing here, `temprature` for one."""
+        return self._ignored
 
     def check(self) -> None:
         """Raises RequestError for what no single field can tell."""
 
 
-class StreamOptions(Model):
+class StreamOptions(StrictFields):
     """What a stream carries beside the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class Speculative(Model):
+class Speculative(StrictFields):
     """Speculation for this request: `width` is the block's width (1: none, null: the server's)."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -101,7 +108,7 @@ SpeculativeField = Annotated[
 ]
 
 
-class _Generation(AnyBody):
+class _Generation(FormFields, AnyBody):
     """The fields of chat and plain completions alike."""
 
     # These five are the model's own where a request does not say.
@@ -112,9 +119,9 @@ class _Generation(AnyBody):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: Biases = {}
+    logit_bias: Biases = Field(default={})
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    stop: Stops = []
+    stop: Stops = Field(default=[])
     stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -144,6 +151,7 @@ class _Generation(AnyBody):
             raise RequestError(
                 "'prompt_logprobs' cannot be streamed: set 'stream' to false.", "prompt_logprobs"
             )
+        _ = self.form  # raises if there are two
 
     def _sampling(
         self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: int | None
@@ -155,35 +163,41 @@ class _Generation(AnyBody):
                 "min_tokens",
             )
         given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
+        form = {"structured_outputs": self.form}
         last |= {"max_tokens": max_tokens, "width": self.speculative.width}
-        return SamplingParams(**{**defaults, **given, **last})
+        return SamplingParams(**{**defaults, **given, **form, **last})
 
 
-class ChatRequest(_Generation):
-    """The body of POST /v1/chat/completions."""
+class ChatRequest(ToolFields, _Generation):
+    """The body of POST /v1/chat/completions. Other APIs put theirs into these words."""
 
-    UNSUPPORTED = {**_UNSUPPORTED, **_CHAT_ONLY}
+    UNSUPPORTED: ClassVar[Unsupported] = {**_UNSUPPORTED, **_CHAT_ONLY}
 
     messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     split_special_tokens: bool = False  # transformers' name: markup spelled out in a message is text
-    chat_template_kwargs: TemplateKwargs = {}
+    chat_template_kwargs: TemplateKwargs = Field(default={})
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)  # the old name of the next, which wins
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     include_reasoning: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_INT)
+    verbosity: Literal["low", "medium", "high"] | None = None
 
     @property
     def template_kwargs(self) -> Mapping[str, object]:
-        """`reasoning_effort` is a wish that only a template can grant; "none" is Qwen's switch."""
-        if self.reasoning_effort is None:
-            return self.chat_template_kwargs
-        if self.reasoning_effort == "none":
-            return {"enable_thinking": False, **self.chat_template_kwargs}
-        return {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
+        """Wishes that only a template can grant; some have a switch for thoughts instead of an effort."""
+        wishes: dict[str, object] = {}
+        if self.verbosity is not None:
+            wishes["verbosity"] = self.verbosity
+        if self.reasoning_effort is not None:
+            wishes["enable_thinking"] = self.reasoning_effort != "none"
+        if self.reasoning_effort not in (None, "none"):
+            wishes["reasoning_effort"] = self.reasoning_effort
+        return {**wishes, **self.chat_template_kwargs}
 
     def check(self) -> None:
         super().check()
@@ -196,6 +210,14 @@ class ChatRequest(_Generation):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+        self.check_tools()
+        check_messages(self.messages)
+        if self.must_call and self.form is not None:
+            raise RequestError(
+                "'tool_choice' asks for a call and 'response_format' (or a field like it) for another form: "
+                "an answer can have one.",
+                "response_format",
+            )
 
     def sampling(self, defaults: Mapping[str, float]) -> SamplingParams:
         is_new = self.max_completion_tokens is not None
@@ -215,6 +237,7 @@ class CompletionRequest(_Generation):
     echo: bool = False
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     add_special_tokens: bool = True
+    suffix: str | None = None
 
     @property
     def is_scoring(self) -> bool:
@@ -256,12 +279,14 @@ class TokenizeRequest(AnyBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     split_special_tokens: bool = False
-    chat_template_kwargs: TemplateKwargs = {}
+    chat_template_kwargs: TemplateKwargs = Field(default={})
+    tools: Tools = Field(default=[])
     return_token_strs: bool = False
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("send 'prompt' or 'messages', and not both.", "prompt")
+        check_messages(self.messages or [])
 
 
 class DetokenizeRequest(AnyBody):
@@ -276,7 +301,10 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
     for name, neutral in kind.UNSUPPORTED.items():
         if name in given and given[name] not in neutral:
             raise RequestError(f"'{name}' is not supported yet: leave it out.", name)
-    return validate(kind, given)
+    asked = validate(kind, given)
+    known = {*kind.model_fields, *kind.UNSUPPORTED, *kind.HARMLESS}
+    asked._ignored = tuple(shown_name(name) for name in given if name not in known)
+    return asked
 
 
 def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:

@@ -10,7 +10,7 @@ from blockdraft.server.choices import AnswerPiece
 
 
 @dataclass(slots=True)
-class Part:
+class AnswerPart:
     """One part. A call has an id and a name; its text is its arguments."""
 
     kind: Literal["reasoning", "text", "call"]
@@ -25,53 +25,55 @@ class Part:
         return "".join(self.added)
 
 
-class Change(NamedTuple):
+class PartChange(NamedTuple):
     """What one step does to a part: a new one, more text for it, or its end."""
 
     what: Literal["open", "add", "close"]
-    part: Part
+    part: AnswerPart
     text: str = ""
 
 
-class Parts:
+class AnswerParts:
     """The parts of one answer as its pieces come in. Only the last one can be open."""
 
     def __init__(self) -> None:
-        self.all: list[Part] = []
+        self.all: list[AnswerPart] = []
         self._is_open = False
 
-    def push(self, piece: AnswerPiece) -> Iterator[Change]:
+    def push(self, piece: AnswerPiece) -> Iterator[PartChange]:
         if piece.reasoning:
             yield from self._add("reasoning", piece.reasoning)
         if piece.text:
             yield from self._add("text", piece.text)
         for call in piece.tool_calls:
             if call.id is not None:
-                yield from self._open(Part("call", len(self.all), call_id=call.id, name=call.name or ""))
+                yield from self._open(
+                    AnswerPart("call", len(self.all), call_id=call.id, name=call.name or "")
+                )
             if call.arguments:
                 yield from self._add("call", call.arguments)
         if piece.finish_reason is not None:
             yield from self._close(is_whole=piece.finish_reason != "length")
 
-    def empty_text(self) -> Iterator[Change]:
+    def empty_text(self) -> Iterator[PartChange]:
         """A text without words, where an answer must have something."""
-        yield from self._open(Part("text", len(self.all)))
+        yield from self._open(AnswerPart("text", len(self.all)))
         yield from self._close(is_whole=True)
 
-    def _add(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[Change]:
+    def _add(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[PartChange]:
         if not (self._is_open and self.all[-1].kind == kind):
-            yield from self._open(Part(kind, len(self.all)))
+            yield from self._open(AnswerPart(kind, len(self.all)))
         self.all[-1].added.append(text)
-        yield Change("add", self.all[-1], text)
+        yield PartChange("add", self.all[-1], text)
 
-    def _open(self, part: Part) -> Iterator[Change]:
+    def _open(self, part: AnswerPart) -> Iterator[PartChange]:
         yield from self._close(is_whole=True)
         self.all.append(part)
         self._is_open = True
-        yield Change("open", part)
+        yield PartChange("open", part)
 
-    def _close(self, *, is_whole: bool) -> Iterator[Change]:
+    def _close(self, *, is_whole: bool) -> Iterator[PartChange]:
         if self._is_open:
             self.all[-1].is_whole = is_whole
             self._is_open = False
-            yield Change("close", self.all[-1])
+            yield PartChange("close", self.all[-1])

@@ -12,28 +12,47 @@ from typing import TypeVar
 from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.request import SamplingParams, check_request
 from blockdraft.errors import RequestError
-from blockdraft.server.fields import ChatRequest, CompletionRequest, TokenizeRequest
+from blockdraft.server.fields import CompletionRequest
 from blockdraft.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 
-def encode_chat(asked: ChatRequest, tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode_chat(
-        asked.messages,
-        add_special_tokens=False,
-        split_special_tokens=asked.split_special_tokens,
-        add_generation_prompt=asked.add_generation_prompt,
-        continue_final_message=asked.continue_final_message,
-        **asked.template_kwargs,
-    )
-
-
 def encode_prompts(asked: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
+    if asked.suffix:
+        return [fill_in(prompt, asked, tokenizer) for prompt in asked.prompt]
     return [
         tokenizer.encode(prompt, asked.add_special_tokens) if isinstance(prompt, str) else prompt
         for prompt in asked.prompt
     ]
+
+
+# What tells a model to write what stands between two texts: in front of the first, of the second, of its own.
+_FILL_IN_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
+)
+
+
+def fill_in(prompt: str | list[int], asked: CompletionRequest, tokenizer: Tokenizer) -> list[int]:
+    """A prompt whose answer goes between it and `suffix`. RequestError: the model has no tokens for that."""
+    for tokens in _FILL_IN_TOKENS:
+        first, second, own = (tokenizer.token_id(token) for token in tokens)
+        if first is not None and second is not None and own is not None:
+            break
+    else:
+        raise RequestError(
+            "'suffix' needs a model that can fill in: this one has no tokens for it.", "suffix"
+        )
+    before = tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+    after = tokenizer.encode(asked.suffix or "", add_special_tokens=False)
+    # What the tokenizer puts in front of every text, if anything.
+    start = tokenizer.encode("", add_special_tokens=True) if asked.add_special_tokens else []
+    return [*start, first, *before, second, *after, own]
 
 
 def echoed_texts(asked: CompletionRequest, prompts: Items[list[int]], tokenizer: Tokenizer) -> list[str]:
@@ -44,21 +63,6 @@ def echoed_texts(asked: CompletionRequest, prompts: Items[list[int]], tokenizer:
         prompt if isinstance(prompt, str) else tokenizer.decode(ids, asked.skip_special_tokens)
         for prompt, ids in zip(asked.prompt, prompts, strict=True)
     ]
-
-
-def tokenize(asked: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
-    """As in vLLM, special tokens are added to prompts but not to conversations, unless told otherwise."""
-    if asked.prompt is not None:
-        is_added = asked.add_special_tokens is not False
-        return with_field_error("prompt", tokenizer.encode)(asked.prompt, is_added)
-    return with_field_error("messages", tokenizer.encode_chat)(
-        asked.messages or [],
-        add_special_tokens=bool(asked.add_special_tokens),
-        split_special_tokens=asked.split_special_tokens,
-        add_generation_prompt=asked.add_generation_prompt,
-        continue_final_message=asked.continue_final_message,
-        **asked.chat_template_kwargs,
-    )
 
 
 def token_texts(tokens: Items[int], tokenizer: Tokenizer) -> list[str]:
@@ -72,7 +76,7 @@ def with_field_error(field: str, action: Callable[..., T]) -> Callable[..., T]:
         try:
             return action(*args, **kwargs)
         except RequestError as error:
-            raise RequestError(str(error), field) from None
+            raise RequestError(str(error), error.field or field) from None
 
     return act
 

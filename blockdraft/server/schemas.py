@@ -11,6 +11,8 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 from blockdraft.engine.request import FinishReason
 
+AnswerEnd = FinishReason | Literal["tool_calls"]
+
 
 class ErrorDetail(TypedDict):
     """What went wrong; `param` is the field at fault."""
@@ -140,18 +142,50 @@ class ChunkChoice(TypedDict):
     """The fields that a piece of a choice has in both kinds of answers."""
 
     index: int
-    finish_reason: FinishReason | None
+    finish_reason: AnswerEnd | None
     stop_reason: NotRequired[str | int | None]
     token_ids: NotRequired[list[int]]
     draft: NotRequired[DraftStep]
 
 
+class CalledFunction(TypedDict):
+    """A function and its arguments: a JSON object as text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """What the model wants to be called."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class FunctionDelta(TypedDict):
+    """What one event adds to a call; the name comes whole, with the first."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """The same with the number of the call; the first event of a call has its id."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class ChatMessage(TypedDict):
-    """What the model said, and under two names what it thought."""
+    """What the model said, under two names what it thought, and what it wants to be called."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]
     draft: NotRequired[list[DraftStep]]
@@ -163,7 +197,7 @@ class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: AnswerEnd | None
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
 
@@ -184,6 +218,7 @@ class ChatDelta(TypedDict):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]
 
@@ -209,7 +244,7 @@ class TextChoice(TypedDict):
     index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: AnswerEnd | None
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]

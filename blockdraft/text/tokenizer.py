@@ -59,6 +59,21 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """Its source."""
+        return self._chat_template
+
+    def token_id(self, token: str) -> int | None:
+        """The id of the token that is written so; None: there is none."""
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
+
+    @functools.cached_property
+    def special_texts(self) -> frozenset[str]:
+        """How special tokens are written."""
+        return frozenset(filter(None, map(self._tokenizer.id_to_token, self.special_ids)))
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens spelled out in `text` become their ids. RequestError if not Unicode."""
         _check_unicode(text)
@@ -251,8 +266,8 @@ def _text_of_part(part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text":
         raise RequestError(
-            f"a message has a part of type {kind!r}, but only text is supported, whatever the model itself "
-            'can do: this engine is text only. Send {"type": "text", "text": "..."} parts.'
+            f"a message has a part of type {kind!r}, but this model reads text only, whatever it can do "
+            'elsewhere: this engine is text only. Send {"type": "text", "text": "..."} parts.'
         )
     text = part.get("text") if isinstance(part, dict) else None
     if not isinstance(text, str):

@@ -43,11 +43,20 @@ def models(max_context=512, max_queue=8):
 
 def thinking_tokenizer(chat_template=None):
     """The pair's tokenizer with two tokens called <think> and </think>; tokens are parted by spaces."""
+    return spelled_tokenizer(THINKING, chat_template)
+
+
+def spelled_tokenizer(names, chat_template=None, special=()):
+    """The pair's tokenizer with other names for some tokens, some of them special."""
     parts = open_checkpoint(str(PAIR / "target")).tokenizer_parts()
     content = json.loads(parts.tokenizer.to_str())
     vocabulary = content["model"]["vocab"]
-    content["model"]["vocab"] = {THINKING.get(token, token): i for token, i in vocabulary.items()}
+    content["model"]["vocab"] = {names.get(token, token): i for token, i in vocabulary.items()}
     content["decoder"] = None
+    like = content["added_tokens"][0]
+    for name in special:
+        content["added_tokens"].append({**like, "id": content["model"]["vocab"][name], "content": name})
+    content["added_tokens"].sort(key=lambda token: token["id"])
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
     template = parts.chat_template if chat_template is None else chat_template
     return Tokenizer(replace(parts, tokenizer=tokenizer, chat_template=template))

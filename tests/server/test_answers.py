@@ -8,13 +8,15 @@ from collections.abc import Iterator
 import pytest
 
 from blockdraft.checkpoints.dummy import byte_tokenizer
-from blockdraft.engine.request import Delta, Metrics, TokenLogprobs
+from blockdraft.engine.request import Delta, Metrics, SamplingParams, TokenLogprobs
 from blockdraft.server import answers
 from blockdraft.server.answers import AnswerWriter, ChatAnswer, TextAnswer
+from blockdraft.server.chat import Dialect, PreparedChat
 from blockdraft.server.fields import ChatRequest, CompletionRequest
-from blockdraft.server.reasoning import Tags
 from blockdraft.server.responses import event
 from blockdraft.text.tokenizer import Tokenizer
+from blockdraft.tools.formats import find_format
+from blockdraft.tools.thoughts import Tags
 
 TOKENIZER = Tokenizer(byte_tokenizer(300))
 HEAD = {"id": 'a "name"', "created": 7, "model": "m\\é"}
@@ -42,8 +44,9 @@ def deltas(num_choices: int, *, has_logprobs: bool) -> Iterator[Delta]:
 
 def chat(options: dict[str, object]) -> AnswerWriter:
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}], **options})
-    tags = Tags(70, 71) if options.get("chat_template_kwargs") else None
-    return ChatAnswer(asked, head=HEAD, tokenizer=TOKENIZER, prompt_ids=[65, 66], tags=tags)
+    tags = Tags("<think>", "</think>", (70,), (71,)) if options.get("chat_template_kwargs") else None
+    dialect = Dialect(TOKENIZER, find_format(TOKENIZER), tags)
+    return ChatAnswer(PreparedChat(asked, dialect, [65, 66], SamplingParams(), False), head=HEAD)
 
 
 def text(options: dict[str, object]) -> AnswerWriter:

@@ -31,6 +31,7 @@ HELLO = {
 }
 HEAD = {"id": "msg_1", "created": 1, "model": "m"}
 TOOL = {"name": "weather", "input_schema": {"type": "object"}}
+RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "r"}
 WHOLE, EVENT, ERROR = (
     TypeAdapter(kind) for kind in (schemas.MessageAnswer, schemas.MessageEvent, MessageError)
 )
@@ -232,6 +233,12 @@ def test_tokens_are_counted(app):
     assert ask(app, "POST", f"{PATH}/count_tokens", json=body).json() == {"input_tokens": 4}
 
 
+def test_fields_that_mean_nothing_are_named(app):
+    answer = create(app, temprature=1, metadata={"user_id": "u"}, service_tier="auto", stream=True)
+    assert answer.headers["x-blockdraft-ignored-fields"] == "temprature"
+    assert "x-blockdraft-ignored-fields" not in create(app).headers
+
+
 # ---- errors
 
 
@@ -250,6 +257,11 @@ def test_tokens_are_counted(app):
         ({"system": [{"type": "image"}]}, "'system.0.type'"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "'tools.0.type'"),
         ({"tools": [{"name": "w"}]}, "'tools.0.input_schema'"),
+        ({"tools": [TOOL, TOOL]}, "'tools' holds 'weather' 2 times"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "'tool_choice' is 'x'"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": [RESULT]}]}, "'messages.0.content.0.tool_use_id'"),
         ({"tool_choice": {"type": "tool"}}, "'tool_choice.name'"),
         ({"tool_choice": {"type": "some"}}, "tool_choice"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),

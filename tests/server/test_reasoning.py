@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockdraft.server.reasoning import Splitter, ThoughtCounter, begins_inside, find_tags
+from blockdraft.tools.thoughts import Splitter, Tags, ThoughtCounter, begins_inside, find_tags
 from tests.server.pair import models, thinking_tokenizer
 
+THINK = Tags("<think>", "</think>", (3,), (6,))
 CASES = [
     # text, is_inside, reasoning, content
     ("hello", False, "", "hello"),
@@ -29,7 +30,7 @@ CASES = [
 
 
 def divide(pieces, is_inside):
-    splitter = Splitter(is_inside=is_inside)
+    splitter = Splitter(THINK, is_inside=is_inside)
     parts = [splitter.push(piece, is_last=False) for piece in pieces[:-1]]
     parts.append(splitter.push(pieces[-1], is_last=True))
     return "".join(p.reasoning for p in parts), "".join(p.content for p in parts)
@@ -55,7 +56,7 @@ def test_any_cut_of_any_text_gives_the_same(words, is_inside, data):
 
 
 def test_text_is_let_go_as_soon_as_it_is_certain():
-    splitter = Splitter(is_inside=True)
+    splitter = Splitter(THINK, is_inside=True)
     assert splitter.push("some thoughts <", is_last=False).reasoning == "some thoughts "
     assert splitter.push("b", is_last=False).reasoning == "<b"
     assert splitter.push("</think>answer", is_last=False).content == "answer"
@@ -64,14 +65,14 @@ def test_text_is_let_go_as_soon_as_it_is_certain():
 def test_only_models_with_both_tokens_think():
     assert find_tags(models().tokenizer) is None
     tags = find_tags(thinking_tokenizer())
-    assert (tags.open_id, tags.close_id) == (3, 6)
+    assert (tags.open_ids, tags.close_ids, tags.special) == ((3,), (6,), ())
 
 
 def test_a_prompt_that_ends_with_the_tag_begins_inside():
     tokenizer = thinking_tokenizer()
-    assert begins_inside(tokenizer, [1, 2, 3])
-    assert not begins_inside(tokenizer, [1, 2, 3, 6])
-    assert not begins_inside(tokenizer, [1, 3, 2])
+    assert begins_inside(THINK, tokenizer, [1, 2, 3])
+    assert not begins_inside(THINK, tokenizer, [1, 2, 3, 6])
+    assert not begins_inside(THINK, tokenizer, [1, 3, 2])
 
 
 @pytest.mark.parametrize(

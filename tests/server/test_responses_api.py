@@ -24,6 +24,7 @@ PATH = "/v1/responses"
 HELLO = {"model": NAME, "max_output_tokens": 5, "input": "t1 t2 t3", "temperature": 0}
 HEAD = {"id": "resp_1", "created": 1, "model": "m"}
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "r"}
 WHOLE, EVENT = TypeAdapter(schemas.Response), TypeAdapter(schemas.Event)
 CLIENT_EVENT = TypeAdapter(ResponseStreamEvent)
 
@@ -238,6 +239,11 @@ def test_thoughts_of_a_thinking_model_are_items():
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
 
 
+def test_fields_that_mean_nothing_are_named(app):
+    answer = create(app, temprature=1, client_metadata={}, prompt_cache_key="k")
+    assert answer.headers["x-blockdraft-ignored-fields"] == "temprature"
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -271,6 +277,10 @@ def test_what_asks_nothing_is_taken(app, fields):
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
         ({"tools": [{"type": "web_search"}]}, "'tools.0.type'", "tools"),
         ({"tools": [{"type": "function"}]}, "'tools.0.name'", "tools"),
+        ({"tools": [TOOL, TOOL]}, "'tools' holds 'weather' 2 times", "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "'x'", "tool_choice"),
+        ({"tool_choice": "required"}, "no 'tools'", "tool_choice"),
+        ({"input": [RESULT]}, "'input.0.call_id'", "input"),
         ({"tool_choice": {"type": "web_search"}}, "'tool_choice.type'", "tool_choice"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [{"name": "x"}]}},

@@ -200,8 +200,8 @@ def check_error(response, status, part, param=None):
         ({"top_logprobs": 2}, "logprobs", "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs", "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream", "stream_options"),
-        ({"tools": [{"type": "function"}]}, "not supported yet", "tools"),
-        ({"response_format": {"type": "json_object"}}, "not supported yet", "response_format"),
+        ({"tools": [{"type": "function"}]}, "Field required", "tools"),
+        ({"response_format": {"type": "xml"}}, "json_object", "response_format"),
         ({"messages": [{"role": "user", "content": "t1 " * 600}]}, "context", "messages"),
     ],
 )

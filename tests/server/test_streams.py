@@ -14,6 +14,7 @@ from blockdraft.engine.request import Delta
 from blockdraft.engine.streams import EventLoopOutlet, Stream
 from blockdraft.server.answers import ChatAnswer
 from blockdraft.server.app import make_app
+from blockdraft.server.chat import find_dialect, prepare_chat
 from blockdraft.server.fields import ChatRequest, parse
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.streaming import respond
@@ -123,8 +124,7 @@ def test_a_stream_that_has_begun_ends_with_the_error_as_an_event(loop, gate, mon
 def chat_answer(**fields):
     asked = parse(ChatRequest, json.dumps({**HELLO, "stream": True, **fields}).encode())
     head = {"id": "chatcmpl-1", "created": 0, "model": "pair"}
-    tokenizer = pair.models().tokenizer
-    return ChatAnswer(asked, head=head, tokenizer=tokenizer, prompt_ids=[1, 2, 3], tags=None)
+    return ChatAnswer(prepare_chat(asked, find_dialect(pair.models().tokenizer), {}), head=head)
 
 
 def chunks_of(written):

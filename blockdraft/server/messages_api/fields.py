@@ -8,18 +8,16 @@ from pydantic import ConfigDict, Field
 
 from blockdraft.engine.request import MAX_STOPS
 from blockdraft.errors import RequestError
-from blockdraft.server.field_types import MAX_INT, MAX_MESSAGES, StopString
-from blockdraft.server.fields import AnyBody, ChatRequest, Model, Unsupported, validate
+from blockdraft.server.field_types import MAX_INT, MAX_MESSAGES, StopString, StrictFields
+from blockdraft.server.fields import AnyBody, ChatRequest, Unsupported, validate
 from blockdraft.server.messages_api.turns import conversation_of, system_text
 from blockdraft.server.nested import Nested, all_of
-
-MAX_TOOLS = 1024  # arbitrary
+from blockdraft.server.tool_fields import MAX_TOOLS
 
 Objects = list[dict[str, object]]
 Turns = Annotated[Objects, Field(min_length=1, max_length=MAX_MESSAGES)]
 Tools = Annotated[Objects, Field(max_length=MAX_TOOLS)]
 StopSequences = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
-Metadata = dict[str, object]
 
 # What a field of the chat request was made of.
 NAMES = {
@@ -34,7 +32,7 @@ NAMES = {
 }
 
 
-class ThinkingSettings(Model):
+class ThinkingSettings(StrictFields):
     """Whether the model is to think first, and for how many tokens at most."""
 
     type: Literal["enabled", "adaptive", "disabled", "between_tools"]
@@ -42,7 +40,7 @@ class ThinkingSettings(Model):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(Model):
+class OutputFormat(StrictFields):
     """The form that the answer must have."""
 
     model_config = ConfigDict(populate_by_name=True)
@@ -51,14 +49,14 @@ class OutputFormat(Model):
     schema_: dict[str, object] = Field(alias="schema")
 
 
-class OutputSettings(Model):
+class OutputSettings(StrictFields):
     """How much the model is to think, and the form of its answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class ToolChoice(Model):
+class ToolChoice(StrictFields):
     """Whether the model must call a tool, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -70,6 +68,7 @@ class CountTokensRequest(AnyBody):
     """The body of POST /v1/messages/count_tokens."""
 
     UNSUPPORTED: ClassVar[Unsupported] = {"container": (), "mcp_servers": ([],)}
+    HARMLESS = AnyBody.HARMLESS | {"cache_control", "diagnostics", "inference_geo", "speed"}
 
     messages: Turns
     system: str | Objects | None = None
@@ -153,8 +152,6 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=MAX_INT)
     stream: bool = False
-    metadata: Metadata = Field(default={})
-    service_tier: str | None = None
 
     def check(self) -> None:
         budget = None if self.thinking is None else self.thinking.budget_tokens

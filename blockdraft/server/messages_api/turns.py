@@ -55,6 +55,8 @@ def _add_user(conversation: Conversation, blocks: list[Nested]) -> None:
     rest = []
     for block in blocks:
         if block.get("type") == "tool_result":
+            if not conversation.has_called(block.name("tool_use_id")):
+                raise block.wrong("tool_use_id", "no earlier turn has made this call")
             conversation.result(block.name("tool_use_id"), _result_text(block))
         else:
             rest.append(block)

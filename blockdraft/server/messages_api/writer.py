@@ -9,7 +9,7 @@ from blockdraft.server.answers import ChatAnswer
 from blockdraft.server.messages_api import schemas
 from blockdraft.server.messages_api.errors import message_error
 from blockdraft.server.messages_api.fields import MessagesRequest
-from blockdraft.server.parts import Change, Part, Parts
+from blockdraft.server.parts import AnswerPart, AnswerParts, PartChange
 from blockdraft.server.responses import named_event
 from blockdraft.server.schemas import AnswerObject
 
@@ -23,7 +23,7 @@ class MessageWriter:
         self._asked = asked
         self._head = head
         self._chat = chat
-        self._parts = Parts()
+        self._parts = AnswerParts()
         self._has_begun = False
         self._hides_thoughts = asked.thinking is not None and asked.thinking.display == "omitted"
 
@@ -52,7 +52,7 @@ class MessageWriter:
     def failed(self, message: str) -> str:
         return named_event("error", message_error(500, message))
 
-    def _changes(self, delta: Delta) -> list[Change]:
+    def _changes(self, delta: Delta) -> list[PartChange]:
         self._chat.take(0, delta)
         return list(self._parts.push(self._chat.first_choice.pieces[-1]))
 
@@ -93,7 +93,7 @@ class MessageWriter:
         has_calls = any(part.kind == "call" for part in self._parts.all)
         return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
-    def _block(self, part: Part) -> schemas.Block:
+    def _block(self, part: AnswerPart) -> schemas.Block:
         if part.kind == "text":
             return {"type": "text", "text": part.text}
         if part.kind == "reasoning":
@@ -101,7 +101,7 @@ class MessageWriter:
             return {"type": "thinking", "thinking": text, "signature": SIGNATURE}
         return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
 
-    def _written(self, change: Change) -> str:
+    def _written(self, change: PartChange) -> str:
         part = change.part
         if change.what == "open":
             return _event(
@@ -113,11 +113,11 @@ class MessageWriter:
         stop = _event({"type": "content_block_stop", "index": part.index})
         return signed + stop if part.kind == "reasoning" else stop
 
-    def _is_hidden(self, part: Part) -> bool:
+    def _is_hidden(self, part: AnswerPart) -> bool:
         return self._hides_thoughts and part.kind == "reasoning"
 
 
-def _opened(part: Part) -> schemas.Block:
+def _opened(part: AnswerPart) -> schemas.Block:
     if part.kind == "text":
         return {"type": "text", "text": ""}
     if part.kind == "reasoning":
@@ -125,7 +125,7 @@ def _opened(part: Part) -> schemas.Block:
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
 
 
-def _delta(part: Part, text: str) -> schemas.Delta:
+def _delta(part: AnswerPart, text: str) -> schemas.Delta:
     if part.kind == "text":
         return {"type": "text_delta", "text": text}
     if part.kind == "reasoning":
@@ -133,7 +133,7 @@ def _delta(part: Part, text: str) -> schemas.Delta:
     return {"type": "input_json_delta", "partial_json": text}
 
 
-def _more(part: Part, delta: schemas.Delta) -> str:
+def _more(part: AnswerPart, delta: schemas.Delta) -> str:
     return _event({"type": "content_block_delta", "index": part.index, "delta": delta})
 
 

@@ -9,12 +9,12 @@ from pydantic import Field
 
 from blockdraft.errors import RequestError
 from blockdraft.server.conversation import Conversation
-from blockdraft.server.field_types import MAX_INT, MAX_MESSAGES, TemplateKwargs
-from blockdraft.server.fields import AnyBody, ChatRequest, Model, SpeculativeField, Unsupported, validate
+from blockdraft.server.field_types import MAX_INT, MAX_MESSAGES, StrictFields, TemplateKwargs
+from blockdraft.server.fields import AnyBody, ChatRequest, SpeculativeField, Unsupported, validate
 from blockdraft.server.nested import Nested, all_of
 from blockdraft.server.responses_api.items import full_name
+from blockdraft.server.tool_fields import MAX_TOOLS
 
-MAX_TOOLS = 1024  # arbitrary
 MAX_ID = 128  # characters of an id
 MAX_METADATA = 16  # as OpenAI
 
@@ -36,14 +36,14 @@ NAMES = {
 }
 
 
-class TextSettings(Model):
+class TextSettings(StrictFields):
     """The form of the text, and how long-winded it is."""
 
     format: dict[str, object] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningSettings(Model):
+class ReasoningSettings(StrictFields):
     """How much to think. Thoughts come as they are: nobody makes a summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -58,6 +58,9 @@ class ResponsesRequest(AnyBody):
         "conversation": (),
         "prompt": (),
         "top_logprobs": (0,),
+    }
+    HARMLESS = AnyBody.HARMLESS | {
+        *("client_metadata", "max_tool_calls", "prompt_cache_options", "stream_options")
     }
 
     input: Input
@@ -75,13 +78,8 @@ class ResponsesRequest(AnyBody):
     top_p: float | None = Field(default=None, gt=0, le=1)
     include: Includes = Field(default=[])
     metadata: Metadata = Field(default={})
-    # What follows asks nothing of a server of one's own.
-    truncation: Literal["auto", "disabled"] = "disabled"  # what is too long is refused
-    max_tool_calls: int | None = None  # of hosted tools, which there are none of
-    service_tier: str | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"  # either way what is too long is refused
     user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     # Ours, as in chat completions.
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     chat_template_kwargs: TemplateKwargs | None = None
@@ -125,11 +123,9 @@ class ResponsesRequest(AnyBody):
 
     def _tools(self) -> dict[str, object]:
         tools = [_function(tool, namespace) for tool, namespace in _functions(all_of(self.tools, "tools"))]
-        choice: str | Function = self.tool_choice
+        choice: str | Function | None = None if self.tool_choice == "auto" else self.tool_choice
         if isinstance(choice, dict):
-            tools, choice = _chosen(Nested(choice, "tool_choice"), tools)
-        if not tools:
-            return {} if choice in ("auto", "none") else {"tool_choice": choice}
+            choice = _chosen(Nested(choice, "tool_choice"))
         is_single = None if self.parallel_tool_calls else False
         return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": is_single}
 
@@ -157,27 +153,19 @@ def _function(tool: Nested, namespace: str) -> Function:
     return {"type": "function", "function": function}
 
 
-def _chosen(choice: Nested, tools: list[Function]) -> tuple[list[Function], str | Function]:
-    """The tools that may be called, and whether one must be."""
+def _chosen(choice: Nested) -> Function:
+    """Which tools may be called in the shape of chat completions."""
     kind = choice.get("type")
     if kind == "function":
-        return tools, {"type": "function", "function": {"name": choice.name("name")}}
+        return _named(choice)
     if kind != "allowed_tools":
         raise choice.unknown("type", "a function, or allowed_tools")
-    names = {tool.name("name") for tool in choice.all("tools")}
-    kept = [tool for tool in tools if _name_of(tool) in names]
-    if len(kept) < len(names):
-        raise choice.wrong("tools", "it names a tool that is not among 'tools'")
-    mode = choice.text("mode", default="auto")
-    if mode not in ("auto", "required"):
-        raise choice.unknown("mode", "auto or required")
-    return kept, mode
+    allowed = {"mode": choice.text("mode", default="auto"), "tools": [*map(_named, choice.all("tools"))]}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
-def _name_of(tool: Function) -> object:
-    function = tool["function"]
-    assert isinstance(function, dict)
-    return function["name"]
+def _named(tool: Nested) -> Function:
+    return {"type": "function", "function": {"name": tool.name("name")}}
 
 
 def _format(text: TextSettings) -> dict[str, object] | None:

@@ -39,6 +39,8 @@ def add_item(conversation: Conversation, item: Nested, find: FindItem) -> None:
         name = full_name(item.text("namespace", default=""), item.name("name"))
         conversation.call(item.name("call_id"), name, item.text("arguments"))
     elif kind == "function_call_output":
+        if not conversation.has_called(item.name("call_id")):
+            raise item.wrong("call_id", "no earlier item has made this call")
         conversation.result(item.name("call_id"), _text(item, "output"))
     elif kind == "reasoning":
         thoughts = _thoughts(item)

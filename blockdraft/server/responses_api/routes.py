@@ -50,7 +50,8 @@ class _ResponsesApi:
         with renamed(NAMES):
             conversation = self._conversation(asked)
             writer = partial(ResponseWriter, asked, head, partial(self._keep, asked, conversation))
-            return await self._host.converse(request, asked.chat(conversation), head, writer)
+            answer = await self._host.converse(request, asked.chat(conversation), head, writer)
+        return self._host.tell(answer, asked)
 
     async def retrieve(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]

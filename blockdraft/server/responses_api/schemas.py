@@ -87,7 +87,7 @@ class Incomplete(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
-class Failure(TypedDict):
+class ResponseFailure(TypedDict):
     """Why an answer broke off."""
 
     code: Literal["server_error"]
@@ -102,7 +102,7 @@ class Response(TypedDict):
     created_at: int
     status: ResponseStatus
     background: Literal[False]
-    error: Failure | None
+    error: ResponseFailure | None
     incomplete_details: Incomplete | None
     instructions: str | None
     max_output_tokens: int | None

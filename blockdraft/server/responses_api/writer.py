@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from blockdraft.engine.request import Delta
 from blockdraft.server.answers import ChatAnswer
-from blockdraft.server.parts import Change, Part, Parts
+from blockdraft.server.parts import AnswerPart, AnswerParts, PartChange
 from blockdraft.server.responses import named_event
 from blockdraft.server.responses_api import schemas
 from blockdraft.server.responses_api.fields import ResponsesRequest
@@ -28,7 +28,7 @@ class ResponseWriter:
         self._keep = keep
         self._chat = chat
         self._namespaces = asked.namespaces
-        self._parts = Parts()
+        self._parts = AnswerParts()
         self._ids: list[str] = []  # of the parts' items
         self._num_events = 0
 
@@ -59,7 +59,7 @@ class ResponseWriter:
         answer["error"] = {"code": "server_error", "message": message}
         return self._state("response.failed", answer)
 
-    def _changes(self, delta: Delta) -> list[Change]:
+    def _changes(self, delta: Delta) -> list[PartChange]:
         self._chat.take(0, delta)
         piece = self._chat.first_choice.pieces[-1]
         changes = list(self._parts.push(piece))
@@ -118,7 +118,7 @@ class ResponseWriter:
             "total_tokens": usage["total_tokens"],
         }
 
-    def _item(self, part: Part, status: schemas.ItemStatus | None = None) -> schemas.Item:
+    def _item(self, part: AnswerPart, status: schemas.ItemStatus | None = None) -> schemas.Item:
         """A part as it is; "in_progress" is one that has just begun."""
         status = status or ("completed" if part.is_whole else "incomplete")
         is_new = status == "in_progress"
@@ -145,7 +145,7 @@ class ResponseWriter:
             thoughts["encrypted_content"] = sealed(part.text)
         return thoughts
 
-    def _call(self, part: Part, item_id: str, status: schemas.ItemStatus) -> schemas.FunctionCallItem:
+    def _call(self, part: AnswerPart, item_id: str, status: schemas.ItemStatus) -> schemas.FunctionCallItem:
         namespace, name = self._namespaces.get(part.name, ("", part.name))
         call: schemas.FunctionCallItem = {
             "id": item_id,
@@ -174,7 +174,7 @@ class ResponseWriter:
         self._num_events += 1
         return named_event(str(data["type"]), {**data, "sequence_number": number})
 
-    def _events(self, change: Change) -> Iterator[dict[str, object]]:
+    def _events(self, change: PartChange) -> Iterator[dict[str, object]]:
         part, what = change.part, change.what
         place: dict[str, object] = {"item_id": self._ids[part.index], "output_index": part.index}
         if what == "open":
@@ -195,7 +195,7 @@ class ResponseWriter:
                 "item": self._item(part),
             }
 
-    def _done(self, part: Part, place: dict[str, object]) -> dict[str, object]:
+    def _done(self, part: AnswerPart, place: dict[str, object]) -> dict[str, object]:
         if part.kind == "call":
             _, name = self._namespaces.get(part.name, ("", part.name))
             done = {"name": name, "arguments": part.text}
@@ -210,7 +210,9 @@ def _output_text(text: str) -> schemas.OutputText:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _part_event(what: str, part: Part, place: dict[str, object], text: str) -> Iterator[dict[str, object]]:
+def _part_event(
+    what: str, part: AnswerPart, place: dict[str, object], text: str
+) -> Iterator[dict[str, object]]:
     """A call has no parts."""
     if part.kind == "call":
         return
@@ -218,7 +220,7 @@ def _part_event(what: str, part: Part, place: dict[str, object], text: str) -> I
     yield {"type": f"response.content_part.{what}", **place, "content_index": 0, "part": shown}
 
 
-def _delta_event(part: Part, place: dict[str, object], text: str) -> dict[str, object]:
+def _delta_event(part: AnswerPart, place: dict[str, object], text: str) -> dict[str, object]:
     if part.kind == "call":
         return {"type": "response.function_call_arguments.delta", **place, "delta": text}
     if part.kind == "reasoning":

@@ -1,0 +1,99 @@
+"""Conversations as chat templates expect them: calls and their results checked, and in one shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+
+from blockdraft.errors import RequestError
+
+Message = Mapping[str, object]
+
+
+def check_messages(messages: Items[Message]) -> None:
+    """Raises RequestError for calls that are none, and for results of calls that nobody made."""
+    called: set[str] = set()
+    for number, message in enumerate(messages):
+        if message.get("role") == "tool":
+            given = message.get("tool_call_id")
+            if not isinstance(given, str) or given not in called:
+                raise RequestError(
+                    f"messages[{number}] is the result of a call that no earlier message has made: its "
+                    "'tool_call_id' must be the 'id' of one of an assistant message's 'tool_calls'.",
+                    "messages",
+                )
+        called.update(str(call["id"]) for call in calls_of(message, number))
+
+
+def calls_of(message: Message, number: int = 0) -> list[dict[str, object]]:
+    """The calls of a message, if it has any. RequestError: they have another shape than OpenAI's."""
+    calls = message.get("tool_calls")
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise RequestError(
+            f"messages[{number}].tool_calls is {type(calls).__name__}, not a list.", "messages"
+        )
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(call.get("id"), str):
+            raise RequestError(
+                f"messages[{number}].tool_calls: a call is "
+                '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}.',
+                "messages",
+            )
+        is_known = call.get("type", "function") == "function" and isinstance(function.get("name"), str)
+        if not is_known or not isinstance(function.get("arguments"), str | dict | None):
+            raise RequestError(
+                f"messages[{number}].tool_calls: a function has a 'name' and 'arguments', a JSON text.",
+                "messages",
+            )
+    return calls
+
+
+def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[str, object]]:
+    """Messages as templates read them.
+
+    Arguments are objects there, not texts. Results name their function. Thoughts that a client sends back go
+    by the names that templates use. A developer is the system where the template knows no developer.
+    """
+    names: dict[str, str] = {}
+    shaped = []
+    for number, message in enumerate(messages):
+        new = dict(message)
+        if calls := calls_of(message, number):
+            new["tool_calls"] = [_with_object(call, names) for call in calls]
+        else:
+            new.pop("tool_calls", None)
+        if new.get("role") == "tool" and (name := names.get(str(new.get("tool_call_id")))) is not None:
+            new.setdefault("name", name)
+        if new.get("role") == "developer" and not has_developer:
+            new["role"] = "system"
+        thoughts = new.get("reasoning_content", new.get("reasoning"))
+        if new.get("role") == "assistant" and isinstance(thoughts, str) and thoughts:
+            new |= {"reasoning_content": thoughts, "reasoning": thoughts, "thinking": thoughts}
+        shaped.append(new)
+    return shaped
+
+
+def _with_object(call: dict[str, object], names: dict[str, str]) -> dict[str, object]:
+    function = call["function"]
+    assert isinstance(function, dict)
+    names[str(call["id"])] = str(function["name"])
+    return {
+        **call,
+        "type": "function",
+        "function": {**function, "arguments": _object(function.get("arguments"))},
+    }
+
+
+def _object(arguments: object) -> object:
+    """Arguments as an object. What a model has written wrong is shown to it as it was, never refused."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        found = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"arguments": arguments}

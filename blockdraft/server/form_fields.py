@@ -1,0 +1,116 @@
+"""Fields that ask for a form of the answer: OpenAI's, vLLM's and llama.cpp's ways to say it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from blockdraft.engine.request import StructuredOutputs
+from blockdraft.errors import RequestError
+from blockdraft.server.field_types import StrictFields
+from blockdraft.server.json_schemas import Schema, SchemaOrText
+
+MAX_CHOICES_OF_FORM = 4096  # arbitrary, as the next one
+MAX_GRAMMAR_CHARS = 1 << 20
+
+Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES_OF_FORM)]
+
+
+class JsonSchemaFormat(StrictFields):
+    """OpenAI's way to send a schema. Strict or not, the answer matches it."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictFields):
+    """The form of the answer, as OpenAI asks for it. `schema` is llama.cpp's way, beside json_object."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        if self.type == "text":
+            return None
+        schema = self.schema_
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise RequestError(
+                    "'response_format' of type json_schema needs 'json_schema'.", "response_format"
+                )
+            schema = self.json_schema.schema_
+        return StructuredOutputs(json_object=True) if schema is None else StructuredOutputs(json=schema)
+
+
+class StructuredFields(StrictFields):
+    """The form of the answer, as vLLM asks for it: one of these."""
+
+    json_: SchemaOrText | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+
+    @property
+    def forms(self) -> list[StructuredOutputs]:
+        found = []
+        if self.json_ is not None:
+            found.append(StructuredOutputs(json=self.json_))
+        if self.json_object:
+            found.append(StructuredOutputs(json_object=True))
+        if self.regex is not None:
+            found.append(StructuredOutputs(regex=self.regex))
+        if self.choice is not None:
+            found.append(StructuredOutputs(choice=self.choice))
+        if self.grammar is not None:
+            found.append(StructuredOutputs(grammar=self.grammar))
+        return found
+
+
+class FormFields(StrictFields):
+    """All of these fields. Only one of them may ask for something."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    grammar: Grammar | None = None  # llama.cpp's name
+    guided_json: SchemaOrText | None = None  # these four are vLLM's old names
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        """The form that is asked for. Raises RequestError if there are two."""
+        listed = [("structured_outputs", one) for one in self._structured]
+        if self.response_format is not None and (found := self.response_format.form) is not None:
+            listed.append(("response_format", found))
+        old = StructuredFields(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+        listed += [("guided_json, guided_regex, guided_choice or guided_grammar", one) for one in old.forms]
+        if self.grammar is not None:
+            listed.append(("grammar", StructuredOutputs(grammar=self.grammar)))
+        if len(listed) > 1:
+            names = " and ".join(dict.fromkeys(name for name, _ in listed))
+            field = listed[0][0].split(",")[0]
+            raise RequestError(f"{names} ask for {len(listed)} forms: an answer can have one.", field)
+        return listed[0][1] if listed else None
+
+    @property
+    def _structured(self) -> list[StructuredOutputs]:
+        if self.structured_outputs is None:
+            return []
+        forms = self.structured_outputs.forms
+        if not forms:
+            names = "json, json_object, regex, choice or grammar"
+            raise RequestError(f"'structured_outputs' holds none of {names}.", "structured_outputs")
+        return forms

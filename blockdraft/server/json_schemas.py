@@ -1,0 +1,84 @@
+"""JSON schemas that clients send: checked for what is plainly wrong while the field can be named.
+
+What a schema means is the grammar's business; it refuses those that nothing can match.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator
+from pydantic_core import PydanticCustomError
+
+_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
+_ONE = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def _from_text(value: object) -> object:
+    """vLLM takes a schema as JSON text, too."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("schema", "a JSON schema in a text that is not JSON") from None
+
+
+def check_schema(schema: dict[str, object]) -> dict[str, object]:
+    """The schema itself. Raises for types that JSON does not have and for parts that are no schemas."""
+    waiting: list[object] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, bool):
+            continue
+        if not isinstance(part, dict):
+            raise PydanticCustomError(
+                "schema", "a JSON schema holds {what} where a schema belongs", _kind(part)
+            )
+        _check_type(part.get("type"))
+        waiting.extend(_parts(part))
+    return schema
+
+
+def _kind(value: object) -> dict[str, object]:
+    return {"what": type(value).__name__}
+
+
+def _check_type(given: object) -> None:
+    names = given if isinstance(given, list) else [] if given is None else [given]
+    for name in names:
+        if not isinstance(name, str) or name not in _TYPES:
+            wrong = {"name": str(name)[:64], "types": ", ".join(sorted(_TYPES))}
+            raise PydanticCustomError("schema", "the type '{name}' is none of JSON's: {types}", wrong)
+
+
+def _parts(schema: dict[str, object]) -> Iterator[object]:
+    """The schemas inside a schema."""
+    for name in _ONE:
+        if name in schema:
+            found = schema[name]
+            yield from found if isinstance(found, list) and name == "items" else [found]
+    for name in _LISTED:
+        if name in schema:
+            listed = schema[name]
+            if not isinstance(listed, list):
+                raise PydanticCustomError(
+                    "schema", "{name} is {what}, not a list", {"name": name} | _kind(listed)
+                )
+            yield from listed
+    for name in _NAMED:
+        if name in schema:
+            named = schema[name]
+            if not isinstance(named, dict):
+                raise PydanticCustomError(
+                    "schema", "{name} is {what}, not an object", {"name": name} | _kind(named)
+                )
+            yield from named.values()
+
+
+Schema = Annotated[dict[str, object], AfterValidator(check_schema)]
+SchemaOrText = Annotated[Schema, BeforeValidator(_from_text, json_schema_input_type=str | dict[str, object])]

@@ -1,0 +1,1 @@
+"""How each family of models writes tool calls: reading them from an answer, and forcing them by a grammar."""

@@ -1,0 +1,105 @@
+"""Grammars of tool calls, in llguidance's dialect of Lark.
+
+Every format has a rule for one call. Around it the grammar is the same: calls and nothing else, or any text
+in which a call, once begun, is bound.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from blockdraft.engine.request import StructuredOutputs
+from blockdraft.text.tokenizer import Tokenizer
+from blockdraft.tools.pieces import FunctionTool
+
+ANY_OBJECT: Mapping[str, object] = {"type": "object"}
+# As Python writes JSON, which is how templates show calls to models. White space without end is not possible.
+_SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_SCHEMA_OF_NO_ARGUMENTS: Mapping[str, object] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """What an answer may be."""
+
+    tools: tuple[FunctionTool, ...]  # those that may be called
+    is_required: bool  # at least one call, and no text
+    is_parallel: bool  # several calls
+    other: StructuredOutputs | None = None  # what an answer without a call must be; None: any text
+
+
+def quoted(text: str) -> str:
+    """Text that stands for itself."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def tag(tokenizer: Tokenizer, text: str) -> str:
+    """A tag: a special token by its number, as no text can stand for it; any other as text."""
+    token_id = tokenizer.token_id(text)
+    return f"<[{token_id}]>" if token_id in tokenizer.special_ids else quoted(text)
+
+
+def json_of(schema: Mapping[str, object]) -> str:
+    """A JSON value that matches a schema."""
+    return f"%json {json.dumps({'x-guidance': _SPACING, **schema})}"
+
+
+def arguments_of(tool: FunctionTool, *, is_required: bool) -> Mapping[str, object]:
+    """The schema to hold a call to: the tool's own if it is strict or its call was demanded."""
+    if not (tool.is_strict or is_required):
+        return ANY_OBJECT
+    return tool.parameters or _SCHEMA_OF_NO_ARGUMENTS
+
+
+def form_rule(form: StructuredOutputs) -> str | None:
+    """A form as the right side of a rule; None: it is a grammar, which cannot be part of another."""
+    if form.json is not None:
+        schema = json.loads(form.json) if isinstance(form.json, str) else form.json
+        return f"%json {json.dumps(schema)}"
+    if form.json_object:
+        return f"%json {json.dumps(ANY_OBJECT)}"
+    if form.regex is not None:
+        return f"/{form.regex.replace('/', chr(92) + '/')}/"
+    if form.choice is not None:
+        return " | ".join(map(quoted, form.choice))
+    return None
+
+
+def json_call_rules(form: CallForm, arguments_key: str) -> list[str]:
+    """The rule `json_call`, as templates write it, and those it needs.
+
+    The schema of the arguments stands alone, so that references in it find what they refer to.
+    """
+    rules = [f"json_call: {' | '.join(f'call_{number}' for number in range(len(form.tools)))}"]
+    for number, tool in enumerate(form.tools):
+        head = quoted(f'{{"name": "{tool.name}", "{arguments_key}": ')
+        rules.append(f'call_{number}: {head} arguments_{number} "}}"')
+        schema = arguments_of(tool, is_required=form.is_required)
+        rules.append(f"arguments_{number}: {json_of(schema)}")
+    return rules
+
+
+def tagged_grammar(
+    form: CallForm, tokenizer: Tokenizer, *, opening: str, rules: list[str], separator: str
+) -> str:
+    """A whole grammar of calls that begin with a tag. `rules` define `body`: a call from behind it."""
+    begin = tag(tokenizer, opening)
+    other = None if form.other is None else form_rule(form.other)
+    more = f"({quoted(separator)} {begin} body)*" if form.is_parallel else ""
+    if form.is_required:
+        first = [f"start: {begin} body {more}"]
+    elif other is not None:
+        first = [f"start: form | {begin} body {more}", f"form: {other}"]
+    elif begin.startswith("<["):  # no text can be mistaken for it
+        repeated = "*" if form.is_parallel else "?"
+        first = [f"start: TEXT ({begin} body TEXT){repeated}", "TEXT: /(?s:.*)/"]
+    else:
+        start = "start: (head body)* tail" if form.is_parallel else "start: head body | tail"
+        first = [start, f"head[lazy]: TEXT {begin}", "tail: TEXT", "TEXT: /(?s:.*)/"]
+    return "\n".join([*first, *rules])

@@ -1,0 +1,41 @@
+"""The values that readers of tool calls take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTool:
+    """A function that the model may call. `parameters` is a JSON schema of an object."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    is_strict: bool = False  # its arguments must match the schema
+
+    @property
+    def properties(self) -> Mapping[str, object]:
+        """The schemas of its arguments by name; empty where the schema does not list them."""
+        found = self.parameters.get("properties")
+        return found if isinstance(found, Mapping) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPiece:
+    """What one step adds to one tool call. Its first piece, and no later one, has an id and a name."""
+
+    index: int  # which call of the answer
+    id: str | None
+    name: str | None
+    arguments: str  # the next characters of a JSON object
+
+
+class Parsed(NamedTuple):
+    """One piece of an answer, divided."""
+
+    reasoning: str
+    text: str
+    tool_calls: tuple[ToolCallPiece, ...]

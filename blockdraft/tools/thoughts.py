@@ -1,0 +1,168 @@
+"""Thinking models: what they think, kept apart from what they say.
+
+A thinking model writes its thoughts between two tags, before the answer. Some chat templates write the first
+tag themselves, so that an answer begins inside its thoughts. Here the text is divided as it streams; the
+result depends on the text alone, never on how it was cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from blockdraft.text.tokenizer import Tokenizer
+
+_TAIL_TOKENS = 8  # enough for the tag and the white space a template may write behind it
+# The tags of each family. The first token of either tag says enough: what follows it is text of the tag.
+_FAMILIES = (
+    ("<think>", "", "</think>"),
+    ("<|channel>", "thought", "<channel|>"),  # Gemma 4
+    ("[THINK]", "", "[/THINK]"),  # Mistral
+    ("<seed:think>", "", "</seed:think>"),  # Seed-OSS
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """What stands around the thoughts of this model, as text and as tokens."""
+
+    open: str
+    close: str
+    open_ids: tuple[int, ...]
+    close_ids: tuple[int, ...]
+    special: tuple[str, ...] = ()  # those that are special tokens, which do not show in a text by themselves
+
+
+def find_tags(tokenizer: Tokenizer) -> Tags | None:
+    """None: the model has no such tokens, and its answers are not looked at."""
+    for token, name, close in _FAMILIES:
+        open_id, close_id = (_single(tokenizer, tag) for tag in (token, close))
+        if open_id is None or close_id is None or open_id == close_id:
+            continue
+        special = tuple(tag for tag, i in ((token, open_id), (close, close_id)) if i in tokenizer.special_ids)
+        return Tags(token + name, close, (open_id,), (close_id,), special)
+    return None
+
+
+def _single(tokenizer: Tokenizer, tag: str) -> int | None:
+    """The token that a tag is, if it is one and shows as it is written."""
+    ids = tokenizer.encode(tag, add_special_tokens=False)
+    is_shown = len(ids) == 1 and tokenizer.decode(ids, skip_special_tokens=False).strip() == tag
+    return ids[0] if is_shown else None
+
+
+def begins_inside(tags: Tags, tokenizer: Tokenizer, prompt_ids: Items[int]) -> bool:
+    """Whether the prompt ends with the opening tag."""
+    return _tail(tokenizer, prompt_ids).endswith(tags.open)
+
+
+def begins_behind(tags: Tags, tokenizer: Tokenizer, prompt_ids: Items[int]) -> bool:
+    """Whether the prompt ends with the closing tag: the model is not to think."""
+    return _tail(tokenizer, prompt_ids).endswith(tags.close)
+
+
+def _tail(tokenizer: Tokenizer, prompt_ids: Items[int]) -> str:
+    return tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+
+
+def continues_inside(tags: Tags, message: Mapping[str, object]) -> bool:
+    """Whether a message that the model is to go on with stops inside its thoughts."""
+    text = message.get("content")
+    return isinstance(text, str) and text.rfind(tags.open) > text.rfind(tags.close)
+
+
+class Split(NamedTuple):
+    """One piece of text, divided."""
+
+    reasoning: str
+    content: str
+
+
+class Splitter:
+    """Divides one answer. Line ends next to a tag belong to neither part.
+
+    before: blank so far, the opening tag may come   inside: thoughts
+    after: behind the closing tag, line ends are dropped   content: all the rest
+    """
+
+    def __init__(self, tags: Tags, *, is_inside: bool) -> None:
+        self._open, self._close = tags.open, tags.close
+        self._state: Literal["before", "inside", "after", "content"] = "inside" if is_inside else "before"
+        self._held = ""
+        self._has_reasoning = False
+
+    def push(self, text: str, is_last: bool) -> Split:
+        """Text that may be part of a tag, or a line end in front of one, waits; the last push lets it go."""
+        self._held += text
+        reasoning = ""
+        if self._state == "before":
+            self._look_for_open(is_last)
+        if self._state == "inside":
+            reasoning = self._take_thoughts(is_last)
+        if self._state == "after":
+            self._held = self._held.lstrip("\r\n")
+            if self._held:
+                self._state = "content"
+        content = ""
+        if self._state == "content":
+            content, self._held = self._held, ""
+        return Split(reasoning, content)
+
+    def _look_for_open(self, is_last: bool) -> None:
+        start = self._held.lstrip()
+        if start.startswith(self._open):
+            self._held = start.removeprefix(self._open)
+            self._state = "inside"
+        elif is_last or not self._open.startswith(start):
+            self._state = "content"
+
+    def _take_thoughts(self, is_last: bool) -> str:
+        if not self._has_reasoning:
+            self._held = self._held.lstrip("\r\n")
+        thoughts, tag, rest = self._held.partition(self._close)
+        if tag:
+            self._state = "after"
+            self._held = rest
+            return thoughts.rstrip("\r\n")
+        cut = len(thoughts) if is_last else len(thoughts) - self._num_partial(thoughts)
+        if not is_last:
+            cut = len(thoughts[:cut].rstrip("\r\n"))
+        taken, self._held = thoughts[:cut], thoughts[cut:]
+        self._has_reasoning = self._has_reasoning or bool(taken)
+        return taken
+
+    def _num_partial(self, text: str) -> int:
+        """How many characters at the end may begin the closing tag."""
+        close = self._close
+        return next((n for n in range(len(close) - 1, 0, -1) if text.endswith(close[:n])), 0)
+
+
+class ThoughtCounter:
+    """Counts the tokens of the thoughts; the tags themselves do not count."""
+
+    def __init__(self, tags: Tags, tokenizer: Tokenizer, *, is_inside: bool) -> None:
+        self.num_tokens = 0
+        self._tags = tags
+        self._tokenizer = tokenizer
+        self._num_opened = 0  # tokens of the opening tag so far
+        self._state: Literal["before", "inside", "over"] = "inside" if is_inside else "before"
+
+    def push(self, token_ids: Items[int]) -> None:
+        for token_id in token_ids:
+            if self._state == "over":
+                return
+            if self._state == "before":
+                self._look_at(token_id)
+            elif token_id == self._tags.close_ids[0]:
+                self._state = "over"
+            else:
+                self.num_tokens += 1
+
+    def _look_at(self, token_id: int) -> None:
+        if token_id == self._tags.open_ids[self._num_opened]:
+            self._num_opened += 1
+            self._state = "inside" if self._num_opened == len(self._tags.open_ids) else "before"
+        elif self._num_opened or self._tokenizer.decode([token_id]).strip():
+            self._state = "over"
