@@ -56,12 +56,10 @@ def chat_tool():
 
 
 def responses():
-    options = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
+    options = {"model": MODEL, "temperature": 0, "max_output_tokens": 48}
     first = client.responses.create(**options, input="What is the capital of France?")
     assert "Paris" in first.output_text
-    with client.responses.stream(
-        **options, input="And what is it known for?", previous_response_id=first.id
-    ) as stream:
+    with client.responses.stream(**options, input="And of Italy?", previous_response_id=first.id) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     assert kinds[0] == "response.created"

@@ -16,7 +16,7 @@ anthropic = AnthropicProvider(anthropic_client=AsyncAnthropic(base_url=URL, api_
 SETTINGS = {"max_tokens": 64, "temperature": 0.0}
 
 
-class City(BaseModel):
+class City(BaseModel, extra="forbid"):  # the small model would go on with fields of its own
     name: str
     country: str
 
