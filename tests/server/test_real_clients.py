@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,12 @@ def url():
     command = [sys.executable, "-m", "blockdraft", "serve", "default", "--device", "cpu", "--port", "0"]
     process = Process(command, {"OMP_NUM_THREADS": str(os.cpu_count())})
     try:
-        yield process.ready()
+        address = process.address(process.errors, "listening on")
+        end_s = time.monotonic() + PATIENCE_S
+        while not process.output and process.process.poll() is None and time.monotonic() < end_s:
+            time.sleep(0.5)
+        assert process.output, process.errors
+        yield address
     finally:
         process.process.terminate()
         process.end()
