@@ -23,7 +23,7 @@ BUDGETS = {
     "launch": 2_050,
     "models": 2_050,
     "check": 2_500,
-    "start": 1_600,
+    "start": 1_650,
     "doctor": 1_150,
     "settings": 1_150,
     "tools": 1_900,

@@ -224,6 +224,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 _METAVARS = {
+    "chat_template": "FILE",
     "synthetic_acceptance": "PROFILE",
     "engine_args": "TEXT",
     "engine_version": "VERSION",

@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, not the text")
     add_verbose(parser)
     add_sampling(parser)
-    # Of one request, --seed is the sampling seed; and only our own engine runs in this process.
-    add_settings(parser, leave_out=("seed", "engine", *LAUNCH_SETTINGS))
+    # Of one request, --seed is the sampling seed; it has no tools; and only our own engine runs here.
+    add_settings(parser, leave_out=("seed", "tool_format", "engine", *LAUNCH_SETTINGS))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -136,7 +136,7 @@ def _serve(
     from blockdraft.server.app import make_app  # while the engine's process imports PyTorch
 
     name = (args.served_model_name or settings.model) + settings.suffix
-    app = make_app(engine, name=name, options=options)
+    app = make_app(engine, name=name, options=options, tool_format=settings.tool_format)
     serve_until_told(args, engine, app, options, name=name, listener=listener)
     engine.close()
     return exit_code(args, engine.error, was_ready=engine.engine_info is not None)

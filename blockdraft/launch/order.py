@@ -152,8 +152,12 @@ def write_command(
         env=env,
         port=order.port,
         image=image if is_published else None,
-        # Models that are named by a whole path, and not by a hub id.
-        mounts=tuple(name for name in (settings.model, settings.draft) if name and name[0] == "/"),
+        # Models that are named by a whole path, and not by a hub id; and a file of ours.
+        mounts=tuple(
+            name
+            for name in (settings.model, settings.draft, settings.chat_template)
+            if name and name[0] == "/"
+        ),
     )
 
 
@@ -166,6 +170,8 @@ def _check(order: Order) -> None:
         raise order.refusal("model", "a single GGUF file is for the native engine; name a folder or a hub id")
     if settings.max_stall_ms is not None:
         raise order.refusal("max_stall_ms", "it has no such limit; use --chunk")
+    if settings.tool_format != "auto":
+        raise order.refusal("tool_format", "it has names of its own; --engine-args=--tool-call-parser=NAME")
     if settings.dtype == "float64":
         raise order.refusal("dtype", "it computes in float32 at most")
 

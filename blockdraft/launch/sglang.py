@@ -60,6 +60,7 @@ def _model(order: Order) -> Flags:
         ("--kv-cache-dtype", KV_DTYPES.get(settings.kv_dtype)),
         ("--attention-backend", _backend(order, "attention_backend")),
         ("--sampling-defaults", order.changed("sampling_defaults")),
+        ("--chat-template", order.settings.chat_template),
         ("--random-seed", order.changed("seed")),
     ]
 

@@ -45,6 +45,7 @@ def _model(order: Order) -> Flags:
         ("--kv-cache-dtype", order.changed("kv_dtype")),
         ("--attention-backend", _backend(order.settings.attention_backend)),
         ("--generation-config", "vllm" if order.settings.sampling_defaults == "openai" else None),
+        ("--chat-template", order.settings.chat_template),
         ("--seed", order.changed("seed")),
     ]
 

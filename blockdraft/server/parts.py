@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from blockdraft.server.choices import AnswerPiece
@@ -41,17 +42,22 @@ class AnswerParts:
         self._is_open = False
 
     def push(self, piece: AnswerPiece) -> Iterator[PartChange]:
-        if piece.reasoning:
-            yield from self._add("reasoning", piece.reasoning)
-        if piece.text:
+        """What goes on with the open part comes first; else thoughts, text, and then calls."""
+        going_on = list(takewhile(lambda call: call.id is None, piece.tool_calls))
+        for call in going_on:
+            yield from self._add("call", call.arguments)
+        if self._is_open_as("text") and piece.text:
             yield from self._add("text", piece.text)
-        for call in piece.tool_calls:
+            yield from self._add("reasoning", piece.reasoning)
+        else:
+            yield from self._add("reasoning", piece.reasoning)
+            yield from self._add("text", piece.text)
+        for call in piece.tool_calls[len(going_on) :]:
             if call.id is not None:
                 yield from self._open(
                     AnswerPart("call", len(self.all), call_id=call.id, name=call.name or "")
                 )
-            if call.arguments:
-                yield from self._add("call", call.arguments)
+            yield from self._add("call", call.arguments)
         if piece.finish_reason is not None:
             yield from self._close(is_whole=piece.finish_reason != "length")
 
@@ -60,8 +66,13 @@ class AnswerParts:
         yield from self._open(AnswerPart("text", len(self.all)))
         yield from self._close(is_whole=True)
 
+    def _is_open_as(self, kind: str) -> bool:
+        return self._is_open and self.all[-1].kind == kind
+
     def _add(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[PartChange]:
-        if not (self._is_open and self.all[-1].kind == kind):
+        if not text:
+            return
+        if not self._is_open_as(kind):
             yield from self._open(AnswerPart(kind, len(self.all)))
         self.all[-1].added.append(text)
         yield PartChange("add", self.all[-1], text)

@@ -16,6 +16,7 @@ from blockdraft.settings.acceptance_profile import read_profile
 Auto = Literal["auto"]
 T = TypeVar("T")
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+TOOL_FORMATS = ("auto", "hermes", "qwen_xml", "gemma", "harmony", "llama", "plain")
 QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
 
 
@@ -97,6 +98,10 @@ class Settings:
         "model",
         "of requests that do not say: the model's own (generation_config.json), or openai's (temperature 1)",
         choices=("model", "openai"),
+    )
+    chat_template: str | None = _setting(None, "a file with a chat template, in place of the model's own")
+    tool_format: str = _setting(
+        "auto", "how the model writes tool calls; auto: as its chat template shows", choices=TOOL_FORMATS
     )
     seed: int = _setting(0, "where requests without a seed draw theirs from", least=-(2**63))
     engine: str = _setting(

@@ -35,6 +35,7 @@ from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.settings.settings import Settings
 from blockdraft.settings.shipped import with_drafter
 from blockdraft.start.card_errors import unusable, usage
+from blockdraft.start.chat_template import read_chat_template
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter, NoDrafter
 from blockdraft.text.tokenizer import Tokenizer
@@ -104,6 +105,8 @@ def _open_target(settings: Settings, device: torch.device, report: Callable[[str
         report(f"text only: the {' and '.join(config.left_out)} part of {settings.model} is not loaded")
     has_tokenizer = checkpoint.has_tokenizer or not is_dummy
     parts = checkpoint.tokenizer_parts() if has_tokenizer else byte_tokenizer(config.vocab_size)
+    if settings.chat_template is not None:
+        parts = replace(parts, chat_template=read_chat_template(settings.chat_template))
     sampling: Mapping[str, float] = {}
     if settings.sampling_defaults == "model":
         sampling = sampling_defaults(checkpoint.generation_file, name=checkpoint.name)

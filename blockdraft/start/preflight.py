@@ -7,12 +7,15 @@ from blockdraft.machine.machine import may_have_gpu, read_machine
 from blockdraft.planner.memory_fit import fit_native
 from blockdraft.planner.pair import open_pair
 from blockdraft.settings.settings import Settings, pin_threads
+from blockdraft.start.chat_template import read_chat_template
 
 
 def check_native(settings: Settings) -> None:
-    """Raises for weights that are too large and for a pair that does not match. The rest is left to the
-    start, which measures, fetches and says so.
+    """Raises for weights that are too large, for a pair that does not match and for a chat template that is
+    none. The rest is left to the start, which measures, fetches and says so.
     """
+    if settings.chat_template is not None:
+        read_chat_template(settings.chat_template)
     if settings.model == "default" or ":" in settings.device:
         return
     machine = read_machine()

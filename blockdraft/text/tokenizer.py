@@ -43,6 +43,7 @@ class Tokenizer:
         names = {"bos_token": parts.bos_token, "eos_token": parts.eos_token}
         self._token_names = {name: token for name, token in names.items() if token is not None}
         added = self._tokenizer.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)  # they stand outside the text: special tokens, and other markup
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.eos_ids = parts.eos_ids or self._ids_of(parts.eos_token)
         # Entries, added tokens included; a model's embedding is often padded past it.

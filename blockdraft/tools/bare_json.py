@@ -9,9 +9,10 @@ import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
+from blockdraft.engine.request import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.json_calls import JsonCallReader
-from blockdraft.tools.lark import CallForm, form_rule, json_call_rules, tag
+from blockdraft.tools.lark import CallForm, arguments_of, form_rule, json_call_rules, json_of, schema_of, tag
 from blockdraft.tools.pieces import FunctionTool
 from blockdraft.tools.reading import NotACall, Steps
 
@@ -29,9 +30,9 @@ class BareJsonReader(JsonCallReader):
         yield from self._try_call("")
         yield from super()._read()
 
-    def _read_call(self, tag: str) -> Steps[None]:
+    def _read_call(self, opening: str) -> Steps[None]:
         yield from self._skip_space()
-        is_fenced = not tag and (yield from self._take(FENCE))
+        is_fenced = not opening and (yield from self._take(FENCE))
         if is_fenced:
             yield from self._take("json")
         yield from self._read_one()
@@ -61,18 +62,41 @@ class BareJsonReader(JsonCallReader):
 
 def _grammar(form: CallForm, arguments_key: str, python_tag: str | None) -> str:
     """One call: the formats have no way to write several that models were trained on."""
-    other = None if form.other is None else form_rule(form.other)
-    starts = ["json_call"]
-    rules = json_call_rules(form, arguments_key)
+    if form.other is not None and (form.other.json is not None or form.other.json_object):
+        return f"start: {json_of(_call_or_other(form, form.other, arguments_key))}"
+    starts, rules = ["json_call"], json_call_rules(form, arguments_key)
     if not form.is_required and python_tag is not None:
         starts.append(f"{python_tag} json_call")
-    if other is not None:
+    if form.other is not None:
         starts.append("form")
-        rules.append(f"form: {other}")
+        rules.append(f"form: {form_rule(form.other)}")
     elif not form.is_required:
         starts.append("TEXT")
         rules.append(r"TEXT: /([^\s{`](?s:.*))?/")
     return "\n".join([f"start: {' | '.join(starts)}", *rules])
+
+
+def _call_or_other(form: CallForm, other: StructuredOutputs, arguments_key: str) -> dict[str, object]:
+    """A schema of calls and of the other form: both begin with a brace, so that one rule must read both."""
+    parts = {"other": schema_of(other)}
+    either: list[dict[str, object]] = []
+    for number, tool in enumerate(form.tools):
+        parts[f"tool_{number}"] = dict(arguments_of(tool, is_required=False))
+        properties = {"name": {"const": tool.name}, arguments_key: {"$ref": f"#/$defs/tool_{number}"}}
+        call = {"type": "object", "properties": properties, "required": ["name", arguments_key]}
+        either.append({**call, "additionalProperties": False})
+    moved = {name: _with_references_below(schema, f"#/$defs/{name}") for name, schema in parts.items()}
+    return {"$defs": moved, "anyOf": [*either, {"$ref": "#/$defs/other"}]}
+
+
+def _with_references_below(value: object, place: str) -> object:
+    """A schema that is no longer at the root, but at `place`, with references that know it."""
+    if isinstance(value, Mapping):
+        changed = {key: _with_references_below(item, place) for key, item in value.items()}
+        if isinstance(target := value.get("$ref"), str) and target.startswith("#"):
+            changed["$ref"] = place + target[1:]
+        return changed
+    return [_with_references_below(item, place) for item in value] if isinstance(value, list) else value
 
 
 def llama_grammar(form: CallForm, tokenizer: Tokenizer) -> str:

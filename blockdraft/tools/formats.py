@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from blockdraft.engine.request import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.tools import bare_json, hermes
+from blockdraft.tools import bare_json, gemma, harmony, hermes, qwen_xml
 from blockdraft.tools.lark import CallForm
 from blockdraft.tools.reading import AnswerReader
 from blockdraft.tools.thoughts import Tags
@@ -25,14 +25,28 @@ class ToolFormat:
     has_template: bool = True  # the chat template shows tools; False: they are described in a message
     # Where thoughts are a part of the format and the reader's: what stands around them.
     find_thoughts: Callable[[Tokenizer], Tags | None] | None = None
-
-    def wrap_form(self, form: StructuredOutputs, tokenizer: Tokenizer) -> StructuredOutputs:
-        """A form as the whole answer has it, with what the format writes around every answer."""
-        return form
+    # A form as the whole answer has it, with what the format writes around every answer.
+    wrap_form: Callable[[StructuredOutputs, Tokenizer], StructuredOutputs] = lambda form, tokenizer: form
 
 
 FORMATS = (
     ToolFormat("hermes", hermes.HermesReader, hermes.hermes_grammar, (hermes.OPEN, hermes.CLOSE)),
+    ToolFormat(
+        "qwen_xml",
+        qwen_xml.QwenXmlReader,
+        qwen_xml.qwen_xml_grammar,
+        (qwen_xml.OPEN, qwen_xml.CLOSE),
+    ),
+    ToolFormat("gemma", gemma.GemmaReader, gemma.gemma_grammar, (gemma.OPEN, gemma.CLOSE, gemma.QUOTE)),
+    ToolFormat(
+        "harmony",
+        harmony.HarmonyReader,
+        harmony.harmony_grammar,
+        harmony.TAGS,
+        is_parallel=False,
+        find_thoughts=harmony.find_harmony_thoughts,
+        wrap_form=harmony.wrap_in_harmony,
+    ),
     ToolFormat(
         "llama", bare_json.BareJsonReader, bare_json.llama_grammar, (bare_json.PYTHON_TAG,), is_parallel=False
     ),
@@ -50,10 +64,17 @@ def find_format(tokenizer: Tokenizer, asked: str = "auto") -> ToolFormat:
 
 def _guess(template: str) -> str:
     """A template that shows tools also shows how it writes calls."""
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+        return "harmony"
     if "tools" not in template:
         return "plain"
-    if hermes.OPEN in template:
-        return "hermes"
-    if '"parameters": ' in template or bare_json.PYTHON_TAG in template:
-        return "llama"
+    for mark, name in (
+        (gemma.OPEN, "gemma"),
+        (qwen_xml.FUNCTION, "qwen_xml"),
+        (hermes.OPEN, "hermes"),
+        (bare_json.PYTHON_TAG, "llama"),
+        ('"parameters": ', "llama"),
+    ):
+        if mark in template:
+            return name
     return "plain"

@@ -15,7 +15,7 @@ class HermesReader(JsonCallReader):
 
     OPENING, CLOSING = (OPEN,), (CLOSE,)
 
-    def _read_call(self, tag: str) -> Steps[None]:
+    def _read_call(self, opening: str) -> Steps[None]:
         yield from self._skip_space()
         yield from self._expect("{")
         if (yield from self._read_json_call()):

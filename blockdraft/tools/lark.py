@@ -17,6 +17,7 @@ from blockdraft.tools.pieces import FunctionTool
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 # As Python writes JSON, which is how templates show calls to models. White space without end is not possible.
 _SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_FREE_SPACING: dict[str, object] = {"x-guidance": {"whitespace_pattern": r"[ \n\r\t]{1,32}"}}
 _SCHEMA_OF_NO_ARGUMENTS: Mapping[str, object] = {
     "type": "object",
     "properties": {},
@@ -40,14 +41,15 @@ def quoted(text: str) -> str:
 
 
 def tag(tokenizer: Tokenizer, text: str) -> str:
-    """A tag: a special token by its number, as no text can stand for it; any other as text."""
+    """A tag: an added token by its number, as llguidance takes no text for it; any other as text."""
     token_id = tokenizer.token_id(text)
-    return f"<[{token_id}]>" if token_id in tokenizer.special_ids else quoted(text)
+    return f"<[{token_id}]>" if token_id in tokenizer.added_ids else quoted(text)
 
 
-def json_of(schema: Mapping[str, object]) -> str:
-    """A JSON value that matches a schema."""
-    return f"%json {json.dumps({'x-guidance': _SPACING, **schema})}"
+def json_of(schema: Mapping[str, object], *, is_strict: bool = True) -> str:
+    """A JSON value that matches a schema; if not strict, keywords that are not known bind nothing."""
+    options = {**_SPACING, "lenient": not is_strict}
+    return f"%json {json.dumps({'x-guidance': options, **schema})}"
 
 
 def arguments_of(tool: FunctionTool, *, is_required: bool) -> Mapping[str, object]:
@@ -57,13 +59,16 @@ def arguments_of(tool: FunctionTool, *, is_required: bool) -> Mapping[str, objec
     return tool.parameters or _SCHEMA_OF_NO_ARGUMENTS
 
 
+def schema_of(form: StructuredOutputs) -> dict[str, object]:
+    """The schema of a form that is JSON."""
+    schema = json.loads(form.json) if isinstance(form.json, str) else form.json
+    return dict(ANY_OBJECT if schema is None else schema)
+
+
 def form_rule(form: StructuredOutputs) -> str | None:
     """A form as the right side of a rule; None: it is a grammar, which cannot be part of another."""
-    if form.json is not None:
-        schema = json.loads(form.json) if isinstance(form.json, str) else form.json
-        return f"%json {json.dumps(schema)}"
-    if form.json_object:
-        return f"%json {json.dumps(ANY_OBJECT)}"
+    if form.json is not None or form.json_object:
+        return f"%json {json.dumps(_FREE_SPACING | schema_of(form))}"
     if form.regex is not None:
         return f"/{form.regex.replace('/', chr(92) + '/')}/"
     if form.choice is not None:
@@ -81,7 +86,7 @@ def json_call_rules(form: CallForm, arguments_key: str) -> list[str]:
         head = quoted(f'{{"name": "{tool.name}", "{arguments_key}": ')
         rules.append(f'call_{number}: {head} arguments_{number} "}}"')
         schema = arguments_of(tool, is_required=form.is_required)
-        rules.append(f"arguments_{number}: {json_of(schema)}")
+        rules.append(f"arguments_{number}: {json_of(schema, is_strict=tool.is_strict)}")
     return rules
 
 
@@ -93,7 +98,7 @@ def tagged_grammar(
     other = None if form.other is None else form_rule(form.other)
     more = f"({quoted(separator)} {begin} body)*" if form.is_parallel else ""
     if form.is_required:
-        first = [f"start: {begin} body {more}"]
+        first = [f"start: LINES? {begin} body {more}", r"LINES: /\n{1,2}/"]  # as behind thoughts
     elif other is not None:
         first = [f"start: form | {begin} body {more}", f"form: {other}"]
     elif begin.startswith("<["):  # no text can be mistaken for it

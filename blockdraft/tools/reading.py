@@ -43,7 +43,7 @@ class AnswerReader(ABC):
         self._hidden = frozenset(hidden)
         self._max_calls = max_calls
         self._finder = TagFinder((*self.OPENING, *self.CLOSING, *hidden))
-        self._closing = TagFinder(self.CLOSING)
+        self._closing = TagFinder((*self.CLOSING, *hidden))
         self._buffer, self._at = "", 0
         self._mark: int | None = None  # where to go back to if this is no call
         self._is_over = False
@@ -87,7 +87,7 @@ class AnswerReader(ABC):
         self._mark = None
 
     @abstractmethod
-    def _read_call(self, tag: str) -> Steps[None]:
+    def _read_call(self, opening: str) -> Steps[None]:
         """Read one call from behind its opening tag. Raises NotACall before it has begun, never later."""
 
     # ---- reading
@@ -164,9 +164,10 @@ class AnswerReader(ABC):
             end, tag = self._closing.find(self._buffer, self._at, self._is_over)
             self._argue(self._buffer[self._at : end])
             self._at = end + len(tag or "")
-            if tag is not None or self._is_over:
+            if tag in self.CLOSING or (tag is None and self._is_over):
                 return
-            yield
+            if tag is None:
+                yield
 
     # ---- what was read
 
@@ -179,6 +180,9 @@ class AnswerReader(ABC):
         said = text.rstrip(SPACE)
         self._space = text[len(said) :]
         self._text.append(said)
+
+    def _think(self, text: str) -> None:
+        self._reasoning.append(text)
 
     def _begin(self, name: str) -> None:
         """From here on it is a call."""

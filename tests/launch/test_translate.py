@@ -268,6 +268,7 @@ VLLM = {
     "--gpu-memory-utilization": ({"gpu_memory_utilization": 0.7}, "0.7"),
     "--kv-cache-dtype": ({"kv_dtype": "fp8"}, "fp8"),
     "--generation-config": ({"sampling_defaults": "openai"}, "vllm"),
+    "--chat-template": ({"chat_template": "mine.jinja"}, "mine.jinja"),
     "--seed": ({"seed": 7}, "7"),
     "--tensor-parallel-size": ({"tensor_parallel": 4}, "4"),
     "--pipeline-parallel-size": ({"pipeline_parallel": 2}, "2"),
@@ -283,6 +284,7 @@ SGLANG = {
     "--mem-fraction-static": ({"gpu_memory_utilization": 0.7}, "0.7"),
     "--kv-cache-dtype": ({"kv_dtype": "fp8"}, "fp8_e4m3"),
     "--sampling-defaults": ({"sampling_defaults": "openai"}, "openai"),
+    "--chat-template": ({"chat_template": "mine.jinja"}, "mine.jinja"),
     "--random-seed": ({"seed": 7}, "7"),
     "--tp-size": ({"tensor_parallel": 4}, "4"),
     "--pp-size": ({"pipeline_parallel": 2}, "2"),
@@ -323,6 +325,7 @@ def test_switches_are_bare_flags(values, vllm, sglang):
         ("sglang", {"quantization": "none"}),
         ("vllm", {"draft_quantization": "int8"}),
         ("sglang", {"draft_quantization": "int8"}),
+        ("vllm", {"tool_format": "hermes"}),
         ("vllm", {"max_stall_ms": 50}),
         ("sglang", {"max_stall_ms": 50}),
         ("sglang", {"cache_bytes": 1 << 30}),
@@ -355,7 +358,7 @@ def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
     }
     elsewhere = {"model", "width", "device", "attention_backend", "draft_attention_backend", "max_queue"}
     elsewhere |= {"synthetic_acceptance", "draft_quantization", "max_stall_ms", "engine_args", "engine_env"}
-    elsewhere |= {"prefix_cache", "overlap", "graphs"}
+    elsewhere |= {"prefix_cache", "overlap", "graphs", "tool_format"}
     tested = {name for values, _ in VLLM.values() for name in values}
     assert {item.name for item in dataclasses.fields(Settings)} == ours | elsewhere | tested
 

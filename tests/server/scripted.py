@@ -60,10 +60,16 @@ AGENT = [
     piece(calls=[call(1, "{}")]),
     piece(end="stop"),
 ]
+# A block of tokens ends one thing and begins another.
+MIXED = [
+    piece("First ", calls=[call(0, "{", id="call_a", name="now")]),
+    piece("then ", reasoning="hm", calls=[call(0, "}"), call(1, "{", id="call_b", name="now")]),
+    piece("last", calls=[call(1, "}")], end="tool_calls"),
+]
 CUT = [piece("One "), piece("two", end="length")]
 CUT_CALL = [piece(calls=[call(0, '{"city": "Pa', id="call_a", name="weather")], end="length")]
 EMPTY = [piece(end="stop")]
-SCRIPTS = {"agent": AGENT, "cut": CUT, "cut call": CUT_CALL, "empty": EMPTY}
+SCRIPTS = {"agent": AGENT, "mixed": MIXED, "cut": CUT, "cut call": CUT_CALL, "empty": EMPTY}
 
 
 def events_of(text):

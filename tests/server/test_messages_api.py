@@ -114,6 +114,14 @@ def test_thoughts_text_and_calls_are_blocks_of_their_own():
     assert (whole["usage"]["input_tokens"], whole["usage"]["cache_read_input_tokens"]) == (6, 4)
 
 
+def test_what_ends_comes_before_what_begins():
+    blocks = taken(writer(), SCRIPTS["mixed"])["content"]
+    kinds = ["text", "tool_use", "thinking", "text", "tool_use", "text"]
+    assert [block["type"] for block in blocks] == kinds
+    assert [block["id"] for block in blocks if block["type"] == "tool_use"] == ["call_a", "call_b"]
+    assert all(block.get("input", {}) == {} for block in blocks)
+
+
 def test_thoughts_can_be_hidden():
     hidden = {"thinking": {"type": "adaptive", "display": "omitted"}}
     events = streamed(writer(**hidden), AGENT)

@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blockdraft.settings.settings import TOOL_FORMATS
 from blockdraft.tools.bare_json import BareJsonReader
+from blockdraft.tools.formats import FORMATS as KNOWN
+from blockdraft.tools.gemma import GemmaReader
+from blockdraft.tools.harmony import TAGS, HarmonyReader
 from blockdraft.tools.hermes import HermesReader
 from blockdraft.tools.pieces import FunctionTool
+from blockdraft.tools.qwen_xml import QwenXmlReader
 
 SCHEMA = {
     "type": "object",
@@ -90,8 +95,126 @@ BARE = [
     ("```python\nx\n```", SAME, []),
     ('{"name": "f", "parameters": {"a": ]}} rest', "", [("f", '{"a": ]}} rest')]),
 ]  # fmt: skip
-FORMATS = {HermesReader: HERMES, BareJsonReader: BARE}
+XML = [
+    ("hello", SAME, []),
+    (
+        "So:\n<tool_call>\n<function=f>\n<parameter=city>\nNew\nYork <b>\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        "So:",
+        [("f", '{"city": "New\\nYork <b>", "days": 3}')],
+    ),
+    ("<function=f><parameter=city>x</parameter></function>", "", [("f", '{"city": "x"}')]),
+    ("<tool_call><function=f>\n</function></tool_call>\n" * 2, "", [("f", "{}"), ("f", "{}")]),
+    (
+        "<tool_call><function=f><parameter=is_exact>\nTrue\n</parameter>"
+        '<parameter=options>{"a": [1]}</parameter><parameter=tags>oops</parameter></function></tool_call>!',
+        "!",
+        [("f", '{"is_exact": true, "options": {"a": [1]}, "tags": "oops"}')],
+    ),
+    # Texts stay texts, whatever they look like, and parameters that nobody declared are texts.
+    ("<function=f><parameter=city>5</parameter></function>", "", [("f", '{"city": "5"}')]),
+    ("<function=f><parameter=x>5</parameter></function>", "", [("f", '{"x": "5"}')]),
+    ("<function=f><parameter=city>\n\n a \n\n</parameter></function>", "", [("f", '{"city": "\\n a \\n"}')]),
+    ("<tool_call>\n<function=g>\n</function></tool_call>", SAME, []),
+    ("<tool_call>\n<fun", SAME, []),
+    ("<function=f", SAME, []),
+    ('<tool_call>{"name": "f"}</tool_call>', SAME, []),
+    ("<function=f>\njunk</function></tool_call>x", "x", [("f", "junk</function>")]),
+    ("<function=f><parameter=city>Par", "", [("f", '{"city": "Par')]),
+    ("<function=f><parameter=days>1", "", [("f", '{"days": 1')]),
+    ("<function=f><parameter=ci", "", [("f", "<parameter=ci")]),
+]  # fmt: skip
+GEMMA = [
+    ("hello", SAME, []),
+    (
+        'Ok. <|tool_call>call:f{city:<|"|>New "York"\n<|"|>,days:3,is_exact:true}<tool_call|>',
+        "Ok.",
+        [("f", '{"city": "New \\"York\\"\\n", "days": 3, "is_exact": true}')],
+    ),
+    ("<|tool_call>call:f{}<tool_call|><|tool_call>call:f{}<tool_call|>", "", [("f", "{}"), ("f", "{}")]),
+    (
+        '<|tool_call>call:f{options:{a:[1,<|"|>}<|"|>,{}],b:null},tags:[]}<tool_call|>',
+        "",
+        [("f", '{"options": {"a": [1, "}", {}], "b": null}, "tags": []}')],
+    ),
+    ('<|tool_call>call:f{<|"|>city<|"|>:"a", x: b}<tool_call|>.', ".", [("f", '{"city": "a", "x": "b"}')]),
+    ("call:f{}<tool_call|>", "", [("f", "{}")]),  # its opening token was forgotten
+    ("call:g{}<tool_call|>", SAME, []),
+    ("<|tool_call>call:g{}<tool_call|>", SAME, []),
+    ("<|tool_call>f{}", SAME, []),
+    ("<|tool_call>call:f{a:}<tool_call|>x", "x", [("f", '{"a": }')]),
+    ("<|tool_call>call:f{a}<tool_call|>", "", [("f", '{"a"}')]),
+    ('<|tool_call>call:f{city:<|"|>Par', "", [("f", '{"city": "Par')]),
+]  # fmt: skip
+FORMATS = {HermesReader: HERMES, BareJsonReader: BARE, QwenXmlReader: XML, GemmaReader: GEMMA}
 CASES = [(reader, *case) for reader, cases in FORMATS.items() for case in cases]
+
+
+HARMONY = [
+    # text, thoughts, content, calls
+    ("<|channel|>final<|message|>Hi <b>.<|return|>", "", "Hi <b>.", []),
+    (
+        "<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant<|channel|>final<|message|>Hi.<|return|>",
+        "Hm.\n",
+        "Hi.",
+        [],
+    ),
+    (
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        '{"city": "x"}<|call|>',
+        "a\nb",
+        "I look.",
+        [("f", '{"city": "x"}')],
+    ),
+    (" to=functions.f<|channel|>commentary json<|message|>{}<|call|>", "", "", [("f", "{}")]),
+    ("<|channel|>commentary to=functions.f<|message|><|call|>", "", "", [("f", "{}")]),
+    ('<|channel|>commentary to=functions.g<|message|>{"a": 1}<|call|>', "", 'to=g {"a": 1}', []),
+    ("<|channel|>commentary to=functions.f<|message|>plain<|call|>", "", "to=f plain", []),
+    ('<|channel|>commentary to=functions.f<|message|>{"a": oops}<|call|>', "", "", [("f", '{"a": oops}')]),
+    ('<|channel|>commentary to=functions.f<|message|>{"a', "", "", [("f", '{"a')]),
+    ("plain text", "", "plain text", []),
+    ("to=you", "", "to=you", []),
+    ("<|channel|>fin", "", "", []),
+    ("<|channel|>analysis<|message|>cut o", "cut o", "", []),
+    ("<|channel|>final<|message|>a<|constrain|>b<|message|>c", "", "abc", []),
+    ("to=" + "x" * 600 + "<|message|>y", "", "to=" + "x" * 600 + "y", []),
+]  # fmt: skip
+
+
+def harmony(pieces):
+    text, thoughts, calls = read(HarmonyReader, pieces, hidden=TAGS)
+    return thoughts, text, calls
+
+
+@pytest.mark.parametrize(("text", "thoughts", "content", "calls"), HARMONY)
+def test_harmony_is_read_alike_however_it_is_cut(text, thoughts, content, calls):
+    assert harmony([text]) == (thoughts, content, calls)
+    assert harmony(text) == (thoughts, content, calls)
+    for at in range(len(text)):
+        assert harmony([text[:at], text[at:]]) == (thoughts, content, calls)
+
+
+_HARMONY_WORDS = [
+    *TAGS,
+    *(text for text, *_ in HARMONY[:-1]),
+    " to=functions.f",
+    "analysis",
+    "{",
+    "a",
+    " ",
+    "<",
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(_HARMONY_WORDS), max_size=8), st.data())
+def test_any_harmony_is_read_alike_however_it_is_cut(words, data):
+    text = "".join(words)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert harmony(pieces) == harmony([text]) == harmony(text)
 
 
 @pytest.mark.parametrize(("reader", "text", "content", "calls"), CASES)
@@ -107,12 +230,32 @@ def words(reader):
     """Parts of the format's answers in any order."""
     whole = [text for text, *_ in FORMATS[reader]]
     tags = [*reader.OPENING, *reader.CLOSING]
-    parts = ['{"name": "f"', ', "arguments": ', "{", "}", '"', "\\", "\n", " ", "a", "<", ":", ",", "é", "1"]
+    parts = [
+        '<|"|>',
+        "call:f{",
+        "<function=f>",
+        "<parameter=city>",
+        "</parameter>",
+        '{"name": "f"',
+        ', "arguments": ',
+        "{",
+        "}",
+        '"',
+        "\\",
+        "\n",
+        " ",
+        "a",
+        "<",
+        ":",
+        ",",
+        "é",
+        "1",
+    ]
     return st.lists(st.sampled_from([*whole, *tags, *parts]), max_size=8)
 
 
 @pytest.mark.parametrize("reader", FORMATS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_text_is_read_alike_however_it_is_cut(reader, data):
     text = "".join(data.draw(words(reader)))
@@ -157,3 +300,7 @@ def test_any_json_is_an_argument(value):
         (BareJsonReader, f'{{"name": "f", "parameters": {arguments}}}'),
     ):
         assert read(reader, [text]) == ("", "", [("f", arguments)])
+
+
+def test_the_setting_knows_every_format():
+    assert ("auto", *(one.name for one in KNOWN)) == TOOL_FORMATS
