@@ -10,13 +10,14 @@ from collections.abc import Mapping
 
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.json_scanner import JsonScanner
-from blockdraft.tools.lark import CallForm, arguments_of, quoted, tag, tagged_grammar
+from blockdraft.tools.lark import CallForm, arguments_of, json_of, quoted, tag, tagged_grammar, text_pattern
 from blockdraft.tools.reading import AnswerReader, NotACall, Steps
 from blockdraft.tools.tags import TagFinder
 from blockdraft.tools.typed import as_json, types_of
 
 OPEN, CLOSE = "<|tool_call>", "<tool_call|>"
 QUOTE = '<|"|>'
+_NUMBER_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 MAX_DEPTH = 64  # of nested objects and lists; deeper ones count as broken
 
 
@@ -129,20 +130,17 @@ class _Rules:
     def __init__(self, tokenizer: Tokenizer) -> None:
         quote = tag(tokenizer, QUOTE)
         self._quote = quote
-        is_special = quote.startswith("<[")
-        string = f"{quote} TEXT_VALUE {quote}" if is_special else f"{quote} text_value"
-        self.lines = [
-            f"string: {string}",
-            "TEXT_VALUE: /(?s:.*)/" if is_special else f"text_value[lazy]: /(?s:.*)/ {quote}",
+        self._num_rules = 0
+        self._known: dict[str, str] = {}  # rules of definitions, by their reference
+        self.lines: list[str] = []
+        self.lines += [
+            f"string: {self._string(None)}",
             r"NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/",
-            "INTEGER: /-?(0|[1-9][0-9]*)/",
             "KEY: /[A-Za-z_][A-Za-z0-9_-]*/",
             'value: string | NUMBER | "true" | "false" | "null" | object | list',
             'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"',
             'list: "[" (value ("," value)*)? "]"',
         ]
-        self._num_rules = 0
-        self._known: dict[str, str] = {}  # rules of definitions, by their reference
 
     def value_of(self, schema: object, root: Mapping[str, object]) -> str:
         """The right side of a rule for a value; any value, where the schema says it in other ways."""
@@ -166,8 +164,18 @@ class _Rules:
         if name == "array":
             item = self.value_of(schema.get("items"), root)
             return f'"[" ({item} ("," {item})*)? "]"'
-        known = {"string": "string", "number": "NUMBER", "integer": "INTEGER", "null": '"null"'}
-        return known.get(name, '("true" | "false")')
+        if name == "string":
+            return f"({self._string(schema)})"
+        limits = {key: schema[key] for key in _NUMBER_LIMITS if key in schema}
+        return f"({json_of({'type': name, **limits})})"  # numbers and the like are those of JSON
+
+    def _string(self, schema: object) -> str:
+        pattern = f"/{text_pattern(schema)}/"
+        if self._quote.startswith("<["):  # no text can be mistaken for it
+            return f"{self._quote} {pattern} {self._quote}"
+        name = self._new_name()
+        self.lines.append(f"{name}[lazy]: {pattern} {self._quote}")
+        return f"{self._quote} {name}"
 
     def _constant(self, value: object) -> str:
         if isinstance(value, str):

@@ -65,12 +65,31 @@ def schema_of(form: StructuredOutputs) -> dict[str, object]:
     return dict(ANY_OBJECT if schema is None else schema)
 
 
+def text_pattern(schema: object) -> str:
+    """A regex, without slashes around it, for a text that stands as it is: of the length or pattern asked."""
+    limits = schema if isinstance(schema, Mapping) else {}
+    pattern = limits.get("pattern")
+    if isinstance(pattern, str):
+        begin = "" if pattern.startswith("^") else "(?s:.*)"
+        end = "" if pattern.endswith("$") else "(?s:.*)"
+        return f"{begin}({_slashed(pattern.removeprefix('^').removesuffix('$'))}){end}"
+    least, most = (limits.get(key) for key in ("minLength", "maxLength"))
+    if isinstance(least, int) or isinstance(most, int):
+        return f"(?s:.{{{least or 0},{'' if most is None else most}}})"
+    return "(?s:.*)"
+
+
+def _slashed(regex: str) -> str:
+    """A regex between slashes."""
+    return regex.replace("/", "\\/")
+
+
 def form_rule(form: StructuredOutputs) -> str | None:
     """A form as the right side of a rule; None: it is a grammar, which cannot be part of another."""
     if form.json is not None or form.json_object:
         return f"%json {json.dumps(_FREE_SPACING | schema_of(form))}"
     if form.regex is not None:
-        return f"/{form.regex.replace('/', chr(92) + '/')}/"
+        return f"/{_slashed(form.regex)}/"
     if form.choice is not None:
         return " | ".join(map(quoted, form.choice))
     return None

@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping
 
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.tools.lark import CallForm, json_of, quoted, tag, tagged_grammar
+from blockdraft.tools.lark import CallForm, json_of, quoted, tag, tagged_grammar, text_pattern
 from blockdraft.tools.pieces import FunctionTool
 from blockdraft.tools.reading import AnswerReader, NotACall, Steps
 from blockdraft.tools.tags import TagFinder
@@ -25,6 +25,7 @@ from blockdraft.tools.typed import as_json, is_text
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
+NO_TOOL = FunctionTool("")
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 
 
@@ -105,22 +106,21 @@ def qwen_xml_grammar(form: CallForm, tokenizer: Tokenizer) -> str:
             for place, (key, schema) in enumerate(tool.properties.items()):
                 rule = f"call_{number}_{place}"
                 parts.append(rule if key in required else f"{rule}?")
-                rules.append(f"{rule}: {quoted(f'<parameter={key}>')} {_value_rule(schema, tool)}")
+                value = _value_rule(schema, tool)
+                rules.append(f"{rule}: {quoted(f'<parameter={key}>')} {rule}_value")
+                rules.append(f"{rule}_value{value}")
         rules.append(f"call_{number}: {' '.join(parts)}")
-    rules += [
-        'parameter: "<parameter=" /[^>\\n]+/ ">" text_value',
-        r"text_value[lazy]: /\n(?s:.*)\n<\/parameter>\n/",
-    ]
+    rules += ['parameter: "<parameter=" /[^>\\n]+/ ">" text_value', f"text_value{_value_rule(None, NO_TOOL)}"]
     return tagged_grammar(form, tokenizer, opening=OPEN, rules=rules, separator="\n")
 
 
 def _value_rule(schema: object, tool: FunctionTool) -> str:
-    """A value with the line ends and the closing tag; one that is no text is JSON."""
+    """What follows a rule's name: a value with line ends and the closing tag. What is no text is JSON."""
     values = schema.get("enum") if isinstance(schema, Mapping) else None
     if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        return f'"\\n" ({" | ".join(map(quoted, values))}) "\\n</parameter>\\n"'
+        return f': "\\n" ({" | ".join(map(quoted, values))}) "\\n</parameter>\\n"'
     if is_text(schema) or not isinstance(schema, Mapping):
-        return "text_value"
+        return rf"[lazy]: /\n{text_pattern(schema)}\n<\/parameter>\n/"
     root = tool.parameters
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return f'"\\n" ({json_of({**shared, **schema}, is_strict=tool.is_strict)}) "\\n</parameter>\\n"'
+    return f': "\\n" ({json_of({**shared, **schema}, is_strict=tool.is_strict)}) "\\n</parameter>\\n"'

@@ -11,8 +11,8 @@ from blockdraft.text.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "fixtures/templates"
 _GEMMA = (
-    "<|turn>",
     "<turn|>",
+    "<|turn>",
     "<|channel>",
     "<channel|>",
     "<|tool_call>",
@@ -20,13 +20,13 @@ _GEMMA = (
     '<|"|>',
     "<|think|>",
 )
-_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+_HARMONY = ("<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>")
 # family: special tokens, the first of which ends an answer, and markup that is not called special
 FAMILIES = {
     "smollm2": (("<|im_end|>", "<|im_start|>"), ()),
     "qwen3": (("<|im_end|>", "<|im_start|>"), ("<think>", "</think>", "<tool_call>", "</tool_call>")),
     "qwen3_coder": (("<|im_end|>", "<|im_start|>"), ("<tool_call>", "</tool_call>")),
-    "gemma4": ((*_GEMMA, "<|think|>"), ()),
+    "gemma4": (_GEMMA, ()),
     "llama31": (("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"), ()),
     "gpt_oss": (_HARMONY, ()),
 }

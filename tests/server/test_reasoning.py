@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockdraft.tools.thoughts import Splitter, Tags, ThoughtCounter, begins_inside, find_tags
-from tests.server.pair import models, thinking_tokenizer
+from tests.server.families import family_tokenizer
+from tests.server.pair import THINKING, models, spelled_tokenizer, thinking_tokenizer
 
 THINK = Tags("<think>", "</think>", (3,), (6,))
 CASES = [
@@ -66,6 +67,13 @@ def test_only_models_with_both_tokens_think():
     assert find_tags(models().tokenizer) is None
     tags = find_tags(thinking_tokenizer())
     assert (tags.open_ids, tags.close_ids, tags.special) == ((3,), (6,), ())
+
+
+def test_tags_that_are_special_tokens_are_known_as_such():
+    tokenizer = spelled_tokenizer(THINKING, special=("<think>", "</think>"))
+    assert find_tags(tokenizer).special == ("<think>", "</think>")
+    gemma = find_tags(family_tokenizer("gemma4"))
+    assert (gemma.open, gemma.close) == ("<|channel>thought", "<channel|>")
 
 
 def test_a_prompt_that_ends_with_the_tag_begins_inside():

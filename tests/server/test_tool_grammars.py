@@ -148,6 +148,23 @@ def test_what_is_no_such_call_is_not_let_through(name):
     assert accepts(required, written(name, "now", {}))
 
 
+@pytest.mark.parametrize("name", BY_NAME)
+def test_lengths_patterns_and_ranges_bind(name):
+    properties = {
+        "code": {"type": "string", "pattern": "^[A-Z]{2}/[0-9]$"},
+        "city": {"type": "string", "minLength": 2, "maxLength": 4},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+    }
+    schema = {"type": "object", "properties": properties, "required": ["code", "city"]}
+    form = CallForm((FunctionTool("f", "", {**schema, "additionalProperties": False}, True),), True, False)
+    grammar = BY_NAME[name].grammar(form, byte_level()[0])
+    assert accepts(grammar, written(name, "f", {"code": "AB/3", "city": "Rome", "days": 14}))
+    assert accepts(grammar, written(name, "f", {"code": "AB/3", "city": "é\nx"}))
+    right = {"code": "AB/3", "city": "Rome", "days": 3}
+    for wrong in ({"code": "A"}, {"city": "x"}, {"city": "Vienna"}, {"days": 15}, {"days": 0}):
+        assert not accepts(grammar, written(name, "f", right | wrong)), wrong
+
+
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml", "gemma"])
 def test_several_calls_come_only_where_they_may(name):
     separator = "" if name == "gemma" else "\n"
