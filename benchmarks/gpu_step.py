@@ -16,12 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from benchmarks import record
 from benchmarks.shapes import SHAPES, write_shape
 from blockdraft.cache.rows import RowSampling
+from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.governor import widths_for
 from blockdraft.engine.loaded import Models
@@ -251,17 +253,24 @@ def begin_requests(engine: Engine, *, num_rows: int, context: int) -> None:
     for number in range(num_rows):
         prompt = [(7919 * index + 31 * number) % vocab_size for index in range(context + 1)]
         engine.add(prompt, replace(params, seed=number))
-    while engine.scheduler.waiting or not all(s.is_decoding for s in engine.scheduler.running):
-        engine.step()
+    with mock.patch.object(Chunks, "is_due", True):  # nobody decodes until all prompts are read
+        while engine.scheduler.waiting or not all(s.is_decoding for s in engine.scheduler.running):
+            engine.step()
 
 
 def time_governed(models: Models, *, num_rows: int, context: int) -> dict[str, object]:
     """Live requests whose widths are chosen, as after a start; drafts are kept by `models.rates`."""
     engine, plan = Engine(models), models.plan
     if models.device.type == "cuda":
-        now = [(rows, width) for rows in (1, plan.max_rows) for width in (1, plan.width)]
-        engine.capture(row_sizes(plan.max_rows), widths_for(plan.block), now)
-    govern(engine)
+        sizes, widths = row_sizes(plan.max_rows), widths_for(plan.block)
+        engine.capture(sizes, widths, [(rows, width) for rows in (1, sizes[-1]) for width in (1, plan.width)])
+        govern(engine)
+        # As after a while of serving: captures take their time then, and no more than a share of it.
+        size = engine.graphs.size(num_rows, 1)
+        while engine.graphs.capture_next((size, width) for width in widths):
+            pass
+    else:
+        govern(engine)
     begin_requests(engine, num_rows=num_rows, context=context)
     for _ in range(SETTLING):
         engine.step()

@@ -1,20 +1,22 @@
-"""What HTTP costs: time to the first token at one client, and the engine's rate with 64 that stream.
+"""What HTTP costs: processor time of the server's process per request and per event, no model behind it.
 
-    python -m benchmarks.http [--rounds 3] [--clients 64] [--json FILE]
+    python -m benchmarks.http [--streams 1 64 256] [--rounds 3] [--profile FILE] [--json FILE]
 
-The engine and its server are in this process, the clients in another. The first token's overhead is the
-client's time from sending a request to its first text, less the engine's own from arrival to first token:
-parsing, the chat template, tokenising, the event loop and the connection. The rate counts the steps in which
-all rows run, with the same prompts once through the engine alone and once through HTTP, in turns. Clients
-take processor time themselves: give the engine fewer threads (OMP_NUM_THREADS) than there are cores. Nothing
-else may run meanwhile: the load before the start is recorded.
+The layout is that of `serve`: an HTTP process, and an engine in a process of its own at the other end of the
+real connection. That engine's scheduler and texts are real, its tokens come from a table (see host.py), and
+it waits between steps, so that events do not pile up: those that are written together would cost less. The
+clients are in this process. Each figure is the HTTP process's own time in microseconds, all threads and the
+kernel included, best of `--rounds`: an answer of one event, and each event after the first. A neighbour on
+the same cores empties their caches, which may cost as much again: compare two versions in turns. Beside it
+is a server that only writes (bench/null_server.py). `--profile` writes where the time goes.
 """
 
 import argparse
 import asyncio
 import contextlib
-import http.client
+import functools
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -22,224 +24,255 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-
-import httpx
+from multiprocessing.connection import Connection
+from typing import IO, cast
 
 from benchmarks.record import context, save, table
 
-CHAT = "/v1/chat/completions"
-MAX_OVERHEAD_MS = 3.0
-MAX_LOSS = 0.10
+TOKENS_PER_EVENT = 2
+EVENTS = 48  # of a long answer
+MIN_GAP_S, ROW_GAP_S = 0.004, 0.00016  # between steps; more than a row takes everybody on two slow cores
+MAX_REQUEST_US, MAX_EVENT_US = 400.0, 12.0  # on a Neoverse-N1
+PROMPT = "The host decides who runs next, reads what the device has said, and writes it out. " * 8
 
 
-def body_of(number: int, num_tokens: int) -> dict[str, object]:
-    return {
-        "messages": [{"role": "user", "content": f"Story number {number}, please: once upon a time"}],
-        "temperature": 0,
-        "max_tokens": num_tokens,
-        "ignore_eos": True,
-        "stream": True,
-    }
+def request_of(number: int, num_events: int) -> bytes:
+    body = json.dumps(
+        {
+            "model": "default",
+            "messages": [{"role": "user", "content": f"Story {number}: {PROMPT}"}],
+            "temperature": 0,
+            "max_tokens": num_events * TOKENS_PER_EVENT,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: */*\r\n"
+        "Accept-Encoding: gzip, deflate\r\nUser-Agent: blockdraft-bench\r\n"
+        f"Content-Length: {len(body)}\r\nContent-Type: application/json\r\n\r\n"
+    )
+    return head.encode() + body
 
 
-# ---- the clients, in a process of their own
+# ---- the clients
 
 
-async def first_text_s(client: httpx.AsyncClient, body: dict[str, object]) -> float:
-    """Seconds to the first event with text; the stream is read to its end."""
-    start_s, first_s = time.perf_counter(), None
-    async with client.stream("POST", CHAT, json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if first_s is None and line.startswith("data: {"):
-                delta = json.loads(line[6:])["choices"][0]["delta"]
-                first_s = time.perf_counter() - start_s if delta.get("content") else None
-    assert first_s is not None
-    return first_s
+class Reader(asyncio.Protocol):
+    """One connection, one request after the other."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.first_s = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def ask(self, request: bytes) -> "asyncio.Future[bytes]":
+        self._answer: asyncio.Future[bytes] = self._loop.create_future()
+        self._pieces: list[bytes] = []
+        self._start_s = time.perf_counter()
+        self._transport.write(request)
+        return self._answer
+
+    def data_received(self, data: bytes) -> None:
+        if not self._pieces:
+            self.first_s = time.perf_counter() - self._start_s
+        self._pieces.append(data)
+        if data.endswith(b"0\r\n\r\n"):
+            self._answer.set_result(b"".join(self._pieces))
+
+    def close(self) -> None:
+        self._transport.close()
 
 
-def one_client(url: str, num_requests: int, num_tokens: int) -> list[float]:
-    """The same by the standard library, one request after the other: httpx takes a millisecond itself."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=600)
-    connection.connect()
-    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    seconds = []
-    for number in range(num_requests):
-        body, first_s = json.dumps(body_of(number, num_tokens)), None
-        start_s = time.perf_counter()
-        connection.request("POST", CHAT, body, {"content-type": "application/json"})
-        response = connection.getresponse()
-        assert response.status == 200, response.status
-        for line in response:
-            if first_s is None and line.startswith(b"data: {"):
-                now_s = time.perf_counter()
-                choices = json.loads(line[6:])["choices"]
-                first_s = now_s - start_s if choices and choices[0]["delta"].get("content") else None
-        assert first_s is not None
-        seconds.append(first_s)
-    return seconds
+async def ask_all(
+    server: "Server", num_streams: int, num_requests: int, num_events: int
+) -> tuple[float, float]:
+    """The server's microseconds per request, and the median milliseconds to its first byte."""
+    loop, first_ms = asyncio.get_running_loop(), []
+    opened = [await loop.create_connection(Reader, "127.0.0.1", server.port) for _ in range(num_streams)]
+    readers = [reader for _, reader in opened]
+
+    async def ask(reader: Reader, number: int) -> None:
+        for turn in range(num_requests // num_streams):
+            answer = await reader.ask(request_of(number * 1000 + turn, num_events))
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+            assert answer.count(b'"content":') >= num_events, answer
+            first_ms.append(reader.first_s * 1e3)
+
+    await readers[0].ask(request_of(0, 1))
+    before_s = server.cpu_s()
+    await asyncio.gather(*(ask(reader, number) for number, reader in enumerate(readers)))
+    spent_s = server.cpu_s() - before_s
+    for reader in readers:
+        reader.close()
+    return spent_s / num_requests * 1e6, statistics.median(first_ms)
 
 
-async def run_clients(url: str, num_clients: int, num_tokens: int) -> list[float]:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        tasks = (first_text_s(client, body_of(i, num_tokens)) for i in range(num_clients))
-        return await asyncio.gather(*tasks)
+# ---- the server
 
 
-def clients(url: str, num_clients: int, num_requests: int, num_tokens: int) -> list[float]:
-    numbers = [str(number) for number in (num_clients, num_requests, num_tokens)]
-    command = [sys.executable, "-m", "benchmarks.http", "--as-clients", url, *numbers]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: list[float] = json.loads(done.stdout)
-    return found
+class Server:
+    """The HTTP process, seen from here."""
 
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._to, self._from = process.stdin, process.stdout
+        self.port = int(self._from.readline())
 
-# ---- the engine and its server
-
-
-class Steps:
-    """Records what each step of an engine did: begin, end, tokens, rows left."""
-
-    def __init__(self, engine: object) -> None:
-        from blockdraft.engine.engine import Engine
-
-        assert isinstance(engine, Engine)
-        self.engine = engine
-        self.log: list[tuple[float, float, int, int]] = []
-        self.first_token_s: list[float] = []
-        self._step = engine.step
-        engine.step = self.step  # type: ignore[method-assign]
-
-    def step(self) -> list[object]:
-        start_s = time.perf_counter()
-        deltas = self._step()
-        num_tokens = sum(len(delta.token_ids) for delta in deltas)
-        self.log.append((start_s, time.perf_counter(), num_tokens, len(deltas)))
-        self.first_token_s += [delta.metrics.first_token_s for delta in deltas if delta.metrics is not None]
-        return list(deltas)
-
-    def rate(self, num_rows: int) -> float:
-        """Tokens per second from the first to the last step in which all rows decoded, pauses included."""
-        full = [entry for entry in self.log if entry[3] == num_rows]
-        assert len(full) > 2, "the rows never ran together: raise --tokens"
-        return sum(entry[2] for entry in full[1:]) / (full[-1][1] - full[0][1])
-
-    def clear(self) -> None:
-        self.log.clear()
-        self.first_token_s.clear()
+    def cpu_s(self) -> float:
+        self._to.write("time\n")
+        self._to.flush()
+        return float(self._from.readline())
 
 
 @contextlib.contextmanager
-def serving(engine: object) -> Iterator[str]:
-    """The address of a server over `engine`, which is nobody else's meanwhile."""
+def serving(num_streams: int, profile: str | None) -> Iterator[Server]:
+    words = [str(num_streams), profile or "-"]
+    command = [sys.executable, "-m", "benchmarks.http", "--as-server", *words]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            yield Server(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()  # on which it ends
+
+
+def run_paced_engine(num_rows: int, connection: Connection) -> None:
+    """All that the engine's process does."""
+    from benchmarks.host import TEXT, FakeEngine, make_models
+    from blockdraft.checkpoints.opening import open_checkpoint
+    from blockdraft.engine.engine import Engine
+    from blockdraft.engine.request import Delta
+    from blockdraft.phases import StartProgress
+    from blockdraft.server.engine_worker import run_engine
+    from blockdraft.text.tokenizer import Tokenizer
+
+    class PacedEngine(FakeEngine):
+        next_s = 0.0
+
+        def step(self) -> list[Delta]:
+            time.sleep(max(0.0, self.next_s - time.monotonic()))
+            self.next_s = time.monotonic() + max(MIN_GAP_S, num_rows * ROW_GAP_S)
+            return super().step()
+
+    def make_engine(startup: StartProgress, on_tokenizer: object) -> Engine:
+        assert callable(on_tokenizer)
+        tokenizer = Tokenizer(open_checkpoint("default").tokenizer_parts())
+        on_tokenizer(tokenizer)
+        models = make_models(tokenizer, num_rows=num_rows, context=1024, num_steps=EVENTS)
+        return PacedEngine(models, tokenizer.encode(TEXT * 4), TOKENS_PER_EVENT)
+
+    run_engine(connection, make_engine, StartProgress(), step_timeout_s=60)
+
+
+def serve(num_rows: int, profile: str | None) -> None:
+    """The HTTP process; it ends with its input."""
+    from blockdraft.phases import StartProgress
+    from blockdraft.server.remote_engine import fork_engine
+
+    engine = fork_engine(
+        functools.partial(run_paced_engine, num_rows), StartProgress(), lambda engine: engine.kill()
+    )
     import uvicorn
 
-    from blockdraft.engine.engine import Engine
-    from blockdraft.engine.loop import EngineLoop
     from blockdraft.server.app import make_app
+    from blockdraft.server.logs import set_up
     from blockdraft.server.options import ServerOptions
     from blockdraft.server.protocol import uvicorn_config
 
-    assert isinstance(engine, Engine)
-    loop, options = EngineLoop(lambda startup: engine).wait(), ServerOptions()
-    app = make_app(loop, name="default", options=options)
-    config = uvicorn_config(app, options)
-    server = uvicorn.Server(config)
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
+    set_up(is_json=False, level=20, stream=open(os.devnull, "w"))  # noqa: SIM115
+    options = ServerOptions()
+    server = uvicorn.Server(uvicorn_config(make_app(engine, name="default", options=options), options))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    while engine.startup.state == "starting":
+        time.sleep(0.02)
+
+    def answer(lines: IO[str]) -> None:
+        print(listener.getsockname()[1], flush=True)
+        for _ in lines:
+            print(time.process_time(), flush=True)
         server.should_exit = True
-        thread.join()
-        loop.close()
+
+    threading.Thread(target=answer, args=(sys.stdin,), daemon=True).start()
+    if profile is None:
+        server.run(sockets=[listener])
+    else:
+        import cProfile
+
+        with cProfile.Profile() as profiler:
+            server.run(sockets=[listener])
+        profiler.dump_stats(profile)
+    engine.close()
 
 
-def engine_alone(steps: Steps, num_rows: int, num_tokens: int) -> float:
-    from blockdraft.engine.request import SamplingParams
-
-    engine = steps.engine
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    steps.clear()
-    for number in range(num_rows):
-        messages = body_of(number, num_tokens)["messages"]
-        engine.add(engine.models.tokenizer.encode_chat(messages), params)  # type: ignore[arg-type]
-    while engine.has_work:
-        engine.step()
-    return steps.rate(num_rows)
+# ---- the figures
 
 
-def engine_serving(steps: Steps, num_rows: int, num_tokens: int) -> float:
-    with serving(steps.engine) as url:
-        steps.clear()
-        clients(url, num_rows, num_rows, num_tokens)
-    return steps.rate(num_rows)
+def measure(num_streams: int, rounds: int, profile: str | None) -> dict[str, float]:
+    num_short = max(4 * num_streams, 128)
+    num_long = max(num_streams, 16)
+    short, long, first = [], [], []
+    with serving(num_streams, profile) as server:
+        for _ in range(rounds):
+            cost, first_ms = asyncio.run(ask_all(server, num_streams, num_short, 1))
+            short.append(cost)
+            first.append(first_ms)
+            long.append(asyncio.run(ask_all(server, num_streams, num_long, EVENTS))[0])
+    return {
+        "streams": num_streams,
+        "request_us": min(short),
+        "event_us": (min(long) - min(short)) / (EVENTS - 1),
+        "first_byte_ms": min(first),
+    }
 
 
-def overhead_ms(steps: Steps, num_requests: int) -> list[float]:
-    """One client, one request after the other; the first ones warm everything up."""
-    with serving(steps.engine) as url:
-        clients(url, 1, 3, 2)
-        steps.clear()
-        seen = clients(url, 1, num_requests, 2)
-    return [(outer - own) * 1e3 for outer, own in zip(seen, steps.first_token_s, strict=True)]
+def floor_us() -> float:
+    """What an event costs a process that does nothing but write it."""
+    from blockdraft.bench.null_server import StreamPace, null_server
+
+    pace = StreamPace(0.0, 64 * ROW_GAP_S, EVENTS, TOKENS_PER_EVENT, is_together=True)
+
+    async def ask(port: int) -> None:
+        loop = asyncio.get_running_loop()
+        opened = [await loop.create_connection(Reader, "127.0.0.1", port) for _ in range(64)]
+        await asyncio.gather(*(reader.ask(request_of(0, EVENTS)) for _, reader in opened))
+
+    with null_server(pace) as (url, pid):
+        clock = (~pid << 3) | 2  # Linux: the processor time of another process
+        before_s = time.clock_gettime(clock)
+        asyncio.run(ask(int(url.rpartition(":")[2])))
+        return (time.clock_gettime(clock) - before_s) / (64 * EVENTS) * 1e6
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--as-clients"]:
-        url = sys.argv[2]
-        num_clients, num_requests, num_tokens = map(int, sys.argv[3:])
-        if num_clients == 1:
-            print(json.dumps(one_client(url, num_requests, num_tokens)))
-        else:
-            print(json.dumps(asyncio.run(run_clients(url, num_clients, num_tokens))))
+    if sys.argv[1:2] == ["--as-server"]:
+        serve(int(sys.argv[2]), None if sys.argv[3] == "-" else sys.argv[3])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--model", default="default")
+    parser.add_argument("--profile", metavar="FILE", help="pstats of the last of `--streams`")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-
-    from blockdraft.settings.settings import Settings, pin_threads
-
-    pin_threads()
-    from blockdraft.engine.engine import Engine
-    from blockdraft.start.loading import load_models
-
-    result = context()
-    settings = Settings(
-        model=options.model,
-        draft="none",
-        device="cpu",
-        max_context=256,
-        max_rows=options.clients,
-        prefix_cache=False,
-    )
-    # In a thread of its own, as in the server: whoever starts OpenMP is bound to a core, and the event loop
-    # must not be.
-    own = ThreadPoolExecutor(1)
-    steps = own.submit(lambda: Steps(Engine(load_models(settings, lambda _: None)))).result()
-    overheads = overhead_ms(steps, 20 * options.rounds)
-    alone, served = [], []
-    for _ in range(options.rounds):
-        alone.append(own.submit(engine_alone, steps, options.clients, options.tokens).result())
-        served.append(engine_serving(steps, options.clients, options.tokens))
-    loss = 1 - max(served) / max(alone)
-    result |= {"clients": options.clients, "tokens": options.tokens, "first_token_overhead_ms": overheads}
-    result |= {"engine_tokens_per_s": {"alone": alone, "serving": served}, "loss": loss}
+    result = context() | {
+        "tokens_per_event": TOKENS_PER_EVENT,
+        "events": EVENTS,
+        "floor_event_us": floor_us(),
+    }
+    found = [measure(streams, options.rounds, options.profile) for streams in options.streams]
     rows: list[list[object]] = [
-        ["first token, one client: median overhead, ms", statistics.median(overheads), MAX_OVERHEAD_MS],
-        [f"engine alone, {options.clients} rows, tok/s", max(alone), ""],
-        [f"engine with {options.clients} streams, tok/s", max(served), ""],
-        ["lost to serving, %", loss * 100, MAX_LOSS * 100],
+        [f"{one['streams']} streams", one["request_us"], one["event_us"], one["first_byte_ms"]]
+        for one in found
     ]
-    print(table(["HTTP", "measured", "aim"], rows))
-    save(options.json, result)
+    rows += [["a server that only writes", "", cast(float, result["floor_event_us"]), ""]]
+    rows += [["aim", MAX_REQUEST_US, MAX_EVENT_US, ""]]
+    print(table(["CPU of the HTTP process", "us per request", "us per event", "first byte, ms"], rows))
+    save(options.json, result | {"results": found})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """blockdraft: lossless block-diffusion speculative decoding (DFlash).
 
-`LLM` and `SamplingParams` are the Python API; both are imported on first use, so that `import blockdraft`
-and `blockdraft --help` stay free of torch.
+`LLM`, `SamplingParams` and `StructuredOutputs` are the Python API; they are imported on first use, so that
+`import blockdraft` and `blockdraft --help` stay free of torch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from blockdraft.settings.settings import Settings
 
 if TYPE_CHECKING:
     from blockdraft.engine.request import SamplingParams
+    from blockdraft.grammar.form import StructuredOutputs
     from blockdraft.llm import LLM, Completion, Result
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "SamplingParams",
     "Settings",
     "SettingsError",
+    "StructuredOutputs",
     "__version__",
 ]
 
@@ -45,6 +47,7 @@ _LAZY = {
     "Completion": "blockdraft.llm",
     "Result": "blockdraft.llm",
     "SamplingParams": "blockdraft.engine.request",
+    "StructuredOutputs": "blockdraft.grammar.form",
 }
 
 

@@ -13,12 +13,14 @@ from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
+from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.kernels.transfer import to_device
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.graphs import CaptureTime, Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step
 from tests import tiny
+from tests.grammar import json_tokens
 from tests.lossless import families
 from tests.models.families import CASES
 
@@ -42,13 +44,17 @@ class KernelByKernel(StepGraphs):
 
     def __init__(self, step, rows):
         self._step, self._rows = step, rows
-        self._graphs, self._sizes, self._widths = {}, [], []
+        self._graphs, self._parts, self._sizes, self._widths = {}, {}, [], []
         self.time = CaptureTime()
 
     def _capture(self, num_rows, width):
         if self._rows is not None:
             self._rows.activate((), num_rows)  # as a capture does: whoever comes has to activate their own
         return EagerStep(num_rows, lambda: pack(self._step(width)))
+
+    def _capture_parts(self, make, num_rows, width):
+        self._rows.activate((), num_rows)
+        return make(num_rows, width)
 
 
 def pin(engine, *, is_captured, sizes=None, now=None):
@@ -93,6 +99,27 @@ def tiny_engine(place, drafter="trained", *, is_captured=None, now=None, **plan)
     }
     engine = tiny.engine(drafter, dtype=place.dtype, device=place.device, **plan)
     return pin(engine, is_captured=place.has_graphs if is_captured is None else is_captured, now=now)
+
+
+FORMS = [
+    StructuredOutputs(json={"type": "array", "items": {"type": "boolean"}, "maxItems": 4}),
+    StructuredOutputs(regex="([xy]truetrue){4}"),
+    None,
+    StructuredOutputs(choice=["abc" * 8]),
+]
+
+
+def serve_forms(place, **plan):
+    """Requests with a form and one without, at both temperatures: their results, and the steps in parts."""
+    engine = tiny_engine(place, tokenizer=json_tokens.tokenizer(), **plan)
+    requests = [
+        (prompt, replace(params, ignore_eos=False, temperature=number % 2, structured_outputs=FORMS[number]))
+        for number, (prompt, params) in enumerate(make_requests())
+    ]
+    results = serve(engine, requests)
+    assert results[3].text == "abc" * 8
+    assert [one.finish_reason for one in results].count("stop") >= 3
+    return results, list(engine.graphs._parts.values())
 
 
 # ---- a drafter that graphs can hold

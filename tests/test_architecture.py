@@ -18,6 +18,7 @@ FLOORS = [
     {"start"},
     {"check"},
     {"engine"},
+    {"grammar"},
     {"text", "planner"},
     {"checkpoints", "step"},
     {"models"},
@@ -54,7 +55,7 @@ TORCH_FREE = {
     *("planner", "settings", "machine", "launch", "bench", "errors", "phases", "prometheus_text"),
     *("models.config", "models.draft_config", "cache.spec"),
     *("engine.request", "engine.info", "engine.stats", "engine.streams"),
-    *("text", "tools", "server.app", "server.remote_engine"),
+    *("text", "grammar.form", "tools", "server.app", "server.remote_engine"),
     *(
         "checkpoints.config_fields",
         "checkpoints.gguf_config",

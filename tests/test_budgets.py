@@ -12,14 +12,14 @@ from tests.test_architecture import ROOT
 
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
-    "kernels": 7_600,
+    "kernels": 7_700,
     "bench": 5_450,
     "checkpoints": 4_350,
-    "server": 7_500,
+    "server": 8_100,
     "training": 3_150,
     "planner": 2_450,
-    "engine": 3_050,
-    "cli": 2_300,
+    "engine": 3_400,
+    "cli": 2_400,
     "launch": 2_050,
     "models": 2_050,
     "check": 2_500,
@@ -28,13 +28,14 @@ BUDGETS = {
     "settings": 1_150,
     "tools": 1_900,
     "text": 1_050,
+    "grammar": 500,
     "cache": 800,
     "machine": 800,
-    "step": 650,
+    "step": 750,
     **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases", "prometheus_text"), 250),
 }
 CORE = ("engine", "step", "cache", "models")
-CORE_BUDGET = 6_500
+CORE_BUDGET = 6_900
 MAX_FUNCTION = 60
 MAX_STEP = 25
 LONG_BY_NATURE = ("kernels/triton/", "kernels/llvm/")  # a kernel is one function

@@ -86,12 +86,16 @@ class AnyChunks(Chunks):
         return counts if any(counts) else [1, *counts[1:]]
 
 
-def engine(drafter="trained", *, dtype="float64", device="cpu", kernels=None, chunks=None, **plan):
+def engine(
+    drafter="trained", *, dtype="float64", device="cpu", kernels=None, chunks=None, tokenizer=None, **plan
+):
     """An engine on the pair, on its own kernels or on others; `plan` overrides fields of the Plan.
 
-    `chunks`: a seed, for prompts that are cut by chance.
+    `chunks`: a seed, for prompts that are cut by chance. `tokenizer`: another one than the pair's own.
     """
     models = load(dtype, device)
+    if tokenizer is not None:
+        models = replace(models, tokenizer=tokenizer)
     if drafter == "none":
         drafter = NoDrafter(BLOCK)
     elif drafter == "random":

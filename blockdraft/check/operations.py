@@ -565,6 +565,12 @@ def _compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
         kind = "random" if rule.is_random else "greedy"
         name = f"{'filtered ' * rule.is_filtered}{'penalised ' * rule.is_penalised}{kind}"
         yield Comparison(f"{name}, {vocab_size} tokens", got[row], expected[row])
+    words = numbers.integers(2**31, len(RULES), 2, -(-vocab_size // 32)).int()
+    allowed = sampling.Allowed(words, numbers.integers(3, len(RULES)).int())
+    forms = logits.clone(), logits.clone()
+    numbers.kernels.forbid(forms[0], allowed)
+    sampling.reference_forbid(forms[1], allowed)
+    yield Comparison("forms", forms[0].isfinite().long(), forms[1].isfinite().long())
 
 
 def _rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:

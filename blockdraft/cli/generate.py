@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.cli.flags import (
@@ -22,6 +23,7 @@ from blockdraft.cli.flags import (
 )
 from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError, SettingsError
+from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.settings import LAUNCH_SETTINGS
 
@@ -43,13 +45,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, not the text")
     add_verbose(parser)
     add_sampling(parser)
+    _add_forms(parser)
     # Of one request, --seed is the sampling seed; it has no tools; and only our own engine runs here.
     add_settings(parser, leave_out=("seed", "tool_format", "engine", *LAUNCH_SETTINGS))
 
 
+def _add_forms(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "form", "what the answer must look like: one of these"
+    ).add_mutually_exclusive_group()
+    group.add_argument(
+        "--json-schema", metavar="FILE", help="JSON that matches the schema in FILE; '-': stdin"
+    )
+    group.add_argument("--regex", metavar="TEXT", help="a text that matches this regular expression")
+    group.add_argument("--choice", action="append", metavar="TEXT", help="TEXT itself; repeat it for others")
+    group.add_argument(
+        "--grammar", metavar="FILE", help="a text of the grammar in FILE: Lark, or llama.cpp's GBNF"
+    )
+
+
+def _form(args: argparse.Namespace) -> StructuredOutputs | None:
+    if args.json_schema is not None:
+        return StructuredOutputs(json=_read("--json-schema", args.json_schema))
+    if args.grammar is not None:
+        return StructuredOutputs(grammar=_read("--grammar", args.grammar))
+    if args.regex is None and args.choice is None:
+        return None
+    return StructuredOutputs(regex=args.regex, choice=args.choice)
+
+
+def _read(flag: str, name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SettingsError(f"{flag} {name} cannot be read: {reason}.") from None
+
+
 def run(args: argparse.Namespace) -> int:
     settings = merge_settings(given_settings(args) | {"engine": "native"}).settings
-    sampling = sampling_from(args)
+    if args.json_schema == args.prompt == "-":
+        raise SettingsError("stdin is the prompt or the schema, not both: give one of them by name.")
+    sampling = replace(sampling_from(args), structured_outputs=_form(args))
     if sampling.logprobs is not None and not args.json:
         raise SettingsError("--logprobs has no place in plain text: add --json.")
     prompt = prompt_from(args.prompt)

@@ -15,6 +15,7 @@ from torch import Tensor
 from blockdraft.cache.cache import SCRATCH_PAGE, Cache
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import NUM_RESERVED_PAGES
+from blockdraft.engine.forms import FormMasks, StepInParts, run_in_parts
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.page_allocator import PageAllocator
 from blockdraft.engine.request import Delta, Request, SamplingParams, TokenLogprobs, check_request
@@ -22,10 +23,12 @@ from blockdraft.engine.scheduler import Batch, Outcome, Scheduler, always
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.errors import RequestError
+from blockdraft.grammar.guide import Guide
+from blockdraft.grammar.vocabulary import Vocabulary
 from blockdraft.kernels.sampling_tables import MAX_LISTED
 from blockdraft.kernels.transfer import to_device
 from blockdraft.planner.plan import Plan
-from blockdraft.step.decode import decode_step
+from blockdraft.step.decode import DecodeStep, decode_step
 from blockdraft.step.graphs import Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step, prompt_logprobs
 from blockdraft.step.prefill_graphs import PrefillGraphs
@@ -77,6 +80,13 @@ class Engine:
         pages = PageAllocator(num_pages=num_pages, first=NUM_RESERVED_PAGES, page_size=plan.page_size)
         self.scheduler = Scheduler(plan, pages, clock)
         self.stats = Stats(clock, plan.max_context)
+        self.vocabulary = Vocabulary(models.tokenizer, models.config.vocab_size)
+        self.masks = FormMasks(
+            max_rows=plan.max_rows,
+            block=plan.block,
+            num_words=self.vocabulary.num_words,
+            device=models.device,
+        )
         self.graphs: StepGraphs | None = None  # None: steps run kernel by kernel
         self.prefill_graphs: PrefillGraphs | None = None
         self._pending: tuple[Batch, Launched] | None = None
@@ -93,8 +103,17 @@ class Engine:
 
     # ---- requests
 
-    def add(self, prompt_ids: Items[int], sampling: SamplingParams, request_id: str | None = None) -> str:
-        """Queue a prompt. Raises RequestError for what can never run, CapacityError for a full queue."""
+    def add(
+        self,
+        prompt_ids: Items[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        guide: Guide | None = None,
+    ) -> str:
+        """Queue a prompt. Raises RequestError for what can never run, CapacityError for a full queue.
+
+        `guide`: what `guide_of` has made of `sampling`, where another thread has done so.
+        """
         number = next(self._ids)
         request = Request(
             id=request_id if request_id is not None else f"request-{number}",
@@ -106,12 +125,27 @@ class Engine:
         if any(sequence.request.id == request.id for sequence in self.scheduler.live):
             raise RequestError(f"request id '{request.id}' is in use: choose another.")
         seed = sampling.seed if sampling.seed is not None else mix(self.models.plan.seed, number)
+        guide = guide or self.guide_of(sampling)
         sequences: list[Sequence] = []
         for index in range(sampling.n):
             leader = sequences[0] if sequences else None
-            sequences.append(self._sequence(request, index, seed if index == 0 else mix(seed, index), leader))
+            one = self._sequence(request, index, seed if index == 0 else mix(seed, index), leader)
+            one.guide = guide if guide is None or index == 0 else guide.copy()
+            sequences.append(one)
         self.scheduler.add(sequences)
         return request.id
+
+    def guide_of(self, sampling: SamplingParams) -> Guide | None:
+        """The form of an answer, compiled, which may take long. Any thread may call it."""
+        form, thinking = sampling.structured_outputs, sampling.thinking
+        if form is None and (thinking is None or thinking.max_tokens is None):
+            return None
+        return Guide(
+            None if form is None else self.vocabulary.matcher(form),
+            thinking,
+            end_ids=self.vocabulary.end_ids,
+            num_words=self.vocabulary.num_words,
+        )
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request now. Unknown or finished ids are ignored: the end may have crossed the abort."""
@@ -200,11 +234,15 @@ class Engine:
             raise
 
     def _step(self) -> list[Delta]:
+        deltas = []
+        if self._pending is not None and self.scheduler.has_forms:  # masks follow from what was committed
+            pending, self._pending = self._pending, None
+            deltas = self._collect(*pending)
         batch = self.scheduler.schedule()
         launched = None if batch is None else (batch, self._launch(batch))
         if self.models.plan.overlap:
             launched, self._pending = self._pending, launched
-        return [] if launched is None else self._collect(*launched)
+        return deltas if launched is None else deltas + self._collect(*launched)
 
     def capture(self, sizes: Items[int], widths: Items[int], now: Items[Place] | None = None) -> None:
         """Capture the decode step for these numbers of rows and widths; others go on kernel by kernel.
@@ -239,6 +277,8 @@ class Engine:
         asked = {s.request.sampling.logprobs for s in batch.sequences}
         num_logprobs = max((k for k in asked if k is not None), default=None)
         place = len(batch.sequences), batch.width
+        if any(s.guide is not None and s.guide.is_binding for s in batch.sequences):
+            return self._launch_in_parts(batch, num_logprobs)
         if self.graphs is not None and num_logprobs is None:
             is_usual = self.graphs.has(*place)
             graph = self.graphs.find(*place)
@@ -254,6 +294,29 @@ class Engine:
         return Launched(
             begun_s, num_logprobs is None, reading=Reading(pack(verdict)), logprobs=verdict.logprobs
         )
+
+    def _launch_in_parts(self, batch: Batch, num_logprobs: int | None) -> Launched:
+        """A decode step of some answers that have a form. What it takes says nothing of those without."""
+        place, parts = (len(batch.sequences), batch.width), None
+        if self.graphs is not None and num_logprobs is None:
+            parts = self.graphs.find_parts(*place, self._in_parts)
+        if parts is not None:
+            self._place(batch, parts.num_rows)
+            packed = run_in_parts(parts, _guides(batch), self.masks)
+            return Launched(self.clock(), is_usual=False, reading=Reading(packed))
+        num_rows = (None if self.graphs is None else self.graphs.size(*place)) or len(batch.sequences)
+        self._place(batch, num_rows)
+        eager = self._in_parts(num_rows, batch.width)
+        eager.num_logprobs = num_logprobs
+        packed = run_in_parts(eager, _guides(batch), self.masks)
+        assert eager.verdict is not None
+        logprobs = eager.verdict.logprobs
+        return Launched(self.clock(), is_usual=False, reading=Reading(packed), logprobs=logprobs)
+
+    def _in_parts(self, num_rows: int, width: int) -> StepInParts:
+        models = self.models
+        step = DecodeStep(models.target, models.drafter, self.cache, self.rows, width)
+        return StepInParts(step, self.masks.allowed(num_rows, width))
 
     def _mark(self) -> torch.cuda.Event | None:
         """Passed when the device has come so far; None: it is never behind."""
@@ -406,6 +469,12 @@ class Engine:
     def check(self) -> None:
         """Assert that pages are neither leaked nor shared wrongly."""
         self.scheduler.pages.check(sequence.pages for sequence in self.scheduler.running)
+
+
+def _guides(batch: Batch) -> list[Guide | None]:
+    """Those that bind something."""
+    guides = [sequence.guide for sequence in batch.sequences]
+    return [guide if guide is not None and guide.is_binding else None for guide in guides]
 
 
 def _to_host(logprobs: Logprobs, token_ids: Items[int], num_top: int) -> tuple[TokenLogprobs, ...]:

@@ -16,8 +16,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import TypeVar
@@ -37,6 +37,7 @@ from blockdraft.engine.streams import (
     Stream,
 )
 from blockdraft.errors import BlockdraftError
+from blockdraft.grammar.guide import Guide
 from blockdraft.phases import StartProgress
 from blockdraft.text.tokenizer import Tokenizer
 
@@ -53,6 +54,7 @@ class _Add:
     sampling: SamplingParams
     receiver: Receiver
     reply: Future[None]
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class EngineLoop:
         self._commands: SimpleQueue[_Add | _Abort | None] = SimpleQueue()  # None: close
         self._closing_lock = Lock()  # nothing enters the queue behind the end: it would never be answered
         self._is_open = True
+        self._compilers = ThreadPoolExecutor(2, "forms")  # its threads begin with the first form
+        self._compiling: dict[str, Future[None]] = {}
         self._live: dict[str, _Live] = {}  # touched by the engine's thread only
         self._outlets = Outlets()
         self._has_started = Event()
@@ -125,13 +129,31 @@ class EngineLoop:
 
     def add(self, prompt_ids: Items[int], sampling: SamplingParams, receiver: Receiver) -> Future[None]:
         """Queue a prompt from any thread. The future has what Engine.add raises, or EngineStopped."""
-        reply: Future[None] = Future()
-        if not self._send(_Add(tuple(prompt_ids), sampling, receiver, reply)):
-            reply.set_exception(EngineStopped("the engine is closed."))
-        return reply
+        command = _Add(tuple(prompt_ids), sampling, receiver, Future())
+        if sampling.structured_outputs is None or self.engine_info is None:
+            self._queue(command)
+        else:
+            self._compiling[receiver.request_id] = command.reply
+            self._compilers.submit(self._compile, command)  # the engine goes on with its steps meanwhile
+        return command.reply
+
+    def _compile(self, command: _Add) -> None:
+        guide = _attempt(functools.partial(self._engine.guide_of, command.sampling))
+        if not isinstance(guide, Exception):
+            self._queue(replace(command, guide=guide))
+        elif command.reply.set_running_or_notify_cancel():
+            command.reply.set_exception(guide)
+        self._compiling.pop(command.receiver.request_id)
+
+    def _queue(self, command: _Add) -> None:
+        if not self._send(command):
+            command.reply.set_exception(EngineStopped("the engine is closed."))
 
     def abort(self, request_id: str) -> None:
         """End a request within one step. Its stream ends with finish reason "abort"."""
+        reply = self._compiling.get(request_id)
+        if reply is not None:
+            reply.cancel()  # what follows would reach the engine before the request does
         self._send(_Abort(request_id))
 
     def close(self) -> None:
@@ -219,7 +241,9 @@ class EngineLoop:
             command.reply.set_exception(EngineStopped("the engine has failed: restart the server."))
             return
         # add queues all choices or none, so whatever it raises is that one caller's affair.
-        outcome = _attempt(lambda: self._engine.add(command.prompt_ids, sampling, receiver.request_id))
+        outcome = _attempt(
+            lambda: self._engine.add(command.prompt_ids, sampling, receiver.request_id, command.guide)
+        )
         if isinstance(outcome, Exception):
             command.reply.set_exception(outcome)
             return

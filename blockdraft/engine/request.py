@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from blockdraft.errors import RequestError
+from blockdraft.grammar.form import StructuredOutputs, Thinking
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -16,26 +17,6 @@ MAX_LOGPROBS = 20  # as OpenAI and vLLM
 MAX_STOPS = 64  # stop strings, and separately stop token ids
 MAX_BIASES = 1024
 MAX_CHOICES = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputs:
-    """The form that an answer must have: exactly one of these. Names and meanings are vLLM's."""
-
-    json: str | Mapping[str, object] | None = None  # a JSON schema
-    json_object: bool = False  # any JSON object
-    regex: str | None = None
-    choice: tuple[str, ...] | list[str] | None = None
-    grammar: str | None = None  # Lark in llguidance's dialect, or GBNF
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thinking:
-    """The thoughts in front of an answer, which the form does not bind: how they begin and end, in tokens."""
-
-    open_ids: tuple[int, ...] = ()  # (): the prompt has opened them; else the answer may begin with these
-    close_ids: tuple[int, ...]
-    max_tokens: int | None = None  # after so many the thoughts are closed for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +74,11 @@ class SamplingParams:
                 _check_range(name, value, low, high)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens = {self.min_tokens} is more than max_tokens = {self.max_tokens}.")
+        if self.structured_outputs is not None and (self.min_tokens or self.ignore_eos):
+            name = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise RequestError(
+                f"{name} would have an answer go on when its form has ended: leave it out.", name
+            )
 
     def _check_lists(self) -> None:
         if not isinstance(self.stop, str | tuple | list | None):

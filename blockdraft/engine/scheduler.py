@@ -122,6 +122,11 @@ class Scheduler:
         return [*self.waiting, *self.running]
 
     @property
+    def has_forms(self) -> bool:
+        """Whether some answer that runs is bound by a form."""
+        return any(one.guide is not None and one.guide.is_binding for one in self.running)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 

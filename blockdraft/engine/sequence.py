@@ -8,6 +8,7 @@ from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.governor import DraftRecord
 from blockdraft.engine.histogram import at_least
 from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs
+from blockdraft.grammar.guide import Guide
 from blockdraft.text.detokenizer import TextStream
 
 
@@ -26,6 +27,7 @@ class Sequence:
     max_length: int  # tokens, prompt included
     stream: TextStream | None  # None: no tokenizer, no text
     leader: Sequence | None  # the choice whose prompt pages this one will share
+    guide: Guide | None = None  # the form of its answer
     may_change_width: bool = False  # nobody asked for it: it may change from step to step
 
     token_ids: list[int] = field(default_factory=list)
@@ -74,10 +76,15 @@ class Sequence:
 
     def accept(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float) -> Delta:
         """Append what a step committed, cut at the first stop. The answer's next piece."""
+        if self.guide is not None and self.guide.error is not None:
+            self.finish_reason, self.stop_reason = "abort", f"the form of the answer: {self.guide.error}"
+            return self.delta((), (), now_s)
         num_kept = self._read(token_ids)
         kept = token_ids[:num_kept]
         self.token_ids.extend(kept)
         self.length = len(self.token_ids) - 1
+        if self.guide is not None and self.finish_reason is None:
+            self.guide.advance(kept)
         if self.tally.first_token_s is None:
             self.tally.first_token_s = now_s
         return self.delta(kept, logprobs[:num_kept], now_s)

@@ -31,7 +31,8 @@ class Receiver(Protocol):
     def outlet(self) -> Outlet: ...
 
 
-Mail = list[tuple[Receiver, Delta | EngineStopped]]
+Item = Delta | Exception  # a stream raises the latter, which is its end
+Mail = list[tuple[Receiver, Item]]
 
 
 class Outlet(Protocol):
@@ -46,13 +47,31 @@ class EventLoopOutlet:
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self.event_loop = event_loop
+        self._mail: deque[Mail] = deque()
+        self._is_called = False  # the event loop, and it has not come yet
 
     def send(self, mail: Mail) -> bool:
-        try:
-            self.event_loop.call_soon_threadsafe(_hand_out, mail)
-        except RuntimeError:
-            return False
+        self._mail.append(mail)
+        if not self._is_called:
+            self._is_called = True
+            try:
+                self.event_loop.call_soon_threadsafe(self._hand_out)
+            except RuntimeError:
+                self._is_called = False
+                return False
         return True
+
+    def _hand_out(self) -> None:
+        """All that has come; then each receiver is told once, so that it writes once."""
+        self._is_called = False  # first: what comes from here on calls again
+        told: dict[Stream, None] = {}
+        while self._mail:
+            for receiver, item in self._mail.popleft():
+                stream = cast(Stream, receiver)  # who has this outlet is one
+                stream.inbox.append(item)
+                told[stream] = None
+        for stream in told:
+            stream.wake()
 
 
 class Outlets:
@@ -67,11 +86,6 @@ class Outlets:
         return self._known.setdefault(event_loop, EventLoopOutlet(event_loop))
 
 
-def _hand_out(mail: Mail) -> None:
-    for stream, item in mail:
-        cast(Stream, stream).put(item)  # who has this outlet is one
-
-
 class Stream:
     """The deltas of one request, for one consumer on the event loop that submitted it.
 
@@ -83,9 +97,10 @@ class Stream:
     ) -> None:
         self.request_id = request_id
         self.outlet = outlet
+        self.inbox: deque[Item] = deque()
         self._abort = abort
-        self._inbox: deque[Delta | EngineStopped] = deque()
         self._news: asyncio.Future[None] | None = None  # while the consumer waits
+        self._on_news: Callable[[], None] | None = None
         self._num_unfinished = num_choices
 
     def __aiter__(self) -> Stream:
@@ -94,28 +109,47 @@ class Stream:
     async def __anext__(self) -> Delta:
         if self._num_unfinished == 0:
             raise StopAsyncIteration
-        while not self._inbox:
+        while not self.inbox:
             self._news = self.outlet.event_loop.create_future()
             await self._news
-        item = self._inbox.popleft()
-        if isinstance(item, EngineStopped):
+        item = self.take()
+        assert item is not None
+        return item
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """Have `on_news` called, on the event loop, whenever there is something to take."""
+        self._on_news = on_news
+
+    def take(self) -> Delta | None:
+        """The next delta, if it is there already."""
+        if not self.inbox or self._num_unfinished == 0:
+            return None
+        item = self.inbox.popleft()
+        if isinstance(item, Exception):
             self._num_unfinished = 0
             raise item
         self._num_unfinished -= item.finish_reason is not None
         return item
 
     @property
-    def has_next(self) -> bool:
-        """Whether its next delta, or its end, is there already."""
-        return bool(self._inbox) or self._num_unfinished == 0
+    def is_over(self) -> bool:
+        """Whether all has been taken, or it was closed."""
+        return self._num_unfinished == 0
 
     def close(self) -> None:
+        self._on_news = None
         if self._num_unfinished:
             self._num_unfinished = 0
             self._abort(self.request_id)
 
-    def put(self, item: Delta | EngineStopped) -> None:
+    def put(self, item: Item) -> None:
         """Called on the stream's event loop; other threads use its outlet."""
-        self._inbox.append(item)
-        if self._news is not None and not self._news.done():
+        self.inbox.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Tell the consumer that there is something in the inbox."""
+        if self._on_news is not None:
+            self._on_news()
+        elif self._news is not None and not self._news.done():
             self._news.set_result(None)

@@ -37,6 +37,7 @@ class Kernels:
     route: moe.Route
     experts: moe.RunExperts
     choose: sampling.Choose
+    forbid: sampling.Forbid
     count_accepted: acceptance.CountAccepted
     draw_accepted: acceptance.DrawAccepted
     advance: acceptance.Advance
@@ -105,6 +106,7 @@ def _assembled(at: Available) -> Kernels:
         route=moe.pick_route(at),
         experts=moe.pick_experts(at, gate_mul),
         choose=sampling.pick_choose(at),
+        forbid=sampling.pick_forbid(at),
         count_accepted=count_accepted,
         draw_accepted=draw_accepted,
         advance=advance,

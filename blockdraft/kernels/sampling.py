@@ -52,7 +52,16 @@ class SamplingBatch:
         return self.whole[self.rows, column]
 
 
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What the forms of answers leave to choose from."""
+
+    words: Tensor  # [R, C, ceil(V / 32)] int32: bit i of word w is token 32 w + i
+    counts: Tensor  # [R] int32: columns that are bound, from the first on; 0: an answer without a form
+
+
 Choose = Callable[[Tensor, Tensor, Tensor, SamplingBatch], Tensor]
+Forbid = Callable[[Tensor, Allowed], None]
 
 
 def pick_choose(at: Available) -> Choose:
@@ -61,6 +70,23 @@ def pick_choose(at: Available) -> Choose:
     from blockdraft.kernels.triton.sampling import choose
 
     return named("sampling", choose)
+
+
+def pick_forbid(at: Available) -> Forbid:
+    if not at.has_triton("sampling"):
+        return reference_forbid
+    from blockdraft.kernels.triton.forbid import forbid
+
+    return named("sampling", forbid)
+
+
+def reference_forbid(logits: Tensor, allowed: Allowed) -> None:
+    """Make NEVER, in logits [R, C, V], of what the bound columns may not choose."""
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    may_come = (allowed.words.view(torch.uint8)[..., None] >> bits & 1).flatten(-2)[..., : logits.shape[-1]]
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    is_bound = columns < allowed.counts[:, None]  # [R, C]
+    logits.masked_fill_((may_come == 0) & is_bound[..., None], NEVER)
 
 
 def reference_choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:

@@ -62,6 +62,7 @@ class AnswerWriter(ABC):
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._choices = choices  # those of the first prompt, then those of the second, and so on
+        self._shows_more = asked.return_token_ids or asked.has_running_usage  # in every chunk
         self._around_text: dict[int, tuple[str, str]] = {}  # by choice: an event before and after its text
 
     def take(self, prompt: int, delta: Delta) -> None:
@@ -99,8 +100,7 @@ class AnswerWriter(ABC):
             return False
         if piece.reasoning or piece.tool_calls:
             return False
-        has_more = self._options.return_token_ids or self._options.has_running_usage
-        return not (has_more or piece.logprobs or piece.draft)
+        return not (self._shows_more or piece.logprobs or piece.draft)
 
     def _text_event(self, choice: AnswerChoice, piece: AnswerPiece) -> str:
         """The event of a piece that is text only: what surrounds the text is written once per choice."""

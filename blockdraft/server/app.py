@@ -30,6 +30,7 @@ from blockdraft.server.body import shown
 from blockdraft.server.chat import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
 from blockdraft.server.chat_host import MakeWriter
 from blockdraft.server.events import LoopFeed, live_events
+from blockdraft.server.exchange import exchange_of
 from blockdraft.server.failures import HANDLERS, NotReady
 from blockdraft.server.fields import (
     AnyBody,
@@ -57,6 +58,7 @@ from blockdraft.server.prompts import (
 from blockdraft.server.responses import live_response, start_response, while_connected
 from blockdraft.server.responses_api.routes import routes as response_routes
 from blockdraft.server.schemas import AnswerObject, ModelCard, ModelList, Status, Text, Tokens, Version
+from blockdraft.server.short_way import ShortWay
 from blockdraft.server.streaming import AnswerEvents, respond
 from blockdraft.settings.model_source import public_id
 from blockdraft.text.tokenizer import Tokenizer
@@ -93,12 +95,12 @@ class ServedEngine(Protocol):
         """All counters now; None before it is ready."""
 
     async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
-        """Queue a prompt. Raises what Engine.add raises, or EngineStopped."""
+        """Queue a prompt. Raises EngineStopped; what Engine.add raises comes from here or the stream."""
 
 
 def make_app(loop: ServedEngine, *, name: str, options: ServerOptions, tool_format: str = "auto") -> ASGIApp:
     """The whole server; `name` is what clients call the model, `tool_format` how it writes tool calls."""
-    return Guard(make_api(loop, name=name, tool_format=tool_format), options)
+    return Guard(ShortWay(make_api(loop, name=name, tool_format=tool_format)), options)
 
 
 def make_api(loop: ServedEngine, *, name: str, tool_format: str = "auto") -> Starlette:
@@ -263,7 +265,11 @@ class _Api:
         return self._ignored.tell(response, asked)
 
     async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
-        response = await while_connected(request.receive, work, _discard)
+        exchange = exchange_of(request.scope)
+        if exchange is not None:
+            response = await exchange.while_connected(work)
+        else:
+            response = await while_connected(request.receive, work, _discard)
         return Response(status_code=CLIENT_GONE) if response is None else response
 
     async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
@@ -309,6 +315,8 @@ class _Api:
 
     async def _submit(self, prompts: Items[Items[int]], sampling: SamplingParams) -> list[Stream]:
         """Queue all of them at once, or none: what one raises closes the streams of the others."""
+        if len(prompts) == 1:
+            return [await self.loop.submit(prompts[0], sampling)]
         asked = [asyncio.ensure_future(self.loop.submit(prompt_ids, sampling)) for prompt_ids in prompts]
         try:
             return list(await asyncio.gather(*asked))

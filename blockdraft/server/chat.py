@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
-from blockdraft.engine.request import SamplingParams, StructuredOutputs, Thinking
+from blockdraft.engine.request import SamplingParams
+from blockdraft.grammar.form import StructuredOutputs, Thinking
 from blockdraft.server.choices import AnswerChoice, DraftMarks
 from blockdraft.server.conversations import for_template
 from blockdraft.server.fields import ChatRequest, TokenizeRequest

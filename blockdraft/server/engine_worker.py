@@ -58,14 +58,16 @@ def _add(
     loop: EngineLoop, server: _Server, request_id: str, prompt_ids: tuple[int, ...], sampling: SamplingParams
 ) -> None:
     def reply(added: Future[None]) -> None:
-        server.tell("added", request_id, _for_another_process(added.exception()))
+        error = None if added.cancelled() else added.exception()
+        if error is not None:  # else the first delta says so
+            server.tell("refused", request_id, _for_another_process(error))
 
     loop.add(prompt_ids, sampling, _RemoteStream(request_id, server)).add_done_callback(reply)
 
 
-def _for_another_process(error: BaseException | None) -> BaseException | None:
+def _for_another_process(error: BaseException) -> BaseException:
     """Those that we know can be sent as they are; of a bug, its traceback stays in our log."""
-    if error is None or isinstance(error, BlockdraftError | EngineStopped):
+    if isinstance(error, BlockdraftError | EngineStopped):
         return error
     log.error("a request could not be queued", exc_info=error)
     return RuntimeError(f"{type(error).__name__}: {error}")
@@ -109,7 +111,7 @@ class _Server:
     def send(self, mail: Mail) -> bool:
         plain, others = [], []
         for receiver, item in mail:
-            if isinstance(item, EngineStopped) or not _is_plain(item):
+            if isinstance(item, Exception) or not _is_plain(item):
                 others.append((receiver.request_id, item))
             else:
                 plain.append((receiver.request_id, item.index, item.text, item.token_ids))

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from blockdraft.engine.request import StructuredOutputs
 from blockdraft.errors import RequestError
+from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.server.field_types import StrictFields
 from blockdraft.server.json_schemas import Schema, SchemaOrText
 

@@ -15,13 +15,15 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from blockdraft.server.exchange import exchange_of
 from blockdraft.server.messages_api.errors import is_messages_path
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
 from blockdraft.server.responses import INVALID, ErrorResponse, error_response
@@ -36,6 +38,7 @@ RETRY_AFTER_S = 1  # arbitrary
 DRAIN_FACTOR = 8  # a body this many times too long is read to its end, or the client would miss the answer
 PREFLIGHT_AGE_S = 600
 
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -43,6 +46,7 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",  # the page has its own
 }
+_RAW_HEADERS = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("blockdraft.access")
@@ -55,7 +59,8 @@ class _Head:
     id: str
     method: str
     path: str
-    headers: Headers
+    headers: dict[str, str]  # the first of each name
+    raw: list[tuple[bytes, bytes]]
     num_bytes: int
 
     @property
@@ -66,6 +71,10 @@ class _Head:
     def is_preflight(self) -> bool:
         asked = ("origin", "access-control-request-method")
         return self.method == "OPTIONS" and all(name in self.headers for name in asked)
+
+    def values(self, name: bytes) -> list[str]:
+        """All that a header was given as."""
+        return [value.decode("latin-1") for key, value in self.raw if key == name]
 
 
 class Guard:
@@ -123,10 +132,10 @@ class Guard:
     def _is_allowed(self, head: _Head) -> bool:
         if not self._keys or _is_open(head.path):
             return True
-        given = head.headers.getlist("authorization")
+        given = head.values(b"authorization")
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         is_bearer = self._is_known(key) and scheme.lower() == "bearer"
-        plain = head.headers.getlist("x-api-key")  # where Anthropic's clients put it
+        plain = head.values(b"x-api-key")  # where Anthropic's clients put it
         return (len(plain) == 1 and self._is_known(plain[0])) or is_bearer
 
     def _is_known(self, key: str) -> bool:
@@ -144,7 +153,11 @@ class Guard:
             return error_response(503, text, code="too_many_connections", retry_after_s=RETRY_AFTER_S)
         self._num_open += 1
         try:
-            body = await self._read_body(head, receive)
+            exchange = exchange_of(scope)
+            limit = self._options.max_body_bytes
+            body: bytes | Response | None = None if exchange is None else exchange.whole_body(limit)
+            if body is None:
+                body = await self._read_body(head, receive)
             if body is None or isinstance(body, Response):
                 return body
             return await self._run(scope, _replay(body, receive), reply)
@@ -211,9 +224,7 @@ class _Reply:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = MutableHeaders(raw=list(message.get("headers", [])))
-            self._add_headers(headers)
-            message = {**message, "headers": headers.raw}
+            message = {**message, "headers": self._with_headers(message.get("headers", []))}
         await self._send(message)
 
     async def refuse(self, refusal: Response) -> None:
@@ -260,28 +271,35 @@ class _Reply:
         )
         await self.send({"type": "http.response.body", "body": response.body})
 
-    def _add_headers(self, headers: MutableHeaders) -> None:
-        headers["x-request-id"] = self._state["request_id"]
-        if is_messages_path(self._head.path):
-            headers["request-id"] = self._state["request_id"]  # the name that Anthropic's clients look for
-        for name, value in _HEADERS.items():
-            headers.setdefault(name, value)
-        if self._has_cors:
-            headers.add_vary_header("origin")
+    def _with_headers(self, given: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        raw = [field for field in given if field[0] != b"x-request-id"]
+        names = {name for name, _ in raw}
+        raw.append((b"x-request-id", self._state["request_id"].encode("latin-1")))
+        if is_messages_path(self._head.path):  # the name that Anthropic's clients look for
+            raw.append((b"request-id", self._state["request_id"].encode("latin-1")))
+        raw += [field for field in _RAW_HEADERS if field[0] not in names]
+        if not self._has_cors:
+            return raw
+        headers = MutableHeaders(raw=raw)
+        headers.add_vary_header("origin")
         if self._origin is not None:
             headers["access-control-allow-origin"] = self._origin
             headers["access-control-expose-headers"] = "x-request-id, retry-after"
             headers["cross-origin-resource-policy"] = "cross-origin"
+        return headers.raw
 
 
 def _head(scope: Scope) -> _Head:
-    headers = Headers(raw=scope["headers"])
-    given = headers.get("x-request-id", "")
-    is_usable = re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given) is not None
+    raw: list[tuple[bytes, bytes]] = list(scope["headers"])
+    headers: dict[str, str] = {}
     # Where a server does not pass on the address as it was sent, its characters are counted.
     num_bytes = len(scope.get("raw_path") or scope["path"]) + len(scope.get("query_string", b""))
-    num_bytes += sum(len(name) + len(value) + 4 for name, value in headers.raw)  # ": " and the line's end
-    return _Head(given if is_usable else uuid.uuid4().hex, scope["method"], scope["path"], headers, num_bytes)
+    for name, value in raw:
+        headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        num_bytes += len(name) + len(value) + 4  # ": " and the line's end
+    given = headers.get("x-request-id", "")
+    request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return _Head(request_id, scope["method"], scope["path"], headers, raw, num_bytes)
 
 
 def _is_open(path: str) -> bool:
@@ -320,7 +338,7 @@ def _announced(head: _Head) -> int:
     return int(text) if text.isdecimal() and len(text) <= 20 else 0
 
 
-def _host(headers: Headers) -> str:
+def _host(headers: dict[str, str]) -> str:
     """The name in the Host header, without port and brackets."""
     host = headers.get("host", "").lower()
     if host.startswith("["):

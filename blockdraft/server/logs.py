@@ -63,7 +63,9 @@ class TextLines(_Lines):
     """The same for people. Control characters are escaped: a client must not write lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in record.getMessage().strip())
+        message = record.getMessage().strip()
+        if not message.isprintable():
+            message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
         request_id = record.__dict__.get("request_id")
         name = "" if request_id is None else f" [{request_id}]"
         line = f"{_time(record)} {record.levelname.lower()}{name} {message}"

@@ -84,7 +84,6 @@ class Child:
 class _Live:
     stream: Stream
     num_unfinished: int
-    reply: Future[None]
 
 
 class RemoteEngine:
@@ -122,21 +121,20 @@ class RemoteEngine:
         return not self._is_open
 
     async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
-        """Queue a prompt. Raises what Engine.add raises, or EngineStopped."""
-        if self.startup.state != "ready" and self.error is None:
+        """Queue a prompt. Raises EngineStopped; what Engine.add raises comes out of the stream.
+
+        To wait for its answer here would cost a message and two wake-ups per request.
+        """
+        if self.error is not None:
+            raise EngineStopped(self._why())
+        if self.startup.state != "ready":
             raise EngineStopped(f"the engine is {self.startup.state}.")
         stream = Stream(new_request_id(), sampling.n, self._outlets.here(), self.abort)
-        live = _Live(stream, sampling.n, Future())
         with self._lock:
             if not self._is_open:
                 raise EngineStopped(self._why())
-            self._live[stream.request_id] = live
+            self._live[stream.request_id] = _Live(stream, sampling.n)
             self._send("add", stream.request_id, tuple(prompt_ids), sampling)
-        try:
-            await asyncio.wrap_future(live.reply)
-        except asyncio.CancelledError:
-            stream.close()
-            raise
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -216,14 +214,9 @@ class RemoteEngine:
         if answer is not None and answer.set_running_or_notify_cancel():
             answer.set_result(snapshot)
 
-    def _take_added(self, request_id: str, error: Exception | None) -> None:
-        live = self._live[request_id] if error is None else self._live.pop(request_id)
-        if not live.reply.set_running_or_notify_cancel():
-            return  # the caller has gone
-        if error is None:
-            live.reply.set_result(None)
-        else:
-            live.reply.set_exception(error)
+    def _take_refused(self, request_id: str, error: Exception) -> None:
+        stream = self._live.pop(request_id).stream
+        stream.outlet.send([(stream, error)])
 
     def _take_deltas(
         self,
@@ -264,8 +257,6 @@ class RemoteEngine:
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(reason)
         for one in live.values():
-            if not one.reply.done() and one.reply.set_running_or_notify_cancel():
-                one.reply.set_exception(reason)
             one.stream.outlet.send([(one.stream, reason)])
 
     def _why(self) -> str:

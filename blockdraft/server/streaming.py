@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, closing
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from blockdraft.engine.request import Delta
 from blockdraft.engine.streams import EngineStopped, Stream
+from blockdraft.server.exchange import Exchange, exchange_of
 from blockdraft.server.responses import while_connected
 
 
@@ -35,96 +36,146 @@ class Writer(Protocol):
         """What a stream ends with that cannot go on."""
 
 
-class Written(NamedTuple):
-    """What is written at once."""
-
-    text: str
-    is_last: bool
-
-
 async def respond(answer: Writer, streams: Items[Stream], *, is_stream: bool) -> Response:
     """The response, once it can begin: what fails before, and a time limit, still have a status."""
     with ExitStack() as opened:
         for stream in streams:
             opened.enter_context(closing(stream))
         if is_stream:
-            events = _events(answer, streams)
-            first = await anext(events)
+            events = EventSource(answer, streams)
+            events.first = await events.next_text()
             opened.pop_all()  # from here on they are the response's to close
-            return AnswerEvents(_chained(first, events), streams)
-        # One after the other: the engine answers all of them meanwhile.
-        for prompt, stream in enumerate(streams):
-            async for delta in stream:
-                answer.take(prompt, delta)
+            return AnswerEvents(events)
+        await _take_all(answer, streams)
         return JSONResponse(answer.whole())
 
 
-class AnswerEvents(Response):
-    """Server-sent events of streams that are closed with the connection."""
+async def _take_all(answer: Writer, streams: Items[Stream]) -> None:
+    """All deltas as they come: what one stream raises does not wait for the others."""
+    news = asyncio.Event()
+    for stream in streams:
+        stream.listen(news.set)
+    while True:
+        news.clear()
+        for prompt, stream in enumerate(streams):
+            while (delta := stream.take()) is not None:
+                answer.take(prompt, delta)
+        if all(stream.is_over for stream in streams):
+            return
+        await news.wait()
 
-    def __init__(self, events: AsyncIterator[Written], streams: Items[Stream]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self.events = events
+
+class EventSource:
+    """The events of an answer, made of what its streams bring, when somebody takes them."""
+
+    def __init__(self, answer: Writer, streams: Items[Stream]) -> None:
+        self.first = ""  # what the answer begins with
+        self.is_over = False  # the last event has been taken
+        self._answer = answer
         self._streams = streams
+        self._has_begun = False
+        self._news = asyncio.Event()
+        for stream in streams:
+            stream.listen(self._news.set)
+
+    def take(self) -> str:
+        """All events that can be made now, as one text. Raises EngineStopped if it comes before the first.
+
+        Writing costs more than making an event: what has piled up is written together.
+        """
+        held, has_end = "", False
+        try:
+            for prompt, stream in enumerate(self._streams):
+                while (delta := stream.take()) is not None:
+                    held += self._answer.event(prompt, delta) or ""
+                    has_end = has_end or delta.finish_reason is not None
+        except EngineStopped as error:
+            if not self._has_begun and not held:
+                raise
+            self.is_over = True
+            return held + self._answer.failed(str(error))
+        self._has_begun = self._has_begun or bool(held)
+        if has_end and all(stream.is_over for stream in self._streams):
+            self.is_over = True
+            return held + self._answer.end()
+        return held
+
+    async def next_text(self) -> str:
+        """The same, once there is something."""
+        while not (text := self.take()):
+            self._news.clear()
+            await self._news.wait()
+        return text
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """What is written at once is one text."""
+        yield self.first
+        while not self.is_over:
+            yield await self.next_text()
+
+    def write_to(self, exchange: Exchange) -> asyncio.Future[None]:
+        """Write to a connection from here on, whenever there is something; done at the end of either."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def write() -> None:
+            if exchange.is_write_paused or done.done():
+                return
+            try:
+                self._write_once(exchange)
+            except Exception as error:  # noqa: BLE001  # raised again where the answer is waited for
+                done.set_exception(error)
+            else:
+                if self.is_over or exchange.is_gone:
+                    done.set_result(None)
+
+        for stream in self._streams:
+            stream.listen(write)
+        exchange.on_gone = exchange.on_resume = write
+        write()
+        return done
+
+    def _write_once(self, exchange: Exchange) -> None:
+        if exchange.is_gone:
+            return
+        text = self.take()
+        if self.is_over:
+            exchange.end(text.encode())  # with the last event goes the end: one write, not two
+        elif text:
+            exchange.write(text.encode())
 
     def close(self) -> None:
         for stream in self._streams:
             stream.close()
 
+
+class AnswerEvents(Response):
+    """Server-sent events of streams that are closed with the connection. The last one is DONE."""
+
+    def __init__(self, events: EventSource) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self.events = events
+
+    def close(self) -> None:
+        self.events.close()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
         with closing(self):
-            await while_connected(receive, self._send(send))
+            if exchange is None:
+                await while_connected(receive, self._send(send))
+                return
+            is_over = self.events.is_over
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            body = self.events.first.encode()
+            await send({"type": "http.response.body", "body": body, "more_body": not is_over})
+            if not is_over and exchange.has_begun and not exchange.is_gone:
+                await self.events.write_to(exchange)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for text, is_last in self.events:
-            # With the last event goes the end: one write, not two.
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
-
-
-async def _events(answer: Writer, streams: Items[Stream]) -> AsyncIterator[Written]:
-    """What is written at once is one string. Raises EngineStopped if it comes before the first.
-
-    Writing costs more than making an event: what has piled up while others were written is written together.
-    """
-    has_begun, held = False, ""
-    try:
-        async for prompt, delta in _deltas(streams):
-            held += answer.event(prompt, delta) or ""
-            if held and not streams[prompt].has_next:
-                yield Written(held, is_last=False)
-                has_begun, held = True, ""
-    except EngineStopped as error:
-        if not has_begun and not held:
-            raise
-        yield Written(held + answer.failed(str(error)), is_last=True)
-    else:
-        yield Written(held + answer.end(), is_last=True)
-
-
-async def _chained(first: Written, rest: AsyncIterator[Written]) -> AsyncIterator[Written]:
-    yield first
-    async for written in rest:
-        yield written
-
-
-async def _deltas(streams: Items[Stream]) -> AsyncIterator[tuple[int, Delta]]:
-    """The deltas of all streams as they come, each with the number of its stream."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
-        return
-    waiting = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                number = waiting.pop(task)
-                item = task.result()
-                if item is not None:
-                    waiting[asyncio.ensure_future(anext(streams[number], None))] = number
-                    yield number, item
-    finally:
-        for task in waiting:
-            task.cancel()
+        async for text in self.events:
+            has_more = not self.events.is_over  # with the last event goes the end: one write, not two
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": has_more})

@@ -7,11 +7,13 @@ filled up with the scratch row.
 
 from __future__ import annotations
 
+import functools
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from blockdraft.cache.rows import Rows
 from blockdraft.step.row_sizes import Place
 from blockdraft.step.verify import Verdict
 
+T = TypeVar("T")
 MAX_SHARE = 0.03  # of the time, for captures while requests are served
 
 
@@ -62,6 +65,45 @@ class StepGraph:
         return self.packed
 
 
+class PartsOfStep(Protocol):
+    """A step that the host has a say in: between the draft and the forward, and until it is settled."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def block(self) -> Tensor:
+        """[R, B], after the draft."""
+
+    def draft(self) -> None: ...
+    def forward(self) -> None: ...
+    def settle(self) -> Tensor:
+        """The packed verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedParts:
+    """A graph for each part. What one leaves to the next has its own memory, for as long as this is kept."""
+
+    num_rows: int
+    parts: PartsOfStep
+    graphs: tuple[torch.cuda.CUDAGraph, ...]
+    packed: Tensor
+
+    @property
+    def block(self) -> Tensor:
+        return self.parts.block
+
+    def draft(self) -> None:
+        self.graphs[0].replay()
+
+    def forward(self) -> None:
+        self.graphs[1].replay()
+
+    def settle(self) -> Tensor:
+        self.graphs[2].replay()
+        return self.packed
+
+
 class CaptureTime:
     """What captures may take of the time of those who are served: a small share."""
 
@@ -93,6 +135,7 @@ class StepGraphs:
         self.pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graphs: dict[Place, StepGraph] = {}
+        self._parts: dict[Place, CapturedParts] = {}
         self._sizes: list[int] = []
         self._widths: list[int] = []
         self.time = CaptureTime()
@@ -151,16 +194,45 @@ class StepGraphs:
 
         It may be captured now: then other rows are active.
         """
+        return self._find(self._graphs, self._capture, num_rows, width)
+
+    def find_parts(
+        self, num_rows: int, width: int, make: Callable[[int, int], PartsOfStep]
+    ) -> CapturedParts | None:
+        """The same for a step in parts, which `make` makes for so many rows and a width."""
+        return self._find(self._parts, functools.partial(self._capture_parts, make), num_rows, width)
+
+    def _find(
+        self, captured: dict[Place, T], capture: Callable[[int, int], T], num_rows: int, width: int
+    ) -> T | None:
         size = self.size(num_rows, width)
         if size is None:
             return None
-        if not self.is_cheap(num_rows, width):
-            larger = (one for one in self._sizes if size < one <= 2 * size and (one, width) in self._graphs)
+        if (size, width) not in captured and not self.time.is_free:
+            larger = (one for one in self._sizes if size < one <= 2 * size and (one, width) in captured)
             size = next(larger, size)
-        if (size, width) not in self._graphs:
+        if (size, width) not in captured:
             with self.time.counted():
-                self._graphs[size, width] = self._capture(size, width)
-        return self._graphs[size, width]
+                captured[size, width] = capture(size, width)
+        return captured[size, width]
+
+    @torch.inference_mode()
+    def _capture_parts(
+        self, make: Callable[[int, int], PartsOfStep], num_rows: int, width: int
+    ) -> CapturedParts:
+        self._rows.activate((), num_rows)
+        parts, graphs = make(num_rows, width), []
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for run in (parts.draft, parts.forward, parts.settle):
+                run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        for run in (parts.draft, parts.forward, parts.settle):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1], pool=self.pool, stream=self._stream):
+                found = run()
+        assert found is not None
+        return CapturedParts(num_rows, parts, tuple(graphs), found)
 
     def __len__(self) -> int:
         return len(self._sizes) * len(self._widths)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.rows import Rows
+from blockdraft.kernels.sampling import Allowed
 
 LOGIT_SLICE = 64  # positions whose logits are widened at one time, when log-probabilities are asked for
 
@@ -47,14 +48,19 @@ def verify(
     *,
     num_logprobs: int | None = None,
     rates: Tensor | None = None,
+    allowed: Allowed | None = None,
 ) -> Verdict:
     """Sample logits [R, B, V] with each row's own rules; a draft counts while it equals the sample before it.
 
     Each emitted token is the target's sample under noise keyed by (seed, position), so a drafter can
     change how many tokens a step yields and never which tokens. `rates`, for timing alone, draw how many are
-    kept instead: the text is then nonsense.
+    kept instead: the text is then nonsense. `allowed`: the forms of answers; what they forbid is not sampled.
     """
-    sampled = rows.kernels.choose(logits, starts, block, rows.sampling())  # [R, B]
+    scores = logits
+    if allowed is not None:
+        scores = logits if num_logprobs is None else logits.clone()  # log-probabilities are the model's own
+        rows.kernels.forbid(scores, allowed)
+    sampled = rows.kernels.choose(scores, starts, block, rows.sampling())  # [R, B]
     if rates is None:
         num_committed = rows.kernels.count_accepted(sampled, block)
     else:

@@ -56,6 +56,10 @@ class Tokenizer:
         """For another process."""
         return Tokenizer, (self._parts,)
 
+    def as_json(self) -> str:
+        """Everything but the template, as `tokenizers` writes it."""
+        return str(self._tokenizer.to_str())
+
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None

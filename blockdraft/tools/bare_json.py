@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from blockdraft.engine.request import StructuredOutputs
+from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.json_calls import JsonCallReader
 from blockdraft.tools.lark import CallForm, arguments_of, form_rule, json_call_rules, json_of, schema_of, tag

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from blockdraft.engine.request import StructuredOutputs
+from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools import bare_json, gemma, harmony, hermes, qwen_xml
 from blockdraft.tools.lark import CallForm

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from blockdraft.engine.request import StructuredOutputs
+from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.json_scanner import JsonScanner
 from blockdraft.tools.lark import CallForm, arguments_of, form_rule, json_of, quoted, tag

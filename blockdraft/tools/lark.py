@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from blockdraft.engine.request import StructuredOutputs
+from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.pieces import FunctionTool
 

@@ -12,8 +12,10 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import EngineLoop, EngineStopped, StepFailed
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import ModelError, RequestError
+from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
+from tests.grammar import json_tokens
 
 PAIR = Path(__file__).parents[1] / "fixtures/pair"
 PROMPT = [1, 2, 3]
@@ -433,4 +435,45 @@ def test_without_work_the_thread_sleeps(models):
     before = engine.num_looks
     loop._thread.join(timeout=0.05)
     assert engine.num_looks == before
+    loop.close()
+
+
+TRUE = SamplingParams(structured_outputs=StructuredOutputs(choice=["true"]))
+
+
+def test_a_form_is_compiled_while_the_engine_goes_on(models, monkeypatch):
+    """Beside its thread; what is no form is raised at the caller, and who gives up meanwhile is forgotten."""
+    engine = Engine(replace(models, tokenizer=json_tokens.tokenizer()))
+    loop, may_compile, guide_of = (
+        EngineLoop(lambda startup: engine).wait(),
+        threading.Event(),
+        engine.guide_of,
+    )
+
+    def slow(sampling):
+        if sampling.structured_outputs is not None:
+            may_compile.wait()
+        return guide_of(sampling)
+
+    monkeypatch.setattr(engine, "guide_of", slow)
+
+    async def run():
+        bound = asyncio.ensure_future(collect(loop, TRUE))
+        refused = asyncio.ensure_future(
+            collect(loop, replace(TRUE, structured_outputs=StructuredOutputs(regex="(")))
+        )
+        assert len(await collect(loop)) > 0  # nobody waits for them
+        given_up = asyncio.ensure_future(loop.submit(PROMPT, TRUE))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        may_compile.set()
+        deltas = await bound
+        assert "".join(delta.text for delta in deltas) == "true"
+        with pytest.raises(RequestError, match="unclosed"):
+            await refused
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert loop.num_live == 0
+
+    asyncio.run(run())
     loop.close()

@@ -12,8 +12,9 @@ triton = pytest.importorskip("triton")
 
 from blockdraft.cache.rows import Rows, RowSampling  # noqa: E402
 from blockdraft.kernels.noise import gumbel  # noqa: E402
-from blockdraft.kernels.sampling import reference_choose  # noqa: E402
+from blockdraft.kernels.sampling import Allowed, reference_choose, reference_forbid  # noqa: E402
 from blockdraft.kernels.sampling_tables import Real, Whole  # noqa: E402
+from blockdraft.kernels.triton.forbid import forbid  # noqa: E402
 from blockdraft.kernels.triton.sampling import CHUNK, choose  # noqa: E402
 
 HAS_CARD = torch.cuda.is_available()
@@ -256,3 +257,23 @@ def test_a_graph_serves_rows_of_every_rule():
         logits.copy_(make_logits(logits.shape, 3.0, torch.bfloat16, seed))
         graph.replay()
         assert torch.equal(out, check(logits, rows, block))
+
+
+@pytest.mark.parametrize("vocab_size", [61, 64, 2500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if HAS_CARD else torch.float16])
+def test_what_a_form_forbids_is_never_chosen(vocab_size, dtype):
+    """In the bound columns alone, and nothing else changes; under every rule that is not penalised."""
+    names = ["greedy", "random", "bias", "top_k", "top_p", "filters"]
+    rows, width = place_rows([RULES[name] for name in names], vocab_size), 3
+    logits = make_logits((len(names), width, vocab_size), 2.0, dtype)
+    words = torch.zeros(len(names), width, -(-vocab_size // 32), dtype=torch.int32, device=DEVICE)
+    words[..., 1] = -(2**31) + 5  # tokens 32, 34 and 63
+    counts = torch.tensor([3, 2, 1, 0, 3, 2], dtype=torch.int32, device=DEVICE)
+    got, expected = logits.clone(), logits.clone()
+    forbid(got, Allowed(words, counts))
+    reference_forbid(expected, Allowed(words, counts))
+    assert torch.equal(got, expected)
+    assert torch.equal(got[3], logits[3])
+    chosen = check(got, rows, make_block(rows, width))
+    for row, count in enumerate(counts.tolist()):
+        assert set(chosen[row, :count].tolist()) <= {32, 34, 63}

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from blockdraft.engine.request import SamplingParams
+from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from tests import tiny
+from tests.grammar import json_tokens
 from tests.stepping import pin
 
 pytestmark = [
@@ -56,3 +58,24 @@ def test_tokens_and_lengths_are_those_of_the_reference():
     assert engine.stats.num_blocks == reference.stats.num_blocks
     assert engine.stats.num_blocks < engine.stats.num_emitted, "no draft was accepted"
     assert engine.rows.length[2] == 0, "the scratch row, which filled the last step up, has moved"
+
+
+def test_a_form_is_kept_to_by_the_kernels():
+    """In parts, beside a request without a form."""
+    requests = [
+        (
+            [4, 5, 6],
+            SamplingParams(temperature=1.0, seed=2, structured_outputs=StructuredOutputs(choice=["true"])),
+        ),
+        REQUESTS[0],
+    ]
+    found = []
+    for kernels in (REFERENCE, kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True)):
+        plan = {"width": WIDTH, "page_size": 4, "num_pages": 24, "max_rows": 2, "max_context": 16}
+        tokens = json_tokens.tokenizer()
+        engine = tiny.engine(
+            "trained", dtype="float32", kernels=kernels, max_positions=32, tokenizer=tokens, **plan
+        )
+        found.append(tiny.run(engine, requests))
+    assert found[0] == found[1]
+    assert found[0][0][0][1] == "true"

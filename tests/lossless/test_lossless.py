@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 
 from blockdraft.engine.request import SamplingParams
 from tests import tiny
+from tests.grammar import json_tokens
 
 BASE = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33]
 
 
-def plain(requests):
+def plain(requests, tokenizer=None):
     """Every request alone, one token at a time."""
     answers = []
     for prompt, params in requests:
-        engine = tiny.engine("none", width=1, prefix_cache=False, page_size=16)
+        engine = tiny.engine("none", width=1, prefix_cache=False, page_size=16, tokenizer=tokenizer)
         answers += tiny.run(engine, [(prompt, replace(params, width=1))])
     return answers
 
@@ -50,12 +51,23 @@ def sampling(draw, seed):
 
 
 @st.composite
+def bound(draw, params):
+    """The same request, perhaps for an answer that has a form, thinks first, or both."""
+    form, thinking = draw(st.one_of(st.none(), json_tokens.forms)), draw(json_tokens.thoughts())
+    if form is not None:
+        params = replace(params, min_tokens=0, ignore_eos=False)
+    return replace(params, structured_outputs=form, thinking=thinking)
+
+
+@st.composite
 def cases(draw):
     requests = []
+    has_forms = draw(st.booleans())
     for index in range(draw(st.integers(1, 4))):
         shared = BASE[: draw(st.integers(0, len(BASE)))]
         own = draw(st.lists(st.integers(0, 61), min_size=0 if shared else 1, max_size=12))
-        requests.append((shared + own, draw(sampling(seed=100 + index))))
+        params = draw(sampling(seed=100 + index))
+        requests.append((shared + own, draw(bound(params)) if has_forms else params))
     page_size = draw(st.sampled_from([1, 2, 3, 5, 16]))
     longest = max(len(prompt) + (params.max_tokens or 0) for prompt, params in requests)
     least = -(-(longest + 2 * tiny.BLOCK) // page_size)
@@ -68,6 +80,7 @@ def cases(draw):
         "width": draw(st.integers(1, tiny.BLOCK)),
         "prefix_cache": draw(st.booleans()),
         "overlap": draw(st.booleans()),
+        "tokenizer": json_tokens.tokenizer() if has_forms else None,
     }
     drafter = draw(st.sampled_from(["trained", "trained", "random", "none", "hinted"]))
     return requests, plan, drafter, draw(st.floats(0.5, 1.0))
@@ -76,7 +89,7 @@ def cases(draw):
 def run_case(case):
     """The case's results, plain decoding's, and how often a sequence was preempted."""
     requests, plan, drafter, rate = case
-    expected = plain(requests)
+    expected = plain(requests, plan["tokenizer"])
     if drafter == "hinted":
         answers = {
             params.seed: list(prompt) + choices[0][0]

@@ -29,7 +29,11 @@ class ThreadChild:
 
     def kill(self):
         self.code = -9
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+        # It may have just ended, as a process may have.
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self._connection.fileno())) as ours,
+        ):
             ours.shutdown(socket.SHUT_RDWR)  # closing would not wake whoever reads
 
     def wait(self):

@@ -659,6 +659,78 @@ def test_a_probe_of_http_1_0_that_names_no_host_is_answered():
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
+GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+CHUNKED = (
+    b"POST /v1/models HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
+)
+
+
+def all_that_comes(address, *parts):
+    """What the server sends until it ends the connection."""
+    received = b""
+    with socket.create_connection(address) as client, contextlib.suppress(ConnectionError):
+        for part in parts:
+            client.sendall(part)
+            time.sleep(0.02)
+        client.settimeout(10)
+        while data := client.recv(1 << 16):
+            received += data
+    return received
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n",
+        b"\0\1 not HTTP\r\n\r\n",
+        CHUNKED.replace(b"transfer", b"content-length: 3\r\ntransfer"),
+    ],
+    ids=["no host", "two hosts", "not HTTP", "two lengths"],
+)
+def test_a_head_that_is_not_plain_http_is_refused(sent):
+    options = ServerOptions()
+    with listening(app_with(options), options) as address:
+        assert all_that_comes(address, sent).startswith(b"HTTP/1.1 400")
+
+
+def test_pipelined_requests_are_answered_in_turn():
+    options = ServerOptions(keep_alive_s=1)
+    with listening(app_with(options), options) as address:
+        assert all_that_comes(address, GET * 50).count(b"HTTP/1.1 200") == 50
+
+
+@pytest.mark.parametrize("more", [b"0\r\nx-end: ", b"2;"], ids=["trailer", "chunk extension"])
+def test_what_surrounds_a_body_is_limited_as_a_head_is(more):
+    options = ServerOptions()
+    with listening(app_with(options), options) as address:
+        found = all_that_comes(address, CHUNKED + more, *[b"a" * 4096] * 8)
+    assert b"HTTP/1.1 200" not in found
+
+
+def test_a_header_behind_the_body_is_none_of_the_requests():
+    options = ServerOptions(api_keys=(KEY,), keep_alive_s=1)
+    end = f"0\r\nauthorization: Bearer {KEY}\r\n\r\n".encode()
+    with listening(app_with(options), options) as address:
+        assert all_that_comes(address, CHUNKED + end).startswith(b"HTTP/1.1 401")
+
+
+def test_a_stream_for_http_1_0_ends_with_its_connection():
+    async def stream(request):
+        async def pieces():
+            yield b"one"
+            yield b"two"
+
+        return StreamingResponse(pieces())
+
+    options = ServerOptions()
+    with listening(Guard(Starlette(routes=[Route("/", stream)]), options), options) as address:
+        found = all_that_comes(address, b"GET / HTTP/1.0\r\n\r\n")
+    assert b"chunked" not in found
+    assert found.endswith(b"\r\n\r\nonetwo")
+
+
 def open_silently(address, count):
     return [socket.create_connection(address) for _ in range(count)]
 

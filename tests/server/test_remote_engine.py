@@ -185,6 +185,6 @@ def test_an_error_that_cannot_travel_is_told_in_words(remote, engine, monkeypatc
 
     monkeypatch.setattr(engine, "add", fail)
     with pytest.raises(RuntimeError, match="Odd: a bug of ours"):
-        asyncio.run(remote.submit(PROMPT, LONG))
+        asyncio.run(collect(remote, LONG))
     monkeypatch.undo()
     assert asyncio.run(collect(remote, SamplingParams(temperature=0.0, max_tokens=2)))

@@ -17,7 +17,7 @@ from blockdraft.server.app import make_app
 from blockdraft.server.chat import find_dialect, prepare_chat
 from blockdraft.server.fields import ChatRequest, parse
 from blockdraft.server.options import ServerOptions
-from blockdraft.server.streaming import respond
+from blockdraft.server.streaming import EventSource, respond
 from tests.server import pair
 from tests.server.asking import listening
 
@@ -168,15 +168,75 @@ def test_what_has_piled_up_is_written_at_once():
         found, events = [], respond(chat_answer(), [stream], is_stream=True)
         stream.put(Delta("r", 0, " t1", (1,)))
         response = await events
-        async for written in response.events:
-            found.append(written)
+        async for text in response.events:
+            found.append(text)
             if len(found) == 1:
                 for number in (2, 3):
                     stream.put(Delta("r", 0, f" t{number}", (number,)))
                 stream.put(Delta("r", 0, " t4", (4,), finish_reason="length"))
         return found
 
-    (first, is_over), (rest, is_last) = asyncio.run(pieces())
-    assert (is_over, is_last) == (False, True)
+    first, rest = asyncio.run(pieces())
     assert [first.count("data: "), rest.count("data: ")] == [2, 4], "the role and a token; three and DONE"
     assert rest.endswith("data: [DONE]\n\n")
+
+
+class Line:
+    """What an exchange is to whoever writes to it."""
+
+    def __init__(self):
+        self.is_write_paused = self.is_gone = False
+        self.on_gone = self.on_resume = None
+        self.written = []
+
+    def write(self, data):
+        self.written.append(data.decode())
+
+    end = write
+
+
+def written_to(line, act):
+    """`act` gets a stream whose events go to `line`; returns when writing has ended."""
+
+    async def run():
+        outlet = EventLoopOutlet(asyncio.get_running_loop())
+        stream = Stream("r", 1, outlet, lambda request_id: None)
+        done = EventSource(chat_answer(), [stream]).write_to(line)
+        act(stream)
+        await asyncio.wait_for(done, 10)
+
+    asyncio.run(run())
+
+
+def test_nothing_is_written_to_a_client_that_does_not_read_until_it_does():
+    line = Line()
+
+    def act(stream):
+        stream.put(Delta("r", 0, " t1", (1,)))
+        line.is_write_paused = True
+        for number in (2, 3):
+            stream.put(Delta("r", 0, f" t{number}", (number,)))
+        assert len(line.written) == 1
+        line.is_write_paused = False
+        line.on_resume()
+        assert line.written[1].count("data: ") == 2
+        stream.put(Delta("r", 0, "", (), finish_reason="stop"))
+
+    written_to(line, act)
+    assert line.written[-1].endswith("data: [DONE]\n\n")
+
+
+def test_who_has_gone_ends_the_writing():
+    line = Line()
+
+    def act(stream):
+        line.is_gone = True
+        line.on_gone()
+
+    written_to(line, act)
+    assert line.written == []
+
+
+def test_a_bug_in_an_answer_is_raised_where_it_is_waited_for():
+    with pytest.raises(IndexError):
+        written_to(Line(), lambda stream: stream.put(Delta("r", 7, " t1", (1,))))

@@ -240,3 +240,9 @@ def test_a_prefill_that_nobody_has_time_to_capture_has_no_graph_and_one_that_fai
     while graphs.capture_next():
         count += 1
     assert count == len(graphs._graphs) == len(shapes(128, 8))
+
+
+def test_forms_beside_none_with_a_step_in_flight_or_not():
+    """The answers of both are equal, though one knows only a step later what was committed."""
+    results = [stepping.serve_forms(HOST, is_captured=False, overlap=overlap)[0] for overlap in (True, False)]
+    assert results[0] == results[1]

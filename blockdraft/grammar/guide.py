@@ -1,0 +1,227 @@
+"""Guide: where one answer stands in its form, and what may come next at each column of a block.
+
+A mask follows from the tokens of the answer alone: from what was committed and the drafts in front of the
+column. So a column is sampled under the same mask whether it is the first of a step or the last of a block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+from blockdraft.grammar.form import Thinking
+
+Mask = np.ndarray  # [words] int32: bit i of word w is token 32 w + i
+Masks = np.ndarray  # [columns, words]
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """Where an answer stands in front of its form."""
+
+    is_open: bool = False
+    num_matched: int = 0  # tokens of the opening or closing sequence that stand at the end
+    num_tokens: int = 0  # inside, the closing sequence not counted
+
+
+class Guide:
+    """One answer's way through its thoughts and its form. One thread uses it."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher | None,
+        thinking: Thinking | None,
+        *,
+        end_ids: Items[int],
+        num_words: int,
+    ) -> None:
+        """`matcher`: of the form, None where only the thoughts are bound."""
+        self.error: str | None = None  # why the form cannot be kept to any longer
+        self._matcher = matcher
+        self._thinking = thinking
+        self._end_ids = tuple(end_ids)
+        self._num_words = num_words
+        # None: they are over, or there were none
+        self._thoughts = None if thinking is None else Thoughts(is_open=not thinking.open_ids)
+
+    def copy(self) -> Guide:
+        """For another choice of the same request."""
+        matcher = None if self._matcher is None else self._matcher.deep_copy()
+        return Guide(matcher, self._thinking, end_ids=self._end_ids, num_words=self._num_words)
+
+    @property
+    def is_binding(self) -> bool:
+        """Whether a step has to look at it: not when only thoughts were bound, and they are over."""
+        return self._matcher is not None or self._thoughts is not None
+
+    def advance(self, token_ids: Items[int]) -> None:
+        """Take in what was committed."""
+        at = 0
+        while self._thoughts is not None and at < len(token_ids):
+            self._thoughts, is_taken = self._after(self._thoughts, token_ids[at])
+            at += is_taken
+        rest = list(token_ids[at:])
+        if rest and self._matcher is not None:
+            self._matcher.consume_tokens(rest)
+            self.look_for_error()
+
+    def look_for_error(self) -> None:
+        """Say so if the form cannot be kept to any longer: to go on with it would take too long."""
+        if self._matcher is not None and self._matcher.is_error():
+            self.error = self._matcher.get_error().strip()[:200]
+
+    # ---- thoughts
+
+    def _after(self, thoughts: Thoughts, token_id: int) -> tuple[Thoughts | None, bool]:
+        """Where one more token leads (None: the form begins), and whether it was one of the thoughts'."""
+        assert self._thinking is not None
+        if not thoughts.is_open:
+            opening = self._thinking.open_ids
+            if token_id != opening[thoughts.num_matched]:
+                return None, False
+            if thoughts.num_matched + 1 < len(opening):
+                return Thoughts(num_matched=thoughts.num_matched + 1), True
+            return Thoughts(is_open=True), True
+        num_matched = _num_matched(self._thinking.close_ids, thoughts.num_matched, token_id)
+        if num_matched == len(self._thinking.close_ids):
+            return None, True
+        num_tokens = thoughts.num_tokens + thoughts.num_matched + 1 - num_matched
+        return Thoughts(is_open=True, num_matched=num_matched, num_tokens=num_tokens), True
+
+    def _forced_by(self, thoughts: Thoughts) -> int | None:
+        """The token that must come next in front of the form, if one must."""
+        assert self._thinking is not None
+        if not thoughts.is_open:
+            return self._thinking.open_ids[thoughts.num_matched] if thoughts.num_matched else None
+        budget = self._thinking.max_tokens
+        is_over = budget is not None and thoughts.num_tokens + thoughts.num_matched >= budget
+        return self._thinking.close_ids[thoughts.num_matched] if is_over else None
+
+    def _mask_of(self, thoughts: Thoughts) -> Mask:
+        forced = self._forced_by(thoughts)
+        if forced is not None:
+            return _only(forced, self._num_words)
+        if self._matcher is None:
+            return _all_but((), self._num_words)
+        if thoughts.is_open:  # an answer that ends inside its thoughts has not the form
+            return _all_but(self._end_ids, self._num_words)
+        masks = np.zeros((1, 1, self._num_words), dtype=np.int32)
+        fill_forms([(0, self._form(0, []))], masks)
+        mask: Mask = masks[0, 0]
+        return mask
+
+    # ---- a block
+
+    def correct(self, drafts: list[int]) -> list[int]:
+        """Drafts with what is forced in its place, as far as nothing that is forbidden stands before."""
+        found: list[int] = []
+        thoughts = self._thoughts
+        while thoughts is not None and len(found) < len(drafts):
+            forced = self._forced_by(thoughts)
+            token_id = drafts[len(found)] if forced is None else forced
+            thoughts, is_taken = self._after(thoughts, token_id)
+            if is_taken:
+                found.append(token_id)
+        if self._matcher is None:
+            return found + drafts[len(found) :]
+        return found + _corrected(self._matcher, drafts[len(found) :], self._end_ids)
+
+    def fill(self, masks: Masks, drafts: Items[int]) -> Form | None:
+        """Write the masks of the columns before and behind `drafts`, which `correct` has made.
+
+        Those of the form are left to whoever fills many at once: from which column on, and behind what.
+        """
+        thoughts, column = self._thoughts, 0
+        while thoughts is not None:
+            before, (thoughts, is_taken) = thoughts, self._next(thoughts, drafts, column)
+            if not is_taken:
+                break  # the form begins at this very column
+            masks[column] = self._mask_of(before)
+            if column == len(drafts):
+                return None
+            column += 1
+        if self._matcher is None:
+            masks[column : len(drafts) + 1] = -1
+            return None
+        return self._form(column, list(drafts[column:]))
+
+    def _next(self, thoughts: Thoughts, drafts: Items[int], column: int) -> tuple[Thoughts | None, bool]:
+        """`_after` the draft behind a column. Behind the last column there is none: the form may begin."""
+        if column < len(drafts):
+            return self._after(thoughts, drafts[column])
+        return (thoughts, True) if thoughts.is_open or thoughts.num_matched else (None, False)
+
+    def _form(self, column: int, drafts: list[int]) -> Form:
+        """At the very beginning thoughts may come instead."""
+        assert self._matcher is not None
+        may_think = column == 0 and self._thoughts is not None and not self._thoughts.is_open
+        also = self._thinking.open_ids[0] if may_think and self._thinking is not None else None
+        return Form(self._matcher, column, drafts, also)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The columns of a block from `column` on, bound by the form, and the drafts behind it."""
+
+    matcher: LLMatcher
+    column: int
+    drafts: list[int]
+    also: int | None = None  # a token that may come as well, at the first column
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    return LLExecutor()
+
+
+def fill_forms(forms: Items[tuple[int, Form]], masks: np.ndarray) -> None:
+    """All columns of all rows at once: (row, its form), masks [R, W, words]."""
+    width, num_words = masks.shape[1:]
+    flat, places = masks.reshape(-1, num_words), [(row * width + form.column, form) for row, form in forms]
+    alone = [(form.matcher, place) for place, form in places if not form.drafts]
+    drafted = [(form.matcher, place, form.drafts) for place, form in places if form.drafts]
+    if alone:
+        fill_next_token_bitmask_par(_executor(), alone, flat)
+    if drafted:
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, flat)
+    for row, form in forms:
+        if form.also is not None:
+            masks[row, form.column] |= _only(form.also, num_words)
+
+
+def _corrected(matcher: LLMatcher, drafts: list[int], end_ids: Items[int]) -> list[int]:
+    """Of the form: what is forced first, then drafts while they are allowed, and so on."""
+    found: list[int] = []
+    while len(found) < len(drafts):
+        forced = matcher.compute_ff_tokens() or (list(end_ids[:1]) if matcher.is_stopped() else [])
+        tried = (forced or drafts[len(found) :])[: len(drafts) - len(found)]
+        num_taken = matcher.try_consume_tokens(tried)
+        found += tried[:num_taken]
+        if num_taken == 0 or found[-1] in end_ids:
+            break
+    matcher.rollback(len(found))
+    return found
+
+
+def _num_matched(sequence: Items[int], num_matched: int, token_id: int) -> int:
+    """How many of the first tokens of `sequence` stand at the end, when one more has come."""
+    seen = (*sequence[:num_matched], token_id)
+    return next((n for n in range(len(seen), 0, -1) if seen[-n:] == tuple(sequence[:n])), 0)
+
+
+def _only(token_id: int, num_words: int) -> Mask:
+    mask = np.zeros(num_words, dtype=np.uint32)
+    mask[token_id // 32] = np.uint32(1) << np.uint32(token_id % 32)
+    return mask.view(np.int32)
+
+
+def _all_but(token_ids: Items[int], num_words: int) -> Mask:
+    mask = np.full(num_words, 0xFFFFFFFF, dtype=np.uint32)
+    for token_id in token_ids:
+        mask[token_id // 32] &= ~(np.uint32(1) << np.uint32(token_id % 32))
+    return mask.view(np.int32)

@@ -1,0 +1,73 @@
+"""Vocabulary: a model's tokens as llguidance knows them, and what it has compiled for them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from blockdraft.errors import RequestError
+from blockdraft.grammar.form import StructuredOutputs, grammar_text
+from blockdraft.text.tokenizer import Tokenizer
+
+MAX_KEPT = 64  # compiled forms; arbitrary: one of an ordinary schema takes some hundred kilobytes
+# What one form may cost: building, each mask, and memory. llguidance's own limits but for the last two.
+LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
+
+
+class Vocabulary:
+    """Any thread may ask it for matchers. The first asked for takes some tenths of a second."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        """`size`: ids that the model's head has; those behind the tokenizer's are never allowed."""
+        self._source = tokenizer
+        self.size = size
+        self.num_words = -(-size // 32)  # of a mask, 32 bits each
+        self.end_ids = tuple(i for i in tokenizer.eos_ids if i < size)
+        self._lock = Lock()
+        self._tokens: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def matcher(self, form: StructuredOutputs) -> LLMatcher:
+        """At the start of an answer of this form. RequestError: nothing has this form, or it is no form."""
+        text = grammar_text(form)
+        with self._lock:
+            found = self._compiled.pop(text, None)
+        if found is None:
+            found = self._compile(text)
+        with self._lock:
+            self._compiled[text] = found
+            if len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+            return found.deep_copy()
+
+    def _compile(self, text: str) -> LLMatcher:
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = self._read_tokens()
+        matcher = LLMatcher(self._tokens, text, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some limits are met with the first mask
+        if matcher.is_error():
+            raise RequestError(f"the form cannot be kept to: {_first_lines(matcher)}", "structured_outputs")
+        return matcher
+
+    def _read_tokens(self) -> LLTokenizer:
+        if not self.end_ids:
+            raise RequestError(
+                "this model has no end-of-sequence token, so an answer of a form could not end.",
+                "structured_outputs",
+            )
+        try:
+            return LLTokenizer(self._source.as_json(), n_vocab=self.size, eos_token=list(self.end_ids))
+        except ValueError as error:
+            raise RequestError(
+                f"this model's tokenizer is of a kind that forms cannot be kept to with ({error}).",
+                "structured_outputs",
+            ) from None
+
+
+def _first_lines(matcher: LLMatcher) -> str:
+    """An error of llguidance; the lines behind show the place in the grammar."""
+    return matcher.get_error().strip()[:500]

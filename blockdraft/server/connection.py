@@ -1,0 +1,281 @@
+"""HttpConnection: a client's connection, parsed by httptools, with limits on all that a client can hold.
+
+uvicorn runs it as it runs its own protocols, which wait for ever for a client that never finishes a
+request's head and for one that never reads its answer, and turn away whoever comes last when there are too
+many, be it a probe. Here the connection that was idle longest gives way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any, ClassVar, cast
+from urllib.parse import unquote
+
+import httptools
+from starlette.types import Scope
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from blockdraft.server.exchange import EXTENSION, Exchange
+from blockdraft.server.options import MAX_HEAD_BYTES
+
+MAX_UNREAD_BYTES = 1 << 16  # of a body that the application has not asked for yet; arbitrary
+MAX_PIPELINED = 256  # requests that wait for the answer of the one before; arbitrary
+
+log = logging.getLogger("uvicorn.error")
+
+
+class HttpConnection(asyncio.Protocol):
+    """One for each client. uvicorn makes it, counts it in its state, and calls `shutdown` at the end."""
+
+    head_timeout_s: float
+    send_timeout_s: float
+    max_open: int
+    idle: ClassVar[dict[HttpConnection, None]]  # connections without a request, the longest first
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.is_write_paused = False
+        self._app = config.loaded_app
+        self._keep_alive_s = config.timeout_keep_alive
+        self._loop = _loop or asyncio.get_running_loop()
+        self._state = server_state
+        self._app_state = app_state
+        self._parser = httptools.HttpRequestParser(self)
+        # What a client sends behind its last request does no harm: nobody reads it.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._exchange: Exchange | None = None  # the one that is answered, or was last
+        self._arriving: Exchange | None = None  # the one whose body comes in
+        self._waiting: deque[Exchange] = deque()  # pipelined, behind the one that is answered
+        self._is_in_head = False
+        self._num_unparsed = 0  # bytes since the last part of a body
+        self._has_moved = False
+        self._is_read_paused = False
+        self._writable = asyncio.Event()
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._keep_alive_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        return self._state.default_headers
+
+    # ---- from the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's is one by its methods only.
+        self.transport = cast("asyncio.Transport", transport)
+        self._state.connections.add(self)  # type: ignore[arg-type]
+        self._client = _address(transport.get_extra_info("peername"))
+        self._server = _address(transport.get_extra_info("sockname"))
+        self._watch_head()
+        if len(self._state.connections) > self.max_open and self.idle:
+            # Where none is idle, Guard refuses what is too much, and answers probes.
+            oldest = next(iter(self.idle))
+            del self.idle[oldest]
+            oldest.transport.abort()
+        self._note_idle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._state.connections.discard(self)
+        self.idle.pop(self, None)
+        for timer in (self._head_timer, self._send_timer, self._keep_alive_timer):
+            if timer is not None:
+                timer.cancel()
+        self._waiting.clear()
+        self._writable.set()
+        if self._exchange is not None:
+            self._exchange.lose()
+
+    def data_received(self, data: bytes) -> None:
+        self._has_moved = False
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # to nothing that we know: the request has been read as any other
+        except httptools.HttpParserError:
+            self._refuse()
+            return
+        self._num_unparsed = 0 if self._has_moved else self._num_unparsed + len(data)
+        if self._num_unparsed > MAX_HEAD_BYTES and (self._is_in_head or self._arriving is not None):
+            self._refuse()  # a head, or what is around a body; Guard sees the size of complete heads
+            return
+        self._watch_head()
+        self._note_idle()
+
+    def eof_received(self) -> None:
+        pass
+
+    def pause_writing(self) -> None:
+        self.is_write_paused = True
+        self._writable.clear()
+        if self._send_timer is None:
+            self._send_timer = self._loop.call_later(self.send_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+        self.is_write_paused = False
+        self._writable.set()
+        if self._exchange is not None and self._exchange.on_resume is not None:
+            self._exchange.on_resume()
+
+    # ---- from uvicorn, and from an exchange
+
+    def shutdown(self) -> None:
+        """The server ends: what is under way may end before."""
+        if self._exchange is None or self._exchange.is_complete:
+            self.transport.close()
+        else:
+            self._exchange.close_after()
+
+    async def drain(self) -> None:
+        await self._writable.wait()
+
+    def resume_reading(self) -> None:
+        if self._is_read_paused and not self._waiting:
+            self._is_read_paused = False
+            self.transport.resume_reading()
+
+    def answered(self) -> None:
+        """The next request, if it is there already."""
+        self._state.total_requests += 1
+        if self._arriving is not None and self._arriving is self._exchange:
+            self.transport.close()  # what is left of its body is not waited for
+        if self.transport.is_closing():
+            self.idle.pop(self, None)
+            return
+        if self._waiting:
+            self._start(self._waiting.popleft())
+        elif not self._is_in_head:
+            self._keep_alive_timer = self._loop.call_later(self._keep_alive_s, self.transport.close)
+        self.resume_reading()
+        self._note_idle()
+
+    # ---- from the parser
+
+    def on_message_begin(self) -> None:
+        if self._keep_alive_timer is not None:
+            self._keep_alive_timer.cancel()
+            self._keep_alive_timer = None
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._is_in_head = True
+        self._num_unparsed = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # else behind a body, where nobody looks for one
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        version = self._parser.get_http_version()
+        names = [name for name, _ in self._headers]
+        if names.count(b"host") != 1 and (version == "1.1" or b"host" in names):
+            raise ValueError("HTTP/1.1 wants one Host header")
+        exchange = Exchange(
+            self._scope(version),
+            self,
+            keeps_alive=version != "1.0" and self._parser.should_keep_alive(),
+            awaits_continue=b"expect" in names and b"100-continue" in dict(self._headers)[b"expect"].lower(),
+        )
+        exchange.scope["extensions"] = {EXTENSION: exchange}
+        self._arriving = exchange
+        if self._exchange is None or self._exchange.is_complete:
+            self._start(exchange)
+        elif len(self._waiting) < MAX_PIPELINED:
+            self._waiting.append(exchange)
+            self._pause_reading()
+        else:
+            raise ValueError("too many requests at once")
+
+    def _scope(self, version: str) -> Scope:
+        raw_path, _, query = self._url.partition(b"?")
+        path = raw_path.decode("ascii")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "method": self._parser.get_method().decode("ascii"),
+            "scheme": "http",
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "root_path": "",
+            "headers": self._headers,
+            "client": self._client,
+            "server": self._server,
+            "state": self._app_state.copy(),
+        }
+
+    def on_body(self, body: bytes) -> None:
+        self._has_moved = True
+        if self._arriving is not None and self._arriving.take_body(body) > MAX_UNREAD_BYTES:
+            self._pause_reading()
+
+    def on_message_complete(self) -> None:
+        self._has_moved = True
+        if self._arriving is not None:
+            self._arriving.end_body()
+            self._arriving = None
+
+    # ---- limits
+
+    def _start(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        task = self._loop.create_task(exchange.run(self._app))
+        task.add_done_callback(self._state.tasks.discard)
+        self._state.tasks.add(task)
+
+    def _refuse(self) -> None:
+        """What came is no HTTP, or too much of it. An answer that has begun is cut off."""
+        self._stop_watching_head()
+        exchange = self._exchange
+        if exchange is None or exchange.is_complete or not exchange.has_begun:
+            text = b"Invalid HTTP request received."
+            self.transport.write(
+                b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(text), text)
+            )
+        self.transport.close()
+        self.idle.pop(self, None)
+        if exchange is not None:
+            exchange.lose()
+
+    def _pause_reading(self) -> None:
+        if not self._is_read_paused:
+            self._is_read_paused = True
+            self.transport.pause_reading()
+
+    def _note_idle(self) -> None:
+        if self.transport.is_closing() or not (self._exchange is None or self._exchange.is_complete):
+            self.idle.pop(self, None)
+        else:
+            self.idle.setdefault(self)
+
+    def _watch_head(self) -> None:
+        """The time runs from the first byte of a head, or from the connection; more bytes do not renew it."""
+        if self._exchange is not None and not self._is_in_head:
+            self._stop_watching_head()
+        elif self._head_timer is None:
+            self._head_timer = self._loop.call_later(self.head_timeout_s, self.transport.abort)
+
+    def _stop_watching_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+def _address(found: Any) -> tuple[str, int] | None:  # noqa: ANN401  # a socket's, of whatever family
+    return (str(found[0]), int(found[1])) if isinstance(found, list | tuple) else None

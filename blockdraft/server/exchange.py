@@ -1,0 +1,249 @@
+"""Exchange: one request and its answer, on a connection that has others before and after.
+
+To the application it is ASGI's `receive` and `send`. Beside them it has a shorter way for answers that are
+written many thousand times a second, one event each: `write` and `end` go straight to the socket's buffer,
+and whoever writes is called back when the client reads too slowly, reads again, or has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Protocol, TypeVar
+
+from starlette.types import ASGIApp, Message, Scope
+
+T = TypeVar("T")
+Headers = Iterable[tuple[bytes, bytes]]
+EXTENSION = "blockdraft.exchange"  # in a scope's extensions
+
+# uvicorn's name: what a request raises is logged without what the client sent (logs.py).
+log = logging.getLogger("uvicorn.error")
+
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus
+}
+_BODILESS = (204, 304)
+_FAILED_HEADERS = [
+    (b"content-type", b"text/plain; charset=utf-8"),
+    (b"content-length", b"21"),
+    (b"connection", b"close"),
+]
+
+
+class Line(Protocol):
+    """The connection, as an exchange needs it."""
+
+    transport: asyncio.Transport
+    is_write_paused: bool
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]: ...
+    async def drain(self) -> None: ...
+    def resume_reading(self) -> None: ...
+    def answered(self) -> None:
+        """The exchange is over."""
+
+
+def exchange_of(scope: Scope) -> Exchange | None:
+    """None: the application runs in another server, as in tests."""
+    found: Exchange | None = scope.get("extensions", {}).get(EXTENSION)
+    return found
+
+
+class Exchange:
+    """Made when a request's head is complete."""
+
+    def __init__(self, scope: Scope, line: Line, *, keeps_alive: bool, awaits_continue: bool) -> None:
+        self.scope = scope
+        self.is_gone = False  # the client, before the answer was complete
+        self.has_begun = False  # the answer
+        self.is_complete = False
+        self.on_gone: Callable[[], object] | None = None
+        self.on_resume: Callable[[], None] | None = None
+        self._line = line
+        self._transport = line.transport
+        self._keeps_alive = keeps_alive
+        self._awaits_continue = awaits_continue
+        self._body = bytearray()
+        self._has_more = True  # of the body
+        self._is_unread = False  # something of the body, or its end
+        self._news = asyncio.Event()
+        self._has_body = scope["method"] != "HEAD"  # the answer
+        self._is_chunked = False
+        self._num_left: int | None = None  # bytes that the answer has announced and not sent
+        self._head = b""  # of the answer, until its first part is there, or the event loop's next turn
+
+    # ---- from the connection
+
+    def take_body(self, data: bytes) -> int:
+        """Returns how much waits to be read by the application."""
+        self._body += data
+        self._is_unread = True
+        self._news.set()
+        return len(self._body)
+
+    def end_body(self) -> None:
+        self._has_more = False
+        self._is_unread = True
+        self._news.set()
+
+    def close_after(self) -> None:
+        """The connection has no next request."""
+        self._keeps_alive = False
+
+    def lose(self) -> None:
+        """The client has gone."""
+        self.is_gone = not self.is_complete
+        self._news.set()
+        if self.is_gone and self.on_gone is not None:
+            self.on_gone()
+
+    async def run(self, app: ASGIApp) -> None:
+        try:
+            await app(self.scope, self.receive, self.send)
+        except BaseException as error:
+            log.error("Exception in ASGI application\n", exc_info=error)
+            await self._fail()
+            return
+        if not (self.is_complete or self.is_gone):
+            log.error("ASGI callable returned without completing response.")
+            await self._fail()
+
+    async def _fail(self) -> None:
+        if self.has_begun:
+            self._transport.close()
+            return
+        await self.send({"type": "http.response.start", "status": 500, "headers": _FAILED_HEADERS})
+        await self.send({"type": "http.response.body", "body": b"Internal Server Error"})
+
+    # ---- for the application
+
+    @property
+    def is_write_paused(self) -> bool:
+        """The client does not read: what is written now would pile up."""
+        return self._line.is_write_paused
+
+    def whole_body(self, limit: int) -> bytes | None:
+        """Read all of the body, if that is there and within the limit: nobody has to wait."""
+        if self._has_more or self.is_gone or len(self._body) > limit:
+            return None
+        self._is_unread = False
+        return bytes(self._body)
+
+    async def receive(self) -> Message:
+        if self._awaits_continue and not self._transport.is_closing():
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._awaits_continue = False
+        while not (self.is_gone or self.is_complete):
+            if self._is_unread:
+                body, self._body, self._is_unread = bytes(self._body), bytearray(), False
+                return {"type": "http.request", "body": body, "more_body": self._has_more}
+            self._line.resume_reading()
+            self._news.clear()
+            await self._news.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if self._line.is_write_paused and not self.is_gone:
+            await self._line.drain()
+        if self.is_gone:
+            return
+        if message["type"] == "http.response.start" and not self.has_begun:
+            self._begin(message["status"], message.get("headers", ()))
+        elif message["type"] == "http.response.body" and self.has_begun and not self.is_complete:
+            body = message.get("body", b"")
+            if message.get("more_body", False):
+                self.write(body)
+            else:
+                self.end(body)
+        else:
+            raise RuntimeError(f"unexpected ASGI message '{message['type']}'.")
+
+    def write(self, body: bytes) -> None:
+        """A part of the answer, which has begun."""
+        if not body or not self._has_body:
+            return
+        if self._is_chunked:
+            self._transport.write(b"%b%x\r\n%b\r\n" % (self._head, len(body), body))
+        else:
+            self._count(body)
+            self._transport.write(self._head + body)
+        self._head = b""
+
+    def end(self, body: bytes) -> None:
+        """The last part."""
+        if self._is_chunked and self._has_body:
+            framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
+            self._transport.write(self._head + framed)
+            self._head = b""
+        else:
+            self.write(body)
+            self._flush_head()
+            if self._has_body and self._num_left:
+                raise RuntimeError("the answer is shorter than its Content-Length.")
+        self.is_complete = True
+        self._news.set()
+        if not self._keeps_alive:
+            self._transport.close()
+        self._line.answered()
+
+    async def while_connected(self, work: Coroutine[None, None, T]) -> T | None:
+        """The result of `work`, in the task that asks; None: the client went away, and it was cancelled."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._has_lost():
+            work.close()
+            return None
+        num_before = task.cancelling()
+        self.on_gone = task.cancel
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._has_lost() and task.uncancel() <= num_before:
+                return None
+            raise
+        finally:
+            self.on_gone = None
+
+    def _has_lost(self) -> bool:
+        return self.is_gone
+
+    def _begin(self, status: int, headers: Headers) -> None:
+        """Write the head."""
+        self.has_begun, self._awaits_continue = True, False
+        lines, says_close = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status], False
+        for name, value in (*self._line.default_headers, *headers):
+            if b"\n" in value or b"\r" in value or b"\0" in value or not name.isascii():
+                raise RuntimeError("a header of the answer is not valid.")
+            if name == b"content-length":
+                self._num_left = int(value)
+            elif name == b"connection" and b"close" in value.lower():
+                self._keeps_alive, says_close = False, True
+            lines.append(b"%b: %b\r\n" % (name, value))
+        self._has_body = self._has_body and status not in _BODILESS
+        if self._num_left is None and self._has_body:
+            self._is_chunked = self.scope["http_version"] == "1.1"
+            if self._is_chunked:
+                lines.append(b"transfer-encoding: chunked\r\n")
+            else:
+                self._keeps_alive = False  # HTTP/1.0: the end of the connection is that of the answer
+        if not self._keeps_alive and not says_close:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        self._head = b"".join(lines)
+        asyncio.get_running_loop().call_soon(self._flush_head)
+
+    def _flush_head(self) -> None:
+        """Written with the first part of the body, if that comes at once: a write costs more than a head."""
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
+
+    def _count(self, body: bytes) -> None:
+        if self._num_left is not None:
+            self._num_left -= len(body)
+            if self._num_left < 0:
+                raise RuntimeError("the answer is longer than its Content-Length.")

@@ -1,0 +1,206 @@
+"""Answers of a form: every one that ended by itself has it, and what cannot be one is refused in a line."""
+
+import json
+import re
+from dataclasses import replace
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockdraft.engine.request import SamplingParams
+from blockdraft.errors import RequestError
+from blockdraft.grammar.form import StructuredOutputs, Thinking
+from tests import tiny
+from tests.grammar import json_tokens
+
+RANDOM = SamplingParams(temperature=1.0, max_tokens=80, seed=3)
+TOKENS = json_tokens.tokenizer()
+
+
+def engine(drafter="trained", **plan):
+    return tiny.engine(drafter, tokenizer=TOKENS, **plan)
+
+
+def answer(form, *, thinking=None, drafter="trained", **params):
+    asked = replace(RANDOM, structured_outputs=form, thinking=thinking, **params)
+    (((token_ids, text, reason),),) = tiny.run(engine(drafter), [([3, 5, 7], asked)])
+    return token_ids, text, reason
+
+
+def check_form(form, text):
+    if form.json is not None:
+        jsonschema.validate(json.loads(text), form.json)
+    elif form.json_object:
+        assert isinstance(json.loads(text), dict)
+    elif form.regex is not None:
+        assert re.fullmatch(form.regex, text, re.DOTALL)
+    elif form.choice is not None:
+        assert text in form.choice
+    else:
+        assert re.fullmatch(r'[]abcx0-9,:["-]+', text)
+
+
+def run_and_check(form, seed):
+    _, text, reason = answer(form, seed=seed)
+    if reason == "stop":
+        check_form(form, text)
+    return reason
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(form=json_tokens.forms, seed=st.integers(0, 99))
+def test_an_answer_that_ends_by_itself_has_its_form(form, seed):
+    assert run_and_check(form, seed) in ("stop", "length")
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(schema=json_tokens.schemas, seed=st.integers(0, 99))
+def test_a_thousand_schemas(schema, seed):
+    run_and_check(StructuredOutputs(json=schema), seed)
+
+
+def test_most_answers_of_a_bounded_form_end_by_themselves():
+    """Else the tests above would look at nothing."""
+    form = StructuredOutputs(json={"type": "array", "items": {"type": "boolean"}, "maxItems": 3})
+    assert [answer(form, seed=seed)[2] for seed in range(8)].count("stop") == 8
+
+
+def test_what_is_forced_is_drafted_and_every_accepted_count_occurs():
+    made = engine(width=tiny.BLOCK)
+    for count in range(tiny.BLOCK):
+        form = StructuredOutputs(regex=f"([xy]{count * 'true'}){{6}}")
+        made.add([3, 5, count], replace(RANDOM, structured_outputs=form, seed=count))
+    deltas = tiny.drain(made)
+    assert {len(delta.token_ids) for delta in deltas} == set(range(1, tiny.BLOCK + 1))
+    alone = engine("none", width=tiny.BLOCK)  # no drafter: what is forced is all that is right
+    alone.add([3, 5, 7], replace(RANDOM, structured_outputs=StructuredOutputs(choice=["true" * 9])))
+    assert len(tiny.drain(alone)) == 2
+
+
+def test_choices_of_one_request_have_a_form_each():
+    form = StructuredOutputs(choice=["abc", "xy", "null"])
+    (choices,) = tiny.run(engine(), [([3, 5, 7], replace(RANDOM, structured_outputs=form, n=6))])
+    assert {text for _, text, _ in choices} <= {"abc", "xy", "null"}
+    assert len({text for _, text, _ in choices}) > 1
+
+
+def test_log_probabilities_are_the_models_own():
+    form = StructuredOutputs(choice=["true"])
+    made = engine(width=4)
+    made.add([3, 5, 7], replace(RANDOM, structured_outputs=form, logprobs=2))
+    items = [item for delta in tiny.drain(made) for item in delta.logprobs]
+    assert len(items) == 2  # "true" and the end
+    assert all(item.logprob < 0 for item in items)  # under the form they were certain
+
+
+# ---- thoughts
+
+
+OPENED = Thinking(close_ids=json_tokens.ids("</think>"))
+MAY_OPEN = Thinking(open_ids=json_tokens.ids("<think>"), close_ids=json_tokens.ids("</think>"))
+TRUE = StructuredOutputs(choice=["true"])
+OPEN, CLOSE = json_tokens.ids("<think><" + "/think>")
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7, None])
+@pytest.mark.parametrize("drafter", ["trained", "none"])
+def test_the_form_begins_after_the_thoughts(budget, drafter):
+    thinking = replace(OPENED, max_tokens=budget)
+    token_ids, _, reason = answer(TRUE, thinking=thinking, drafter=drafter, max_tokens=150)
+    thoughts = token_ids[: token_ids.index(CLOSE)]
+    assert budget is None or len(thoughts) <= budget
+    assert json_tokens.EOS not in thoughts
+    assert TOKENS.decode(token_ids[len(thoughts) :]) == "true"
+    assert reason == "stop"
+
+
+def test_an_answer_may_think_or_not():
+    """By a bias it does, and without it does not: both have the form in the end."""
+    biased = {"logit_bias": {OPEN: 100.0}, "temperature": 0.0}
+    token_ids, text, _ = answer(TRUE, thinking=replace(MAY_OPEN, max_tokens=3), **biased)
+    assert token_ids[0] == OPEN
+    assert len(token_ids) == 7  # thoughts of three between the tags, the answer and its end
+    assert text.endswith("true")
+    token_ids, text, _ = answer(TRUE, thinking=MAY_OPEN, logit_bias={OPEN: -100.0})
+    assert (OPEN in token_ids, text) == (False, "true")
+
+
+def test_a_budget_needs_no_form():
+    token_ids, _, _ = answer(None, thinking=replace(OPENED, max_tokens=4), max_tokens=20)
+    assert token_ids.index(CLOSE) <= 4
+    assert len(token_ids) > 6
+
+
+# ---- what is refused
+
+REFUSED = [
+    ({"json": "{"}, "not JSON"),
+    ({"json": [1]}, "not an object"),
+    ({"json": False}, "not an object"),
+    ({"json": {"type": "strin"}}, "strin"),
+    ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
+    ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "nsatisfiable"),
+    ({"json": {"$ref": "http://elsewhere/schema"}}, "elsewhere"),
+    ({"json": {"dependentSchemas": {}}}, "dependentSchemas"),
+    ({"regex": "(a"}, "unclosed"),
+    ({"regex": ""}, "regex"),
+    ({"choice": []}, "choice"),
+    ({"choice": [3]}, "choice"),
+    ({"grammar": 'start: "a"\nother: ('}, "2("),
+    ({"grammar": 'root ::= "a"\nother ::= ('}, "line 2"),
+    ({"grammar": "start: other"}, "other"),
+    ({"regex": "a" * (1 << 20)}, "characters"),
+]
+
+
+@pytest.mark.parametrize(("form", "words"), REFUSED)
+def test_what_is_no_form_is_refused_in_words(form, words):
+    made = engine()
+    with pytest.raises(RequestError, match=re.escape(words)) as error:
+        made.add([3], replace(RANDOM, structured_outputs=StructuredOutputs(**form)))
+    assert error.value.field == "structured_outputs"
+    assert not made.has_work
+
+
+def test_unknown_keywords_bind_nothing_where_that_is_asked_for():
+    form = StructuredOutputs(json={"type": "boolean", "dependentSchemas": {}}, is_lenient=True)
+    assert answer(form)[1] in ("true", "false")
+
+
+def test_one_form_at_a_time():
+    for given_ in ({}, {"regex": "a", "json_object": True}):
+        with pytest.raises(RequestError, match="give one of"):
+            StructuredOutputs(**given_)
+
+
+@pytest.mark.parametrize("name", ["min_tokens", "ignore_eos"])
+def test_what_would_go_on_behind_the_form_is_refused(name):
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(structured_outputs=TRUE, **{name: 1 if name == "min_tokens" else True})
+
+
+def test_a_form_that_becomes_too_much_ends_its_own_answer_alone(monkeypatch):
+    """As when its parser meets a limit half-way."""
+    made = engine()
+    lost = made.add([3, 5], replace(RANDOM, structured_outputs=StructuredOutputs(regex="[ab]{99}")))
+    kept = made.add([3, 5], replace(RANDOM, structured_outputs=StructuredOutputs(choice=["abc" * 9])))
+    deltas = made.step() + made.step()
+    sequence = next(one for one in made.scheduler.running if one.request.id == lost)
+    sequence.guide._matcher.consume_token(TOKENS.encode("x")[0])  # no form allows it: as broken as can be
+    deltas += tiny.drain(made)
+    ends = {delta.request_id: delta for delta in deltas if delta.finish_reason is not None}
+    assert ends[lost].finish_reason == "abort"
+    assert "form" in ends[lost].stop_reason
+    assert "".join(delta.text for delta in deltas if delta.request_id == kept) == "abc" * 9
+
+
+def test_a_model_without_an_end_has_no_forms():
+    from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
+    from blockdraft.text.tokenizer import Tokenizer
+
+    endless = Tokenizer(TokenizerParts(TOKENS._tokenizer, None, None, None, ()))
+    with pytest.raises(RequestError, match="end-of-sequence"):
+        tiny.engine(tokenizer=endless).add([3], replace(RANDOM, structured_outputs=TRUE))
