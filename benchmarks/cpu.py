@@ -29,7 +29,7 @@ from blockdraft.models.decoder import Decoder  # noqa: E402
 from blockdraft.models.layers import attention_config  # noqa: E402
 from blockdraft.settings.settings import Settings  # noqa: E402
 from blockdraft.start.loading import load_models  # noqa: E402
-from blockdraft.step.decode import decode_step  # noqa: E402
+from blockdraft.step.decode import decode_parts, run_through  # noqa: E402
 from blockdraft.step.drafter import NoDrafter  # noqa: E402
 
 CONTEXT = 512
@@ -196,13 +196,14 @@ def forward_costs(engine: Engine, rounds: int) -> list[dict[str, float]]:
             rows.set_pages([(0, 0, pages)])
             rows.activate([0])
             start = time.perf_counter()
-            decode_step(
-                target=models.target,
-                drafter=NoDrafter(width),
-                cache=engine.cache,
-                rows=rows,
-                width=width,
-                num_logprobs=None,
+            run_through(
+                decode_parts(
+                    target=models.target,
+                    drafter=NoDrafter(width),
+                    cache=engine.cache,
+                    rows=rows,
+                    width=width,
+                )
             )
             best = min(best, time.perf_counter() - start)
             plain.length = CONTEXT

@@ -79,4 +79,4 @@ def test_functions_fit_on_a_screen():
 
 
 def test_the_step_stays_the_measure():
-    assert dict(functions(ROOT / "step/decode.py"))["decode_step"] <= MAX_STEP
+    assert dict(functions(ROOT / "step/decode.py"))["decode_parts"] <= MAX_STEP

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -25,10 +25,11 @@ from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.errors import RequestError
 from blockdraft.grammar.guide import Guide
 from blockdraft.grammar.vocabulary import Vocabulary
+from blockdraft.kernels.sampling import Allowed
 from blockdraft.kernels.sampling_tables import MAX_LISTED
 from blockdraft.kernels.transfer import to_device
 from blockdraft.planner.plan import Plan
-from blockdraft.step.decode import DecodeStep, decode_step
+from blockdraft.step.decode import decode_parts, run_through
 from blockdraft.step.graphs import Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step, prompt_logprobs
 from blockdraft.step.prefill_graphs import PrefillGraphs
@@ -306,17 +307,14 @@ class Engine:
             return Launched(self.clock(), is_usual=False, reading=Reading(packed))
         num_rows = (None if self.graphs is None else self.graphs.size(*place)) or len(batch.sequences)
         self._place(batch, num_rows)
-        eager = self._in_parts(num_rows, batch.width)
-        eager.num_logprobs = num_logprobs
+        eager = self._in_parts(num_rows, batch.width, num_logprobs)
         packed = run_in_parts(eager, _guides(batch), self.masks)
-        assert eager.verdict is not None
         logprobs = eager.verdict.logprobs
         return Launched(self.clock(), is_usual=False, reading=Reading(packed), logprobs=logprobs)
 
-    def _in_parts(self, num_rows: int, width: int) -> StepInParts:
-        models = self.models
-        step = DecodeStep(models.target, models.drafter, self.cache, self.rows, width)
-        return StepInParts(step, self.masks.allowed(num_rows, width))
+    def _in_parts(self, num_rows: int, width: int, num_logprobs: int | None = None) -> StepInParts:
+        allowed = self.masks.allowed(num_rows, width)
+        return StepInParts(lambda: self._parts(width, allowed=allowed, num_logprobs=num_logprobs), num_rows)
 
     def _mark(self) -> torch.cuda.Event | None:
         """Passed when the device has come so far; None: it is never behind."""
@@ -333,14 +331,25 @@ class Engine:
 
     def decode(self, width: int, num_logprobs: int | None = None) -> Verdict:
         """One decode step of the active rows."""
-        return decode_step(
+        return run_through(self._parts(width, num_logprobs=num_logprobs, rates=self._rates))
+
+    def _parts(
+        self,
+        width: int,
+        *,
+        allowed: Allowed | None = None,
+        num_logprobs: int | None = None,
+        rates: Tensor | None = None,
+    ) -> Generator[Tensor, None, Verdict]:
+        return decode_parts(
             target=self.models.target,
             drafter=self.models.drafter,
             cache=self.cache,
             rows=self.rows,
             width=width,
+            allowed=allowed,
             num_logprobs=num_logprobs,
-            rates=self._rates,
+            rates=rates,
         )
 
     def _place(self, batch: Batch, num_rows: int | None = None) -> None:

@@ -6,15 +6,15 @@ does. They follow from what was committed, so such a step is launched when the o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from blockdraft.grammar.guide import Guide, fill_forms
 from blockdraft.kernels.sampling import Allowed
-from blockdraft.step.decode import DecodeStep
+from blockdraft.step.decode import run_through
 from blockdraft.step.graphs import PartsOfStep, pack
 from blockdraft.step.verify import Verdict
 
@@ -68,31 +68,25 @@ class FormMasks:
             there.counts.copy_(here.counts, non_blocking=True)
 
 
-@dataclass(slots=True)
 class StepInParts:
-    """The parts as they are, kernel by kernel."""
+    """The parts of a step, kernel by kernel."""
 
-    step: DecodeStep
-    allowed: Allowed
-    num_logprobs: int | None = None
-    verdict: Verdict | None = field(init=False, default=None)
+    block: Tensor
+    verdict: Verdict
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.allowed.counts)
-
-    @property
-    def block(self) -> Tensor:
-        return self.step.block
+    def __init__(self, begin: Callable[[], Generator[Tensor, None, Verdict]], num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._begin = begin
 
     def draft(self) -> None:
-        self.step.draft()
+        self._parts = self._begin()
+        self.block = next(self._parts)
 
     def forward(self) -> None:
-        self.step.forward()
+        next(self._parts)
 
     def settle(self) -> Tensor:
-        self.verdict = self.step.settle(num_logprobs=self.num_logprobs, allowed=self.allowed)
+        self.verdict = run_through(self._parts)
         return pack(self.verdict)
 
 

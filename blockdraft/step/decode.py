@@ -7,81 +7,53 @@ was drafted. And plain decoding is this same function at width 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
-from blockdraft.cache.view import CacheView
 from blockdraft.kernels.sampling import Allowed
 from blockdraft.models.decoder import Decoder
 from blockdraft.step.drafter import Drafter
 from blockdraft.step.verify import Verdict, verify
 
 
-@dataclass(slots=True)
-class DecodeStep:
-    """One step in its three parts: where an answer has a form, the host has a say between them.
-
-    Fixed shapes: on a GPU the parts are three graphs, or all of them one.
-    """
-
-    target: Decoder
-    drafter: Drafter
-    cache: Cache
-    rows: Rows
-    width: int
-    view: CacheView = field(init=False)  # positions length .. length + width - 1
-    block: Tensor = field(init=False)  # [R, B] the anchor, then width - 1 proposals
-    hidden: Tensor = field(init=False)
-    features: Tensor = field(init=False)
-
-    @torch.inference_mode()
-    def draft(self) -> None:
-        """Propose a block for every active row."""
-        self.view = self.cache.view(self.rows, self.width)
-        self.block = self.drafter.draft(self.rows, self.cache, self.view, self.width)
-
-    @torch.inference_mode()
-    def forward(self) -> None:
-        """The target reads the blocks; writes scratch slots and tapes."""
-        self.hidden, self.features = self.target(self.block.flatten(), self.view)
-
-    @torch.inference_mode()
-    def settle(
-        self,
-        *,
-        num_logprobs: int | None = None,
-        rates: Tensor | None = None,
-        allowed: Allowed | None = None,
-    ) -> Verdict:
-        """Verify the blocks and commit what matched. `allowed`: what each column may choose from."""
-        block, rows, starts = self.block, self.rows, self.view.starts
-        logits = self.target.logits(self.hidden).view(*block.shape, -1)
-        verdict = verify(logits, block, rows, starts, num_logprobs=num_logprobs, rates=rates, allowed=allowed)
-        self.drafter.absorb(self.features, self.view)  # unmasked: rejected positions are scratch
-        self.cache.commit(rows, starts, verdict.num_committed)  # folds the tapes; keys and values stay
-        rows.advance(block, verdict.token_ids, verdict.num_committed)
-        return verdict
-
-
-def decode_step(
+@torch.inference_mode()
+def decode_parts(  # noqa: PLR0913
     *,
     target: Decoder,
     drafter: Drafter,
     cache: Cache,
     rows: Rows,
     width: int,
+    allowed: Allowed | None = None,
     num_logprobs: int | None = None,
     rates: Tensor | None = None,
-) -> Verdict:
+) -> Generator[Tensor, None, Verdict]:
     """Draft a block for every active row, verify it in one target forward, commit what matched.
 
-    No word to the host: on a GPU this whole function is one graph per (rows, width).
+    Fixed shapes; whoever runs its parts apart may change the block, then fill in what is `allowed`.
     """
-    step = DecodeStep(target, drafter, cache, rows, width)
-    step.draft()
-    step.forward()
-    return step.settle(num_logprobs=num_logprobs, rates=rates)
+    view = cache.view(rows, width)  # positions length .. length + width - 1
+    block = drafter.draft(rows, cache, view, width)  # [R, B] the anchor, then width - 1 proposals
+    yield block  # what the form of an answer forces may be put in
+    hidden, features = target(block.flatten(), view)  # writes scratch slots and tapes
+    yield block  # what it forbids may be said
+    logits = target.logits(hidden).view(*block.shape, -1)
+    verdict = verify(logits, block, rows, view.starts, allowed, num_logprobs=num_logprobs, rates=rates)
+    drafter.absorb(features, view)  # unmasked: rejected positions are scratch
+    cache.commit(rows, view.starts, verdict.num_committed)  # folds the tapes; keys and values stay
+    rows.advance(block, verdict.token_ids, verdict.num_committed)
+    return verdict
+
+
+def run_through(parts: Generator[Tensor, None, Verdict]) -> Verdict:
+    """All parts at once, without a word from the host: on a GPU this is one graph per (rows, width)."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            verdict: Verdict = end.value
+            return verdict

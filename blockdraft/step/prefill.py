@@ -1,7 +1,7 @@
 """One prefill step: chunks of known tokens enter the cache. It never samples.
 
 A sequence is prefilled up to, but not including, its last known token: that one is the first anchor, so
-every emitted token comes out of decode_step, and a preempted sequence resumes exactly like a new one.
+every emitted token comes out of decode_parts, and a preempted sequence resumes exactly like a new one.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ def verify(
     block: Tensor,
     rows: Rows,
     starts: Tensor,
+    allowed: Allowed | None = None,
     *,
     num_logprobs: int | None = None,
     rates: Tensor | None = None,
-    allowed: Allowed | None = None,
 ) -> Verdict:
     """Sample logits [R, B, V] with each row's own rules; a draft counts while it equals the sample before it.
 

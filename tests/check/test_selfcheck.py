@@ -85,7 +85,7 @@ def test_warming_runs_every_width_and_number_of_rows(monkeypatch):
     engine = tiny.engine(width=5, max_rows=6, chunk=16)
     decoded, prefilled = set(), set()
 
-    def decode_step(**arguments):
+    def decode_parts(**arguments):
         batch = arguments["rows"].sampling()
         kinds = (batch.has_random, batch.has_filter, batch.has_penalty, batch.has_bias, batch.has_min_end)
         decoded.add((len(arguments["rows"].active), arguments["width"]))
@@ -97,8 +97,8 @@ def test_warming_runs_every_width_and_number_of_rows(monkeypatch):
         prefilled.add(arguments["counts"])
         return original_prefill(**arguments)
 
-    original_decode, original_prefill = engine_module.decode_step, engine_module.prefill_step
-    monkeypatch.setattr(engine_module, "decode_step", decode_step)
+    original_decode, original_prefill = engine_module.decode_parts, engine_module.prefill_step
+    monkeypatch.setattr(engine_module, "decode_parts", decode_parts)
     monkeypatch.setattr(engine_module, "prefill_step", prefill_step)
     warm(engine, ignore, every_round)
     assert decoded >= {(1, 1), (1, 5), (1, 8), (4, 1), (4, 5), (4, 8), (6, 1), (6, 5), (6, 8)}
