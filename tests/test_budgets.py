@@ -15,7 +15,7 @@ BUDGETS = {
     "kernels": 7_700,
     "bench": 5_450,
     "checkpoints": 4_350,
-    "server": 6_000,
+    "server": 8_100,
     "training": 3_150,
     "planner": 2_450,
     "engine": 3_400,

@@ -19,7 +19,7 @@ from blockdraft.server.choices import (
 )
 from blockdraft.server.fields import ChatRequest, CompletionRequest
 from blockdraft.server.logprobs import TextOffsets, chat_logprobs, prompt_logprobs, text_logprobs
-from blockdraft.server.responses import event, json_of
+from blockdraft.server.responses import DONE, error_body, event, json_of
 from blockdraft.server.schemas import (
     AnswerObject,
     ChatChoice,
@@ -72,7 +72,7 @@ class AnswerWriter(ABC):
     def whole(self) -> Json:
         """The complete answer, when all deltas are in."""
         choices = [self._whole_choice(choice) for choice in self._choices]
-        return self._object(self.KIND, choices) | {"usage": self._usage(), "metrics": self._metrics()}
+        return self._object(self.KIND, choices) | {"usage": self.usage(), "metrics": self._metrics()}
 
     def event(self, prompt: int, delta: Delta) -> str | None:
         """Take a delta in. What to write, at once; None if there is nothing to show."""
@@ -85,6 +85,11 @@ class AnswerWriter(ABC):
         chunk = self._news(choice, piece)
         chunks = ahead if chunk is None else [*ahead, chunk]
         return "".join(map(event, chunks)) or None
+
+    @property
+    def first_choice(self) -> AnswerChoice:
+        """The only one, where an API has no others."""
+        return self._choices[0]
 
     def _choice(self, prompt: int, delta: Delta) -> AnswerChoice:
         return self._choices[prompt * self._options.n + delta.index]
@@ -121,11 +126,20 @@ class AnswerWriter(ABC):
             part["draft"] = piece.draft
         return self._chunk(part, is_end=is_end)
 
+    def end(self) -> str:
+        """What a stream ends with."""
+        last = self.last_chunk()
+        return DONE if last is None else event(last) + DONE
+
+    def failed(self, message: str) -> str:
+        """What a stream ends with that cannot go on."""
+        return event(error_body(message, kind="server_error")) + DONE
+
     def last_chunk(self) -> Json | None:
         """The usage, if it was asked for."""
         if not self._options.include_usage:
             return None
-        chunk = self._object(self.CHUNK_KIND, []) | {"usage": self._usage()}
+        chunk = self._object(self.CHUNK_KIND, []) | {"usage": self.usage()}
         return chunk if (metrics := self._metrics()) is None else chunk | {"metrics": metrics}
 
     def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
@@ -146,7 +160,7 @@ class AnswerWriter(ABC):
     def _chunk(self, part: ChunkChoice, *, is_end: bool = False) -> Json:
         chunk = self._object(self.CHUNK_KIND, [part])
         if self._options.include_usage:
-            chunk["usage"] = self._usage() if self._options.has_running_usage else None
+            chunk["usage"] = self.usage() if self._options.has_running_usage else None
         elif is_end and (metrics := self._metrics()) is not None:
             chunk["metrics"] = metrics
         return chunk
@@ -161,7 +175,7 @@ class AnswerWriter(ABC):
             "choices": choices,
         }
 
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
         """The cost so far. Cached tokens are known once the first choice of every prompt has ended."""
         firsts = {choice.prompt: choice.metrics for choice in reversed(self._choices)}
         known = [metrics.num_cached_tokens for metrics in firsts.values() if metrics is not None]

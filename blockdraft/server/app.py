@@ -28,10 +28,12 @@ from blockdraft.phases import StartProgress
 from blockdraft.server.answers import ChatAnswer, TextAnswer
 from blockdraft.server.body import shown
 from blockdraft.server.chat import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
+from blockdraft.server.chat_host import MakeWriter
 from blockdraft.server.events import LoopFeed, live_events
 from blockdraft.server.exchange import exchange_of
 from blockdraft.server.failures import HANDLERS, NotReady
 from blockdraft.server.fields import (
+    AnyBody,
     BodyT,
     ChatRequest,
     CompletionRequest,
@@ -42,6 +44,7 @@ from blockdraft.server.fields import (
 from blockdraft.server.guard import Guard
 from blockdraft.server.ignored import IgnoredFields
 from blockdraft.server.live_page import routes as page_routes
+from blockdraft.server.messages_api.routes import routes as message_routes
 from blockdraft.server.metrics import render
 from blockdraft.server.openapi import openapi
 from blockdraft.server.options import ServerOptions
@@ -53,6 +56,7 @@ from blockdraft.server.prompts import (
     with_field_error,
 )
 from blockdraft.server.responses import live_response, start_response, while_connected
+from blockdraft.server.responses_api.routes import routes as response_routes
 from blockdraft.server.schemas import AnswerObject, ModelCard, ModelList, Status, Text, Tokens, Version
 from blockdraft.server.short_way import ShortWay
 from blockdraft.server.streaming import AnswerEvents, respond
@@ -114,6 +118,8 @@ def make_api(loop: ServedEngine, *, name: str, tool_format: str = "auto") -> Sta
             Route("/v1/models/{model:path}", api.model),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.completions, methods=["POST"]),
+            *message_routes(api),
+            *response_routes(api),
             Route("/tokenize", api.tokenize, methods=["POST"]),
             Route("/detokenize", api.detokenize, methods=["POST"]),
             Route("/events", api.events),
@@ -210,7 +216,7 @@ class _Api:
     # ---- text and tokens
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await self._read(request, TokenizeRequest)
+        asked = await self.read(request, TokenizeRequest)
         tokenizer, info = self._ready()
         tokens = await run_in_threadpool(tokenize, asked, self._dialect(tokenizer))
         strings = None
@@ -225,7 +231,7 @@ class _Api:
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._read(request, DetokenizeRequest)
+        asked = await self.read(request, DetokenizeRequest)
         tokenizer, _ = self._ready()
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
         answer: Text = {"prompt": await run_in_threadpool(with_field_error("tokens", decode), asked.tokens)}
@@ -234,14 +240,29 @@ class _Api:
     # ---- completions
 
     async def chat(self, request: Request) -> Response:
-        asked, size = await self._read(request, ChatRequest), len(await request.body())
-        work = self._chat(asked, size, self._head(request, asked, "chatcmpl"))
-        return self._ignored.tell(await self._answer(request, work), asked)
+        asked = await self.read(request, ChatRequest)
+        head = self._head(request, asked, "chatcmpl")
+        return self.tell(await self.converse(request, asked, head, lambda answer: answer), asked)
+
+    async def converse(
+        self, request: Request, asked: ChatRequest, head: AnswerObject, writer: MakeWriter
+    ) -> Response:
+        """Answer a conversation in the words of any API."""
+        size = len(await request.body())
+        return await self._answer(request, self._chat(asked, size, head, writer))
+
+    async def num_prompt_tokens(self, request: Request, asked: ChatRequest) -> int:
+        """How long a conversation is to the model."""
+        return len((await self._prepare(asked, len(await request.body()))).prompt_ids)
 
     async def completions(self, request: Request) -> Response:
-        asked, size = await self._read(request, CompletionRequest), len(await request.body())
+        asked, size = await self.read(request, CompletionRequest), len(await request.body())
         work = self._complete(asked, size, self._head(request, asked, "cmpl"))
-        return self._ignored.tell(await self._answer(request, work), asked)
+        return self.tell(await self._answer(request, work), asked)
+
+    def tell(self, response: Response, asked: AnyBody) -> Response:
+        """The response, with the names of fields that were ignored."""
+        return self._ignored.tell(response, asked)
 
     async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
         exchange = exchange_of(request.scope)
@@ -251,7 +272,7 @@ class _Api:
             response = await while_connected(request.receive, work, _discard)
         return Response(status_code=CLIENT_GONE) if response is None else response
 
-    async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
+    async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
         content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415)
@@ -270,11 +291,11 @@ class _Api:
         name = f"{prefix}-{request.state.request_id}"
         return {"id": name, "created": int(time.time()), "model": self.name}
 
-    async def _chat(self, asked: ChatRequest, size: int, head: AnswerObject) -> Response:
+    async def _chat(self, asked: ChatRequest, size: int, head: AnswerObject, writer: MakeWriter) -> Response:
         prepared = await self._prepare(asked, size)
         answer = ChatAnswer(prepared, head=head)
         streams = await self._submit([prepared.prompt_ids], prepared.sampling)
-        return await respond(answer, streams, is_stream=asked.stream)
+        return await respond(writer(answer), streams, is_stream=asked.stream)
 
     async def _prepare(self, asked: ChatRequest, size: int) -> PreparedChat:
         """The request as the engine takes it; `size` is that of its body."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.config import JsonDict
@@ -35,7 +35,8 @@ MAX_SALT = 1024  # characters of a cache salt; arbitrary
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
 
 # Fields that would change the answer, with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+Unsupported = Mapping[str, tuple[object, ...]]
+_UNSUPPORTED: Unsupported = {
     **dict.fromkeys(("audio", "chat_template", "kv_transfer_params", "prompt_embeds"), ()),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "documents", "functions"), ([],)),
     **dict.fromkeys(("logits_processors",), ([],)),
@@ -63,6 +64,9 @@ BodyT = TypeVar("BodyT", bound="AnyBody")
 
 class AnyBody(StrictFields):
     """A whole body; any may name the model it is meant for."""
+
+    UNSUPPORTED: ClassVar[Unsupported] = _UNSUPPORTED
+    HARMLESS: ClassVar[frozenset[str]] = _HARMLESS  # they ask nothing of a server of one's own
 
     model: str | None = None
     _ignored: tuple[str, ...] = PrivateAttr(default=())
@@ -99,6 +103,11 @@ def _as_speculative(value: object) -> object:
     return {name: _whole(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
+SpeculativeField = Annotated[
+    Speculative, BeforeValidator(_as_speculative, json_schema_input_type=bool | Speculative)
+]
+
+
 class _Generation(FormFields, AnyBody):
     """The fields of chat and plain completions alike."""
 
@@ -125,9 +134,7 @@ class _Generation(FormFields, AnyBody):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
-    speculative: Annotated[
-        Speculative, BeforeValidator(_as_speculative, json_schema_input_type=bool | Speculative)
-    ] = Speculative()
+    speculative: SpeculativeField = Speculative()
 
     @property
     def include_usage(self) -> bool:
@@ -163,6 +170,8 @@ class _Generation(FormFields, AnyBody):
 
 class ChatRequest(ToolFields, _Generation):
     """The body of POST /v1/chat/completions. Other APIs put theirs into these words."""
+
+    UNSUPPORTED: ClassVar[Unsupported] = {**_UNSUPPORTED, **_CHAT_ONLY}
 
     messages: Messages
     add_generation_prompt: bool = True
@@ -289,10 +298,17 @@ class DetokenizeRequest(AnyBody):
 def parse(kind: type[BodyT], body: bytes) -> BodyT:
     """Read a request, or say with RequestError what is wrong with it."""
     given = {name: _whole(value) for name, value in parse_object(body).items() if value is not None}
-    unsupported = {**_UNSUPPORTED, **_CHAT_ONLY} if kind is ChatRequest else _UNSUPPORTED
-    for name, neutral in unsupported.items():
+    for name, neutral in kind.UNSUPPORTED.items():
         if name in given and given[name] not in neutral:
             raise RequestError(f"'{name}' is not supported yet: leave it out.", name)
+    asked = validate(kind, given)
+    known = {*kind.model_fields, *kind.UNSUPPORTED, *kind.HARMLESS}
+    asked._ignored = tuple(shown_name(name) for name in given if name not in known)
+    return asked
+
+
+def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:
+    """The fields as a request of this kind, or RequestError."""
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:
@@ -300,8 +316,6 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
         where = ".".join(shown_name(str(part)) for part in first["loc"])
         raise RequestError(f"'{where}': {first['msg']}.", shown_name(str(first["loc"][0]))) from None
     asked.check()
-    known = {*kind.model_fields, *unsupported, *_HARMLESS}
-    asked._ignored = tuple(shown_name(name) for name in given if name not in known)
     return asked
 
 

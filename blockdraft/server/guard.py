@@ -24,8 +24,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blockdraft.server.exchange import exchange_of
+from blockdraft.server.messages_api.errors import is_messages_path
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
-from blockdraft.server.responses import INVALID, error_response
+from blockdraft.server.responses import INVALID, ErrorResponse, error_response
 
 # Everything else needs a key where there is one. As with vLLM, probes and metrics do not; nor does the page
 # itself, which asks for the key and sends it with its calls.
@@ -70,6 +71,10 @@ class _Head:
     def is_preflight(self) -> bool:
         asked = ("origin", "access-control-request-method")
         return self.method == "OPTIONS" and all(name in self.headers for name in asked)
+
+    def values(self, name: bytes) -> list[str]:
+        """All that a header was given as."""
+        return [value.decode("latin-1") for key, value in self.raw if key == name]
 
 
 class Guard:
@@ -118,7 +123,7 @@ class Guard:
                 INVALID,
             )
         if not self._is_allowed(head):
-            text = "no valid API key: send it as 'Authorization: Bearer KEY'."
+            text = "no valid API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
             refusal = error_response(401, text, INVALID, code="invalid_api_key")
             refusal.headers["www-authenticate"] = 'Bearer realm="blockdraft"'
             return refusal
@@ -127,12 +132,17 @@ class Guard:
     def _is_allowed(self, head: _Head) -> bool:
         if not self._keys or _is_open(head.path):
             return True
-        given = [value for name, value in head.raw if name == b"authorization"]
-        scheme, _, key = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
+        given = head.values(b"authorization")
+        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        is_bearer = self._is_known(key) and scheme.lower() == "bearer"
+        plain = head.values(b"x-api-key")  # where Anthropic's clients put it
+        return (len(plain) == 1 and self._is_known(plain[0])) or is_bearer
+
+    def _is_known(self, key: str) -> bool:
         # Digests of equal length, and all of them: the time tells neither which key nor how much was right.
         digest = _digest(key.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        return any(matches)
 
     async def _admit(self, scope: Scope, head: _Head, receive: Receive, reply: _Reply) -> Response | None:
         """Hand the request to the application, unless there are too many or its body is not acceptable."""
@@ -220,6 +230,8 @@ class _Reply:
     async def refuse(self, refusal: Response) -> None:
         # What is left of the body will not be read, so the connection has no next request.
         refusal.headers["connection"] = "close"
+        if isinstance(refusal, ErrorResponse):
+            refusal = refusal.of(self._head.path, self._state["request_id"])
         await self._whole(refusal)
 
     async def preflight(self) -> None:
@@ -230,7 +242,7 @@ class _Reply:
             return
         asked = self._head.headers.get("access-control-request-headers", "")
         headers = {
-            "access-control-allow-methods": "GET, POST",
+            "access-control-allow-methods": "GET, POST, DELETE",
             "access-control-allow-headers": asked,  # the page's origin is trusted with what it sends
             "access-control-max-age": str(PREFLIGHT_AGE_S),
         }
@@ -263,6 +275,8 @@ class _Reply:
         raw = [field for field in given if field[0] != b"x-request-id"]
         names = {name for name, _ in raw}
         raw.append((b"x-request-id", self._state["request_id"].encode("latin-1")))
+        if is_messages_path(self._head.path):  # the name that Anthropic's clients look for
+            raw.append((b"request-id", self._state["request_id"].encode("latin-1")))
         raw += [field for field in _RAW_HEADERS if field[0] not in names]
         if not self._has_cors:
             return raw

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
 from blockdraft import __version__
 from blockdraft.server import fields, schemas
+from blockdraft.server.messages_api import errors as message_errors
+from blockdraft.server.messages_api import fields as message_fields
+from blockdraft.server.messages_api import schemas as message_schemas
+from blockdraft.server.responses_api import fields as response_fields
+from blockdraft.server.responses_api import schemas as response_schemas
 
 Json = dict[str, object]
 
@@ -27,7 +34,12 @@ _FAILURES = {
     431: "The address and the headers are too large.",
     503: "The engine is starting, ending or has failed, or there are too many requests at once.",
     504: "No answer began in time.",
+    529: "There are too many requests at once.",
 }
+_ANSWERS = {  # what these define holds nothing that is not described
+    name for module in (schemas, message_errors, message_schemas, response_schemas) for name in vars(module)
+}
+_PARAMETER = re.compile(r"\{(\w+)\}")
 _JSON = "application/json"
 
 
@@ -42,11 +54,13 @@ class _Operation:
     takes: type | None = None
     events: type | None = None  # of the stream, where there is one
     failures: tuple[int, ...] = ()
+    error: type = schemas.Error
+    has_named_events: bool = False  # a name each, and no [DONE] behind the last
 
     @property
     def failed(self) -> type:
         """The answer of status 503, which probes describe in their own way; all others are errors."""
-        return self.answer if self.answer in (schemas.Status, schemas.Start) else schemas.Error
+        return self.answer if self.answer in (schemas.Status, schemas.Start) else self.error
 
 
 _TOKENS = (400, 401, 404, 408, 413, 415, 421, 431, 503, 504)
@@ -70,6 +84,50 @@ _OPERATIONS = (
         answer=schemas.TextCompletion,
         events=schemas.TextChunk,
         failures=_GENERATION,
+    ),
+    _Operation(
+        method="post",
+        path="/v1/responses",
+        summary="Answer a conversation, and keep it: OpenAI's Responses API.",
+        takes=response_fields.ResponsesRequest,
+        answer=response_schemas.Response,
+        events=cast(type, response_schemas.Event),  # a union
+        failures=_GENERATION,
+        has_named_events=True,
+    ),
+    _Operation(
+        method="get",
+        path="/v1/responses/{response_id}",
+        summary="A response that was kept.",
+        answer=response_schemas.Response,
+        failures=(401, 404, *_PROBE),
+    ),
+    _Operation(
+        method="delete",
+        path="/v1/responses/{response_id}",
+        summary="Forget a response.",
+        answer=response_schemas.Deleted,
+        failures=(401, 404, *_PROBE),
+    ),
+    _Operation(
+        method="post",
+        path="/v1/messages",
+        summary="Answer a conversation: Anthropic's Messages API.",
+        takes=message_fields.MessagesRequest,
+        answer=message_schemas.MessageAnswer,
+        events=cast(type, message_schemas.MessageEvent),  # a union
+        failures=(*_GENERATION, 529),
+        error=message_errors.MessageError,
+        has_named_events=True,
+    ),
+    _Operation(
+        method="post",
+        path="/v1/messages/count_tokens",
+        summary="The number of tokens of a conversation.",
+        takes=message_fields.CountTokensRequest,
+        answer=message_schemas.TokenCount,
+        failures=(*_TOKENS, 529),
+        error=message_errors.MessageError,
     ),
     _Operation("get", "/v1/models", "The model that is served.", schemas.ModelList, failures=(401, *_PROBE)),
     _Operation("get", "/v1/models/{model}", "One model.", schemas.ModelCard, failures=(401, 404, *_PROBE)),
@@ -106,15 +164,15 @@ def openapi() -> Json:
     for item in _OPERATIONS:
         if item.takes is not None:
             adapters.append((item.takes, "validation", TypeAdapter(item.takes)))
-        for answer in (item.answer, item.events, item.failed):
+        for answer in (item.answer, item.events, item.error, item.failed):
             if answer is not None:
                 adapters.append((answer, "serialization", TypeAdapter(answer)))
     found, definitions = TypeAdapter.json_schemas(adapters, ref_template=_REFERENCE)
     by_type = {kind: schema for (kind, _), schema in found.items()}
     components = definitions["$defs"]
     for name, schema in components.items():
-        if name in vars(schemas):
-            schema["additionalProperties"] = False  # an answer holds nothing that is not described
+        if name in _ANSWERS:
+            schema["additionalProperties"] = False
         elif name.endswith("Request"):
             _allow_null(schema)
     paths: dict[str, Json] = {}
@@ -139,9 +197,12 @@ def _allow_null(schema: Json) -> None:
             properties[name] = {"anyOf": [value, {"type": "null"}]}
 
 
-def _event(data: Json, error: Json) -> Json:
-    """One event of a stream: a chunk, an error that ends it early, and always [DONE] behind."""
-    chunk = {"type": "string", "contentMediaType": _JSON, "contentSchema": {"anyOf": [data, error]}}
+def _event(data: Json, error: Json, *, is_named: bool) -> Json:
+    """One event of a stream: a chunk, or an error that ends it early; without names always [DONE] behind."""
+    chunk: Json = {"type": "string", "contentMediaType": _JSON, "contentSchema": {"anyOf": [data, error]}}
+    if is_named:
+        named: Json = {"event": {"type": "string"}, "data": chunk}
+        return {"type": "object", "required": ["event", "data"], "properties": named}
     return {
         "type": "object",
         "required": ["data"],
@@ -154,10 +215,11 @@ def _operation(item: _Operation, by_type: Mapping[type, Json]) -> Json:
     if item.answer is not None:
         content = {_JSON: {"schema": by_type[item.answer]}}
     if item.events is not None:
-        content["text/event-stream"] = {"schema": _event(by_type[item.events], by_type[schemas.Error])}
+        one = _event(by_type[item.events], by_type[item.error], is_named=item.has_named_events)
+        content["text/event-stream"] = {"schema": one}
     responses: Json = {"200": {"description": "OK", "content": content}}
     for status in sorted(item.failures):
-        failed = {"schema": by_type[item.failed if status == 503 else schemas.Error]}
+        failed = {"schema": by_type[item.failed if status == 503 else item.error]}
         responses[str(status)] = {"description": _FAILURES[status], "content": {_JSON: failed}}
     operation: Json = {
         "operationId": f"{item.method}{item.path.replace('/', '_').replace('.', '_')}",
@@ -167,8 +229,9 @@ def _operation(item: _Operation, by_type: Mapping[type, Json]) -> Json:
     if item.takes is not None:
         body = {"schema": by_type[item.takes]}
         operation["requestBody"] = {"required": True, "content": {_JSON: body}}
-    if "{model}" in item.path:
+    if names := _PARAMETER.findall(item.path):
+        text = {"type": "string", "minLength": 1}
         operation["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            {"name": name, "in": "path", "required": True, "schema": text} for name in names
         ]
     return operation

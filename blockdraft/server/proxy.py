@@ -32,11 +32,9 @@ from blockdraft.server.metrics import render_proxy
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.proxy_feed import MetricsFeed, fetch_metrics
 from blockdraft.server.responses import (
-    DONE,
     INVALID,
-    error_body,
+    error_event,
     error_response,
-    event,
     live_response,
     not_ready_response,
     start_response,
@@ -56,7 +54,16 @@ _HOP = frozenset(
     }
 )
 _NOT_SENT = _HOP | {
-    *("host", "authorization", "content-length", "accept-encoding", "expect", "origin", "cookie"),
+    *(
+        "host",
+        "authorization",
+        "x-api-key",
+        "content-length",
+        "accept-encoding",
+        "expect",
+        "origin",
+        "cookie",
+    ),
     "x-request-id",  # Guard's is sent
 }
 _NOT_RETURNED = _HOP | {"date", "server", "set-cookie"}
@@ -301,7 +308,7 @@ class _Reply:
         if not self._has_started:
             await error_response(502, message, code="engine_lost")(scope, _nothing, self._send)
         elif self._is_stream:  # an empty line first: the last event may be half there
-            last = "\n\n" + event(error_body(message, kind="server_error", code="engine_lost")) + DONE
+            last = "\n\n" + error_event(scope["path"], message, "engine_lost")
             await self._send({"type": "http.response.body", "body": last.encode()})
         else:
             raise ConnectionAbortedError(message)  # the client's connection is closed too early to be whole

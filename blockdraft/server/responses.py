@@ -1,4 +1,4 @@
-"""What our own server and the proxy answer alike: errors and events in OpenAI's wire format, and /ready."""
+"""What our own server and the proxy answer alike: errors in the shape of each API, events, and /ready."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
+from blockdraft.server.messages_api.errors import is_messages_path, message_error, status_of
 from blockdraft.server.schemas import Error
 
 DONE = "data: [DONE]\n\n"  # the last event of a stream
@@ -27,6 +28,38 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: str |
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class ErrorResponse(JSONResponse):
+    """An error in OpenAI's shape; `of` gives it that of the API whose path was asked for."""
+
+    def __init__(self, status: int, error: Error, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(error, status_code=status, headers=headers)
+        self._error = error["error"]
+
+    def of(self, path: str, request_id: str | None) -> Response:
+        if not is_messages_path(path):
+            return self
+        status = status_of(self.status_code, self._error["code"])
+        body = message_error(
+            status, self._error["message"], param=self._error["param"], request_id=request_id
+        )
+        kept = {name: value for name, value in self.headers.items() if name != "content-length"}
+        return JSONResponse(body, status_code=status, headers=kept)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        shaped = self.of(scope["path"], scope.get("state", {}).get("request_id"))
+        await Response.__call__(shaped, scope, receive, send)
+
+
+def error_event(path: str, message: str, code: str) -> str:
+    """The end of a stream that breaks off, in the shape of the API whose path was asked for."""
+    if is_messages_path(path):
+        return named_event("error", message_error(500, message))
+    if path == "/v1/responses":
+        failure = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
+        return named_event("error", failure)
+    return event(error_body(message, kind="server_error", code=code)) + DONE
+
+
 def error_response(
     status: int,
     message: str,
@@ -35,13 +68,12 @@ def error_response(
     param: str | None = None,
     code: str | None = None,
     retry_after_s: int | None = None,
-) -> JSONResponse:
+) -> ErrorResponse:
     headers = None if retry_after_s is None else {"retry-after": str(retry_after_s)}
-    body = error_body(message, kind=kind, param=param, code=code)
-    return JSONResponse(body, status_code=status, headers=headers)
+    return ErrorResponse(status, error_body(message, kind=kind, param=param, code=code), headers)
 
 
-def not_ready_response(state: object) -> JSONResponse:
+def not_ready_response(state: object) -> ErrorResponse:
     """The answer to a request that came before the engine was ready, or after the end has begun."""
     if state == "starting":
         text = "the engine is still starting: ask /ready how far it is."
@@ -62,6 +94,11 @@ def start_response(start: Mapping[str, object]) -> JSONResponse:
 def event(data: Mapping[str, object]) -> str:
     """One server-sent event."""
     return f"data: {json_of(data)}\n\n"
+
+
+def named_event(name: str, data: Mapping[str, object]) -> str:
+    """One server-sent event with a name, as the newer APIs have them."""
+    return f"event: {name}\ndata: {json_of(data)}\n\n"
 
 
 def live_response(request: Request, events: AsyncIterator[Mapping[str, object]]) -> Response:

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, closing
+from typing import Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from blockdraft.engine.request import Delta
 from blockdraft.engine.streams import EngineStopped, Stream
-from blockdraft.server.answers import AnswerWriter
 from blockdraft.server.exchange import Exchange, exchange_of
-from blockdraft.server.responses import DONE, error_body, event, while_connected
+from blockdraft.server.responses import while_connected
 
 
-async def respond(answer: AnswerWriter, streams: Items[Stream], *, is_stream: bool) -> Response:
+class Writer(Protocol):
+    """Writes an answer in the words of one API; `prompt` says which prompt a delta answers."""
+
+    def take(self, prompt: int, delta: Delta) -> None:
+        """Remember a delta for `whole`."""
+
+    def whole(self) -> Mapping[str, object]:
+        """The complete answer, when all deltas are in."""
+
+    def event(self, prompt: int, delta: Delta) -> str | None:
+        """Take a delta in. What to write, at once; None if there is nothing to show."""
+
+    def end(self) -> str:
+        """What a stream ends with."""
+
+    def failed(self, message: str) -> str:
+        """What a stream ends with that cannot go on."""
+
+
+async def respond(answer: Writer, streams: Items[Stream], *, is_stream: bool) -> Response:
     """The response, once it can begin: what fails before, and a time limit, still have a status."""
     with ExitStack() as opened:
         for stream in streams:
@@ -30,7 +50,7 @@ async def respond(answer: AnswerWriter, streams: Items[Stream], *, is_stream: bo
         return JSONResponse(answer.whole())
 
 
-async def _take_all(answer: AnswerWriter, streams: Items[Stream]) -> None:
+async def _take_all(answer: Writer, streams: Items[Stream]) -> None:
     """All deltas as they come: what one stream raises does not wait for the others."""
     news = asyncio.Event()
     for stream in streams:
@@ -48,7 +68,7 @@ async def _take_all(answer: AnswerWriter, streams: Items[Stream]) -> None:
 class EventSource:
     """The events of an answer, made of what its streams bring, when somebody takes them."""
 
-    def __init__(self, answer: AnswerWriter, streams: Items[Stream]) -> None:
+    def __init__(self, answer: Writer, streams: Items[Stream]) -> None:
         self.first = ""  # what the answer begins with
         self.is_over = False  # the last event has been taken
         self._answer = answer
@@ -73,12 +93,11 @@ class EventSource:
             if not self._has_begun and not held:
                 raise
             self.is_over = True
-            return held + event(error_body(str(error), kind="server_error")) + DONE
+            return held + self._answer.failed(str(error))
         self._has_begun = self._has_begun or bool(held)
         if has_end and all(stream.is_over for stream in self._streams):
             self.is_over = True
-            last = self._answer.last_chunk()
-            return held + DONE if last is None else held + event(last) + DONE
+            return held + self._answer.end()
         return held
 
     async def next_text(self) -> str:

@@ -134,7 +134,16 @@ def test_a_path_that_only_looks_open_is_not(locked, path):
     assert asyncio.run(raw()) == 401
 
 
-@pytest.mark.parametrize("headers", [bearer(KEY), bearer(OTHER_KEY), {"authorization": f"bearer  {KEY} "}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        bearer(KEY),
+        bearer(OTHER_KEY),
+        {"authorization": f"bearer  {KEY} "},
+        {"x-api-key": KEY},  # as Anthropic's clients send it
+        {"x-api-key": KEY, **bearer("of another service")},
+    ],
+)
 def test_each_key_opens(locked, headers):
     assert ask(locked, "GET", "/v1/models", headers=headers).status_code == 200
 
@@ -150,7 +159,9 @@ def test_each_key_opens(locked, headers):
         {"authorization": f"Basic {KEY}"},
         {"authorization": KEY},
         {"authorization": "Bearer \xff\xfe".encode("latin-1")},
-        {"x-api-key": KEY},
+        {"x-api-key": KEY[:-1]},
+        {"x-api-key": ""},
+        [("x-api-key", KEY), ("x-api-key", "wrong")],
         [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer wrong")],
         [("authorization", "Bearer wrong"), ("authorization", f"Bearer {KEY}")],
     ],

@@ -23,7 +23,10 @@ CHECKS = [
     checks.negative_data_rejection,
 ]
 SECRETS = ("Traceback", "site-packages", "/blockdraft/", '.py"', "Error(")
-WITH_BODY = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+WITH_BODY = [
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"),
+]
 PLAIN = [
     (method.upper(), path)
     for path, methods in openapi()["paths"].items()

@@ -81,11 +81,36 @@ def test_other_methods_pass_too(client, method):
         assert answer.json()["method"] == method
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/responses"),
+        ("GET", "/v1/responses/resp_1"),
+        ("DELETE", "/v1/responses/resp_1"),
+        ("POST", "/v1/messages?beta=true"),
+        ("POST", "/v1/messages/count_tokens"),
+    ],
+)
+def test_the_apis_of_agents_pass_too_with_either_header_for_the_key(served, method, path):
+    """The stand-in has no such routes: that its answer comes back shows that the engine was asked."""
+    body = {"json": {"max_tokens": 1}} if method == "POST" else {}
+    headers = {"x-api-key": KEY, "anthropic-version": "2023-06-01"}
+    answer = httpx.request(method, served.address + path, headers=headers, **body)
+    assert (answer.status_code, answer.text) == (404, "404: Not Found")
+    assert httpx.request(method, served.address + path, **body).status_code == 401
+
+
+def test_an_error_of_ours_has_the_shape_of_the_api(served):
+    answer = httpx.post(f"{served.address}/v1/messages", json={})
+    assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "authentication_error")
+
+
 def test_what_is_between_two_of_us_stays_there(client):
     headers = {"origin": "https://chat.example.com", "cookie": "c=1", "x-hop": "1", "connection": "x-hop"}
+    headers["x-api-key"] = KEY
     answer = client.get("/v1/echo/x", headers=headers)
     names = {name.lower(): value for name, value in answer.json()["headers"].items()}
-    assert not {"origin", "cookie", "x-hop"} & names.keys()
+    assert not {"origin", "cookie", "x-hop", "x-api-key"} & names.keys()
     assert names["authorization"] != f"Bearer {KEY}"
     assert "set-cookie" not in answer.headers
     assert answer.headers.get_list("access-control-allow-origin") == ["https://chat.example.com"]

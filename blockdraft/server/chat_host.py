@@ -1,0 +1,50 @@
+"""What the APIs beside chat completions stand on: a body in, a conversation answered, in any API's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from blockdraft.errors import RequestError
+from blockdraft.server.answers import ChatAnswer
+from blockdraft.server.fields import AnyBody, ChatRequest
+from blockdraft.server.schemas import AnswerObject
+from blockdraft.server.streaming import Writer
+
+MakeWriter = Callable[[ChatAnswer], Writer]
+BodyT = TypeVar("BodyT", bound=AnyBody)
+
+
+class ChatHost(Protocol):
+    """The server, as an API that is a translation sees it."""
+
+    name: str
+
+    async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
+        """The body, checked; the model it names is ours."""
+
+    async def converse(
+        self, request: Request, asked: ChatRequest, head: AnswerObject, writer: MakeWriter
+    ) -> Response:
+        """The answer, written by what `writer` makes of it."""
+
+    async def num_prompt_tokens(self, request: Request, asked: ChatRequest) -> int: ...
+    def tell(self, response: Response, asked: AnyBody) -> Response:
+        """The response, with the names of fields that were ignored."""
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about fields of a chat request name the fields that they were made of."""
+    try:
+        yield
+    except RequestError as error:
+        name = names.get(error.field or "")
+        if name is None:
+            raise
+        text = str(error).replace(f"'{error.field}", f"'{name}")
+        raise RequestError(text, name, error.code) from None

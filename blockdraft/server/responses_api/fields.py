@@ -1,0 +1,186 @@
+"""The body of /v1/responses, and the chat request that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from blockdraft.errors import RequestError
+from blockdraft.server.conversation import Conversation
+from blockdraft.server.field_types import MAX_INT, MAX_MESSAGES, StrictFields, TemplateKwargs
+from blockdraft.server.fields import AnyBody, ChatRequest, SpeculativeField, Unsupported, validate
+from blockdraft.server.nested import Nested, all_of
+from blockdraft.server.responses_api.items import full_name
+from blockdraft.server.tool_fields import MAX_TOOLS
+
+MAX_ID = 128  # characters of an id
+MAX_METADATA = 16  # as OpenAI
+
+Function = dict[str, object]
+Objects = list[dict[str, object]]
+Input = str | Annotated[Objects, Field(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[Objects, Field(max_length=MAX_TOOLS)]
+ToolChoice = Literal["auto", "none", "required"] | dict[str, object]
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
+Includes = Annotated[list[str], Field(max_length=64)]
+
+# What a field of the chat request was made of.
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "verbosity": "text",
+    "reasoning_effort": "reasoning",
+}
+
+
+class TextSettings(StrictFields):
+    """The form of the text, and how long-winded it is."""
+
+    format: dict[str, object] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningSettings(StrictFields):
+    """How much to think. Thoughts come as they are: nobody makes a summary."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesRequest(AnyBody):
+    """The body of POST /v1/responses."""
+
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+    }
+    HARMLESS = AnyBody.HARMLESS | {
+        *("client_metadata", "max_tool_calls", "prompt_cache_options", "stream_options")
+    }
+
+    input: Input
+    instructions: str | None = None
+    previous_response_id: str | None = Field(default=None, max_length=MAX_ID)
+    store: bool = True
+    stream: bool = False
+    tools: Tools = Field(default=[])
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    text: TextSettings = TextSettings()
+    reasoning: ReasoningSettings = ReasoningSettings()
+    max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    include: Includes = Field(default=[])
+    metadata: Metadata = Field(default={})
+    truncation: Literal["auto", "disabled"] = "disabled"  # either way what is too long is refused
+    user: str | None = None
+    # Ours, as in chat completions.
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    chat_template_kwargs: TemplateKwargs | None = None
+    speculative: SpeculativeField | None = None
+
+    def check(self) -> None:
+        if "message.output_text.logprobs" in self.include:
+            text = "'include': 'message.output_text.logprobs' is not supported: ask chat completions for it."
+            raise RequestError(text, "include")
+
+    @property
+    def seals_thoughts(self) -> bool:
+        return "reasoning.encrypted_content" in self.include
+
+    def chat(self, conversation: Conversation) -> ChatRequest:
+        """What is asked of the model. Raises RequestError with the name of a field of the chat request."""
+        effort = self.reasoning.effort
+        given = {
+            "messages": conversation.rendered(self.instructions),
+            **self._tools(),
+            "response_format": _format(self.text),
+            "verbosity": self.text.verbosity,
+            "reasoning_effort": "xhigh" if effort == "max" else effort,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "seed": self.seed,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "speculative": self.speculative,
+        }
+        return validate(ChatRequest, {name: value for name, value in given.items() if value is not None})
+
+    @property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Of functions that have one, by what they are called to the model: the namespace and the name."""
+        found = _functions(all_of(self.tools, "tools"))
+        return {
+            full_name(space, tool.text("name")): (space, tool.text("name")) for tool, space in found if space
+        }
+
+    def _tools(self) -> dict[str, object]:
+        tools = [_function(tool, namespace) for tool, namespace in _functions(all_of(self.tools, "tools"))]
+        choice: str | Function | None = None if self.tool_choice == "auto" else self.tool_choice
+        if isinstance(choice, dict):
+            choice = _chosen(Nested(choice, "tool_choice"))
+        is_single = None if self.parallel_tool_calls else False
+        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": is_single}
+
+
+def _functions(tools: list[Nested]) -> Iterator[tuple[Nested, str]]:
+    """Each function and its namespace, which is empty for most."""
+    for tool in tools:
+        if tool.get("type") == "namespace":
+            yield from ((inner, tool.name("name")) for inner in tool.all("tools"))
+        else:
+            yield tool, ""
+
+
+def _function(tool: Nested, namespace: str) -> Function:
+    """A tool in the shape of chat completions."""
+    if tool.get("type") != "function":
+        raise tool.unknown("type", "only functions of your own, as this server hosts no tools; leave it out")
+    function: Function = {"name": full_name(namespace, tool.name("name"))}
+    if "parameters" in tool:
+        function["parameters"] = tool.object("parameters")
+    if "description" in tool:
+        function["description"] = tool.text("description")
+    if "strict" in tool:
+        function["strict"] = tool.flag("strict", default=False)
+    return {"type": "function", "function": function}
+
+
+def _chosen(choice: Nested) -> Function:
+    """Which tools may be called in the shape of chat completions."""
+    kind = choice.get("type")
+    if kind == "function":
+        return _named(choice)
+    if kind != "allowed_tools":
+        raise choice.unknown("type", "a function, or allowed_tools")
+    allowed = {"mode": choice.text("mode", default="auto"), "tools": [*map(_named, choice.all("tools"))]}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+def _named(tool: Nested) -> Function:
+    return {"type": "function", "function": {"name": tool.name("name")}}
+
+
+def _format(text: TextSettings) -> dict[str, object] | None:
+    """The form of the answer in the shape of chat completions."""
+    if text.format is None:
+        return None
+    form = Nested(text.format, "text.format")
+    kind = form.text("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "json_object"}
+    if kind != "json_schema":
+        raise form.unknown("type", "text, json_object or json_schema")
+    schema: dict[str, object] = {"name": form.name("name"), "schema": form.object("schema")}
+    if "strict" in form:
+        schema["strict"] = form.flag("strict", default=False)
+    return {"type": "json_schema", "json_schema": schema}

@@ -1,0 +1,333 @@
+"""OpenAI's Responses API: what its clients send and get, over the fixture pair and by script."""
+
+import json
+from dataclasses import replace
+
+import openai
+import pytest
+from openai.types.responses import Response as ClientResponse
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from blockdraft.server.conversation import Conversation
+from blockdraft.server.nested import Nested
+from blockdraft.server.responses_api import schemas
+from blockdraft.server.responses_api.fields import ResponsesRequest
+from blockdraft.server.responses_api.items import add_input, add_item, sealed
+from blockdraft.server.responses_api.store import ResponseStore, StoredResponse
+from blockdraft.server.responses_api.writer import ResponseWriter
+from tests.server.asking import ask, listening
+from tests.server.pair import NAME, app_over, models, thinking_tokenizer
+from tests.server.scripted import AGENT, SCRIPTS, ScriptedChat, call, events_of, piece, streamed, taken
+
+PATH = "/v1/responses"
+HELLO = {"model": NAME, "max_output_tokens": 5, "input": "t1 t2 t3", "temperature": 0}
+HEAD = {"id": "resp_1", "created": 1, "model": "m"}
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "r"}
+WHOLE, EVENT = TypeAdapter(schemas.Response), TypeAdapter(schemas.Event)
+CLIENT_EVENT = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.fixture(scope="module")
+def app():
+    with app_over(models()) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def client(app):
+    with listening(app) as (host, port):
+        yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
+
+
+def create(app, **fields):
+    return ask(app, "POST", PATH, json={**HELLO, **fields})
+
+
+def checked(answer):
+    """The answer, in the shape that is described and that OpenAI's client knows."""
+    assert answer.status_code == 200, answer.text
+    WHOLE.validate_python(answer.json(), strict=True)
+    ClientResponse.model_validate(answer.json())
+    return answer.json()
+
+
+def writer(**fields):
+    return ResponseWriter(ResponsesRequest(**{**HELLO, **fields}), HEAD, lambda answer: None, ScriptedChat())
+
+
+def without_ids(items):
+    return [{name: value for name, value in item.items() if name != "id"} for item in items]
+
+
+def assembled(events):
+    """The items that a client puts together of what it was told bit by bit, each checked at its end."""
+    items, texts = [], {}
+    for event in events:
+        kind, place = event["type"], event.get("output_index")
+        if kind == "response.output_item.added":
+            assert place == len(items)
+            assert event["item"]["status"] == "in_progress"
+            items.append(event["item"])
+        elif kind.endswith(".delta"):
+            assert event["item_id"] == items[place]["id"]
+            texts[place] = texts.get(place, "") + event["delta"]
+        elif kind.endswith((".text.done", "_text.done", "_arguments.done")):
+            assert texts.get(place, "") == event.get("text", event.get("arguments"))
+        elif kind == "response.content_part.added":
+            assert event["part"]["text"] == ""
+        elif kind == "response.content_part.done":
+            assert event["part"]["text"] == texts.get(place, "")
+        elif kind == "response.output_item.done":
+            assert event["item"]["id"] == items[place]["id"]
+            items[place] = event["item"]
+    return items
+
+
+# ---- by script
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_stream_says_what_the_whole_answer_says(name):
+    events = streamed(writer(), SCRIPTS[name])
+    for event in events:
+        EVENT.validate_python(event, strict=True)
+        CLIENT_EVENT.validate_python(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    whole = taken(writer(), SCRIPTS[name])
+    WHOLE.validate_python(whole, strict=True)
+    last = events[-1]["response"]
+    assert assembled(events) == last["output"]
+    assert without_ids(last["output"]) == without_ids(whole["output"])
+    assert {**last, "output": None} == {**whole, "output": None}
+
+
+def test_events_come_in_openais_order():
+    kinds = [event["type"].removeprefix("response.") for event in streamed(writer(), AGENT)]
+    message = ["output_item.added", "content_part.added", *["output_text.delta"] * 2]
+    message += ["output_text.done", "content_part.done", "output_item.done"]
+    thought = [kind.replace("output_text", "reasoning_text") for kind in message]
+    arguments = "function_call_arguments"
+    first = ["output_item.added", *[f"{arguments}.delta"] * 2, f"{arguments}.done", "output_item.done"]
+    second = ["output_item.added", f"{arguments}.delta", f"{arguments}.done", "output_item.done"]
+    begin = ["created", "in_progress"]
+    assert kinds == [*begin, *thought, *message, *first, *second, "completed"]
+
+
+def test_an_answer_that_is_cut_off_says_so():
+    whole = taken(writer(), SCRIPTS["cut call"])
+    assert (whole["status"], whole["output"][0]["status"]) == ("incomplete", "incomplete")
+    assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert streamed(writer(), SCRIPTS["cut"])[-1]["type"] == "response.incomplete"
+
+
+def test_the_cost_has_cached_and_reasoning_tokens():
+    usage = taken(writer(), AGENT)["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] == 4
+    assert usage["output_tokens_details"]["reasoning_tokens"] == 2
+
+
+def test_a_stream_that_breaks_off_has_failed():
+    one = writer()
+    one.event(0, AGENT[0])
+    (event,) = events_of(one.failed("the engine was lost."))
+    CLIENT_EVENT.validate_python(event)
+    assert (event["type"], event["response"]["status"]) == ("response.failed", "failed")
+    assert event["response"]["error"] == {"code": "server_error", "message": "the engine was lost."}
+
+
+def test_thoughts_are_sealed_where_a_client_keeps_them():
+    include = ["reasoning.encrypted_content"]
+    thoughts = taken(writer(include=include), AGENT)["output"][0]
+    conversation = Conversation()
+    add_item(conversation, Nested({**thoughts, "content": None}, "input.0"), lambda item_id: None)
+    assert conversation.messages == [{"role": "assistant", "reasoning_content": "I need both."}]
+    for broken in ("gAAAA", "blockdraft:%", sealed("é")[:-1]):
+        add_item(conversation, Nested({**thoughts, "content": None, "encrypted_content": broken}, "i"), None)
+    assert len(conversation.messages) == 1
+
+
+def test_a_function_of_a_namespace_is_called_by_its_own_name():
+    """Codex keeps some of its functions in namespaces."""
+    space = {"type": "namespace", "name": "crew", "description": "", "tools": [{**TOOL, "name": "hire"}]}
+    script = [piece(calls=[call(0, "{}", id="call_a", name="crew__hire")]), piece(end="stop")]
+    (item,) = taken(writer(tools=[space]), script)["output"]
+    assert (item["namespace"], item["name"]) == ("crew", "hire")
+    events = streamed(writer(tools=[space]), script)
+    assert assembled(events)[0]["namespace"] == "crew"
+    assert next(event["name"] for event in events if "name" in event) == "hire"
+    conversation = Conversation()
+    add_item(conversation, Nested(item, "input.0"), None)
+    assert conversation.messages[0]["tool_calls"][0]["function"]["name"] == "crew__hire"
+
+
+# ---- what a request asks of the model
+
+
+def test_items_become_messages_of_a_chat():
+    items = [
+        {"role": "developer", "content": "be kind"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "r1"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "r2"}]},
+    ]
+    conversation = Conversation()
+    add_input(conversation, items, lambda item_id: None)
+    function = {"name": "weather", "arguments": "{}"}
+    calls = [{"id": name, "type": "function", "function": function} for name in ("c1", "c2")]
+    assert conversation.rendered("be short") == [
+        {"role": "system", "content": "be short\n\nbe kind"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "r1"},
+        {"role": "tool", "tool_call_id": "c2", "content": "r2"},
+    ]
+
+
+# ---- over HTTP
+
+
+def test_openais_client_reads_whole_and_streamed_answers(client):
+    whole = client.responses.create(**HELLO)
+    assert (whole.output_text, whole.status) == (" t4 t5 t6 t7 t8", "incomplete")
+    assert whole.usage.output_tokens == 5
+    events = list(client.responses.create(**HELLO, stream=True))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
+    assert events[-1].response.output_text == whole.output_text
+
+
+def test_a_response_is_kept_continued_and_deleted(app, client):
+    first = checked(create(app, instructions="t9", metadata={"a": "b"}))
+    second = checked(create(app, previous_response_id=first["id"], input="t1 t2"))
+    assert second["usage"]["input_tokens"] == 3 + 5 + 2  # the instructions were for the first alone
+    third = checked(create(app, previous_response_id=second["id"], input="t1 t2"))
+    assert third["usage"]["input_tokens"] == 10 + 5 + 2
+    assert ask(app, "GET", f"{PATH}/{first['id']}").json() == first
+    item = {"type": "item_reference", "id": first["output"][0]["id"]}
+    answer = checked(
+        create(app, input=[{"role": "user", "content": "t1"}, item, {"role": "user", "content": "t2"}])
+    )
+    assert answer["usage"]["input_tokens"] == 1 + 5 + 1
+    deleted = ask(app, "DELETE", f"{PATH}/{first['id']}").json()
+    assert deleted == {"id": first["id"], "object": "response", "deleted": True}
+    for method in ("GET", "DELETE"):
+        assert ask(app, method, f"{PATH}/{first['id']}").status_code == 404
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**HELLO, previous_response_id=first["id"])
+    assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+    checked(create(app, previous_response_id=second["id"]))  # it holds all that was said
+    assert create(app, input=[item]).status_code == 400
+
+
+def test_a_streamed_response_is_kept_and_one_that_is_not_to_be_is_not(app):
+    answer = events_of(create(app, stream=True).text)[-1]["response"]
+    assert ask(app, "GET", f"{PATH}/{answer['id']}").json() == answer
+    answer = checked(create(app, store=False))
+    assert ask(app, "GET", f"{PATH}/{answer['id']}").status_code == 404
+
+
+def test_thoughts_of_a_thinking_model_are_items():
+    with app_over(replace(models(), tokenizer=thinking_tokenizer())) as app:
+        answer = checked(create(app, input="t1 t2", max_output_tokens=7))
+    assert [item["type"] for item in answer["output"]] == ["reasoning", "message"]
+    assert answer["output"][0]["content"][0]["text"] == " t4 t5 "
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
+
+
+def test_fields_that_mean_nothing_are_named(app):
+    answer = create(app, temprature=1, client_metadata={}, prompt_cache_key="k")
+    assert answer.headers["x-blockdraft-ignored-fields"] == "temprature"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"truncation": "auto", "service_tier": "flex", "user": "u", "prompt_cache_key": "k"},
+        {"text": {"format": {"type": "text"}}, "tool_choice": "none", "tools": []},
+        {"background": False, "max_tool_calls": 3, "safety_identifier": "s", "top_logprobs": 0},
+        {"include": ["reasoning.encrypted_content"], "stream_options": {"include_obfuscation": False}},
+        {"speculative": False, "seed": 3},
+    ],
+)
+def test_what_asks_nothing_is_taken(app, fields):
+    assert checked(create(app, **fields))["output"][0]["content"][0]["text"] == " t4 t5 t6 t7 t8"
+
+
+@pytest.mark.parametrize(
+    ("fields", "part", "param"),
+    [
+        ({"input": None}, "input", "input"),
+        ({"input": []}, "input", "input"),
+        ({"input": [{"type": "computer_call"}]}, "'input.0.type'", "input"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "'input.0.content.0.type'",
+            "input",
+        ),
+        ({"input": [{"role": "robot", "content": "x"}]}, "'input.0.role'", "input"),
+        ({"input": [{"role": "user"}]}, "'input.0.content'", "input"),
+        ({"input": [{"type": "function_call", "call_id": "c"}]}, "'input.0.name'", "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "'input.0.id'", "input"),
+        ({"input": "t1 " * 600}, "context", "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
+        ({"tools": [{"type": "web_search"}]}, "'tools.0.type'", "tools"),
+        ({"tools": [{"type": "function"}]}, "'tools.0.name'", "tools"),
+        ({"tools": [TOOL, TOOL]}, "'tools' holds 'weather' 2 times", "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "'x'", "tool_choice"),
+        ({"tool_choice": "required"}, "no 'tools'", "tool_choice"),
+        ({"input": [RESULT]}, "'input.0.call_id'", "input"),
+        ({"tool_choice": {"type": "web_search"}}, "'tool_choice.type'", "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [{"name": "x"}]}},
+            "tool_choice",
+            None,
+        ),
+        ({"text": {"format": {"type": "xml"}}}, "'text.format.type'", "text"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "'text.format.schema'", "text"),
+        ({"background": True}, "background", "background"),
+        ({"conversation": "conv_1"}, "conversation", "conversation"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning", "reasoning"),
+        ({"include": ["message.output_text.logprobs"]}, "logprobs", "include"),
+        ({"previous_response_id": "resp_0"}, "not found", "previous_response_id"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_told_why(app, fields, part, param):
+    answer = create(app, **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert part in error["message"]
+    assert error["param"] == (param or "tool_choice")
+
+
+# ---- what is kept
+
+
+def stored(size):
+    answer = {"output": []}
+    num_around = len(json.dumps([{"role": "user", "content": ""}], separators=(",", ":")))
+    num_around += len(json.dumps(answer, separators=(",", ":")))
+    message = {"role": "user", "content": "x" * (size - num_around)}
+    return StoredResponse(answer, (message,), {f"item {size}": {"id": "i"}})
+
+
+def test_the_oldest_go_first_by_number_and_by_size():
+    store = ResponseStore(max_responses=3, max_bytes=1000)
+    for number in range(5):
+        store.put(f"r{number}", stored(100 + number))
+    assert [store.get(f"r{number}") is not None for number in range(5)] == [False, False, True, True, True]
+    assert store.num_bytes == 102 + 103 + 104
+    assert store.item("item 101") is None
+    assert store.item("item 102") is not None
+    store.put("large", stored(800))
+    assert (len(store), store.num_bytes) == (2, 904)
+    store.put("too large", stored(1001))
+    assert store.get("too large") is None
+    assert len(store) == 2
+    assert store.remove("large")
+    assert store.num_bytes == 104
