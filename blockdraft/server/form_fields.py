@@ -19,7 +19,7 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES_OF_FOR
 
 
 class JsonSchemaFormat(StrictFields):
-    """OpenAI's way to send a schema. Strict or not, the answer matches it."""
+    """OpenAI's way to send a schema. If strict, keywords that are not known are refused; else they bind nothing."""
 
     name: str | None = None
     description: str | None = None
@@ -38,14 +38,16 @@ class ResponseFormat(StrictFields):
     def form(self) -> StructuredOutputs | None:
         if self.type == "text":
             return None
-        schema = self.schema_
+        schema, is_strict = self.schema_, False
         if self.type == "json_schema":
             if self.json_schema is None:
                 raise RequestError(
                     "'response_format' of type json_schema needs 'json_schema'.", "response_format"
                 )
-            schema = self.json_schema.schema_
-        return StructuredOutputs(json_object=True) if schema is None else StructuredOutputs(json=schema)
+            schema, is_strict = self.json_schema.schema_, bool(self.json_schema.strict)
+        if schema is None:
+            return StructuredOutputs(json_object=True)
+        return StructuredOutputs(json=schema, is_lenient=not is_strict)
 
 
 class StructuredFields(StrictFields):

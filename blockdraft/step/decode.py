@@ -32,10 +32,7 @@ def decode_parts(  # noqa: PLR0913
     num_logprobs: int | None = None,
     rates: Tensor | None = None,
 ) -> Generator[Tensor, None, Verdict]:
-    """Draft a block for every active row, verify it in one target forward, commit what matched.
-
-    Fixed shapes; whoever runs its parts apart may change the block, then fill in what is `allowed`.
-    """
+    """Draft a block for every active row, verify it in one target forward, commit what matched."""
     view = cache.view(rows, width)  # positions length .. length + width - 1
     block = drafter.draft(rows, cache, view, width)  # [R, B] the anchor, then width - 1 proposals
     yield block  # what the form of an answer forces may be put in

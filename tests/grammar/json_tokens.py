@@ -78,9 +78,7 @@ def _nested(inner):
 
 
 schemas = st.recursive(_LEAVES, _nested, max_leaves=5)
-_PIECES = st.sampled_from(
-    ["a", "[bc]", "x+", "(ab|y)", r"\d{2,3}", "(true|false)?", '"', " ", "[^a]{0,4}"]
-)
+_PIECES = st.sampled_from(["a", "[bc]", "x+", "(ab|y)", r"\d{2,3}", "(true|false)?", '"', " ", "[^a]{0,4}"])
 regexes = st.lists(_PIECES, min_size=1, max_size=4).map("".join)
 GRAMMAR = 'start: pair ("," pair)*\npair: /[a-c]+/ ":" (NUMBER | "[" pair "]")\nNUMBER: /-?[0-9]+/'
 GBNF = 'root ::= ("ab" | "x") [0-9]+ ("," root)?'
