@@ -19,7 +19,7 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES_OF_FOR
 
 
 class JsonSchemaFormat(StrictFields):
-    """OpenAI's way to send a schema. If strict, keywords that are not known are refused; else they bind nothing."""
+    """OpenAI's way to send a schema. If strict, keywords that are not known are refused; else not heeded."""
 
     name: str | None = None
     description: str | None = None

@@ -170,6 +170,15 @@ def test_a_call_is_bound_by_a_grammar_where_it_must_be_right(options, is_bound):
         ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": PARAMETERS}}},
+            StructuredOutputs(json=PARAMETERS, is_lenient=True),
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": PARAMETERS, "strict": True},
+                }
+            },
             StructuredOutputs(json=PARAMETERS),
         ),
         ({"structured_outputs": {"json": json.dumps(PARAMETERS)}}, StructuredOutputs(json=PARAMETERS)),
