@@ -127,7 +127,7 @@ def large_tokenizer(size: int) -> Tokenizer:
     """One of `size` entries: the default model's, and pieces made of two of its words."""
     from blockdraft.checkpoints.opening import open_checkpoint
 
-    source = open_checkpoint("default", lambda line: None).tokenizer_parts()
+    source = open_checkpoint("default").tokenizer_parts()
     data = json.loads(source.tokenizer.to_str())
     vocabulary, merges = data["model"]["vocab"], data["model"]["merges"]
     words, rng = [word for word in vocabulary if word.isalpha()], random.Random(1)

@@ -57,18 +57,18 @@ def question_of(line: str) -> tuple[list[dict[str, Any]], str]:
     """The tools and the question of one line."""
     content = json.loads(line)["messages"][-1]["content"]
     functions, _, question = content.partition(FUNCTIONS)[2].partition(QUESTION)
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": one["name"].replace(".", "_"),
-                "description": one.get("description", ""),
-                "parameters": {**schema_of(one["parameters"]), "additionalProperties": False},
-            },
-        }
-        for one in json.loads(functions)
-    ]
-    return tools, question
+    return [tool_of(one) for one in json.loads(functions)], question
+
+
+def tool_of(given: dict[str, Any]) -> dict[str, Any]:
+    schema = schema_of(given["parameters"])
+    is_closed = set(schema.get("required", ())) <= schema["properties"].keys()  # one of them is not
+    function = {
+        "name": given["name"].replace(".", "_"),
+        "description": given.get("description", ""),
+        "parameters": {**schema, "additionalProperties": not is_closed},
+    }
+    return {"type": "function", "function": function}
 
 
 async def ask(session: aiohttp.ClientSession, url: str, line: str, max_tokens: int) -> tuple[str, str]:

@@ -131,8 +131,15 @@ class Guide:
             return found + drafts[len(found) :]
         return found + _corrected(self._matcher, drafts[len(found) :], self._end_ids)
 
+    def forced(self) -> list[int]:
+        """What must come next, whatever is drafted: the first tokens of what `correct` would say."""
+        if self._thoughts is not None:
+            token_id = self._forced_by(self._thoughts)
+            return [] if token_id is None else [token_id]
+        return [] if self._matcher is None else _forced(self._matcher, self._end_ids)
+
     def fill(self, masks: Masks, drafts: Items[int]) -> Form | None:
-        """Write the masks of the columns before and behind `drafts`, which `correct` has made.
+        """Write the masks of the columns before and behind `drafts`, up to the first that is forbidden.
 
         Those of the form are left to whoever fills many at once: from which column on, and behind what.
         """
@@ -198,7 +205,7 @@ def _corrected(matcher: LLMatcher, drafts: list[int], end_ids: Items[int]) -> li
     """Of the form: what is forced first, then drafts while they are allowed, and so on."""
     found: list[int] = []
     while len(found) < len(drafts):
-        forced = matcher.compute_ff_tokens() or (list(end_ids[:1]) if matcher.is_stopped() else [])
+        forced = _forced(matcher, end_ids)
         tried = (forced or drafts[len(found) :])[: len(drafts) - len(found)]
         num_taken = matcher.try_consume_tokens(tried)
         found += tried[:num_taken]
@@ -206,6 +213,10 @@ def _corrected(matcher: LLMatcher, drafts: list[int], end_ids: Items[int]) -> li
             break
     matcher.rollback(len(found))
     return found
+
+
+def _forced(matcher: LLMatcher, end_ids: Items[int]) -> list[int]:
+    return matcher.compute_ff_tokens() or (list(end_ids[:1]) if matcher.is_stopped() else [])
 
 
 def _num_matched(sequence: Items[int], num_matched: int, token_id: int) -> int:

@@ -27,7 +27,7 @@ MAX_SHARE = 0.03  # of the time, for captures while requests are served
 
 
 class Reading:
-    """A verdict on its way to the host; the device goes on meanwhile."""
+    """A verdict, or a block, on its way to the host; the device goes on meanwhile."""
 
     def __init__(self, packed: Tensor) -> None:
         """packed [R, 1 + B]: tokens committed, and the samples."""
@@ -39,11 +39,16 @@ class Reading:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def token_ids(self) -> list[list[int]]:
-        """The committed tokens of each row; waits for the step, and for no later one."""
+    def rows(self) -> list[list[int]]:
+        """All of it; waits for what made it, and for nothing later."""
         if self._event is not None:
             self._event.synchronize()
-        return [row[1 : 1 + row[0]] for row in self._host.tolist()]
+        rows: list[list[int]] = self._host.tolist()
+        return rows
+
+    def token_ids(self) -> list[list[int]]:
+        """The committed tokens of each row."""
+        return [row[1 : 1 + row[0]] for row in self.rows()]
 
 
 def pack(verdict: Verdict) -> Tensor:

@@ -32,7 +32,7 @@ class Case:
         # Of the largest logit. Delta layers divide by the size of what they read, which may be tiny, and
         # Gemma's norms after each part do the same: rounding in another order is seen up to 2e-4 there.
         self.rounding = {"gemma4": 1e-4}.get(family, 5e-4 if family in HYBRIDS else 2e-5)
-        self.wide_rounding = 2e-5 if family in HYBRIDS else 5e-6
+        self.wide_rounding = 2e-5 if family in HYBRIDS else 1e-5
         self.hf = write_target(folder, CONFIGS[family](**BASE | overrides), self.seed)
         if "max_window_layers" in overrides:  # as older files say it, without layer_types
             file = folder / "config.json"

@@ -135,7 +135,7 @@ def test_every_auto_has_a_value_and_a_reason():
     settings, pair = opened("qwen3-8b")
     found = {choice.name: choice for choice in fit_pair(settings, on("h200"), pair).choices}
     autos = {name for name, default in DEFAULTS.items() if default == "auto"}
-    assert autos - {"load_format", "kv_dtype", "verify"} <= found.keys()
+    assert autos - {"load_format", "kv_dtype", "verify", "tool_format"} <= found.keys()
     assert all(choice.value not in ("", "auto") and choice.reason for choice in found.values())
     asked = replace(settings, width=8, max_rows=3)
     found = fit_pair(asked, on("h200"), pair).choices
