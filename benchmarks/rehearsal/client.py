@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from benchmarks.rehearsal.sheet import Failure
@@ -47,6 +48,8 @@ def _check(client: OpenAI, expected: str | None) -> str:
     _check_seed(client)
     _check_stop(client, text)
     _check_logprobs(client, text)
+    _check_form(client)
+    _check_tool(client)
     return text
 
 
@@ -82,6 +85,45 @@ def _check_stop(client: OpenAI, text: str) -> None:
     found, expected = _text(client, stop=[word]), text.partition(word)[0]
     if found.strip() != expected.strip():
         raise Failure(f"with the stop string {word!r} the answer is {found!r}, not {expected!r}")
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "is_capital": {"type": "boolean"}},
+    "required": ["city", "is_capital"],
+    "additionalProperties": False,
+}
+
+
+def _check_form(client: OpenAI) -> None:
+    """JSON of a schema, and the same with drafts and without."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
+    found = [
+        _text(client, response_format=wanted, max_tokens=80, extra_body={"speculative": is_drafted})
+        for is_drafted in (True, False)
+    ]
+    if found[0] != found[1]:
+        raise Failure(f"of a form, with drafts {found[0]!r}, without {found[1]!r}")
+    if set(_loaded(found[0])) != {"city", "is_capital"}:
+        raise Failure(f"the answer {found[0]!r} has not the form it was asked for")
+
+
+def _check_tool(client: OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": CITY}}
+    choice = _ask(client, tools=[tool], tool_choice="required", max_tokens=80).choices[0]
+    calls = choice.message.tool_calls or []
+    if choice.finish_reason != "tool_calls" or [call.function.name for call in calls] != ["look_up"]:
+        raise Failure(f"a tool that must be called was not: {choice}")
+    if set(_loaded(calls[0].function.arguments)) != {"city", "is_capital"}:
+        raise Failure(f"the arguments {calls[0].function.arguments!r} have not their form")
+
+
+def _loaded(text: str) -> dict[str, object]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        raise Failure(f"{text!r} is not JSON") from None
+    return found if isinstance(found, dict) else {}
 
 
 def _check_logprobs(client: OpenAI, text: str) -> None:

@@ -237,7 +237,7 @@ def compare_memory(stage: Stage) -> Found:
 def ask(stage: Stage) -> Found:
     text = client.check(client.connect(stage.running.url), stage.answer)
     as_generated = "" if stage.answer is None else " as `generate` answered;"
-    says = f"{text!r}{as_generated} streamed, seeded, stopped and with log-probabilities"
+    says = f"{text!r}{as_generated} streamed, seeded, stopped, with log-probabilities, of a form, by a tool"
     return Found(says, {"text": text})
 
 
