@@ -62,8 +62,10 @@ class Vocabulary:
         try:
             return LLTokenizer(self._source.as_json(), n_vocab=self.size, eos_token=list(self.end_ids))
         except ValueError as error:
+            reason = str(error).partition(":")[0]  # behind it comes all that the tokenizer is made of
             raise RequestError(
-                f"this model's tokenizer is of a kind that forms cannot be kept to with ({error}).",
+                f"this model's tokenizer is of a kind that llguidance cannot read ({reason}): "
+                "its answers can have no form.",
                 "structured_outputs",
             ) from None
 

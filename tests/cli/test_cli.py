@@ -16,10 +16,12 @@ import httpx
 import pytest
 
 import blockdraft
+from blockdraft.cli import generate
 from blockdraft.cli.flags import flags_of, sampling_from, settings_from
 from blockdraft.cli.generate import speed_line
 from blockdraft.cli.main import main, parse
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
+from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.llm import LLM
 from blockdraft.settings.settings import Settings, pin_threads
 from blockdraft.start import preflight
@@ -251,6 +253,23 @@ def test_sampling_flags_become_sampling_params():
 
 
 # ---- errors and exits
+
+
+def test_the_form_of_an_answer_is_read_from_its_flags(tmp_path, capsys):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "boolean"}')
+    for flags, form in (
+        ([], None),
+        (["--json-schema", str(schema)], StructuredOutputs(json='{"type": "boolean"}')),
+        (["--regex", "a+"], StructuredOutputs(regex="a+")),
+        (["--choice", "yes", "--choice", "no"], StructuredOutputs(choice=["yes", "no"])),
+        (["--grammar", str(schema)], StructuredOutputs(grammar='{"type": "boolean"}')),
+    ):
+        assert generate._form(parse(["generate", "x", *flags])) == form
+    assert main(["generate", "x", *MODEL, "--json-schema", str(tmp_path / "none")]) == 2
+    assert "none cannot be read: No such file or directory." in capsys.readouterr().err
+    assert main(["generate", "-", *MODEL, "--json-schema", "-"]) == 2
+    assert "not both" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import RequestError
 from blockdraft.grammar.form import StructuredOutputs, Thinking
+from blockdraft.grammar.vocabulary import Vocabulary
+from blockdraft.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.grammar import json_tokens
+from tests.text.test_detokenizer import KINDS, tokenizer_of
 
 RANDOM = SamplingParams(temperature=1.0, max_tokens=80, seed=3)
 TOKENS = json_tokens.tokenizer()
@@ -198,9 +202,23 @@ def test_a_form_that_becomes_too_much_ends_its_own_answer_alone(monkeypatch):
 
 
 def test_a_model_without_an_end_has_no_forms():
-    from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
-    from blockdraft.text.tokenizer import Tokenizer
-
     endless = Tokenizer(TokenizerParts(TOKENS._tokenizer, None, None, None, ()))
     with pytest.raises(RequestError, match="end-of-sequence"):
         tiny.engine(tokenizer=endless).add([3], replace(RANDOM, structured_outputs=TRUE))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tokenizer_that_spells_bytes_can_write_a_form(kind):
+    tokens = tokenizer_of(kind)._tokenizer
+    vocabulary = Vocabulary(
+        Tokenizer(TokenizerParts(tokens, None, None, None, (0,))), tokens.get_vocab_size()
+    )
+    matcher = vocabulary.matcher(StructuredOutputs(choice=["at ö"]))
+    spelled = ["a", "t", "Ġ", "Ã", "¶"] if kind == "byte_level" else ["a", "t", "▁", "<0xC3>", "<0xB6>"]
+    assert matcher.consume_tokens([tokens.token_to_id(piece) for piece in spelled])
+    assert matcher.is_accepting()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said_to_be():
+    with pytest.raises(RequestError, match="llguidance cannot read"):
+        tiny.engine().add([3], replace(RANDOM, structured_outputs=TRUE))
