@@ -11,6 +11,7 @@ from blockdraft.errors import RequestError
 from blockdraft.grammar.form import StructuredOutputs, grammar_text
 from blockdraft.text.tokenizer import Tokenizer
 
+NUM_COMPARED = 512  # tokens whose texts are compared: a kind that is misread is misread all over
 MAX_KEPT = 64  # compiled forms; arbitrary: one of an ordinary schema takes some hundred kilobytes
 # What one form may cost: building, each mask, and memory. llguidance's own limits but for the last two.
 LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
@@ -60,14 +61,22 @@ class Vocabulary:
                 "structured_outputs",
             )
         try:
-            return LLTokenizer(self._source.as_json(), n_vocab=self.size, eos_token=list(self.end_ids))
+            tokens = LLTokenizer(self._source.as_json(), n_vocab=self.size, eos_token=list(self.end_ids))
         except ValueError as error:
-            reason = str(error).partition(":")[0]  # behind it comes all that the tokenizer is made of
-            raise RequestError(
-                f"this model's tokenizer is of a kind that llguidance cannot read ({reason}): "
-                "its answers can have no form.",
-                "structured_outputs",
-            ) from None
+            raise _unreadable(str(error).partition(":")[0]) from None  # behind it: all that it is made of
+        for token_id in range(0, self._source.vocab_size, max(1, self._source.vocab_size // NUM_COMPARED)):
+            text = self._source.plain_texts[token_id]
+            if text is not None and tokens.decode_bytes([token_id]) != text.encode():
+                raise _unreadable(f"it takes token {token_id}, {text!r}, for another text")
+        return tokens
+
+
+def _unreadable(reason: str) -> RequestError:
+    return RequestError(
+        f"this model's tokenizer is of a kind that llguidance cannot read ({reason}): "
+        "its answers can have no form.",
+        "structured_outputs",
+    )
 
 
 def _first_lines(matcher: LLMatcher) -> str:
