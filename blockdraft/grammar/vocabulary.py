@@ -65,7 +65,7 @@ class Vocabulary:
         except ValueError as error:
             raise _unreadable(str(error).partition(":")[0]) from None  # behind it: all that it is made of
         for token_id in range(0, self._source.vocab_size, max(1, self._source.vocab_size // NUM_COMPARED)):
-            text = self._source.plain_texts[token_id]
+            text = None if tokens.is_special_token(token_id) else self._source.plain_texts[token_id]
             if text is not None and tokens.decode_bytes([token_id]) != text.encode():
                 raise _unreadable(f"it takes token {token_id}, {text!r}, for another text")
         return tokens
