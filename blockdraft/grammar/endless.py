@@ -1,7 +1,4 @@
-"""JSON schemas whose values would never end, as an object does that must hold one of its own kind.
-
-llguidance takes them: a model would write braces until it has no tokens left.
-"""
+"""JSON schemas whose values would never end: llguidance takes them, and a model would write without end."""
 
 from __future__ import annotations
 
@@ -14,10 +11,7 @@ MAX_REFERENCES = 64  # different ones in a schema; arbitrary: with more of them 
 
 
 def check_end(schema: Mapping[str, object], field: str = "structured_outputs") -> None:
-    """Raises RequestError if every value that matches would hold another one, and so on.
-
-    `field` is where the schema comes from.
-    """
+    """RequestError if every value would hold another one, and so on; `field` has the schema."""
     unsure = {ref: _target(schema, ref) for ref in _references(schema)}
     if not unsure or len(unsure) > MAX_REFERENCES:
         return
@@ -25,24 +19,18 @@ def check_end(schema: Mapping[str, object], field: str = "structured_outputs") -
     while found := {ref for ref, part in unsure.items() if _can_end(part, ending)} - ending:
         ending |= found
     if not _can_end(schema, ending):
-        raise RequestError(
-            f"the form cannot be kept to: {NOTHING} The JSON schema refers to itself without an end.",
-            field,
-        )
+        why = f"{NOTHING} The JSON schema refers to itself without an end."
+        raise RequestError(f"the form cannot be kept to: {why}", field)
 
 
 def _references(schema: object) -> set[str]:
     """Those of the schema and of everything in it."""
-    found, waiting = set(), [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            if isinstance(ref := part.get("$ref"), str):
-                found.add(ref)
-            waiting.extend(part.values())
-        elif isinstance(part, list):
-            waiting.extend(part)
-    return found
+    if isinstance(schema, list):
+        return set().union(*map(_references, schema))
+    if not isinstance(schema, Mapping):
+        return set()
+    ref = schema.get("$ref")
+    return set().union([ref] if isinstance(ref, str) else [], *map(_references, schema.values()))
 
 
 def _target(schema: Mapping[str, object], ref: str) -> object:
