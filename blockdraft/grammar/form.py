@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blockdraft.errors import RequestError
+from blockdraft.grammar.endless import check_end
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -97,6 +98,7 @@ def _schema(given: str | Mapping[str, object]) -> Mapping[str, object]:
         raise _refused(f"the JSON schema is not JSON: {error}.") from None
     if not isinstance(schema, Mapping):
         raise _refused(f"the JSON schema is {type(schema).__name__}, not an object.")
+    check_end(schema)
     return schema
 
 

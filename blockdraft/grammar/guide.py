@@ -14,6 +14,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
+from blockdraft.grammar.endless import NOTHING
 from blockdraft.grammar.form import Thinking
 
 Mask = np.ndarray  # [words] int32: bit i of word w is token 32 w + i
@@ -27,6 +28,12 @@ class Thoughts:
     is_open: bool = False
     num_matched: int = 0  # tokens of the opening or closing sequence that stand at the end
     num_tokens: int = 0  # inside, the closing sequence not counted
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """What is wrong in llguidance's words, with the place in the grammar; or in ours."""
+    error = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return NOTHING if error == "NoExtensionBias" else error[:500]
 
 
 class Guide:
@@ -73,7 +80,7 @@ class Guide:
     def look_for_error(self) -> None:
         """Say so if the form cannot be kept to any longer: to go on with it would take too long."""
         if self._matcher is not None and self._matcher.is_error():
-            self.error = self._matcher.get_error().strip()[:200]
+            self.error = error_of(self._matcher)
 
     # ---- thoughts
 

@@ -9,6 +9,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.form import StructuredOutputs, grammar_text
+from blockdraft.grammar.guide import error_of
 from blockdraft.text.tokenizer import Tokenizer
 
 NUM_COMPARED = 512  # tokens whose texts are compared: a kind that is misread is misread all over
@@ -51,7 +52,7 @@ class Vocabulary:
         if not matcher.is_error():
             matcher.compute_bitmask()  # some limits are met with the first mask
         if matcher.is_error():
-            raise RequestError(f"the form cannot be kept to: {_first_lines(matcher)}", "structured_outputs")
+            raise RequestError(f"the form cannot be kept to: {error_of(matcher)}", "structured_outputs")
         return matcher
 
     def _read_tokens(self) -> LLTokenizer:
@@ -77,8 +78,3 @@ def _unreadable(reason: str) -> RequestError:
         "its answers can have no form.",
         "structured_outputs",
     )
-
-
-def _first_lines(matcher: LLMatcher) -> str:
-    """An error of llguidance; the lines behind show the place in the grammar."""
-    return matcher.get_error().strip()[:500]

@@ -28,7 +28,7 @@ from blockdraft.phases import StartProgress
 from blockdraft.server.answers import ChatAnswer, TextAnswer
 from blockdraft.server.body import shown
 from blockdraft.server.chat import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
-from blockdraft.server.chat_host import MakeWriter
+from blockdraft.server.chat_host import Ask, MakeWriter, renamed
 from blockdraft.server.events import LoopFeed, live_events
 from blockdraft.server.exchange import exchange_of
 from blockdraft.server.failures import HANDLERS, NotReady
@@ -242,18 +242,16 @@ class _Api:
     async def chat(self, request: Request) -> Response:
         asked = await self.read(request, ChatRequest)
         head = self._head(request, asked, "chatcmpl")
-        return self.tell(await self.converse(request, asked, head, lambda answer: answer), asked)
+        return self.tell(await self.converse(request, lambda: asked, head, lambda answer: answer), asked)
 
-    async def converse(
-        self, request: Request, asked: ChatRequest, head: AnswerObject, writer: MakeWriter
-    ) -> Response:
+    async def converse(self, request: Request, ask: Ask, head: AnswerObject, writer: MakeWriter) -> Response:
         """Answer a conversation in the words of any API."""
         size = len(await request.body())
-        return await self._answer(request, self._chat(asked, size, head, writer))
+        return await self._answer(request, self._chat(ask, size, head, writer))
 
-    async def num_prompt_tokens(self, request: Request, asked: ChatRequest) -> int:
+    async def num_prompt_tokens(self, request: Request, ask: Ask) -> int:
         """How long a conversation is to the model."""
-        return len((await self._prepare(asked, len(await request.body()))).prompt_ids)
+        return len((await self._prepare(ask, len(await request.body()))).prompt_ids)
 
     async def completions(self, request: Request) -> Response:
         asked, size = await self.read(request, CompletionRequest), len(await request.body())
@@ -291,16 +289,18 @@ class _Api:
         name = f"{prefix}-{request.state.request_id}"
         return {"id": name, "created": int(time.time()), "model": self.name}
 
-    async def _chat(self, asked: ChatRequest, size: int, head: AnswerObject, writer: MakeWriter) -> Response:
-        prepared = await self._prepare(asked, size)
+    async def _chat(self, ask: Ask, size: int, head: AnswerObject, writer: MakeWriter) -> Response:
+        prepared = await self._prepare(ask, size)
         answer = ChatAnswer(prepared, head=head)
-        streams = await self._submit([prepared.prompt_ids], prepared.sampling)
-        return await respond(writer(answer), streams, is_stream=asked.stream)
+        with renamed({"structured_outputs": prepared.form_field}):
+            streams = await self._submit([prepared.prompt_ids], prepared.sampling)
+            return await respond(writer(answer), streams, is_stream=prepared.asked.stream)
 
-    async def _prepare(self, asked: ChatRequest, size: int) -> PreparedChat:
+    async def _prepare(self, ask: Ask, size: int) -> PreparedChat:
         """The request as the engine takes it; `size` is that of its body."""
         tokenizer, info = self._ready()
-        prepared = await _beside(size, prepare_chat, asked, self._dialect(tokenizer), info.sampling)
+        dialect = self._dialect(tokenizer)
+        prepared = await _beside(size, lambda: prepare_chat(ask(), dialect, info.sampling))
         check_prompts([prepared.prompt_ids], "messages", prepared.sampling, info)
         return prepared
 
@@ -311,7 +311,8 @@ class _Api:
         check_prompts(prompts, "prompt", sampling, info)
         texts = await _beside(size, echoed_texts, asked, prompts, tokenizer)
         answer = TextAnswer(asked, head=head, tokenizer=tokenizer, prompts=prompts, texts=texts)
-        return await respond(answer, await self._submit(prompts, sampling), is_stream=asked.stream)
+        with renamed({"structured_outputs": asked.form_field}):
+            return await respond(answer, await self._submit(prompts, sampling), is_stream=asked.stream)
 
     async def _submit(self, prompts: Items[Items[int]], sampling: SamplingParams) -> list[Stream]:
         """Queue all of them at once, or none: what one raises closes the streams of the others."""

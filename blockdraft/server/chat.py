@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
 from blockdraft.engine.request import SamplingParams
+from blockdraft.grammar.endless import check_end
 from blockdraft.grammar.form import StructuredOutputs, Thinking
 from blockdraft.server.choices import AnswerChoice, DraftMarks
 from blockdraft.server.conversations import for_template
@@ -61,6 +62,11 @@ class PreparedChat:
     prompt_ids: list[int]
     sampling: SamplingParams
     is_inside: bool  # the answer begins inside its thoughts
+
+    @property
+    def form_field(self) -> str:
+        """The field that asks for the form of the answer."""
+        return "tools" if self.asked.form is None else self.asked.form_field
 
     def choices(self) -> list[AnswerChoice]:
         """One for each answer, ready to take the engine's deltas in."""
@@ -162,6 +168,9 @@ def _form(asked: ChatRequest, dialect: Dialect, form: StructuredOutputs | None) 
         return dialect.tools.wrap_form(form, dialect.tokenizer)
     if not tools or not is_bound:
         return None
+    for tool in tools:
+        if asked.must_call or tool.is_strict:
+            check_end(tool.parameters, "tools")
     asked_form = CallForm(
         tools=tools,
         is_required=asked.must_call,

@@ -15,6 +15,7 @@ from blockdraft.server.fields import AnyBody, ChatRequest
 from blockdraft.server.schemas import AnswerObject
 from blockdraft.server.streaming import Writer
 
+Ask = Callable[[], ChatRequest]  # takes long where the body is long
 MakeWriter = Callable[[ChatAnswer], Writer]
 BodyT = TypeVar("BodyT", bound=AnyBody)
 
@@ -27,12 +28,10 @@ class ChatHost(Protocol):
     async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
         """The body, checked; the model it names is ours."""
 
-    async def converse(
-        self, request: Request, asked: ChatRequest, head: AnswerObject, writer: MakeWriter
-    ) -> Response:
-        """The answer, written by what `writer` makes of it."""
+    async def converse(self, request: Request, ask: Ask, head: AnswerObject, writer: MakeWriter) -> Response:
+        """The answer, written by what `writer` makes of it. `ask` runs beside the event loop if need be."""
 
-    async def num_prompt_tokens(self, request: Request, asked: ChatRequest) -> int: ...
+    async def num_prompt_tokens(self, request: Request, ask: Ask) -> int: ...
     def tell(self, response: Response, asked: AnyBody) -> Response:
         """The response, with the names of fields that were ignored."""
 

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.config import JsonDict
+from pydantic_core import ErrorDetails
 
 from blockdraft.engine.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
 from blockdraft.errors import RequestError
@@ -312,11 +313,17 @@ def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = _likeliest(error.errors(include_url=False, include_input=False))
         where = ".".join(shown_name(str(part)) for part in first["loc"])
         raise RequestError(f"'{where}': {first['msg']}.", shown_name(str(first["loc"][0]))) from None
     asked.check()
     return asked
+
+
+def _likeliest(errors: list[ErrorDetails]) -> ErrorDetails:
+    """Of a field that may be several things, what is wrong with the one that it comes nearest to."""
+    same = (one for one in errors if one["loc"][:1] == errors[0]["loc"][:1])
+    return max(same, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
 
 
 def _whole(value: object) -> object:

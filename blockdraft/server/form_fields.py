@@ -89,23 +89,34 @@ class FormFields(StrictFields):
     @property
     def form(self) -> StructuredOutputs | None:
         """The form that is asked for. Raises RequestError if there are two."""
-        listed = [("structured_outputs", one) for one in self._structured]
-        if self.response_format is not None and (found := self.response_format.form) is not None:
-            listed.append(("response_format", found))
-        old = StructuredFields(
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-        )
-        listed += [("guided_json, guided_regex, guided_choice or guided_grammar", one) for one in old.forms]
+        forms = self._forms
+        if len(forms) > 1:
+            names = " and ".join(dict.fromkeys(name for name, _ in forms))
+            raise RequestError(f"{names} ask for {len(forms)} forms: an answer can have one.", forms[0][0])
+        return forms[0][1] if forms else None
+
+    @property
+    def form_field(self) -> str:
+        """The field that asks for the form."""
+        return next((name for name, _ in self._forms), "structured_outputs")
+
+    @property
+    def _forms(self) -> list[tuple[str, StructuredOutputs]]:
+        """All that is asked for, and by which field."""
+        found = [("structured_outputs", one) for one in self._structured]
+        if self.response_format is not None and (form := self.response_format.form) is not None:
+            found.append(("response_format", form))
+        if self.guided_json is not None:
+            found.append(("guided_json", StructuredOutputs(json=self.guided_json)))
+        if self.guided_regex is not None:
+            found.append(("guided_regex", StructuredOutputs(regex=self.guided_regex)))
+        if self.guided_choice is not None:
+            found.append(("guided_choice", StructuredOutputs(choice=self.guided_choice)))
+        if self.guided_grammar is not None:
+            found.append(("guided_grammar", StructuredOutputs(grammar=self.guided_grammar)))
         if self.grammar is not None:
-            listed.append(("grammar", StructuredOutputs(grammar=self.grammar)))
-        if len(listed) > 1:
-            names = " and ".join(dict.fromkeys(name for name, _ in listed))
-            field = listed[0][0].split(",")[0]
-            raise RequestError(f"{names} ask for {len(listed)} forms: an answer can have one.", field)
-        return listed[0][1] if listed else None
+            found.append(("grammar", StructuredOutputs(grammar=self.grammar)))
+        return found
 
     @property
     def _structured(self) -> list[StructuredOutputs]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
+T = TypeVar("T", list[object], dict[str, object])
 _TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _ONE = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -36,16 +37,11 @@ def check_schema(schema: dict[str, object]) -> dict[str, object]:
         if isinstance(part, bool):
             continue
         if not isinstance(part, dict):
-            raise PydanticCustomError(
-                "schema", "a JSON schema holds {what} where a schema belongs", _kind(part)
-            )
+            wrong = {"found": type(part).__name__}
+            raise PydanticCustomError("schema", "a JSON schema holds {found} where a schema belongs", wrong)
         _check_type(part.get("type"))
         waiting.extend(_parts(part))
     return schema
-
-
-def _kind(value: object) -> dict[str, object]:
-    return {"what": type(value).__name__}
 
 
 def _check_type(given: object) -> None:
@@ -64,20 +60,18 @@ def _parts(schema: dict[str, object]) -> Iterator[object]:
             yield from found if isinstance(found, list) and name == "items" else [found]
     for name in _LISTED:
         if name in schema:
-            listed = schema[name]
-            if not isinstance(listed, list):
-                raise PydanticCustomError(
-                    "schema", "{name} is {what}, not a list", {"name": name} | _kind(listed)
-                )
-            yield from listed
+            yield from _checked(schema, name, list, "a list")
     for name in _NAMED:
         if name in schema:
-            named = schema[name]
-            if not isinstance(named, dict):
-                raise PydanticCustomError(
-                    "schema", "{name} is {what}, not an object", {"name": name} | _kind(named)
-                )
-            yield from named.values()
+            yield from _checked(schema, name, dict, "an object").values()
+
+
+def _checked(schema: dict[str, object], name: str, kind: type[T], what: str) -> T:
+    value = schema[name]
+    if not isinstance(value, kind):
+        wrong = {"name": name, "found": type(value).__name__, "what": what}
+        raise PydanticCustomError("schema", "{name} is {found}, not {what}", wrong)
+    return value
 
 
 Schema = Annotated[dict[str, object], AfterValidator(check_schema)]

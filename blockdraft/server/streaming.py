@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from blockdraft.engine.request import Delta
 from blockdraft.engine.streams import EngineStopped, Stream
+from blockdraft.errors import RequestError
 from blockdraft.server.exchange import Exchange, exchange_of
 from blockdraft.server.responses import while_connected
 
@@ -59,10 +60,17 @@ async def _take_all(answer: Writer, streams: Items[Stream]) -> None:
         news.clear()
         for prompt, stream in enumerate(streams):
             while (delta := stream.take()) is not None:
-                answer.take(prompt, delta)
+                answer.take(prompt, _going_on(delta))
         if all(stream.is_over for stream in streams):
             return
         await news.wait()
+
+
+def _going_on(delta: Delta) -> Delta:
+    """The delta. RequestError: the answer cannot keep to its form any longer, and half of it is of no use."""
+    if delta.finish_reason == "abort" and delta.stop_reason is not None:
+        raise RequestError(str(delta.stop_reason), "structured_outputs")
+    return delta
 
 
 class EventSource:
@@ -79,7 +87,7 @@ class EventSource:
             stream.listen(self._news.set)
 
     def take(self) -> str:
-        """All events that can be made now, as one text. Raises EngineStopped if it comes before the first.
+        """All events that can be made now, as one text. What goes wrong before the first is raised.
 
         Writing costs more than making an event: what has piled up is written together.
         """
@@ -87,9 +95,9 @@ class EventSource:
         try:
             for prompt, stream in enumerate(self._streams):
                 while (delta := stream.take()) is not None:
-                    held += self._answer.event(prompt, delta) or ""
+                    held += self._answer.event(prompt, _going_on(delta)) or ""
                     has_end = has_end or delta.finish_reason is not None
-        except EngineStopped as error:
+        except (EngineStopped, RequestError) as error:
             if not self._has_begun and not held:
                 raise
             self.is_over = True

@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 
 import tokenizers
 
+LONG_TEXT_CHARS = 1 << 13  # some milliseconds
 _MARK = "\ue000plain text\ue000"
+
+
+def encode_beside(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """The ids of a text. `encode` holds Python's lock: other threads would wait for a long one."""
+    if len(text) <= LONG_TEXT_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 class MessageText:
@@ -35,7 +43,7 @@ class MessageText:
         return {key: self._marked(value) for key, value in message.items()}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = encode_beside(self._tokenizer, text, add_special_tokens)
         return [token_id for token_id in ids if token_id != self._mark_id]
 
     def _marked(self, value: object) -> object:

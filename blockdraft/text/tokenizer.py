@@ -13,7 +13,7 @@ import jinja2
 
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import RequestError
-from blockdraft.text.message_text import MessageText
+from blockdraft.text.message_text import MessageText, encode_beside
 from blockdraft.text.plain_texts import PlainTexts, decodes_apart
 from blockdraft.text.template import compile_template, run_template
 
@@ -82,7 +82,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens spelled out in `text` become their ids. RequestError if not Unicode."""
         _check_unicode(text)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return encode_beside(self._tokenizer, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids outside the vocabulary have none.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import RequestError
+from blockdraft.grammar.endless import check_end
 from blockdraft.grammar.form import StructuredOutputs, Thinking
 from blockdraft.grammar.vocabulary import Vocabulary
 from blockdraft.text.tokenizer import Tokenizer
@@ -167,6 +168,52 @@ def test_what_is_no_form_is_refused_in_words(form, words):
         made.add([3], replace(RANDOM, structured_outputs=StructuredOutputs(**form)))
     assert error.value.field == "structured_outputs"
     assert not made.has_work
+
+
+A_REF, B_REF = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "type": "object",
+            "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+            "required": ["a"],
+        },
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {
+            **A_REF,
+            "$defs": {"a": {"type": "array", "prefixItems": [B_REF], "minItems": 1}, "b": {"const": 1}},
+        },
+    ],
+)
+def test_a_schema_that_refers_to_itself_may_have_an_end(schema):
+    check_end(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
+        {"anyOf": [A_REF, B_REF], "$defs": {"a": B_REF, "b": {"allOf": [A_REF]}}},
+        {
+            "oneOf": [A_REF],
+            "$defs": {"a": {"type": "object", "properties": {"~/": A_REF}, "required": ["~/"]}},
+        },
+        {
+            "$ref": "#/properties/~0~1",
+            "type": "object",
+            "properties": {"~/": {"$ref": "#"}},
+        },
+    ],
+)
+def test_a_schema_without_an_end_is_refused(schema):
+    with pytest.raises(RequestError, match="without an end"):
+        check_end(schema)
 
 
 def test_unknown_keywords_bind_nothing_where_that_is_asked_for():

@@ -63,7 +63,9 @@ def attack(operation, mode, num_examples):
         nonlocal num_sent
         num_sent += 1
         response = case.call(timeout=120)
-        case.validate_response(response, checks=CHECKS)
+        # To it a body that is too large, as one with too many items may be, is not refused by status 413.
+        made = CHECKS[:-1] if response.status_code == 413 else CHECKS
+        case.validate_response(response, checks=made)
         assert not any(secret in response.text for secret in SECRETS), response.text[:500]
 
     one()

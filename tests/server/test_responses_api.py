@@ -262,7 +262,8 @@ def test_what_asks_nothing_is_taken(app, fields):
     ("fields", "part", "param"),
     [
         ({"input": None}, "input", "input"),
-        ({"input": []}, "input", "input"),
+        ({"input": []}, "at least 1 item", "input"),
+        ({"input": [{"role": "user", "content": "t1"}] * 4097}, "at most 4096 items", "input"),
         ({"input": [{"type": "computer_call"}]}, "'input.0.type'", "input"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},

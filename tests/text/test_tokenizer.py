@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 
 import pytest
@@ -52,6 +53,28 @@ def test_special_tokens_are_added_recognised_and_skipped():
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>é<|im_end|>"
     assert tokenizer.special_ids == {256, 257, 258}
     assert tokenizer.vocab_size == 259
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded():
+    tokenizer, text = make(), "ab c" * 50_000
+    longest_s, is_over = 0.0, threading.Event()
+
+    def run() -> None:
+        nonlocal longest_s
+        last = time.monotonic()
+        while not is_over.is_set():
+            now = time.monotonic()
+            longest_s, last = max(longest_s, now - last), now
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    began = time.monotonic()
+    ids = tokenizer.encode(text)
+    took_s = time.monotonic() - began
+    is_over.set()
+    thread.join()
+    assert longest_s < took_s / 2
+    assert tokenizer.decode(ids) == text
 
 
 def test_eos_ids_fall_back_to_the_eos_token_only_when_the_checkpoint_lists_none():

@@ -27,13 +27,13 @@ def routes(host: ChatHost) -> list[Route]:
             "model": host.name,
         }
         with renamed(NAMES):
-            answer = await host.converse(request, asked.chat(), head, partial(MessageWriter, asked, head))
+            answer = await host.converse(request, asked.chat, head, partial(MessageWriter, asked, head))
         return host.tell(answer, asked)
 
     async def count_tokens(request: Request) -> Response:
         asked = await host.read(request, CountTokensRequest)
         with renamed(NAMES):
-            count: TokenCount = {"input_tokens": await host.num_prompt_tokens(request, asked.chat())}
+            count: TokenCount = {"input_tokens": await host.num_prompt_tokens(request, asked.chat)}
         return host.tell(JSONResponse(count), asked)
 
     return [

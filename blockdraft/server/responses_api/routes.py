@@ -14,6 +14,7 @@ from blockdraft.errors import RequestError
 from blockdraft.server.body import shown
 from blockdraft.server.chat_host import ChatHost, renamed
 from blockdraft.server.conversation import Conversation
+from blockdraft.server.fields import ChatRequest
 from blockdraft.server.nested import Nested
 from blockdraft.server.responses import INVALID, error_response
 from blockdraft.server.responses_api import schemas
@@ -49,8 +50,9 @@ class _ResponsesApi:
         }
         with renamed(NAMES):
             conversation = self._conversation(asked)
+            ask = partial(self._ask, asked, conversation)
             writer = partial(ResponseWriter, asked, head, partial(self._keep, asked, conversation))
-            answer = await self._host.converse(request, asked.chat(conversation), head, writer)
+            answer = await self._host.converse(request, ask, head, writer)
         return self._host.tell(answer, asked)
 
     async def retrieve(self, request: Request) -> Response:
@@ -66,20 +68,23 @@ class _ResponsesApi:
         return JSONResponse(deleted)
 
     def _conversation(self, asked: ResponsesRequest) -> Conversation:
-        """What was said before and what is said now, without instructions: they are for this request."""
-        conversation = Conversation()
-        if asked.previous_response_id is not None:
-            stored = self._store.get(asked.previous_response_id)
-            if stored is None:
-                raise RequestError(
-                    f"Previous response with id {shown(asked.previous_response_id)} not found: this server "
-                    "keeps the latest ones only, and none that was made with 'store': false.",
-                    "previous_response_id",
-                    "previous_response_not_found",
-                )
-            conversation = Conversation(stored.messages)
+        """What was said before, without instructions: they were for that request."""
+        if asked.previous_response_id is None:
+            return Conversation()
+        stored = self._store.get(asked.previous_response_id)
+        if stored is None:
+            raise RequestError(
+                f"Previous response with id {shown(asked.previous_response_id)} not found: this server "
+                "keeps the latest ones only, and none that was made with 'store': false.",
+                "previous_response_id",
+                "previous_response_not_found",
+            )
+        return Conversation(stored.messages)
+
+    def _ask(self, asked: ResponsesRequest, conversation: Conversation) -> ChatRequest:
+        """What is said now goes into the conversation, too."""
         add_input(conversation, asked.input, self._store.item)
-        return conversation
+        return asked.chat(conversation)
 
     def _keep(self, asked: ResponsesRequest, conversation: Conversation, answer: schemas.Response) -> None:
         if not asked.store:
