@@ -28,7 +28,7 @@ BUDGETS = {
     "settings": 1_150,
     "tools": 1_900,
     "text": 1_050,
-    "grammar": 500,
+    "grammar": 600,
     "cache": 800,
     "machine": 800,
     "step": 750,
