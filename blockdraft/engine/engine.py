@@ -146,6 +146,7 @@ class Engine:
             thinking,
             end_ids=self.vocabulary.end_ids,
             num_words=self.vocabulary.num_words,
+            may_roll_back=form is None or self.vocabulary.may_roll_back(form),
         )
 
     def abort(self, request_id: str) -> list[Delta]:

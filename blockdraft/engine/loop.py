@@ -138,15 +138,16 @@ class EngineLoop:
         return command.reply
 
     def _compile(self, command: _Add) -> None:
-        guide = _attempt(functools.partial(self._engine.guide_of, command.sampling))
-        if not isinstance(guide, Exception):
-            self._queue(replace(command, guide=guide))
-        elif command.reply.set_running_or_notify_cancel():
-            command.reply.set_exception(guide)
+        if not command.reply.cancelled():  # else its caller has gone before its turn came
+            guide = _attempt(functools.partial(self._engine.guide_of, command.sampling))
+            if not isinstance(guide, Exception):
+                self._queue(replace(command, guide=guide))
+            elif command.reply.set_running_or_notify_cancel():
+                command.reply.set_exception(guide)
         self._compiling.pop(command.receiver.request_id)
 
     def _queue(self, command: _Add) -> None:
-        if not self._send(command):
+        if not self._send(command) and command.reply.set_running_or_notify_cancel():
             command.reply.set_exception(EngineStopped("the engine is closed."))
 
     def abort(self, request_id: str) -> None:

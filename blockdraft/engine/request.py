@@ -132,8 +132,10 @@ def check_request(
             "prompt",
             "context_length_exceeded",
         )
+    thinking = sampling.thinking
     for name, token_ids in (
         ("prompt", prompt_ids),
+        ("thinking", () if thinking is None else (*thinking.open_ids, *thinking.close_ids)),
         ("logit_bias", sampling.logit_bias),
         ("stop_token_ids", sampling.stop_token_ids),
     ):

@@ -119,3 +119,5 @@ def _lark(text: str) -> str:
         return str(gbnf_to_lark(text))
     except GbnfToLarkError as error:
         raise _refused(f"the GBNF grammar cannot be read: {error}.") from None
+    except RecursionError:
+        raise _refused("the GBNF grammar nests too deep: flatten it.") from None

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+from llguidance.numpy import (
+    fill_next_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
 
 from blockdraft.grammar.endless import NOTHING
 from blockdraft.grammar.form import Thinking
@@ -46,20 +50,31 @@ class Guide:
         *,
         end_ids: Items[int],
         num_words: int,
+        may_roll_back: bool = True,
     ) -> None:
-        """`matcher`: of the form, None where only the thoughts are bound."""
+        """`matcher`: of the form, None where only the thoughts are bound.
+
+        `may_roll_back`: it can take back tokens; else they are tried with copies of it, which takes longer.
+        """
         self.error: str | None = None  # why the form cannot be kept to any longer
         self._matcher = matcher
         self._thinking = thinking
         self._end_ids = tuple(end_ids)
         self._num_words = num_words
+        self._may_roll_back = may_roll_back
         # None: they are over, or there were none
         self._thoughts = None if thinking is None else Thoughts(is_open=not thinking.open_ids)
 
     def copy(self) -> Guide:
         """For another choice of the same request."""
         matcher = None if self._matcher is None else self._matcher.deep_copy()
-        return Guide(matcher, self._thinking, end_ids=self._end_ids, num_words=self._num_words)
+        return Guide(
+            matcher,
+            self._thinking,
+            end_ids=self._end_ids,
+            num_words=self._num_words,
+            may_roll_back=self._may_roll_back,
+        )
 
     @property
     def is_binding(self) -> bool:
@@ -136,7 +151,11 @@ class Guide:
                 found.append(token_id)
         if self._matcher is None:
             return found + drafts[len(found) :]
-        return found + _corrected(self._matcher, drafts[len(found) :], self._end_ids)
+        matcher = self._matcher if self._may_roll_back else self._matcher.deep_copy()
+        rest = _corrected(matcher, drafts[len(found) :], self._end_ids)
+        if self._may_roll_back:
+            matcher.rollback(len(rest))
+        return found + rest
 
     def forced(self) -> list[int]:
         """What must come next, whatever is drafted: the first tokens of what `correct` would say."""
@@ -175,7 +194,7 @@ class Guide:
         assert self._matcher is not None
         may_think = column == 0 and self._thoughts is not None and not self._thoughts.is_open
         also = self._thinking.open_ids[0] if may_think and self._thinking is not None else None
-        return Form(self._matcher, column, drafts, also)
+        return Form(self._matcher, column, drafts, also, self._may_roll_back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +205,7 @@ class Form:
     column: int
     drafts: list[int]
     also: int | None = None  # a token that may come as well, at the first column
+    may_roll_back: bool = True  # the matcher
 
 
 @functools.cache
@@ -198,18 +218,30 @@ def fill_forms(forms: Items[tuple[int, Form]], masks: np.ndarray) -> None:
     width, num_words = masks.shape[1:]
     flat, places = masks.reshape(-1, num_words), [(row * width + form.column, form) for row, form in forms]
     alone = [(form.matcher, place) for place, form in places if not form.drafts]
-    drafted = [(form.matcher, place, form.drafts) for place, form in places if form.drafts]
+    drafted = [(one.matcher, place, one.drafts) for place, one in places if one.drafts and one.may_roll_back]
     if alone:
         fill_next_token_bitmask_par(_executor(), alone, flat)
     if drafted:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, flat)
+    for place, form in places:
+        if form.drafts and not form.may_roll_back:
+            _fill_one_by_one(form, flat[place:])
     for row, form in forms:
         if form.also is not None:
             masks[row, form.column] |= _only(form.also, num_words)
 
 
+def _fill_one_by_one(form: Form, masks: Masks) -> None:
+    matcher = form.matcher.deep_copy()
+    for column, token_id in enumerate(form.drafts):
+        fill_next_token_bitmask(matcher, masks, column)
+        if not matcher.consume_token(token_id):
+            return  # nothing behind it will be committed
+    fill_next_token_bitmask(matcher, masks, len(form.drafts))
+
+
 def _corrected(matcher: LLMatcher, drafts: list[int], end_ids: Items[int]) -> list[int]:
-    """Of the form: what is forced first, then drafts while they are allowed, and so on."""
+    """Of the form: what is forced first, then drafts while they are allowed, and so on; these it consumes."""
     found: list[int] = []
     while len(found) < len(drafts):
         forced = _forced(matcher, end_ids)
@@ -218,7 +250,6 @@ def _corrected(matcher: LLMatcher, drafts: list[int], end_ids: Items[int]) -> li
         found += tried[:num_taken]
         if num_taken == 0 or found[-1] in end_ids:
             break
-    matcher.rollback(len(found))
     return found
 
 

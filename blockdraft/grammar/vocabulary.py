@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from threading import Lock
 
@@ -16,6 +17,12 @@ NUM_COMPARED = 512  # tokens whose texts are compared: a kind that is misread is
 MAX_KEPT = 64  # compiled forms; arbitrary: one of an ordinary schema takes some hundred kilobytes
 # What one form may cost: building, each mask, and memory. llguidance's own limits but for the last two.
 LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
+
+
+# Parts of Lark that llguidance cannot take back (it says so), or takes back wrongly (1.9.1): ends of a rule
+# that are no part of its text, and tokens by their ids, unless they are special.
+_ENDS = re.compile(r"\b(max_tokens|stop)\s*=")
+_IDS = re.compile(r"<\[([^\]]*)\]>")
 
 
 class Vocabulary:
@@ -43,6 +50,15 @@ class Vocabulary:
             if len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
             return found.deep_copy()
+
+    def may_roll_back(self, form: StructuredOutputs) -> bool:
+        """Whether the form's matcher can take back tokens that it was tried with."""
+        tokens, text = self._tokens, form.grammar
+        if text is None or tokens is None:
+            return True
+        ids = [one for listed in _IDS.findall(text) for one in listed.split(",")]
+        are_special = (one.isdecimal() and tokens.is_special_token(int(one)) for one in ids)
+        return _ENDS.search(text) is None and all(are_special)
 
     def _compile(self, text: str) -> LLMatcher:
         with self._lock:

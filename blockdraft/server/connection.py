@@ -55,6 +55,7 @@ class HttpConnection(asyncio.Protocol):
         self._arriving: Exchange | None = None  # the one whose body comes in
         self._waiting: deque[Exchange] = deque()  # pipelined, behind the one that is answered
         self._is_in_head = False
+        self._wants_upgrade = False
         self._num_unparsed = 0  # bytes since the last part of a body
         self._has_moved = False
         self._is_read_paused = False
@@ -97,9 +98,7 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._has_moved = False
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # to nothing that we know: the request has been read as any other
+            self._parse(data)
         except httptools.HttpParserError:
             self._refuse()
             return
@@ -110,19 +109,38 @@ class HttpConnection(asyncio.Protocol):
         self._watch_head()
         self._note_idle()
 
+    def _parse(self, data: bytes) -> None:
+        """A request that asks for another protocol, of which we know none, is read as if it did not."""
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._wants_upgrade:
+                    return  # CONNECT: what follows is not for us
+                # The parser has left the body out.
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+            else:
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, self._version.encode())]
+        lines += [b"%b: %b" % field for field in self._headers if field[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
     def eof_received(self) -> None:
-        pass
+        self._watch_rest()  # the transport closes itself
 
     def pause_writing(self) -> None:
         self.is_write_paused = True
         self._writable.clear()
-        if self._send_timer is None:
-            self._send_timer = self._loop.call_later(self.send_timeout_s, self.transport.abort)
+        self._watch_sending()
 
     def resume_writing(self) -> None:
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
+        if self.transport.is_closing():
+            self._watch_rest()
         self.is_write_paused = False
         self._writable.set()
         if self._exchange is not None and self._exchange.on_resume is not None:
@@ -133,9 +151,14 @@ class HttpConnection(asyncio.Protocol):
     def shutdown(self) -> None:
         """The server ends: what is under way may end before."""
         if self._exchange is None or self._exchange.is_complete:
-            self.transport.close()
+            self.close()
         else:
             self._exchange.close_after()
+
+    def close(self) -> None:
+        """Behind what waits to be sent, if the client reads that in time."""
+        self.transport.close()
+        self._watch_rest()
 
     async def drain(self) -> None:
         await self._writable.wait()
@@ -144,19 +167,20 @@ class HttpConnection(asyncio.Protocol):
         if self._is_read_paused and not self._waiting:
             self._is_read_paused = False
             self.transport.resume_reading()
+            self._watch_head()
 
     def answered(self) -> None:
         """The next request, if it is there already."""
         self._state.total_requests += 1
         if self._arriving is not None and self._arriving is self._exchange:
-            self.transport.close()  # what is left of its body is not waited for
+            self.close()  # what is left of its body is not waited for
         if self.transport.is_closing():
             self.idle.pop(self, None)
             return
         if self._waiting:
             self._start(self._waiting.popleft())
         elif not self._is_in_head:
-            self._keep_alive_timer = self._loop.call_later(self._keep_alive_s, self.transport.close)
+            self._keep_alive_timer = self._loop.call_later(self._keep_alive_s, self.close)
         self.resume_reading()
         self._note_idle()
 
@@ -179,8 +203,11 @@ class HttpConnection(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        self._version = version = self._parser.get_http_version()
+        self._wants_upgrade = self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
+        if self._wants_upgrade:
+            return  # the same head comes again without that
         self._is_in_head = False
-        version = self._parser.get_http_version()
         names = [name for name, _ in self._headers]
         if names.count(b"host") != 1 and (version == "1.1" or b"host" in names):
             raise ValueError("HTTP/1.1 wants one Host header")
@@ -229,6 +256,7 @@ class HttpConnection(asyncio.Protocol):
         if self._arriving is not None:
             self._arriving.end_body()
             self._arriving = None
+            self.resume_reading()  # all of it is here: only who reads hears of a client that goes
 
     # ---- limits
 
@@ -248,7 +276,7 @@ class HttpConnection(asyncio.Protocol):
                 b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n"
                 b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(text), text)
             )
-        self.transport.close()
+        self.close()
         self.idle.pop(self, None)
         if exchange is not None:
             exchange.lose()
@@ -265,11 +293,23 @@ class HttpConnection(asyncio.Protocol):
             self.idle.setdefault(self)
 
     def _watch_head(self) -> None:
-        """The time runs from the first byte of a head, or from the connection; more bytes do not renew it."""
-        if self._exchange is not None and not self._is_in_head:
+        """The time runs from the first byte of a head, or from the connection; more bytes do not renew it.
+
+        Nor does it run while we do not read.
+        """
+        if self._is_read_paused or (self._exchange is not None and not self._is_in_head):
             self._stop_watching_head()
         elif self._head_timer is None:
             self._head_timer = self._loop.call_later(self.head_timeout_s, self.transport.abort)
+
+    def _watch_rest(self) -> None:
+        """What is left of the last answer is too little for `pause_writing`."""
+        if self.transport.get_write_buffer_size():
+            self._watch_sending()
+
+    def _watch_sending(self) -> None:
+        if self._send_timer is None:
+            self._send_timer = self._loop.call_later(self.send_timeout_s, self.transport.abort)
 
     def _stop_watching_head(self) -> None:
         if self._head_timer is not None:

@@ -58,7 +58,11 @@ def _add(
     loop: EngineLoop, server: _Server, request_id: str, prompt_ids: tuple[int, ...], sampling: SamplingParams
 ) -> None:
     def reply(added: Future[None]) -> None:
-        error = None if added.cancelled() else added.exception()
+        if added.cancelled():  # aborted before the engine has heard of it: nobody else says so
+            ends = [Delta(request_id, i, "", (), finish_reason="abort") for i in range(sampling.n)]
+            server.tell("deltas", [], [(request_id, end) for end in ends])
+            return
+        error = added.exception()
         if error is not None:  # else the first delta says so
             server.tell("refused", request_id, _for_another_process(error))
 

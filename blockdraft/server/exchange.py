@@ -43,6 +43,7 @@ class Line(Protocol):
     def default_headers(self) -> list[tuple[bytes, bytes]]: ...
     async def drain(self) -> None: ...
     def resume_reading(self) -> None: ...
+    def close(self) -> None: ...
     def answered(self) -> None:
         """The exchange is over."""
 
@@ -95,7 +96,9 @@ class Exchange:
         self._keeps_alive = False
 
     def lose(self) -> None:
-        """The client has gone."""
+        """The client has gone. It is told once: a second `cancel` would be somebody else's."""
+        if self.is_gone:
+            return
         self.is_gone = not self.is_complete
         self._news.set()
         if self.is_gone and self.on_gone is not None:
@@ -114,7 +117,7 @@ class Exchange:
 
     async def _fail(self) -> None:
         if self.has_begun:
-            self._transport.close()
+            self._line.close()
             return
         await self.send({"type": "http.response.start", "status": 500, "headers": _FAILED_HEADERS})
         await self.send({"type": "http.response.body", "body": b"Internal Server Error"})
@@ -187,7 +190,7 @@ class Exchange:
         self.is_complete = True
         self._news.set()
         if not self._keeps_alive:
-            self._transport.close()
+            self._line.close()
         self._line.answered()
 
     async def while_connected(self, work: Coroutine[None, None, T]) -> T | None:

@@ -126,7 +126,7 @@ class EventSource:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def write() -> None:
-            if exchange.is_write_paused or done.done():
+            if done.done() or (exchange.is_write_paused and not exchange.is_gone):
                 return
             try:
                 self._write_once(exchange)

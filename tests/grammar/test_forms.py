@@ -273,3 +273,35 @@ def test_every_kind_of_tokenizer_that_is_read_can_write_a_form(kind):
 def test_a_tokenizer_that_cannot_be_read_is_said_to_be():
     with pytest.raises(RequestError, match="llguidance cannot read"):
         tiny.engine().add([3], replace(RANDOM, structured_outputs=TRUE))
+
+
+# ---- what llguidance cannot take back
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: (a ",")*\na[max_tokens=2]: /[a-f0-9]+/',
+        'start: (a "true")*\na[stop="x"]: /[a-f]*/',
+        f'start: (/[a-f]/ <[{json_tokens.ids(":")[0]}]> "true")*',
+    ],
+    ids=["max_tokens", "stop", "id"],
+)
+def test_a_rule_that_cannot_be_taken_back_binds_a_block_as_it_binds_plain_decoding(grammar):
+    asked = replace(RANDOM, structured_outputs=StructuredOutputs(grammar=grammar))
+    jobs = [([3, 5, 7], replace(asked, seed=seed)) for seed in range(4)]
+    plain = tiny.run(engine(), [(ids, replace(job, width=1)) for ids, job in jobs])
+    assert tiny.run(engine(), [(ids, replace(job, width=tiny.BLOCK)) for ids, job in jobs]) == plain
+    assert all(reason in ("stop", "length") for ((_, _, reason),) in plain)
+
+
+def test_thoughts_of_tokens_that_are_none_are_refused():
+    thinking = Thinking(close_ids=(10**6,), max_tokens=0)
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        engine().add([3, 5, 7], replace(RANDOM, thinking=thinking))
+
+
+def test_a_gbnf_grammar_that_nests_too_deep_is_refused():
+    form = StructuredOutputs(grammar="root ::= " + "(" * 3000 + '"a"' + ")" * 3000)
+    with pytest.raises(RequestError, match="nests too deep"):
+        engine().add([3, 5, 7], replace(RANDOM, structured_outputs=form))

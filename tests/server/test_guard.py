@@ -17,9 +17,11 @@ import pytest
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.routing import Route
+from uvicorn.server import ServerState
 
 from blockdraft.errors import SettingsError
 from blockdraft.server import guard as guard_module
+from blockdraft.server.exchange import exchange_of
 from blockdraft.server.guard import DRAIN_FACTOR, Guard
 from blockdraft.server.logs import JsonLines, TextLines
 from blockdraft.server.options import (
@@ -29,7 +31,7 @@ from blockdraft.server.options import (
     is_loopback,
     read_api_keys,
 )
-from blockdraft.server.protocol import NUM_SPARE_CONNECTIONS
+from blockdraft.server.protocol import NUM_SPARE_CONNECTIONS, uvicorn_config
 from tests.server.asking import ask, connected, listening
 
 KEY, OTHER_KEY = "sk-right-7f3a", "sk-second-91bc"
@@ -822,3 +824,122 @@ def test_what_a_request_raises_is_logged_without_its_text():
     assert response.status_code == 500
     assert "ValueError" in stream.getvalue()
     assert "private" not in stream.getvalue() + response.text
+
+
+# ---- connections that end, or go on, while something is under way
+
+
+class Held:
+    """An application that waits for as long as its client is there."""
+
+    def __init__(self):
+        self.entered, self.ended = threading.Event(), threading.Event()
+
+    async def answer(self, request):
+        work = asyncio.sleep(60)
+        self.entered.set()
+        try:
+            await exchange_of(request.scope).while_connected(work)
+        finally:
+            self.ended.set()
+        return JSONResponse({})
+
+
+@pytest.mark.parametrize("size", [10, 80_000])  # the latter comes at once, more than waits to be read
+def test_a_client_that_goes_is_noticed_however_long_its_body_was(size):
+    held, options = Held(), ServerOptions()
+    app = Guard(Starlette(routes=[Route("/", held.answer, methods=["POST"])]), options)
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with listening(app, options, flush_s=1) as address:
+        with socket.create_connection(address) as client:
+            client.sendall(head % size + b" " * size)
+            assert held.entered.wait(10)
+        assert held.ended.wait(5)
+
+
+def test_what_follows_a_request_that_waits_is_no_error_of_the_server(caplog):
+    held, options = Held(), ServerOptions()
+    app = Guard(Starlette(routes=[Route("/", held.answer)]), options)
+    with listening(app, options, flush_s=1) as address, socket.create_connection(address) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert held.entered.wait(10)
+        client.sendall(b"no HTTP\r\n\r\n")
+        client.settimeout(10)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")
+        assert held.ended.wait(5)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_a_head_is_not_waited_for_while_the_server_does_not_read():
+    async def slow(request):
+        await asyncio.sleep(1)
+        return JSONResponse({})
+
+    options = ServerOptions(idle_timeout_s=0.3, keep_alive_s=1)
+    get = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    with listening(Guard(Starlette(routes=[Route("/", slow)]), options), options) as address:
+        found = all_that_comes(address, get + get + get[:9], get[9:])
+    assert found.count(b"HTTP/1.1 200") == 3
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [b"content-length: 2\r\n\r\n{}", b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"],
+    ids=["length", "chunked"],
+)
+@pytest.mark.parametrize("at", [None, -9, -1])
+def test_a_request_that_asks_for_another_protocol_keeps_its_body(framing, at):
+    """As Java's client does with its first request: it would like to speak HTTP/2."""
+    options = ServerOptions(keep_alive_s=1)
+    sent = (
+        b"POST /v1/models HTTP/1.1\r\nconnection: Upgrade, HTTP2-Settings\r\nhost: x\r\nupgrade: h2c\r\n"
+        b"http2-settings: AAEAAEAA\r\ncontent-type: application/json\r\n" + framing
+    )
+    parts = (sent + GET,) if at is None else (sent[:at], sent[at:] + sent, GET)
+    with listening(app_with(options), options) as address:
+        found = all_that_comes(address, *parts)
+    num_posts = 1 if at is None else 2
+    assert found.count(b"HTTP/1.1 200") == num_posts + 1
+    assert found.count(b'"length":2') == num_posts
+
+
+def test_the_rest_of_an_answer_that_nobody_reads_is_dropped_too():
+    """Less than what stops an answer from being written: nothing but time tells that nobody reads."""
+    made = []
+
+    async def run():
+        options = ServerOptions(send_timeout_s=0.2, keep_alive_s=1)
+        state = ServerState()
+        config = uvicorn_config(answers_at_once, options)
+        config.load()
+
+        def make():
+            made.append(config.http_protocol_class(config, state, {}))
+            return made[-1]
+
+        server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        with client:
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, server.sockets[0].getsockname())
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            deadline_s = time.monotonic() + 10
+            while (state.connections or not state.total_requests) and time.monotonic() < deadline_s:
+                await asyncio.sleep(0.02)
+            left = len(state.connections)
+        server.close()
+        return left
+
+    async def answers_at_once(scope, receive, send):
+        transport = made[-1].transport
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not transport.get_write_buffer_size():
+            await send({"type": "http.response.body", "body": b"x" * 8000, "more_body": True})
+            await asyncio.sleep(0.05)  # for the client's side to take what it can
+        await send({"type": "http.response.body", "body": b"x" * 1000})
+        assert not made[-1].is_write_paused
+
+    assert asyncio.run(run()) == 0

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,8 @@ from blockdraft.engine.loop import EngineLoop
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import CapacityError, ModelError, RequestError
+from blockdraft.grammar.form import StructuredOutputs
+from tests.grammar import json_tokens
 from tests.server.pair import models
 from tests.server.remote import remote_engine
 
@@ -106,6 +109,28 @@ def test_a_closed_stream_ends_its_request(remote, engine):
 
     asyncio.run(begin_and_close())
     assert asyncio.run(remote.snapshot()).num_running == 0
+
+
+def test_an_abort_while_a_form_is_compiled_ends_the_stream(monkeypatch):
+    engine, may_compile = Engine(replace(models(), tokenizer=json_tokens.tokenizer())), threading.Event()
+    guide_of = engine.guide_of
+
+    def slow(sampling):
+        may_compile.wait(30)
+        return guide_of(sampling)
+
+    async def begin_and_abort(remote, num_choices):
+        form = StructuredOutputs(choice=["true"])
+        stream = await remote.submit(PROMPT, SamplingParams(structured_outputs=form, n=num_choices))
+        remote.abort(stream.request_id)
+        async with asyncio.timeout(10):
+            return [delta.finish_reason async for delta in stream]
+
+    with remote_engine(lambda startup: engine) as remote:
+        monkeypatch.setattr(engine, "guide_of", slow)
+        assert asyncio.run(begin_and_abort(remote, 2)) == ["abort"] * 2
+        assert remote.num_live == 0
+        may_compile.set()
 
 
 @pytest.mark.parametrize("how", ["close", "kill"])

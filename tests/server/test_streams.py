@@ -226,10 +226,12 @@ def test_nothing_is_written_to_a_client_that_does_not_read_until_it_does():
     assert line.written[-1].endswith("data: [DONE]\n\n")
 
 
-def test_who_has_gone_ends_the_writing():
+@pytest.mark.parametrize("has_read", [True, False])
+def test_who_has_gone_ends_the_writing(has_read):
     line = Line()
 
     def act(stream):
+        line.is_write_paused = not has_read
         line.is_gone = True
         line.on_gone()
 
