@@ -44,6 +44,7 @@ class Launched:
 
     begun_s: float
     is_usual: bool = True  # its time says what others like it will take
+    is_in_parts: bool = False  # it reads masks that the next such step would overwrite
     end: torch.cuda.Event | None = None  # of a prefill on a card
     outcome: Outcome | None = None
     reading: Reading | None = None
@@ -237,7 +238,8 @@ class Engine:
 
     def _step(self) -> list[Delta]:
         deltas = []
-        if self._pending is not None and self.scheduler.has_forms:  # masks follow from what was committed
+        # Masks follow from what was committed.
+        if self._pending is not None and (self._pending[1].is_in_parts or self.scheduler.has_forms):
             pending, self._pending = self._pending, None
             deltas = self._collect(*pending)
         batch = self.scheduler.schedule()
@@ -305,13 +307,14 @@ class Engine:
         if parts is not None:
             self._place(batch, parts.num_rows)
             packed = run_in_parts(parts, _guides(batch), self.masks)
-            return Launched(self.clock(), is_usual=False, reading=Reading(packed))
+            return Launched(self.clock(), is_usual=False, is_in_parts=True, reading=Reading(packed))
         num_rows = (None if self.graphs is None else self.graphs.size(*place)) or len(batch.sequences)
         self._place(batch, num_rows)
         eager = self._in_parts(num_rows, batch.width, num_logprobs)
         packed = run_in_parts(eager, _guides(batch), self.masks)
         logprobs = eager.verdict.logprobs
-        return Launched(self.clock(), is_usual=False, reading=Reading(packed), logprobs=logprobs)
+        reading = Reading(packed)
+        return Launched(self.clock(), is_usual=False, is_in_parts=True, reading=reading, logprobs=logprobs)
 
     def _in_parts(self, num_rows: int, width: int, num_logprobs: int | None = None) -> StepInParts:
         allowed = self.masks.allowed(num_rows, width)

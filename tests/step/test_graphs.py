@@ -3,17 +3,21 @@
 What a graph must not change is compared here too, kernel by kernel: tests/gpu repeats it with graphs.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from blockdraft.engine import forms
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.twin import serve
+from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.step.graphs import MAX_SHARE, CaptureTime, Reading, pack
 from blockdraft.step.prefill_graphs import PrefillGraph, PrefillGraphs, filled, shapes
 from blockdraft.step.row_sizes import row_sizes
 from blockdraft.step.verify import Verdict
 from tests import stepping
+from tests.grammar import json_tokens
 from tests.stepping import HOST, SCENES, KernelByKernel
 
 
@@ -254,3 +258,22 @@ def test_forms_beside_none_with_a_step_in_flight_or_not(monkeypatch):
     # Not `columns`: blocks may come to hold other drafts.
     told = [[(one.token_ids, one.text, one.finish_reason) for one in result] for result in results]
     assert told[0] == told[1] == told[2]
+
+
+def test_a_step_of_forms_is_read_before_another_one_overwrites_its_masks(monkeypatch):
+    """Also where the answer that had one is gone, and the next comes with its prompt in the cache."""
+    engine = stepping.tiny_engine(HOST, is_captured=False, overlap=True, tokenizer=json_tokens.tokenizer())
+    (bound, asked), (plain, other) = stepping.make_requests(2)
+    asked = replace(asked, ignore_eos=False, structured_outputs=StructuredOutputs(regex="[ab]{40}"))
+    names = [engine.add(bound, asked), engine.add(plain, other)]
+    while engine._pending is None or not engine._pending[1].is_in_parts:
+        engine.step()
+    engine.abort(names[0])
+    collected = []
+    monkeypatch.setattr(
+        engine,
+        "_launch",
+        lambda batch, launch=engine._launch: (collected.append(engine._pending), launch(batch))[1],
+    )
+    engine.step()
+    assert collected == [None]
