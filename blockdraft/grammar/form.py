@@ -12,6 +12,7 @@ from blockdraft.grammar.endless import check_end
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+    from llguidance._lib import JsonCompileOptions
 
 MAX_FORM_CHARS = 1 << 19  # arbitrary; llguidance bounds what a grammar becomes
 MAX_CHOICES = 4096  # of `choice`; arbitrary
@@ -58,20 +59,25 @@ class Thinking:
 
 def grammar_text(form: StructuredOutputs) -> str:
     """The form as llguidance reads it. RequestError: it can be no such form, whatever the tokenizer."""
-    if form.regex is not None:
-        text = _library().grammar_from_regex(_text("regex", form.regex))
-    elif form.choice is not None:
-        text = _library().grammar_from_lark(_lark_of_choice(form.choice))
-    elif form.grammar is not None:
-        text = _library().grammar_from_lark(_lark(_text("grammar", form.grammar)))
-    else:
-        schema = {"type": "object"} if form.json is None else _schema(form.json)
-        text = _library().grammar_from_json_schema(
-            dict(schema), {"whitespace_pattern": WHITESPACE, "lenient": form.is_lenient}
-        )
+    try:
+        text = _grammar_text(form)
+    except RecursionError:
+        raise _refused("it nests too deep: flatten it.") from None
     if len(text) > MAX_FORM_CHARS:
         raise _refused(f"{len(text)} characters are more than the {MAX_FORM_CHARS} that a form may have.")
     return text
+
+
+def _grammar_text(form: StructuredOutputs) -> str:
+    if form.regex is not None:
+        return _library().grammar_from_regex(_text("regex", form.regex))
+    if form.choice is not None:
+        return _library().grammar_from_lark(_lark_of_choice(form.choice))
+    if form.grammar is not None:
+        return _library().grammar_from_lark(_lark(_text("grammar", form.grammar)))
+    schema = {"type": "object"} if form.json is None else _schema(form.json)
+    options: JsonCompileOptions = {"whitespace_pattern": WHITESPACE, "lenient": form.is_lenient}
+    return _library().grammar_from_json_schema(dict(schema), options)
 
 
 def _library() -> type[LLMatcher]:
@@ -119,5 +125,3 @@ def _lark(text: str) -> str:
         return str(gbnf_to_lark(text))
     except GbnfToLarkError as error:
         raise _refused(f"the GBNF grammar cannot be read: {error}.") from None
-    except RecursionError:
-        raise _refused("the GBNF grammar nests too deep: flatten it.") from None

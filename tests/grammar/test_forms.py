@@ -1,5 +1,6 @@
 """Answers of a form: every one that ended by itself has it, and what cannot be one is refused in a line."""
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -142,6 +143,10 @@ def test_a_budget_needs_no_form():
 # ---- what is refused
 
 REFUSED = [
+    (
+        {"json": functools.reduce(lambda inner, _: {"type": "array", "items": inner}, range(2000), {})},
+        "too deep",
+    ),
     ({"json": "{"}, "not JSON"),
     ({"json": [1]}, "not an object"),
     ({"json": False}, "not an object"),
