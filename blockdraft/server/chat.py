@@ -14,9 +14,9 @@ from blockdraft.engine.request import SamplingParams
 from blockdraft.grammar.endless import check_end
 from blockdraft.grammar.form import StructuredOutputs, Thinking
 from blockdraft.server.choices import AnswerChoice, DraftMarks
-from blockdraft.server.conversations import for_template
 from blockdraft.server.fields import ChatRequest, TokenizeRequest
 from blockdraft.server.prompts import with_field_error
+from blockdraft.server.template_messages import for_template
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.bare_json import tools_as_messages
 from blockdraft.tools.formats import ToolFormat, find_format

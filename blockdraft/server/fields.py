@@ -17,7 +17,6 @@ from pydantic_core import ErrorDetails
 from blockdraft.engine.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
 from blockdraft.errors import RequestError
 from blockdraft.server.body import parse_object, shown_name
-from blockdraft.server.conversations import check_messages
 from blockdraft.server.field_types import (
     MAX_INT,
     MAX_PROMPT_TOKENS,
@@ -30,6 +29,7 @@ from blockdraft.server.field_types import (
     TokenId,
 )
 from blockdraft.server.form_fields import FormFields
+from blockdraft.server.template_messages import check_messages
 from blockdraft.server.tool_fields import ToolFields, Tools
 
 MAX_SALT = 1024  # characters of a cache salt; arbitrary
