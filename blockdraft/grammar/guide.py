@@ -9,17 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import (
-    fill_next_token_bitmask,
-    fill_next_token_bitmask_par,
-    fill_next_token_bitmask_par_with_draft_tokens,
-)
 
 from blockdraft.grammar.endless import NOTHING
 from blockdraft.grammar.form import Thinking
+
+if TYPE_CHECKING:  # it is imported with the first form: most servers never see one
+    from llguidance import LLExecutor, LLMatcher
 
 Mask = np.ndarray  # [words] int32: bit i of word w is token 32 w + i
 Masks = np.ndarray  # [columns, words]
@@ -210,11 +208,15 @@ class Form:
 
 @functools.cache
 def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
     return LLExecutor()
 
 
 def fill_forms(forms: Items[tuple[int, Form]], masks: np.ndarray) -> None:
     """All columns of all rows at once: (row, its form), masks [R, W, words]."""
+    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
     width, num_words = masks.shape[1:]
     flat, places = masks.reshape(-1, num_words), [(row * width + form.column, form) for row, form in forms]
     alone = [(form.matcher, place) for place, form in places if not form.drafts]
@@ -232,6 +234,8 @@ def fill_forms(forms: Items[tuple[int, Form]], masks: np.ndarray) -> None:
 
 
 def _fill_one_by_one(form: Form, masks: Masks) -> None:
+    from llguidance.numpy import fill_next_token_bitmask
+
     matcher = form.matcher.deep_copy()
     for column, token_id in enumerate(form.drafts):
         fill_next_token_bitmask(matcher, masks, column)

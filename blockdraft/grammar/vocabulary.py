@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from threading import Lock
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from typing import TYPE_CHECKING
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.form import StructuredOutputs, grammar_text
 from blockdraft.grammar.guide import error_of
 from blockdraft.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:  # it is imported with the first form: most servers never see one
+    from llguidance import LLMatcher, LLTokenizer
+
 NUM_COMPARED = 512  # tokens whose texts are compared: a kind that is misread is misread all over
 MAX_KEPT = 64  # compiled forms; arbitrary: one of an ordinary schema takes some hundred kilobytes
-# What one form may cost: building, each mask, and memory. llguidance's own limits but for the last two.
-LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
-
+# What one form may cost: llguidance's own limits, but for these.
+MAX_LEXER_STATES, MAX_GRAMMAR_SIZE = 50_000, 200_000
 
 # Parts of Lark that llguidance cannot take back (it says so), or takes back wrongly (1.9.1): ends of a rule
 # that are no part of its text, and tokens by their ids, unless they are special.
@@ -61,10 +62,15 @@ class Vocabulary:
         return _ENDS.search(text) is None and all(are_special)
 
     def _compile(self, text: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
         with self._lock:
             if self._tokens is None:
                 self._tokens = self._read_tokens()
-        matcher = LLMatcher(self._tokens, text, log_level=0, limits=LIMITS)
+        limits = LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False
+        )
+        matcher = LLMatcher(self._tokens, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # some limits are met with the first mask
         if matcher.is_error():
@@ -77,6 +83,8 @@ class Vocabulary:
                 "this model has no end-of-sequence token, so an answer of a form could not end.",
                 "structured_outputs",
             )
+        from llguidance import LLTokenizer
+
         try:
             tokens = LLTokenizer(self._source.as_json(), n_vocab=self.size, eos_token=list(self.end_ids))
         except ValueError as error:
