@@ -7,8 +7,10 @@ A column behind a draft that is forbidden is never committed: its mask is that o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Items
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,25 +24,42 @@ from blockdraft.step.verify import Verdict
 
 
 class FormMasks:
-    """The masks of one step: on the host, where they are made, and on the device."""
+    """The masks of one step: on the host, where they are made, and on the device.
+
+    There is no memory for them before the first form: many engines never see one, and bulk has many rows.
+    """
 
     def __init__(self, *, max_rows: int, block: int, num_words: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        self._block = block
         self._num_words = num_words
-        self._words = torch.full((max_rows * block * num_words,), -1, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._host_words, self._host_counts = self._words, self._counts
+        self._device = device
+
+    @functools.cached_property
+    def _there(self) -> Allowed:
+        return self._allocated(device=self._device)
+
+    @functools.cached_property
+    def _here(self) -> Allowed:
+        return self._allocated(pin_memory=True) if self._device.type == "cuda" else self._there
+
+    @torch.inference_mode(False)  # whoever writes to them later
+    def _allocated(self, **where: Any) -> Allowed:  # noqa: ANN401
+        size = self._max_rows * self._block * self._num_words
+        words = torch.full((size,), -1, dtype=torch.int32, **where)
+        return Allowed(words, torch.zeros(self._max_rows, dtype=torch.int32, **where))
 
     def allowed(self, num_rows: int, width: int) -> Allowed:
         """Those of a step of so many rows, at an address that never changes."""
-        return self._view(self._words, self._counts, num_rows, width)
+        return self._view(self._there, num_rows, width)
 
-    def _view(self, words: Tensor, counts: Tensor, num_rows: int, width: int) -> Allowed:
-        size = num_rows * width * self._num_words
-        return Allowed(words[:size].view(num_rows, width, self._num_words), counts[:num_rows])
+    def _view(self, whole: Allowed, num_rows: int, width: int) -> Allowed:
+        words = whole.words[: num_rows * width * self._num_words]
+        return Allowed(words.view(num_rows, width, self._num_words), whole.counts[:num_rows])
 
     def set(self, guides: Items[Guide | None], blocks: Items[Items[int]], num_rows: int, width: int) -> None:
         """Make the masks of a step whose blocks, the anchor first, are these; send them to the device."""
-        here = self._view(*self._on_host(), num_rows, width)
+        here = self._view(self._here, num_rows, width)
         words, counts, forms = here.words.numpy(), here.counts.numpy(), []
         bound = [row for row, guide in enumerate(guides) if guide is not None]
         counts[:] = 0
@@ -57,12 +76,6 @@ class FormMasks:
             if guide is not None:
                 guide.look_for_error()
         self._send(here, slice(bound[0], bound[-1] + 1), num_rows, width)
-
-    def _on_host(self) -> tuple[Tensor, Tensor]:
-        if self._words.is_cuda and self._host_words.is_cuda:
-            self._host_words = torch.full(self._words.shape, -1, dtype=torch.int32, pin_memory=True)
-            self._host_counts = torch.zeros(self._counts.shape, dtype=torch.int32, pin_memory=True)
-        return self._host_words, self._host_counts
 
     def _send(self, here: Allowed, part: slice, num_rows: int, width: int) -> None:
         there = self.allowed(num_rows, width)
