@@ -22,3 +22,7 @@ def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
     if not hasattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel"):
         return "this PyTorch was not built with GNU OpenMP"
     return None
+
+
+def extra_features() -> tuple[str, ...]:
+    return ("+dotprod",) if platform.machine() == "aarch64" else ()

@@ -1,0 +1,352 @@
+"""Turns a kernel, written as a Python function, into LLVM assembly.
+
+    @kernel
+    def double(num_rows: Int, size: Int, x: Reals, *, real: Type) -> None:
+        for row in taken(num_rows):              # every row is taken by one thread
+            for i in range(0, size, 4):          # a loop of the machine's
+                for j in unrolled(4):            # written out four times
+                    x[row * size + i + j] = x[row * size + i + j] * 2.0
+
+Positional parameters are the fields of a job, keyword-only ones are known while it is compiled. Statements
+may be assignments, `for`, `while`, `if`, `return` at the end, and calls; what of them depends only on known
+values happens while the kernel is compiled. Expressions are Python's own over `language.Value`. A call runs
+the Python function; one that has loops or branches of the machine's is marked `inlined`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import operator
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, TypeVar
+
+from blockdraft.kernels.llvm.language import Pointer, Text, Type, Value, Variable, f32, i8, i32, i64, select
+
+F = TypeVar("F", bound=Callable[..., Any])
+_POINTERS = {"Bytes": i8, "Words": i32, "Longs": i64, "Floats": f32}
+_UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.Not: operator.not_}
+_BINARY: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+    ast.Pow: operator.pow, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.Eq: operator.eq, ast.NotEq: operator.ne,
+    ast.Is: operator.is_, ast.IsNot: operator.is_not,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Written:
+    """A function as its text has it."""
+
+    function: FunctionType
+
+    @functools.cached_property
+    def tree(self) -> ast.FunctionDef:
+        module = ast.parse(textwrap.dedent(inspect.getsource(self.function)))
+        assert isinstance(module.body[0], ast.FunctionDef)
+        return module.body[0]
+
+    def __call__(self, *args: Any, **known: Any) -> Any:
+        raise TypeError(f"'{self.function.__name__}' is part of a kernel: only kernels call it")
+
+
+def kernel(function: F) -> Written:
+    """A kernel; `jit.Jit` compiles it."""
+    assert isinstance(function, FunctionType)
+    return Written(function)
+
+
+inlined = kernel  # a part of kernels that has loops or branches of its own
+
+
+def taken(count: Any) -> Iterator[Any]:
+    """The numbers below `count`, each for one thread of all that run the kernel."""
+    raise TypeError("only a kernel can take work")
+
+
+def unrolled(*bounds: int) -> Iterator[int]:
+    """`range`, written out: the kernel has the loop's body once per number."""
+    return iter(range(*bounds))
+
+
+def assembly(kernel: Written, **known: Any) -> str:
+    """A module with `worker(ptr job)`, which every thread runs on the same job.
+
+    A job's first field is the counter that threads take work from; the others are 8 bytes each.
+    """
+    text = Text()
+    scope: dict[str, Any] = dict(known)
+    for index, argument in enumerate(kernel.tree.args.args, start=1):
+        assert isinstance(argument.annotation, ast.Name), f"{argument.arg} has no type"
+        scope[argument.arg] = _field(text, index, argument.annotation.id, known)
+    body = _Body(text, kernel, scope)
+    body.run(kernel.tree.body)
+    lines = [
+        *sorted(text.declared), "define void @worker(ptr %job) {", "entry:", *text.entry, *text.body,
+        "  ret void", "}", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def field_types(kernel: Written) -> list[str]:
+    """The names of its fields' types, in order."""
+    return [ast.unparse(argument.annotation) for argument in kernel.tree.args.args if argument.annotation]
+
+
+def _field(text: Text, index: int, kind: str, known: Mapping[str, Any]) -> Value:
+    at = Pointer(text, "%job", i64) + index
+    if kind == "Int":
+        return at[0]
+    if kind == "Real":
+        return at.of(Type("double"))[0].to(known["real"])
+    element = known["real"] if kind == "Reals" else _POINTERS[kind]
+    return at.pointer(0, element)
+
+
+class _Body:
+    """One function on its way into the text: its names, and what they stand for."""
+
+    def __init__(self, text: Text, written: Written, scope: dict[str, Any]) -> None:
+        self._text, self._written, self._scope = text, written, scope
+        self._result: Any = None
+
+    def run(self, statements: list[ast.stmt]) -> Any:
+        for statement in statements:
+            try:
+                getattr(self, f"_{type(statement).__name__.lower()}", self._unknown)(statement)
+            except _Refused:
+                raise
+            except Exception as error:
+                raise _Refused(self._place(statement), error) from error
+        return self._result
+
+    def _place(self, node: ast.stmt) -> str:
+        first = self._written.function.__code__.co_firstlineno
+        return f"{self._written.function.__name__}, line {first + node.lineno - 1}: {ast.unparse(node)[:80]}"
+
+    def _unknown(self, statement: ast.stmt) -> None:
+        raise TypeError(f"a kernel has no '{type(statement).__name__}'")
+
+    # Statements
+
+    def _pass(self, statement: ast.Pass) -> None:
+        """Nothing to do."""
+
+    def _expr(self, statement: ast.Expr) -> None:
+        if not isinstance(statement.value, ast.Constant):  # a docstring
+            self._eval(statement.value)
+
+    def _assert(self, statement: ast.Assert) -> None:
+        assert self._eval(statement.test), ast.unparse(statement.test)
+
+    def _assign(self, statement: ast.Assign) -> None:
+        value = self._eval(statement.value)
+        for target in statement.targets:
+            self._bind(target, value)
+
+    def _augassign(self, statement: ast.AugAssign) -> None:
+        target = ast.parse(ast.unparse(statement.target), mode="eval").body
+        value = _BINARY[type(statement.op)](self._eval(target), self._eval(statement.value))
+        self._bind(statement.target, value)
+
+    def _return(self, statement: ast.Return) -> None:
+        self._result = None if statement.value is None else self._eval(statement.value)
+
+    def _bind(self, target: ast.expr, value: Any) -> None:
+        if isinstance(target, ast.Tuple):
+            for one, part in zip(target.elts, value, strict=True):
+                self._bind(one, part)
+        elif isinstance(target, ast.Subscript):
+            self._eval(target.value)[self._eval(target.slice)] = value
+        else:
+            assert isinstance(target, ast.Name)
+            self._set(target.id, value)
+
+    def _set(self, name: str, value: Any) -> None:
+        old = self._scope.get(name)
+        if isinstance(old, Variable) and isinstance(value, int | float):
+            value = Value(self._text, old.type.literal(value), old.type)
+        if isinstance(value, Value):
+            if not isinstance(old, Variable) or old.type != value.type:
+                element = value.element if isinstance(value, Pointer) else None
+                old = self._scope[name] = Variable(self._text, value.type, element)
+            old.set(value)
+        else:
+            self._scope[name] = value
+
+    def _for(self, statement: ast.For) -> None:
+        call = statement.iter
+        name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+        if name not in ("range", "taken"):
+            for item in self._eval(statement.iter):
+                self._bind(statement.target, item)
+                self.run(statement.body)
+            return
+        assert isinstance(call, ast.Call)
+        assert isinstance(statement.target, ast.Name)
+        bounds = [self._eval(one) for one in call.args]
+        first, end, step = {1: [0, *bounds, 1], 2: [*bounds, 1], 3: bounds}[len(bounds)]
+        self._make_variable(statement)
+        if name == "taken":
+            self._take(statement, end)
+            return
+        counter = Variable(self._text, i64, None)
+        counter.set(self._whole(first))
+
+        def begin() -> Value:
+            return counter.get() < end
+
+        def body() -> None:
+            self._set(statement.target.id, counter.get())  # type: ignore[attr-defined]
+            self.run(statement.body)
+            counter.set(counter.get() + step)
+
+        self._loop(begin, body)
+
+    def _take(self, statement: ast.For, count: Any) -> None:
+        assert isinstance(statement.target, ast.Name)
+        name = statement.target.id
+
+        def begin() -> Value:
+            item = self._text.value("atomicrmw add ptr %job, i64 1 monotonic", i64)
+            self._set(name, item)
+            return item < count
+
+        self._loop(begin, lambda: self.run(statement.body))
+
+    def _while(self, statement: ast.While) -> None:
+        self._make_variable(statement)
+        self._loop(lambda: self._eval(statement.test), lambda: self.run(statement.body))
+
+    def _loop(self, begin: Callable[[], Value], body: Callable[[], None]) -> None:
+        head, inside, after = (self._text.name(prefix) for prefix in ("head", "body", "after"))
+        self._jump(head)
+        self._text.label(head)
+        self._text.line(f"br i1 {begin().name}, label %{inside}, label %{after}")
+        self._text.label(inside)
+        body()
+        self._jump(head)
+        self._text.label(after)
+
+    def _if(self, statement: ast.If) -> None:
+        condition = self._eval(statement.test)
+        if not isinstance(condition, Value):
+            self.run(statement.body if condition else statement.orelse)
+            return
+        self._make_variable(statement)
+        then, other, after = (self._text.name(prefix) for prefix in ("then", "else", "after"))
+        self._text.line(f"br i1 {condition.name}, label %{then}, label %{other}")
+        for label, statements in ((then, statement.body), (other, statement.orelse)):
+            self._text.label(label)
+            self.run(statements)
+            self._jump(after)
+        self._text.label(after)
+
+    def _jump(self, label: str) -> None:
+        self._text.line(f"br label %{label}")
+
+    def _make_variable(self, statement: ast.stmt) -> None:
+        """Known whole numbers that a loop or branch of the machine's changes are known no longer."""
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                old = self._scope.get(node.id)
+                if isinstance(old, int) and not isinstance(old, bool):
+                    self._set(node.id, self._whole(old))
+
+    def _whole(self, value: Any) -> Value:
+        return value if isinstance(value, Value) else Value(self._text, str(value), i64)
+
+    # Expressions
+
+    def _eval(self, node: ast.expr) -> Any:
+        return getattr(self, f"_eval_{type(node).__name__.lower()}")(node)
+
+    def _eval_constant(self, node: ast.Constant) -> Any:
+        return node.value
+
+    def _eval_name(self, node: ast.Name) -> Any:
+        if node.id in self._scope:
+            found = self._scope[node.id]
+            return found.get() if isinstance(found, Variable) else found
+        names = self._written.function.__globals__
+        return names[node.id] if node.id in names else names["__builtins__"][node.id]
+
+    def _eval_attribute(self, node: ast.Attribute) -> Any:
+        return getattr(self._eval(node.value), node.attr)
+
+    def _eval_subscript(self, node: ast.Subscript) -> Any:
+        return self._eval(node.value)[self._eval(node.slice)]
+
+    def _eval_tuple(self, node: ast.Tuple) -> Any:
+        return tuple(self._eval(one) for one in node.elts)
+
+    def _eval_list(self, node: ast.List) -> Any:
+        return [self._eval(one) for one in node.elts]
+
+    def _eval_unaryop(self, node: ast.UnaryOp) -> Any:
+        return _UNARY[type(node.op)](self._eval(node.operand))
+
+    def _eval_binop(self, node: ast.BinOp) -> Any:
+        return _BINARY[type(node.op)](self._eval(node.left), self._eval(node.right))
+
+    def _eval_compare(self, node: ast.Compare) -> Any:
+        assert len(node.ops) == 1, "comparisons are not chained"
+        return _BINARY[type(node.ops[0])](self._eval(node.left), self._eval(node.comparators[0]))
+
+    def _eval_boolop(self, node: ast.BoolOp) -> Any:
+        """Of known values as in Python; of others both sides are computed."""
+        join = operator.and_ if isinstance(node.op, ast.And) else operator.or_
+        result = self._eval(node.values[0])
+        for one in node.values[1:]:
+            if not isinstance(result, Value) and bool(result) == isinstance(node.op, ast.Or):
+                return result
+            two = self._eval(one)
+            result = join(result, two) if isinstance(result, Value) and isinstance(two, Value) else two
+        return result
+
+    def _eval_ifexp(self, node: ast.IfExp) -> Any:
+        """Of known conditions as in Python; of others both sides are computed."""
+        condition = self._eval(node.test)
+        if not isinstance(condition, Value):
+            return self._eval(node.body if condition else node.orelse)
+        return select(condition, self._eval(node.body), self._eval(node.orelse))
+
+    def _eval_listcomp(self, node: ast.ListComp) -> list[Any]:
+        assert len(node.generators) == 1, "one loop in a list"
+        found = []
+        for item in self._eval(node.generators[0].iter):
+            self._bind(node.generators[0].target, item)
+            if all(self._eval(test) for test in node.generators[0].ifs):
+                found.append(self._eval(node.elt))
+        return found
+
+    def _eval_call(self, node: ast.Call) -> Any:
+        function = self._eval(node.func)
+        args = [
+            value
+            for one in node.args
+            for value in (self._eval(one.value) if isinstance(one, ast.Starred) else [self._eval(one)])
+        ]
+        named = {one.arg: self._eval(one.value) for one in node.keywords if one.arg is not None}
+        if not isinstance(function, Written):
+            return function(*args, **named)
+        scope = inspect.signature(function.function).bind(*args, **named)
+        scope.apply_defaults()
+        inner: dict[str, Any] = {}
+        body = _Body(self._text, function, inner)
+        for name, value in scope.arguments.items():
+            body._set(name, value)
+        return body.run(function.tree.body)
+
+
+class _Refused(TypeError):
+    """A kernel that cannot be compiled, and where."""
+
+    def __init__(self, place: str, error: Exception) -> None:
+        super().__init__(f"{place}: {error}")

@@ -1,0 +1,460 @@
+"""What a CPU kernel is written with: values of one number or of a vector, pointers, and the operations on them.
+
+A kernel is a Python function over these (`compiler.py` says what of Python it may use). Operators mean what
+they mean in C without fast-math: each rounds once, none is reordered or contracted, so the text decides the
+bits. A Python number takes the type of what it meets; a single value meets a vector in each of its lanes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+# How a kernel's arguments are named in its signature; the compiler reads these names.
+Int: TypeAlias = Any  # 64 bits
+Real: TypeAlias = Any  # of the kernel's `real` type
+Reals: TypeAlias = Any  # a pointer to such
+Floats: TypeAlias = Any  # a pointer to float32
+Bytes: TypeAlias = Any  # a pointer to int8
+Words: TypeAlias = Any  # a pointer to int32
+Longs: TypeAlias = Any  # a pointer to int64
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """An LLVM type: numbers of `name`, `lanes` of them, or one where that is 0."""
+
+    name: str
+    lanes: int = 0
+
+    def __str__(self) -> str:
+        return f"<{self.lanes} x {self.name}>" if self.lanes else self.name
+
+    @property
+    def is_float(self) -> bool:
+        return self.name in ("float", "double")
+
+    @property
+    def bits(self) -> int:
+        return {"float": 32, "double": 64, "ptr": 64}.get(self.name) or int(self.name[1:])
+
+    @property
+    def suffix(self) -> str:
+        """How intrinsics on it are named."""
+        one = f"f{self.bits}" if self.is_float else f"i{self.bits}"
+        return f"v{self.lanes}{one}" if self.lanes else one
+
+    def wide(self, lanes: int) -> Type:
+        return Type(self.name, lanes)
+
+    @property
+    def single(self) -> Type:
+        return Type(self.name)
+
+    def literal(self, number: float) -> str:
+        """A constant; LLVM writes floats as the hexadecimal of the double they are exactly equal to."""
+        if self.is_float:
+            exact = struct.unpack("f", struct.pack("f", number))[0] if self.bits == 32 else float(number)
+            one = f"0x{struct.unpack('Q', struct.pack('d', exact))[0]:016X}"
+        else:
+            one = {0: "false", 1: "true"}[int(number)] if self.bits == 1 else str(int(number))
+        return "<" + ", ".join([f"{self.name} {one}"] * self.lanes) + ">" if self.lanes else one
+
+
+f32, f64, i1, i8, i16, i32, i64 = (
+    Type(name) for name in ("float", "double", "i1", "i8", "i16", "i32", "i64")
+)  # fmt: skip
+_POINTER = Type("ptr")
+
+
+class Text:
+    """The LLVM assembly of one module as it is written."""
+
+    def __init__(self) -> None:
+        self.entry: list[str] = []  # variables live here: LLVM turns them into registers
+        self.body: list[str] = []
+        self.declared: set[str] = set()
+        self._names = itertools.count()
+
+    def name(self, prefix: str = "%v") -> str:
+        return f"{prefix}{next(self._names)}"
+
+    def line(self, text: str) -> None:
+        self.body.append(f"  {text}")
+
+    def value(self, text: str, type: Type) -> Value:
+        """What the instruction `text` gives."""
+        name = self.name()
+        self.line(f"{name} = {text}")
+        return Value(self, name, type)
+
+    def label(self, name: str) -> None:
+        self.body.append(f"{name}:")
+
+    def call(self, function: str, result: Type | None, *arguments: Value) -> Value:
+        """An intrinsic or another outside function."""
+        kinds = ", ".join(str(one.type) for one in arguments)
+        self.declared.add(f"declare {result or 'void'} @{function}({kinds})")
+        given = ", ".join(f"{one.type} {one.name}" for one in arguments)
+        if result is None:
+            self.line(f"call void @{function}({given})")
+            return arguments[0]
+        return self.value(f"call {result} @{function}({given})", result)
+
+
+class Value:
+    """A number or a vector that the kernel computes."""
+
+    def __init__(self, text: Text, name: str, type: Type) -> None:
+        self.text, self.name, self.type = text, name, type
+
+    def constant(self, number: float, type: Type | None = None) -> Value:
+        type = type or self.type
+        return Value(self.text, type.literal(number), type)
+
+    def to(self, type: Type) -> Value:
+        """Converted, as C does; floats become whole numbers that they are equal to already."""
+        old, new = self.type, type.wide(self.type.lanes)
+        if old == new:
+            return self
+        if old.is_float and new.is_float:
+            name = "fptrunc" if new.bits < old.bits else "fpext"
+        elif old.is_float or new.is_float:
+            name = "fptosi" if old.is_float else "sitofp"
+        elif old.bits == 1:
+            name = "zext"
+        else:
+            name = "trunc" if new.bits < old.bits else "sext"
+        return self.text.value(f"{name} {old} {self.name} to {new}", new)
+
+    def bits_as(self, type: Type) -> Value:
+        """The same bits under another type, of as many."""
+        return self.text.value(f"bitcast {self.type} {self.name} to {type}", type)
+
+    def spread(self, lanes: int) -> Value:
+        """This number in every lane."""
+        wide = self.type.wide(lanes)
+        one = self.text.value(f"insertelement {wide} poison, {self.type} {self.name}, i32 0", wide)
+        zeros = f"<{lanes} x i32> zeroinitializer"
+        return self.text.value(f"shufflevector {wide} {one.name}, {wide} poison, {zeros}", wide)
+
+    def __getitem__(self, lane: int) -> Value:
+        return self.text.value(f"extractelement {self.type} {self.name}, i32 {lane}", self.type.single)
+
+    def lanes(self, places: Iterable[int], other: Value | None = None) -> Value:
+        """The lanes at `places` of this vector, or of this and another behind it."""
+        places = list(places)
+        second = f"{self.type} {other.name if other is not None else 'poison'}"
+        mask = f"<{len(places)} x i32> <{', '.join(f'i32 {place}' for place in places)}>"
+        wide = self.type.wide(len(places))
+        return self.text.value(f"shufflevector {self.type} {self.name}, {second}, {mask}", wide)
+
+    def _operate(self, whole: str, real: str, other: Operand, *, swapped: bool = False) -> Value:
+        one, two = matched(self, other)
+        if swapped:
+            one, two = two, one
+        name = real if one.type.is_float else whole
+        assert name, f"{one.type} has no such operator"
+        return self.text.value(f"{name} {one.type} {one.name}, {two.name}", one.type)
+
+    def _compare(self, name: str, other: Operand) -> Value:
+        one, two = matched(self, other)
+        signed = "s" if name not in ("eq", "ne") else ""
+        kind = f"fcmp {'u' if name == 'ne' else 'o'}{name}" if one.type.is_float else f"icmp {signed}{name}"
+        return self.text.value(f"{kind} {one.type} {one.name}, {two.name}", Type("i1", one.type.lanes))
+
+    def __add__(self, other: Operand) -> Value:
+        return self._operate("add", "fadd", other)
+
+    def __radd__(self, other: Operand) -> Value:
+        return self._operate("add", "fadd", other, swapped=True)
+
+    def __sub__(self, other: Operand) -> Value:
+        return self._operate("sub", "fsub", other)
+
+    def __rsub__(self, other: Operand) -> Value:
+        return self._operate("sub", "fsub", other, swapped=True)
+
+    def __mul__(self, other: Operand) -> Value:
+        return self._operate("mul", "fmul", other)
+
+    def __rmul__(self, other: Operand) -> Value:
+        return self._operate("mul", "fmul", other, swapped=True)
+
+    def __truediv__(self, other: Operand) -> Value:
+        return self._operate("", "fdiv", other)
+
+    def __rtruediv__(self, other: Operand) -> Value:
+        return self._operate("", "fdiv", other, swapped=True)
+
+    def __floordiv__(self, other: Operand) -> Value:
+        """Of whole numbers that are not negative."""
+        return self._operate("udiv", "", other)
+
+    def __mod__(self, other: Operand) -> Value:
+        """Of whole numbers that are not negative."""
+        return self._operate("urem", "", other)
+
+    def __and__(self, other: Operand) -> Value:
+        return self._operate("and", "", other)
+
+    def __or__(self, other: Operand) -> Value:
+        return self._operate("or", "", other)
+
+    def __xor__(self, other: Operand) -> Value:
+        return self._operate("xor", "", other)
+
+    def __lshift__(self, other: Operand) -> Value:
+        return self._operate("shl", "", other)
+
+    def __rshift__(self, other: Operand) -> Value:
+        """Zeros come in from above."""
+        return self._operate("lshr", "", other)
+
+    def __neg__(self) -> Value:
+        if self.type.is_float:
+            return self.text.value(f"fneg {self.type} {self.name}", self.type)
+        return 0 - self
+
+    def __lt__(self, other: Operand) -> Value:
+        return self._compare("lt", other)
+
+    def __le__(self, other: Operand) -> Value:
+        return self._compare("le", other)
+
+    def __gt__(self, other: Operand) -> Value:
+        return self._compare("gt", other)
+
+    def __ge__(self, other: Operand) -> Value:
+        return self._compare("ge", other)
+
+    def __eq__(self, other: object) -> Value:  # type: ignore[override]
+        assert isinstance(other, Value | int | float)
+        return self._compare("eq", other)
+
+    def __ne__(self, other: object) -> Value:  # type: ignore[override]
+        assert isinstance(other, Value | int | float)
+        return self._compare("ne", other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        raise TypeError("a value that the kernel computes is not known while it is compiled")
+
+
+Operand: TypeAlias = Value | float
+
+
+class Pointer(Value):
+    """The address of numbers of type `element`: p[i] reads and writes one, p + i is the address i further."""
+
+    def __init__(self, text: Text, name: str, element: Type) -> None:
+        super().__init__(text, name, _POINTER)
+        self.element = element
+
+    def _at(self, index: Operand) -> str:
+        if not isinstance(index, Value):
+            index = self.constant(index, i64)
+        name = self.text.name()
+        self.text.line(f"{name} = getelementptr {self.element}, ptr {self.name}, i64 {index.name}")
+        return name
+
+    def __add__(self, other: Operand) -> Pointer:
+        return Pointer(self.text, self._at(other), self.element)
+
+    def __getitem__(self, index: Operand) -> Value:  # type: ignore[override]
+        return load(self + index)
+
+    def __setitem__(self, index: Operand, value: Operand) -> None:
+        store(self + index, value)
+
+    def of(self, element: Type) -> Pointer:
+        """The same address, read as numbers of another type."""
+        return Pointer(self.text, self.name, element)
+
+    def pointer(self, index: Operand, element: Type) -> Pointer:
+        """The address that is stored there."""
+        found = self.text.value(f"load ptr, ptr {self._at(index)}", _POINTER)
+        return Pointer(self.text, found.name, element)
+
+
+class Variable:
+    """A name of the kernel's text whose value changes."""
+
+    def __init__(self, text: Text, type: Type, element: Type | None) -> None:
+        self._text, self.type, self._element = text, type, element
+        self._name = text.name("%m")
+        text.entry.append(f"  {self._name} = alloca {type}")
+
+    def get(self) -> Value:
+        found = self._text.value(f"load {self.type}, ptr {self._name}", self.type)
+        return found if self._element is None else Pointer(self._text, found.name, self._element)
+
+    def set(self, value: Value) -> None:
+        self._text.line(f"store {self.type} {value.name}, ptr {self._name}")
+
+
+class Registers:
+    """A table of values that change, each in a register: sums[row, token] += …
+
+    Its indices are known while the kernel is compiled.
+    """
+
+    def __init__(self, shape: Sequence[int], first: Value) -> None:
+        places = itertools.product(*map(range, shape))
+        self._places = {place: Variable(first.text, first.type, None) for place in places}
+        self._first = first
+        self.fill()
+
+    def fill(self) -> None:
+        """What they began with, again."""
+        for place in self._places.values():
+            place.set(self._first)
+
+    def __getitem__(self, place: int | tuple[int, ...]) -> Value:
+        return self._places[place if isinstance(place, tuple) else (place,)].get()
+
+    def __setitem__(self, place: int | tuple[int, ...], value: Value) -> None:
+        self._places[place if isinstance(place, tuple) else (place,)].set(value)
+
+
+def matched(one: Operand, two: Operand) -> tuple[Value, Value]:
+    """Both as values of one type."""
+    if not isinstance(one, Value):
+        assert isinstance(two, Value)
+        return two.constant(one), two
+    if not isinstance(two, Value):
+        return one, one.constant(two)
+    if one.type.lanes and not two.type.lanes:
+        two = two.spread(one.type.lanes)
+    elif two.type.lanes and not one.type.lanes:
+        one = one.spread(two.type.lanes)
+    assert one.type == two.type, f"{one.type} meets {two.type}"
+    return one, two
+
+
+def zeros(like: Value, type: Type) -> Value:
+    """0 in `type`; `like` is any value of the kernel."""
+    return Value(like.text, "zeroinitializer" if type.lanes else type.literal(0), type)
+
+
+def load(at: Pointer, lanes: int = 0) -> Value:
+    """The number at an address, or as many as a vector has."""
+    type = at.element.wide(lanes)
+    return at.text.value(f"load {type}, ptr {at.name}, align {max(1, at.element.bits // 8)}", type)
+
+
+def store(at: Pointer, value: Operand) -> None:
+    if not isinstance(value, Value):
+        value = at.constant(value, at.element)
+    assert value.type.single == at.element, f"{value.type} goes to {at.element}"
+    at.text.line(f"store {value.type} {value.name}, ptr {at.name}, align {max(1, at.element.bits // 8)}")
+
+
+def prefetch(at: Pointer, *, level: int) -> None:
+    """Ask for the cache line; level 3 is the L1, 2 the L2."""
+    at.text.declared.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
+    at.text.line(f"call void @llvm.prefetch.p0(ptr {at.name}, i32 0, i32 {level}, i32 1)")
+
+
+def select(condition: Value, one: Operand, two: Operand) -> Value:
+    one, two = matched(one, two)
+    lanes = one.type.lanes
+    if lanes and not condition.type.lanes:
+        condition = condition.spread(lanes)
+    return one.text.value(
+        f"select {condition.type} {condition.name}, {one.type} {one.name}, {two.type} {two.name}", one.type
+    )
+
+
+def _intrinsic(name: str, *operands: Operand) -> Value:
+    first = next(one for one in operands if isinstance(one, Value) and one.type.lanes) if any(
+        isinstance(one, Value) and one.type.lanes for one in operands
+    ) else next(one for one in operands if isinstance(one, Value))  # fmt: skip
+    values = [matched(first, one)[1] for one in operands]
+    return first.text.call(f"llvm.{name}.{first.type.suffix}", first.type, *values)
+
+
+def fma(one: Operand, two: Operand, plus: Operand) -> Value:
+    """one * two + plus, rounded once."""
+    return _intrinsic("fma", one, two, plus)
+
+
+def sqrt(x: Value) -> Value:
+    return _intrinsic("sqrt", x)
+
+
+def magnitude(x: Value) -> Value:
+    """|x|"""
+    return _intrinsic("fabs", x)
+
+
+def largest(one: Operand, two: Operand) -> Value:
+    """The larger; of floats, the one that is a number."""
+    first = one if isinstance(one, Value) else two
+    assert isinstance(first, Value)
+    return _intrinsic("maxnum" if first.type.is_float else "smax", one, two)
+
+
+def smallest(one: Operand, two: Operand) -> Value:
+    first = one if isinstance(one, Value) else two
+    assert isinstance(first, Value)
+    return _intrinsic("minnum" if first.type.is_float else "smin", one, two)
+
+
+def rounded(x: Value) -> Value:
+    """To the nearest whole number, of two equally near ones to the even one."""
+    return _intrinsic("roundeven", x)
+
+
+def halved(x: Value, join: Callable[[Value, Value], Value] = Value.__add__) -> Value:
+    """The lanes of x joined, by default added: the upper half to the lower until one is left."""
+    while (lanes := x.type.lanes) > 1:
+        x = join(x.lanes(range(lanes // 2)), x.lanes(range(lanes // 2, lanes)))
+    return x[0]
+
+
+_LN2 = {32: (0.693359375, -2.12194440e-4), 64: (6.93145751953125e-1, 1.42860682030941723212e-6)}
+# Largest degree first, down to that of x**2. float32: Cephes' expf; float64: Taylor's to x**13.
+_EXP = {
+    32: (1.98756915e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 0.16666665459, 0.50000001201),
+    64: tuple(1.0 / math.factorial(n) for n in range(13, 1, -1)),
+}
+
+
+def exp(x: Value) -> Value:
+    """e**x for each lane of `x`, which is below 80: every lane by the same operations.
+
+    x = n ln 2 + r, e**x = 2**n * (1 + r + r**2 * polynomial(r)). Below the smallest normal number the
+    result is 0; NaN stays NaN. Within 2 units of the last place.
+    """
+    bits, (bias, mantissa) = x.type.bits, {32: (127, 23), 64: (1023, 52)}[x.type.bits]
+    round_up = 1.5 * 2.0**mantissa  # adding it leaves round(x) in the low bits
+    high, low = _LN2[bits]
+    turns = fma(x, 1.4426950408889634, round_up)
+    n = turns - round_up
+    r = fma(n, -low, fma(n, -high, x))
+    polynomial = r.constant(_EXP[bits][0])
+    for coefficient in _EXP[bits][1:]:
+        polynomial = fma(polynomial, r, coefficient)
+    near_one = fma(polynomial, r * r, r) + 1.0
+    whole = Type(f"i{bits}", x.type.lanes)
+    power = (turns.bits_as(whole) + bias << mantissa).bits_as(x.type)
+    return select(x < (-87.3 if bits == 32 else -708.3), 0.0, near_one * power)
+
+
+def sigmoid(x: Value) -> Value:
+    """1 / (1 + exp(-x)) by exp(-|x|), which cannot overflow."""
+    small = exp(-magnitude(x))
+    return select(x >= 0.0, 1.0, small) / (small + 1.0)
+
+
+def scratch(like: Value, type: Type, count: int) -> Pointer:
+    """Room for `count` numbers on the thread's stack, for as long as the kernel runs."""
+    name = like.text.name("%m")
+    like.text.entry.append(f"  {name} = alloca [{count} x {type}], align 64")
+    return Pointer(like.text, name, type)
