@@ -276,6 +276,11 @@ class Pointer(Value):
         """The same address, read as numbers of another type."""
         return Pointer(self.text, self.name, element)
 
+    @property
+    def is_given(self) -> Value:
+        """Whether it is not null."""
+        return self.text.value(f"icmp ne ptr {self.name}, null", i1)
+
     def pointer(self, index: Operand, element: Type) -> Pointer:
         """The address that is stored there."""
         found = self.text.value(f"load ptr, ptr {self._at(index)}", _POINTER)
