@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import itertools
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,26 @@ class Jit:
 
         The memory behind the fields must stay until then, or as long as the tape that records the call.
         """
-        values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in fields]
-        job = ctypes.create_string_buffer(self._fields.pack(0, *values))
+        job = self._job(fields)
+        self._run(job, 1 if is_small else torch.get_num_threads())
         tape = current_tape()
         if tape is not None:
+            ctypes.memset(job, 0, _COUNTER)
             tape.add(Call(self._address, job, self.name))
-        threads = 1 if is_small else torch.get_num_threads()
+
+    def prepared(self, *fields: float | Tensor | None) -> Callable[[], None]:
+        """The same on all threads, as often as wanted: the job must leave its counter as it was."""
+        return functools.partial(self._run, self._job(fields), torch.get_num_threads())
+
+    def _job(self, fields: Sequence[float | Tensor | None]) -> ctypes.Array[ctypes.c_char]:
+        values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in fields]
+        return ctypes.create_string_buffer(self._fields.pack(0, *values))
+
+    def _run(self, job: ctypes.Array[ctypes.c_char], threads: int) -> None:
         if threads == 1:
             self._run_serial(ctypes.addressof(job))
         else:
             gomp().GOMP_parallel(self._address, ctypes.addressof(job), threads, 0)
-        if tape is not None:
-            ctypes.memset(job, 0, _COUNTER)
 
 
 class _Compiler:
