@@ -256,7 +256,8 @@ class _Body:
         for node in ast.walk(statement):
             targets = node.targets if isinstance(node, ast.Assign) else []
             targets = [node.target] if isinstance(node, ast.AugAssign) else targets
-            for name in (one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)):
+            stored = (one for target in targets for one in ast.walk(target) if isinstance(one, ast.Name))
+            for name in (one.id for one in stored if isinstance(one.ctx, ast.Store)):
                 old = self._scope.get(name)
                 if isinstance(old, int) and not isinstance(old, bool):
                     self._set(name, self._whole(old))
