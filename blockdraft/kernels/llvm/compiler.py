@@ -168,6 +168,13 @@ class _Body:
             assert isinstance(target, ast.Name)
             self._set(target.id, value)
 
+    def _bind_anew(self, target: ast.expr, value: Any) -> None:
+        """The names of `target` stand for `value` only: what is known stays known."""
+        for node in ast.walk(target):
+            if isinstance(node, ast.Name):
+                self._scope.pop(node.id, None)
+        self._bind(target, value)
+
     def _set(self, name: str, value: Any) -> None:
         old = self._scope.get(name)
         if isinstance(old, Variable) and isinstance(value, int | float):
@@ -185,7 +192,7 @@ class _Body:
         name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
         if name not in ("range", "taken"):
             for item in self._eval(statement.iter):
-                self._bind(statement.target, item)
+                self._bind_anew(statement.target, item)
                 self.run(statement.body)
             return
         assert isinstance(call, ast.Call)
@@ -319,11 +326,12 @@ class _Body:
 
     def _eval_listcomp(self, node: ast.ListComp) -> list[Any]:
         assert len(node.generators) == 1, "one loop in a list"
-        found = []
+        found, outer = [], dict(self._scope)
         for item in self._eval(node.generators[0].iter):
-            self._bind(node.generators[0].target, item)
+            self._bind_anew(node.generators[0].target, item)
             if all(self._eval(test) for test in node.generators[0].ifs):
                 found.append(self._eval(node.elt))
+        self._scope = outer
         return found
 
     def _eval_call(self, node: ast.Call) -> Any:
