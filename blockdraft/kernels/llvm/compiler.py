@@ -168,8 +168,8 @@ class _Body:
             assert isinstance(target, ast.Name)
             self._set(target.id, value)
 
-    def _bind_known(self, target: ast.expr, value: Any) -> None:
-        """An item of a loop that is written out: known, though a loop of the machine's around it has the name."""
+    def _bind_anew(self, target: ast.expr, value: Any) -> None:
+        """The names of `target` stand for `value` only: what is known stays known."""
         for node in ast.walk(target):
             if isinstance(node, ast.Name):
                 self._scope.pop(node.id, None)
@@ -192,7 +192,7 @@ class _Body:
         name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
         if name not in ("range", "taken"):
             for item in self._eval(statement.iter):
-                self._bind_known(statement.target, item)
+                self._bind_anew(statement.target, item)
                 self.run(statement.body)
             return
         assert isinstance(call, ast.Call)
@@ -329,11 +329,12 @@ class _Body:
 
     def _eval_listcomp(self, node: ast.ListComp) -> list[Any]:
         assert len(node.generators) == 1, "one loop in a list"
-        found = []
+        found, outer = [], dict(self._scope)
         for item in self._eval(node.generators[0].iter):
-            self._bind_known(node.generators[0].target, item)
+            self._bind_anew(node.generators[0].target, item)
             if all(self._eval(test) for test in node.generators[0].ifs):
                 found.append(self._eval(node.elt))
+        self._scope = outer
         return found
 
     def _eval_call(self, node: ast.Call) -> Any:
