@@ -8,10 +8,12 @@ import importlib.util
 import os
 import platform
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from blockdraft.errors import SettingsError
+
+if TYPE_CHECKING:
+    import torch
 
 PATH_VARIABLE = "BLOCKDRAFT_PRODUCTS"
 # Paths of products in whole numbers, the fastest first, and what a processor has to have for them, as
@@ -30,13 +32,14 @@ def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
     """None where the CPU kernels are known to win, else why the PyTorch reference is taken."""
     if device.type != "cpu":
         return f"the CPU kernels are not for '{device.type}'"
-    if dtype not in (torch.float32, torch.float64):
+    if str(dtype) not in ("torch.float32", "torch.float64"):
         return f"the CPU kernels compute in float32 or float64, not {dtype}"
-    return _why_not_here()
+    return why_not_here()
 
 
 @functools.cache
-def _why_not_here() -> str | None:
+def why_not_here() -> str | None:
+    """The same for this machine's processor, whatever is computed."""
     machine = platform.machine()
     if machine not in _NEEDED:
         return f"the CPU kernels were never measured on {machine}"
@@ -45,6 +48,8 @@ def _why_not_here() -> str | None:
         return f"this processor has no {', '.join(sorted(missing))}"
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed (pip install llvmlite)"
+    import torch
+
     if not hasattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel"):
         return "this PyTorch was not built with GNU OpenMP"
     return None

@@ -87,7 +87,7 @@ class Int8Kernels:
         self._interleave(blocks, n, k, values, packed, sums)
         return packed, sums
 
-    def product(  # noqa: PLR0913
+    def product(
         self,
         tokens: tuple[Tensor, Tensor],
         packed: Tensor,

@@ -31,14 +31,22 @@ def real_type(dtype: torch.dtype) -> Type:
 
 
 class Jit:
-    """The machine code of a kernel; calling it runs the kernel on its fields."""
+    """A kernel for known values, compiled when it is first called; calling it runs it on its fields."""
 
     def __init__(self, kernel: Written, **known: Any) -> None:
-        name = kernel.function.__name__
-        self._address = _compiler().address(kernel, known)
-        self._fields = struct.Struct("q" + "".join("d" if one == "Real" else "q" for one in field_types(kernel)))
-        self._run_serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
-        self.name = name
+        self._kernel, self._known = kernel, known
+
+    @functools.cached_property
+    def _address(self) -> int:
+        return _compiler().address(self._kernel, self._known)
+
+    @functools.cached_property
+    def _fields(self) -> struct.Struct:
+        return struct.Struct("q" + "".join("d" if one == "Real" else "q" for one in field_types(self._kernel)))
+
+    @functools.cached_property
+    def _run_serial(self) -> Callable[[int], None]:
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
     def __call__(self, *fields: float | Tensor | None, is_small: bool = False) -> None:
         """Run to the end; a small job is not worth waking a thread for.
@@ -50,7 +58,7 @@ class Jit:
         tape = current_tape()
         if tape is not None:
             ctypes.memset(job, 0, _COUNTER)
-            tape.add(Call(self._address, job, self.name))
+            tape.add(Call(self._address, job, self._kernel.function.__name__))
 
     def prepared(self, *fields: float | Tensor | None) -> Callable[[], None]:
         """The same on all threads, as often as wanted: the job must leave its counter as it was."""
