@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blockdraft.kernels.acceptance import Progress
 from blockdraft.kernels.kernels import REFERENCE, Kernels
-from blockdraft.kernels.sampling import NEVER, SamplingBatch
+from blockdraft.kernels.sampling import NEVER, Needs, SamplingBatch
 from blockdraft.kernels.sampling_tables import MAX_LISTED, Real, Whole
 from blockdraft.kernels.transfer import to_device
 
@@ -86,7 +86,7 @@ class Rows:
         self._prompt_seen = torch.zeros(count, vocab_size, dtype=torch.bool, device=device)
         self._output_counts = torch.zeros(count, vocab_size, dtype=torch.int32, device=device)
         self._host: list[RowSampling | None] = [None] * count
-        self._active_host: list[RowSampling] = []
+        self._needs = Needs()
 
     def _integers(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -182,11 +182,15 @@ class Rows:
             self._active_ids = ()  # an interrupted copy must not count as done
             self.active.copy_(self._tensor(padded))
             self._active_ids = padded
-        self._active_host = [host for row in row_ids if (host := self._host[row]) is not None]
+        host = [host for row in row_ids if (host := self._host[row]) is not None]
+        self._needs.random = any(row.is_random for row in host)
+        self._needs.filter = any(row.is_random and row.is_filtered for row in host)
+        self._needs.penalty = any(row.is_penalised for row in host)
+        self._needs.bias = any(row.bias for row in host)
+        self._needs.min_end = any(row.min_end > row.output_start for row in host)
 
     def sampling(self) -> SamplingBatch:
         """The tables, and the active rows of them."""
-        host = self._active_host
         return SamplingBatch(
             real=self._real,
             whole=self._whole,
@@ -196,11 +200,7 @@ class Rows:
             prompt_seen=self._prompt_seen,
             output_counts=self._output_counts,
             rows=self.active,
-            has_random=any(row.is_random for row in host),
-            has_filter=any(row.is_random and row.is_filtered for row in host),
-            has_penalty=any(row.is_penalised for row in host),
-            has_bias=any(row.bias for row in host),
-            has_min_end=any(row.min_end > row.output_start for row in host),
+            needs=self._needs,
         )
 
     def advance(self, block: Tensor, sampled: Tensor, num_committed: Tensor) -> None:

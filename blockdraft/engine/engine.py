@@ -29,6 +29,7 @@ from blockdraft.kernels.sampling import Allowed
 from blockdraft.kernels.sampling_tables import MAX_LISTED
 from blockdraft.kernels.transfer import to_device
 from blockdraft.planner.plan import Plan
+from blockdraft.step.captures import capturing
 from blockdraft.step.decode import decode_parts, run_through
 from blockdraft.step.graphs import Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step, prompt_logprobs
@@ -253,10 +254,10 @@ class Engine:
 
         `now`: those that do not wait until they are wanted, or until `prepare` comes to them.
         """
-        self.graphs = StepGraphs(self.decode, self.rows)
+        self.graphs = StepGraphs(self.decode, self.rows, capturing(self.models.device))
         self.graphs.capture(sizes, widths, now)
         self.scheduler.is_ready = self.graphs.is_cheap
-        if not self.cache.has_states:
+        if not self.cache.has_states and self.models.device.type == "cuda":
             most = min(self.models.plan.chunk, self.models.plan.max_context)
             self.prefill_graphs = PrefillGraphs(self.prefill, self.rows, max_tokens=most, steps=self.graphs)
 

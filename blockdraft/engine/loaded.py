@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
 from blockdraft.checkpoints.fit_file import Acceptance
 from blockdraft.kernels.choice import HOST_BOUND, has_triton
+from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
@@ -17,6 +19,7 @@ from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.layers import Embedding, Linear
 from blockdraft.models.moe import Experts
 from blockdraft.models.packed import Packed, Scaled
+from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.planner.plan import Plan
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter
@@ -59,9 +62,15 @@ class Models:
         return replace(self, target=target, drafter=drafter)
 
     def why_not_captured(self) -> str | None:
-        """What keeps a decode step out of a CUDA graph; None: nothing."""
+        """What keeps a decode step from being captured; None: nothing."""
+        parts = [self.target, *([self.drafter.model] if isinstance(self.drafter, DFlashDrafter) else [])]
+        reasons = (self._why_not(module) for part in parts for module in part.modules())
+        return self._why_no_graph() or next((reason for reason in reasons if reason is not None), None)
+
+    def _why_no_graph(self) -> str | None:
+        """Of any step here."""
         if self.device.type != "cuda":
-            return "there is no GPU"
+            return why_no_llvm(getattr(torch, self.plan.dtype), self.device)
         if self.plan.dtype == "float64":
             return "the GPU's kernels do not compute in float64"
         if not has_triton():
@@ -69,14 +78,16 @@ class Models:
         slow = [operation for operation in self.target.kernels.off if operation in HOST_BOUND]
         if slow:
             return f"the kernel of {slow[0]} does not compile on this card; a graph cannot hold its reference"
-        parts = [self.target, *([self.drafter.model] if isinstance(self.drafter, DFlashDrafter) else [])]
-        for module in (module for part in parts for module in part.modules()):
-            if isinstance(module, Experts):
-                reason = module.why_not_captured()
-                if reason is not None:
-                    return reason
-            elif isinstance(module, Linear | Embedding) and isinstance(module.weight, Packed):
-                weight = module.weight
-                if not isinstance(weight, Scaled) or not weight.has_row_scales:
-                    return f"{type(weight).__name__} weights have no kernel of their own: see --quantization"
         return None
+
+    def _why_not(self, module: nn.Module) -> str | None:
+        """Of steps that run this module."""
+        if isinstance(module, Experts):
+            return module.why_not_captured() if self.device.type == "cuda" else "the host finds the experts"
+        if not isinstance(module, Linear | Embedding) or not isinstance(module.weight, Packed):
+            return None
+        weight = module.weight
+        is_row_scaled = isinstance(weight, Scaled) and weight.has_row_scales and self.device.type == "cuda"
+        if is_row_scaled or isinstance(weight, Int8Matrix):
+            return None
+        return f"{type(weight).__name__} weights have no kernel of their own: see --quantization"

@@ -21,12 +21,23 @@ NEVER = float("-inf")
 MIN_TEMPERATURE = 1e-5  # colder is greedy; dividing by 1e-38 would overflow
 
 
+@dataclass(slots=True)
+class Needs:
+    """Which parts of sampling some active row needs."""
+
+    random: bool = False
+    filter: bool = False
+    penalty: bool = False
+    bias: bool = False
+    min_end: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """The sampling tables of all device rows, and which R of them are sampled.
 
     A row of zeros is greedy. The ids of a list are sorted. A `has_` flag is a host value, for the reference
-    alone: some row of the batch needs that part.
+    alone: some row of the batch needs that part. It follows the rows that are active when it is asked.
     """
 
     real: Tensor  # [rows, len(Real)] float32
@@ -37,11 +48,27 @@ class SamplingBatch:
     prompt_seen: Tensor  # [rows, V] bool
     output_counts: Tensor  # [rows, V] int32, of positions [output_start, length)
     rows: Tensor  # [R] int64
-    has_random: bool
-    has_filter: bool
-    has_penalty: bool
-    has_bias: bool
-    has_min_end: bool
+    needs: Needs
+
+    @property
+    def has_random(self) -> bool:
+        return self.needs.random
+
+    @property
+    def has_filter(self) -> bool:
+        return self.needs.filter
+
+    @property
+    def has_penalty(self) -> bool:
+        return self.needs.penalty
+
+    @property
+    def has_bias(self) -> bool:
+        return self.needs.bias
+
+    @property
+    def has_min_end(self) -> bool:
+        return self.needs.min_end
 
     def numbers(self, column: Real) -> Tensor:
         """[R] float32"""
@@ -65,11 +92,35 @@ Forbid = Callable[[Tensor, Allowed], None]
 
 
 def pick_choose(at: Available) -> Choose:
+    if at.has_llvm():
+        return _repeated_choose()
     if not at.has_triton("sampling"):
         return reference_choose
     from blockdraft.kernels.triton.sampling import choose
 
     return named("sampling", choose)
+
+
+def _repeated_choose() -> Choose:
+    """On a CPU: what the rows need is asked anew at each replay of a captured step."""
+    from blockdraft.kernels.llvm.sampling import ArgMax
+    from blockdraft.kernels.llvm.tape import repeat
+
+    argmax = ArgMax()
+
+    def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
+        chosen = torch.empty(logits.shape[:2], dtype=torch.int64)
+
+        def run() -> None:
+            if batch.needs == Needs() and argmax.takes(logits):
+                argmax(logits, chosen)
+            else:
+                chosen.copy_(reference_choose(logits, starts, recent, batch))
+
+        repeat(run)
+        return chosen
+
+    return choose
 
 
 def pick_forbid(at: Available) -> Forbid:

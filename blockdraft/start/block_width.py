@@ -37,7 +37,6 @@ from blockdraft.settings.settings import Settings, cache_dir
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.graphs import Reading, pack
-from blockdraft.step.row_sizes import row_sizes
 
 MIN_SPEEDUP = 1.03  # of the worst category: measuring twice differs by as much
 # A user's prompts are not those of the fit, so each draft is taken to be accepted this much less often: short
@@ -175,7 +174,9 @@ def measure_costs(
     widths = [width for width in widths_for(plan.block) if width > 1]
     plain = twin(engine, NoDrafter())
     if engine.graphs is not None:
-        widths, plain = [plan.width], engine  # its step of width 1 absorbs too, which is little
+        plain = engine  # its step of width 1 absorbs too, which is little
+    if engine.models.device.type == "cuda":
+        widths = [plan.width]
     times: dict[int, list[float]] = {width: [] for width in (1, *widths)}
     pages = engine.scheduler.pages
     held = pages.allocate(-(-(_context(engine) + plan.block) // pages.page_size))
@@ -218,7 +219,7 @@ def measure_several(
     if engine.graphs is None:
         plain = twin(engine, NoDrafter())
     elif rows > 0:
-        rows = max(size for size in row_sizes(plan.max_rows) if size <= rows)
+        rows = max(size for size in engine.graphs.sizes if size <= rows)
     if rows < 2:
         return {}
     held = pages.allocate(rows * per_row)

@@ -96,7 +96,7 @@ def memory_explained(settings: Settings, device: torch.device, *, is_loading: bo
 
 def why_no_graphs(models: Models, settings: Settings) -> str | None:
     """None where a decode step can be captured, else what stands in the way."""
-    if models.device.type == "cuda" and not settings.graphs:
+    if not settings.graphs:
         return "switched off"
     return models.why_not_captured()
 

@@ -215,11 +215,12 @@ def _bound(engine: Engine, settings: Settings, startup: StartProgress) -> None:
 def _capture(engine: Engine, settings: Settings, note: Callable[[str], None]) -> None:
     """At once only what the first request needs, and what takes most memory."""
     plan = engine.models.plan
-    sizes = row_sizes(plan.max_rows)
+    sizes = row_sizes(plan.max_rows, is_exact=engine.models.device.type == "cpu")
     widths = widths_for(plan.block) if may_choose_width(engine, settings) else sorted({1, plan.width})
-    now = [(rows, width) for rows in (1, plan.max_rows) for width in (1, plan.width)]
+    many = plan.max_rows if engine.models.device.type == "cuda" else 1  # where memory must be had in time
+    now = [(rows, width) for rows in (1, many) for width in (1, plan.width)]
     engine.capture(sizes, widths, now)
     note(
-        f"{len(set(now))} graphs, of 1 and {plan.max_rows} rows; up to {len(sizes) * len(widths)}, of widths "
+        f"{len(set(now))} graphs, of {' and '.join(map(str, sorted({1, many})))} rows; up to {len(sizes) * len(widths)}, of widths "
         f"{widths}, when they are wanted, or likely and nobody is served"
     )

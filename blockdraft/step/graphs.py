@@ -1,4 +1,4 @@
-"""StepGraphs: the whole decode step as one CUDA graph per (rows, width), and how its result reaches the host.
+"""StepGraphs: the whole decode step as one graph per (rows, width), and how its result reaches the host.
 
 Everything that a step reads or writes has a fixed address (Rows, Cache, the weights), so a graph that was
 captured once serves whatever the rows hold when it is replayed. A batch of fewer rows than the graph's is
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.rows import Rows
+from blockdraft.step.captures import Capturing, Graph
 from blockdraft.step.row_sizes import Place
 from blockdraft.step.verify import Verdict
 
@@ -31,7 +32,7 @@ class Reading:
 
     def __init__(self, packed: Tensor) -> None:
         """packed [R, 1 + B]: tokens committed, and the samples."""
-        self._host = packed
+        self._host = packed if packed.is_cuda else packed.clone()  # the next replay overwrites it
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
             self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -61,7 +62,7 @@ class StepGraph:
     """One captured step of `num_rows` rows."""
 
     num_rows: int
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     packed: Tensor
 
     def replay(self) -> Tensor:
@@ -91,7 +92,7 @@ class CapturedParts:
 
     num_rows: int
     parts: PartsOfStep
-    graphs: tuple[torch.cuda.CUDAGraph, ...]
+    graphs: tuple[Graph, ...]
     packed: Tensor
 
     @property
@@ -134,11 +135,10 @@ class StepGraphs:
     A capture takes as long as a few dozen replays, so only those that are wanted at once are made at once.
     """
 
-    def __init__(self, step: Callable[[int], Verdict], rows: Rows) -> None:
+    def __init__(self, step: Callable[[int], Verdict], rows: Rows, captures: Capturing) -> None:
         self._step = step
         self._rows = rows
-        self.pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.captures = captures
         self._graphs: dict[Place, StepGraph] = {}
         self._parts: dict[Place, CapturedParts] = {}
         self._sizes: list[int] = []
@@ -158,6 +158,11 @@ class StepGraphs:
             self._graphs[place] = self._capture(*place)
 
     @property
+    def sizes(self) -> list[int]:
+        """Numbers of rows that a graph may have."""
+        return self._sizes
+
+    @property
     def places(self) -> list[Place]:
         """What may be captured, the smallest first."""
         return [(rows, width) for width in self._widths for rows in self._sizes]
@@ -172,13 +177,8 @@ class StepGraphs:
     @torch.inference_mode()
     def _capture(self, num_rows: int, width: int) -> StepGraph:
         self._rows.activate((), num_rows)  # scratch rows only: nothing of a sequence is touched
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._step(width)  # kernels are compiled and libraries set up outside of the capture
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self._stream):
-            packed = pack(self._step(width))
+        self.captures.warm(lambda: self._step(width))
+        graph, packed = self.captures.capture(lambda: pack(self._step(width)))
         return StepGraph(num_rows, graph, packed)
 
     def size(self, num_rows: int, width: int) -> int | None:
@@ -226,18 +226,13 @@ class StepGraphs:
         self, make: Callable[[int, int], PartsOfStep], num_rows: int, width: int
     ) -> CapturedParts:
         self._rows.activate((), num_rows)
-        parts, graphs = make(num_rows, width), []
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for run in (parts.draft, parts.forward, parts.settle):
-                run()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        parts = make(num_rows, width)
         for run in (parts.draft, parts.forward, parts.settle):
-            graphs.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graphs[-1], pool=self.pool, stream=self._stream):
-                found = run()
-        assert found is not None
-        return CapturedParts(num_rows, parts, tuple(graphs), found)
+            self.captures.warm(run)
+        draft, _ = self.captures.capture(parts.draft)
+        forward, _ = self.captures.capture(parts.forward)
+        settle, packed = self.captures.capture(parts.settle)
+        return CapturedParts(num_rows, parts, (draft, forward, settle), packed)
 
     def __len__(self) -> int:
         return len(self._sizes) * len(self._widths)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from blockdraft.cache.rows import Rows
 from blockdraft.kernels.transfer import to_device
+from blockdraft.step.captures import Graph
 from blockdraft.step.graphs import StepGraphs
 
 TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # more keep the device busy themselves
@@ -32,7 +33,7 @@ class PrefillGraph:
 
     num_tokens: int
     num_rows: int
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     inputs: Tensor  # [num_tokens + num_rows + 1] token ids, then offsets
 
     @torch.inference_mode()
@@ -59,9 +60,8 @@ class PrefillGraphs:
     def __init__(self, prefill: Prefill, rows: Rows, *, max_tokens: int, steps: StepGraphs) -> None:
         self._prefill = prefill
         self._rows = rows
-        self._pool = steps.pool
+        self._captures = steps.captures
         self._time = steps.time
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._tokens = [size for size in TOKENS if size <= max_tokens]
         self._sizes = sorted({min(size, rows.max_rows) for size in ROWS})
         self._graphs: dict[tuple[int, int], PrefillGraph] = {}
@@ -104,13 +104,8 @@ class PrefillGraphs:
         inputs = to_device(filled((), (0,), num_tokens, num_rows), rows.device)
         token_ids, offsets = inputs[:num_tokens], inputs[num_tokens:]
         counts = widest_counts(num_tokens, num_rows)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._prefill(token_ids, counts, offsets)  # libraries are set up outside of the capture
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            self._prefill(token_ids, counts, offsets)
+        self._captures.warm(lambda: self._prefill(token_ids, counts, offsets))
+        graph, _ = self._captures.capture(lambda: self._prefill(token_ids, counts, offsets))
         return PrefillGraph(num_tokens, num_rows, graph, inputs)
 
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 Place = tuple[int, int]  # rows and width of a step
 
 
-def row_sizes(max_rows: int) -> list[int]:
-    """Powers of two and, from 16 on, what lies half-way: few graphs, and few rows filled up in vain."""
+def row_sizes(max_rows: int, *, is_exact: bool = False) -> list[int]:
+    """Powers of two and, from 16 on, what lies half-way: few graphs, and few rows filled up in vain.
+
+    `is_exact`: all of them, where a row in vain costs as much as another, and a capture little.
+    """
+    if is_exact:
+        return list(range(1, max_rows + 1))
     sizes = {1, 2, 4, 8}
     size = 16
     while size < max_rows:

@@ -64,7 +64,7 @@ class PagedAttention:
         self._dim = head_dim
         self._jit = Jit(paged_attention, real=real_type(dtype), dim=head_dim)
 
-    def __call__(  # noqa: PLR0913
+    def __call__(
         self,
         q: Tensor,
         keys: Tensor,

@@ -92,7 +92,7 @@ class Arena:
         return self._taken(self._chunks[-1], self._used[-1], 0, 0, size, shape, dtype, numel)
 
     @staticmethod
-    def _taken(  # noqa: PLR0913
+    def _taken(
         chunk: Tensor, used: list[Any], index: int, begin: int, size: int, shape: Sequence[int],
         dtype: torch.dtype, numel: int,
     ) -> Tensor:  # fmt: skip
@@ -128,6 +128,7 @@ class Tape(TorchDispatchMode):
         _recorder.tape = None
         self._end_calls()
 
+    @torch.inference_mode()
     def replay(self) -> None:
         for part in self._parts:
             part()

@@ -1,0 +1,70 @@
+"""How a step is captured: as a CUDA graph on a card, on a tape on a CPU. Both are replayed without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Graph(Protocol):
+    """Something captured."""
+
+    def replay(self) -> None: ...
+
+
+class Capturing(Protocol):
+    """Captures of one engine. They share their memory: one is replayed at a time."""
+
+    def warm(self, run: Callable[[], object]) -> None:
+        """Before `run` is captured: what is compiled or set up with its first call is done then."""
+
+    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
+        """What replays `run`, and where its result lies then."""
+
+
+class OnCard:
+    """CUDA graphs."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def warm(self, run: Callable[[], object]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            found = run()
+        return graph, found
+
+
+class OnCpu:
+    """Tapes of the CPU's kernels."""
+
+    def __init__(self) -> None:
+        from blockdraft.kernels.llvm.tape import Arena
+
+        self._arena = Arena()
+
+    def warm(self, run: Callable[[], object]) -> None:
+        """Not needed: a tape runs what it records."""
+
+    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
+        from blockdraft.kernels.llvm.tape import Tape
+
+        tape = Tape(self._arena)
+        with tape:
+            found = run()
+        return tape, found
+
+
+def capturing(device: torch.device) -> Capturing:
+    return OnCard() if device.type == "cuda" else OnCpu()
