@@ -71,13 +71,6 @@ def reference_advance(
     anchor[rows] = torch.where(is_real, last, anchor[rows])
 
 
-def _repeated_advance() -> Advance:
-    """On a CPU: what the rows need is asked anew at each replay of a captured step."""
-    from blockdraft.kernels.llvm.tape import repeat
-
-    return lambda *given: repeat(lambda: reference_advance(*given))
-
-
 CountAccepted = Callable[[Tensor, Tensor], Tensor]
 DrawAccepted = Callable[[Tensor, Tensor, SamplingBatch], Tensor]
 Advance = Callable[[Progress, Tensor, Tensor, Tensor, SamplingBatch], None]
@@ -85,7 +78,10 @@ Advance = Callable[[Progress, Tensor, Tensor, Tensor, SamplingBatch], None]
 
 def pick_acceptance(at: Available) -> tuple[CountAccepted, DrawAccepted, Advance]:
     if at.has_llvm():
-        return reference_count_accepted, reference_draw_accepted, _repeated_advance()
+        from blockdraft.kernels.llvm.acceptance import AcceptanceKernels
+
+        native = AcceptanceKernels()
+        return native.count_accepted, reference_draw_accepted, native.advance
     if not at.has_triton("acceptance"):
         return reference_count_accepted, reference_draw_accepted, reference_advance
     from blockdraft.kernels.triton import acceptance as kernels

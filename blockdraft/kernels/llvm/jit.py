@@ -58,7 +58,8 @@ class Jit:
         tape = current_tape()
         if tape is not None:
             ctypes.memset(job, 0, _COUNTER)
-            tape.add(Call(self._address, job, self._kernel.function.__name__))
+            used = (one for one in fields if isinstance(one, Tensor))
+            tape.add(Call(self._address, job, self._kernel.function.__name__), used)
 
     def prepared(self, *fields: float | Tensor | None) -> Callable[[], None]:
         """The same on all threads, as often as wanted: the job must leave its counter as it was."""

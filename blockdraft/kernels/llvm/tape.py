@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,10 @@ _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.d
 _ASKING = (  # the host would read numbers, or memory whose size follows from them
     _aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default,
     _aten._unique2.default, _aten.repeat_interleave.Tensor,
+)  # fmt: skip
+_CONSTANT = (
+    _aten.arange.start_step, _aten.arange.start, _aten.arange.default, _aten.new_full.default,
+    _aten.full.default,
 )  # fmt: skip
 _ALIGN = 64
 _CHUNK = 8 << 20  # bytes; more at a time where one tensor needs more
@@ -101,6 +105,10 @@ class Arena:
         used.insert(index, (begin, begin + size, StorageWeakRef(tensor.untyped_storage())))
         return tensor
 
+    def __contains__(self, tensor: Tensor) -> bool:
+        place = tensor.data_ptr()
+        return any(one.data_ptr() <= place < one.data_ptr() + one.nbytes for one in self._chunks)
+
     @property
     def num_bytes(self) -> int:
         return sum(chunk.nbytes for chunk in self._chunks)
@@ -114,6 +122,8 @@ class Tape(TorchDispatchMode):
         self._arena = arena
         self._calls: list[Call] = []
         self._parts: list[Callable[[], None]] = []
+        self._constants: dict[int, Callable[[], None]] = {}  # by the place of their memory
+        self._held: list[Tensor] = []  # memory that is not the arena's must stay
         self.num_kernels = 0
 
     def __enter__(self) -> Tape:
@@ -137,7 +147,9 @@ class Tape(TorchDispatchMode):
         """How many parts Python goes through at a replay."""
         return len(self._parts)
 
-    def add(self, call: Call) -> None:
+    def add(self, call: Call, used: Iterable[Tensor]) -> None:
+        """A kernel that was run on this memory."""
+        self._held += [one for one in used if one not in self._arena]
         self._calls.append(call)
         self.num_kernels += 1
 
@@ -164,14 +176,32 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _ASKING:
             raise NotRecordable(f"{func} asks for numbers")
+        if func is _aten.detach_.default:
+            return args[0]
+        from blockdraft.kernels.llvm.copies import lowered
+
+        copied = lowered(func, args, kwargs, self._arena.empty)
+        if copied is not None:
+            return copied
         result = func(*args, **kwargs)
         if func in _EMPTY and result.is_contiguous():
             return self._arena.empty(result.shape, result.dtype)
-        if func._schema.is_mutable:
+        if func in _CONSTANT:
+            again = functools.partial(_again, func, args, kwargs, result)  # holds the result
+            self._constants[result.untyped_storage()._cdata] = again
+        elif func._schema.is_mutable:
+            self._refill((args, kwargs))
             self._note(functools.partial(func, *args, **kwargs))
         elif not _shares_memory(result, (args, kwargs)):
             self._note(functools.partial(_again, func, args, kwargs, result))
         return result
+
+    def _refill(self, changed: Any) -> None:
+        """Constants that may be changed are made anew at the start of each replay."""
+        for one in _tensors(changed):
+            again = self._constants.pop(one.untyped_storage()._cdata, None)
+            if again is not None:
+                self._parts.insert(0, again)
 
     def _note(self, run: Callable[[], Any]) -> None:
         self._end_calls()

@@ -1,0 +1,79 @@
+"""What a verified block means, on a CPU: the contracts are those of `kernels/acceptance.py`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.acceptance import Progress
+from blockdraft.kernels.llvm.compiler import kernel, taken
+from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm.language import Int, Longs, Words, i64, zeros
+from blockdraft.kernels.sampling import SamplingBatch
+from blockdraft.kernels.sampling_tables import Whole
+
+
+class AcceptanceKernels:
+    """Counting what is accepted, and going on from there."""
+
+    def __init__(self) -> None:
+        self._count = Jit(count_accepted)
+        self._advance = Jit(advance, penalised=int(Whole.IS_PENALISED), first=int(Whole.OUTPUT_START))
+
+    def count_accepted(self, sampled: Tensor, block: Tensor) -> Tensor:
+        num_rows, width = block.shape
+        counts = torch.empty(num_rows, dtype=torch.int64)
+        self._count(num_rows, width, sampled.contiguous(), block.contiguous(), counts, is_small=True)
+        return counts
+
+    def advance(
+        self,
+        progress: Progress,
+        block: Tensor,
+        sampled: Tensor,
+        num_committed: Tensor,
+        batch: SamplingBatch,
+    ) -> None:
+        num_rows, width = block.shape
+        counts = batch.output_counts
+        assert counts.dtype == torch.int32
+        assert counts.is_contiguous()
+        assert batch.whole.is_contiguous()
+        self._advance(
+            num_rows, width, len(progress.length) - 1, counts.shape[1], batch.whole.shape[1], batch.rows,
+            progress.length, progress.anchor, block.contiguous(), sampled.contiguous(), num_committed,
+            batch.whole, counts, is_small=True,
+        )  # fmt: skip
+
+
+@kernel
+def count_accepted(num_rows: Int, width: Int, sampled: Longs, block: Longs, counts: Longs) -> None:
+    """Drafts that equal the sample before them, up to the first that does not, and one more."""
+    for row in taken(num_rows):
+        drafts, samples = block + row * width, sampled + row * width
+        count = zeros(counts, i64) + 1
+        goes_on = count == 1
+        for i in range(1, width):
+            goes_on = goes_on & (samples[i - 1] == drafts[i])
+            count = count + goes_on.to(i64)
+        counts[row] = count
+
+
+@kernel
+def advance(
+    num_rows: Int, width: Int, scratch_row: Int, vocabulary: Int, columns: Int, rows: Longs, length: Longs,
+    anchor: Longs, block: Longs, sampled: Longs, num_committed: Longs, whole: Longs, counts: Words,
+    *, penalised: int, first: int,
+) -> None:  # fmt: skip
+    """Committed outputs are counted where they are penalised; the scratch row stays where it is."""
+    for item in taken(num_rows):
+        row, count = rows[item], num_committed[item]
+        if row != scratch_row:
+            rules = whole + row * columns
+            if rules[penalised] != 0:
+                for i in range(count):
+                    if length[row] + i >= rules[first]:
+                        place = row * vocabulary + block[item * width + i]
+                        counts[place] = counts[place] + 1
+            length[row] = length[row] + count
+            anchor[row] = sampled[item * width + count - 1]
