@@ -169,7 +169,7 @@ class _Body:
             self._set(target.id, value)
 
     def _bind_known(self, target: ast.expr, value: Any) -> None:
-        """An item of a loop that is written out: known, though a loop of the machine's around it has the name."""
+        """An item of a loop that is written out: known, whatever the name stood for before."""
         for node in ast.walk(target):
             if isinstance(node, ast.Name):
                 self._scope.pop(node.id, None)
