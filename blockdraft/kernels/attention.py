@@ -196,7 +196,7 @@ class Blocks:
         self.table, self.starts, self.page_size, self._locate = pages, starts, page_size, locate
         self.rows = torch.arange(len(counts), device=starts.device) if rows is None else rows
         self.counts = counts
-        self._units: dict[int, Tensor] = {}
+        self._units: dict[tuple[int, int, int], Tensor] = {}
 
     @functools.cached_property
     def offsets(self) -> Tensor:
@@ -255,13 +255,15 @@ class Blocks:
     def _reads(self, rows: slice, width: int) -> Reads:
         return Reads(pages=self._pages[rows], starts=self.starts[rows], width=width, page_size=self.page_size)
 
-    def units(self, shared: int) -> Tensor:
-        """How the CPU's kernel divides its work, for `shared` query heads per key head."""
-        if shared not in self._units:
+    def units(self, num_heads: int, num_groups: int) -> Tensor:
+        """How the CPU's kernel divides its work."""
+        threads = torch.get_num_threads()
+        kind = (num_heads, num_groups, threads)
+        if kind not in self._units:
             from blockdraft.kernels.llvm.attention import divide
 
-            self._units[shared] = divide(self.counts, shared)
-        return self._units[shared]
+            self._units[kind] = divide(self.counts, num_heads // num_groups, num_groups, threads)
+        return self._units[kind]
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Blocks, Mask, Tensor | None], Tensor]
@@ -314,7 +316,7 @@ def _llvm_attend(dtype: torch.dtype) -> Attend:
             rows=blocks.rows,
             starts=blocks.starts,
             offsets=blocks.offsets,
-            units=blocks.units(q.shape[1] // keys.shape[0]),
+            units=blocks.units(q.shape[1], keys.shape[0]),
             page_size=blocks.page_size,
             mask=mask,
             sinks=sinks,

@@ -34,7 +34,7 @@ class _Kernel:
     def __call__(self, *args, **kwargs):
         raise _Called
 
-    rms_norm = silu_mul = gelu_mul = rotate = scan = fold = convolve = __call__
+    rms_norm = silu_mul = gelu_mul = rotate = scan = fold = convolve = norm_rope_write = __call__
 
 
 # ---- which operation has which kernel
@@ -116,6 +116,7 @@ CALLS = {
     "advance": _advance,
 }
 ON_CPU = ["linear", "attend", "rms_norm", "silu", "gelu", "rotate", "scan", "fold", "convolve"]
+ON_CPU += ["norm_rope_write", "norm_rope_write of a context"]
 ON_GPU = {  # the kernel's module and name, and the operation that it belongs to
     "linear": ("linear", "linear", "products"),
     "gated_linear": ("linear", "linear", "gated products"),
@@ -145,6 +146,7 @@ def test_a_cpu_takes_its_kernels_where_they_can_serve(name, monkeypatch):
     for module, compiled in (
         (attention, "_llvm_kernel"),
         (gated_delta, "_llvm"),
+        (heads, "_llvm_heads"),
         (linear, "_llvm_linear"),
         (rows, "llvm_rows"),
     ):
@@ -154,6 +156,14 @@ def test_a_cpu_takes_its_kernels_where_they_can_serve(name, monkeypatch):
         CALLS[name](kernels_for(torch.float32, CPU))
     monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: "an odd machine")
     assert CALLS[name](kernels_for(torch.float32, CPU)).isfinite().all()
+
+
+def test_a_cpu_finds_places_by_its_kernel_where_it_can_serve(monkeypatch):
+    monkeypatch.setattr(attention, "_llvm_locate", _Kernel)
+    monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: None)
+    assert isinstance(kernels_for(torch.float32, CPU).locate, _Kernel)
+    monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: "an odd machine")
+    assert kernels_for(torch.float32, CPU).locate is None
 
 
 def test_states_of_half_precision_models_are_float32_and_take_the_cpu_s_kernels(monkeypatch):

@@ -10,6 +10,8 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import kernels_for
 
 pytest.importorskip("llvmlite")
+from blockdraft.kernels.llvm.attention import MAX_VECTORS, divide
+
 CPU = torch.device("cpu")
 if why_no_llvm(torch.float32, CPU) is not None:
     pytest.skip(f"the kernel is not chosen: {why_no_llvm(torch.float32, CPU)}", allow_module_level=True)
@@ -235,6 +237,77 @@ def test_a_query_that_is_a_strided_slice_gives_the_same_bits():
     expected = rows.attend(MASKS["causal"], [(0, 10, 4)])[0]
     rows.q[0] = torch.cat([rows.q[0], rows.q[0]], dim=1)[:, :6]
     assert torch.equal(rows.attend(MASKS["causal"], [(0, 10, 4)])[0], expected)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def test_lengths_are_read_when_the_kernel_runs():
+    """The same tensors with other lengths and pages in them: nothing else tells the kernel."""
+    rows = Rows([600])
+    attend, kept = kernels_for(torch.float32, CPU).attend, []
+
+    def keep(q, keys, values, blocks, mask, sinks):
+        kept.append((q.clone(), keys.clone(), values.clone(), blocks, mask, sinks))
+        return attend(*kept[-1])
+
+    long = rows.attend(MASKS["window"], [(0, 520, 4)], attend=keep)[0]
+    short = rows.attend(MASKS["window"], [(0, 17, 4)], attend=keep)[0]
+    (q, keys, values, blocks, mask, _), (q_short, keys_short, values_short, other, *_) = kept
+    assert torch.equal(attend(q, keys, values, blocks, mask, None), long)
+    blocks.starts.copy_(other.starts)
+    blocks.table.zero_()[:, : other.table.shape[1]] = other.table
+    q.copy_(q_short)
+    assert torch.equal(attend(q, keys_short, values_short, blocks, mask, None), short)
+
+
+@pytest.mark.parametrize("rest", [0, 1 << 50])
+@pytest.mark.parametrize("name", MASKS)
+def test_pages_out_of_sight_are_not_looked_at(name, rest):
+    """The page table past a row's end, and before what a window shows, holds anything."""
+    rows = Rows([700])
+    attend = kernels_for(torch.float32, CPU).attend
+
+    def spoiled(q, keys, values, blocks, mask, sinks):
+        table = torch.nn.functional.pad(blocks.table, (0, 3), value=rest)
+        if mask.window is not None:
+            table[:, : max(0, 600 - mask.window) // 16] = rest
+        moved = Blocks(pages=table, starts=blocks.starts, counts=blocks.counts, page_size=16)
+        return attend(q, keys, values, moved, mask, sinks)
+
+    part = [(0, 600, 9)]
+    assert torch.equal(rows.attend(MASKS[name], part)[0], rows.attend(MASKS[name], part, attend=spoiled)[0])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 6, 16])
+@pytest.mark.parametrize(("shared", "groups"), [(1, 1), (3, 3), (8, 2), (20, 1)])
+@pytest.mark.parametrize("counts", [(1,), (8,), (1, 1, 1), (0, 5, 40), (100,)])
+def test_all_work_is_divided_once_and_threads_have_some(counts, shared, groups, threads):
+    units = divide(counts, shared, groups, threads)
+    done = [(row, vector) for row, first, last in units.tolist() for vector in range(first, last)]
+    assert done == [(row, vector) for row, count in enumerate(counts) for vector in range(count * shared)]
+    assert all(0 < last - first <= MAX_VECTORS for _, first, last in units.tolist())
+    assert len(units) * groups >= min(threads, len(done) * groups) * 0.5
+
+
+# ------------------------------------------------------------------------------------------------ places
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("counts", [(1,), (3, 3, 3), (2, 0, 7, 1), (0, 0, 4, 0), (130, 2, 0, 200)])
+def test_tokens_are_where_indexing_says(counts, page_size):
+    generator = torch.Generator().manual_seed(len(counts))
+    num_rows = len(counts)
+    where = {
+        "pages": torch.randint(0, 2**40, (num_rows + 3, 300 // page_size + 1), generator=generator),
+        "rows": torch.randperm(num_rows + 3, generator=generator)[:num_rows],
+        "starts": torch.randint(0, 90, (num_rows,), generator=generator),
+    }
+    locate = kernels_for(torch.float32, CPU).locate
+    assert locate is not None
+    ours, theirs = (Blocks(**where, counts=counts, page_size=page_size, locate=by) for by in (locate, None))
+    assert torch.equal(ours.positions, theirs.positions)
+    assert torch.equal(ours.write_slots, theirs.write_slots)
 
 
 # ------------------------------------------------------------------------------------------------ range

@@ -81,17 +81,17 @@ class PagedAttention:
     ) -> Tensor:
         """q [N, H, D] over keys and values [G, S, D]; returns [N, H, D].
 
-        `page_table` [.., P], `rows` [R], `starts` [R] and `offsets` [R + 1] are those of attention.Blocks: only
-        the memory behind them says how long rows are. `units` [U, 3] is from `divide`. `sinks` [H]: one more
+        `page_table` [.., P], `rows` [R], `starts` [R] and `offsets` [R + 1] are those of attention.Blocks:
+        nothing else depends on how long rows are. `units` [U, 3] is from `divide`. `sinks` [H]: one more
         score per head, which has no value.
         """
         num_groups, num_slots, dim = keys.shape
         num_heads = q.shape[1]
         assert dim == self._dim
-        assert page_table.stride(1) == 1
-        whole = (rows, starts, offsets, units)
-        assert all(one.is_contiguous() for one in (keys, values, *whole))
-        assert all(one.dtype == torch.int64 for one in (page_table, *whole))
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        assert page_table.is_contiguous()
+        assert page_table.dtype == rows.dtype == starts.dtype == offsets.dtype == torch.int64
         if q.stride()[1:] != (dim, 1):
             q = q.contiguous()
         if sinks is not None:
@@ -99,23 +99,31 @@ class PagedAttention:
             sinks = sinks.to(q.dtype).contiguous()
         out = q.new_empty(q.shape)
         self._jit(
-            units.shape[0] * num_groups, num_groups, num_heads // num_groups, q.stride(0), num_slots, mask.scale,
-            mask.is_causal, -1 if mask.window is None else mask.window, mask.is_anchored, sinks is not None,
-            page_size, page_table.stride(0), page_table, rows, starts, offsets, units,
+            units.shape[0] * num_groups, num_groups, num_heads // num_groups, q.stride(0), num_slots,
+            mask.scale, mask.is_causal, -1 if mask.window is None else mask.window, mask.is_anchored,
+            sinks is not None,
+            page_size, page_table.shape[1], page_table, rows, starts, offsets, units,
             q, out, keys, values, sinks,
             is_small=len(rows) * page_table.shape[1] * page_size * num_heads * dim < _SERIAL_OPS,
         )  # fmt: skip
         return out
 
 
-def divide(counts: tuple[int, ...], shared: int) -> Tensor:
-    """The work [U, 3] of rows with `counts[r]` tokens, `shared` query vectors each: row, first and last vector."""
+def divide(counts: tuple[int, ...], shared: int, num_groups: int, num_threads: int) -> Tensor:
+    """The work [U, 3] of rows with `counts[r]` tokens: a row, its query vectors from the first to the last.
+
+    A token has `shared` of them for each of `num_groups` key heads, by which units are taken: enough of them
+    for all threads, if there are. How long rows are is not asked, nor does a result depend on the division.
+    """
+    totals = [count * shared for count in counts]
+    most = MAX_VECTORS
+    while most > 1 and num_groups * sum(-(-total // most) for total in totals) < num_threads:
+        most //= 2
     units = []
-    for row, count in enumerate(counts):
-        total = count * shared
-        pieces = max(1, -(-total // MAX_VECTORS))
+    for row, total in enumerate(totals):
+        pieces = max(1, -(-total // most))
         size = max(1, -(-total // pieces))
-        size += -size % MAX_TILE if pieces > 1 else 0
+        size += -size % min(most, MAX_TILE) if pieces > 1 else 0
         units += [(row, i, min(i + size, total)) for i in range(0, total, size)]
     return torch.tensor(units, dtype=torch.int64).view(-1, 3)
 
@@ -124,10 +132,10 @@ def divide(counts: tuple[int, ...], shared: int) -> Tensor:
 def paged_attention(
     num_items: Int, num_groups: Int, shared: Int, q_stride: Int, num_slots: Int, scale: Real,
     is_causal: Int, window: Int, is_anchored: Int, has_sinks: Int,
-    page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs, offsets: Longs, units: Longs,
-    q: Reals, out: Reals, keys: Reals, values: Reals, sinks: Reals, *, real: Type, dim: int,
+    page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs, offsets: Longs,
+    units: Longs, q: Reals, out: Reals, keys: Reals, values: Reals, sinks: Reals, *, real: Type, dim: int,
 ) -> None:  # fmt: skip
-    """Every item is a unit's query vectors over one key head: begin them, chunk by chunk all tiles, divide."""
+    """An item is a unit's query vectors over one key head: clear them, chunk by chunk all tiles, divide."""
     state = room(q, real)
     for item in taken(num_items):
         unit, group = units + item // num_groups * 3, item % num_groups
@@ -135,7 +143,7 @@ def paged_attention(
         count = unit[2] - first
         start, token = starts[row], offsets[row]
         end = start + offsets[row + 1] - token
-        low, high = end, 0  # some vector sees keys [low, high)
+        low, high = end, start  # some vector sees keys [low, high)
         for i in range(count):
             at = (first + i) // shared
             head = group * shared + (first + i) % shared
@@ -144,7 +152,7 @@ def paged_attention(
             low, high = smallest(low, lo), largest(high, hi)
             state.q[i] = (token + at) * q_stride + head * dim
             state.out[i] = ((token + at) * num_groups * shared + head) * dim
-            clear(state, i, out + state.out[i], dim=dim, real=real)
+            clear(state, i, out + state.out[i], dim)
             if has_sinks != 0:
                 sink = sinks[head]
                 state.top[i] = sink
@@ -152,13 +160,13 @@ def paged_attention(
         pages = page_table + rows[row] * num_pages
         head_at = group * num_slots * dim
         for chunk in range(low & -CHUNK, high, CHUNK):
-            find(pages, page_size, state.places, chunk, largest(low, chunk), smallest(high, chunk + CHUNK), dim=dim)
+            find(pages, page_size, state.places, chunk, low, high, dim)
             for i in range(0, count, MAX_TILE):
                 for tile in unrolled(1, MAX_TILE + 1):
                     if smallest(count - i, MAX_TILE) == tile:
                         attend_tile(
                             state, i, chunk, q, out, keys + head_at, values + head_at, scale,
-                            tile=tile, dim=dim, real=real,
+                            tile=tile, dim=dim,
                         )  # fmt: skip
         for i in range(count):
             result = out + state.out[i]
@@ -170,7 +178,7 @@ def paged_attention(
 def visible(
     start: Int, position: Int, end: Int, is_causal: Int, window: Int, is_anchored: Int
 ) -> tuple[Int, Int]:
-    """The keys [lo, hi) that the query at `position` of the block [start, end) sees, as attention.Mask has it."""
+    """The keys [lo, hi) that a query of the block [start, end) sees: attention.Mask, in numbers."""
     hi = select(is_causal != 0, position + 1, end)
     near = select(is_anchored != 0, start - window, position - window + 1)
     far = select(is_anchored != 0, hi, smallest(hi, position + window))
@@ -179,8 +187,9 @@ def visible(
 
 
 @inlined
-def clear(state: State, i: Int, out: Reals, *, dim: int, real: Type) -> None:
+def clear(state: State, i: Int, out: Reals, dim: int) -> None:
     """A vector that has seen no key yet."""
+    real = out.element
     state.top[i] = least(real)
     store(state.total + i * SUM_LANES, zeros(out, real.wide(SUM_LANES)))
     for d in range(0, dim, lanes_of(real)):
@@ -188,16 +197,15 @@ def clear(state: State, i: Int, out: Reals, *, dim: int, real: Type) -> None:
 
 
 @inlined
-def find(
-    pages: Longs, page_size: Int, places: Longs, chunk: Int, first: Int, last: Int, *, dim: int
-) -> None:
-    """places[key - chunk] = where the key begins in a head's keys, for keys [first, last): page by page."""
-    key = first
-    while key < last:
+def find(pages: Longs, page_size: Int, places: Longs, chunk: Int, low: Int, high: Int, dim: int) -> None:
+    """places[key - chunk] = where a key of the chunk begins in a head's keys, if it is one of [low, high)."""
+    key, end = low if low > chunk else chunk, chunk + CHUNK
+    end = high if high < end else end
+    while key < end:
         inside = key % page_size
         at = (pages[key // page_size] * page_size + inside) * dim
-        until = smallest(last, key + page_size - inside)
-        for one in range(key, until):
+        until = key + page_size - inside
+        for one in range(key, until if until < end else end):
             places[one - chunk] = at
             at = at + dim
         key = until

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import reduce
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,8 @@ MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread
 MAX_TILE = 4  # query vectors that share one pass over a chunk of keys
 _KEYS = {1: 8, 2: 8, 3: 4, 4: 4}  # keys scored together, by tile: what registers hold
 _COLUMNS = {1: 16, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile
-_L2 = 2
+_LINE = 64  # bytes of a cache line
+_L2 = 2  # prefetch's level
 
 
 class State(NamedTuple):
@@ -59,9 +61,10 @@ class State(NamedTuple):
 
 
 def room(like: Value, real: Type) -> State:
-    numbers = [scratch(like, i64, MAX_VECTORS) for _ in range(4)]
-    reals = [scratch(like, real, count) for count in (MAX_VECTORS, MAX_VECTORS * SUM_LANES, MAX_TILE * CHUNK)]
-    return State(*numbers, *reals, places=scratch(like, i64, CHUNK))
+    q, out, lo, hi = (scratch(like, i64, MAX_VECTORS) for _ in range(4))
+    top, total = scratch(like, real, MAX_VECTORS), scratch(like, real, MAX_VECTORS * SUM_LANES)
+    scores, places = scratch(like, real, MAX_TILE * CHUNK), scratch(like, i64, CHUNK)
+    return State(q, out, lo, hi, top, total, scores, places)
 
 
 def lanes_of(real: Type) -> int:
@@ -69,16 +72,19 @@ def lanes_of(real: Type) -> int:
     return 128 // real.bits
 
 
+def least(real: Type) -> float:
+    return torch.finfo(torch.float32 if real == f32 else torch.float64).min
+
+
 def seen(state: State, vector: Int, chunk: Int) -> tuple[Int, Int]:
-    """The keys of the chunk that a query vector sees: from the first on, up to the second."""
-    begin = largest(state.lo[vector], chunk) - chunk
-    return begin, smallest(state.hi[vector] - chunk, CHUNK)
+    """The keys [begin, end) of the chunk that a query vector sees."""
+    return largest(state.lo[vector] - chunk, 0), smallest(state.hi[vector] - chunk, CHUNK)
 
 
 @inlined
 def attend_tile(
     state: State, first: Int, chunk: Int, q: Reals, out: Reals, keys: Reals, values: Reals, scale: Real,
-    *, tile: int, dim: int, real: Type,
+    *, tile: int, dim: int,
 ) -> None:  # fmt: skip
     """One chunk for the `tile` vectors from `first` on.
 
@@ -88,42 +94,49 @@ def attend_tile(
     ends = [seen(state, first + t, chunk)[1] for t in unrolled(tile)]
     low, high = reduce(smallest, begins), reduce(largest, ends)  # some vector sees these keys
     inner, outer = reduce(largest, begins), reduce(smallest, ends)  # all of them see these
-    queries = [q + state.q[first + t] for t in unrolled(tile)]
-    score(queries, keys, values, state.places, state.scores, scale, low, high, dim=dim, real=real)
-    is_shared = inner < outer
+    places, is_shared = state.places, inner < outer
+    score([q + state.q[first + t] for t in unrolled(tile)], keys, values, state, scale, low, high, dim)
     for t in range(tile):
         begin, end = seen(state, first + t, chunk)
         weights, one = state.scores + t * CHUNK, out + state.out[first + t]
         total = state.total + (first + t) * SUM_LANES
-        softmax(weights, one, state.top + first + t, total, begin, end, dim=dim, real=real)
+        softmax(weights, one, state.top + first + t, total, begin, end, dim)
         if tile > 1:
-            weigh([one], values, state.places, weights, begin, inner if is_shared else end, dim=dim, real=real)
-    outs = [out + state.out[first + t] for t in unrolled(tile)]
-    weigh(outs, values, state.places, state.scores, inner, outer, dim=dim, real=real)
+            weigh([one], values, places, weights, begin, inner if is_shared else end, dim)
+    weigh(
+        [out + state.out[first + t] for t in unrolled(tile)], values, places, state.scores, inner, outer, dim
+    )
     if tile > 1 and is_shared:
         for t in range(tile):
             begin, end = seen(state, first + t, chunk)
             one = out + state.out[first + t]
-            weigh([one], values, state.places, state.scores + t * CHUNK, outer, end, dim=dim, real=real)
+            weigh([one], values, places, state.scores + t * CHUNK, outer, end, dim)
 
 
 @inlined
 def score(
-    queries: list[Reals], keys: Reals, values: Reals, places: Longs, scores: Reals, scale: Real,
-    begin: Int, end: Int, *, dim: int, real: Type,
-) -> None:  # fmt: skip
+    queries: list[Reals],
+    keys: Reals,
+    values: Reals,
+    state: State,
+    scale: Real,
+    begin: Int,
+    end: Int,
+    dim: int,
+) -> None:
     """scores[t][key] = scale * dot(q[t], k[key]) for keys [begin, end), rounded out to whole groups."""
-    tile, lanes = len(queries), lanes_of(real)
-    group, steps = _KEYS[tile], _steps(dim // lanes)
+    tile, lanes = len(queries), lanes_of(keys.element)
+    vectors, group = dim // lanes, _KEYS[tile]
+    steps = lanes * (4 if vectors % 4 == 0 else 2 if vectors % 2 == 0 else 1)
     for first in range(begin & -group, end, group):
         # Outside [begin, end) a neighbour's key stands in: nobody looks at its score.
-        at = [places[smallest(largest(first + j, begin), end - 1)] for j in unrolled(group)]
-        if len(columns(dim // lanes, tile)) > 1 or columns(dim // lanes, tile)[0].size < dim // lanes:
+        at = [state.places[smallest(largest(first + j, begin), end - 1)] for j in unrolled(group)]
+        if columns(vectors, tile)[0].size < vectors:
             for j in unrolled(group):
-                fetch(values + at[j], dim, real)
-        dots = Registers((tile, group), zeros(scale, real.wide(lanes)))
-        for d in range(0, dim, lanes * steps):
-            for step in unrolled(0, lanes * steps, lanes):
+                fetch(values + at[j], dim)
+        dots = Registers((tile, group), zeros(keys, keys.element.wide(lanes)))
+        for d in range(0, dim, steps):
+            for step in unrolled(0, steps, lanes):
                 k = [load(keys + at[j] + d + step, lanes) for j in unrolled(group)]
                 for t in unrolled(tile):
                     x = load(queries[t] + d + step, lanes)
@@ -132,19 +145,15 @@ def score(
         for t in unrolled(tile):
             sums = add_pairs([dots[t, j] for j in unrolled(group)])
             for index in unrolled(len(sums)):
-                store(scores + t * CHUNK + first + index * lanes, sums[index] * scale)
+                store(state.scores + t * CHUNK + first + index * lanes, sums[index] * scale)
 
 
-def _steps(vectors: int) -> int:
-    return next(steps for steps in (4, 2, 1) if vectors % steps == 0)
-
-
-def fetch(at: Reals, dim: int, real: Type) -> None:
+def fetch(at: Reals, dim: int) -> None:
     """Ask for a key's value, which `weigh` reads in pieces: too short for the hardware's own prefetcher.
 
     156 -> 112 us for one token over 512 keys, 9 heads, 3 key heads, float32 (one Neoverse-N1, 2026-11).
     """
-    for d in range(0, dim, 512 // real.bits):
+    for d in range(0, dim, _LINE * 8 // at.element.bits):
         prefetch(at + d, level=_L2)
 
 
@@ -158,10 +167,9 @@ def add_pairs(sums: list[Value]) -> list[Value]:
 
 
 @inlined
-def softmax(
-    scores: Reals, out: Reals, top: Reals, total: Reals, begin: Int, end: Int, *, dim: int, real: Type
-) -> None:
+def softmax(scores: Reals, out: Reals, top: Reals, total: Reals, begin: Int, end: Int, dim: int) -> None:
     """Scores [begin, end) of one query become weights; its max, sum and out so far follow."""
+    real = scores.element
     if begin < end:
         first, last = begin & -SUM_LANES, (end + SUM_LANES - 1) & -SUM_LANES
         for i in range(first, begin):  # what lies around them weighs exp(-inf) = 0
@@ -187,34 +195,27 @@ def softmax(
         store(total, added)
 
 
-def least(real: Type) -> float:
-    return torch.finfo(torch.float32 if real == f32 else torch.float64).min
-
-
 @inlined
 def weigh(
-    outs: list[Reals], values: Reals, places: Longs, weights: Reals, begin: Int, end: Int, *, dim: int, real: Type
+    outs: list[Reals], values: Reals, places: Longs, weights: Reals, begin: Int, end: Int, dim: int
 ) -> None:
     """out[t][d] += weights[t][key] * v[key][d] for keys [begin, end) in order."""
-    tile, lanes = len(outs), lanes_of(real)
+    tile, lanes = len(outs), lanes_of(values.element)
     if begin < end:
-        for piece in columns(dim // lanes, tile):
-            for column in range(piece.first, piece.last, piece.size):
-                d = column * lanes
-                sums = Registers((tile, piece.size), zeros(weights, real.wide(lanes)))
-                for t in unrolled(tile):
-                    for c in unrolled(piece.size):
-                        sums[t, c] = load(outs[t] + d + c * lanes, lanes)
+        for first, last, size in columns(dim // lanes, tile):
+            for d in range(first * lanes, last * lanes, size * lanes):
+                sums = Registers((tile, size), zeros(values, values.element.wide(lanes)))
+                cells = list(product(range(tile), range(size)))
+                for t, c in cells:
+                    sums[t, c] = load(outs[t] + d + c * lanes, lanes)
                 for key in range(begin, end):
                     at = values + d + places[key]
-                    v = [load(at + c * lanes, lanes) for c in unrolled(piece.size)]
-                    for t in unrolled(tile):
-                        weight = weights[key + t * CHUNK].spread(lanes)
-                        for c in unrolled(piece.size):
-                            sums[t, c] = fma(v[c], weight, sums[t, c])
-                for t in unrolled(tile):
-                    for c in unrolled(piece.size):
-                        store(outs[t] + d + c * lanes, sums[t, c])
+                    v = [load(at + c * lanes, lanes) for c in unrolled(size)]
+                    weight = [weights[key + t * CHUNK].spread(lanes) for t in unrolled(tile)]
+                    for t, c in cells:
+                        sums[t, c] = fma(v[c], weight[t], sums[t, c])
+                for t, c in cells:
+                    store(outs[t] + d + c * lanes, sums[t, c])
 
 
 class Columns(NamedTuple):

@@ -1,6 +1,7 @@
 """Tokens on their way into the cache: their places, and norm, rotation and copy of their heads in one pass.
 
-A token is taken by one thread. The bits are those of `pointwise.rms_norm`, then `pointwise.rotate`, then a copy.
+A token is taken by one thread. Its bits are those of `pointwise.rms_norm`, then `pointwise.rotate`, then a
+copy.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class HeadKernels:
         jit = self._plain if norms is None else self._normed
         jit(
             num_tokens, heads, groups, dim, cos.shape[-1], keys.shape[1],
-            *given.stride()[:2], *k.stride()[:2], *v.stride()[:2], given, k, v, out, keys, values, place, cos, sin,
-            *weights, 0.0 if norms is None else norms.eps,
+            *given.stride()[:2], *k.stride()[:2], *v.stride()[:2], given, k, v, out, keys, values, place,
+            cos, sin, *weights, 0.0 if norms is None else norms.eps,
             is_small=num_tokens * (heads + 2 * groups) * dim < _SERIAL_ELEMENTS,
         )  # fmt: skip
         return None if q is None else out
@@ -91,10 +92,10 @@ def _whole_heads(x: Tensor) -> Tensor:
 
 @kernel
 def locate(
-    num_rows: Int, page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs, offsets: Longs,
-    positions: Longs, slots: Longs,
+    num_rows: Int, page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs,
+    offsets: Longs, positions: Longs, slots: Longs,
 ) -> None:  # fmt: skip
-    """Tokens [offsets[row], offsets[row + 1]) stand at starts[row] and on, in the slots of the row's pages."""
+    """Tokens [offsets[row], offsets[row + 1]) stand at starts[row] and on, in the row's pages."""
     for row in taken(num_rows):
         pages = page_table + rows[row] * num_pages
         first = offsets[row]
@@ -108,8 +109,8 @@ def locate(
 def norm_rope_write(
     num_tokens: Int, heads: Int, groups: Int, dim: Int, size: Int, num_slots: Int,
     q_stride: Int, q_head: Int, k_stride: Int, k_head: Int, v_stride: Int, v_head: Int,
-    q: Reals, k: Reals, v: Reals, out: Reals, keys: Reals, values: Reals, place: Longs, cos: Reals, sin: Reals,
-    q_weight: Reals, k_weight: Reals, eps: Real, *, real: Type, has_norms: bool,
+    q: Reals, k: Reals, v: Reals, out: Reals, keys: Reals, values: Reals, place: Longs,
+    cos: Reals, sin: Reals, q_weight: Reals, k_weight: Reals, eps: Real, *, real: Type, has_norms: bool,
 ) -> None:  # fmt: skip
     """Queries go to `out`, keys and values to slot `place[token]`; heads lie `.._head` apart."""
     for token in taken(num_tokens):
