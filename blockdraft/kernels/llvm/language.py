@@ -453,8 +453,14 @@ def sigmoid(x: Value) -> Value:
     return select(x >= 0.0, 1.0, small) / (small + 1.0)
 
 
-def scratch(like: Value, type: Type, count: int) -> Pointer:
-    """Room for `count` numbers on the thread's stack, for as long as the kernel runs."""
+def scratch(like: Value, type: Type, count: int | Value) -> Pointer:
+    """Room for `count` numbers on the thread's stack, for as long as the kernel runs.
+
+    A count that the kernel computes takes the room where it is asked for, so not in a loop.
+    """
     name = like.text.name("%m")
-    like.text.entry.append(f"  {name} = alloca [{count} x {type}], align 64")
+    if isinstance(count, Value):
+        like.text.line(f"{name} = alloca {type}, i64 {count.name}, align 64")
+    else:
+        like.text.entry.append(f"  {name} = alloca [{count} x {type}], align 64")
     return Pointer(like.text, name, type)
