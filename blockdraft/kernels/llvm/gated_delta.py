@@ -254,14 +254,15 @@ def convolve(
             inputs.append(found)
         y_item, whole = y + item * size, size - size % WIDE
         for c in range(0, whole, WIDE):
-            store(y_item + c, convolved([load(at + c, WIDE) for at in inputs], weight + c * taps, taps, WIDE))
+            store(y_item + c, convolved([at + c for at in inputs], weight + c * taps, WIDE))
         for c in range(whole, size):
-            store(y_item + c, convolved([load(at + c, 1) for at in inputs], weight + c * taps, taps, 1))
+            store(y_item + c, convolved([at + c for at in inputs], weight + c * taps, 1))
 
 
-def convolved(inputs: list[Real], weight: Reals, taps: int, lanes: int) -> Real:
+def convolved(inputs: list[Reals], weight: Reals, lanes: int) -> Real:
+    taps = len(inputs)
     weights = load(weight, lanes * taps)
-    total = inputs[0] * weights.lanes(range(0, lanes * taps, taps))
+    total = load(inputs[0], lanes) * weights.lanes(range(0, lanes * taps, taps))
     for i in range(1, taps):
-        total = fma(inputs[i], weights.lanes(range(i, lanes * taps, taps)), total)
+        total = fma(load(inputs[i], lanes), weights.lanes(range(i, lanes * taps, taps)), total)
     return total * sigmoid(total)
