@@ -30,6 +30,7 @@ from blockdraft.models.gemma4 import GemmaAttention, GemmaRouter
 from blockdraft.models.layers import Linear, RMSNorm
 from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Packed, join_rows
+from blockdraft.models.packed_int8 import Int8Matrix
 
 _SLICE_BYTES = 64 << 20  # drawn and quantised at a time, in float32; arbitrary
 _CONSTANTS = {
@@ -66,7 +67,9 @@ def fill(
         draw = _Draw(generator, share if path.rpartition(".")[2] in _INTO_STREAM else 1.0)
         may_quantise = slot.may_be_quantised and slot.module is not model.head
         quantiser = QUANTISERS.get(storage) if may_quantise else None
-        if quantiser is not None:
+        if slot.may_be_whole(storage, device):
+            slot.put(Int8Matrix.of([draw.dense(slot)], slot.parameter.shape))
+        elif quantiser is not None:
             slot.put(draw.packed(slot, quantiser))
         else:
             slot.put(nn.Parameter(draw.dense(slot), requires_grad=False))

@@ -32,6 +32,7 @@ from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.quantization_modules import Quantization, is_router
 from blockdraft.checkpoints.schemes import Scheme, TensorSpec
 from blockdraft.errors import ModelError
+from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.models.config import Storage
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
@@ -39,6 +40,7 @@ from blockdraft.models.layers import Embedding, Linear, RMSNorm
 from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Dense, Packed, Scaled, join_rows, quantise_fp8, quantise_int8, stack_each
 from blockdraft.models.packed_gguf import GgufPacked
+from blockdraft.models.packed_int8 import Int8Matrix
 
 _SLICE_BYTES = 4 << 20  # read and converted at a time, in float32; arbitrary, small beside any model
 _WORK_BYTES = 1 << 20  # the same where a format takes several copies of it to unpack or to quantise
@@ -92,6 +94,14 @@ class Slot:
     def may_be_quantised(self) -> bool:
         """A router or a gate decides what runs and is tiny: its values are always plain."""
         return self.is_projection and not any(is_router(piece.source) for piece in self.pieces)
+
+    def may_be_whole(self, storage: Storage, device: torch.device) -> bool:
+        """Whether products with it are in whole numbers: on a CPU that has kernels for that, heads included."""
+        if storage != "int8" or self.parameter.dtype != torch.float32:
+            return False
+        is_matrix = self.may_be_quantised and isinstance(self.module, Linear)
+        is_matrix |= isinstance(self.module, Embedding)
+        return is_matrix and why_no_llvm(torch.float32, device) is None
 
     def put(self, value: nn.Parameter | Packed) -> None:
         delattr(self.module, self.attribute)  # a module does not take the place of a parameter
@@ -379,7 +389,9 @@ class _Reader:
         is_packed &= slot.may_be_quantised or isinstance(slot.module, Embedding)
         quantiser = QUANTISERS.get(self.storage) if may_quantise else None
         value: nn.Parameter | Packed
-        if is_packed or quantiser is not None:
+        if slot.may_be_whole(self.storage, self.device):
+            value = Int8Matrix.of(self._slices(slot.pieces), slot.parameter.shape)
+        elif is_packed or quantiser is not None:
             value = self._packed(slot, quantiser).to(self.device)
         else:
             value = nn.Parameter(self._dense(slot), requires_grad=False)
@@ -435,12 +447,13 @@ class _Reader:
         self, pieces: Iterable[TensorPiece], shape: tuple[int, ...], quantiser: Quantiser
     ) -> Packed:
         """The pieces of a matrix as one, a slice at a time."""
-        slices = (
-            quantiser(self._rows(piece, begin, end))
-            for piece in pieces
-            for begin, end in row_slices(piece.shape, _WORK_BYTES)
-        )
-        return join_slices(slices, shape)
+        return join_slices(map(quantiser, self._slices(pieces)), shape)
+
+    def _slices(self, pieces: Iterable[TensorPiece]) -> Iterable[Tensor]:
+        """The rows of a matrix, some at a time."""
+        for piece in pieces:
+            for begin, end in row_slices(piece.shape, _WORK_BYTES):
+                yield self._rows(piece, begin, end)
 
     def _piece(self, piece: TensorPiece, dtype: torch.dtype, quantiser: Quantiser | None) -> Packed:
         if self.storage == "keep" and self._is_packed(piece):

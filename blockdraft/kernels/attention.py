@@ -166,11 +166,11 @@ class Locate(Protocol):
 
 def pick_locate(at: Available) -> Locate | None:
     """None: Blocks does it by indexing."""
-    if not at.has_triton("places"):
-        return None
-    from blockdraft.kernels.triton.rows import locate
+    if at.has_triton("places"):
+        from blockdraft.kernels.triton.rows import locate
 
-    return named("places", locate)
+        return named("places", locate)
+    return _llvm_locate() if at.has_llvm() else None
 
 
 class Blocks:
@@ -196,7 +196,6 @@ class Blocks:
         self.table, self.starts, self.page_size, self._locate = pages, starts, page_size, locate
         self.rows = torch.arange(len(counts), device=starts.device) if rows is None else rows
         self.counts = counts
-        self._ranges: dict[tuple[bool, int | None, bool], Tensor] = {}
         self._units: dict[int, Tensor] = {}
 
     @functools.cached_property
@@ -210,18 +209,10 @@ class Blocks:
         return to_device((0, *itertools.accumulate(self.counts)), self.starts.device)
 
     @functools.cached_property
-    def _num(self) -> Tensor:
-        return torch.tensor(self.counts, device=self.starts.device)
-
-    @functools.cached_property
     def _row(self) -> Tensor:
         """[N] the row of every token of the stream."""
         row = torch.arange(len(self.counts), device=self.starts.device)
-        return torch.repeat_interleave(row, self._num)
-
-    @functools.cached_property
-    def _ends(self) -> Tensor:
-        return self.starts + self._num
+        return torch.repeat_interleave(row, torch.tensor(self.counts, device=self.starts.device))
 
     @functools.cached_property
     def _pages(self) -> Tensor:
@@ -255,14 +246,6 @@ class Blocks:
         return self._located[1]
 
     @functools.cached_property
-    def read_slots(self) -> Tensor:
-        """The place of every key in reach, position by position, rows after one another."""
-        row = torch.repeat_interleave(torch.arange(len(self.counts)), self._ends)
-        first = self._ends.cumsum(0) - self._ends
-        key = torch.arange(len(row)) - first[row]
-        return self._pages[row, key // self.page_size] * self.page_size + key % self.page_size
-
-    @functools.cached_property
     def groups(self) -> list[Reads]:
         """For the reference: rows of equal width attend together, a ragged batch row by row."""
         if len(set(self.counts)) == 1:
@@ -272,27 +255,12 @@ class Blocks:
     def _reads(self, rows: slice, width: int) -> Reads:
         return Reads(pages=self._pages[rows], starts=self.starts[rows], width=width, page_size=self.page_size)
 
-    def ranges(self, mask: Mask) -> Tensor:
-        """[2, N]: the keys [lo, hi) that each token sees."""
-        kind = (mask.is_causal, mask.window, mask.is_anchored)
-        if kind not in self._ranges:
-            start, end = self.starts[self._row], self._ends[self._row]
-            hi = self.positions + 1 if mask.is_causal else end
-            lo = torch.zeros_like(hi)
-            if mask.window is not None and mask.is_anchored:
-                lo = (start - mask.window).clamp_(min=0)
-            elif mask.window is not None:
-                lo = (self.positions - mask.window + 1).clamp_(min=0)
-                hi = torch.minimum(hi, self.positions + mask.window)
-            self._ranges[kind] = torch.stack([lo, hi])
-        return self._ranges[kind]
-
     def units(self, shared: int) -> Tensor:
-        """The kernel's work, for `shared` query heads per key head."""
+        """How the CPU's kernel divides its work, for `shared` query heads per key head."""
         if shared not in self._units:
             from blockdraft.kernels.llvm.attention import divide
 
-            self._units[shared] = divide(self.counts, self._ends.tolist(), shared)
+            self._units[shared] = divide(self.counts, shared)
         return self._units[shared]
 
 
@@ -342,14 +310,24 @@ def _llvm_attend(dtype: torch.dtype) -> Attend:
             q,
             keys,
             values,
-            slots=blocks.read_slots,
-            ranges=blocks.ranges(mask),
+            page_table=blocks.table,
+            rows=blocks.rows,
+            starts=blocks.starts,
+            offsets=blocks.offsets,
             units=blocks.units(q.shape[1] // keys.shape[0]),
-            scale=mask.scale,
+            page_size=blocks.page_size,
+            mask=mask,
             sinks=sinks,
         )
 
     return attend
+
+
+@functools.cache
+def _llvm_locate() -> Locate:
+    from blockdraft.kernels.llvm.heads import Places
+
+    return Places()
 
 
 @functools.cache

@@ -1,28 +1,90 @@
-"""Whether the kernels in `kernels/llvm` can serve, and the reason where they cannot."""
+"""What this processor can do: whether the kernels in `kernels/llvm` serve, and by which path they multiply."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
+import os
 import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from blockdraft.errors import SettingsError
+
+if TYPE_CHECKING:
+    import torch
+
+PATH_VARIABLE = "BLOCKDRAFT_PRODUCTS"
+# Paths of products in whole numbers, the fastest first, and what a processor has to have for them, as
+# /proc/cpuinfo says it and as LLVM does.
+_PATHS = {
+    "aarch64": {"sdot": ({"asimddp"}, ("+dotprod",))},
+    "x86_64": {
+        "vnni": ({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}, ("+avx512f,+avx512vnni",)),
+        "avx2": ({"avx2", "fma"}, ("+avx2,+fma",)),
+    },
+}
+_NEEDED = {"aarch64": {"asimd"}, "x86_64": {"avx2", "fma"}}  # by any kernel: it would be slow without
 
 
 def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
     """None where the CPU kernels are known to win, else why the PyTorch reference is taken."""
     if device.type != "cpu":
         return f"the CPU kernels are not for '{device.type}'"
-    if dtype not in (torch.float32, torch.float64):
+    if str(dtype) not in ("torch.float32", "torch.float64"):
         return f"the CPU kernels compute in float32 or float64, not {dtype}"
-    if platform.machine() != "aarch64":
-        return f"the CPU kernels were never measured on {platform.machine()}"
+    return why_not_here()
+
+
+@functools.cache
+def why_not_here() -> str | None:
+    """The same for this machine's processor, whatever is computed."""
+    machine = platform.machine()
+    if machine not in _NEEDED:
+        return f"the CPU kernels were never measured on {machine}"
+    missing = _NEEDED[machine] - _features()
+    if missing:
+        return f"this processor has no {', '.join(sorted(missing))}"
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed (pip install llvmlite)"
+    import torch
+
     if not hasattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel"):
         return "this PyTorch was not built with GNU OpenMP"
     return None
 
 
+@functools.cache
+def product_path() -> str:
+    """How products in whole numbers are computed: the fastest that there is here, or what was asked for."""
+    wanted = os.environ.get(PATH_VARIABLE, "")
+    there = product_paths()
+    if wanted and wanted not in there:
+        raise SettingsError(
+            f"{PATH_VARIABLE} is '{wanted}', which this processor does not have: take one of {', '.join(there)}."
+        )
+    return wanted or there[0]
+
+
+def product_paths() -> list[str]:
+    """Those of this processor, the fastest first; the last works anywhere."""
+    here = _PATHS.get(platform.machine(), {})
+    return [*(path for path, (needed, _) in here.items() if needed <= _features()), "generic"]
+
+
 def extra_features() -> tuple[str, ...]:
-    return ("+dotprod",) if platform.machine() == "aarch64" else ()
+    """What LLVM may use beside what it finds by itself: on ARM it does not look at all."""
+    here = _PATHS.get(platform.machine(), {})
+    return tuple(name for needed, names in here.values() if needed <= _features() for name in names)
+
+
+@functools.cache
+def _features() -> set[str]:
+    """As Linux names them; none elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    found = [line.partition(":")[2].split() for line in lines if line.startswith(("Features", "flags"))]
+    return set(found[0]) if found else set()

@@ -2,19 +2,24 @@
 
 Queries and keys are normalised over a head's values (where the model does that) and rotated to their
 positions; keys and values go into their slots. On a GPU this is one kernel, which rounds once; the reference
-rounds after each step.
+rounds after each step, and so does the one kernel of a CPU.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
 from blockdraft.kernels.rows import Angles, RmsNorm, Rotate, sigmoid
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.llvm.heads import HeadKernels
 
 
 class HeadNorms(NamedTuple):
@@ -46,6 +51,8 @@ def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> No
         from blockdraft.kernels.triton.rows import norm_rope_write as kernel
 
         return named("heads", kernel)
+    if at.has_llvm():
+        return _llvm_heads(at.dtype).norm_rope_write
 
     def norm_rope_write(
         q: Tensor | None, k: Tensor, v: Tensor, norms: HeadNorms | None, angles: Angles, slots: Slots
@@ -57,6 +64,13 @@ def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> No
         return None if q is None else rotate(q, angles)
 
     return norm_rope_write
+
+
+@functools.cache
+def _llvm_heads(dtype: torch.dtype) -> HeadKernels:
+    from blockdraft.kernels.llvm.heads import HeadKernels
+
+    return HeadKernels(dtype)
 
 
 def write(k: Tensor, v: Tensor, slots: Slots) -> None:

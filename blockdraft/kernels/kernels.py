@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from blockdraft.kernels import acceptance, attention, gated_delta, heads, moe, rows, sampling
+from blockdraft.kernels import acceptance, attention, gated_delta, heads, int8, moe, rows, sampling
 from blockdraft.kernels import linear as products
 from blockdraft.kernels.choice import OPERATIONS, Available, Operation
 
@@ -25,6 +25,8 @@ class Kernels:
     linear: products.Multiply
     gated_linear: products.GatedMultiply
     scaled_linear: products.ScaledMultiply
+    int8_linear: int8.Int8Multiply
+    int8_look_up: int8.Int8LookUp
     norm_rope_write: heads.NormRopeWrite
     gate_heads: heads.GateHeads
     attend: attention.Attend
@@ -84,6 +86,7 @@ def kernels_for(
 def _assembled(at: Available) -> Kernels:
     rms_norm, gate_mul, rotate = rows.pick_rms_norm(at), rows.pick_gate_mul(at), rows.pick_rotate(at)
     linear = products.pick_linear(at)
+    int8_linear, int8_look_up = int8.pick_int8(at)
     scan, fold = gated_delta.pick_scan(at)
     count_accepted, draw_accepted, advance = acceptance.pick_acceptance(at)
     return Kernels(
@@ -94,6 +97,8 @@ def _assembled(at: Available) -> Kernels:
         linear=linear,
         gated_linear=products.pick_gated_linear(at, linear, gate_mul),
         scaled_linear=products.pick_scaled_linear(at, gate_mul),
+        int8_linear=int8_linear,
+        int8_look_up=int8_look_up,
         norm_rope_write=heads.pick_norm_rope_write(at, rms_norm, rotate),
         gate_heads=heads.pick_gate_heads(at),
         attend=attention.pick_attend(at),

@@ -14,6 +14,7 @@ from blockdraft.kernels.rows import Angles, Gate
 from blockdraft.models.config import AttentionConfig, ModelConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.packed import Packed
+from blockdraft.models.packed_int8 import Int8Matrix
 
 
 class Linear(KernelModule):
@@ -64,6 +65,8 @@ class Embedding(KernelModule):
         self.dtype = torch.get_default_dtype()
 
     def forward(self, token_ids: Tensor) -> Tensor:
+        if isinstance(self.weight, Int8Matrix):
+            return self.weight.look_up(token_ids, self.kernels)
         if isinstance(self.weight, Packed):
             return self.weight[token_ids].dequantise(self.dtype)
         return self.weight[token_ids]

@@ -11,9 +11,11 @@ from typing import TypeVar, cast
 
 from blockdraft.cache.spec import LayerSpec, bytes_per_row, bytes_per_token
 from blockdraft.errors import CapacityError, SettingsError
+from blockdraft.kernels.cpu import why_not_here
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig, Storage
 from blockdraft.models.draft_config import DraftConfig
+from blockdraft.planner.quality import Quality, measured_quality
 from blockdraft.settings.settings import DEFAULTS, Settings
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -45,6 +47,13 @@ class Weights:
 
     num_values: int
     method: str | None = None  # how the file is quantised; None: not at all
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeNumbers:
+    """A CPU that multiplies in whole numbers."""
+
+    quality: Quality | None  # what that costs the model; None: nobody has measured it
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +149,10 @@ def make_plan(
     element_bytes = ELEMENT_BYTES[dtype]
     memory = machine.memory_bytes if is_cpu else gpu_budget(settings, machine)
     unpackable = int(memory * UNPACK_SHARE) // element_bytes
-    quantization = _storage(resolver, settings, "quantization", weights, unpackable)
+    whole = _whole_numbers(settings, dtype) if is_cpu else None
+    quantization = _storage(resolver, settings, "quantization", weights, unpackable, whole)
     draft_weights = draft_weights or Weights(0)
-    draft_quantization = _storage(resolver, settings, "draft_quantization", draft_weights, unpackable)
+    draft_quantization = _storage(resolver, settings, "draft_quantization", draft_weights, unpackable, whole)
     if draft is None:
         del resolver.reasons["draft_quantization"]
     width = _width(resolver, settings, draft, is_cpu=is_cpu)
@@ -242,21 +252,38 @@ def width_reason(width: int, block: int) -> str:
     return f"the block that the drafter was trained for ({block})"
 
 
+def _whole_numbers(settings: Settings, dtype: str) -> _WholeNumbers | None:
+    """None: this CPU has no products in whole numbers, or not for weights of `dtype`."""
+    if dtype != "float32" or why_not_here() is not None:
+        return None
+    return _WholeNumbers(measured_quality(settings.model))
+
+
 def _storage(
-    resolver: _Resolver, settings: Settings, name: str, weights: Weights, unpackable: int
+    resolver: _Resolver,
+    settings: Settings,
+    name: str,
+    weights: Weights,
+    unpackable: int,
+    whole: _WholeNumbers | None,
 ) -> Storage:
     """How to hold a checkpoint's weights; `unpackable` values fit easily once unpacked.
 
     Most packed formats have no kernel of their own: each forward unpacks them again. So weights stay packed
     only where memory needs it.
     """
-    if getattr(settings, name) in ("fp8", "int8") and weights.method is not None:
+    wanted = getattr(settings, name)
+    if wanted == "int8" and whole is not None and weights.method == "GGUF":
+        return resolver.take(name, "int8", "asked for")  # unpacked, then rounded
+    if wanted in ("fp8", "int8") and weights.method is not None:
         raise SettingsError(
-            f"{name} = {getattr(settings, name)}, but the checkpoint is quantised already "
+            f"{name} = {wanted}, but the checkpoint is quantised already "
             f"({weights.method}): use keep or none, or give the unquantised checkpoint."
         )
     if settings.load_format == "dummy":
         return resolver.take(name, "none", "no files are read")
+    if whole is not None and whole.quality is not None and weights.method in (None, "GGUF"):
+        return resolver.take(name, "int8", f"whole numbers are fastest on a CPU; {whole.quality}")
     if weights.method is None:
         return resolver.take(name, "none", "the file is not quantised")
     if weights.num_values > unpackable:

@@ -1,275 +1,236 @@
 """The steps of paged attention over one tile of queries: scores of a chunk of keys, softmax, weighed values.
 
-Each is the text of an LLVM function; attention.py, which has the contract, calls them chunk by chunk.
+attention.py, which has the contract, does them chunk by chunk. Keys are counted from the chunk's first, and
+`places` has where each of them begins in the keys and values of one head.
 """
 
 from __future__ import annotations
 
 import math
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 
-from blockdraft.kernels.llvm.jit import Target, exp, fma, load, load_spread, repeat, spread, store
+from blockdraft.kernels.llvm.compiler import inlined, unrolled
+from blockdraft.kernels.llvm.language import (
+    Int,
+    Longs,
+    Pointer,
+    Real,
+    Reals,
+    Registers,
+    Type,
+    Value,
+    exp,
+    f32,
+    fma,
+    halved,
+    i64,
+    largest,
+    load,
+    prefetch,
+    scratch,
+    smallest,
+    store,
+    zeros,
+)
 
 CHUNK = 256  # keys; a multiple of SUM_LANES, and part of a result's bits
 SUM_LANES = 16  # likewise
+MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread takes at a time
+MAX_TILE = 4  # query vectors that share one pass over a chunk of keys
 _KEYS = {1: 8, 2: 8, 3: 4, 4: 4}  # keys scored together, by tile: what registers hold
 _COLUMNS = {1: 16, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile
-_PREFETCH_LEVEL = 2  # llvm.prefetch's locality: into the L2
+_L2 = 2
 
 
-def split(target: Target, dim: int, tile: int) -> list[tuple[int, int]]:
-    """`out`'s vectors in (first, size) pieces that fit the registers."""
-    pieces, first, total = [], 0, dim // target.lanes
-    while first < total:
-        size = _COLUMNS[tile]
-        while size > total - first:
-            size //= 2
-        pieces.append((first, size))
-        first += size
-    return pieces
+class State(NamedTuple):
+    """What a thread keeps on its stack of the query vectors it works on, by their number."""
+
+    q: Pointer  # where the vector begins in the queries
+    out: Pointer  # and in the outputs
+    lo: Pointer  # it sees the keys [lo, hi)
+    hi: Pointer
+    top: Pointer  # its largest score so far
+    total: Pointer  # its sum so far, SUM_LANES of them
+    scores: Pointer  # a tile's, CHUNK of them for each; then weights
+    places: Pointer  # a chunk's
 
 
-def scores(target: Target, dim: int, tile: int) -> str:
-    """s[t][key] = scale * dot(q[t], k[key]) for keys [from, to) of a chunk, rounded out to whole groups."""
-    s, v, n, keys = target.scalar, target.vector, target.lanes, _KEYS[tile]
-    steps = next(u for u in (4, 2, 1) if dim // n % u == 0)
-    cells = [(j, t) for t in range(tile) for j in range(keys)]
-    lines = [
-        f"define internal void @scores_{tile}(ptr %qs, ptr %s, ptr %slots, ptr %keys, ptr %values, "
-        f"{s} %scale, i64 %from, i64 %to) {{",
-        "entry:",
-        *(f"  %q{t}.p = getelementptr ptr, ptr %qs, i64 {t}" for t in range(tile)),
-        *(f"  %q{t} = load ptr, ptr %q{t}.p" for t in range(tile)),
-        *spread(target, "%scale", "%scale.v", n),
-        f"  %first = and i64 %from, -{keys}",
-        "  %last = sub i64 %to, 1",
-        "  %any = icmp slt i64 %from, %to",
-        "  br i1 %any, label %group, label %done",
-        "group:",
-        "  %g = phi i64 [ %first, %entry ], [ %g.next, %store ]",
-    ]  # fmt: skip
-    for j in range(keys):
-        lines += [
-            f"  %i{j} = add i64 %g, {j}",
-            f"  %a{j} = call i64 @llvm.smax.i64(i64 %i{j}, i64 %from)",
-            f"  %b{j} = call i64 @llvm.smin.i64(i64 %a{j}, i64 %last)",
-            f"  %slot{j}.p = getelementptr i64, ptr %slots, i64 %b{j}",
-            f"  %slot{j} = load i64, ptr %slot{j}.p",
-            f"  %at{j} = mul i64 %slot{j}, {dim}",
-            f"  %k{j} = getelementptr {s}, ptr %keys, i64 %at{j}",
-            *(_prefetch(target, dim, j) if len(split(target, dim, tile)) > 1 else []),
-        ]
-    lines += [
-        "  br label %dot",
-        "dot:",
-        "  %d = phi i64 [ 0, %group ], [ %d.next, %dot ]",
-        *(
-            f"  %x{j}.{t}.0 = phi {v} [ zeroinitializer, %group ], [ %x{j}.{t}.{steps}, %dot ]"
-            for j, t in cells
-        ),
-    ]
-    for u in range(steps):
-        lines.append(f"  %d{u} = add i64 %d, {u * n}")
-        for name in (*(f"k{j}" for j in range(keys)), *(f"q{t}" for t in range(tile))):
-            lines += load(target, f"%{name}.v{u}", f"%{name}", f"%d{u}", n)
-        lines += [
-            fma(target, f"%x{j}.{t}.{u + 1}", (f"%k{j}.v{u}", f"%q{t}.v{u}", f"%x{j}.{t}.{u}"), n)
-            for j, t in cells
-        ]
-    lines += [*repeat("%d", steps * n, dim, loop="dot", after="store"), "store:"]
+def room(like: Value, real: Type) -> State:
+    numbers = [scratch(like, i64, MAX_VECTORS) for _ in range(4)]
+    reals = [scratch(like, real, count) for count in (MAX_VECTORS, MAX_VECTORS * SUM_LANES, MAX_TILE * CHUNK)]
+    return State(*numbers, *reals, places=scratch(like, i64, CHUNK))
+
+
+def lanes_of(real: Type) -> int:
+    """Vectors have 16 bytes, which every CPU has: their size is part of a result's bits."""
+    return 128 // real.bits
+
+
+def seen(state: State, vector: Int, chunk: Int) -> tuple[Int, Int]:
+    """The keys of the chunk that a query vector sees: from the first on, up to the second."""
+    begin = largest(state.lo[vector], chunk) - chunk
+    return begin, smallest(state.hi[vector] - chunk, CHUNK)
+
+
+@inlined
+def attend_tile(
+    state: State, first: Int, chunk: Int, q: Reals, out: Reals, keys: Reals, values: Reals, scale: Real,
+    *, tile: int, dim: int, real: Type,
+) -> None:  # fmt: skip
+    """One chunk for the `tile` vectors from `first` on.
+
+    Values that all of them see are weighed together, the others for one vector at a time.
+    """
+    begins = [seen(state, first + t, chunk)[0] for t in unrolled(tile)]
+    ends = [seen(state, first + t, chunk)[1] for t in unrolled(tile)]
+    low, high = reduce(smallest, begins), reduce(largest, ends)  # some vector sees these keys
+    inner, outer = reduce(largest, begins), reduce(smallest, ends)  # all of them see these
+    queries = [q + state.q[first + t] for t in unrolled(tile)]
+    score(queries, keys, values, state.places, state.scores, scale, low, high, dim=dim, real=real)
+    is_shared = inner < outer
     for t in range(tile):
-        lines += _add_pairs(target, [f"%x{j}.{t}.{steps}" for j in range(keys)], t)
-    lines += [*repeat("%g", keys, "%to", loop="group", after="done"), "done:", "  ret void", "}"]
-    return "\n".join(lines)
+        begin, end = seen(state, first + t, chunk)
+        weights, one = state.scores + t * CHUNK, out + state.out[first + t]
+        total = state.total + (first + t) * SUM_LANES
+        softmax(weights, one, state.top + first + t, total, begin, end, dim=dim, real=real)
+        if tile > 1:
+            weigh([one], values, state.places, weights, begin, inner if is_shared else end, dim=dim, real=real)
+    outs = [out + state.out[first + t] for t in unrolled(tile)]
+    weigh(outs, values, state.places, state.scores, inner, outer, dim=dim, real=real)
+    if tile > 1 and is_shared:
+        for t in range(tile):
+            begin, end = seen(state, first + t, chunk)
+            one = out + state.out[first + t]
+            weigh([one], values, state.places, state.scores + t * CHUNK, outer, end, dim=dim, real=real)
 
 
-def _prefetch(target: Target, dim: int, j: int) -> list[str]:
-    """Ask for the key's value, which `weigh` reads in pieces: too short for the hardware's own prefetcher.
+@inlined
+def score(
+    queries: list[Reals], keys: Reals, values: Reals, places: Longs, scores: Reals, scale: Real,
+    begin: Int, end: Int, *, dim: int, real: Type,
+) -> None:  # fmt: skip
+    """scores[t][key] = scale * dot(q[t], k[key]) for keys [begin, end), rounded out to whole groups."""
+    tile, lanes = len(queries), lanes_of(real)
+    group, steps = _KEYS[tile], _steps(dim // lanes)
+    for first in range(begin & -group, end, group):
+        # Outside [begin, end) a neighbour's key stands in: nobody looks at its score.
+        at = [places[smallest(largest(first + j, begin), end - 1)] for j in unrolled(group)]
+        if len(columns(dim // lanes, tile)) > 1 or columns(dim // lanes, tile)[0].size < dim // lanes:
+            for j in unrolled(group):
+                fetch(values + at[j], dim, real)
+        dots = Registers((tile, group), zeros(scale, real.wide(lanes)))
+        for d in range(0, dim, lanes * steps):
+            for step in unrolled(0, lanes * steps, lanes):
+                k = [load(keys + at[j] + d + step, lanes) for j in unrolled(group)]
+                for t in unrolled(tile):
+                    x = load(queries[t] + d + step, lanes)
+                    for j in unrolled(group):
+                        dots[t, j] = fma(k[j], x, dots[t, j])
+        for t in unrolled(tile):
+            sums = add_pairs([dots[t, j] for j in unrolled(group)])
+            for index in unrolled(len(sums)):
+                store(scores + t * CHUNK + first + index * lanes, sums[index] * scale)
+
+
+def _steps(vectors: int) -> int:
+    return next(steps for steps in (4, 2, 1) if vectors % steps == 0)
+
+
+def fetch(at: Reals, dim: int, real: Type) -> None:
+    """Ask for a key's value, which `weigh` reads in pieces: too short for the hardware's own prefetcher.
 
     156 -> 112 us for one token over 512 keys, 9 heads, 3 key heads, float32 (one Neoverse-N1, 2026-11).
     """
-    s, line = target.scalar, 64 // target.element_bytes
-    lines = [f"  %v{j} = getelementptr {s}, ptr %values, i64 %at{j}"]
-    for d in range(0, dim, line):
-        lines += [
-            f"  %v{j}.{d} = getelementptr {s}, ptr %v{j}, i64 {d}",
-            f"  call void @llvm.prefetch.p0(ptr %v{j}.{d}, i32 0, i32 {_PREFETCH_LEVEL}, i32 1)",
-        ]
-    return lines
+    for d in range(0, dim, 512 // real.bits):
+        prefetch(at + d, level=_L2)
 
 
-def _add_pairs(target: Target, names: list[str], t: int) -> list[str]:
-    """Neighbouring lanes are added until each dot product is one lane; then they are scaled and stored."""
-    v, n = target.vector, target.lanes
-    even = ", ".join(f"i32 {i}" for i in range(0, 2 * n, 2))
-    odd = ", ".join(f"i32 {i}" for i in range(1, 2 * n, 2))
-    lines = []
-    for level in range(n.bit_length() - 1):
-        pairs = list(zip(names[::2], names[1::2], strict=True))
-        names = []
-        for index, (one, two) in enumerate(pairs):
-            base = f"%p{t}.{level}.{index}"
-            lines += [
-                f"  {base}.e = shufflevector {v} {one}, {v} {two}, <{n} x i32> <{even}>",
-                f"  {base}.o = shufflevector {v} {one}, {v} {two}, <{n} x i32> <{odd}>",
-                f"  {base} = fadd {v} {base}.e, {base}.o",
-            ]
-            names.append(base)
-    for index, name in enumerate(names):
-        lines += [
-            f"  %r{t}.{index} = fmul {v} {name}, %scale.v",
-            f"  %r{t}.{index}.i = add i64 %g, {t * CHUNK + index * n}",
-            *store(target, f"%r{t}.{index}", "%s", f"%r{t}.{index}.i", n),
-        ]
-    return lines
+def add_pairs(sums: list[Value]) -> list[Value]:
+    """Neighbouring lanes are added until each vector is one lane of a result."""
+    lanes = sums[0].type.lanes
+    for _ in range(lanes.bit_length() - 1):
+        pairs = list(zip(sums[::2], sums[1::2], strict=True))
+        sums = [a.lanes(range(0, 2 * lanes, 2), b) + a.lanes(range(1, 2 * lanes, 2), b) for a, b in pairs]
+    return sums
 
 
-def _hide_ends(target: Target) -> list[str]:
-    """What lies in the first and last group, but outside [from, to), weighs exp(-inf) = 0."""
-    s, minus_infinity = target.scalar, target.number(-math.inf)
-    return [
-        "lead:",
-        "  %a = phi i64 [ %first, %begin ], [ %a.next, %lead.set ]",
-        "  %is_lead = icmp slt i64 %a, %from",
-        "  br i1 %is_lead, label %lead.set, label %tail",
-        "lead.set:",
-        f"  %a.p = getelementptr {s}, ptr %s, i64 %a",
-        f"  store {s} {minus_infinity}, ptr %a.p",
-        "  %a.next = add i64 %a, 1",
-        "  br label %lead",
-        "tail:",
-        "  %b = phi i64 [ %to, %lead ], [ %b.next, %tail.set ]",
-        "  %is_tail = icmp slt i64 %b, %last",
-        "  br i1 %is_tail, label %tail.set, label %find",
-        "tail.set:",
-        f"  %b.p = getelementptr {s}, ptr %s, i64 %b",
-        f"  store {s} {minus_infinity}, ptr %b.p",
-        "  %b.next = add i64 %b, 1",
-        "  br label %tail",
-    ]
+@inlined
+def softmax(
+    scores: Reals, out: Reals, top: Reals, total: Reals, begin: Int, end: Int, *, dim: int, real: Type
+) -> None:
+    """Scores [begin, end) of one query become weights; its max, sum and out so far follow."""
+    if begin < end:
+        first, last = begin & -SUM_LANES, (end + SUM_LANES - 1) & -SUM_LANES
+        for i in range(first, begin):  # what lies around them weighs exp(-inf) = 0
+            scores[i] = -math.inf
+        for i in range(end, last):
+            scores[i] = -math.inf
+        old = top[0]
+        best = old.constant(least(real), real.wide(SUM_LANES))
+        for i in range(first, end, SUM_LANES):
+            best = largest(best, load(scores + i, SUM_LANES))
+        new = largest(old, halved(best, largest))
+        if new > old:
+            top[0] = new
+            factor = exp(old - new)
+            store(total, load(total, SUM_LANES) * factor)
+            for d in range(0, dim, lanes_of(real)):
+                store(out + d, load(out + d, lanes_of(real)) * factor)
+        added = load(total, SUM_LANES)
+        for i in range(first, end, SUM_LANES):
+            weight = exp(load(scores + i, SUM_LANES) - new)
+            store(scores + i, weight)
+            added = added + weight
+        store(total, added)
 
 
-def _rescale(target: Target, dim: int) -> list[str]:
-    """Where the max grew from %old to %new: sum and out so far are multiplied by exp(old - new)."""
-    s, v, n, w, wide = target.scalar, target.vector, target.lanes, SUM_LANES, target.wide(SUM_LANES)
-    return [
-        "rescale:",
-        f"  %fall = fsub {s} %old, %new",
-        *spread(target, "%fall", "%fall.v", n),
-        *exp(target, "%fall.v", "%factor", n),
-        f"  %factor.w = shufflevector {v} %factor, {v} poison, <{w} x i32> zeroinitializer",
-        f"  %sum.old = load {wide}, ptr %sum.p, align {target.element_bytes}",
-        f"  %sum.less = fmul {wide} %sum.old, %factor.w",
-        f"  store {wide} %sum.less, ptr %sum.p, align {target.element_bytes}",
-        "  br label %column",
-        "column:",
-        "  %d = phi i64 [ 0, %rescale ], [ %d.next, %column ]",
-        *load(target, "%o", "%out", "%d", n),
-        f"  %o.less = fmul {v} %o, %factor",
-        f"  store {v} %o.less, ptr %o.p, align {target.element_bytes}",
-        *repeat("%d", n, dim, loop="column", after="weigh"),
-    ]
+def least(real: Type) -> float:
+    return torch.finfo(torch.float32 if real == f32 else torch.float64).min
 
 
-def softmax(target: Target, dim: int) -> str:
-    """Scores [from, to) of one query become weights; its max, sum and out so far follow."""
-    s, f, w, wide = target.scalar, target.suffix, SUM_LANES, target.wide(SUM_LANES)
-    least = target.splat(torch.finfo(target.dtype).min, w)
-    lines = [
-        "define internal void @softmax(ptr %out, ptr %max.p, ptr %sum.p, ptr %s, i64 %from, i64 %to) {",
-        "entry:",
-        "  %any = icmp slt i64 %from, %to",
-        "  br i1 %any, label %begin, label %done",
-        "begin:",
-        f"  %first = and i64 %from, -{w}",
-        f"  %to.up = add i64 %to, {w - 1}",
-        f"  %last = and i64 %to.up, -{w}",
-        f"  %old = load {s}, ptr %max.p",
-        "  br label %lead",
-        *_hide_ends(target),
-        "find:",
-        "  %g = phi i64 [ %first, %tail ], [ %g.next, %find ]",
-        f"  %best = phi {wide} [ {least}, %tail ], [ %best.next, %find ]",
-        *load(target, "%x", "%s", "%g", w),
-        f"  %best.next = call {wide} @llvm.maxnum.v{w}{f}({wide} %best, {wide} %x)",
-        *repeat("%g", w, "%to", loop="find", after="found"),
-        "found:",
-        f"  %chunk.max = call {s} @llvm.vector.reduce.fmax.v{w}{f}({wide} %best.next)",
-        f"  %new = call {s} @llvm.maxnum.{f}({s} %old, {s} %chunk.max)",
-        f"  store {s} %new, ptr %max.p",
-        *spread(target, "%new", "%new.v", w),
-        f"  %grew = fcmp ogt {s} %new, %old",
-        "  br i1 %grew, label %rescale, label %weigh",
-        *_rescale(target, dim),
-        "weigh:",
-        f"  %sum.0 = load {wide}, ptr %sum.p, align {target.element_bytes}",
-        "  br label %each",
-        "each:",
-        "  %h = phi i64 [ %first, %weigh ], [ %h.next, %each ]",
-        f"  %sum = phi {wide} [ %sum.0, %weigh ], [ %sum.next, %each ]",
-        *load(target, "%y", "%s", "%h", w),
-        f"  %below = fsub {wide} %y, %new.v",
-        *exp(target, "%below", "%e", w),
-        f"  store {wide} %e, ptr %y.p, align {target.element_bytes}",
-        f"  %sum.next = fadd {wide} %sum, %e",
-        *repeat("%h", w, "%to", loop="each", after="end"),
-        "end:",
-        f"  store {wide} %sum.next, ptr %sum.p, align {target.element_bytes}",
-        "  br label %done",
-        "done:",
-        "  ret void",
-        "}",
-    ]  # fmt: skip
-    return "\n".join(lines)
+@inlined
+def weigh(
+    outs: list[Reals], values: Reals, places: Longs, weights: Reals, begin: Int, end: Int, *, dim: int, real: Type
+) -> None:
+    """out[t][d] += weights[t][key] * v[key][d] for keys [begin, end) in order."""
+    tile, lanes = len(outs), lanes_of(real)
+    if begin < end:
+        for piece in columns(dim // lanes, tile):
+            for column in range(piece.first, piece.last, piece.size):
+                d = column * lanes
+                sums = Registers((tile, piece.size), zeros(weights, real.wide(lanes)))
+                for t in unrolled(tile):
+                    for c in unrolled(piece.size):
+                        sums[t, c] = load(outs[t] + d + c * lanes, lanes)
+                for key in range(begin, end):
+                    at = values + d + places[key]
+                    v = [load(at + c * lanes, lanes) for c in unrolled(piece.size)]
+                    for t in unrolled(tile):
+                        weight = weights[key + t * CHUNK].spread(lanes)
+                        for c in unrolled(piece.size):
+                            sums[t, c] = fma(v[c], weight, sums[t, c])
+                for t in unrolled(tile):
+                    for c in unrolled(piece.size):
+                        store(outs[t] + d + c * lanes, sums[t, c])
 
 
-def weigh(target: Target, dim: int, tile: int, columns: int) -> str:
-    """out[t][d] += s[t][key] * v[key][d] for keys [from, to) in order, `columns` vectors of d."""
-    s, v, n = target.scalar, target.vector, target.lanes
-    cells = [(t, c) for t in range(tile) for c in range(columns)]
-    lines = [
-        f"define internal void @weigh_{tile}x{columns}(ptr %outs, ptr %s, ptr %slots, ptr %values, "
-        "i64 %first, i64 %from, i64 %to) {",
-        "entry:",
-        "  %any = icmp slt i64 %from, %to",
-        "  br i1 %any, label %begin, label %done",
-        "begin:",
-        f"  %values.d = getelementptr {s}, ptr %values, i64 %first",
-    ]  # fmt: skip
-    for t in range(tile):
-        lines += [
-            f"  %o{t}.pp = getelementptr ptr, ptr %outs, i64 {t}",
-            f"  %o{t}.base = load ptr, ptr %o{t}.pp",
-            f"  %o{t} = getelementptr {s}, ptr %o{t}.base, i64 %first",
-        ]
-    for t, c in cells:
-        lines += load(target, f"%o{t}.{c}", f"%o{t}", str(c * n), n)
-    lines += [
-        "  br label %key",
-        "key:",
-        "  %i = phi i64 [ %from, %begin ], [ %i.next, %key ]",
-        *(f"  %x{t}.{c} = phi {v} [ %o{t}.{c}, %begin ], [ %y{t}.{c}, %key ]" for t, c in cells),
-        "  %slot.p = getelementptr i64, ptr %slots, i64 %i",
-        "  %slot = load i64, ptr %slot.p",
-        f"  %at = mul i64 %slot, {dim}",
-        f"  %v = getelementptr {s}, ptr %values.d, i64 %at",
-    ]
-    for c in range(columns):
-        lines += load(target, f"%v{c}", "%v", str(c * n), n)
-    for t in range(tile):
-        lines += [
-            f"  %w{t}.i = add i64 %i, {t * CHUNK}",
-            *load_spread(target, f"%w{t}", "%s", f"%w{t}.i", n),
-        ]
-    lines += [
-        *(fma(target, f"%y{t}.{c}", (f"%v{c}", f"%w{t}", f"%x{t}.{c}"), n) for t, c in cells),
-        *repeat("%i", 1, "%to", loop="key", after="store"),
-        "store:",
-        *(f"  store {v} %y{t}.{c}, ptr %o{t}.{c}.p, align {target.element_bytes}" for t, c in cells),
-        "  br label %done",
-        "done:",
-        "  ret void",
-        "}",
-    ]
-    return "\n".join(lines)
+class Columns(NamedTuple):
+    """Vectors [first, last) of an output, done `size` at a time."""
+
+    first: int
+    last: int
+    size: int
+
+
+def columns(vectors: int, tile: int) -> list[Columns]:
+    """An output's vectors in pieces that fit the registers."""
+    found, first, size = [], 0, _COLUMNS[tile]
+    while first < vectors:
+        last = vectors - (vectors - first) % size
+        if last > first:
+            found.append(Columns(first, last, size))
+        first, size = last, size // 2
+    return found

@@ -261,10 +261,13 @@ class _Body:
     def _make_variable(self, statement: ast.stmt) -> None:
         """Known whole numbers that a loop or branch of the machine's changes are known no longer."""
         for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                old = self._scope.get(node.id)
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets = [node.target] if isinstance(node, ast.AugAssign) else targets
+            stored = (one for target in targets for one in ast.walk(target) if isinstance(one, ast.Name))
+            for name in (one.id for one in stored if isinstance(one.ctx, ast.Store)):
+                old = self._scope.get(name)
                 if isinstance(old, int) and not isinstance(old, bool):
-                    self._set(node.id, self._whole(old))
+                    self._set(name, self._whole(old))
 
     def _whole(self, value: Any) -> Value:
         return value if isinstance(value, Value) else Value(self._text, str(value), i64)

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import itertools
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +31,48 @@ def real_type(dtype: torch.dtype) -> Type:
 
 
 class Jit:
-    """The machine code of a kernel; calling it runs the kernel on its fields."""
+    """A kernel for known values, compiled when it is first called; calling it runs it on its fields."""
 
     def __init__(self, kernel: Written, **known: Any) -> None:
-        name = kernel.function.__name__
-        self._address = _compiler().address(kernel, known)
-        self._fields = struct.Struct("q" + "".join("d" if one == "Real" else "q" for one in field_types(kernel)))
-        self._run_serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
-        self.name = name
+        self._kernel, self._known = kernel, known
+
+    @functools.cached_property
+    def _address(self) -> int:
+        return _compiler().address(self._kernel, self._known)
+
+    @functools.cached_property
+    def _fields(self) -> struct.Struct:
+        return struct.Struct("q" + "".join("d" if one == "Real" else "q" for one in field_types(self._kernel)))
+
+    @functools.cached_property
+    def _run_serial(self) -> Callable[[int], None]:
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
     def __call__(self, *fields: float | Tensor | None, is_small: bool = False) -> None:
         """Run to the end; a small job is not worth waking a thread for.
 
         The memory behind the fields must stay until then, or as long as the tape that records the call.
         """
-        values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in fields]
-        job = ctypes.create_string_buffer(self._fields.pack(0, *values))
+        job = self._job(fields)
+        self._run(job, 1 if is_small else torch.get_num_threads())
         tape = current_tape()
         if tape is not None:
-            tape.add(Call(self._address, job, self.name))
-        threads = 1 if is_small else torch.get_num_threads()
+            ctypes.memset(job, 0, _COUNTER)
+            tape.add(Call(self._address, job, self._kernel.function.__name__))
+
+    def prepared(self, *fields: float | Tensor | None) -> Callable[[], None]:
+        """The same on all threads, as often as wanted: the job must leave its counter as it was."""
+        return functools.partial(self._run, self._job(fields), torch.get_num_threads())
+
+    def _job(self, fields: Sequence[float | Tensor | None]) -> ctypes.Array[ctypes.c_char]:
+        values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in fields]
+        return ctypes.create_string_buffer(self._fields.pack(0, *values))
+
+    def _run(self, job: ctypes.Array[ctypes.c_char], threads: int) -> None:
         if threads == 1:
             self._run_serial(ctypes.addressof(job))
         else:
             gomp().GOMP_parallel(self._address, ctypes.addressof(job), threads, 0)
-        if tape is not None:
-            ctypes.memset(job, 0, _COUNTER)
 
 
 class _Compiler:

@@ -276,7 +276,12 @@ class Pointer(Value):
         """The same address, read as numbers of another type."""
         return Pointer(self.text, self.name, element)
 
-    def pointer(self, index: Operand, element: Type) -> Pointer:
+    @property
+    def is_given(self) -> Value:
+        """Whether it is not null."""
+        return self.text.value(f"icmp ne ptr {self.name}, null", i1)
+
+    def pointer(self, index: Operand, element: Type = i64) -> Pointer:
         """The address that is stored there."""
         found = self.text.value(f"load ptr, ptr {self._at(index)}", _POINTER)
         return Pointer(self.text, found.name, element)
@@ -464,3 +469,14 @@ def scratch(like: Value, type: Type, count: int | Value) -> Pointer:
     else:
         like.text.entry.append(f"  {name} = alloca [{count} x {type}], align 64")
     return Pointer(like.text, name, type)
+
+
+def invoke(function: Pointer, *arguments: Pointer) -> None:
+    """Call what lies at an address; it gives nothing back."""
+    given = ", ".join(f"ptr {one.name}" for one in arguments)
+    function.text.line(f"call void {function.name}({given})")
+
+
+def invoked(function: Pointer) -> Value:
+    """The int that the function at an address gives back."""
+    return function.text.value(f"call i32 {function.name}()", i32)

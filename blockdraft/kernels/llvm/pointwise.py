@@ -85,13 +85,18 @@ class RowKernels:
 def rms_norm(num_rows: Int, size: Int, x: Reals, y: Reals, weight: Reals, eps: Real, *, real: Type) -> None:
     """y = x * (1 / sqrt(mean(x**2) + eps)) * weight."""
     for row in taken(num_rows):
-        row_x, row_y = x + row * size, y + row * size
-        scale = 1.0 / sqrt(_squares(row_x, size, real) / size.to(real) + eps)
-        whole = size - size % WIDE
-        for i in range(0, whole, WIDE):
-            store(row_y + i, load(row_x + i, WIDE) * scale * load(weight + i, WIDE))
-        for i in range(whole, size):
-            row_y[i] = row_x[i] * scale * weight[i]
+        normalise(x + row * size, y + row * size, weight, size, eps, real)
+
+
+@inlined
+def normalise(x: Reals, y: Reals, weight: Reals, size: Int, eps: Real, real: Type) -> None:
+    """One row of `rms_norm`."""
+    scale = 1.0 / sqrt(_squares(x, size, real) / size.to(real) + eps)
+    whole = size - size % WIDE
+    for i in range(0, whole, WIDE):
+        store(y + i, load(x + i, WIDE) * scale * load(weight + i, WIDE))
+    for i in range(whole, size):
+        y[i] = x[i] * scale * weight[i]
 
 
 @inlined

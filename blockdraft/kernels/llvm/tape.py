@@ -1,13 +1,194 @@
+"""Tape: a step on the CPU, recorded once and replayed without Python between its kernels.
+
+It is what a CUDA graph is on a card, with the same rules: what the step reads and writes keeps its address,
+and nothing of what is recorded may follow from numbers that the host has read. While a tape records,
+  - kernels of `jit` are run and noted with their jobs; a row of them is replayed by one call of native code,
+    which all threads go through together, waiting for each other after each kernel;
+  - PyTorch's operations are run and noted with their arguments; views need no replay, as they share memory;
+  - new memory comes from an Arena, where what is no longer used makes room for what follows;
+  - what `repeat` is given is Python that every replay runs again: it may look at the host's numbers.
+"""
+
 from __future__ import annotations
+
 import ctypes
-from dataclasses import dataclass
-@dataclass
-class Call:
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+_aten = torch.ops.aten
+_EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
+_ASKING = (  # the host would read numbers, or memory whose size follows from them
+    _aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default,
+    _aten._unique2.default, _aten.repeat_interleave.Tensor,
+)  # fmt: skip
+_ALIGN = 64
+_CHUNK = 8 << 20  # bytes; more at a time where one tensor needs more
+
+
+class NotRecordable(RuntimeError):
+    """The step asks for numbers on its way, which a replay would not ask again."""
+
+
+class Call(NamedTuple):
+    """A kernel and its job: what `jit` runs."""
+
     address: int
-    job: ctypes.Array
+    job: ctypes.Array[ctypes.c_char]
     name: str
-class Tape:
-    def __init__(self): self.calls=[]
-    def add(self, c): self.calls.append(c)
-_TAPE=None
-def current_tape(): return _TAPE
+
+
+class _Recorder(threading.local):
+    tape: Tape | None = None
+
+
+_recorder = _Recorder()
+
+
+def current_tape() -> Tape | None:
+    """The one that records in this thread."""
+    return _recorder.tape
+
+
+def repeat(run: Callable[[], None]) -> None:
+    """Run this now and, where a tape records, at each of its replays."""
+    tape = _recorder.tape
+    if tape is None:
+        run()
+    else:
+        tape.add_python(run)
+
+
+class Arena:
+    """Memory for the tensors of recorded steps. Steps run one at a time, so they all begin at its front."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []
+        self._used: list[list[tuple[int, int, StorageWeakRef]]] = []  # of each chunk, in order
+
+    def clear(self) -> None:
+        """Another step begins."""
+        self._used = [[] for _ in self._chunks]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        numel = functools.reduce(int.__mul__, map(int, shape), 1)
+        size = max(_ALIGN, -(-numel * dtype.itemsize // _ALIGN) * _ALIGN)
+        for chunk, used in zip(self._chunks, self._used, strict=True):
+            used[:] = [one for one in used if not one[2].expired()]
+            end = 0
+            for index, (begin, after, _) in enumerate([*used, (chunk.nbytes, 0, None)]):
+                if begin - end >= size:
+                    return self._taken(chunk, used, index, end, size, shape, dtype, numel)
+                end = after
+        self._chunks.append(torch.empty(max(_CHUNK, size), dtype=torch.uint8))
+        self._used.append([])
+        return self._taken(self._chunks[-1], self._used[-1], 0, 0, size, shape, dtype, numel)
+
+    @staticmethod
+    def _taken(  # noqa: PLR0913
+        chunk: Tensor, used: list[Any], index: int, begin: int, size: int, shape: Sequence[int],
+        dtype: torch.dtype, numel: int,
+    ) -> Tensor:  # fmt: skip
+        memory = (ctypes.c_char * size).from_address(chunk.data_ptr() + begin)
+        tensor = torch.frombuffer(memory, dtype=dtype, count=max(1, numel))[:numel].view(tuple(shape))
+        used.insert(index, (begin, begin + size, StorageWeakRef(tensor.untyped_storage())))
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+
+class Tape(TorchDispatchMode):
+    """Records what runs inside of it (`with tape:`); `replay` runs it again."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self._arena = arena
+        self._calls: list[Call] = []
+        self._parts: list[Callable[[], None]] = []
+        self.num_kernels = 0
+
+    def __enter__(self) -> Tape:
+        assert _recorder.tape is None, "one tape at a time"
+        self._arena.clear()
+        _recorder.tape = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _recorder.tape = None
+        self._end_calls()
+
+    def replay(self) -> None:
+        for part in self._parts:
+            part()
+
+    def __len__(self) -> int:
+        """How many parts Python goes through at a replay."""
+        return len(self._parts)
+
+    def add(self, call: Call) -> None:
+        self._calls.append(call)
+        self.num_kernels += 1
+
+    def add_python(self, run: Callable[[], None]) -> None:
+        self._end_calls()
+        self._parts.append(run)
+        _recorder.tape = None
+        try:
+            with torch.utils._python_dispatch._disable_current_modes():
+                run()
+        finally:
+            _recorder.tape = self
+
+    def _end_calls(self) -> None:
+        if self._calls:
+            from blockdraft.kernels.llvm.replay import Program
+
+            self._parts.append(Program(self._calls).run)
+            self._calls = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKING:
+            raise NotRecordable(f"{func} asks for numbers")
+        result = func(*args, **kwargs)
+        if func in _EMPTY and result.is_contiguous():
+            return self._arena.empty(result.shape, result.dtype)
+        if func._schema.is_mutable:
+            self._note(functools.partial(func, *args, **kwargs))
+        elif not _shares_memory(result, (args, kwargs)):
+            self._note(functools.partial(_again, func, args, kwargs, result))
+        return result
+
+    def _note(self, run: Callable[[], Any]) -> None:
+        self._end_calls()
+        self._parts.append(run)
+
+
+def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """The same operation into the memory of its first result."""
+    again = func(*args, **kwargs)
+    for old, new in zip(_tensors(result), _tensors(again), strict=True):
+        old.copy_(new)
+
+
+def _shares_memory(result: Any, given: Any) -> bool:
+    """Whether the result is a view of what was given."""
+    places = {one.untyped_storage()._cdata for one in _tensors(given)}
+    return any(one.untyped_storage()._cdata in places for one in _tensors(result))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [one for one in tree_flatten(tree)[0] if isinstance(one, Tensor)]

@@ -1,0 +1,147 @@
+"""Tokens on their way into the cache: their places, and norm, rotation and copy of their heads in one pass.
+
+A token is taken by one thread. The bits are those of `pointwise.rms_norm`, then `pointwise.rotate`, then a copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
+from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.language import Int, Longs, Real, Reals, Type, load, store
+from blockdraft.kernels.llvm.pointwise import WIDE, normalise, rotate_head
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.heads import HeadNorms, Slots
+    from blockdraft.kernels.rows import Angles
+
+_SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it saves
+
+
+class Places:
+    """attention.Locate on a CPU."""
+
+    def __init__(self) -> None:
+        self._jit = Jit(locate)
+
+    def __call__(
+        self,
+        page_table: Tensor,
+        rows: Tensor,
+        starts: Tensor,
+        offsets: Tensor,
+        *,
+        num_tokens: int,
+        page_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        given = (page_table, rows, starts, offsets)
+        assert all(one.dtype == torch.int64 and one.stride(-1) == 1 for one in given)
+        positions, slots = (starts.new_empty(num_tokens) for _ in range(2))
+        self._jit(
+            len(rows), page_size, page_table.stride(0), *given, positions, slots,
+            is_small=num_tokens < _SERIAL_ELEMENTS,
+        )  # fmt: skip
+        return positions, slots
+
+
+class HeadKernels:
+    """What a token's heads go through, for one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        real = real_type(dtype)
+        self._plain = Jit(norm_rope_write, real=real, has_norms=False)
+        self._normed = Jit(norm_rope_write, real=real, has_norms=True)
+
+    def norm_rope_write(
+        self, q: Tensor | None, k: Tensor, v: Tensor, norms: HeadNorms | None, angles: Angles, slots: Slots
+    ) -> Tensor | None:
+        num_tokens, groups, dim = k.shape
+        k, v = _whole_heads(k), _whole_heads(v)
+        given = k.new_empty(num_tokens, 0, dim) if q is None else _whole_heads(q)
+        heads = given.shape[1]
+        out = k.new_empty(num_tokens, heads, dim)
+        keys, values, place = slots
+        cos, sin = angles
+        assert cos.shape == sin.shape == (num_tokens, 1, cos.shape[-1])
+        assert keys.shape == values.shape == (groups, keys.shape[1], dim)
+        assert 2 * cos.shape[-1] <= dim
+        assert all(one.is_contiguous() for one in (keys, values, place, cos, sin))
+        assert all(one.dtype == k.dtype for one in (given, v, keys, values, cos, sin))
+        assert place.shape == (num_tokens,)
+        assert place.dtype == torch.int64
+        weights = (None, None) if norms is None else norms[:2]
+        assert all(one is None or (one.dtype == k.dtype and one.is_contiguous()) for one in weights)
+        jit = self._plain if norms is None else self._normed
+        jit(
+            num_tokens, heads, groups, dim, cos.shape[-1], keys.shape[1],
+            *given.stride()[:2], *k.stride()[:2], *v.stride()[:2], given, k, v, out, keys, values, place, cos, sin,
+            *weights, 0.0 if norms is None else norms.eps,
+            is_small=num_tokens * (heads + 2 * groups) * dim < _SERIAL_ELEMENTS,
+        )  # fmt: skip
+        return None if q is None else out
+
+
+def _whole_heads(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@kernel
+def locate(
+    num_rows: Int, page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs, offsets: Longs,
+    positions: Longs, slots: Longs,
+) -> None:  # fmt: skip
+    """Tokens [offsets[row], offsets[row + 1]) stand at starts[row] and on, in the slots of the row's pages."""
+    for row in taken(num_rows):
+        pages = page_table + rows[row] * num_pages
+        first = offsets[row]
+        for token in range(first, offsets[row + 1]):
+            position = starts[row] + token - first
+            positions[token] = position
+            slots[token] = pages[position // page_size] * page_size + position % page_size
+
+
+@kernel
+def norm_rope_write(
+    num_tokens: Int, heads: Int, groups: Int, dim: Int, size: Int, num_slots: Int,
+    q_stride: Int, q_head: Int, k_stride: Int, k_head: Int, v_stride: Int, v_head: Int,
+    q: Reals, k: Reals, v: Reals, out: Reals, keys: Reals, values: Reals, place: Longs, cos: Reals, sin: Reals,
+    q_weight: Reals, k_weight: Reals, eps: Real, *, real: Type, has_norms: bool,
+) -> None:  # fmt: skip
+    """Queries go to `out`, keys and values to slot `place[token]`; heads lie `.._head` apart."""
+    for token in taken(num_tokens):
+        turn_cos, turn_sin = cos + token * size, sin + token * size
+        for head in range(heads):
+            source, target = q + token * q_stride + head * q_head, out + (token * heads + head) * dim
+            turn(source, target, q_weight, turn_cos, turn_sin, dim, size, eps, real=real, has_norms=has_norms)
+        for head in range(groups):
+            slot = (head * num_slots + place[token]) * dim
+            source, target = k + token * k_stride + head * k_head, keys + slot
+            turn(source, target, k_weight, turn_cos, turn_sin, dim, size, eps, real=real, has_norms=has_norms)
+            copy(v + token * v_stride + head * v_head, values + slot, 0, dim)
+
+
+@inlined
+def turn(
+    x: Reals, y: Reals, weight: Reals, cos: Reals, sin: Reals, dim: Int, size: Int, eps: Real,
+    *, real: Type, has_norms: bool,
+) -> None:  # fmt: skip
+    """One head, normalised where heads are, its first 2 * size values rotated."""
+    if has_norms:
+        normalise(x, y, weight, dim, eps, real)
+        rotate_head(y, y, cos, sin, size)
+    else:
+        rotate_head(x, y, cos, sin, size)
+        copy(x, y, 2 * size, dim)
+
+
+@inlined
+def copy(x: Reals, y: Reals, first: Int, last: Int) -> None:
+    whole = last - (last - first) % WIDE
+    for i in range(first, whole, WIDE):
+        store(y + i, load(x + i, WIDE))
+    for i in range(whole, last):
+        y[i] = x[i]

@@ -1,0 +1,325 @@
+"""Products in whole numbers on a CPU: the kernels of `kernels/int8.py`, which has the contract.
+
+The sum of a row's products is exact in 32 bits in any order, so each path here gives the same bits:
+
+  sdot      ARM with dot products: 4 columns of 4 rows at a time
+  vnni      x86 with AVX-512 VNNI: 4 columns of 16 rows; it multiplies unsigned with signed bytes, so tokens
+            are raised by 128, and the sums begin 128 times the row's sum too low
+  avx2      x86 with AVX2: 4 columns of 8 rows, by magnitudes and signs; two products of 127 * 127 fit 16 bits
+  generic   any processor
+
+Weights lie in blocks of 16 rows, of which 4 columns after 4 columns: [N / 16, K / 4, 16, 4], so that a vector
+has 4 columns of some rows, which are multiplied with 4 values of a token and added up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
+from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm.language import (
+    Bytes,
+    Floats,
+    Int,
+    Longs,
+    Registers,
+    Value,
+    Words,
+    f32,
+    halved,
+    i8,
+    i16,
+    i32,
+    largest,
+    load,
+    magnitude,
+    rounded,
+    smallest,
+    store,
+    zeros,
+)
+
+ROWS = 16  # of a block of weights
+COLUMNS = 16  # values that both sides are filled up to with zeros
+_LANES = {"sdot": 4, "vnni": 16, "avx2": 8, "generic": 4}  # rows that one vector of weights has
+_TOKENS = {"sdot": 4, "vnni": 8, "avx2": 4, "generic": 2}  # of one tile: what registers hold
+_VECTOR = 16  # floats at a time while tokens are rounded
+_CHUNK_BYTES = 64 * 1024  # of weights that a thread takes at a time
+_SERIAL_OPS = 1 << 17  # multiply-adds below which waking a thread costs more than it saves
+_SERIAL_VALUES = 1 << 14  # the same for tokens to round
+
+
+class Int8Kernels:
+    """All of them, by one path."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._round = Jit(round_tokens, flip=-128 if path == "vnni" else 0)
+        self._round_plain = Jit(round_tokens, flip=0)
+        self._product = Jit(product, path=path)
+        self._interleave = Jit(interleave)
+        self._look_up = Jit(look_up)
+
+    def round(self, x: Tensor, rotated: int, *, is_weight: bool = False) -> tuple[Tensor, Tensor]:
+        """float32 [M, K] as int8 [M, K filled up] and a scale each; `rotated` values turn together first."""
+        m, k = x.shape
+        assert x.dtype == torch.float32
+        assert k % rotated == 0
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        full = k + -k % COLUMNS
+        values = torch.empty(m, full, dtype=torch.int8)
+        scale = torch.empty(m, dtype=torch.float32)
+        turned = torch.empty(m, full, dtype=torch.float32)
+        run = self._round_plain if is_weight else self._round
+        run(m, k, full, x.stride(0), rotated, x, turned, values, scale, is_small=x.numel() < _SERIAL_VALUES)
+        return values, scale
+
+    def interleaved(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """int8 [N, K], K filled up, as a product reads it, and -128 times the sum of each row."""
+        n, k = values.shape
+        assert k % COLUMNS == 0
+        blocks = -(-n // ROWS)
+        packed = torch.empty(blocks, k // 4, ROWS, 4, dtype=torch.int8)
+        sums = torch.empty(blocks * ROWS, dtype=torch.int32)
+        self._interleave(blocks, n, k, values, packed, sums)
+        return packed, sums
+
+    def product(
+        self,
+        tokens: tuple[Tensor, Tensor],
+        packed: Tensor,
+        sums: Tensor,
+        scale: Tensor,
+        n: int,
+        bias: Tensor | None,
+        onto: Tensor | None,
+    ) -> Tensor:
+        values, token_scale = tokens
+        m, k = values.shape
+        assert packed.shape[1] * 4 == k
+        y = torch.empty(m, n, dtype=torch.float32)
+        chunk = max(1, _CHUNK_BYTES // (k * ROWS))
+        self._product(
+            m, n, k, chunk, values, token_scale, packed, sums, scale, bias, onto, y,
+            is_small=m * n * k < _SERIAL_OPS,
+        )  # fmt: skip
+        return y
+
+    def look_up(self, rows: Tensor, packed: Tensor, scale: Tensor, k: int, rotated: int) -> Tensor:
+        """Rows of the matrix that was packed, [M, K] float32."""
+        out = torch.empty(*rows.shape, k, dtype=torch.float32)
+        turned = torch.empty(*rows.shape, packed.shape[1] * 4, dtype=torch.float32)
+        small = out.numel() < _SERIAL_VALUES
+        self._look_up(
+            rows.numel(), k, packed.shape[1] * 4, rotated, rows, packed, scale, turned, out, is_small=small
+        )  # fmt: skip
+        return out
+
+
+@kernel
+def round_tokens(
+    num_tokens: Int, size: Int, full: Int, stride: Int, rotated: Int, x: Floats, turned: Floats,
+    values: Bytes, scale: Floats, *, flip: int,
+) -> None:  # fmt: skip
+    """Each token, turned, to whole numbers from -127 to 127 times a scale; zeros from `size` to `full`.
+
+    The largest magnitude is found by its bits, which order as numbers do, with infinity and NaN above all:
+    a token that has one gets it as its scale, and so do its products. `flip` changes each byte's sign bit.
+    """
+    for token in taken(num_tokens):
+        row, out = turned + token * full, values + token * full
+        for i in range(size):
+            row[i] = x[token * stride + i]
+        turn(row, size, rotated)
+        whole = size - size % _VECTOR
+        peaks = zeros(x, i32.wide(_VECTOR))
+        for i in range(0, whole, _VECTOR):
+            peaks = largest(peaks, magnitude(load(row + i, _VECTOR)).bits_as(i32.wide(_VECTOR)))
+        bits = halved(peaks, largest)
+        for i in range(whole, size):
+            bits = largest(bits, magnitude(row[i]).bits_as(i32))
+        peak = bits.bits_as(f32)
+        scale[token] = peak / 127.0
+        factor = 127.0 / peak if peak > 0.0 else peak
+        for i in range(0, whole, _VECTOR):
+            store(out + i, whole_numbers(load(row + i, _VECTOR), factor) ^ flip)
+        for i in range(whole, size):
+            out[i] = whole_numbers(load(row + i, 1), factor)[0] ^ flip
+        for i in range(size, full):
+            out[i] = flip
+
+
+def whole_numbers(x: Value, factor: Value) -> Value:
+    """x * factor rounded to a byte; the limits are for NaN alone, which no whole number is."""
+    return smallest(largest(rounded(x * factor), -127.0), 127.0).to(i32).to(i8)
+
+
+@inlined
+def turn(row: Floats, size: Int, rotated: Int) -> None:
+    """Walsh-Hadamard over each `rotated` values, a power of two: sums and differences of all pairs.
+
+    What one value had too much of, all of them then have a little of, so 8 bits serve them all.
+    """
+    for lanes in (1, 2, 4, 8):
+        if rotated > lanes:
+            if rotated >= 16:
+                turn_lanes(row, size, lanes)
+            else:
+                turn_pairs(row, size, lanes)
+    distance = rotated * 0 + 16
+    while distance < rotated:
+        for first in range(0, size, distance * 2):
+            for i in range(first, first + distance, _VECTOR):
+                one, two = load(row + i, _VECTOR), load(row + i + distance, _VECTOR)
+                store(row + i, one + two)
+                store(row + i + distance, one - two)
+        distance = distance * 2
+
+
+@inlined
+def turn_lanes(row: Floats, size: Int, distance: int) -> None:
+    """Pairs within vectors: a lane's partner is `distance` away."""
+    for i in range(0, size, _VECTOR):
+        x = load(row + i, _VECTOR)
+        partner = x.lanes([lane ^ distance for lane in unrolled(_VECTOR)])
+        is_second = [lane & distance for lane in unrolled(_VECTOR)]
+        ups = (x + partner).lanes(list(unrolled(_VECTOR)))
+        downs = partner - x
+        places = [lane + _VECTOR if second else lane for lane, second in enumerate(is_second)]
+        store(row + i, ups.lanes(places, downs))
+
+
+@inlined
+def turn_pairs(row: Floats, size: Int, distance: int) -> None:
+    for first in range(0, size, 2 * distance):
+        for i in unrolled(distance):
+            one, two = row[first + i], row[first + i + distance]
+            row[first + i] = one + two
+            row[first + i + distance] = one - two
+
+
+@kernel
+def interleave(num_blocks: Int, n: Int, k: Int, values: Bytes, packed: Bytes, sums: Words) -> None:
+    """Rows past the last are zeros."""
+    for block in taken(num_blocks):
+        for r in range(ROWS):
+            row = block * ROWS + r
+            total = zeros(values, i32)
+            if row < n:
+                for i in range(0, k, 4):
+                    four = load(values + row * k + i, 4)
+                    total = total + halved(four.to(i32))
+                    store(packed + block * k * ROWS + i * ROWS + r * 4, four)
+            else:
+                for i in range(0, k, 4):
+                    store(packed + block * k * ROWS + i * ROWS + r * 4, zeros(values, i8.wide(4)))
+            sums[row] = total * -128
+
+
+@kernel
+def look_up(
+    num_rows: Int, size: Int, full: Int, rotated: Int, rows: Longs, packed: Bytes, scale: Floats,
+    turned: Floats, out: Floats,
+) -> None:  # fmt: skip
+    """Turning twice gives back what was, `rotated` times as large, which the scale has already."""
+    for item in taken(num_rows):
+        row = rows[item]
+        block, r = row // ROWS, row % ROWS
+        values, wide = packed + block * full * ROWS + r * 4, turned + item * full
+        for i in range(0, full, 4):
+            store(wide + i, load(values + i * ROWS, 4).to(f32) * scale[row])
+        turn(wide, full - full % rotated, rotated)
+        for i in range(size):
+            out[item * size + i] = wide[i]
+
+
+@kernel
+def product(
+    num_tokens: Int, n: Int, k: Int, chunk: Int, x: Bytes, x_scale: Floats, w: Bytes, sums: Words,
+    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, *, path: str,
+) -> None:  # fmt: skip
+    """All tokens with some blocks of weights at a time, which stay in the nearest cache meanwhile."""
+    tokens = _TOKENS[path]
+    blocks = (n + (ROWS - 1)) // ROWS
+    for item in taken((blocks + chunk - 1) // chunk):
+        for block in range(item * chunk, smallest((item + 1) * chunk, blocks)):
+            first = block * ROWS
+            at = w + first * k
+            token = 0
+            while token + tokens <= num_tokens:
+                tile(at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, tokens, path)
+                token += tokens
+            left = num_tokens - token
+            for count in unrolled(1, tokens):
+                if left == count:
+                    tile(at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, count, path)
+
+
+@inlined
+def tile(
+    w: Bytes, first: Int, token: Int, n: Int, k: Int, x: Bytes, x_scale: Floats, sums: Words,
+    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, tokens: int, path: str,
+) -> None:  # fmt: skip
+    """One block of rows with some tokens: each weight is loaded once."""
+    lanes = _LANES[path]
+    vectors = ROWS // lanes
+    totals = Registers((tokens, vectors), zeros(x, i32.wide(lanes)))
+    if path == "vnni":
+        for v in unrolled(vectors):
+            for t in unrolled(tokens):
+                totals[t, v] = load(sums + first + v * lanes, lanes)
+    at = x + token * k
+    for i in range(0, k, COLUMNS):
+        values = [load(at + t * k + i, COLUMNS) for t in unrolled(tokens)]
+        for j in unrolled(COLUMNS // 4):
+            for v in unrolled(vectors):
+                weights = load(w + i * ROWS + (j * ROWS * 4 + v * lanes * 4), lanes * 4)
+                for t in unrolled(tokens):
+                    totals[t, v] = dot(totals[t, v], weights, values[t], j, path)
+    for t in unrolled(tokens):
+        scale, row = x_scale[token + t], (token + t) * n + first
+        if first + ROWS <= n:
+            for v in unrolled(vectors):
+                out = totals[t, v].to(f32) * load(w_scale + first + v * lanes, lanes) * scale
+                put(y, row + v * lanes, first + v * lanes, out, bias, onto)
+        else:
+            for r in unrolled(ROWS):
+                if first + r < n:
+                    out = totals[t, r // lanes][r % lanes].to(f32) * w_scale[first + r] * scale
+                    put(y, row + r, first + r, out, bias, onto)
+
+
+@inlined
+def put(y: Floats, place: Int, row: Int, out: Value, bias: Floats, onto: Floats) -> None:
+    """One or more outputs of a token, from `row` on, with what is added to them."""
+    if bias.is_given:
+        out = out + load(bias + row, out.type.lanes)
+    if onto.is_given:
+        out = load(onto + place, out.type.lanes) + out
+    store(y + place, out)
+
+
+def dot(total: Value, weights: Value, values: Value, j: int, path: str) -> Value:
+    """total[row] += the product of weights[row] and values 4 j to 4 j + 3 of a token, for each row."""
+    lanes = total.type.lanes
+    four = values.bits_as(i32.wide(4)).lanes([j] * lanes).bits_as(i8.wide(4 * lanes))
+    call = total.text.call
+    if path == "sdot":
+        return call("llvm.aarch64.neon.sdot.v4i32.v16i8", total.type, total, weights, four)
+    if path == "vnni":
+        return call("llvm.x86.avx512.vpdpbusd.512", total.type, total, four, weights)
+    if path == "avx2":
+        signed = call("llvm.x86.avx2.psign.b", weights.type, weights, four)
+        pairs = call("llvm.x86.avx2.pmadd.ub.sw", i16.wide(2 * lanes), absolute(four), signed)
+        return total + call("llvm.x86.avx2.pmadd.wd", total.type, pairs, pairs.constant(1))
+    products = weights.to(i16) * four.to(i16)
+    for place in range(4):
+        total = total + products.lanes(range(place, 4 * lanes, 4)).to(i32)
+    return total
+
+
+def absolute(x: Value) -> Value:
+    return largest(x, 0 - x)

@@ -1,0 +1,77 @@
+"""Int8Matrix: a weight that is multiplied in whole numbers, on a CPU (see kernels/int8.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from blockdraft.errors import ModelError
+from blockdraft.kernels.int8 import Int8Weight, interleave, pack, reference_look_up, rotated_columns
+from blockdraft.kernels.kernels import REFERENCE, Kernels
+from blockdraft.models.packed import Packed
+
+_BLOCK = 16  # rows
+
+
+class Int8Matrix(Packed):
+    """[rows, columns] as int8, turned and in blocks of rows, with a scale per row."""
+
+    packed: Tensor
+    sums: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Int8Weight) -> None:
+        super().__init__((weight.rows, weight.columns))
+        self.register_buffer("packed", weight.packed)
+        self.register_buffer("sums", weight.sums)
+        self.register_buffer("scale", weight.scale)
+
+    @staticmethod
+    def of(rows: Iterable[Tensor], shape: Sequence[int]) -> Int8Matrix:
+        """From slices of rows, of which one at a time is there in float32."""
+        values, scales = zip(*(pack(one) for one in rows), strict=True)
+        scale = torch.cat(scales)
+        if not bool(torch.isfinite(scale).all()):
+            raise ModelError("a weight holds infinite or undefined values and cannot be quantised.")
+        return Int8Matrix(interleave(torch.cat(values), scale, shape[1]))
+
+    @property
+    def weight(self) -> Int8Weight:
+        rows, columns = self.shape
+        return Int8Weight(self.packed, self.sums, self.scale, rows, columns, rotated_columns(columns))
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        return reference_look_up(torch.arange(self.shape[0]), self.weight).to(dtype)
+
+    def look_up(self, rows: Tensor, kernels: Kernels) -> Tensor:
+        """Rows of the matrix as floats: an embedding."""
+        return kernels.int8_look_up(rows, self.weight)
+
+    def matmul(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        onto: Tensor | None = None,
+        kernels: Kernels = REFERENCE,
+    ) -> Tensor:
+        return kernels.int8_linear(x, self.weight, bias, onto)
+
+    def rows_from(self, begin: int) -> Int8Matrix:
+        if begin % _BLOCK:
+            return Int8Matrix.of([self.dequantise(torch.float32)[begin:]], (self.shape[0] - begin, self.shape[1]))
+        rest = self.weight._replace(
+            packed=self.packed[begin // _BLOCK :],
+            sums=self.sums[begin:],
+            scale=self.scale[begin:],
+            rows=self.shape[0] - begin,
+        )
+        return Int8Matrix(rest)
+
+    def __getitem__(self, index: int | Tensor) -> Packed:
+        raise TypeError("its rows are in blocks: ask for them by look_up")
+
+    def stack_with(self, others: Sequence[Packed]) -> Packed:
+        raise TypeError("matrices in whole numbers are not stacked")

@@ -1,0 +1,39 @@
+"""What products in whole numbers cost a model, where somebody has measured it: then `auto` may take them."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+_FILE = Path(__file__).with_name("quality.toml")
+MAX_PERPLEXITY = 0.005  # of float32's, that may be lost
+MAX_COMMITTED = 0.02  # of the tokens that a step commits
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """int8 beside float32, as shares of float32's figures."""
+
+    perplexity: float  # how much larger
+    committed: float  # how many fewer tokens a step commits
+
+    @property
+    def is_kept(self) -> bool:
+        return self.perplexity <= MAX_PERPLEXITY and self.committed <= MAX_COMMITTED
+
+    def __str__(self) -> str:
+        return f"perplexity {self.perplexity:+.1%}, tokens per step {-self.committed:+.1%} (docs/quality.md)"
+
+
+def measured_quality(model: str) -> Quality | None:
+    """Of the model as the user names it; None: not measured, or not good enough."""
+    found = _table().get(model)
+    return found if found is not None and found.is_kept else None
+
+
+@functools.cache
+def _table() -> dict[str, Quality]:
+    raw = tomllib.loads(_FILE.read_text())
+    return {name: Quality(one["perplexity"], one["committed"]) for name, one in raw.items()}
