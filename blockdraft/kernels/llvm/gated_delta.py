@@ -215,9 +215,8 @@ def do_columns(
             for i in unrolled(vectors):
                 store(at.delta + (columns_at + i * lanes), deltas[i])
         target, target_stride = own, vectors * lanes
-        if is_fold:
-            if t == count - 1:
-                target, target_stride = at.state + column, sizes.value
+        if is_fold and t == count - 1:
+            target, target_stride = at.state + column, sizes.value
         query, outs = at.query + t * sizes.key_step, Registers((vectors,), zeros(own, vector))
         for k in range(sizes.key):
             key_k, row, new_row = key[k], source + k * source_stride, target + k * target_stride
