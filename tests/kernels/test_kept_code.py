@@ -1,24 +1,22 @@
 """The CPU's kernels, compiled, are kept on the disk; what was damaged there is compiled again."""
 
-import ctypes
-
 import pytest
 import torch
 
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.llvm import jit
+from blockdraft.kernels.llvm.compiler import kernel
 from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm.language import Longs
 
 pytestmark = pytest.mark.skipif(
     why_no_llvm(torch.float32, torch.device("cpu")) is not None, reason="the CPU kernels are not chosen"
 )
-SOURCE = """
-define void @worker(ptr %job) {{
-  %field = getelementptr i64, ptr %job, i64 1
-  store i64 {value}, ptr %field
-  ret void
-}}
-"""
+
+
+@kernel
+def write(out: Longs, *, value: int) -> None:
+    out[0] = value
 
 
 @pytest.fixture
@@ -28,9 +26,9 @@ def compiled(tmp_path, monkeypatch):
     found = []
     store = jit._Compiled.store
 
-    def spy(self, module, code):
+    def spy(self, code):
         found.append(len(code))
-        store(self, module, code)
+        store(self, code)
 
     monkeypatch.setattr(jit._Compiled, "store", spy)
     return found, tmp_path / "kernels"
@@ -38,17 +36,35 @@ def compiled(tmp_path, monkeypatch):
 
 def value_of(value):
     """What the kernel of `value` writes."""
-    job = (ctypes.c_int64 * 2)()
-    Jit(SOURCE.format(value=value))(job, is_small=True)
-    return job[1]
+    out = torch.zeros(1, dtype=torch.int64)
+    Jit(write, value=value)(out, is_small=True)
+    return out.item()
 
 
 def test_what_was_compiled_is_not_compiled_again(compiled):
     sizes, folder = compiled
     assert [value_of(7), value_of(7)] == [7, 7]
     assert len(sizes) == 1
-    assert value_of(8) == 8, "another source is another file"
+    assert value_of(8) == 8, "other known values are another file"
     assert len(sizes) == len(list(folder.iterdir())) == 2
+
+
+def test_kernels_whose_text_changed_are_compiled_again(compiled, monkeypatch):
+    sizes, folder = compiled
+    value_of(7)
+    compiler = jit._compiler()
+    monkeypatch.setattr(compiler, "_facts", ("another digest of the sources", *compiler._facts[1:]))
+    assert value_of(7) == 7
+    assert len(sizes) == len(list(folder.iterdir())) == 2
+
+
+def test_the_digest_is_of_every_kernel_and_of_what_compiles_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "jit.py"))
+    digests = set()
+    for name, text in [("jit.py", "a"), ("linear.py", "b"), ("linear.py", "c"), ("jit.py", "b")]:
+        (tmp_path / name).write_text(text)
+        digests.add(jit._sources.__wrapped__())
+    assert len(digests) == 4
 
 
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-9], lambda raw: b"", lambda raw: bytes(len(raw))])

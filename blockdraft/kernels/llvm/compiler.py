@@ -16,6 +16,7 @@ the Python function; one that has loops or branches of the machine's is marked `
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import inspect
 import operator
@@ -80,6 +81,9 @@ def assembly(kernel: Written, **known: Any) -> str:
 
     A job's first field is the counter that threads take work from; the others are 8 bytes each.
     """
+    wanted = {one.arg for one in kernel.tree.args.kwonlyargs}
+    if wanted != set(known):
+        raise TypeError(f"'{kernel.function.__name__}' is compiled for {sorted(wanted)}, not {sorted(known)}")
     text = Text()
     scope: dict[str, Any] = dict(known)
     for index, argument in enumerate(kernel.tree.args.args, start=1):
@@ -115,9 +119,15 @@ class _Body:
     def __init__(self, text: Text, written: Written, scope: dict[str, Any]) -> None:
         self._text, self._written, self._scope = text, written, scope
         self._result: Any = None
+        self._has_returned = False
+        # Inside a loop or branch of the machine's: what names stood for before it.
+        self._outside: dict[str, Any] | None = None
+        self._offered: dict[str, Variable] = {}  # inside an 'else': what the other branch made
 
     def run(self, statements: list[ast.stmt]) -> Any:
         for statement in statements:
+            if self._has_returned:
+                break
             try:
                 getattr(self, f"_{type(statement).__name__.lower()}", self._unknown)(statement)
             except _Refused:
@@ -128,10 +138,11 @@ class _Body:
 
     def _place(self, node: ast.stmt) -> str:
         first = self._written.function.__code__.co_firstlineno
-        return f"{self._written.function.__name__}, line {first + node.lineno - 1}: {ast.unparse(node)[:80]}"
+        text = ast.unparse(node).splitlines()[0][:80]
+        return f"{self._written.function.__name__}, line {first + node.lineno - 1}: {text}"
 
-    def _unknown(self, statement: ast.stmt) -> None:
-        raise TypeError(f"a kernel has no '{type(statement).__name__}'")
+    def _unknown(self, node: ast.AST) -> None:
+        raise TypeError(f"a kernel has no '{type(node).__name__}'")
 
     # Statements
 
@@ -152,10 +163,13 @@ class _Body:
 
     def _augassign(self, statement: ast.AugAssign) -> None:
         target = ast.parse(ast.unparse(statement.target), mode="eval").body
-        value = _BINARY[type(statement.op)](self._eval(target), self._eval(statement.value))
+        value = self._join(statement.op, self._eval(target), self._eval(statement.value))
         self._bind(statement.target, value)
 
     def _return(self, statement: ast.Return) -> None:
+        if self._outside is not None:
+            raise TypeError("a loop or branch of the machine's has no return")
+        self._has_returned = True
         self._result = None if statement.value is None else self._eval(statement.value)
 
     def _bind(self, target: ast.expr, value: Any) -> None:
@@ -173,19 +187,45 @@ class _Body:
         for node in ast.walk(target):
             if isinstance(node, ast.Name):
                 self._scope.pop(node.id, None)
+                (self._outside or {}).pop(node.id, None)
         self._bind(target, value)
 
     def _set(self, name: str, value: Any) -> None:
-        old = self._scope.get(name)
+        old = self._scope.get(name, self._offered.get(name))
         if isinstance(old, Variable) and isinstance(value, int | float):
             value = Value(self._text, old.type.literal(value), old.type)
+        self._check_same(name, value)
         if isinstance(value, Value):
-            if not isinstance(old, Variable) or old.type != value.type:
-                element = value.element if isinstance(value, Pointer) else None
-                old = self._scope[name] = Variable(self._text, value.type, element)
+            element = value.element if isinstance(value, Pointer) else None
+            if not isinstance(old, Variable) or (old.type, old.element) != (value.type, element):
+                old = Variable(self._text, value.type, element)
+            self._scope[name] = old
             old.set(value)
         else:
             self._scope[name] = value
+
+    def _check_same(self, name: str, value: Any) -> None:
+        """What a name stands for outside of a loop or branch has one type, or is known and stays."""
+        if self._outside is None or name not in self._outside:
+            return
+        outer = self._outside[name]
+        if isinstance(outer, Variable):
+            kind = (value.type, getattr(value, "element", None)) if isinstance(value, Value) else None
+            if kind != (outer.type, outer.element):
+                raise TypeError(f"'{name}' is {outer.type} and becomes another type in a loop or branch")
+        elif (value is not outer and isinstance(value, Value | list | tuple)) or value != outer:
+            raise TypeError(f"'{name}' is known to be {outer!r} and changes in a loop or branch")
+
+    def _in_region(self, act: Callable[[], Any]) -> dict[str, Any]:
+        """Write a part of the text that the machine may skip or repeat; its own names end with it.
+
+        Returns what these stood for.
+        """
+        before, self._outside = self._outside, {**(self._outside or {}), **self._scope}
+        act()
+        own = {name: self._scope.pop(name) for name in list(self._scope) if name not in self._outside}
+        self._outside = before
+        return own
 
     def _for(self, statement: ast.For) -> None:
         call = statement.iter
@@ -194,11 +234,15 @@ class _Body:
             for item in self._eval(statement.iter):
                 self._bind_anew(statement.target, item)
                 self.run(statement.body)
+            self.run(statement.orelse)
             return
+        self._refuse_else(statement)
         assert isinstance(call, ast.Call)
         assert isinstance(statement.target, ast.Name)
         bounds = [self._eval(one) for one in call.args]
         first, end, step = {1: [0, *bounds, 1], 2: [*bounds, 1], 3: bounds}[len(bounds)]
+        if not isinstance(step, Value) and step < 1:
+            raise TypeError("a range counts up")
         self._make_variable(statement)
         if name == "taken":
             self._take(statement, end)
@@ -207,7 +251,8 @@ class _Body:
         counter.set(self._whole(first))
 
         def begin() -> Value:
-            return counter.get() < end
+            is_left: Value = counter.get() < end
+            return is_left
 
         def body() -> None:
             self._set(statement.target.id, counter.get())  # type: ignore[attr-defined]
@@ -223,21 +268,30 @@ class _Body:
         def begin() -> Value:
             item = self._text.value("atomicrmw add ptr %job, i64 1 monotonic", i64)
             self._set(name, item)
-            return item < count
+            is_left: Value = item < count
+            return is_left
 
         self._loop(begin, lambda: self.run(statement.body))
 
     def _while(self, statement: ast.While) -> None:
+        self._refuse_else(statement)
         self._make_variable(statement)
         self._loop(lambda: self._eval(statement.test), lambda: self.run(statement.body))
+
+    def _refuse_else(self, statement: ast.For | ast.While) -> None:
+        if statement.orelse:
+            raise TypeError("a loop of the machine's has no 'else'")
 
     def _loop(self, begin: Callable[[], Value], body: Callable[[], None]) -> None:
         head, inside, after = (self._text.name(prefix) for prefix in ("head", "body", "after"))
         self._jump(head)
         self._text.label(head)
-        self._text.line(f"br i1 {begin().name}, label %{inside}, label %{after}")
+        condition = begin()
+        if not isinstance(condition, Value):
+            raise TypeError("the condition of a loop is known: the loop would never begin, or never end")
+        self._text.line(f"br i1 {condition.name}, label %{inside}, label %{after}")
         self._text.label(inside)
-        body()
+        self._in_region(body)
         self._jump(head)
         self._text.label(after)
 
@@ -249,11 +303,29 @@ class _Body:
         self._make_variable(statement)
         then, other, after = (self._text.name(prefix) for prefix in ("then", "else", "after"))
         self._text.line(f"br i1 {condition.name}, label %{then}, label %{other}")
-        for label, statements in ((then, statement.body), (other, statement.orelse)):
-            self._text.label(label)
-            self.run(statements)
+        first: dict[str, Variable] = {}
+        outside = set(self._scope)
+
+        def branches() -> None:
+            self._text.label(then)
+            self.run(statement.body)
             self._jump(after)
-        self._text.label(after)
+            first.update((name, one) for name, one in self._scope.items() if isinstance(one, Variable))
+            offered, self._offered = self._offered, first
+            self._scope = {name: one for name, one in self._scope.items() if name in outside}
+            self._text.label(other)
+            self.run(statement.orelse)
+            self._jump(after)
+            self._offered = offered
+            self._text.label(after)
+
+        own = self._in_region(branches)
+        stored = {
+            node.id for part in statement.orelse for node in ast.walk(part)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }  # fmt: skip
+        # A name that both branches made is there after them.
+        self._scope.update((name, own[name]) for name in stored & own.keys() if own[name] is first.get(name))
 
     def _jump(self, label: str) -> None:
         self._text.line(f"br label %{label}")
@@ -275,7 +347,12 @@ class _Body:
     # Expressions
 
     def _eval(self, node: ast.expr) -> Any:
-        return getattr(self, f"_eval_{type(node).__name__.lower()}")(node)
+        return getattr(self, f"_eval_{type(node).__name__.lower()}", self._unknown)(node)
+
+    def _join(self, sign: ast.AST, one: Any, two: Any) -> Any:
+        if type(sign) not in _BINARY:
+            self._unknown(sign)
+        return _BINARY[type(sign)](one, two)
 
     def _eval_constant(self, node: ast.Constant) -> Any:
         return node.value
@@ -285,7 +362,9 @@ class _Body:
             found = self._scope[node.id]
             return found.get() if isinstance(found, Variable) else found
         names = self._written.function.__globals__
-        return names[node.id] if node.id in names else names["__builtins__"][node.id]
+        if node.id not in names and not hasattr(builtins, node.id):
+            raise TypeError(f"there is no '{node.id}' here")
+        return names[node.id] if node.id in names else getattr(builtins, node.id)
 
     def _eval_attribute(self, node: ast.Attribute) -> Any:
         return getattr(self._eval(node.value), node.attr)
@@ -303,21 +382,25 @@ class _Body:
         return _UNARY[type(node.op)](self._eval(node.operand))
 
     def _eval_binop(self, node: ast.BinOp) -> Any:
-        return _BINARY[type(node.op)](self._eval(node.left), self._eval(node.right))
+        return self._join(node.op, self._eval(node.left), self._eval(node.right))
 
     def _eval_compare(self, node: ast.Compare) -> Any:
         assert len(node.ops) == 1, "comparisons are not chained"
-        return _BINARY[type(node.ops[0])](self._eval(node.left), self._eval(node.comparators[0]))
+        return self._join(node.ops[0], self._eval(node.left), self._eval(node.comparators[0]))
 
     def _eval_boolop(self, node: ast.BoolOp) -> Any:
         """Of known values as in Python; of others both sides are computed."""
-        join = operator.and_ if isinstance(node.op, ast.And) else operator.or_
+        is_or = isinstance(node.op, ast.Or)
         result = self._eval(node.values[0])
         for one in node.values[1:]:
-            if not isinstance(result, Value) and bool(result) == isinstance(node.op, ast.Or):
-                return result
+            if not isinstance(result, Value):
+                result = result if bool(result) == is_or else self._eval(one)
+                continue
             two = self._eval(one)
-            result = join(result, two) if isinstance(result, Value) and isinstance(two, Value) else two
+            if isinstance(two, Value):
+                result = result | two if is_or else result & two
+            elif bool(two) == is_or:
+                result = two
         return result
 
     def _eval_ifexp(self, node: ast.IfExp) -> Any:

@@ -1,4 +1,4 @@
-"""What a CPU kernel is written with: values of one number or of a vector, pointers, and the operations on them.
+"""What a CPU kernel is written with: numbers and vectors, pointers, and the operations on them.
 
 A kernel is a Python function over these (`compiler.py` says what of Python it may use). Operators mean what
 they mean in C without fast-math: each rounds once, none is reordered or contracted, so the text decides the
@@ -61,6 +61,8 @@ class Type:
             exact = struct.unpack("f", struct.pack("f", number))[0] if self.bits == 32 else float(number)
             one = f"0x{struct.unpack('Q', struct.pack('d', exact))[0]:016X}"
         else:
+            if number != int(number):
+                raise TypeError(f"{number} is no {self.name}")
             one = {0: "false", 1: "true"}[int(number)] if self.bits == 1 else str(int(number))
         return "<" + ", ".join([f"{self.name} {one}"] * self.lanes) + ">" if self.lanes else one
 
@@ -266,7 +268,7 @@ class Pointer(Value):
     def __add__(self, other: Operand) -> Pointer:
         return Pointer(self.text, self._at(other), self.element)
 
-    def __getitem__(self, index: Operand) -> Value:  # type: ignore[override]
+    def __getitem__(self, index: Operand) -> Value:
         return load(self + index)
 
     def __setitem__(self, index: Operand, value: Operand) -> None:
@@ -291,13 +293,13 @@ class Variable:
     """A name of the kernel's text whose value changes."""
 
     def __init__(self, text: Text, type: Type, element: Type | None) -> None:
-        self._text, self.type, self._element = text, type, element
+        self._text, self.type, self.element = text, type, element
         self._name = text.name("%m")
         text.entry.append(f"  {self._name} = alloca {type}")
 
     def get(self) -> Value:
         found = self._text.value(f"load {self.type}, ptr {self._name}", self.type)
-        return found if self._element is None else Pointer(self._text, found.name, self._element)
+        return found if self.element is None else Pointer(self._text, found.name, self.element)
 
     def set(self, value: Value) -> None:
         self._text.line(f"store {self.type} {value.name}, ptr {self._name}")
@@ -321,10 +323,20 @@ class Registers:
             place.set(self._first)
 
     def __getitem__(self, place: int | tuple[int, ...]) -> Value:
-        return self._places[place if isinstance(place, tuple) else (place,)].get()
+        return self._at(place).get()
 
     def __setitem__(self, place: int | tuple[int, ...], value: Value) -> None:
-        self._places[place if isinstance(place, tuple) else (place,)].set(value)
+        if value.type != self._first.type:
+            raise TypeError(f"{value.type} goes to registers of {self._first.type}")
+        self._at(place).set(value)
+
+    def _at(self, place: int | tuple[int, ...]) -> Variable:
+        place = place if isinstance(place, tuple) else (place,)
+        if any(isinstance(one, Value) for one in place):
+            raise TypeError("which register is meant has to be known")
+        if place not in self._places:
+            raise IndexError(f"there is no register {place}")
+        return self._places[place]
 
 
 def matched(one: Operand, two: Operand) -> tuple[Value, Value]:
@@ -458,10 +470,16 @@ def sigmoid(x: Value) -> Value:
     return select(x >= 0.0, 1.0, small) / (small + 1.0)
 
 
-def scratch(like: Value, type: Type, count: int) -> Pointer:
-    """Room for `count` numbers on the thread's stack, for as long as the kernel runs."""
+def scratch(like: Value, type: Type, count: int | Value) -> Pointer:
+    """Room for `count` numbers on the thread's stack, for as long as the kernel runs.
+
+    A count that the kernel computes takes the room where it is asked for, so not in a loop.
+    """
     name = like.text.name("%m")
-    like.text.entry.append(f"  {name} = alloca [{count} x {type}], align 64")
+    if isinstance(count, Value):
+        like.text.line(f"{name} = alloca {type}, i64 {count.name}, align 64")
+    else:
+        like.text.entry.append(f"  {name} = alloca [{count} x {type}], align 64")
     return Pointer(like.text, name, type)
 
 

@@ -42,7 +42,8 @@ class TileLinear:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._jits: dict[int, Jit] = {}  # by the tokens of a tile; each is compiled when it is first needed
+        tokens = range(1, _MAX_TOKENS + 1)
+        self._jits = {count: Jit(linear, real=real_type(dtype), tokens=count) for count in tokens}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         n, k = weight.shape
@@ -57,14 +58,9 @@ class TileLinear:
         num_passes = -(-num_tokens // _MAX_TOKENS)
         chunk = max(1, _CHUNK_BYTES // (k * x.itemsize + 1) // _ROWS) * _ROWS
         is_small = num_tokens * n * k < _SERIAL_OPS
-        jit = self._jit(-(-num_tokens // num_passes))
+        jit = self._jits[-(-num_tokens // num_passes)]
         jit(-(-n // chunk), chunk, num_passes, num_tokens, n, k, weight, x, y, is_small=is_small)
         return y if bias is None else y.add_(bias)
-
-    def _jit(self, tokens: int) -> Jit:
-        if tokens not in self._jits:
-            self._jits[tokens] = Jit(linear, real=real_type(self._dtype), tokens=tokens)
-        return self._jits[tokens]
 
 
 @kernel
