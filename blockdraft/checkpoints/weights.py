@@ -96,7 +96,7 @@ class Slot:
         return self.is_projection and not any(is_router(piece.source) for piece in self.pieces)
 
     def may_be_whole(self, storage: Storage, device: torch.device) -> bool:
-        """Whether products with it are in whole numbers: on a CPU that has kernels for that, heads included."""
+        """Whether products with it are in whole numbers: on a CPU with kernels for that, heads included."""
         if storage != "int8" or self.parameter.dtype != torch.float32:
             return False
         is_matrix = self.may_be_quantised and isinstance(self.module, Linear)

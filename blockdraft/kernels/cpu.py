@@ -1,4 +1,4 @@
-"""What this processor can do: whether the kernels in `kernels/llvm` serve, and by which path they multiply."""
+"""What this processor can do: whether the kernels in `kernels/llvm` serve, and how they multiply."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def product_path() -> str:
     there = product_paths()
     if wanted and wanted not in there:
         raise SettingsError(
-            f"{PATH_VARIABLE} is '{wanted}', which this processor does not have: take one of {', '.join(there)}."
+            f"{PATH_VARIABLE} is '{wanted}', which this processor has not: take one of {', '.join(there)}."
         )
     return wanted or there[0]
 

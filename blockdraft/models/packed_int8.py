@@ -61,7 +61,9 @@ class Int8Matrix(Packed):
 
     def rows_from(self, begin: int) -> Int8Matrix:
         if begin % _BLOCK:
-            return Int8Matrix.of([self.dequantise(torch.float32)[begin:]], (self.shape[0] - begin, self.shape[1]))
+            return Int8Matrix.of(
+                [self.dequantise(torch.float32)[begin:]], (self.shape[0] - begin, self.shape[1])
+            )
         rest = self.weight._replace(
             packed=self.packed[begin // _BLOCK :],
             sums=self.sums[begin:],

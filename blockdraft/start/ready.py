@@ -220,7 +220,8 @@ def _capture(engine: Engine, settings: Settings, note: Callable[[str], None]) ->
     many = plan.max_rows if engine.models.device.type == "cuda" else 1  # where memory must be had in time
     now = [(rows, width) for rows in (1, many) for width in (1, plan.width)]
     engine.capture(sizes, widths, now)
+    sizes_now = " and ".join(map(str, sorted({rows for rows, _ in now})))
     note(
-        f"{len(set(now))} graphs, of {' and '.join(map(str, sorted({1, many})))} rows; up to {len(sizes) * len(widths)}, of widths "
+        f"{len(set(now))} graphs, of {sizes_now} rows; up to {len(sizes) * len(widths)}, of widths "
         f"{widths}, when they are wanted, or likely and nobody is served"
     )

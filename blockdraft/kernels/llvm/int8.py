@@ -245,7 +245,8 @@ def product(
     tokens = _TOKENS[path]
     blocks = (n + (ROWS - 1)) // ROWS
     for item in taken((blocks + chunk - 1) // chunk):
-        for block in range(item * chunk, smallest((item + 1) * chunk, blocks)):
+        last = smallest((item + 1) * chunk, blocks)
+        for block in range(item * chunk, last):
             first = block * ROWS
             at = w + first * k
             token = 0

@@ -1,4 +1,4 @@
-"""Runs kernels: compiled by llvmlite for this processor, kept on the disk, on PyTorch's own OpenMP threads."""
+"""Runs kernels, which llvmlite compiles for this processor, on PyTorch's own OpenMP threads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Jit:
 
     @functools.cached_property
     def _fields(self) -> struct.Struct:
-        return struct.Struct("q" + "".join("d" if one == "Real" else "q" for one in field_types(self._kernel)))
+        return struct.Struct(
+            "q" + "".join("d" if one == "Real" else "q" for one in field_types(self._kernel))
+        )
 
     @functools.cached_property
     def _run_serial(self) -> Callable[[int], None]:
@@ -77,7 +79,7 @@ class Jit:
 
 
 class _Compiler:
-    """LLVM for this machine. What it has compiled is kept on the disk, so another start need not compile it."""
+    """LLVM for this machine. What it has compiled is kept on the disk for the next start."""
 
     def __init__(self) -> None:
         self._llvm = importlib.import_module("llvmlite.binding")

@@ -247,6 +247,9 @@ class Value:
     def __bool__(self) -> bool:
         raise TypeError("a value that the kernel computes is not known while it is compiled")
 
+    def __index__(self) -> int:
+        raise TypeError("a value that the kernel computes is not known while it is compiled")
+
 
 Operand: TypeAlias = Value | float
 

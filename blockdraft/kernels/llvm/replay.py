@@ -43,7 +43,7 @@ def _thread_functions() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPoin
 
 @kernel
 def run_calls(count: Int, calls: Longs, has_others: Int, barrier: Longs, number: Longs) -> None:
-    """Calls are pairs of addresses, of a kernel and of its job, whose counter is set back for the next time."""
+    """Calls are pairs of addresses: of a kernel, and of its job, whose counter is set back afterwards."""
     is_first = invoked(number) == 0
     for i in range(count):
         job = calls.pointer(2 * i + 1)

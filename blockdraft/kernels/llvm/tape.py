@@ -85,7 +85,7 @@ class Arena:
         numel = functools.reduce(int.__mul__, map(int, shape), 1)
         size = max(_ALIGN, -(-numel * dtype.itemsize // _ALIGN) * _ALIGN)
         for chunk, used in zip(self._chunks, self._used, strict=True):
-            used[:] = [one for one in used if not one[2].expired()]
+            used[:] = [one for one in used if not one[2].expired()]  # type: ignore[no-untyped-call]
             end = 0
             for index, (begin, after, _) in enumerate([*used, (chunk.nbytes, 0, None)]):
                 if begin - end >= size:
@@ -102,7 +102,7 @@ class Arena:
     ) -> Tensor:  # fmt: skip
         memory = (ctypes.c_char * size).from_address(chunk.data_ptr() + begin)
         tensor = torch.frombuffer(memory, dtype=dtype, count=max(1, numel))[:numel].view(tuple(shape))
-        used.insert(index, (begin, begin + size, StorageWeakRef(tensor.untyped_storage())))
+        used.insert(index, (begin, begin + size, StorageWeakRef(tensor.untyped_storage())))  # type: ignore[no-untyped-call]
         return tensor
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -114,11 +114,11 @@ class Arena:
         return sum(chunk.nbytes for chunk in self._chunks)
 
 
-class Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what runs inside of it (`with tape:`); `replay` runs it again."""
 
     def __init__(self, arena: Arena) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
         self._calls: list[Call] = []
         self._parts: list[Callable[[], None]] = []
@@ -130,11 +130,11 @@ class Tape(TorchDispatchMode):
         assert _recorder.tape is None, "one tape at a time"
         self._arena.clear()
         _recorder.tape = self
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         _recorder.tape = None
         self._end_calls()
 
