@@ -24,6 +24,7 @@ from blockdraft.kernels.llvm.language import (
     Floats,
     Int,
     Longs,
+    Real,
     Registers,
     Value,
     Words,
@@ -36,6 +37,7 @@ from blockdraft.kernels.llvm.language import (
     load,
     magnitude,
     rounded,
+    scratch,
     smallest,
     store,
     zeros,
@@ -103,7 +105,7 @@ class Int8Kernels:
         y = torch.empty(m, n, dtype=torch.float32)
         chunk = max(1, _CHUNK_BYTES // (k * ROWS))
         self._product(
-            m, n, k, chunk, values, token_scale, packed, sums, scale, bias, onto, y,
+            m, n, k, chunk, values, token_scale, packed, sums, scale, bias, onto, y, bias is not None, onto is not None,
             is_small=m * n * k < _SERIAL_OPS,
         )  # fmt: skip
         return y
@@ -239,7 +241,7 @@ def look_up(
 @kernel
 def product(
     num_tokens: Int, n: Int, k: Int, chunk: Int, x: Bytes, x_scale: Floats, w: Bytes, sums: Words,
-    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, *, path: str,
+    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, has_bias: Int, has_onto: Int, *, path: str,
 ) -> None:  # fmt: skip
     """All tokens with some blocks of weights at a time, which stay in the nearest cache meanwhile."""
     tokens = _TOKENS[path]
@@ -251,18 +253,53 @@ def product(
             at = w + first * k
             token = 0
             while token + tokens <= num_tokens:
-                tile(at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, tokens, path)
+                tile(
+                    at,
+                    first,
+                    token,
+                    n,
+                    k,
+                    x,
+                    x_scale,
+                    sums,
+                    w_scale,
+                    bias,
+                    onto,
+                    y,
+                    has_bias,
+                    has_onto,
+                    tokens,
+                    path,
+                )
                 token += tokens
             left = num_tokens - token
             for count in unrolled(1, tokens):
                 if left == count:
-                    tile(at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, count, path)
+                    tile(
+                        at,
+                        first,
+                        token,
+                        n,
+                        k,
+                        x,
+                        x_scale,
+                        sums,
+                        w_scale,
+                        bias,
+                        onto,
+                        y,
+                        has_bias,
+                        has_onto,
+                        count,
+                        path,
+                    )
 
 
 @inlined
 def tile(
     w: Bytes, first: Int, token: Int, n: Int, k: Int, x: Bytes, x_scale: Floats, sums: Words,
-    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, tokens: int, path: str,
+    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, has_bias: Int, has_onto: Int, tokens: int,
+    path: str,
 ) -> None:  # fmt: skip
     """One block of rows with some tokens: each weight is loaded once."""
     lanes = _LANES[path]
@@ -280,27 +317,41 @@ def tile(
                 weights = load(w + i * ROWS + (j * ROWS * 4 + v * lanes * 4), lanes * 4)
                 for t in unrolled(tokens):
                     totals[t, v] = dot(totals[t, v], weights, values[t], j, path)
+    sums = scratch(x, i32, tokens * ROWS)
     for t in unrolled(tokens):
-        scale, row = x_scale[token + t], (token + t) * n + first
-        if first + ROWS <= n:
-            for v in unrolled(vectors):
-                out = totals[t, v].to(f32) * load(w_scale + first + v * lanes, lanes) * scale
-                put(y, row + v * lanes, first + v * lanes, out, bias, onto)
-        else:
-            for r in unrolled(ROWS):
-                if first + r < n:
-                    out = totals[t, r // lanes][r % lanes].to(f32) * w_scale[first + r] * scale
-                    put(y, row + r, first + r, out, bias, onto)
+        for v in unrolled(vectors):
+            store(sums + (t * ROWS + v * lanes), totals[t, v])
+    for i in range(tokens):
+        place = (token + i) * n + first
+        put(
+            sums + i * ROWS, w_scale + first, x_scale[token + i], n - first, bias + first, onto + place,
+            y + place, has_bias, has_onto,
+        )  # fmt: skip
 
 
 @inlined
-def put(y: Floats, place: Int, row: Int, out: Value, bias: Floats, onto: Floats) -> None:
-    """One or more outputs of a token, from `row` on, with what is added to them."""
-    if bias.is_given:
-        out = out + load(bias + row, out.type.lanes)
-    if onto.is_given:
-        out = load(onto + place, out.type.lanes) + out
-    store(y + place, out)
+def put(
+    sums: Words, w_scale: Floats, scale: Real, num_rows: Int, bias: Floats, onto: Floats, y: Floats,
+    has_bias: Int, has_onto: Int,
+) -> None:  # fmt: skip
+    """A token's outputs of one block of rows, of which the last block of a matrix may have fewer."""
+    values = load(sums, ROWS).to(f32) * load(w_scale, ROWS) * scale
+    if num_rows >= ROWS:
+        if has_bias != 0:
+            values = values + load(bias, ROWS)
+        if has_onto != 0:
+            values = load(onto, ROWS) + values
+        store(y, values)
+    else:
+        rest = scratch(sums, f32, ROWS)
+        store(rest, values)
+        for i in range(num_rows):
+            value = rest[i]
+            if has_bias != 0:
+                value = value + bias[i]
+            if has_onto != 0:
+                value = onto[i] + value
+            y[i] = value
 
 
 def dot(total: Value, weights: Value, values: Value, j: int, path: str) -> Value:

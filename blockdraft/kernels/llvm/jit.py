@@ -112,10 +112,15 @@ class _Compiler:
     def _compile(self, source: str) -> bytes:
         module = self._llvm.parse_assembly(source)
         module.verify()
-        options = self._llvm.create_pipeline_tuning_options(speed_level=2)
-        options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
-        passes = self._llvm.create_pass_builder(self._machine, options)
-        passes.getModulePassManager().run(module, passes)
+        builder = self._llvm.create_pass_builder(self._machine, self._llvm.create_pipeline_tuning_options())
+        passes = self._llvm.create_new_function_pass_manager()  # all of O2 takes longer and gains nothing
+        passes.add_sroa_pass()
+        passes.add_simplify_cfg_pass()
+        passes.add_instruction_combine_pass()
+        passes.add_loop_rotate_pass()
+        passes.add_sinking_pass()
+        passes.add_new_gvn_pass()
+        passes.run(module.get_function("worker"), builder)
         code: bytes = self._machine.emit_object(module)
         return code
 
