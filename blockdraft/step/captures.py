@@ -22,8 +22,11 @@ class Capturing(Protocol):
     def warm(self, run: Callable[[], object]) -> None:
         """Before `run` is captured: what is compiled or set up with its first call is done then."""
 
-    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
-        """What replays `run`, and where its result lies then."""
+    def capture(self, run: Callable[[], T], *, goes_on: bool = False) -> tuple[Graph, T]:
+        """What replays `run`, and where its result lies then.
+
+        `goes_on`: it is always replayed after what was captured before it, and reads what that has left.
+        """
 
 
 class OnCard:
@@ -39,7 +42,8 @@ class OnCard:
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
+    def capture(self, run: Callable[[], T], *, goes_on: bool = False) -> tuple[Graph, T]:
+        """What is still used keeps its memory in any case."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             found = run()
@@ -57,10 +61,10 @@ class OnCpu:
     def warm(self, run: Callable[[], object]) -> None:
         """Not needed: a tape runs what it records."""
 
-    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
+    def capture(self, run: Callable[[], T], *, goes_on: bool = False) -> tuple[Graph, T]:
         from blockdraft.kernels.llvm.tape import Tape
 
-        tape = Tape(self._arena)
+        tape = Tape(self._arena, goes_on=goes_on)
         with tape:
             found = run()
         return tape, found

@@ -230,8 +230,8 @@ class StepGraphs:
         for run in (parts.draft, parts.forward, parts.settle):
             self.captures.warm(run)
         draft, _ = self.captures.capture(parts.draft)
-        forward, _ = self.captures.capture(parts.forward)
-        settle, packed = self.captures.capture(parts.settle)
+        forward, _ = self.captures.capture(parts.forward, goes_on=True)
+        settle, packed = self.captures.capture(parts.settle, goes_on=True)
         return CapturedParts(num_rows, parts, (draft, forward, settle), packed)
 
     def __len__(self) -> int:

@@ -115,11 +115,15 @@ class Arena:
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what runs inside of it (`with tape:`); `replay` runs it again."""
+    """Records what runs inside of it (`with tape:`); `replay` runs it again.
 
-    def __init__(self, arena: Arena) -> None:
+    `goes_on`: it is replayed after the tape before it, whose tensors it may read.
+    """
+
+    def __init__(self, arena: Arena, *, goes_on: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
+        self._goes_on = goes_on
         self._calls: list[Call] = []
         self._parts: list[Callable[[], None]] = []
         self._constants: dict[int, Callable[[], None]] = {}  # by the place of their memory
@@ -128,7 +132,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Tape:
         assert _recorder.tape is None, "one tape at a time"
-        self._arena.clear()
+        if not self._goes_on:
+            self._arena.clear()
         _recorder.tape = self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
