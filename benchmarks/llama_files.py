@@ -107,7 +107,7 @@ def _write_drafter(path: Path, shipped: GGUFReader) -> None:
     writer.add_mask_token_id(config["dflash_config"]["mask_token_id"])
     _copy_fields(writer, shipped, "tokenizer.")
     with safe_open(folder / "model.safetensors", "pt") as file:
-        for name in file.keys():
+        for name in sorted(file.keys()):
             values = file.get_tensor(name).float().numpy()
             kind = Kind.Q8_0 if values.ndim == 2 else Kind.F32
             writer.add_tensor(_tensor_name(name), quants.quantize(values, kind), raw_dtype=kind)
