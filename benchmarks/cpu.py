@@ -20,13 +20,14 @@ recorded. The parts, of which `--parts` names some:
 llama.cpp runs in a process of `--llama-python`, an interpreter that has llama-cpp-python; without it, its
 rows are left out. It reads the file that ships (Q4_1) and, made of it, Q8_0 and Q4_0 (`llama_files.py`). Q8_0
 keeps what the weights say. Q4_0 is faster, but rounds weights anew that were rounded to 4 bits before: it is
-another model, as the column of its answers shows. llama.cpp has a DFlash of its own and reads our drafter;
+another model, and few of its answers are float32's. llama.cpp has a DFlash of its own and reads our drafter;
 llama-cpp-python declares no drafting, so `llama_worker.py` does it as llama.cpp's server does.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -38,8 +39,8 @@ pin_threads()
 import torch  # noqa: E402
 
 from benchmarks import cpu_ours  # noqa: E402
+from benchmarks.cpu_answers import Arm, answers_of, cells, figures  # noqa: E402
 from benchmarks.cpu_forward import forward_costs  # noqa: E402
-from benchmarks.cpu_ours import Answer  # noqa: E402
 from benchmarks.cpu_pytorch import hf_model, lean, transformers_generate  # noqa: E402
 from benchmarks.llama import Llama  # noqa: E402
 from benchmarks.llama_files import FORMATS  # noqa: E402
@@ -68,7 +69,9 @@ class Bench:
         asked = {f"blockdraft {self.options.quantization}": self.options.quantization, FLOAT32: "none"}
         if self.options.quantization == "none":
             del asked["blockdraft none"]
-        return {name: cpu_ours.engine_of(quantization, "none") for name, quantization in asked.items()}
+        engines = {name: cpu_ours.engine_of(value, "none") for name, value in asked.items()}
+        self.result["quantization"] = {name: one.models.plan.quantization for name, one in engines.items()}
+        return engines
 
     @cached_property
     def exact(self) -> Engine:
@@ -87,10 +90,10 @@ class Bench:
         self.result["llama"] = {"version": llama.version, "system": llama.system}
         return llama
 
-    def turns(self, runs: dict[str, Callable[[], float]], rounds: int | None = None) -> Speeds:
+    def turns(self, runs: dict[str, Callable[[], float]]) -> Speeds:
         """What each run found in each round; all take their turn in a round."""
         found: Speeds = {name: [] for name in runs}
-        for _ in range(rounds or self.options.rounds):
+        for _ in range(self.options.rounds):
             for name, run in runs.items():
                 found[name].append(run())
         return found
@@ -129,9 +132,8 @@ def streams(bench: Bench) -> None:
     }
     if (llama := bench.llama) is not None:
         for name in FORMATS:
-            runs[f"llama.cpp {name}"] = lambda name=name: llama.decode(name, NUM_ROWS, bench.options.tokens)[
-                0
-            ]
+            run = partial(llama.decode, name, NUM_ROWS, bench.options.tokens)
+            runs[f"llama.cpp {name}"] = lambda run=run: run()[0]
     bench.result["streams_tokens_per_s"] = speeds = bench.turns(runs)
     rows = [[name, max(values)] for name, values in speeds.items()]
     print(table([f"{NUM_ROWS} streams together", "tok/s"], rows) + "\n", flush=True)
@@ -153,63 +155,29 @@ def prefill(bench: Bench) -> None:
 
 def drafts(bench: Bench) -> None:
     options, engine, llama = bench.options, bench.with_drafts, bench.llama
-    stops = sorted(engine.models.tokenizer.eos_ids)
-    arms: dict[str, Callable[[list[int]], Answer]] = {
-        "blockdraft with drafts": lambda ids: cpu_ours.answer(engine, ids, options.max_tokens)
-    }
+    tokenizer, most = engine.models.tokenizer, options.max_tokens
+    plain_name = next(iter(bench.ours))
+    arms = {"blockdraft with drafts": Arm(lambda ids: cpu_ours.answer(engine, ids, most), plain_name)}
     for name, without in bench.ours.items():
-        arms[name] = lambda ids, without=without: cpu_ours.answer(without, ids, options.max_tokens)
+        arms[name] = Arm(lambda ids, without=without: cpu_ours.answer(without, ids, most), name)
     if llama is not None:
-        counts = (0, *options.llama_drafts) if not llama.no_drafts else (0,)
+        stops = sorted(tokenizer.eos_ids)
+        for name, count in itertools.product(FORMATS[:2], (0, *options.llama_drafts)):
+            if count and llama.no_drafts:
+                continue
+            arms[f"llama.cpp {name}" + (f", {count} drafts" if count else "")] = Arm(
+                partial(llama.answer, name, count, most, stops), f"llama.cpp {name}"
+            )
         if llama.no_drafts:
             print(f"llama.cpp without drafts: {llama.no_drafts}")
-        for name in FORMATS[:2]:
-            for count in counts:
-                arms[f"llama.cpp {name}" + (f", {count} drafts" if count else "")] = (
-                    lambda ids, name=name, count=count: llama.answer(
-                        name, ids, options.max_tokens, stops, count
-                    )
-                )
-    found = {name: workload(bench, name, arms) for name in options.workloads}
+    found = {}
+    for name in options.workloads:
+        asked = load(name, limit=options.num_prompts).prompts
+        questions = [tokenizer.encode_chat(prompt.messages()) for prompt in asked]
+        found[name] = figures(arms, answers_of(arms, questions, options.answer_rounds), FLOAT32)
     bench.result["answers"] = found
-    names = list(found)
-    rows = []
-    for arm in arms:
-        figures = [found[name][arm] for name in names]
-        rows.append([arm, *(f"{one['tokens_per_s']:.1f} ({one['tokens_per_step']:.2f})" for one in figures)])
-    print(table(["answers, tok/s (tokens per step)", *names], rows) + "\n", flush=True)
-
-
-def workload(
-    bench: Bench, name: str, arms: dict[str, Callable[[list[int]], Answer]]
-) -> dict[str, dict[str, float]]:
-    """Every prompt is answered by one arm directly after the other; of each, the best round counts."""
-    options, tokenizer = bench.options, bench.with_drafts.models.tokenizer
-    questions = [
-        tokenizer.encode_chat(prompt.messages()) for prompt in load(name, limit=options.num_prompts).prompts
-    ]
-    for answer in arms.values():
-        answer(questions[0])  # warms it
-    best: dict[str, list[Answer]] = {arm: [] for arm in arms}
-    for ids in questions:
-        rounds = [{arm: answer(ids) for arm, answer in arms.items()} for _ in range(options.answer_rounds)]
-        for arm in arms:
-            best[arm].append(
-                min((found[arm] for found in rounds), key=lambda one: one.seconds / one.num_timed)
-            )
-    reference = best[FLOAT32]
-    return {
-        arm: {
-            "tokens_per_s": sum(one.num_timed for one in answers) / sum(one.seconds for one in answers),
-            "tokens_per_step": sum(one.num_timed for one in answers) / sum(one.steps for one in answers),
-            "tokens": sum(len(one.tokens) for one in answers),
-            "answers_as_float32": sum(
-                one.tokens == other.tokens for one, other in zip(answers, reference, strict=True)
-            ),
-            "of": len(answers),
-        }
-        for arm, answers in best.items()
-    }
+    header = ["answers, tok/s (tokens per step)", *found, "as plain", "as float32"]
+    print(table(header, [cells(found, arm) for arm in arms]) + "\n", flush=True)
 
 
 def forward(bench: Bench) -> None:
@@ -281,19 +249,20 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=6, help="of each workload (default: 6)")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer (default: 128)")
     parser.add_argument("--answer-rounds", type=int, default=2)
-    parser.add_argument("--llama-drafts", type=numbers, default=[3, 5, 7], help="a step (default: 3,5,7)")
+    parser.add_argument(
+        "--llama-drafts", type=numbers, default=[2, 3, 5, 7], help="a step (default: 2,3,5,7)"
+    )
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     bench = Bench(options)
-    bench.result["quantization"] = bench.options.quantization
     for name in options.parts:
         PARTS[name](bench)
         save(options.json, bench.result)
     if options.llama_python is None:
         print("llama.cpp was left out: --llama-python names an interpreter that has llama-cpp-python.")
-    elif bench.llama is not None:
+    elif "llama" in vars(bench) and bench.llama is not None:
         bench.llama.close()
 
 

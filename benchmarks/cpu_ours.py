@@ -22,13 +22,16 @@ QUESTION = "Say hello"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    seconds: float  # after the first token
+    """The first step that commits tokens counts as the prompt's; the figures are of the steps after it."""
+
     tokens: list[int]
-    steps: int  # after the first token
+    seconds: float
+    num_timed: int  # tokens
+    steps: int
 
     @property
-    def num_timed(self) -> int:
-        return len(self.tokens) - 1
+    def seconds_per_token(self) -> float:
+        return self.seconds / max(1, self.num_timed)
 
 
 def engine_of(quantization: str, draft: str) -> Engine:
@@ -85,16 +88,14 @@ def answer(engine: Engine, ids: list[int], max_tokens: int) -> Answer:
     """One greedy answer until the model ends it."""
     engine.add(ids, SamplingParams(temperature=0.0, max_tokens=max_tokens))
     tokens: list[int] = []
-    steps, start = 0, time.perf_counter()
+    num_first, steps, start = 0, 0, time.perf_counter()
     while engine.has_work:
-        had = len(tokens)
         tokens += [token for delta in engine.step() for token in delta.token_ids]
-        if had:
+        if num_first:
             steps += 1
         elif tokens:
-            assert len(tokens) == 1, "a prefill gives one token"
-            start = time.perf_counter()
-    return Answer(time.perf_counter() - start, tokens, steps)
+            num_first, start = len(tokens), time.perf_counter()
+    return Answer(tokens, time.perf_counter() - start, len(tokens) - num_first, steps)
 
 
 def flags(quantization: str) -> list[str]:

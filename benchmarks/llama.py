@@ -55,7 +55,7 @@ class Llama:
         ids = prompt(self.vocab_size, length)
         return self._ask("prefill", model=name, ids=ids, ubatch=ubatch)["seconds"]
 
-    def answer(self, name: str, ids: list[int], max_tokens: int, stops: list[int], drafts: int) -> Answer:
+    def answer(self, name: str, drafts: int, max_tokens: int, stops: list[int], ids: list[int]) -> Answer:
         """One greedy answer, plain, or with so many drafts of our drafter a step."""
         words = {"model": name, "ids": ids, "max_tokens": max_tokens, "stops": stops}
         if drafts:

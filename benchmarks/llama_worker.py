@@ -156,7 +156,13 @@ class Pair:
                 tokens.append(token)
                 if token in stops or len(tokens) == max_tokens:
                     break
-        return {"seconds": time.perf_counter() - begun_s, "tokens": tokens, "steps": num_steps}
+        return timed(tokens, begun_s, num_steps)
+
+
+def timed(tokens: list[int], begun_s: float, steps: int) -> dict[str, object]:
+    """An answer as `cpu_ours.Answer` has it; its first token came with the prompt."""
+    seconds = time.perf_counter() - begun_s
+    return {"tokens": tokens, "seconds": seconds, "num_timed": len(tokens) - 1, "steps": steps}
 
 
 def meta(model: Model, key: str) -> str:
@@ -226,7 +232,7 @@ class Worker:
         begun_s = time.perf_counter()
         while len(tokens) < max_tokens and tokens[-1] not in stops:
             tokens.append(int(context.forward(tokens[-1:], len(ids) + len(tokens) - 1)[0]))
-        return {"seconds": time.perf_counter() - begun_s, "tokens": tokens, "steps": len(tokens) - 1}
+        return timed(tokens, begun_s, len(tokens) - 1)
 
     def draft_answer(
         self, model: str, ids: list[int], max_tokens: int, stops: list[int], num_drafts: int
