@@ -17,6 +17,8 @@ sum nor out.
 
 from __future__ import annotations
 
+import functools
+import heapq
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
     from blockdraft.kernels.attention import Mask
 
 _SERIAL_OPS = 1 << 16  # multiply-adds below which waking a thread costs more than it saves
+_MANY = 16  # items per thread, of which the last one hardly matters
+_TILE_COST = (0.0, 1.6, 2.3, 3.2, 4.0)  # of as many query vectors over the same keys, measured
+_ITEM_COST = 0.1
 
 
 class PagedAttention:
@@ -109,23 +114,39 @@ class PagedAttention:
         return out
 
 
+@functools.lru_cache(maxsize=64)
 def divide(counts: tuple[int, ...], shared: int, num_groups: int, num_threads: int) -> Tensor:
     """The work [U, 3] of rows with `counts[r]` tokens: a row, its query vectors from the first to the last.
 
-    A token has `shared` of them for each of `num_groups` key heads, by which units are taken: enough of them
-    for all threads, if there are. How long rows are is not asked, nor does a result depend on the division.
+    A token has `shared` of them for each of `num_groups` key heads, by which units are taken. Their size is
+    what lets the last thread end first. How long rows are is not asked, nor does a result depend on it.
     """
     totals = [count * shared for count in counts]
-    most = MAX_VECTORS
-    while most > 1 and num_groups * sum(-(-total // most) for total in totals) < num_threads:
-        most //= 2
+    units = _cut(totals, MAX_VECTORS)
+    if num_threads > 1 and len(units) * num_groups < _MANY * num_threads:
+        cuts = (_cut(totals, most) for most in range(MAX_VECTORS, 0, -1))
+        units = min(cuts, key=lambda cut: _time(cut, num_groups, num_threads))
+    return torch.tensor(units, dtype=torch.int64).view(-1, 3)
+
+
+def _cut(totals: list[int], most: int) -> list[tuple[int, int, int]]:
+    """Rows of `totals` vectors in units of at most that many, as even as they come."""
     units = []
     for row, total in enumerate(totals):
-        pieces = max(1, -(-total // most))
-        size = max(1, -(-total // pieces))
-        size += -size % min(most, MAX_TILE) if pieces > 1 else 0
-        units += [(row, i, min(i + size, total)) for i in range(0, total, size)]
-    return torch.tensor(units, dtype=torch.int64).view(-1, 3)
+        size = -(-total // max(1, -(-total // most)))
+        units += [(row, i, min(i + size, total)) for i in range(0, total, size or 1)]
+    return units
+
+
+def _time(units: list[tuple[int, int, int]], num_groups: int, num_threads: int) -> float:
+    """When the last thread is done, if each takes the next item as soon as it is free and rows are alike."""
+    free = [0.0] * num_threads
+    for _, first, last in units:
+        tiles, rest = divmod(last - first, MAX_TILE)
+        cost = _ITEM_COST + tiles * _TILE_COST[MAX_TILE] + _TILE_COST[rest]
+        for _ in range(num_groups):
+            heapq.heapreplace(free, free[0] + cost)
+    return max(free)
 
 
 @kernel
