@@ -106,8 +106,8 @@ class Int8Kernels:
         y = torch.empty(m, n, dtype=torch.float32)
         chunk = max(1, _CHUNK_BYTES // (k * ROWS))
         self._product(
-            m, n, k, chunk, values, token_scale, packed, sums, scale, bias, onto, y, bias is not None, onto is not None,
-            is_small=m * n * k < _SERIAL_OPS,
+            m, n, k, chunk, values, token_scale, packed, sums, scale, bias, onto, y, bias is not None,
+            onto is not None, is_small=m * n * k < _SERIAL_OPS,
         )  # fmt: skip
         return y
 
