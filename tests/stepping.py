@@ -14,6 +14,7 @@ from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.kernels.transfer import to_device
 from blockdraft.step.drafter import NoDrafter
@@ -75,14 +76,14 @@ def pin(engine, *, is_captured, sizes=None, now=None):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a test runs: on a card in bfloat16, or as a check of the test itself, on the CPU."""
+    """Where a test runs: on a card in bfloat16, or on the CPU, where tapes stand in for graphs."""
 
     device: str
     dtype: str
 
     @property
     def has_graphs(self):
-        return self.device == "cuda"
+        return self.device == "cuda" or why_no_llvm(getattr(torch, self.dtype), torch.device("cpu")) is None
 
 
 CARD, HOST = Place("cuda", "bfloat16"), Place("cpu", "float32")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from blockdraft.kernels.llvm.int8 import Int8Kernels
 
 MAX_ROTATED = 512  # values that are turned together
+TINY = 2.0**-119  # a token whose largest magnitude is below is zero: 127 / it has no room in float32
 _ROWS, _COLUMNS = 16, 16  # of a block of weights, and what K is filled up to
 
 
@@ -61,7 +62,8 @@ def pick_int8(at: Available) -> tuple[Int8Multiply, Int8LookUp]:
     def linear(x: Tensor, weight: Int8Weight, bias: Tensor | None, onto: Tensor | None) -> Tensor:
         flat = x.reshape(-1, weight.columns)
         if onto is not None:
-            onto = onto.reshape(-1, weight.rows)
+            onto = onto.reshape(-1, weight.rows).contiguous()
+        bias = bias if bias is None else bias.contiguous()
         tokens = kernels.round(flat, weight.rotated, weight.factors)
         out = kernels.product(tokens, weight.packed, weight.sums, weight.scale, weight.rows, bias, onto)
         return out.view(*x.shape[:-1], weight.rows)
@@ -135,7 +137,8 @@ def round_tokens(x: Tensor, rotated: int, factors: Tensor) -> tuple[Tensor, Tens
     """int8 [..., K filled up] and float32 scales [...]."""
     turned = turn(x * factors, rotated)
     peak = turned.abs().amax(dim=-1)
-    factor = torch.where(peak > 0, 127.0 / peak, peak)
+    # Not `127.0 / peak`, which PyTorch computes as 127 times a rounded reciprocal.
+    factor = torch.where(peak > TINY, torch.full_like(peak, 127.0) / peak, peak)
     values = (turned * factor[..., None]).round().nan_to_num(127.0).clamp(-127, 127).to(torch.int8)
     return functional.pad(values, (0, -x.shape[-1] % _COLUMNS)), peak / 127.0
 

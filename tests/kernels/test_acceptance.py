@@ -1,4 +1,4 @@
-"""What a verified block means: the reference against plain counting in Python."""
+"""What a verified block means: the reference and the CPU's kernel against plain counting in Python."""
 
 import random
 
@@ -12,9 +12,29 @@ from blockdraft.kernels.acceptance import (
     reference_count_accepted,
     reference_draw_accepted,
 )
+from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.noise import philox
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["reference", "kernel"])
+def functions(request):
+    """Counting and advancing."""
+    if request.param == "reference":
+        return reference_count_accepted, reference_advance
+    kernels = native()
+    return kernels.count_accepted, kernels.advance
+
+
+def native():
+    if why_no_llvm(torch.float32, CPU) is not None:
+        pytest.skip("the CPU kernels are not chosen")
+    from blockdraft.kernels.llvm.acceptance import AcceptanceKernels
+
+    return AcceptanceKernels()
+
+
 CASES = {  # samples, block, tokens to commit
     "width 1": ([[4]], [[9]], [1]),
     "all right": ([[1, 2, 3, 4]], [[9, 1, 2, 3]], [4]),
@@ -37,17 +57,19 @@ def count(samples, block):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_draft_counts_while_it_equals_the_sample_before_it(name):
+def test_a_draft_counts_while_it_equals_the_sample_before_it(functions, name):
     sampled, block, expected = CASES[name]
     assert [count(*rows) for rows in zip(sampled, block, strict=True)] == expected
-    assert reference_count_accepted(torch.tensor(sampled), torch.tensor(block)).tolist() == expected
+    assert functions[0](torch.tensor(sampled), torch.tensor(block)).tolist() == expected
 
 
-def test_drawn_blocks_count_as_one_by_one():
+def test_drawn_blocks_count_as_one_by_one(functions):
     sampled, block = torch.randint(0, 2, (2, 200, 9), generator=torch.Generator().manual_seed(0))
     expected = [count(*rows) for rows in zip(sampled.tolist(), block.tolist(), strict=True)]
     assert set(expected) >= {1, 2, 3, 4}
-    assert reference_count_accepted(sampled, block).tolist() == expected
+    assert functions[0](sampled, block).tolist() == expected
+    turned = sampled.T.contiguous().T, block.T.contiguous().T
+    assert functions[0](*turned).tolist() == expected
 
 
 # ---- advance
@@ -98,11 +120,13 @@ class Case:
         function(progress, self.block, self.sampled, self.num_committed, self.rows.sampling())
 
 
-def test_rows_advance_by_what_is_committed():
-    case = Case()
+@pytest.mark.parametrize("padding", [0, 3])
+def test_rows_advance_by_what_is_committed(functions, padding):
+    """But the scratch row, which a step is filled up with."""
+    case = Case(padding=padding)
     length, anchor, counts = case.expected()
     before = case.rows._output_counts.clone()
-    case.advance(reference_advance)
+    case.advance(functions[1])
     assert case.rows.length.tolist() == length
     assert case.rows.anchor.tolist() == anchor
     for row in case.penalised:
@@ -110,14 +134,43 @@ def test_rows_advance_by_what_is_committed():
     assert max(counts[4][token] - int(before[4, token]) for token in range(12)) > 1, "a token comes twice"
 
 
-def test_without_a_penalty_nothing_is_counted():
+def test_the_kernel_advances_drawn_rows_as_the_reference_does():
+    rng, kernels = random.Random(3), native()
+    for num_rows in range(1, 9):
+        tables = []
+        rules = [
+            RowSampling(presence=rng.choice([0.0, 0.5]), output_start=rng.randrange(12))
+            for _ in range(num_rows)
+        ]
+        prompts = [[rng.randrange(9) for _ in range(rng.randrange(2, 9))] for _ in range(num_rows)]
+        places = rng.sample(range(num_rows), rng.randint(1, num_rows))
+        width = rng.randint(1, 6)
+        for _ in range(2):
+            rows = Rows(max_rows=num_rows, max_pages=1, vocab_size=9, scratch_page=0, device=CPU)
+            for row, (prompt, rule) in enumerate(zip(prompts, rules, strict=True)):
+                rows.place(row, prompt, len(prompt) - 1, rule)
+            rows.activate(places)
+            tables.append(rows)
+        block, sampled = torch.randint(0, 9, (2, len(places), width))
+        kept = torch.randint(1, width + 1, (len(places),))
+        for rows, advance in zip(tables, (reference_advance, kernels.advance), strict=True):
+            advance(Progress(rows.length, rows.anchor), block, sampled, kept, rows.sampling())
+        mine, its = tables
+        assert torch.equal(mine.length, its.length)
+        assert torch.equal(mine.anchor, its.anchor)
+        for row, rule in enumerate(rules):
+            if rule.is_penalised:
+                assert torch.equal(mine._output_counts[row], its._output_counts[row])
+
+
+def test_without_a_penalty_nothing_is_counted(functions):
     case = Case()
     case.rows.activate([0])
     batch = case.rows.sampling()
     assert not batch.has_penalty
     before = case.rows._output_counts.clone()
     progress = Progress(case.rows.length, case.rows.anchor)
-    reference_advance(progress, case.block[1:2], case.sampled[1:2], case.num_committed[1:2], batch)
+    functions[1](progress, case.block[1:2], case.sampled[1:2], case.num_committed[1:2], batch)
     assert torch.equal(case.rows._output_counts, before)
     assert case.rows.length[0] == 7 + 4
 

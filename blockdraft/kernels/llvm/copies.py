@@ -25,13 +25,20 @@ Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 def lowered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], empty: Empty) -> Tensor | None:
     """The result in memory from `empty`; None: PyTorch has to do it."""
     aten = torch.ops.aten
-    if func is aten.clone.default and kwargs.get("memory_format") in (None, torch.contiguous_format):
+    if func is aten.clone.default and _becomes_contiguous(args[0], kwargs.get("memory_format")):
         return _copied(args[0], empty)
     if func is aten.cat.default:
         return _joined(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), empty)
     if func is aten.index.Tensor and len(args[1]) == 1:
         return _gathered(args[0], args[1][0], empty)
     return None
+
+
+def _becomes_contiguous(x: Tensor, memory_format: torch.memory_format | None) -> bool:
+    """Whether PyTorch would lay a copy out so."""
+    if memory_format in (None, torch.preserve_format):
+        return x.is_contiguous() or torch.empty_like(x, device="meta").is_contiguous()
+    return memory_format is torch.contiguous_format
 
 
 def _copied(x: Tensor, empty: Empty) -> Tensor | None:

@@ -47,6 +47,7 @@ ROWS = 16  # of a block of weights
 COLUMNS = 16  # values that both sides are filled up to with zeros
 _LANES = {"sdot": 4, "vnni": 16, "avx2": 8, "generic": 4}  # rows that one vector of weights has
 _TOKENS = {"sdot": 4, "vnni": 8, "avx2": 4, "generic": 2}  # of one tile: what registers hold
+_TINY = 2.0**-119  # as in kernels/int8.py
 _VECTOR = 16  # floats at a time while tokens are rounded
 _CHUNK_BYTES = 64 * 1024  # of weights that a thread takes at a time
 _SERIAL_OPS = 1 << 17  # multiply-adds below which waking a thread costs more than it saves
@@ -114,8 +115,7 @@ class Int8Kernels:
         chunk = max(1, _CHUNK_BYTES // (k * ROWS))
         self._product(
             m, n, k, chunk, values, token_scale, packed, sums, scale, bias, onto, y, bias is not None,
-            onto is not None,
-            is_small=m * n * k < _SERIAL_OPS,
+            onto is not None, is_small=m * n * k < _SERIAL_OPS,
         )  # fmt: skip
         return y
 
@@ -124,7 +124,7 @@ class Int8Kernels:
         k = factors.shape[0]
         out = torch.empty(*rows.shape, k, dtype=torch.float32)
         turned = torch.empty(*rows.shape, packed.shape[1] * 4, dtype=torch.float32)
-        small = out.numel() < _SERIAL_VALUES
+        rows, small = rows.contiguous(), out.numel() < _SERIAL_VALUES
         self._look_up(
             rows.numel(), k, packed.shape[1] * 4, rotated, rows, packed, scale, factors, turned, out,
             is_small=small,
@@ -158,7 +158,7 @@ def round_tokens(
             bits = largest(bits, magnitude(row[i]).bits_as(i32))
         peak = bits.bits_as(f32)
         scale[token] = peak / 127.0
-        factor = 127.0 / peak if peak > 0.0 else peak
+        factor = 127.0 / peak if peak > _TINY else peak
         for i in range(0, whole, _VECTOR):
             store(out + i, whole_numbers(load(row + i, _VECTOR), factor) ^ flip)
         for i in range(whole, size):

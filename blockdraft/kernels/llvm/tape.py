@@ -1,4 +1,4 @@
-"""Tape: a step on the CPU, recorded once and replayed without Python between its kernels.
+"""StepTape: a step on the CPU, recorded once and replayed without Python between its kernels.
 
 It is what a CUDA graph is on a card, with the same rules: what the step reads and writes keeps its address,
 and nothing of what is recorded may follow from numbers that the host has read. While a tape records,
@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
-_ASKING = (  # the host would read numbers, or memory whose size follows from them
-    _aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default,
-    _aten._unique2.default, _aten.repeat_interleave.Tensor,
-)  # fmt: skip
+# The host would read numbers, or memory whose size follows from them.
+_ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_ASKING_BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # which no dispatcher sees
 _CONSTANT = (
     _aten.arange.start_step, _aten.arange.start, _aten.arange.default, _aten.new_full.default,
-    _aten.full.default,
+    _aten.full.default, _aten.scalar_tensor.default,
 )  # fmt: skip
 _ALIGN = 64
 _CHUNK = 8 << 20  # bytes; more at a time where one tensor needs more
@@ -50,13 +50,13 @@ class Call(NamedTuple):
 
 
 class _Recorder(threading.local):
-    tape: Tape | None = None
+    tape: StepTape | None = None
 
 
 _recorder = _Recorder()
 
 
-def current_tape() -> Tape | None:
+def current_tape() -> StepTape | None:
     """The one that records in this thread."""
     return _recorder.tape
 
@@ -114,7 +114,18 @@ class Arena:
         return sum(chunk.nbytes for chunk in self._chunks)
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NoNumbers(TorchFunctionMode):
+    """Lets the host read nothing past the dispatcher."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ASKING_BY_HAND:
+            raise NotRecordable(f"{func.__name__} asks for numbers")
+        return func(*args, **(kwargs or {}))
+
+
+class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what runs inside of it (`with tape:`); `replay` runs it again.
 
     `goes_on`: it is replayed after the tape before it, whose tensors it may read.
@@ -128,18 +139,26 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parts: list[Callable[[], None]] = []
         self._constants: dict[int, Callable[[], None]] = {}  # by the place of their memory
         self._held: list[Tensor] = []  # memory that is not the arena's must stay
+        self._no_numbers = _NoNumbers()
         self.num_kernels = 0
 
-    def __enter__(self) -> Tape:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch's compiler, which nobody uses here, takes seconds to import."""
+        return False
+
+    def __enter__(self) -> StepTape:
         assert _recorder.tape is None, "one tape at a time"
         if not self._goes_on:
             self._arena.clear()
         _recorder.tape = self
+        self._no_numbers.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._no_numbers.__exit__(*error)  # type: ignore[no-untyped-call]
         _recorder.tape = None
         self._end_calls()
 
@@ -163,7 +182,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parts.append(run)
         _recorder.tape = None
         try:
-            with torch.utils._python_dispatch._disable_current_modes():
+            with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
                 run()
         finally:
             _recorder.tape = self
@@ -179,10 +198,16 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ASKING:
-            raise NotRecordable(f"{func} asks for numbers")
         if func is _aten.detach_.default:
             return args[0]
+        if _is_composite(func):  # in inference mode they come whole: `reshape`, `item`
+            super().__enter__()  # type: ignore[no-untyped-call]
+            try:
+                return func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if _ASKING & set(func.tags) and not _takes_rows(func, args):
+            raise NotRecordable(f"{func} asks for numbers")
         from blockdraft.kernels.llvm.copies import lowered
 
         copied = lowered(func, args, kwargs, self._arena.empty)
@@ -211,6 +236,20 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, run: Callable[[], Any]) -> None:
         self._end_calls()
         self._parts.append(run)
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether it is nothing but other operations."""
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    return has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU")
+
+
+def _takes_rows(func: Any, args: tuple[Any, ...]) -> bool:
+    """An index by numbers: by truth values, their sum is the size of the result."""
+    return func is _aten.index.Tensor and all(
+        one is None or one.dtype not in (torch.bool, torch.uint8) for one in args[1]
+    )
 
 
 def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

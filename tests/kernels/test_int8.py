@@ -1,0 +1,301 @@
+"""Products in whole numbers: every path of this machine against int64, and its promise on bits."""
+
+import itertools
+
+import pytest
+import torch
+
+from blockdraft.errors import ModelError, SettingsError
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.cpu import "BLOCKDRAFT_PRODUCTS", product_path, product_paths, why_no_llvm
+from blockdraft.kernels.int8 import (
+    MAX_ROTATED,
+    interleave,
+    pack,
+    pick_int8,
+    reference_int8_linear,
+    reference_look_up,
+    rotated_columns,
+    round_tokens,
+    turn,
+    unpack,
+)
+from blockdraft.kernels.kernels import REFERENCE
+from blockdraft.models.packed_int8 import Int8Matrix
+
+WHY_NOT = why_no_llvm(torch.float32, torch.device("cpu"))
+needs_kernels = pytest.mark.skipif(WHY_NOT is not None, reason=f"the CPU kernels are not chosen: {WHY_NOT}")
+PATHS = product_paths()
+# [N, K]: less than a block, no multiple of anything, turned by little and by much, and more than one chunk.
+SHAPES = [(1, 1), (5, 3), (15, 17), (16, 16), (17, 24), (40, 100), (97, 131), (33, 1536), (1003, 200)]
+COUNTS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 33]
+
+
+def make(n, k, num_tokens=33):
+    generator = torch.Generator().manual_seed(n * 10_000 + k)
+    weight = torch.randn(n, k, generator=generator)
+    x = torch.randn(num_tokens, k, generator=generator) * torch.rand(num_tokens, 1, generator=generator).exp()
+    return x, interleave(*pack(weight), k)
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def kernels(request):
+    if WHY_NOT is not None:
+        pytest.skip(WHY_NOT)
+    from blockdraft.kernels.llvm.int8 import Int8Kernels
+
+    return Int8Kernels(request.param)
+
+
+def multiply(kernels, x, weight, bias=None, onto=None):
+    tokens = kernels.round(x, weight.rotated)
+    return kernels.product(tokens, weight.packed, weight.sums, weight.scale, weight.rows, bias, onto)
+
+
+def same_bits(one, other):
+    """And NaN wherever the other has one."""
+    is_nan = one.isnan()
+    return torch.equal(is_nan, other.isnan()) and torch.equal(
+        one.masked_fill(is_nan, 0).view(torch.int32), other.masked_fill(is_nan, 0).view(torch.int32)
+    )
+
+
+# ---- products
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_product_is_that_of_whole_numbers_times_both_scales(kernels, n, k):
+    """In int64, then in float32 in the order of the contract."""
+    x, weight = make(n, k)
+    bias, onto = torch.linspace(-1, 1, n), torch.linspace(2, 3, len(x) * n).view(len(x), n)
+    values, scale = round_tokens(x, weight.rotated)
+    sums = (values.long()[:, None] * unpack(weight.packed)[:n].long()).sum(dim=2)
+    exact = sums.float() * weight.scale[:n] * scale[:, None]
+    for count in COUNTS:
+        some = exact[:count]
+        assert torch.equal(multiply(kernels, x[:count], weight), some)
+        assert torch.equal(multiply(kernels, x[:count], weight, bias), some + bias)
+        assert torch.equal(multiply(kernels, x[:count], weight, None, onto[:count]), onto[:count] + some)
+        whole = onto[:count] + (some + bias)
+        assert torch.equal(multiply(kernels, x[:count], weight, bias, onto[:count]), whole)
+        assert torch.equal(reference_int8_linear(x[:count], weight, bias, onto[:count]), whole)
+
+
+def test_the_largest_sums_are_exact(kernels):
+    """Where every product is 127 * 127, of either sign, and more of them than float32 can count."""
+    k = 4099  # odd: nothing is turned
+    weight = interleave(*pack(torch.tensor([[1.0], [-1.0]]).expand(2, k).contiguous()), k)
+    sums = torch.tensor([127 * 127 * k, -127 * 127 * k]).float()
+    for sign in (1.0, -1.0):
+        assert torch.equal(
+            multiply(kernels, torch.full((1, k), sign), weight)[0],
+            sums * sign * weight.scale[:2] * torch.tensor(1.0).div(127),
+        )
+
+
+@pytest.mark.parametrize(("n", "k"), [(17, 24), (97, 131), (33, 1536)])
+def test_the_bits_of_a_token_depend_neither_on_the_batch_nor_on_its_place(kernels, n, k):
+    x, weight = make(n, k, num_tokens=20)
+    alone = torch.cat([multiply(kernels, token[None], weight) for token in x])
+    for count, start in itertools.product(range(1, 18), (0, 3)):
+        rows = slice(start, start + count)
+        assert torch.equal(multiply(kernels, x[rows], weight), alone[rows])
+
+
+def test_the_bits_do_not_depend_on_the_number_of_threads(kernels):
+    x, weight = make(1003, 200)
+    threads = torch.get_num_threads()
+    try:
+        results = [torch.set_num_threads(n) or multiply(kernels, x, weight) for n in (1, 2, 3)]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@needs_kernels
+def test_a_picked_product_takes_leading_dimensions_and_strided_tensors():
+    linear, look_up = pick_int8(Available("llvm"))
+    x, weight = make(17, 24, num_tokens=6)
+    bias, onto = torch.arange(17.0), torch.arange(6 * 17.0).view(6, 17)
+    expected = reference_int8_linear(x, weight, bias, onto)
+    assert torch.equal(linear(x.view(2, 3, 24), weight, bias, onto.view(2, 3, 17)).view(6, 17), expected)
+    assert torch.equal(linear(torch.stack([x, x], dim=1)[:, 1], weight, bias, onto), expected)
+    assert torch.equal(linear(x.T.contiguous().T, weight, bias, onto), expected)
+    assert torch.equal(linear(x, weight, bias, torch.stack([onto, onto], dim=1)[:, 1]), expected)
+    assert torch.equal(linear(x, weight, torch.stack([bias, bias], dim=1)[:, 1], onto), expected)
+    assert linear(x[:0], weight, bias, None).shape == (0, 17)
+    rows = torch.tensor([[16, 3], [0, 7], [3, 3]])
+    assert torch.equal(look_up(rows[:, 1], weight), reference_look_up(rows[:, 1], weight))
+
+
+# ---- rounding
+
+ODD = {
+    "zeros": [0.0] * 19,
+    "negative zeros": [-0.0] * 19,
+    "one value": [0.0] * 18 + [-3.0],
+    "halves": [127.0, *(i + 0.5 for i in range(-9, 9))],
+    "tiny": [1e-38 * i for i in range(-9, 10)],
+    "denormal": [1e-44 * i for i in range(-9, 10)],
+    "tiny beside large": [1e30, *(1e-30 * i for i in range(18))],
+    "huge": [3.4e38, -3.4e38, *[1e38] * 17],
+    "infinite": [float("inf"), *map(float, range(18))],
+    "both infinite": [float("inf"), float("-inf"), *map(float, range(17))],
+    "undefined": [*map(float, range(18)), float("nan")],
+    "undefined first": [float("nan"), *map(float, range(18))],
+    "negative undefined": [1.0, -float("nan"), *map(float, range(17))],
+    "undefined and infinite": [float("nan"), float("inf"), *map(float, range(17))],
+}
+
+
+def odd(name, rotated):
+    """The values of ODD, as often as there is room for, beside a usual token."""
+    size = max(rotated, 19) + -max(rotated, 19) % rotated
+    usual = torch.linspace(-1, 2, size)
+    return torch.stack((torch.tensor(ODD[name]).repeat(-(-size // 19))[:size], usual))
+
+
+@pytest.mark.parametrize("rotated", [2**i for i in range(10)])
+def test_tokens_are_rounded_as_the_reference_does(kernels, rotated):
+    assert rotated <= MAX_ROTATED
+    generator = torch.Generator().manual_seed(rotated)
+    for factor in (1, 3):
+        x = torch.randn(5, rotated * factor, generator=generator)
+        assert_rounded_alike(kernels, x, rotated)
+    for name in ODD:
+        assert_rounded_alike(kernels, odd(name, rotated), rotated)
+
+
+def assert_rounded_alike(kernels, x, rotated):
+    values, scale = kernels.round(x, rotated, is_weight=True)
+    expected, its_scale = round_tokens(x, rotated)
+    assert same_bits(scale, its_scale)
+    is_number = its_scale.isfinite()  # else the whole numbers mean nothing
+    assert torch.equal(values[is_number], expected[is_number])
+    raised, same_scale = kernels.round(x, rotated)
+    assert same_bits(same_scale, scale)
+    flip = -128 if kernels.path == "vnni" else 0
+    assert torch.equal(raised, values ^ flip)
+
+
+@pytest.mark.parametrize("rotated", [1, 2, 16, 512])
+def test_rounded_tokens_are_near_and_zeros_stay(rotated):
+    """Within half a 127th of the largest, whatever the magnitude."""
+    for name in ("zeros", "one value", "halves", "tiny", "denormal", "tiny beside large"):
+        x = odd(name, rotated)
+        values, scale = round_tokens(x, rotated)
+        turned = turn(x, rotated)
+        near = values[:, : x.shape[1]].double() * scale[:, None].double()
+        largest = turned.double().abs().amax(dim=1, keepdim=True)
+        least = 1e-36  # below it there is nothing left to divide by
+        assert ((near - turned.double()).abs() <= largest * (0.5 / 127 + 1e-6) + least).all(), name
+        assert not values[:, x.shape[1] :].any()
+
+
+@pytest.mark.parametrize("rotated", [1, 8, 64])
+@pytest.mark.parametrize("name", [name for name in ODD if "inf" in name or "undef" in name or name == "huge"])
+def test_what_is_no_number_never_becomes_one(kernels, name, rotated):
+    """And the token beside it is what it would be alone."""
+    x = odd(name, rotated)
+    size = x.shape[1]
+    generator = torch.Generator().manual_seed(1)
+    weight = interleave(*pack(torch.randn(21, size - size % rotated, generator=generator)), size)
+    weight = weight._replace(rotated=rotated)
+    got = multiply(kernels, x, weight)
+    if name != "huge" or rotated > 1:
+        assert not got[0].isfinite().any()
+    if "undefined" in name:
+        assert got[0].isnan().all()
+    assert torch.equal(got[1:], multiply(kernels, x[1:], weight))
+    assert got[1].isfinite().all()
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 12, 64, 100, 576, 1536, 4096])
+def test_turning_twice_gives_back_what_was(columns):
+    rotated = rotated_columns(columns)
+    assert columns % rotated == 0
+    assert rotated == MAX_ROTATED or columns // rotated % 2 == 1
+    x = torch.arange(3.0 * columns).view(3, columns).sub(columns).fmod(13)  # whole numbers: exact
+    assert torch.equal(turn(turn(x, rotated), rotated), x * rotated)
+
+
+# ---- weights
+
+
+@needs_kernels
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_weights_are_packed_as_without_kernels(n, k, monkeypatch):
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n + k))
+    rows = torch.randint(0, n, (4, 3), generator=torch.Generator().manual_seed(k))
+    native = interleave(*pack(weight), k)
+    assert torch.equal(pick_int8(Available("llvm"))[1](rows, native), reference_look_up(rows, native))
+    monkeypatch.setattr("blockdraft.kernels.int8._is_native", lambda: False)
+    for mine, its in zip(native, interleave(*pack(weight), k), strict=True):
+        assert torch.equal(mine, its) if isinstance(mine, torch.Tensor) else mine == its
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (40, 100), (33, 1536)])
+def test_a_matrix_is_near_what_it_was_made_of(n, k):
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n))
+    matrix = Int8Matrix.of(weight.split(7), weight.shape)
+    assert matrix.shape == (n, k)
+    got = matrix.dequantise(torch.float32)
+    rotated = rotated_columns(k)
+    # A value is the mean of `rotated` turned ones, each of which is off by half a 127th of the largest.
+    bound = turn(weight, rotated).abs().amax(dim=1, keepdim=True) * (0.5 / 127 + 1e-5)
+    assert ((got - weight).abs() <= bound).all()
+    assert (got - weight).abs().mean() < 0.02 * weight.abs().mean()
+    assert torch.equal(matrix.look_up(torch.arange(n), REFERENCE), got)
+
+
+@pytest.mark.parametrize("begin", [0, 16, 32, 5, 24, 39])
+def test_a_matrix_without_its_first_rows(begin):
+    x, weight = make(40, 100, num_tokens=3)
+    matrix = Int8Matrix(weight)
+    whole = matrix.matmul(x)[:, begin:]
+    rest = matrix.rows_from(begin)
+    assert rest.shape == (40 - begin, 100)
+    if begin % 16 == 0:
+        assert torch.equal(rest.matmul(x), whole)
+        assert torch.equal(rest.dequantise(torch.float32), matrix.dequantise(torch.float32)[begin:])
+    else:
+        assert (rest.matmul(x) - whole).abs().max() < 0.05 * whole.abs().max()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_weight_that_is_no_number_is_refused(value):
+    weight = torch.ones(20, 12)
+    weight[17, 5] = value
+    with pytest.raises(ModelError, match="infinite or undefined"):
+        Int8Matrix.of([weight[:9], weight[9:]], weight.shape)
+
+
+# ---- which path
+
+
+@pytest.fixture
+def fresh_path():
+    product_path.cache_clear()
+    yield
+    product_path.cache_clear()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_can_be_asked_for(path, monkeypatch, fresh_path):
+    monkeypatch.setenv("BLOCKDRAFT_PRODUCTS", path)
+    assert product_path() == path
+
+
+def test_without_a_word_the_fastest_path_is_taken(monkeypatch, fresh_path):
+    monkeypatch.delenv("BLOCKDRAFT_PRODUCTS", raising=False)
+    assert product_path() == PATHS[0]
+    assert PATHS[-1] == "generic"
+
+
+def test_a_path_that_this_processor_has_not_is_refused(monkeypatch, fresh_path):
+    missing = next(path for path in ("sdot", "vnni") if path not in PATHS)
+    monkeypatch.setenv("BLOCKDRAFT_PRODUCTS", missing)
+    with pytest.raises(SettingsError) as error:
+        product_path()
+    assert all(word in str(error.value) for word in ("BLOCKDRAFT_PRODUCTS", missing, *PATHS))

@@ -1,0 +1,424 @@
+"""Tapes of recorded steps: a replay is what running it again would be, in memory that lives long enough."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from blockdraft.kernels.cpu import why_no_llvm
+
+if why_no_llvm(torch.float32, torch.device("cpu")) is not None:
+    pytest.skip("the CPU kernels are not chosen", allow_module_level=True)
+
+from blockdraft.kernels.llvm.compiler import kernel, taken
+from blockdraft.kernels.llvm.copies import lowered
+from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm.language import Floats, Int
+from blockdraft.kernels.llvm.sampling import ArgMax
+from blockdraft.kernels.llvm.tape import Arena, NotRecordable, StepTape, current_tape, repeat
+
+ROWS, COLUMNS = 4, 6
+aten = torch.ops.aten
+
+
+@kernel
+def halve_and_add(count: Int, x: Floats, y: Floats) -> None:
+    for i in taken(count):
+        y[i] = x[i] * 0.5 + 1.0
+
+
+HALVE = Jit(halve_and_add)
+
+
+def halved(x):
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    HALVE(x.numel(), x.contiguous(), y)
+    return y
+
+
+# ---- programs
+
+
+def changed_constant(x):
+    constant = torch.full((ROWS, COLUMNS), 3.0)
+    constant[1:3] += x[:2]
+    return constant
+
+
+def changed_range(x):
+    constant = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
+    part = constant[:, 2:]
+    part.mul_(0.125).add_(x[:, 2:])
+    return constant
+
+
+class Host:
+    """Numbers that the host knows, and that change between replays."""
+
+    adds = 1.0
+
+
+def asked_again(x):
+    out = torch.empty(ROWS, COLUMNS)
+    repeat(lambda: out.copy_(x * 0.5 + Host.adds))
+    return out
+
+
+INDEX = torch.tensor([3, 0, -1, 0])
+NEW = {  # of two tensors [ROWS, COLUMNS], one
+    "a kernel": lambda x, y: halved(x),
+    "a kernel of two": lambda x, y: halved(halved(x) - y),
+    "PyTorch": lambda x, y: (x - y).sin(),
+    "two results": lambda x, y: torch.sub(*torch.sort(x, dim=1)[:1], y),
+    "a view": lambda x, y: x[:, :],
+    "another view": lambda x, y: x.reshape(COLUMNS, ROWS).T,
+    "a copy": lambda x, y: x.T.contiguous().T,
+    "a copy as it lies": lambda x, y: x.T.clone().T,
+    "parts": lambda x, y: torch.cat((x[:1], y[1:, :]), dim=0),
+    "columns": lambda x, y: torch.cat((x[:, 4:], y[:, :4]), dim=1),
+    "rows": lambda x, y: x[INDEX],
+    "a changed constant": lambda x, y: changed_constant(x),
+    "a changed range": lambda x, y: changed_range(x),
+    "zeros": lambda x, y: torch.zeros(ROWS, COLUMNS).add_(x),
+    "filled": lambda x, y: x.new_full(x.shape, 0.25) + x,
+    "Python": lambda x, y: asked_again(x),
+}
+CHANGES = {  # the first of two
+    "added": lambda x, y: x.add_(y).mul_(0.5),
+    "written": lambda x, y: x.copy_(y.flip(0)),
+    "one row": lambda x, y: x[2].copy_(y[1]),
+    "by index": lambda x, y: x.index_put_((INDEX[:2],), y[:2]),
+    "filled": lambda x, y: x.masked_fill_(y > 0.5, 0.75),
+}
+numbers = st.integers(0, 7)
+programs = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(sorted(NEW)), numbers, numbers),
+        st.tuples(st.sampled_from(sorted(CHANGES)), numbers, numbers),
+        st.tuples(st.just("forget"), numbers, numbers),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+def run(program, given):
+    """Its tensors are made from `given`, which it may change; returns all that live at its end."""
+    tensors = [given]
+    for name, one, two in program:
+        x, y = tensors[one % len(tensors)], tensors[two % len(tensors)]
+        if name in NEW and (name not in CHANGES or one % 2):
+            tensors.append(NEW[name](x, y))
+        elif name in CHANGES:
+            CHANGES[name](x, y.clone())
+        elif len(tensors) > 1:
+            del tensors[one % len(tensors)]
+        del x, y
+    return torch.stack(tensors)
+
+
+def record(program, given, arena, **how):
+    tape = StepTape(arena, **how)
+    with torch.inference_mode(), tape:
+        out = run(program, given)
+    return tape, out
+
+
+def draw(seed):
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_replayed(program, tape, out, given, seed):
+    """The same as running it, for another input: its result, and what it makes of the input."""
+    given.copy_(draw(seed))
+    expected_given = given.clone()
+    expected = run(program, expected_given)
+    tape.replay()
+    assert torch.equal(out, expected)
+    assert torch.equal(given, expected_given)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(program=programs, other=programs)
+def test_a_replay_is_what_running_it_again_would_be(program, other):
+    """Of two tapes in one memory, by turns, whatever the host's numbers."""
+    arena, given, second = Arena(), draw(0), draw(1)
+    Host.adds = 1.0
+    expected = run(program, given.clone())
+    tape, out = record(program, given, arena)
+    assert torch.equal(out, expected), "it runs while it is recorded"
+    tape_too, out_too = record(other, second, arena)
+    for seed in range(2, 5):
+        Host.adds = float(seed)
+        assert_replayed(program, tape, out, given, seed)
+        assert_replayed(other, tape_too, out_too, second, seed + 10)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(program=programs, other=programs)
+def test_a_tape_that_goes_on_reads_what_the_one_before_has_left(program, other):
+    arena, given = Arena(), draw(0)
+    Host.adds = 1.0
+    tape, between = record(program, given, arena)
+    tape_too, out = record(other, between[0], arena, goes_on=True)
+    for seed in range(1, 4):
+        given.copy_(draw(seed))
+        left = run(program, given.clone())
+        expected = run(other, left[0])
+        tape.replay()
+        assert torch.equal(between[1:], left[1:])
+        tape_too.replay()
+        assert torch.equal(out, expected)
+        assert torch.equal(between[1:], left[1:])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_replay_by_any_number_of_threads(threads):
+    before = torch.get_num_threads()
+    given = torch.randn(1000, 7)
+    arena = Arena()
+    tape = StepTape(arena)
+    try:
+        torch.set_num_threads(threads)
+        with torch.inference_mode(), tape:
+            out = given
+            for _ in range(20):
+                out = halved(out)
+        assert len(tape) == 1, "one call for all kernels"
+        assert tape.num_kernels == 20
+        for seed in range(20):
+            given.copy_(torch.randn(1000, 7, generator=torch.Generator().manual_seed(seed)))
+            expected = given
+            for _ in range(20):
+                expected = expected * 0.5 + 1.0
+            tape.replay()
+            assert torch.equal(out, expected)
+    finally:
+        torch.set_num_threads(before)
+    given.zero_()
+    tape.replay()
+    assert torch.equal(out, halved(torch.full_like(given, 2 - 0.5**18)))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x[0, 0].item(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: float(x[0, 0]),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.masked_select(x, x > 0),
+        lambda x: x.unique(),
+        lambda x: torch.arange(4).repeat_interleave(x[:, 0].abs().long()),
+        lambda x: torch.where(x > 0),
+        lambda x: torch.equal(x, x),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+    ],
+)
+def test_a_step_that_asks_for_numbers_is_not_recorded(ask):
+    given = draw(0)
+    with torch.inference_mode(), pytest.raises(NotRecordable), StepTape(Arena()):
+        ask(given)
+    assert current_tape() is None
+    assert_replayed([("a kernel", 0, 0)], *record([("a kernel", 0, 0)], given, Arena()), given, 3)
+
+
+def test_python_may_ask_for_numbers():
+    given, seen = draw(0), []
+    tape = StepTape(Arena())
+    with torch.inference_mode(), tape:
+        middle = halved(given)
+        repeat(lambda: seen.append(middle.tolist()[0][0] + middle[0, 0].item()))
+    given.fill_(4.0)
+    tape.replay()
+    assert seen == [draw(0)[0, 0].item() + 2.0, 6.0]
+    repeat(lambda: seen.append(None))
+    assert seen[2:] == [None], "it runs where nothing records, too"
+
+
+# ---- memory
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 70), st.integers(1, 30))))
+def test_tensors_that_live_never_share_memory(steps):
+    """Some live on by a view alone."""
+    arena, living = Arena(), []
+    for number, (is_new, which, rows, columns) in enumerate(steps):
+        if is_new or not living:
+            dtype = (torch.float32, torch.int64, torch.bool)[which % 3]
+            made = arena.empty((rows, columns), dtype)
+            assert made.shape == (rows, columns)
+            assert made.dtype == dtype
+            assert made.is_contiguous()
+            assert made.data_ptr() % 64 == 0 or not made.numel()
+            made.fill_(number % 2)
+            living.append((made[rows // 2 :] if which > 2 else made, number % 2))
+        else:
+            del living[which % len(living)]
+        assert all(bool((tensor == value).all()) for tensor, value in living)
+        assert all(tensor in arena for tensor, _ in living if tensor.numel())
+
+
+def test_memory_of_what_died_is_taken_again():
+    arena = Arena()
+    first, second = (arena.empty((1000,), torch.float32) for _ in range(2))
+    place = first.data_ptr()
+    del first
+    assert arena.empty((1000,), torch.float32).data_ptr() == place
+    held = second[10:20]
+    del second
+    assert not (place < arena.empty((1500,), torch.float32).data_ptr() < held.data_ptr())
+    before = arena.num_bytes
+    for _ in range(100):
+        arena.empty((before // 4,), torch.float32)
+    assert arena.num_bytes <= 2 * before
+    large = arena.empty((3 * before,), torch.uint8)
+    assert large in arena
+    assert torch.empty(5) not in arena
+
+
+def test_a_long_step_needs_little_memory_and_another_begins_at_the_front():
+    arena, given = Arena(), torch.randn(1 << 20)
+    for _ in range(2):
+        with torch.inference_mode(), StepTape(arena):
+            out = given
+            for _ in range(30):
+                out = halved(out)
+    assert arena.num_bytes <= 4 * given.nbytes
+
+
+def test_memory_that_is_not_the_arena_s_is_held_as_long_as_the_tape():
+    weights = [torch.randn(ROWS, COLUMNS) for _ in range(3)]
+    refs = [StorageWeakRef(one.untyped_storage()) for one in weights]
+    expected = halved(weights[0]) + halved(weights[1]) * weights[2]
+    tape = StepTape(Arena())
+    with torch.inference_mode(), tape:
+        out = halved(weights[0]) + halved(weights[1]) * weights[2]
+    weights.clear()
+    gc.collect()
+    assert not any(ref.expired() for ref in refs)
+    with torch.inference_mode():
+        out.zero_()
+    tape.replay()
+    assert torch.equal(out, expected)
+    del tape
+    gc.collect()
+    assert all(ref.expired() for ref in refs)
+
+
+# ---- copies
+
+DTYPES = [torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16, torch.uint8]
+
+
+@st.composite
+def strided(draw, max_dims=4):
+    """Slices of permuted dimensions, some of them expanded."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=0, max_size=max_dims))
+    dtype = draw(st.sampled_from(DTYPES))
+    x = torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
+    x = x.permute(draw(st.permutations(range(len(shape)))))
+    for dim in range(x.dim()):
+        begin = draw(st.integers(0, x.shape[dim]))
+        x = x[(slice(None),) * dim + (slice(begin, None, draw(st.sampled_from([1, 1, 2]))),)]
+    if x.dim() < max_dims and draw(st.booleans()):
+        place = draw(st.integers(0, x.dim()))
+        x = x.unsqueeze(place).expand(*x.shape[:place], draw(st.integers(0, 3)), *x.shape[place:])
+    return x
+
+
+def own(shape, dtype):
+    """Nothing that was not written may look right."""
+    return torch.full(tuple(shape), 77).to(dtype)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(x=strided(), memory_format=st.sampled_from([None, torch.preserve_format, torch.contiguous_format]))
+def test_a_copy_is_pytorch_s(x, memory_format):
+    kwargs = {} if memory_format is None else {"memory_format": memory_format}
+    expected, got = x.clone(**kwargs), lowered(aten.clone.default, (x,), kwargs, own)
+    if got is not None:
+        assert torch.equal(got, expected)
+        assert got.numel() < 2 or got.is_contiguous() == expected.is_contiguous()
+        assert got.dtype == x.dtype
+    elif memory_format is torch.contiguous_format:
+        assert sum(count != 1 for count in x.shape) > 2, "rows of rows can be copied"
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(x=strided(3), dim=st.integers(-3, 2), others=st.lists(st.integers(0, 4), max_size=3))
+def test_joined_parts_are_pytorch_s(x, dim, others):
+    if not -x.dim() <= dim < x.dim():
+        return
+    shapes = [[*x.shape[: dim % x.dim()], other, *x.shape[dim % x.dim() + 1 :]] for other in others]
+    parts = [x, *(torch.ones(shape).to(x.dtype) for shape in shapes)]
+    expected = torch.cat(parts, dim)
+    got = [
+        lowered(aten.cat.default, (parts, dim), {}, own),
+        lowered(aten.cat.default, (parts,), {"dim": dim}, own),
+    ]
+    for one in got:
+        assert one is None or torch.equal(one, expected)
+    assert got[0] is not None or x.dim() > 2 or not expected.numel()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    table=strided(3),
+    shape=st.lists(st.integers(0, 4), max_size=2),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.int64, torch.int32]),
+)
+def test_gathered_rows_are_pytorch_s(table, shape, seed, dtype):
+    if table.dim() == 0 or table.shape[0] == 0:
+        return
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randint(-table.shape[0], table.shape[0], shape, generator=generator, dtype=dtype)
+    got = lowered(aten.index.Tensor, (table, [index]), {}, own)
+    assert got is None or torch.equal(got, table[index])
+    assert (got is not None) == (dtype == torch.int64 and table.is_contiguous())
+
+
+def test_what_is_no_plain_copy_is_left_to_pytorch():
+    x, rows = torch.randn(3, 4), torch.tensor([0, 2])
+    for func, args in [
+        (aten.index.Tensor, (x, [x[:, 0] > 0])),
+        (aten.index.Tensor, (x, [None, rows])),
+        (aten.index.Tensor, (x, [rows, rows])),
+        (aten.index.Tensor, (x, [torch.stack((rows, rows), dim=1)[:, 0]])),
+        (aten.index.Tensor, (x.T, [rows])),
+        (aten.cat.default, ([x, x.long()],)),
+        (aten.cat.default, ([x[:0], x[:0]],)),
+        (aten.clone.default, (torch.randn(3, 4, 5, 6)[::2, ::2, ::2, ::2],)),
+        (aten.add.Tensor, (x, x)),
+    ]:
+        assert lowered(func, args, {}, own) is None
+
+
+# ---- the greedy choice
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 15, 16, 17, 31, 33, 64, 1000])
+def test_the_first_of_the_largest_is_chosen(size):
+    generator = torch.Generator().manual_seed(size)
+    few = torch.randint(-2, 3, (60, size), generator=generator).float()  # many are equal
+    never = few.masked_fill(few < 1, float("-inf"))
+    never[0] = float("-inf")
+    undefined = few.masked_fill(torch.rand(60, size, generator=generator) < 0.1, float("nan"))
+    undefined[0] = float("nan")
+    infinite = few.masked_fill(few == 2, float("inf"))
+    zeros = torch.randint(0, 2, (60, size), generator=generator).float().mul(-0.0)
+    for logits in (few, torch.randn(60, size, generator=generator), never, undefined, infinite, zeros, -few):
+        chosen = torch.full((20, 3), -1)
+        given = logits.view(20, 3, size)
+        assert ArgMax().takes(given)
+        ArgMax()(given, chosen)
+        assert torch.equal(chosen, given.argmax(dim=-1))
+    assert not ArgMax().takes(few.double())
+    assert not ArgMax().takes(few.T) or size == 1
