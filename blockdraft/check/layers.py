@@ -36,6 +36,7 @@ from blockdraft.models.gemma4 import GemmaRouter
 from blockdraft.models.gpt_oss import GptOssMoE
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.moe import MoE
+from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.step.dflash import DFlashDrafter
 
 # How far K may be from T: this many times what rounding explains. That is half of the last place of every
@@ -46,6 +47,8 @@ ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bflo
 # The least that is taken for what happens inside. In float32 and float64 T and R are the same, and it is all
 # there is: sums in another order, scores of some hundreds behind an exponential, a state of many tokens.
 INSIDE = {"float64": 1e-10, "float32": 1e-4, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Where tokens are rounded to 8 bits, the last bit of a float32 may decide which way.
+INSIDE_INT8 = 2.0**-7
 MAX_INSIDE = 0.5  # where most tokens of R lose more of what a part adds, the dtype does not hold the model
 MIN_SURE = 0.02  # share of the tokens of a mixture for which K must have T's experts
 HEAD_TOKENS = 24  # more than one block
@@ -148,6 +151,10 @@ class _Check:
         self.target_parts: list[Part] = []
         self.draft_parts: list[Part] = []
         self._name = models.plan.dtype
+        is_int8 = any(isinstance(one, Int8Matrix) for one in models.target.modules())
+        if self.drafter is not None:
+            is_int8 |= any(isinstance(one, Int8Matrix) for one in self.drafter.model.modules())
+        self._least_inside = max(INSIDE[self._name], INSIDE_INT8 if is_int8 else 0.0)
         self._dtype: torch.dtype = getattr(torch, self._name)
         self._wide = torch.promote_types(self._dtype, torch.float32)
         self._ids = torch.tensor(prompt, device=self.device)
@@ -209,7 +216,7 @@ class _Check:
         tiny = torch.finfo(exact.dtype).tiny
         share = (off - outside).clamp(min=0) / added.clamp(min=tiny)
         inside = share if counts is None else share.masked_fill(~counts, 0)
-        allowed = MULTIPLE * (outside + inside.amax().clamp(min=INSIDE[self._name]) * added)
+        allowed = MULTIPLE * (outside + inside.amax().clamp(min=self._least_inside) * added)
         return Part(name, exact, allowed.clamp(min=tiny), inside)
 
     # ---- K

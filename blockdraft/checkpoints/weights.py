@@ -12,13 +12,14 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from blockdraft.checkpoints.checkpoint import Checkpoint, TensorInfo, own_memory
+from blockdraft.checkpoints.column_factors import column_factors
 from blockdraft.checkpoints.names import (
     DRAFT_LAYER,
     DRAFT_SKIPPED,
@@ -125,7 +126,8 @@ def load_decoder(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Fill a target that was built on the meta device; `progress` hears of parameters done, and of all."""
-    reader = _Reader(checkpoint, checkpoint.tensors(), storage, device)
+    factors = column_factors(checkpoint.name) if storage == "int8" else {}
+    reader = _Reader(checkpoint, checkpoint.tensors(), storage, device, factors)
     slots = reader.load(model, progress)
     if model.head is None:
         (embedding,) = next(slot.pieces for slot in slots if slot.module is model.embedding)
@@ -369,6 +371,7 @@ class _Reader:
     tensors: Mapping[str, TensorInfo]  # the checkpoint's, asked for once: a mixture has tens of thousands
     storage: Storage
     device: torch.device
+    factors: Mapping[str, Tensor] = field(default_factory=dict)  # of columns, by the module's path
 
     def load(
         self, model: Decoder | DFlash, progress: Callable[[int, int], None] = lambda done, total: None
@@ -378,19 +381,21 @@ class _Reader:
         slots, _ = match_tensors(
             model, checkpoint, self.tensors, lambda name: not bool(checkpoint.read(name).any())
         )
+        paths = {id(module): path for path, module in model.named_modules()}
         for index, slot in enumerate(slots):
             # The head decides between tokens: it is never quantised by us.
-            self.fill(slot, may_quantise=slot.may_be_quantised and slot.module is not model.head)
+            may_quantise = slot.may_be_quantised and slot.module is not model.head
+            self.fill(slot, self.factors.get(paths[id(slot.module)]), may_quantise=may_quantise)
             progress(index + 1, len(slots))
         return slots
 
-    def fill(self, slot: Slot, *, may_quantise: bool) -> None:
+    def fill(self, slot: Slot, factors: Tensor | None, *, may_quantise: bool) -> None:
         is_packed = self.storage == "keep" and any(self._is_packed(piece) for piece in slot.pieces)
         is_packed &= slot.may_be_quantised or isinstance(slot.module, Embedding)
         quantiser = QUANTISERS.get(self.storage) if may_quantise else None
         value: nn.Parameter | Packed
         if slot.may_be_whole(self.storage, self.device):
-            value = Int8Matrix.of(self._slices(slot.pieces), slot.parameter.shape)
+            value = Int8Matrix.of(self._slices(slot.pieces), slot.parameter.shape, factors)
         elif is_packed or quantiser is not None:
             value = self._packed(slot, quantiser).to(self.device)
         else:

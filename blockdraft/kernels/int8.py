@@ -1,14 +1,15 @@
 """`y = x @ weight.T` in whole numbers: weights and tokens as int8, each row and each token with a scale.
 
-Contract: x float32 [..., K] is turned (Walsh-Hadamard over each `rotated` values, which spreads what single
+Contract: each column of x float32 [..., K] is divided by its factor, a power of two, by which that of the
+weight was multiplied: columns that are always large or small come nearer to the others. Then x is turned
+(Walsh-Hadamard over each `rotated` values, which spreads what single
 values have too much of; the weight's rows were turned alike, so products stay what they are), then rounded to
 127ths of its largest magnitude. The sum of whole numbers is exact in any order. Then, in float32 and in this
 order: times the row's scale, times the token's, plus bias, and `onto` plus that. So a token's result follows
 from the token and the weight alone: not from its neighbours, the number of threads, or the processor.
 
-`llvm.int8` is the fast path of CPUs; the reference here has the same bits. Turning costs K log2(rotated)
-additions a token. Without it the default model loses 3.7 % in perplexity, with it nothing measurable
-(docs/quality.md).
+`llvm.int8` is the fast path of CPUs; the reference here has the same bits. What turning and factors are worth
+to the default model: docs/quality.md.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Int8Weight(NamedTuple):
     packed: Tensor  # int8 [rows / 16, columns / 4, 16, 4], both filled up with zeros to multiples of 16
     sums: Tensor  # int32, -128 times the sum of each row, for processors that multiply unsigned bytes
     scale: Tensor  # float32, of each row
+    factors: Tensor  # float32 [columns], what tokens are multiplied by before they are turned: powers of two
     rows: int
     columns: int
     rotated: int
@@ -62,12 +64,12 @@ def pick_int8(at: Available) -> tuple[Int8Multiply, Int8LookUp]:
         if onto is not None:
             onto = onto.reshape(-1, weight.rows).contiguous()
         bias = bias if bias is None else bias.contiguous()
-        tokens = kernels.round(flat, weight.rotated)
+        tokens = kernels.round(flat, weight.rotated, weight.factors)
         out = kernels.product(tokens, weight.packed, weight.sums, weight.scale, weight.rows, bias, onto)
         return out.view(*x.shape[:-1], weight.rows)
 
     def look_up(rows: Tensor, weight: Int8Weight) -> Tensor:
-        return kernels.look_up(rows, weight.packed, weight.scale, weight.columns, weight.rotated)
+        return kernels.look_up(rows, weight.packed, weight.scale, weight.factors, weight.rotated)
 
     return linear, look_up
 
@@ -79,19 +81,20 @@ def _llvm_int8(path: str) -> Int8Kernels:
     return Int8Kernels(path)
 
 
-def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
+def pack(weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [n, K] of a weight as int8 [n, K filled up] and their scales, by the rule of tokens."""
     rotated = rotated_columns(weight.shape[1])
     if _is_native():
-        values, scale = _llvm_int8(product_path()).round(weight.float(), rotated, is_weight=True)
+        kernels = _llvm_int8(product_path())
+        values, scale = kernels.round(weight.float(), rotated, 1 / factors, is_weight=True)
     else:
-        values, scale = round_tokens(weight.float(), rotated)
+        values, scale = round_tokens(weight.float(), rotated, 1 / factors)
     return values, scale / rotated  # exact: a power of two
 
 
-def interleave(values: Tensor, scale: Tensor, columns: int) -> Int8Weight:
+def interleave(values: Tensor, scale: Tensor, factors: Tensor) -> Int8Weight:
     """The rows of `pack` as one weight."""
-    rows = values.shape[0]
+    rows, columns = values.shape[0], factors.shape[0]
     if _is_native():
         packed, sums = _llvm_int8(product_path()).interleaved(values.contiguous())
     else:
@@ -99,7 +102,7 @@ def interleave(values: Tensor, scale: Tensor, columns: int) -> Int8Weight:
         packed = full.view(-1, _ROWS, full.shape[1] // 4, 4).transpose(1, 2).contiguous()
         sums = -128 * full.sum(dim=1, dtype=torch.int32)
     scale = functional.pad(scale, (0, -rows % _ROWS))
-    return Int8Weight(packed, sums, scale, rows, columns, rotated_columns(columns))
+    return Int8Weight(packed, sums, scale, factors, rows, columns, rotated_columns(columns))
 
 
 def _is_native() -> bool:
@@ -109,7 +112,7 @@ def _is_native() -> bool:
 def reference_int8_linear(
     x: Tensor, weight: Int8Weight, bias: Tensor | None = None, onto: Tensor | None = None
 ) -> Tensor:
-    values, scale = round_tokens(x.float(), weight.rotated)
+    values, scale = round_tokens(x.float(), weight.rotated, weight.factors)
     rows = unpack(weight.packed)[: weight.rows]
     sums = values.double() @ rows.double().T  # whole numbers below 2**53: exact
     out = sums.float() * weight.scale[: weight.rows] * scale[..., None]
@@ -121,7 +124,7 @@ def reference_int8_linear(
 def reference_look_up(rows: Tensor, weight: Int8Weight) -> Tensor:
     """[..., columns] float32: turning twice gives back what was, `rotated` times as large."""
     values = unpack(weight.packed)[rows].float() * weight.scale[rows][..., None]
-    return turn(values[..., : weight.columns].contiguous(), weight.rotated)
+    return turn(values[..., : weight.columns].contiguous(), weight.rotated) * weight.factors
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -130,9 +133,9 @@ def unpack(packed: Tensor) -> Tensor:
     return packed.transpose(1, 2).reshape(blocks * _ROWS, fours * 4)
 
 
-def round_tokens(x: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
+def round_tokens(x: Tensor, rotated: int, factors: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [..., K filled up] and float32 scales [...]."""
-    turned = turn(x, rotated)
+    turned = turn(x * factors, rotated)
     peak = turned.abs().amax(dim=-1)
     # Not `127.0 / peak`, which PyTorch computes as 127 times a rounded reciprocal.
     factor = torch.where(peak > TINY, torch.full_like(peak, 127.0) / peak, peak)

@@ -21,26 +21,35 @@ class Int8Matrix(Packed):
     packed: Tensor
     sums: Tensor
     scale: Tensor
+    factors: Tensor
 
     def __init__(self, weight: Int8Weight) -> None:
         super().__init__((weight.rows, weight.columns))
         self.register_buffer("packed", weight.packed)
         self.register_buffer("sums", weight.sums)
         self.register_buffer("scale", weight.scale)
+        self.register_buffer("factors", weight.factors)
 
     @staticmethod
-    def of(rows: Iterable[Tensor], shape: Sequence[int]) -> Int8Matrix:
-        """From slices of rows, of which one at a time is there in float32."""
-        values, scales = zip(*(pack(one) for one in rows), strict=True)
+    def of(rows: Iterable[Tensor], shape: Sequence[int], factors: Tensor | None = None) -> Int8Matrix:
+        """From slices of rows, of which one at a time is there in float32.
+
+        `factors`, powers of two: what each column of a token is multiplied by; by default 1.
+        """
+        if factors is None:
+            factors = torch.ones(shape[1])
+        values, scales = zip(*(pack(one, factors) for one in rows), strict=True)
         scale = torch.cat(scales)
         if not bool(torch.isfinite(scale).all()):
             raise ModelError("a weight holds infinite or undefined values and cannot be quantised.")
-        return Int8Matrix(interleave(torch.cat(values), scale, shape[1]))
+        return Int8Matrix(interleave(torch.cat(values), scale, factors))
 
     @property
     def weight(self) -> Int8Weight:
         rows, columns = self.shape
-        return Int8Weight(self.packed, self.sums, self.scale, rows, columns, rotated_columns(columns))
+        return Int8Weight(
+            self.packed, self.sums, self.scale, self.factors, rows, columns, rotated_columns(columns)
+        )
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         return reference_look_up(torch.arange(self.shape[0]), self.weight).to(dtype)
@@ -61,9 +70,8 @@ class Int8Matrix(Packed):
 
     def rows_from(self, begin: int) -> Int8Matrix:
         if begin % _BLOCK:
-            return Int8Matrix.of(
-                [self.dequantise(torch.float32)[begin:]], (self.shape[0] - begin, self.shape[1])
-            )
+            rows = self.dequantise(torch.float32)[begin:]
+            return Int8Matrix.of([rows], rows.shape, self.factors)
         rest = self.weight._replace(
             packed=self.packed[begin // _BLOCK :],
             sums=self.sums[begin:],

@@ -65,8 +65,13 @@ class Int8Kernels:
         self._interleave = Jit(interleave)
         self._look_up = Jit(look_up)
 
-    def round(self, x: Tensor, rotated: int, *, is_weight: bool = False) -> tuple[Tensor, Tensor]:
-        """float32 [M, K] as int8 [M, K filled up] and a scale each; `rotated` values turn together first."""
+    def round(
+        self, x: Tensor, rotated: int, factors: Tensor, *, is_weight: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """float32 [M, K] times `factors` [K] as int8 [M, K filled up] and a scale each.
+
+        `rotated` values turn together before they are rounded.
+        """
         m, k = x.shape
         assert x.dtype == torch.float32
         assert k % rotated == 0
@@ -77,7 +82,10 @@ class Int8Kernels:
         scale = torch.empty(m, dtype=torch.float32)
         turned = torch.empty(m, full, dtype=torch.float32)
         run = self._round_plain if is_weight else self._round
-        run(m, k, full, x.stride(0), rotated, x, turned, values, scale, is_small=x.numel() < _SERIAL_VALUES)
+        run(
+            m, k, full, x.stride(0), rotated, x, factors, turned, values, scale,
+            is_small=x.numel() < _SERIAL_VALUES,
+        )  # fmt: skip
         return values, scale
 
     def interleaved(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,25 +115,28 @@ class Int8Kernels:
         chunk = max(1, _CHUNK_BYTES // (k * ROWS))
         self._product(
             m, n, k, chunk, values, token_scale, packed, sums, scale, bias, onto, y, bias is not None,
-            onto is not None, is_small=m * n * k < _SERIAL_OPS,
+            onto is not None,
+            is_small=m * n * k < _SERIAL_OPS,
         )  # fmt: skip
         return y
 
-    def look_up(self, rows: Tensor, packed: Tensor, scale: Tensor, k: int, rotated: int) -> Tensor:
-        """Rows of the matrix that was packed, [M, K] float32."""
+    def look_up(self, rows: Tensor, packed: Tensor, scale: Tensor, factors: Tensor, rotated: int) -> Tensor:
+        """Rows of the matrix that was packed, [M, K] float32, times `factors` [K]."""
+        k = factors.shape[0]
         out = torch.empty(*rows.shape, k, dtype=torch.float32)
         turned = torch.empty(*rows.shape, packed.shape[1] * 4, dtype=torch.float32)
         rows, small = rows.contiguous(), out.numel() < _SERIAL_VALUES
         self._look_up(
-            rows.numel(), k, packed.shape[1] * 4, rotated, rows, packed, scale, turned, out, is_small=small
+            rows.numel(), k, packed.shape[1] * 4, rotated, rows, packed, scale, factors, turned, out,
+            is_small=small,
         )  # fmt: skip
         return out
 
 
 @kernel
 def round_tokens(
-    num_tokens: Int, size: Int, full: Int, stride: Int, rotated: Int, x: Floats, turned: Floats,
-    values: Bytes, scale: Floats, *, flip: int,
+    num_tokens: Int, size: Int, full: Int, stride: Int, rotated: Int, x: Floats, factors: Floats,
+    turned: Floats, values: Bytes, scale: Floats, *, flip: int,
 ) -> None:  # fmt: skip
     """Each token, turned, to whole numbers from -127 to 127 times a scale; zeros from `size` to `full`.
 
@@ -134,10 +145,12 @@ def round_tokens(
     """
     for token in taken(num_tokens):
         row, out = turned + token * full, values + token * full
-        for i in range(size):
-            row[i] = x[token * stride + i]
-        turn(row, size, rotated)
         whole = size - size % _VECTOR
+        for i in range(0, whole, _VECTOR):
+            store(row + i, load(x + token * stride + i, _VECTOR) * load(factors + i, _VECTOR))
+        for i in range(whole, size):
+            row[i] = x[token * stride + i] * factors[i]
+        turn(row, size, rotated)
         peaks = zeros(x, i32.wide(_VECTOR))
         for i in range(0, whole, _VECTOR):
             peaks = largest(peaks, magnitude(load(row + i, _VECTOR)).bits_as(i32.wide(_VECTOR)))
@@ -225,7 +238,7 @@ def interleave(num_blocks: Int, n: Int, k: Int, values: Bytes, packed: Bytes, su
 @kernel
 def look_up(
     num_rows: Int, size: Int, full: Int, rotated: Int, rows: Longs, packed: Bytes, scale: Floats,
-    turned: Floats, out: Floats,
+    factors: Floats, turned: Floats, out: Floats,
 ) -> None:  # fmt: skip
     """Turning twice gives back what was, `rotated` times as large, which the scale has already."""
     for item in taken(num_rows):
@@ -236,7 +249,7 @@ def look_up(
             store(wide + i, load(values + i * ROWS, 4).to(f32) * scale[row])
         turn(wide, full - full % rotated, rotated)
         for i in range(size):
-            out[item * size + i] = wide[i]
+            out[item * size + i] = wide[i] * factors[i]
 
 
 @kernel
