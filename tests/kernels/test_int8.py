@@ -7,7 +7,7 @@ import torch
 
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.choice import Available
-from blockdraft.kernels.cpu import "BLOCKDRAFT_PRODUCTS", product_path, product_paths, why_no_llvm
+from blockdraft.kernels.cpu import product_path, product_paths, why_no_llvm
 from blockdraft.kernels.int8 import (
     MAX_ROTATED,
     interleave,
@@ -35,7 +35,13 @@ def make(n, k, num_tokens=33):
     generator = torch.Generator().manual_seed(n * 10_000 + k)
     weight = torch.randn(n, k, generator=generator)
     x = torch.randn(num_tokens, k, generator=generator) * torch.rand(num_tokens, 1, generator=generator).exp()
-    return x, interleave(*pack(weight), k)
+    factors = factors_of(k, generator)
+    return x, interleave(*pack(weight, factors), factors)
+
+
+def factors_of(columns, generator):
+    """Powers of two, as a loader makes them."""
+    return torch.randint(-3, 4, (columns,), generator=generator).float().exp2()
 
 
 @pytest.fixture(scope="module", params=PATHS)
@@ -48,7 +54,7 @@ def kernels(request):
 
 
 def multiply(kernels, x, weight, bias=None, onto=None):
-    tokens = kernels.round(x, weight.rotated)
+    tokens = kernels.round(x, weight.rotated, weight.factors)
     return kernels.product(tokens, weight.packed, weight.sums, weight.scale, weight.rows, bias, onto)
 
 
@@ -68,7 +74,7 @@ def test_a_product_is_that_of_whole_numbers_times_both_scales(kernels, n, k):
     """In int64, then in float32 in the order of the contract."""
     x, weight = make(n, k)
     bias, onto = torch.linspace(-1, 1, n), torch.linspace(2, 3, len(x) * n).view(len(x), n)
-    values, scale = round_tokens(x, weight.rotated)
+    values, scale = round_tokens(x, weight.rotated, weight.factors)
     sums = (values.long()[:, None] * unpack(weight.packed)[:n].long()).sum(dim=2)
     exact = sums.float() * weight.scale[:n] * scale[:, None]
     for count in COUNTS:
@@ -84,7 +90,8 @@ def test_a_product_is_that_of_whole_numbers_times_both_scales(kernels, n, k):
 def test_the_largest_sums_are_exact(kernels):
     """Where every product is 127 * 127, of either sign, and more of them than float32 can count."""
     k = 4099  # odd: nothing is turned
-    weight = interleave(*pack(torch.tensor([[1.0], [-1.0]]).expand(2, k).contiguous()), k)
+    ones = torch.ones(k)
+    weight = interleave(*pack(torch.stack((ones, -ones)), ones), ones)
     sums = torch.tensor([127 * 127 * k, -127 * 127 * k]).float()
     for sign in (1.0, -1.0):
         assert torch.equal(
@@ -162,18 +169,19 @@ def test_tokens_are_rounded_as_the_reference_does(kernels, rotated):
     generator = torch.Generator().manual_seed(rotated)
     for factor in (1, 3):
         x = torch.randn(5, rotated * factor, generator=generator)
-        assert_rounded_alike(kernels, x, rotated)
+        assert_rounded_alike(kernels, x, rotated, factors_of(x.shape[1], generator))
     for name in ODD:
-        assert_rounded_alike(kernels, odd(name, rotated), rotated)
+        x = odd(name, rotated)
+        assert_rounded_alike(kernels, x, rotated, torch.ones(x.shape[1]))
 
 
-def assert_rounded_alike(kernels, x, rotated):
-    values, scale = kernels.round(x, rotated, is_weight=True)
-    expected, its_scale = round_tokens(x, rotated)
+def assert_rounded_alike(kernels, x, rotated, factors):
+    values, scale = kernels.round(x, rotated, factors, is_weight=True)
+    expected, its_scale = round_tokens(x, rotated, factors)
     assert same_bits(scale, its_scale)
     is_number = its_scale.isfinite()  # else the whole numbers mean nothing
     assert torch.equal(values[is_number], expected[is_number])
-    raised, same_scale = kernels.round(x, rotated)
+    raised, same_scale = kernels.round(x, rotated, factors)
     assert same_bits(same_scale, scale)
     flip = -128 if kernels.path == "vnni" else 0
     assert torch.equal(raised, values ^ flip)
@@ -184,7 +192,7 @@ def test_rounded_tokens_are_near_and_zeros_stay(rotated):
     """Within half a 127th of the largest, whatever the magnitude."""
     for name in ("zeros", "one value", "halves", "tiny", "denormal", "tiny beside large"):
         x = odd(name, rotated)
-        values, scale = round_tokens(x, rotated)
+        values, scale = round_tokens(x, rotated, torch.ones(x.shape[1]))
         turned = turn(x, rotated)
         near = values[:, : x.shape[1]].double() * scale[:, None].double()
         largest = turned.double().abs().amax(dim=1, keepdim=True)
@@ -198,9 +206,8 @@ def test_rounded_tokens_are_near_and_zeros_stay(rotated):
 def test_what_is_no_number_never_becomes_one(kernels, name, rotated):
     """And the token beside it is what it would be alone."""
     x = odd(name, rotated)
-    size = x.shape[1]
-    generator = torch.Generator().manual_seed(1)
-    weight = interleave(*pack(torch.randn(21, size - size % rotated, generator=generator)), size)
+    generator, ones = torch.Generator().manual_seed(1), torch.ones(x.shape[1])
+    weight = interleave(*pack(torch.randn(21, len(ones), generator=generator), ones), ones)
     weight = weight._replace(rotated=rotated)
     got = multiply(kernels, x, weight)
     if name != "huge" or rotated > 1:
@@ -226,12 +233,13 @@ def test_turning_twice_gives_back_what_was(columns):
 @needs_kernels
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_weights_are_packed_as_without_kernels(n, k, monkeypatch):
-    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n + k))
-    rows = torch.randint(0, n, (4, 3), generator=torch.Generator().manual_seed(k))
-    native = interleave(*pack(weight), k)
+    generator = torch.Generator().manual_seed(n + k)
+    weight, factors = torch.randn(n, k, generator=generator), factors_of(k, generator)
+    rows = torch.randint(0, n, (4, 3), generator=generator)
+    native = interleave(*pack(weight, factors), factors)
     assert torch.equal(pick_int8(Available("llvm"))[1](rows, native), reference_look_up(rows, native))
     monkeypatch.setattr("blockdraft.kernels.int8._is_native", lambda: False)
-    for mine, its in zip(native, interleave(*pack(weight), k), strict=True):
+    for mine, its in zip(native, interleave(*pack(weight, factors), factors), strict=True):
         assert torch.equal(mine, its) if isinstance(mine, torch.Tensor) else mine == its
 
 
@@ -247,6 +255,22 @@ def test_a_matrix_is_near_what_it_was_made_of(n, k):
     assert ((got - weight).abs() <= bound).all()
     assert (got - weight).abs().mean() < 0.02 * weight.abs().mean()
     assert torch.equal(matrix.look_up(torch.arange(n), REFERENCE), got)
+
+
+def test_factors_bring_columns_nearer_to_each_other():
+    """Of a token whose columns differ by much; a factor of a power of two rounds nothing by itself."""
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-8, 9, (99,), generator=generator).float().exp2()
+    x, weight = (
+        torch.randn(5, 99, generator=generator) / factors,
+        torch.randn(31, 99, generator=generator) * factors,
+    )
+    exact = x.double() @ weight.double().T
+    with_them, without = (
+        (Int8Matrix.of([weight], weight.shape, given).matmul(x) - exact).abs().mean()
+        for given in (factors, None)
+    )
+    assert with_them < 0.02 * exact.abs().mean() < without
 
 
 @pytest.mark.parametrize("begin", [0, 16, 32, 5, 24, 39])
