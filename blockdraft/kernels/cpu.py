@@ -61,7 +61,7 @@ def product_path() -> str:
     there = product_paths()
     if wanted and wanted not in there:
         raise SettingsError(
-            f"BLOCKDRAFT_PRODUCTS is '{wanted}', which this processor has not: take one of {', '.join(there)}."
+            f"BLOCKDRAFT_PRODUCTS is '{wanted}', which is not here: take one of {', '.join(there)}."
         )
     return wanted or there[0]
 
