@@ -30,10 +30,12 @@ from blockdraft.kernels.llvm.attention_tile import (
     MAX_VECTORS,
     SUM_LANES,
     State,
-    attend_tile,
     lanes_of,
     least,
     room,
+    score,
+    softmax,
+    weigh,
 )
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.jit import Jit, real_type
@@ -59,6 +61,7 @@ _SERIAL_OPS = 1 << 16  # multiply-adds below which waking a thread costs more th
 _MANY = 16  # items per thread, of which the last one hardly matters
 _TILE_COST = (0.0, 1.6, 2.3, 3.2, 4.0)  # of as many query vectors over the same keys, measured
 _ITEM_COST = 0.1
+_ROUND = 8  # keys: no tile scores more of them together
 
 
 class PagedAttention:
@@ -180,20 +183,31 @@ def paged_attention(
                 state.total[i * SUM_LANES] = select(sink != sink, sink, 1.0)
         pages = page_table + rows[row] * num_pages
         head_at = group * num_slots * dim
+        find(pages, page_size, state.places + (low & CHUNK), low & -CHUNK, low, high, dim)
         for chunk in range(low & -CHUNK, high, CHUNK):
-            find(pages, page_size, state.places, chunk, low, high, dim)
+            places = state.places + (chunk & CHUNK)
+            following = places
+            if chunk + CHUNK < high:
+                following = state.places + (CHUNK - (chunk & CHUNK))
+                find(pages, page_size, following, chunk + CHUNK, low, high, dim)
             for i in range(0, count, MAX_TILE):
+                here = smallest(count - i, MAX_TILE)
                 for tile in unrolled(1, MAX_TILE + 1):
-                    if smallest(count - i, MAX_TILE) == tile:
-                        attend_tile(
-                            state, i, chunk, q, out, keys + head_at, values + head_at, scale,
+                    if here == tile:
+                        score(
+                            state, i, chunk, places, following, q, keys + head_at, values + head_at, scale,
                             tile=tile, dim=dim,
                         )  # fmt: skip
+                for t in range(here):
+                    softmax(state, i + t, state.scores + t * CHUNK, chunk)
+                for tile in unrolled(1, MAX_TILE + 1):
+                    if here == tile:
+                        weigh(state, i, chunk, places, out, values + head_at, tile=tile, dim=dim)
         for i in range(count):
             result = out + state.out[i]
-            total = halved(load(state.total + i * SUM_LANES, SUM_LANES))
+            share = 1.0 / halved(load(state.total + i * SUM_LANES, SUM_LANES))
             for d in range(0, dim, lanes_of(real)):
-                store(result + d, load(result + d, lanes_of(real)) / total)
+                store(result + d, load(result + d, lanes_of(real)) * share)
 
 
 def visible(
@@ -219,14 +233,22 @@ def clear(state: State, i: Int, out: Reals, dim: int) -> None:
 
 @inlined
 def find(pages: Longs, page_size: Int, places: Longs, chunk: Int, low: Int, high: Int, dim: int) -> None:
-    """places[key - chunk] = where a key of the chunk begins in a head's keys, if it is one of [low, high)."""
-    key, end = low if low > chunk else chunk, chunk + CHUNK
-    end = high if high < end else end
+    """places[key - chunk] = where a key of the chunk begins in a head's keys; for [low, high) only.
+
+    Around these keys the first and the last of them stand in: they may be read.
+    """
+    begin, end = largest(low - chunk, 0), smallest(high - chunk, CHUNK)
+    key = begin
     while key < end:
-        inside = key % page_size
-        at = (pages[key // page_size] * page_size + inside) * dim
-        until = key + page_size - inside
-        for one in range(key, until if until < end else end):
-            places[one - chunk] = at
+        inside = (chunk + key) % page_size
+        at = (pages[(chunk + key) // page_size] * page_size + inside) * dim
+        until = smallest(key + page_size - inside, end)
+        for one in range(key, until):
+            places[one] = at
             at = at + dim
         key = until
+    first, last = places[begin], places[end - 1]
+    for one in range(begin & -_ROUND, begin):
+        places[one] = first
+    for one in range(end, (end + _ROUND - 1) & -_ROUND):
+        places[one] = last

@@ -37,14 +37,15 @@ from blockdraft.kernels.llvm.language import (
     zeros,
 )
 
-CHUNK = 256  # keys; a multiple of SUM_LANES, and part of a result's bits
+CHUNK = 64  # keys; a multiple of SUM_LANES, and part of a result's bits
 SUM_LANES = 16  # likewise
 MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread takes at a time
 MAX_TILE = 4  # query vectors that share one pass over a chunk of keys
 _KEYS = {1: 8, 2: 8, 3: 4, 4: 4}  # keys scored together, by tile: what registers hold
 _COLUMNS = {1: 16, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile
+_WEIGHED = 4  # keys weighed together
 _LINE = 64  # bytes of a cache line
-_L2 = 2  # prefetch's level
+_L1, _L2 = 3, 2  # prefetch's levels
 
 
 class State(NamedTuple):
@@ -56,15 +57,17 @@ class State(NamedTuple):
     hi: Pointer
     top: Pointer  # its largest score so far
     total: Pointer  # its sum so far, SUM_LANES of them
+    factor: Pointer  # what its output so far is multiplied by, as `top` grew
     scores: Pointer  # a tile's, CHUNK of them for each; then weights
     places: Pointer  # a chunk's
 
 
 def room(like: Value, real: Type) -> State:
     q, out, lo, hi = (scratch(like, i64, MAX_VECTORS) for _ in range(4))
-    top, total = scratch(like, real, MAX_VECTORS), scratch(like, real, MAX_VECTORS * SUM_LANES)
-    scores, places = scratch(like, real, MAX_TILE * CHUNK), scratch(like, i64, CHUNK)
-    return State(q, out, lo, hi, top, total, scores, places)
+    top, factor = (scratch(like, real, MAX_VECTORS) for _ in range(2))
+    total = scratch(like, real, MAX_VECTORS * SUM_LANES)
+    scores, places = scratch(like, real, MAX_TILE * CHUNK), scratch(like, i64, 2 * CHUNK + 8)
+    return State(q, out, lo, hi, top, total, factor, scores, places)
 
 
 def lanes_of(real: Type) -> int:
@@ -82,79 +85,55 @@ def seen(state: State, vector: Int, chunk: Int) -> tuple[Int, Int]:
 
 
 @inlined
-def attend_tile(
-    state: State, first: Int, chunk: Int, q: Reals, out: Reals, keys: Reals, values: Reals, scale: Real,
-    *, tile: int, dim: int,
-) -> None:  # fmt: skip
-    """One chunk for the `tile` vectors from `first` on.
-
-    Values that all of them see are weighed together, the others for one vector at a time.
-    """
-    begins = [seen(state, first + t, chunk)[0] for t in unrolled(tile)]
-    ends = [seen(state, first + t, chunk)[1] for t in unrolled(tile)]
-    low, high = reduce(smallest, begins), reduce(largest, ends)  # some vector sees these keys
-    inner, outer = reduce(largest, begins), reduce(smallest, ends)  # all of them see these
-    places, is_shared = state.places, inner < outer
-    score([q + state.q[first + t] for t in unrolled(tile)], keys, values, state, scale, low, high, dim)
-    for t in range(tile):
-        begin, end = seen(state, first + t, chunk)
-        weights, one = state.scores + t * CHUNK, out + state.out[first + t]
-        total = state.total + (first + t) * SUM_LANES
-        softmax(weights, one, state.top + first + t, total, begin, end, dim)
-        if tile > 1:
-            weigh([one], values, places, weights, begin, inner if is_shared else end, dim)
-    weigh(
-        [out + state.out[first + t] for t in unrolled(tile)], values, places, state.scores, inner, outer, dim
-    )
-    if tile > 1 and is_shared:
-        for t in range(tile):
-            begin, end = seen(state, first + t, chunk)
-            one = out + state.out[first + t]
-            weigh([one], values, places, state.scores + t * CHUNK, outer, end, dim)
-
-
-@inlined
 def score(
-    queries: list[Reals],
-    keys: Reals,
-    values: Reals,
-    state: State,
-    scale: Real,
-    begin: Int,
-    end: Int,
-    dim: int,
-) -> None:
-    """scores[t][key] = scale * dot(q[t], k[key]) for keys [begin, end), rounded out to whole groups."""
-    tile, lanes = len(queries), lanes_of(keys.element)
-    vectors, group = dim // lanes, _KEYS[tile]
-    steps = lanes * (4 if vectors % 4 == 0 else 2 if vectors % 2 == 0 else 1)
-    for first in range(begin & -group, end, group):
-        # Outside [begin, end) a neighbour's key stands in: nobody looks at its score.
-        at = [state.places[smallest(largest(first + j, begin), end - 1)] for j in unrolled(group)]
-        if columns(vectors, tile)[0].size < vectors:
-            for j in unrolled(group):
-                fetch(values + at[j], dim)
+    state: State, first: Int, chunk: Int, places: Longs, following: Longs, q: Reals, keys: Reals,
+    values: Reals, scale: Real, *, tile: int, dim: int,
+) -> None:  # fmt: skip
+    """scores[t][key] = scale * dot(q[t], k[key]) for the keys that some vector of the tile sees.
+
+    They are rounded out to whole groups: nobody looks at the scores of the others.
+    """
+    lanes, group = lanes_of(keys.element), _KEYS[tile]
+    ranges = [seen(state, first + t, chunk) for t in unrolled(tile)]
+    begin, end = reduce(smallest, [one[0] for one in ranges]), reduce(largest, [one[1] for one in ranges])
+    queries = [q + state.q[first + t] for t in unrolled(tile)]
+    steps = lanes * (2 if dim % (2 * lanes) == 0 else 1)
+    ahead = Registers((group,), zeros(keys, i64))
+    read(ahead, places + (begin & -group), group)
+    for key in range(begin & -group, end, group):
+        now = [ahead[j] for j in unrolled(group)]
+        read(ahead, places + key + group, group)
+        if first == 0:  # for the other tiles as well
+            for one in range(key, key + group):
+                fetch(values + places[one], dim, _L1)
+                fetch(keys + following[one], dim, _L2)
+        at = [keys + now[j] for j in unrolled(group)]
         dots = Registers((tile, group), zeros(keys, keys.element.wide(lanes)))
         for d in range(0, dim, steps):
-            for step in unrolled(0, steps, lanes):
-                k = [load(keys + at[j] + d + step, lanes) for j in unrolled(group)]
-                for t in unrolled(tile):
-                    x = load(queries[t] + d + step, lanes)
-                    for j in unrolled(group):
-                        dots[t, j] = fma(k[j], x, dots[t, j])
+            add_products(dots, [one + d for one in queries], [one + d for one in at], range(0, steps, lanes))
         for t in unrolled(tile):
             sums = add_pairs([dots[t, j] for j in unrolled(group)])
             for index in unrolled(len(sums)):
-                store(state.scores + t * CHUNK + first + index * lanes, sums[index] * scale)
+                store(state.scores + t * CHUNK + key + index * lanes, sums[index] * scale)
 
 
-def fetch(at: Reals, dim: int) -> None:
-    """Ask for a key's value, which `weigh` reads in pieces: too short for the hardware's own prefetcher.
+def add_products(dots: Registers, queries: list[Pointer], keys: list[Pointer], steps: range) -> None:
+    """dots[t, j] += queries[t] * keys[j], a vector at each of `steps`."""
+    sums = {cell: dots[cell] for cell in product(range(len(queries)), range(len(keys)))}
+    for step in steps:
+        k = [load(key + step, steps.step) for key in keys]
+        for t, query in enumerate(queries):
+            x = load(query + step, steps.step)
+            for j in range(len(keys)):
+                sums[t, j] = fma(k[j], x, sums[t, j])
+    for cell, total in sums.items():
+        dots[cell] = total
 
-    156 -> 112 us for one token over 512 keys, 9 heads, 3 key heads, float32 (one Neoverse-N1, 2026-11).
-    """
+
+def fetch(at: Reals, dim: int, level: int) -> None:
+    """Ask for a key's value, which `weigh` reads in pieces: too short for the hardware's own prefetcher."""
     for d in range(0, dim, _LINE * 8 // at.element.bits):
-        prefetch(at + d, level=_L2)
+        prefetch(at + d, level=level)
 
 
 def add_pairs(sums: list[Value]) -> list[Value]:
@@ -167,27 +146,26 @@ def add_pairs(sums: list[Value]) -> list[Value]:
 
 
 @inlined
-def softmax(scores: Reals, out: Reals, top: Reals, total: Reals, begin: Int, end: Int, dim: int) -> None:
-    """Scores [begin, end) of one query become weights; its max, sum and out so far follow."""
+def softmax(state: State, vector: Int, scores: Reals, chunk: Int) -> None:
+    """A vector's scores of the keys it sees become weights; its max and sum follow."""
     real = scores.element
+    begin, end = seen(state, vector, chunk)
+    old = state.top[vector]
+    state.factor[vector] = 1.0
     if begin < end:
         first, last = begin & -SUM_LANES, (end + SUM_LANES - 1) & -SUM_LANES
         for i in range(first, begin):  # what lies around them weighs exp(-inf) = 0
             scores[i] = -math.inf
         for i in range(end, last):
             scores[i] = -math.inf
-        old = top[0]
         best = old.constant(least(real), real.wide(SUM_LANES))
         for i in range(first, end, SUM_LANES):
             best = largest(best, load(scores + i, SUM_LANES))
         new = largest(old, halved(best, largest))
-        if new > old:
-            top[0] = new
-            factor = exp(old - new)
-            store(total, load(total, SUM_LANES) * factor)
-            for d in range(0, dim, lanes_of(real)):
-                store(out + d, load(out + d, lanes_of(real)) * factor)
-        added = load(total, SUM_LANES)
+        total = state.total + vector * SUM_LANES
+        factor = exp(old - new)
+        state.top[vector], state.factor[vector] = new, factor
+        added = load(total, SUM_LANES) * factor
         for i in range(first, end, SUM_LANES):
             weight = exp(load(scores + i, SUM_LANES) - new)
             store(scores + i, weight)
@@ -197,25 +175,73 @@ def softmax(scores: Reals, out: Reals, top: Reals, total: Reals, begin: Int, end
 
 @inlined
 def weigh(
-    outs: list[Reals], values: Reals, places: Longs, weights: Reals, begin: Int, end: Int, dim: int
+    state: State, first: Int, chunk: Int, places: Longs, out: Reals, values: Reals, *, tile: int, dim: int
 ) -> None:
-    """out[t][d] += weights[t][key] * v[key][d] for keys [begin, end) in order."""
-    tile, lanes = len(outs), lanes_of(values.element)
-    if begin < end:
-        for first, last, size in columns(dim // lanes, tile):
-            for d in range(first * lanes, last * lanes, size * lanes):
-                sums = Registers((tile, size), zeros(values, values.element.wide(lanes)))
-                cells = list(product(range(tile), range(size)))
-                for t, c in cells:
-                    sums[t, c] = load(outs[t] + d + c * lanes, lanes)
-                for key in range(begin, end):
-                    at = values + d + places[key]
-                    v = [load(at + c * lanes, lanes) for c in unrolled(size)]
-                    weight = [weights[key + t * CHUNK].spread(lanes) for t in unrolled(tile)]
-                    for t, c in cells:
-                        sums[t, c] = fma(v[c], weight[t], sums[t, c])
-                for t, c in cells:
+    """out[t][d] = factor[t] * out[t][d] + weights[t][key] * v[key][d] for the keys that t sees, in order.
+
+    Where all vectors of the tile see the keys, several are done at a time. The places of those that follow
+    are read before: the processor would wait for their addresses.
+    """
+    real = values.element
+    lanes = lanes_of(real)
+    ranges = [seen(state, first + t, chunk) for t in unrolled(tile)]
+    begins, ends = [one[0] for one in ranges], [one[1] for one in ranges]
+    low, high = reduce(smallest, begins), reduce(largest, ends)  # some vector sees these keys
+    inner, outer = (
+        reduce(largest, begins),
+        reduce(smallest, ends) - (_WEIGHED - 1),
+    )  # all see what begins here
+    outs = [out + state.out[first + t] for t in unrolled(tile)]
+    weights = [state.scores + t * CHUNK for t in unrolled(tile)]
+    factors = [state.factor[first + t].spread(lanes) for t in unrolled(tile)]
+    ahead = Registers((_WEIGHED,), zeros(values, i64))
+    if low < high:
+        for begin, end, size in columns(dim // lanes, tile):
+            for d in range(begin * lanes, end * lanes, size * lanes):
+                sums = Registers((tile, size), zeros(values, real.wide(lanes)))
+                for t, c in product(range(tile), range(size)):
+                    sums[t, c] = load(outs[t] + d + c * lanes, lanes) * factors[t]
+                read(ahead, places + low, _WEIGHED)
+                key = low
+                while key < high:
+                    if key >= inner and key < outer:
+                        at = [values + d + ahead[j] for j in unrolled(_WEIGHED)]
+                        read(ahead, places + key + _WEIGHED, _WEIGHED)
+                        add_weighed(sums, [one + key for one in weights], at, size)
+                        key = key + _WEIGHED
+                    else:
+                        v = [load(values + d + ahead[0] + c * lanes, lanes) for c in unrolled(size)]
+                        read(ahead, places + key + 1, _WEIGHED)
+                        for t in unrolled(tile):
+                            if key >= begins[t] and key < ends[t]:
+                                weight = weights[t][key].spread(lanes)
+                                for c in unrolled(size):
+                                    sums[t, c] = fma(v[c], weight, sums[t, c])
+                        key = key + 1
+                for t, c in product(range(tile), range(size)):
                     store(outs[t] + d + c * lanes, sums[t, c])
+
+
+def read(ahead: Registers, places: Pointer, count: int) -> None:
+    for j in range(count):
+        ahead[j] = places[j]
+
+
+def add_weighed(sums: Registers, weights: list[Pointer], values: list[Pointer], size: int) -> None:
+    """sums[t, c] += weights[t][key] * vector c of values[key], for these keys in order."""
+    lanes = lanes_of(values[0].element)
+    new = {cell: sums[cell] for cell in product(range(len(weights)), range(size))}
+    for key, value in enumerate(values):
+        lane = key % lanes
+        if lane == 0:
+            some = [load(weight + key, lanes) for weight in weights]
+        v = [load(value + c * lanes, lanes) for c in range(size)]
+        for t in range(len(weights)):
+            weight = some[t].lanes([lane] * lanes)
+            for c in range(size):
+                new[t, c] = fma(v[c], weight, new[t, c])
+    for cell, total in new.items():
+        sums[cell] = total
 
 
 class Columns(NamedTuple):
