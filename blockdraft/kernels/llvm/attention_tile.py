@@ -37,13 +37,12 @@ from blockdraft.kernels.llvm.language import (
     zeros,
 )
 
-CHUNK = 64  # keys; a multiple of SUM_LANES, and part of a result's bits
+CHUNK = 64  # keys, whose keys and values fit the L1; a multiple of SUM_LANES, and part of a result's bits
 SUM_LANES = 16  # likewise
 MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread takes at a time
 MAX_TILE = 4  # query vectors that share one pass over a chunk of keys
-_KEYS = {1: 8, 2: 8, 3: 4, 4: 4}  # keys scored together, by tile: what registers hold
-_COLUMNS = {1: 16, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile
-_WEIGHED = 4  # keys weighed together
+GROUP = 4  # keys that are scored, or weighed, together
+_COLUMNS = {1: 8, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile: what registers hold
 _LINE = 64  # bytes of a cache line
 _L1, _L2 = 3, 2  # prefetch's levels
 
@@ -57,17 +56,15 @@ class State(NamedTuple):
     hi: Pointer
     top: Pointer  # its largest score so far
     total: Pointer  # its sum so far, SUM_LANES of them
-    factor: Pointer  # what its output so far is multiplied by, as `top` grew
     scores: Pointer  # a tile's, CHUNK of them for each; then weights
-    places: Pointer  # a chunk's
+    places: Pointer  # of a chunk and of the one that follows; a few numbers behind them are read as well
 
 
 def room(like: Value, real: Type) -> State:
     q, out, lo, hi = (scratch(like, i64, MAX_VECTORS) for _ in range(4))
-    top, factor = (scratch(like, real, MAX_VECTORS) for _ in range(2))
-    total = scratch(like, real, MAX_VECTORS * SUM_LANES)
-    scores, places = scratch(like, real, MAX_TILE * CHUNK), scratch(like, i64, 2 * CHUNK + 8)
-    return State(q, out, lo, hi, top, total, factor, scores, places)
+    top, total = scratch(like, real, MAX_VECTORS), scratch(like, real, MAX_VECTORS * SUM_LANES)
+    scores, places = scratch(like, real, MAX_TILE * CHUNK), scratch(like, i64, 2 * CHUNK + GROUP)
+    return State(q, out, lo, hi, top, total, scores, places)
 
 
 def lanes_of(real: Type) -> int:
@@ -91,47 +88,44 @@ def score(
 ) -> None:  # fmt: skip
     """scores[t][key] = scale * dot(q[t], k[key]) for the keys that some vector of the tile sees.
 
-    They are rounded out to whole groups: nobody looks at the scores of the others.
+    They are rounded out to whole groups: nobody looks at the scores of the others. The first tile also asks
+    for what comes next: these keys' values, which `weigh` reads in pieces, and the next chunk's keys. Either
+    is too short for the hardware's own prefetcher.
     """
-    lanes, group = lanes_of(keys.element), _KEYS[tile]
+    lanes = lanes_of(keys.element)
     ranges = [seen(state, first + t, chunk) for t in unrolled(tile)]
     begin, end = reduce(smallest, [one[0] for one in ranges]), reduce(largest, [one[1] for one in ranges])
+    begin = smallest(begin & -GROUP, CHUNK)
     queries = [q + state.q[first + t] for t in unrolled(tile)]
-    steps = lanes * (2 if dim % (2 * lanes) == 0 else 1)
-    ahead = Registers((group,), zeros(keys, i64))
-    read(ahead, places + (begin & -group), group)
-    for key in range(begin & -group, end, group):
-        now = [ahead[j] for j in unrolled(group)]
-        read(ahead, places + key + group, group)
-        if first == 0:  # for the other tiles as well
-            for one in range(key, key + group):
+    ahead = Registers((GROUP,), zeros(keys, i64))
+    read(ahead, places + begin)
+    for key in range(begin, end, GROUP):
+        at = [keys + ahead[j] for j in unrolled(GROUP)]
+        read(ahead, places + key + GROUP)
+        if first == 0:
+            for one in range(key, key + GROUP):
                 fetch(values + places[one], dim, _L1)
                 fetch(keys + following[one], dim, _L2)
-        at = [keys + now[j] for j in unrolled(group)]
-        dots = Registers((tile, group), zeros(keys, keys.element.wide(lanes)))
-        for d in range(0, dim, steps):
-            add_products(dots, [one + d for one in queries], [one + d for one in at], range(0, steps, lanes))
+        dots = Registers((tile, GROUP), zeros(keys, keys.element.wide(lanes)))
+        for d in range(0, dim, lanes):
+            k = [load(at[j] + d, lanes) for j in unrolled(GROUP)]
+            for t in unrolled(tile):
+                x = load(queries[t] + d, lanes)
+                for j in unrolled(GROUP):
+                    dots[t, j] = fma(k[j], x, dots[t, j])
         for t in unrolled(tile):
-            sums = add_pairs([dots[t, j] for j in unrolled(group)])
+            sums = add_pairs([dots[t, j] for j in unrolled(GROUP)])
             for index in unrolled(len(sums)):
                 store(state.scores + t * CHUNK + key + index * lanes, sums[index] * scale)
 
 
-def add_products(dots: Registers, queries: list[Pointer], keys: list[Pointer], steps: range) -> None:
-    """dots[t, j] += queries[t] * keys[j], a vector at each of `steps`."""
-    sums = {cell: dots[cell] for cell in product(range(len(queries)), range(len(keys)))}
-    for step in steps:
-        k = [load(key + step, steps.step) for key in keys]
-        for t, query in enumerate(queries):
-            x = load(query + step, steps.step)
-            for j in range(len(keys)):
-                sums[t, j] = fma(k[j], x, sums[t, j])
-    for cell, total in sums.items():
-        dots[cell] = total
+def read(ahead: Registers, places: Pointer) -> None:
+    """Places are read one group before they are needed: the processor would wait for addresses."""
+    for j in range(GROUP):
+        ahead[j] = places[j]
 
 
 def fetch(at: Reals, dim: int, level: int) -> None:
-    """Ask for a key's value, which `weigh` reads in pieces: too short for the hardware's own prefetcher."""
     for d in range(0, dim, _LINE * 8 // at.element.bits):
         prefetch(at + d, level=level)
 
@@ -146,25 +140,27 @@ def add_pairs(sums: list[Value]) -> list[Value]:
 
 
 @inlined
-def softmax(state: State, vector: Int, scores: Reals, chunk: Int) -> None:
-    """A vector's scores of the keys it sees become weights; its max and sum follow."""
+def softmax(state: State, vector: Int, scores: Reals, out: Reals, begin: Int, end: Int, dim: int) -> None:
+    """A vector's scores of the keys [begin, end) become weights; its max, sum and out so far follow."""
     real = scores.element
-    begin, end = seen(state, vector, chunk)
-    old = state.top[vector]
-    state.factor[vector] = 1.0
+    lanes = lanes_of(real)
     if begin < end:
         first, last = begin & -SUM_LANES, (end + SUM_LANES - 1) & -SUM_LANES
         for i in range(first, begin):  # what lies around them weighs exp(-inf) = 0
             scores[i] = -math.inf
         for i in range(end, last):
             scores[i] = -math.inf
+        old = state.top[vector]
         best = old.constant(least(real), real.wide(SUM_LANES))
         for i in range(first, end, SUM_LANES):
             best = largest(best, load(scores + i, SUM_LANES))
         new = largest(old, halved(best, largest))
+        factor = exp(old - new)  # 1 where the max stays
+        state.top[vector] = new
+        if new > old:
+            for d in range(0, dim, lanes):
+                store(out + d, load(out + d, lanes) * factor)
         total = state.total + vector * SUM_LANES
-        factor = exp(old - new)
-        state.top[vector], state.factor[vector] = new, factor
         added = load(total, SUM_LANES) * factor
         for i in range(first, end, SUM_LANES):
             weight = exp(load(scores + i, SUM_LANES) - new)
@@ -174,57 +170,50 @@ def softmax(state: State, vector: Int, scores: Reals, chunk: Int) -> None:
 
 
 @inlined
-def weigh(
-    state: State, first: Int, chunk: Int, places: Longs, out: Reals, values: Reals, *, tile: int, dim: int
+def weigh_alone(
+    out: Reals, weights: Reals, places: Longs, values: Reals, begin: Int, end: Int, dim: int
 ) -> None:
-    """out[t][d] = factor[t] * out[t][d] + weights[t][key] * v[key][d] for the keys that t sees, in order.
+    """out[d] += weights[key] * v[key][d] for keys [begin, end) in order: one vector, one key at a time."""
+    lanes = lanes_of(values.element)
+    if begin < end:
+        for first, last, size in columns(dim // lanes, 1):
+            for d in range(first * lanes, last * lanes, size * lanes):
+                sums = Registers((size,), zeros(values, values.element.wide(lanes)))
+                for c in unrolled(size):
+                    sums[c] = load(out + d + c * lanes, lanes)
+                at = places[begin]
+                for key in range(begin, end):
+                    v = [load(values + d + at + c * lanes, lanes) for c in unrolled(size)]
+                    at = places[key + 1]
+                    weight = weights[key].spread(lanes)
+                    for c in unrolled(size):
+                        sums[c] = fma(v[c], weight, sums[c])
+                for c in unrolled(size):
+                    store(out + d + c * lanes, sums[c])
 
-    Where all vectors of the tile see the keys, several are done at a time. The places of those that follow
-    are read before: the processor would wait for their addresses.
-    """
-    real = values.element
-    lanes = lanes_of(real)
-    ranges = [seen(state, first + t, chunk) for t in unrolled(tile)]
-    begins, ends = [one[0] for one in ranges], [one[1] for one in ranges]
-    low, high = reduce(smallest, begins), reduce(largest, ends)  # some vector sees these keys
-    inner, outer = (
-        reduce(largest, begins),
-        reduce(smallest, ends) - (_WEIGHED - 1),
-    )  # all see what begins here
+
+@inlined
+def weigh(
+    state: State, first: Int, places: Longs, out: Reals, values: Reals, begin: Int, end: Int,
+    *, tile: int, dim: int,
+) -> None:  # fmt: skip
+    """The same for a tile of vectors, which all see the keys [begin, end): whole groups of them."""
+    lanes = lanes_of(values.element)
     outs = [out + state.out[first + t] for t in unrolled(tile)]
     weights = [state.scores + t * CHUNK for t in unrolled(tile)]
-    factors = [state.factor[first + t].spread(lanes) for t in unrolled(tile)]
-    ahead = Registers((_WEIGHED,), zeros(values, i64))
-    if low < high:
-        for begin, end, size in columns(dim // lanes, tile):
-            for d in range(begin * lanes, end * lanes, size * lanes):
-                sums = Registers((tile, size), zeros(values, real.wide(lanes)))
-                for t, c in product(range(tile), range(size)):
-                    sums[t, c] = load(outs[t] + d + c * lanes, lanes) * factors[t]
-                read(ahead, places + low, _WEIGHED)
-                key = low
-                while key < high:
-                    if key >= inner and key < outer:
-                        at = [values + d + ahead[j] for j in unrolled(_WEIGHED)]
-                        read(ahead, places + key + _WEIGHED, _WEIGHED)
-                        add_weighed(sums, [one + key for one in weights], at, size)
-                        key = key + _WEIGHED
-                    else:
-                        v = [load(values + d + ahead[0] + c * lanes, lanes) for c in unrolled(size)]
-                        read(ahead, places + key + 1, _WEIGHED)
-                        for t in unrolled(tile):
-                            if key >= begins[t] and key < ends[t]:
-                                weight = weights[t][key].spread(lanes)
-                                for c in unrolled(size):
-                                    sums[t, c] = fma(v[c], weight, sums[t, c])
-                        key = key + 1
-                for t, c in product(range(tile), range(size)):
-                    store(outs[t] + d + c * lanes, sums[t, c])
-
-
-def read(ahead: Registers, places: Pointer, count: int) -> None:
-    for j in range(count):
-        ahead[j] = places[j]
+    ahead = Registers((GROUP,), zeros(values, i64))
+    for start, stop, size in columns(dim // lanes, tile):
+        for d in range(start * lanes, stop * lanes, size * lanes):
+            sums = Registers((tile, size), zeros(values, values.element.wide(lanes)))
+            for t, c in product(range(tile), range(size)):
+                sums[t, c] = load(outs[t] + d + c * lanes, lanes)
+            read(ahead, places + begin)
+            for key in range(begin, end, GROUP):
+                at = [values + d + ahead[j] for j in unrolled(GROUP)]
+                read(ahead, places + key + GROUP)
+                add_weighed(sums, [one + key for one in weights], at, size)
+            for t, c in product(range(tile), range(size)):
+                store(outs[t] + d + c * lanes, sums[t, c])
 
 
 def add_weighed(sums: Registers, weights: list[Pointer], values: list[Pointer], size: int) -> None:
@@ -237,7 +226,7 @@ def add_weighed(sums: Registers, weights: list[Pointer], values: list[Pointer], 
             some = [load(weight + key, lanes) for weight in weights]
         v = [load(value + c * lanes, lanes) for c in range(size)]
         for t in range(len(weights)):
-            weight = some[t].lanes([lane] * lanes)
+            weight = some[t].lanes([lane] * lanes)  # part of the instruction: a number would take a second
             for c in range(size):
                 new[t, c] = fma(v[c], weight, new[t, c])
     for cell, total in new.items():
