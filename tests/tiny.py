@@ -9,6 +9,7 @@ import torch
 
 from blockdraft.engine.chunks import Chunks, share
 from blockdraft.engine.engine import Engine
+from blockdraft.kernels.llvm.tape import repeat
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.settings.settings import Settings
@@ -22,9 +23,18 @@ BLOCK = 8
 
 
 @functools.cache
-def load(dtype, device="cpu"):
-    """The pair in `dtype`, with a context of 200 and rope tables past it."""
-    settings = Settings(model=TARGET, draft=DRAFT, dtype=dtype, device=device, max_context=200, width=BLOCK)
+def load(dtype, device="cpu", weights="auto"):
+    """The pair in `dtype`, with a context of 200 and rope tables past it; `weights`: how they are stored."""
+    settings = Settings(
+        model=TARGET,
+        draft=DRAFT,
+        dtype=dtype,
+        device=device,
+        max_context=200,
+        width=BLOCK,
+        quantization=weights,
+        draft_quantization=weights,
+    )
     return load_models(settings, lambda _: None)
 
 
@@ -42,6 +52,19 @@ def random_drafter(dtype, device="cpu"):
     return DFlashDrafter(with_kernels(model, trained.target.kernels), trained.target)
 
 
+def asked_again(draft, rows, width):
+    """A block of the active rows whose drafts Python writes, at every replay of a captured step too."""
+    active, block = rows.active, torch.empty(len(rows.active), width, dtype=torch.int64)
+    seeds = rows.sampling().whole
+
+    def run():
+        block.copy_(rows.anchor[active][:, None])
+        draft(block, rows.length[active].tolist(), seeds[active, Whole.SEED].tolist())
+
+    repeat(run)
+    return block
+
+
 class HintedDrafter:
     """Knows the answers and corrupts each draft with probability 1 - `rate`: any accepted count occurs."""
 
@@ -53,16 +76,16 @@ class HintedDrafter:
         self.generator = torch.Generator().manual_seed(0)
 
     def draft(self, rows, cache, view, width):
-        block = rows.anchor[rows.active][:, None].repeat(1, width)
-        lengths = rows.length[rows.active].tolist()
-        seeds = rows.sampling().integers(Whole.SEED).tolist()
+        return asked_again(self._draft, rows, width)
+
+    def _draft(self, block, lengths, seeds):
+        width = block.shape[1]
         for row, (length, seed) in enumerate(zip(lengths, seeds, strict=True)):
             for column in range(1, width):
                 answer = self.answers.get(seed, ())
                 right = answer[length + column] if length + column < len(answer) else 0
                 is_wrong = torch.rand((), generator=self.generator) > self.rate
                 block[row, column] = (right + 1) % 60 if is_wrong else right
-        return block
 
     def absorb(self, features, view):
         pass
@@ -87,13 +110,22 @@ class AnyChunks(Chunks):
 
 
 def engine(
-    drafter="trained", *, dtype="float64", device="cpu", kernels=None, chunks=None, tokenizer=None, **plan
+    drafter="trained",
+    *,
+    dtype="float64",
+    device="cpu",
+    weights="auto",
+    kernels=None,
+    chunks=None,
+    tokenizer=None,
+    is_captured=False,
+    **plan,
 ):
     """An engine on the pair, on its own kernels or on others; `plan` overrides fields of the Plan.
 
     `chunks`: a seed, for prompts that are cut by chance. `tokenizer`: another one than the pair's own.
     """
-    models = load(dtype, device)
+    models = load(dtype, device, weights)
     if tokenizer is not None:
         models = replace(models, tokenizer=tokenizer)
     if drafter == "none":
@@ -105,7 +137,16 @@ def engine(
     plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
     models = replace(models, drafter=drafter, plan=replace(models.plan, **plan))
     made = Engine(models if kernels is None else models.with_kernels(kernels))
+    if is_captured:
+        capture(made)
     return made if chunks is None else with_any_chunks(made, chunks)
+
+
+def capture(engine):
+    """Every step when it is first wanted, where steps of this model can be captured."""
+    plan = engine.models.plan
+    if engine.models.why_not_captured() is None:
+        engine.capture(range(1, plan.max_rows + 1), range(1, plan.block + 1), now=())
 
 
 def with_any_chunks(engine, seed):

@@ -12,7 +12,6 @@ import transformers
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.engine.engine import Engine, mix
 from blockdraft.engine.request import SamplingParams
-from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.step.drafter import NoDrafter
 from tests import tiny
 from tests.fixtures import make_pair
@@ -107,25 +106,25 @@ class HintedDrafter:
         self.generator = torch.Generator().manual_seed(0)
 
     def draft(self, rows, cache, view, width):
-        block = rows.anchor[rows.active][:, None].repeat(1, width)
-        lengths = rows.length[rows.active].tolist()
-        seeds = rows.sampling().integers(Whole.SEED).tolist()
+        return tiny.asked_again(self._draft, rows, width)
+
+    def _draft(self, block, lengths, seeds):
+        width = block.shape[1]
         for row, (length, seed) in enumerate(zip(lengths, seeds, strict=True)):
-            answer = self.answers[seed]
-            right = torch.tensor((answer[length + 1 : length + width] + [0] * width)[: width - 1])
+            answer = self.answers.get(seed, ())  # none: the scratch row's
+            right = torch.tensor(([*answer[length + 1 : length + width]] + [0] * width)[: width - 1])
             block[row, 1:] = right
             most = min(self.most, width - 1)
             first_wrong = 1 + int(torch.randint(0, most + 1, (), generator=self.generator))
             # Nothing is wrong past the block. After a wrong draft the rest is right: it must not be taken.
             block[row, first_wrong : first_wrong + 1] += 1
         block[:, 1:] %= self.vocab_size
-        return block
 
     def absorb(self, features, view):
         pass
 
 
-def engine(models, drafter="own", *, chunks=None, **plan):
+def engine(models, drafter="own", *, chunks=None, is_captured=False, **plan):
     """An engine on the pair; `plan` overrides fields of the Plan. `drafter`: none, own, or a drafter.
 
     `chunks`: a seed, for prompts that are cut by chance.
@@ -136,6 +135,8 @@ def engine(models, drafter="own", *, chunks=None, **plan):
         drafter = models.drafter
     plan = {"num_pages": 1024, "chunk": 64, **plan}
     made = Engine(replace(models, drafter=drafter, plan=replace(models.plan, **plan)))
+    if is_captured:
+        tiny.capture(made)
     return made if chunks is None else tiny.with_any_chunks(made, chunks)
 
 

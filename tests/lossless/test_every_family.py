@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.models.moe import Experts
 from tests import tiny
 from tests.lossless import families
 from tests.lossless.families import BLOCK, HYBRID_NAMES, NAMES
@@ -22,13 +23,13 @@ from tests.models.families import CASES, CONFIGS
 
 WHY_NO_BITS = why_no_llvm(torch.float64, CPU)
 
-# Every width, chunk and page size with and without a step in flight.
+# Every width, chunk and page size with and without a step in flight, captured and not.
 SCHEDULES = [
-    {"width": 1, "chunk": 3, "page_size": 16, "overlap": True},
+    {"width": 1, "chunk": 3, "page_size": 16, "overlap": True, "is_captured": True},
     {"width": 4, "chunk": 1, "page_size": 3, "overlap": False},
-    {"width": 4, "chunk": 64, "page_size": 1, "overlap": True},
+    {"width": 4, "chunk": 64, "page_size": 1, "overlap": True, "is_captured": True},
     {"width": 16, "chunk": 64, "page_size": 16, "overlap": False},
-    {"width": 16, "chunk": 3, "page_size": 3, "overlap": True, "max_rows": 3},
+    {"width": 16, "chunk": 3, "page_size": 3, "overlap": True, "max_rows": 3, "is_captured": True},
     {"width": 4, "chunk": 19, "chunks": 1, "page_size": 3, "overlap": True},  # other chunks at every step
 ]
 # A lone sequence needs 30 tokens and two blocks: 21 pages of 3. All four together need twice as many.
@@ -145,7 +146,7 @@ def test_its_own_drafter_with_random_weights_changes_nothing(name, schedule):
     assert tiny.run(families.engine(case.models, **schedule), case.requests) == case.results
 
 
-@pytest.mark.parametrize("plan", [{"width": 16}, {"width": 4, "overlap": True}], ids=str)
+@pytest.mark.parametrize("plan", [{"width": 16, "is_captured": True}, {"width": 4, "overlap": True}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_preemption_changes_nothing(name, plan):
     case = plain(name)
@@ -180,11 +181,32 @@ def test_requests_of_different_widths_share_a_hybrid(name):
     assert tiny.run(hinted_engine(case, page_size=3), requests) == case.results
 
 
+def test_steps_are_captured_of_every_family_but_with_experts():
+    """Which of their experts a token needs, the host would have to ask."""
+    refused = {}
+    for name in NAMES:
+        models = families.models(name)
+        refused[name] = models.why_not_captured()
+        engine = families.engine(models, is_captured=True, width=2)
+        tiny.run(engine, families.make_requests((3,), max_tokens=4))
+        assert (engine.graphs is None) is (refused[name] is not None)
+        assert engine.graphs is None or engine.graphs.has(1, 2)
+    assert {name for name, why in refused.items() if why is not None and "experts" in why} == {
+        name
+        for name in NAMES
+        if any(isinstance(one, Experts) for one in families.models(name).target.modules())
+    }
+
+
 # ---- states
 
 
 @needs_bits
-@pytest.mark.parametrize("plan", [{"width": 4}, {"width": 16}, {"width": 16, "chunk": 1, "overlap": True}])
+@pytest.mark.parametrize(
+    "plan",
+    [{"width": 4}, {"width": 16, "is_captured": True}, {"width": 16, "chunk": 1, "overlap": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("name", HYBRID_NAMES)
 def test_committed_states_are_bit_for_bit_those_of_plain_decoding(name, plan):
     case = plain(name)
@@ -319,6 +341,7 @@ def cases(draw):
         "max_rows": draw(st.integers(1, 4)),
         "width": draw(st.sampled_from([1, 4, 16])),
         "overlap": draw(st.booleans()),
+        "is_captured": draw(st.booleans()),
     }
     return requests, plan, draw(st.sampled_from(["own", "hinted"]))
 

@@ -1,5 +1,7 @@
 """The promise: whatever drafter, width, batch, pages, chunks, hits, preemptions: the tokens are the target's.
 
+And whether steps are captured or not.
+
 In float64 arithmetic noise cannot reach a decision, so equality with plain decoding (no drafter, width 1,
 alone, no prefix cache) is a statement about the algorithm.
 """
@@ -80,6 +82,7 @@ def cases(draw):
         "width": draw(st.integers(1, tiny.BLOCK)),
         "prefix_cache": draw(st.booleans()),
         "overlap": draw(st.booleans()),
+        "is_captured": draw(st.booleans()),
         "tokenizer": json_tokens.tokenizer() if has_forms else None,
     }
     drafter = draw(st.sampled_from(["trained", "trained", "random", "none", "hinted"]))
