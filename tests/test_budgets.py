@@ -12,16 +12,16 @@ from tests.test_architecture import ROOT
 
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
-    "kernels": 7_700,
+    "kernels": 9_600,
     "bench": 5_450,
-    "checkpoints": 4_350,
+    "checkpoints": 4_450,
     "server": 8_100,
     "training": 3_150,
-    "planner": 2_450,
+    "planner": 2_550,
     "engine": 3_400,
     "cli": 2_400,
     "launch": 2_050,
-    "models": 2_050,
+    "models": 2_200,
     "check": 2_500,
     "start": 1_650,
     "doctor": 1_150,
@@ -31,11 +31,11 @@ BUDGETS = {
     "grammar": 600,
     "cache": 800,
     "machine": 800,
-    "step": 750,
+    "step": 800,
     **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases", "prometheus_text"), 250),
 }
 CORE = ("engine", "step", "cache", "models")
-CORE_BUDGET = 6_900
+CORE_BUDGET = 7_100
 MAX_FUNCTION = 60
 MAX_STEP = 25
 LONG_BY_NATURE = ("kernels/triton/", "kernels/llvm/")  # a kernel is one function

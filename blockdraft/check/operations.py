@@ -33,6 +33,7 @@ from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import Embedding, GatedMLP, Linear, RMSNorm
 from blockdraft.models.moe import ExpertLinear, Experts, MoE, SharedExpert
 from blockdraft.models.packed import Packed, Scaled, Stacked
+from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.models.rotary import Rotary
 
 MAX_OUTPUTS = 512  # weight rows whose products are recomputed; all of them are multiplied
@@ -69,6 +70,9 @@ class _Matrix:
         is_fast = self.kernels.available.is_fast and "packed products" not in self.kernels.off
         if is_fast and isinstance(weight, Scaled) and weight.has_row_scales:
             x = linear.rounded_to_fp8(x) if linear.rounds_tokens(x, weight.values) else x
+        if isinstance(weight, Int8Matrix):  # rounds tokens too, by a rule that leaves nothing open
+            product = self.kernels.references().int8_linear(x, weight.weight, bias, None).double()
+            return product if chosen is None else product[..., chosen]
         if bias is not None:
             bias = (bias if chosen is None else bias[chosen]).double()
         return linear.reference_linear(x.double(), _values(weight, chosen).double(), bias)

@@ -37,6 +37,7 @@ class GgufCheckpoint:
         self, path: Path, *, name: str, generation_file: Mapping[str, object] = MappingProxyType({})
     ) -> None:
         self.name = name
+        self.file = path
         self.generation_file = generation_file
         self._header = GgufHeader(path, name=name)
         try:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from blockdraft.checkpoints.checkpoint import Checkpoint, TensorInfo, own_memory
 from blockdraft.checkpoints.column_factors import column_factors
+from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
+from blockdraft.checkpoints.kept_int8 import KeptInt8
 from blockdraft.checkpoints.names import (
     DRAFT_LAYER,
     DRAFT_SKIPPED,
@@ -127,7 +129,11 @@ def load_decoder(
 ) -> None:
     """Fill a target that was built on the meta device; `progress` hears of parameters done, and of all."""
     factors = column_factors(checkpoint.name) if storage == "int8" else {}
-    reader = _Reader(checkpoint, checkpoint.tensors(), storage, device, factors)
+    kept = None
+    is_whole = storage == "int8" and why_no_llvm(torch.float32, device) is None
+    if is_whole and isinstance(checkpoint, GgufCheckpoint):
+        kept = KeptInt8(checkpoint.file, factors)
+    reader = _Reader(checkpoint, checkpoint.tensors(), storage, device, factors, kept)
     slots = reader.load(model, progress)
     if model.head is None:
         (embedding,) = next(slot.pieces for slot in slots if slot.module is model.embedding)
@@ -372,6 +378,7 @@ class _Reader:
     storage: Storage
     device: torch.device
     factors: Mapping[str, Tensor] = field(default_factory=dict)  # of columns, by the module's path
+    kept: KeptInt8 | None = None  # None: what is packed here is not kept
 
     def load(
         self, model: Decoder | DFlash, progress: Callable[[int, int], None] = lambda done, total: None
@@ -382,11 +389,19 @@ class _Reader:
             model, checkpoint, self.tensors, lambda name: not bool(checkpoint.read(name).any())
         )
         paths = {id(module): path for path, module in model.named_modules()}
+        kept = {} if self.kept is None else self.kept.read()
         for index, slot in enumerate(slots):
             # The head decides between tokens: it is never quantised by us.
             may_quantise = slot.may_be_quantised and slot.module is not model.head
-            self.fill(slot, self.factors.get(paths[id(slot.module)]), may_quantise=may_quantise)
+            path = paths[id(slot.module)]
+            if slot.attribute == "weight" and path in kept:
+                slot.put(kept[path])
+            else:
+                self.fill(slot, self.factors.get(path), may_quantise=may_quantise)
             progress(index + 1, len(slots))
+        if self.kept is not None and not kept:
+            weights = ((path, getattr(module, "weight", None)) for path, module in model.named_modules())
+            self.kept.write({path: weight for path, weight in weights if isinstance(weight, Int8Matrix)})
         return slots
 
     def fill(self, slot: Slot, factors: Tensor | None, *, may_quantise: bool) -> None:

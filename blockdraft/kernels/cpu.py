@@ -5,17 +5,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import os
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.errors import SettingsError
+from blockdraft.settings.settings import wanted_products
 
 if TYPE_CHECKING:
     import torch
 
-PATH_VARIABLE = "BLOCKDRAFT_PRODUCTS"
 # Paths of products in whole numbers, the fastest first, and what a processor has to have for them, as
 # /proc/cpuinfo says it and as LLVM does.
 _PATHS = {
@@ -58,11 +57,11 @@ def why_not_here() -> str | None:
 @functools.cache
 def product_path() -> str:
     """How products in whole numbers are computed: the fastest that there is here, or what was asked for."""
-    wanted = os.environ.get(PATH_VARIABLE, "")
+    wanted = wanted_products()
     there = product_paths()
     if wanted and wanted not in there:
         raise SettingsError(
-            f"{PATH_VARIABLE} is '{wanted}', which this processor has not: take one of {', '.join(there)}."
+            f"BLOCKDRAFT_PRODUCTS is '{wanted}', which is not here: take one of {', '.join(there)}."
         )
     return wanted or there[0]
 

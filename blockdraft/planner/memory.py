@@ -41,6 +41,8 @@ def held_parts(model: Model, storage: Storage, element_bytes: int) -> WeightPart
     ends = (values.embedding * element_bytes, values.head * element_bytes)
     if storage == "none":
         return WeightParts(*ends, values.projections * element_bytes + plain, values.experts * element_bytes)
+    if storage == "int8" and element_bytes == 4:  # a CPU's whole numbers, heads included
+        ends = (values.embedding, values.head)
     layers = values.projections + values.projection_rows * SCALE_BYTES + plain
     return WeightParts(*ends, layers, values.experts + values.expert_rows * SCALE_BYTES)
 

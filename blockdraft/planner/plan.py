@@ -141,11 +141,8 @@ def make_plan(
     resolver = _Resolver(settings)
     _explain_devices(resolver, settings, machine, has_draft=draft is not None)
     usual = "the default on a CPU" if is_cpu else "the default on a GPU"
-    dtype = resolver.take(
-        "dtype",
-        "float32" if is_cpu else "bfloat16",
-        "the CPU's kernels are fastest in it" if is_cpu else "GPUs multiply it natively",
-    )
+    dtype_reason = "the CPU's kernels are fastest in it" if is_cpu else "GPUs multiply it natively"
+    dtype = resolver.take("dtype", "float32" if is_cpu else "bfloat16", dtype_reason)
     element_bytes = ELEMENT_BYTES[dtype]
     memory = machine.memory_bytes if is_cpu else gpu_budget(settings, machine)
     unpackable = int(memory * UNPACK_SHARE) // element_bytes

@@ -246,6 +246,7 @@ TEST_PREFIX = "BLOCKDRAFT_TEST_"  # read by the test suite alone
 OTHER_VARIABLES = {
     "BLOCKDRAFT_API_KEY": "what clients of the server must send",
     "BLOCKDRAFT_CACHE": "the folder for downloads (default: `blockdraft/` in the user's cache folder)",
+    "BLOCKDRAFT_PRODUCTS": "how a CPU multiplies int8: sdot, vnni, avx2 or generic (default: the fastest)",
 }
 
 
@@ -278,6 +279,11 @@ def _near(variable: str) -> str:
     names += [name.removeprefix(PREFIX) for name in OTHER_VARIABLES]
     hint = suggestion(variable.removeprefix(PREFIX), names)
     return hint.replace("mean ", f"mean {PREFIX}") if hint else ": see docs/settings.md for those that are."
+
+
+def wanted_products() -> str:
+    """How a CPU shall multiply int8; empty: as it does fastest."""
+    return os.environ.get("BLOCKDRAFT_PRODUCTS", "")
 
 
 def variable_of(name: str) -> str:

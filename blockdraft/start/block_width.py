@@ -172,10 +172,9 @@ def measure_costs(
     """
     plan, begun_s = engine.models.plan, clock()
     widths = [width for width in widths_for(plan.block) if width > 1]
-    plain = twin(engine, NoDrafter())
-    if engine.graphs is not None:
-        plain = engine  # its step of width 1 absorbs too, which is little
-    if engine.models.device.type == "cuda":
+    # A captured step of width 1 absorbs too, which is little.
+    plain = twin(engine, NoDrafter()) if engine.graphs is None else engine
+    if engine.graphs is not None and engine.models.device.type == "cuda":
         widths = [plan.width]
     times: dict[int, list[float]] = {width: [] for width in (1, *widths)}
     pages = engine.scheduler.pages

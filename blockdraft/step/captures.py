@@ -62,9 +62,9 @@ class OnCpu:
         """Not needed: a tape runs what it records."""
 
     def capture(self, run: Callable[[], T], *, goes_on: bool = False) -> tuple[Graph, T]:
-        from blockdraft.kernels.llvm.tape import Tape
+        from blockdraft.kernels.llvm.tape import StepTape
 
-        tape = Tape(self._arena, goes_on=goes_on)
+        tape = StepTape(self._arena, goes_on=goes_on)
         with tape:
             found = run()
         return tape, found

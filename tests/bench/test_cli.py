@@ -15,17 +15,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from blockdraft.bench import headroom, load, served
 from blockdraft.bench.report import load_report
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.cli.main import main
+from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.settings.settings import cache_dir
 from tests.bench.stub import MODEL, OWN_ROUTES, Script, Stub
 from tests.server.asking import listening
 from tests.server.pair import NAME, PAIR, app_over, models
 
 ROOT = Path(__file__).parents[2]
+HAS_KERNELS = why_no_llvm(torch.float32, torch.device("cpu")) is None
 KEY = "sk-very-secret"
 SUFFIXES = (".json", ".md", ".html")
 SMALL = ("--workload", "qa", "--num-prompts", "4", "--max-tokens", "8")
@@ -526,9 +529,10 @@ def test_our_own_server_is_started_eager_and_not_and_paired_with_itself(monkeypa
     check_pair(found, num=4)
     eager, usual = found["startup"]
     assert (eager["label"], usual["label"]) == ("blockdraft serve --no-graphs", "blockdraft serve")
-    for start in (eager, usual):
+    for start, captures in ((eager, []), (usual, ["capture"] if HAS_KERNELS else [])):
         phases = {phase["name"]: phase["seconds"] for phase in start["phases"]}
-        assert list(phases) == ["process and imports", "fetch", "load", "allocate", "warm", "verify"]
+        expected = ["process and imports", "fetch", "load", "allocate", *captures, "warm", "verify"]
+        assert list(phases) == expected
         assert sum(phases.values()) == pytest.approx(start["ready_s"], abs=0.01)
         assert phases["process and imports"] > 0
         assert 0 < start["first_ttft_s"] < start["first_latency_s"]

@@ -15,11 +15,11 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams, TokenLogprobs
 from blockdraft.errors import ModelError, RequestError
 from blockdraft.kernels import attention, gated_delta, linear, rows
-from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
-from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm import jit
 from blockdraft.models.packed import Scaled
+from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.warm import every_round, few_rounds, warm
@@ -115,13 +115,13 @@ def test_after_warming_nothing_is_left_to_compile(name, tmp_path, monkeypatch):
     for compiled_once in (attention._llvm_kernel, gated_delta._llvm, linear._llvm_linear, rows.llvm_rows):
         compiled_once.cache_clear()
     compiled = []
-    compile_module = Jit.__init__
+    compile_kernel = jit._Compiler.address
 
-    def init(self, source):
-        compiled.append(source)
-        compile_module(self, source)
+    def address(self, kernel, known):
+        compiled.append(kernel)
+        return compile_kernel(self, kernel, known)
 
-    monkeypatch.setattr(Jit, "__init__", init)
+    monkeypatch.setattr(jit._Compiler, "address", address)
     engine = Engine(models.with_kernels(kernels_for(torch.float32, torch.device("cpu"))))
     warm(engine, ignore, few_rounds)
     assert compiled
@@ -341,15 +341,20 @@ def test_a_wrong_kernel_is_named_with_its_error(wrong, operation, tmp_path):
 
 
 @needs_llvm
-def test_attention_that_ignores_the_window_is_named(tmp_path, monkeypatch):
+def test_attention_that_ignores_the_window_is_named(tmp_path):
     engine = family_engine("qwen3-slides", tmp_path)
-    ranges = Blocks.ranges
-    monkeypatch.setattr(Blocks, "ranges", lambda self, mask: ranges(self, replace(mask, window=None)))
+    right = engine.models.target.kernels.attend
+
+    def attend(q, keys, values, blocks, mask, sinks=None):
+        return right(q, keys, values, blocks, replace(mask, window=None), sinks)
+
+    engine = with_kernels(engine, attend=attend)
     with pytest.raises(ModelError, match=r"attention is wrong on this machine: .*window 7"):
         verify_engine(engine, ignore)
 
 
-def test_packed_products_are_checked(monkeypatch):
+@pytest.mark.parametrize("is_whole", [pytest.param(True, marks=needs_llvm), False])
+def test_packed_products_are_checked(is_whole, monkeypatch):
     settings = Settings(
         model=tiny.TARGET,
         draft=tiny.DRAFT,
@@ -359,15 +364,16 @@ def test_packed_products_are_checked(monkeypatch):
         quantization="int8",
         width=8,
     )
+    if not is_whole:
+        monkeypatch.setattr("blockdraft.checkpoints.weights.why_no_llvm", lambda *_: "as on a card")
     engine = Engine(load_models(settings, ignore))
     names = [check.name for check in verify_engine(engine, ignore).checks]
     assert "kernel packed product" in names
     assert "kernel linear" in names  # the drafter's
-    matmul = Scaled.matmul
-    monkeypatch.setattr(
-        Scaled, "matmul", lambda self, x, *bias, **onto: matmul(self, x, *bias, **onto) * 1.01
-    )
-    with pytest.raises(ModelError, match="packed product is wrong on this machine: at Scaled"):
+    kind = Int8Matrix if is_whole else Scaled
+    matmul = kind.matmul
+    monkeypatch.setattr(kind, "matmul", lambda self, x, *bias, **onto: matmul(self, x, *bias, **onto) * 1.01)
+    with pytest.raises(ModelError, match=f"packed product is wrong on this machine: at {kind.__name__}"):
         verify_engine(engine, ignore)
 
 

@@ -140,6 +140,7 @@ def test_a_slice_at_a_time_draws_and_scales_every_row(monkeypatch, tmp_path):
     from blockdraft.checkpoints import dummy as dummy_module
 
     monkeypatch.setattr(dummy_module, "_SLICE_BYTES", 400)  # three rows of 32
+    monkeypatch.setattr("blockdraft.checkpoints.weights.why_no_llvm", lambda *_: "as on a card")
     target = dummy(tiny.TARGET, quantization="int8").target
     down = target.layers[0].mlp.down.weight
     assert isinstance(down, Scaled)

@@ -283,7 +283,10 @@ def quantised_twin(folder, twin, storage, dtype):
 
 @pytest.mark.parametrize("storage", ["fp8", "int8"])
 @pytest.mark.parametrize("family", RUN_TIME)
-def test_a_target_quantised_at_load_has_the_logits_of_the_quantised_weights(tmp_path, family, storage):
+def test_a_target_quantised_at_load_has_the_logits_of_the_quantised_weights(
+    tmp_path, family, storage, monkeypatch
+):
+    monkeypatch.setattr("blockdraft.checkpoints.weights.why_no_llvm", lambda *_: "as on a card")
     folder, twin = tmp_path / "plain", tmp_path / "twin"
     write_target(folder, CONFIGS[family](**BASE | RUN_TIME[family]), seed=5)
     quantised_twin(folder, twin, storage, torch.bfloat16 if storage == "fp8" else torch.float32)
@@ -327,7 +330,8 @@ def test_a_quantised_drafter_changes_no_token(pair_folders, storage, draft_stora
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int8"])
-def test_a_drafter_quantised_at_load_has_the_quantised_weights(pair_folders, storage):
+def test_a_drafter_quantised_at_load_has_the_quantised_weights(pair_folders, storage, monkeypatch):
+    monkeypatch.setattr("blockdraft.checkpoints.weights.why_no_llvm", lambda *_: "as on a card")
     target, draft = pair_folders
     twin = draft.with_name("twin")
     quantised_twin(draft, twin, storage, torch.float32)

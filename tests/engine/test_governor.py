@@ -230,7 +230,7 @@ def test_it_is_so_while_answers_come_and_go(cost):
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(tiny.TARGET, tiny.DRAFT, dtype="float64", device="cpu", width=3, max_rows=4)
+    return LLM(tiny.TARGET, tiny.DRAFT, dtype="float64", device="cpu", width=3, max_rows=4, graphs=False)
 
 
 @pytest.fixture

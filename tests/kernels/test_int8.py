@@ -7,7 +7,7 @@ import torch
 
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.choice import Available
-from blockdraft.kernels.cpu import PATH_VARIABLE, product_path, product_paths, why_no_llvm
+from blockdraft.kernels.cpu import product_path, product_paths, why_no_llvm
 from blockdraft.kernels.int8 import (
     MAX_ROTATED,
     interleave,
@@ -307,19 +307,19 @@ def fresh_path():
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_path_can_be_asked_for(path, monkeypatch, fresh_path):
-    monkeypatch.setenv(PATH_VARIABLE, path)
+    monkeypatch.setenv("BLOCKDRAFT_PRODUCTS", path)
     assert product_path() == path
 
 
 def test_without_a_word_the_fastest_path_is_taken(monkeypatch, fresh_path):
-    monkeypatch.delenv(PATH_VARIABLE, raising=False)
+    monkeypatch.delenv("BLOCKDRAFT_PRODUCTS", raising=False)
     assert product_path() == PATHS[0]
     assert PATHS[-1] == "generic"
 
 
 def test_a_path_that_this_processor_has_not_is_refused(monkeypatch, fresh_path):
     missing = next(path for path in ("sdot", "vnni") if path not in PATHS)
-    monkeypatch.setenv(PATH_VARIABLE, missing)
+    monkeypatch.setenv("BLOCKDRAFT_PRODUCTS", missing)
     with pytest.raises(SettingsError) as error:
         product_path()
-    assert all(word in str(error.value) for word in (PATH_VARIABLE, missing, *PATHS))
+    assert all(word in str(error.value) for word in ("BLOCKDRAFT_PRODUCTS", missing, *PATHS))

@@ -18,7 +18,7 @@ from blockdraft.kernels.llvm.copies import lowered
 from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.kernels.llvm.language import Floats, Int
 from blockdraft.kernels.llvm.sampling import ArgMax
-from blockdraft.kernels.llvm.tape import Arena, NotRecordable, Tape, current_tape, repeat
+from blockdraft.kernels.llvm.tape import Arena, NotRecordable, StepTape, current_tape, repeat
 
 ROWS, COLUMNS = 4, 6
 aten = torch.ops.aten
@@ -121,7 +121,7 @@ def run(program, given):
 
 
 def record(program, given, arena, **how):
-    tape = Tape(arena, **how)
+    tape = StepTape(arena, **how)
     with torch.inference_mode(), tape:
         out = run(program, given)
     return tape, out
@@ -180,7 +180,7 @@ def test_a_replay_by_any_number_of_threads(threads):
     before = torch.get_num_threads()
     given = torch.randn(1000, 7)
     arena = Arena()
-    tape = Tape(arena)
+    tape = StepTape(arena)
     try:
         torch.set_num_threads(threads)
         with torch.inference_mode(), tape:
@@ -222,7 +222,7 @@ def test_a_replay_by_any_number_of_threads(threads):
 )
 def test_a_step_that_asks_for_numbers_is_not_recorded(ask):
     given = draw(0)
-    with torch.inference_mode(), pytest.raises(NotRecordable), Tape(Arena()):
+    with torch.inference_mode(), pytest.raises(NotRecordable), StepTape(Arena()):
         ask(given)
     assert current_tape() is None
     assert_replayed([("a kernel", 0, 0)], *record([("a kernel", 0, 0)], given, Arena()), given, 3)
@@ -230,7 +230,7 @@ def test_a_step_that_asks_for_numbers_is_not_recorded(ask):
 
 def test_python_may_ask_for_numbers():
     given, seen = draw(0), []
-    tape = Tape(Arena())
+    tape = StepTape(Arena())
     with torch.inference_mode(), tape:
         middle = halved(given)
         repeat(lambda: seen.append(middle.tolist()[0][0] + middle[0, 0].item()))
@@ -286,7 +286,7 @@ def test_memory_of_what_died_is_taken_again():
 def test_a_long_step_needs_little_memory_and_another_begins_at_the_front():
     arena, given = Arena(), torch.randn(1 << 20)
     for _ in range(2):
-        with torch.inference_mode(), Tape(arena):
+        with torch.inference_mode(), StepTape(arena):
             out = given
             for _ in range(30):
                 out = halved(out)
@@ -297,7 +297,7 @@ def test_memory_that_is_not_the_arena_s_is_held_as_long_as_the_tape():
     weights = [torch.randn(ROWS, COLUMNS) for _ in range(3)]
     refs = [StorageWeakRef(one.untyped_storage()) for one in weights]
     expected = halved(weights[0]) + halved(weights[1]) * weights[2]
-    tape = Tape(Arena())
+    tape = StepTape(Arena())
     with torch.inference_mode(), tape:
         out = halved(weights[0]) + halved(weights[1]) * weights[2]
     weights.clear()

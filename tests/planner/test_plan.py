@@ -278,6 +278,7 @@ def test_auto_leaves_plain_weights_plain(device):
             device=device,
             weights=Weights(num_values),
             draft_weights=Weights(num_values),
+            model="somebody/else",
         )
         assert (made.quantization, made.draft_quantization) == ("none", "none")
 
@@ -334,7 +335,7 @@ def test_target_and_drafter_are_decided_one_by_one():
     assert (made.quantization, made.draft_quantization) == ("keep", "none")
     made = plan(make_draft(), weights=PACKED, draft_weights=huge)
     assert (made.quantization, made.draft_quantization) == ("none", "keep")
-    assert plan(weights=huge).draft_quantization == "none"  # no drafter
+    assert plan(weights=huge, model="somebody/else").draft_quantization == "none"  # no drafter
     made = plan(make_draft(), weights=Weights(1), quantization="fp8", draft_quantization="int8")
     assert (made.quantization, made.draft_quantization) == ("fp8", "int8")
 

@@ -198,6 +198,7 @@ def test_a_captured_step_is_measured_as_it_is_captured(monkeypatch):
     ran = scripted(monkeypatch, lambda at, number: 1.0 + at)
     engine = tiny.engine(width=6)
     engine.graphs = object()
+    engine.models = replace(engine.models, device=torch.device("cuda"))  # where each width is a graph more
     assert measure_costs(engine, BOTH) == Costs(2.0, {6: 7.0})
     assert set(ran) == {1, 6}
 

@@ -148,13 +148,13 @@ def test_running_out_names_the_budget_and_the_flags(monkeypatch):
     assert "More" not in str(caught.value)
 
 
-def test_graphs_are_for_a_gpu_and_can_be_switched_off():
+def test_graphs_can_be_switched_off():
     assert why_no_graphs(on_gpu(), Settings()) is None
     assert why_no_graphs(on_gpu(), Settings(graphs=False)) == "switched off"
     assert "float64" in why_no_graphs(
         replace(on_gpu(), plan=replace(on_gpu().plan, dtype="float64")), Settings()
     )
-    assert why_no_graphs(tiny.load("float32"), Settings()) == "there is no GPU"
+    assert "bfloat16" in why_no_graphs(tiny.load("bfloat16"), Settings())
 
 
 @pytest.mark.parametrize(

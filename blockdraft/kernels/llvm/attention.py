@@ -4,15 +4,15 @@ The operations behind one output, the same wherever the query stands. Keys are c
 first; a query sees [lo, hi), cut at multiples of CHUNK. Per chunk, in order:
 
   score(key) = scale * dot(q, k): lane j sums d = j, j + lanes, … by fused multiply-add, then pairs are added
-  max        = the largest score so far; where it grew, sum and out are multiplied by exp(old - new)
+  max        = the largest score so far; sum and out are multiplied by exp(old - new), 1 where it stayed
   weight     = exp(score - max), 0 outside [lo, hi)
   sum        : lane = key mod SUM_LANES
   out[d]     : one fused multiply-add per key, in order
 
-and last out / sum, the lanes of `sum` halved. A sink is where max and sum begin: its score, and exp(0) = 1 in
-the first lane. So page size, other rows, other queries of the row, threads and tiles do not enter. A key
-outside [lo, hi) of every query of a tile is never read; one that only a neighbour sees reaches neither max,
-sum nor out.
+and last out * (1 / sum), the lanes of `sum` halved. A sink is where max and sum begin: its score, and
+exp(0) = 1 in the first lane. So page size, other rows, other queries of the row, threads and tiles do not
+enter. A key outside [lo, hi) of every query of a unit is never read; one that only a neighbour sees reaches
+neither max, sum nor out.
 """
 
 from __future__ import annotations
@@ -26,14 +26,19 @@ from torch import Tensor
 
 from blockdraft.kernels.llvm.attention_tile import (
     CHUNK,
+    GROUP,
     MAX_TILE,
     MAX_VECTORS,
     SUM_LANES,
     State,
-    attend_tile,
     lanes_of,
     least,
     room,
+    score,
+    seen,
+    softmax,
+    weigh,
+    weigh_alone,
 )
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.jit import Jit, real_type
@@ -58,7 +63,7 @@ if TYPE_CHECKING:
 _SERIAL_OPS = 1 << 16  # multiply-adds below which waking a thread costs more than it saves
 _MANY = 16  # items per thread, of which the last one hardly matters
 _TILE_COST = (0.0, 1.6, 2.3, 3.2, 4.0)  # of as many query vectors over the same keys, measured
-_ITEM_COST = 0.1
+_ITEM_COST = 0.75  # of reading these keys for the first tile
 
 
 class PagedAttention:
@@ -114,19 +119,26 @@ class PagedAttention:
         return out
 
 
-@functools.lru_cache(maxsize=64)
 def divide(counts: tuple[int, ...], shared: int, num_groups: int, num_threads: int) -> Tensor:
     """The work [U, 3] of rows with `counts[r]` tokens: a row, its query vectors from the first to the last.
 
     A token has `shared` of them for each of `num_groups` key heads, by which units are taken. Their size is
     what lets the last thread end first. How long rows are is not asked, nor does a result depend on it.
     """
+    units = _units(counts, shared, num_groups, num_threads)
+    return torch.tensor(units, dtype=torch.int64).view(-1, 3)
+
+
+@functools.lru_cache(maxsize=256)
+def _units(
+    counts: tuple[int, ...], shared: int, num_groups: int, num_threads: int
+) -> list[tuple[int, int, int]]:
     totals = [count * shared for count in counts]
     units = _cut(totals, MAX_VECTORS)
     if num_threads > 1 and len(units) * num_groups < _MANY * num_threads:
         cuts = (_cut(totals, most) for most in range(MAX_VECTORS, 0, -1))
         units = min(cuts, key=lambda cut: _time(cut, num_groups, num_threads))
-    return torch.tensor(units, dtype=torch.int64).view(-1, 3)
+    return units
 
 
 def _cut(totals: list[int], most: int) -> list[tuple[int, int, int]]:
@@ -180,20 +192,64 @@ def paged_attention(
                 state.total[i * SUM_LANES] = select(sink != sink, sink, 1.0)
         pages = page_table + rows[row] * num_pages
         head_at = group * num_slots * dim
+        if low < high:
+            find(pages, page_size, state.places + (low & CHUNK), low & -CHUNK, low, high, dim)
         for chunk in range(low & -CHUNK, high, CHUNK):
-            find(pages, page_size, state.places, chunk, low, high, dim)
+            places = state.places + (chunk & CHUNK)
+            following = places
+            if chunk + CHUNK < high:
+                following = state.places + (CHUNK - (chunk & CHUNK))
+                find(pages, page_size, following, chunk + CHUNK, low, high, dim)
             for i in range(0, count, MAX_TILE):
-                for tile in unrolled(1, MAX_TILE + 1):
-                    if smallest(count - i, MAX_TILE) == tile:
-                        attend_tile(
-                            state, i, chunk, q, out, keys + head_at, values + head_at, scale,
-                            tile=tile, dim=dim,
-                        )  # fmt: skip
+                attend(
+                    state, i, smallest(count - i, MAX_TILE), chunk, places, following,
+                    q, out, keys + head_at, values + head_at, scale, dim,
+                )  # fmt: skip
         for i in range(count):
             result = out + state.out[i]
-            total = halved(load(state.total + i * SUM_LANES, SUM_LANES))
+            share = 1.0 / halved(load(state.total + i * SUM_LANES, SUM_LANES))
             for d in range(0, dim, lanes_of(real)):
-                store(result + d, load(result + d, lanes_of(real)) / total)
+                store(result + d, load(result + d, lanes_of(real)) * share)
+
+
+@inlined
+def attend(
+    state: State, first: Int, size: Int, chunk: Int, places: Longs, following: Longs,
+    q: Reals, out: Reals, keys: Reals, values: Reals, scale: Real, dim: int,
+) -> None:  # fmt: skip
+    """One chunk for the tile of `size` vectors from `first` on.
+
+    Groups of keys that all of them see are weighed together; those before and behind, one vector at a time.
+    """
+    for tile in unrolled(1, MAX_TILE + 1):
+        if size == tile:
+            score(state, first, chunk, places, following, q, keys, values, scale, tile=tile, dim=dim)
+    begin, end = together(state, first, size, chunk)
+    for t in range(size):
+        lo, hi = seen(state, first + t, chunk)
+        weights, one = state.scores + t * CHUNK, out + state.out[first + t]
+        softmax(state, first + t, weights, one, lo, hi, dim)
+        weigh_alone(one, weights, places, values, lo, smallest(hi, begin), dim)
+    for tile in unrolled(2, MAX_TILE + 1):
+        if size == tile and begin < end:
+            weigh(state, first, places, out, values, begin, end, tile=tile, dim=dim)
+    for t in range(size):
+        lo, hi = seen(state, first + t, chunk)
+        weigh_alone(
+            out + state.out[first + t], state.scores + t * CHUNK, places, values, largest(lo, end), hi, dim
+        )
+
+
+@inlined
+def together(state: State, first: Int, size: Int, chunk: Int) -> tuple[Int, Int]:
+    """The keys [begin, end) of the chunk that a tile weighs together; both are CHUNK where there are none."""
+    begin, end = seen(state, first, chunk)
+    for t in range(1, size):
+        lo, hi = seen(state, first + t, chunk)
+        begin, end = largest(begin, lo), smallest(end, hi)
+    end = end - ((end - begin) & (GROUP - 1))
+    has_some = size > 1 and begin < end
+    return select(has_some, begin, CHUNK), select(has_some, end, CHUNK)
 
 
 def visible(
@@ -219,14 +275,22 @@ def clear(state: State, i: Int, out: Reals, dim: int) -> None:
 
 @inlined
 def find(pages: Longs, page_size: Int, places: Longs, chunk: Int, low: Int, high: Int, dim: int) -> None:
-    """places[key - chunk] = where a key of the chunk begins in a head's keys, if it is one of [low, high)."""
-    key, end = low if low > chunk else chunk, chunk + CHUNK
-    end = high if high < end else end
+    """places[key - chunk] = where a key of the chunk begins in a head's keys; for [low, high) only.
+
+    Around these keys the first and the last of them stand in: only keys that somebody sees may be read.
+    """
+    begin, end = largest(low - chunk, 0), smallest(high - chunk, CHUNK)
+    key = begin
     while key < end:
-        inside = key % page_size
-        at = (pages[key // page_size] * page_size + inside) * dim
-        until = key + page_size - inside
-        for one in range(key, until if until < end else end):
-            places[one - chunk] = at
+        inside = (chunk + key) % page_size
+        at = (pages[(chunk + key) // page_size] * page_size + inside) * dim
+        until = smallest(key + page_size - inside, end)
+        for one in range(key, until):
+            places[one] = at
             at = at + dim
         key = until
+    first, last = places[begin], places[end - 1]
+    for one in range(begin):
+        places[one] = first
+    for one in range(end, CHUNK):
+        places[one] = last

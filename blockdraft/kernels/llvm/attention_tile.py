@@ -37,14 +37,14 @@ from blockdraft.kernels.llvm.language import (
     zeros,
 )
 
-CHUNK = 256  # keys; a multiple of SUM_LANES, and part of a result's bits
+CHUNK = 64  # keys, whose keys and values fit the L1; a multiple of SUM_LANES, and part of a result's bits
 SUM_LANES = 16  # likewise
 MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread takes at a time
 MAX_TILE = 4  # query vectors that share one pass over a chunk of keys
-_KEYS = {1: 8, 2: 8, 3: 4, 4: 4}  # keys scored together, by tile: what registers hold
-_COLUMNS = {1: 16, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile
+GROUP = 4  # keys that are scored, or weighed, together
+_COLUMNS = {1: 8, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile: what registers hold
 _LINE = 64  # bytes of a cache line
-_L2 = 2  # prefetch's level
+_L1, _L2 = 3, 2  # prefetch's levels
 
 
 class State(NamedTuple):
@@ -57,13 +57,13 @@ class State(NamedTuple):
     top: Pointer  # its largest score so far
     total: Pointer  # its sum so far, SUM_LANES of them
     scores: Pointer  # a tile's, CHUNK of them for each; then weights
-    places: Pointer  # a chunk's
+    places: Pointer  # of a chunk and of the one that follows; a few numbers behind them are read as well
 
 
 def room(like: Value, real: Type) -> State:
     q, out, lo, hi = (scratch(like, i64, MAX_VECTORS) for _ in range(4))
     top, total = scratch(like, real, MAX_VECTORS), scratch(like, real, MAX_VECTORS * SUM_LANES)
-    scores, places = scratch(like, real, MAX_TILE * CHUNK), scratch(like, i64, CHUNK)
+    scores, places = scratch(like, real, MAX_TILE * CHUNK), scratch(like, i64, 2 * CHUNK + GROUP)
     return State(q, out, lo, hi, top, total, scores, places)
 
 
@@ -82,79 +82,52 @@ def seen(state: State, vector: Int, chunk: Int) -> tuple[Int, Int]:
 
 
 @inlined
-def attend_tile(
-    state: State, first: Int, chunk: Int, q: Reals, out: Reals, keys: Reals, values: Reals, scale: Real,
-    *, tile: int, dim: int,
-) -> None:  # fmt: skip
-    """One chunk for the `tile` vectors from `first` on.
-
-    Values that all of them see are weighed together, the others for one vector at a time.
-    """
-    begins = [seen(state, first + t, chunk)[0] for t in unrolled(tile)]
-    ends = [seen(state, first + t, chunk)[1] for t in unrolled(tile)]
-    low, high = reduce(smallest, begins), reduce(largest, ends)  # some vector sees these keys
-    inner, outer = reduce(largest, begins), reduce(smallest, ends)  # all of them see these
-    places, is_shared = state.places, inner < outer
-    score([q + state.q[first + t] for t in unrolled(tile)], keys, values, state, scale, low, high, dim)
-    for t in range(tile):
-        begin, end = seen(state, first + t, chunk)
-        weights, one = state.scores + t * CHUNK, out + state.out[first + t]
-        total = state.total + (first + t) * SUM_LANES
-        softmax(weights, one, state.top + first + t, total, begin, end, dim)
-        if tile > 1:
-            weigh([one], values, places, weights, begin, inner if is_shared else end, dim)
-    weigh(
-        [out + state.out[first + t] for t in unrolled(tile)], values, places, state.scores, inner, outer, dim
-    )
-    if tile > 1 and is_shared:
-        for t in range(tile):
-            begin, end = seen(state, first + t, chunk)
-            one = out + state.out[first + t]
-            weigh([one], values, places, state.scores + t * CHUNK, outer, end, dim)
-
-
-@inlined
 def score(
-    queries: list[Reals],
-    keys: Reals,
-    values: Reals,
-    state: State,
-    scale: Real,
-    begin: Int,
-    end: Int,
-    dim: int,
-) -> None:
-    """scores[t][key] = scale * dot(q[t], k[key]) for keys [begin, end), rounded out to whole groups."""
-    tile, lanes = len(queries), lanes_of(keys.element)
-    vectors, group = dim // lanes, _KEYS[tile]
-    steps = lanes * (4 if vectors % 4 == 0 else 2 if vectors % 2 == 0 else 1)
-    for first in range(begin & -group, end, group):
-        # Outside [begin, end) a neighbour's key stands in: nobody looks at its score.
-        at = [state.places[smallest(largest(first + j, begin), end - 1)] for j in unrolled(group)]
-        if columns(vectors, tile)[0].size < vectors:
-            for j in unrolled(group):
-                fetch(values + at[j], dim)
-        dots = Registers((tile, group), zeros(keys, keys.element.wide(lanes)))
-        for d in range(0, dim, steps):
-            for step in unrolled(0, steps, lanes):
-                k = [load(keys + at[j] + d + step, lanes) for j in unrolled(group)]
-                for t in unrolled(tile):
-                    x = load(queries[t] + d + step, lanes)
-                    for j in unrolled(group):
-                        dots[t, j] = fma(k[j], x, dots[t, j])
-        for t in unrolled(tile):
-            sums = add_pairs([dots[t, j] for j in unrolled(group)])
-            for index in unrolled(len(sums)):
-                store(state.scores + t * CHUNK + first + index * lanes, sums[index] * scale)
+    state: State, first: Int, chunk: Int, places: Longs, following: Longs, q: Reals, keys: Reals,
+    values: Reals, scale: Real, *, tile: int, dim: int,
+) -> None:  # fmt: skip
+    """scores[t][key] = scale * dot(q[t], k[key]) for the keys that some vector of the tile sees.
 
-
-def fetch(at: Reals, dim: int) -> None:
-    """Ask for a key's value, which `weigh` reads in pieces: too short for the hardware's own prefetcher.
-
-    156 -> 112 us for one token over 512 keys, 9 heads, 3 key heads, float32 (one Neoverse-N1, 2026-11).
+    They are rounded out to whole groups: nobody looks at the scores of the others. The first tile also asks
+    for what comes next: these keys' values, which `weigh` reads in pieces, and the next chunk's keys. Either
+    is too short for the hardware's own prefetcher.
     """
+    lanes = lanes_of(keys.element)
+    ranges = [seen(state, first + t, chunk) for t in unrolled(tile)]
+    begin, end = reduce(smallest, [one[0] for one in ranges]), reduce(largest, [one[1] for one in ranges])
+    begin = smallest(begin & -GROUP, CHUNK)
+    queries = [q + state.q[first + t] for t in unrolled(tile)]
+    ahead = Registers((GROUP,), zeros(keys, i64))
+    read(ahead, places + begin)
+    for key in range(begin, end, GROUP):
+        at = [keys + ahead[j] for j in unrolled(GROUP)]
+        read(ahead, places + key + GROUP)
+        if first == 0:
+            for one in range(key, key + GROUP):
+                fetch(values + places[one], dim, _L1)
+                fetch(keys + following[one], dim, _L2)
+        dots = Registers((tile, GROUP), zeros(keys, keys.element.wide(lanes)))
+        for d in range(0, dim, lanes):
+            k = [load(at[j] + d, lanes) for j in unrolled(GROUP)]
+            for t in unrolled(tile):
+                x = load(queries[t] + d, lanes)
+                for j in unrolled(GROUP):
+                    dots[t, j] = fma(k[j], x, dots[t, j])
+        for t in unrolled(tile):
+            sums = add_pairs([dots[t, j] for j in unrolled(GROUP)])
+            for index in unrolled(len(sums)):
+                store(state.scores + t * CHUNK + key + index * lanes, sums[index] * scale)
+
+
+def read(ahead: Registers, places: Pointer) -> None:
+    """Places are read one group before they are needed: the processor would wait for addresses."""
+    for j in range(GROUP):
+        ahead[j] = places[j]
+
+
+def fetch(at: Reals, dim: int, level: int) -> None:
     for d in range(0, dim, _LINE * 8 // at.element.bits):
-        prefetch(at + d, level=_L2)
+        prefetch(at + d, level=level)
 
 
 def add_pairs(sums: list[Value]) -> list[Value]:
@@ -167,27 +140,28 @@ def add_pairs(sums: list[Value]) -> list[Value]:
 
 
 @inlined
-def softmax(scores: Reals, out: Reals, top: Reals, total: Reals, begin: Int, end: Int, dim: int) -> None:
-    """Scores [begin, end) of one query become weights; its max, sum and out so far follow."""
+def softmax(state: State, vector: Int, scores: Reals, out: Reals, begin: Int, end: Int, dim: int) -> None:
+    """A vector's scores of the keys [begin, end) become weights; its max, sum and out so far follow."""
     real = scores.element
+    lanes = lanes_of(real)
     if begin < end:
         first, last = begin & -SUM_LANES, (end + SUM_LANES - 1) & -SUM_LANES
         for i in range(first, begin):  # what lies around them weighs exp(-inf) = 0
             scores[i] = -math.inf
         for i in range(end, last):
             scores[i] = -math.inf
-        old = top[0]
+        old = state.top[vector]
         best = old.constant(least(real), real.wide(SUM_LANES))
         for i in range(first, end, SUM_LANES):
             best = largest(best, load(scores + i, SUM_LANES))
         new = largest(old, halved(best, largest))
+        factor = exp(old - new)  # 1 where the max stays
+        state.top[vector] = new
         if new > old:
-            top[0] = new
-            factor = exp(old - new)
-            store(total, load(total, SUM_LANES) * factor)
-            for d in range(0, dim, lanes_of(real)):
-                store(out + d, load(out + d, lanes_of(real)) * factor)
-        added = load(total, SUM_LANES)
+            for d in range(0, dim, lanes):
+                store(out + d, load(out + d, lanes) * factor)
+        total = state.total + vector * SUM_LANES
+        added = load(total, SUM_LANES) * factor
         for i in range(first, end, SUM_LANES):
             weight = exp(load(scores + i, SUM_LANES) - new)
             store(scores + i, weight)
@@ -196,26 +170,67 @@ def softmax(scores: Reals, out: Reals, top: Reals, total: Reals, begin: Int, end
 
 
 @inlined
-def weigh(
-    outs: list[Reals], values: Reals, places: Longs, weights: Reals, begin: Int, end: Int, dim: int
+def weigh_alone(
+    out: Reals, weights: Reals, places: Longs, values: Reals, begin: Int, end: Int, dim: int
 ) -> None:
-    """out[t][d] += weights[t][key] * v[key][d] for keys [begin, end) in order."""
-    tile, lanes = len(outs), lanes_of(values.element)
+    """out[d] += weights[key] * v[key][d] for keys [begin, end) in order: one vector, one key at a time."""
+    lanes = lanes_of(values.element)
     if begin < end:
-        for first, last, size in columns(dim // lanes, tile):
+        for first, last, size in columns(dim // lanes, 1):
             for d in range(first * lanes, last * lanes, size * lanes):
-                sums = Registers((tile, size), zeros(values, values.element.wide(lanes)))
-                cells = list(product(range(tile), range(size)))
-                for t, c in cells:
-                    sums[t, c] = load(outs[t] + d + c * lanes, lanes)
+                sums = Registers((size,), zeros(values, values.element.wide(lanes)))
+                for c in unrolled(size):
+                    sums[c] = load(out + d + c * lanes, lanes)
+                at = places[begin]
                 for key in range(begin, end):
-                    at = values + d + places[key]
-                    v = [load(at + c * lanes, lanes) for c in unrolled(size)]
-                    weight = [weights[key + t * CHUNK].spread(lanes) for t in unrolled(tile)]
-                    for t, c in cells:
-                        sums[t, c] = fma(v[c], weight[t], sums[t, c])
-                for t, c in cells:
-                    store(outs[t] + d + c * lanes, sums[t, c])
+                    v = [load(values + d + at + c * lanes, lanes) for c in unrolled(size)]
+                    at = places[key + 1]
+                    weight = weights[key].spread(lanes)
+                    for c in unrolled(size):
+                        sums[c] = fma(v[c], weight, sums[c])
+                for c in unrolled(size):
+                    store(out + d + c * lanes, sums[c])
+
+
+@inlined
+def weigh(
+    state: State, first: Int, places: Longs, out: Reals, values: Reals, begin: Int, end: Int,
+    *, tile: int, dim: int,
+) -> None:  # fmt: skip
+    """The same for a tile of vectors, which all see the keys [begin, end): whole groups of them."""
+    lanes = lanes_of(values.element)
+    outs = [out + state.out[first + t] for t in unrolled(tile)]
+    weights = [state.scores + t * CHUNK for t in unrolled(tile)]
+    ahead = Registers((GROUP,), zeros(values, i64))
+    for start, stop, size in columns(dim // lanes, tile):
+        for d in range(start * lanes, stop * lanes, size * lanes):
+            sums = Registers((tile, size), zeros(values, values.element.wide(lanes)))
+            for t, c in product(range(tile), range(size)):
+                sums[t, c] = load(outs[t] + d + c * lanes, lanes)
+            read(ahead, places + begin)
+            for key in range(begin, end, GROUP):
+                at = [values + d + ahead[j] for j in unrolled(GROUP)]
+                read(ahead, places + key + GROUP)
+                add_weighed(sums, [one + key for one in weights], at, size)
+            for t, c in product(range(tile), range(size)):
+                store(outs[t] + d + c * lanes, sums[t, c])
+
+
+def add_weighed(sums: Registers, weights: list[Pointer], values: list[Pointer], size: int) -> None:
+    """sums[t, c] += weights[t][key] * vector c of values[key], for these keys in order."""
+    lanes = lanes_of(values[0].element)
+    new = {cell: sums[cell] for cell in product(range(len(weights)), range(size))}
+    for key, value in enumerate(values):
+        lane = key % lanes
+        if lane == 0:
+            some = [load(weight + key, lanes) for weight in weights]
+        v = [load(value + c * lanes, lanes) for c in range(size)]
+        for t in range(len(weights)):
+            weight = some[t].lanes([lane] * lanes)  # part of the instruction: a number would take a second
+            for c in range(size):
+                new[t, c] = fma(v[c], weight, new[t, c])
+    for cell, total in new.items():
+        sums[cell] = total
 
 
 class Columns(NamedTuple):

@@ -26,7 +26,18 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, TypeVar
 
-from blockdraft.kernels.llvm.language import Pointer, Text, Type, Value, Variable, f32, i8, i32, i64, select
+from blockdraft.kernels.llvm.language import (
+    Assembly,
+    Pointer,
+    Type,
+    Value,
+    Variable,
+    f32,
+    i8,
+    i32,
+    i64,
+    select,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 _POINTERS = {"Bytes": i8, "Words": i32, "Longs": i64, "Floats": f32}
@@ -84,7 +95,7 @@ def assembly(kernel: Written, **known: Any) -> str:
     wanted = {one.arg for one in kernel.tree.args.kwonlyargs}
     if wanted != set(known):
         raise TypeError(f"'{kernel.function.__name__}' is compiled for {sorted(wanted)}, not {sorted(known)}")
-    text = Text()
+    text = Assembly()
     scope: dict[str, Any] = dict(known)
     for index, argument in enumerate(kernel.tree.args.args, start=1):
         assert isinstance(argument.annotation, ast.Name), f"{argument.arg} has no type"
@@ -103,7 +114,7 @@ def field_types(kernel: Written) -> list[str]:
     return [ast.unparse(argument.annotation) for argument in kernel.tree.args.args if argument.annotation]
 
 
-def _field(text: Text, index: int, kind: str, known: Mapping[str, Any]) -> Value:
+def _field(text: Assembly, index: int, kind: str, known: Mapping[str, Any]) -> Value:
     at = Pointer(text, "%job", i64) + index
     if kind == "Int":
         return at[0]
@@ -116,7 +127,7 @@ def _field(text: Text, index: int, kind: str, known: Mapping[str, Any]) -> Value
 class _Body:
     """One function on its way into the text: its names, and what they stand for."""
 
-    def __init__(self, text: Text, written: Written, scope: dict[str, Any]) -> None:
+    def __init__(self, text: Assembly, written: Written, scope: dict[str, Any]) -> None:
         self._text, self._written, self._scope = text, written, scope
         self._result: Any = None
         self._has_returned = False

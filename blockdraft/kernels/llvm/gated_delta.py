@@ -132,7 +132,7 @@ def vectors_of_pieces(real: Type) -> list[tuple[int, int]]:
     return [*((_VECTORS >> i, lanes) for i in range(_VECTORS.bit_length())), (1, 1)]
 
 
-class Head(NamedTuple):
+class HeadPlace(NamedTuple):
     """Where a value head of one row begins, at its first token; of the state, its first column."""
 
     state: Reals
@@ -171,7 +171,7 @@ def do_tokens(
         count = counts[row] if is_fold else num_tokens
         head_at = row * num_tokens * num_heads + head
         key_at = row * num_tokens * sizes.key_step + group * key_size
-        at = Head(
+        at = HeadPlace(
             state=state + (row * state_stride + head * key_size * value_size),
             decay=decay + head_at, beta=beta + head_at, key=key + key_at, query=query + key_at,
             value=value + head_at * value_size, delta=delta + head_at * value_size,
@@ -188,7 +188,14 @@ def do_tokens(
 
 @inlined
 def do_columns(
-    at: Head, sizes: Sizes, column: Int, count: Int, own: Reals, vector: Type, vectors: int, is_fold: bool
+    at: HeadPlace,
+    sizes: Sizes,
+    column: Int,
+    count: Int,
+    own: Reals,
+    vector: Type,
+    vectors: int,
+    is_fold: bool,
 ) -> None:
     """All tokens for some vectors of columns.
 

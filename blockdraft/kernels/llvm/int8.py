@@ -115,8 +115,7 @@ class Int8Kernels:
         chunk = max(1, _CHUNK_BYTES // (k * ROWS))
         self._product(
             m, n, k, chunk, values, token_scale, packed, sums, scale, bias, onto, y, bias is not None,
-            onto is not None,
-            is_small=m * n * k < _SERIAL_OPS,
+            onto is not None, is_small=m * n * k < _SERIAL_OPS,
         )  # fmt: skip
         return y
 

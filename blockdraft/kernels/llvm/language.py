@@ -73,7 +73,7 @@ f32, f64, i1, i8, i16, i32, i64 = (
 _POINTER = Type("ptr")
 
 
-class Text:
+class Assembly:
     """The LLVM assembly of one module as it is written."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Text:
 class Value:
     """A number or a vector that the kernel computes."""
 
-    def __init__(self, text: Text, name: str, type: Type) -> None:
+    def __init__(self, text: Assembly, name: str, type: Type) -> None:
         self.text, self.name, self.type = text, name, type
 
     def constant(self, number: float, type: Type | None = None) -> Value:
@@ -257,7 +257,7 @@ Operand: TypeAlias = Value | float
 class Pointer(Value):
     """The address of numbers of type `element`: p[i] reads and writes one, p + i is the address i further."""
 
-    def __init__(self, text: Text, name: str, element: Type) -> None:
+    def __init__(self, text: Assembly, name: str, element: Type) -> None:
         super().__init__(text, name, _POINTER)
         self.element = element
 
@@ -295,7 +295,7 @@ class Pointer(Value):
 class Variable:
     """A name of the kernel's text whose value changes."""
 
-    def __init__(self, text: Text, type: Type, element: Type | None) -> None:
+    def __init__(self, text: Assembly, type: Type, element: Type | None) -> None:
         self._text, self.type, self.element = text, type, element
         self._name = text.name("%m")
         text.entry.append(f"  {self._name} = alloca {type}")

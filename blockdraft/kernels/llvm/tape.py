@@ -1,4 +1,4 @@
-"""Tape: a step on the CPU, recorded once and replayed without Python between its kernels.
+"""StepTape: a step on the CPU, recorded once and replayed without Python between its kernels.
 
 It is what a CUDA graph is on a card, with the same rules: what the step reads and writes keeps its address,
 and nothing of what is recorded may follow from numbers that the host has read. While a tape records,
@@ -50,13 +50,13 @@ class Call(NamedTuple):
 
 
 class _Recorder(threading.local):
-    tape: Tape | None = None
+    tape: StepTape | None = None
 
 
 _recorder = _Recorder()
 
 
-def current_tape() -> Tape | None:
+def current_tape() -> StepTape | None:
     """The one that records in this thread."""
     return _recorder.tape
 
@@ -125,7 +125,7 @@ class _NoNumbers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what runs inside of it (`with tape:`); `replay` runs it again.
 
     `goes_on`: it is replayed after the tape before it, whose tensors it may read.
@@ -147,18 +147,18 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """PyTorch's compiler, which nobody uses here, takes seconds to import."""
         return False
 
-    def __enter__(self) -> Tape:
+    def __enter__(self) -> StepTape:
         assert _recorder.tape is None, "one tape at a time"
         if not self._goes_on:
             self._arena.clear()
         _recorder.tape = self
-        self._no_numbers.__enter__()
+        self._no_numbers.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._no_numbers.__exit__(*error)
+        self._no_numbers.__exit__(*error)  # type: ignore[no-untyped-call]
         _recorder.tape = None
         self._end_calls()
 

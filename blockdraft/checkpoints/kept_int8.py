@@ -1,0 +1,62 @@
+"""Weights in whole numbers, kept on the disk: packing them takes seconds, reading them a fraction of one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from blockdraft.kernels.int8 import Int8Weight, rotated_columns
+from blockdraft.models.packed_int8 import Int8Matrix
+from blockdraft.settings.cache_files import keep
+from blockdraft.settings.settings import cache_dir
+
+_FORMAT = "1"  # of the file, and of the numbers in it
+_PARTS = ("packed", "sums", "scale", "factors")
+
+
+class KeptInt8:
+    """The matrices of one file of weights, by their modules' paths."""
+
+    def __init__(self, source: Path, factors: Mapping[str, Tensor]) -> None:
+        state = source.stat()
+        digest = hashlib.sha256(f"{_FORMAT} {source.resolve()} {state.st_size} {state.st_mtime_ns}".encode())
+        for path, values in sorted(factors.items()):
+            digest.update(path.encode() + values.numpy().tobytes())
+        self._file = cache_dir() / "packed" / f"{digest.hexdigest()[:32]}.safetensors"
+
+    def read(self) -> dict[str, Int8Matrix]:
+        """Empty: they have to be packed."""
+        try:
+            expected = self._file.with_suffix(".sha256").read_text()
+            with self._file.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError:
+            return {}
+        if digest != expected:
+            return {}
+        with safe_open(self._file, framework="pt") as file:  # mapped: nothing is copied
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        paths = dict.fromkeys(name.rpartition(":")[0] for name in tensors)
+        return {path: _matrix(path, tensors) for path in paths}
+
+    def write(self, matrices: Mapping[str, Int8Matrix]) -> None:
+        tensors: dict[str, Tensor] = {}
+        for path, matrix in matrices.items():
+            tensors |= {f"{path}:{part}": getattr(matrix, part) for part in _PARTS}
+            tensors[f"{path}:rows"] = torch.tensor([matrix.shape[0]])
+        content = save(tensors)
+        keep(self._file, content)
+        keep(self._file.with_suffix(".sha256"), hashlib.sha256(content).hexdigest().encode())
+
+
+def _matrix(path: str, tensors: Mapping[str, Tensor]) -> Int8Matrix:
+    packed, sums, scale, factors, rows = (tensors[f"{path}:{part}"] for part in (*_PARTS, "rows"))
+    columns = factors.shape[0]
+    weight = Int8Weight(packed, sums, scale, factors, int(rows[0]), columns, rotated_columns(columns))
+    return Int8Matrix(weight)
