@@ -2,14 +2,18 @@
 
 tests/lossless/test_lossless.py needs float64 to keep arithmetic noise away from decisions. Here there is
 none: linear, attention, norm, activation and rotation compute a token by one order of operations, whatever
-the width, batch, pages, chunks, hits and preemptions.
+the width, batch, pages, chunks, hits and preemptions. So do products in whole numbers. Steps with
+log-probabilities are not captured, so of captured ones the keys and values are compared.
 """
+
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.models.packed_int8 import Int8Matrix
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(
@@ -46,23 +50,66 @@ def serve_with_metrics(engine, indices, **changes):
     return answers, [delta.metrics for delta in deltas if delta.metrics is not None]
 
 
-@pytest.fixture(scope="module")
-def plain():
+@dataclass(frozen=True, repr=False)
+class Plain:
     """Every request alone, without a drafter, one token at a time."""
-    answers = []
+
+    weights: str
+    answers: list
+    cached: dict
+
+    def engine(self, drafter="trained", **plan):
+        """Another engine for the same requests."""
+        return tiny.engine(drafter, dtype="float32", weights=self.weights, **plan)
+
+
+@pytest.fixture(scope="module", params=["none", "int8"])
+def plain(request):
+    answers, cached = [], {}
     for index in range(len(PROMPTS)):
-        engine = tiny.engine("none", dtype="float32", width=1, prefix_cache=False, page_size=16)
-        answers += serve(engine, [index], width=1)
+        engine = tiny.engine(
+            "none", dtype="float32", weights=request.param, width=1, prefix_cache=False, page_size=16
+        )
+        engine.add(PROMPTS[index], params(index, width=1))
+        deltas, found = watch(engine)
+        answers.append([one for delta in deltas for one in delta.logprobs])
+        cached |= found
     assert all(len(answer) == 40 for answer in answers)
-    return answers
+    assert isinstance(engine.models.target.embedding.weight, Int8Matrix) is (request.param == "int8")
+    return Plain(request.param, answers, cached)
+
+
+def watch(engine):
+    """What an engine says until it is done; by seed the longest keys and values that it came to have."""
+    deltas, cached = [], {}
+    while engine.has_work:
+        deltas += engine.step()
+        cached |= {
+            sequence.sampling.seed: keys_and_values(engine, sequence.row)
+            for sequence in engine.scheduler.running
+            if sequence.num_placed_pages is not None
+        }
+    return deltas, cached
+
+
+def keys_and_values(engine, row):
+    """[layers of the target, 2, heads, positions, size]"""
+    place = torch.arange(int(engine.rows.length[row]))
+    page_size = engine.models.plan.page_size
+    slots = engine.rows.page_table[row, place // page_size] * page_size + place % page_size
+    layers = engine.cache.storage[: len(engine.models.config.layers)]
+    return torch.stack([torch.stack((layer.keys[:, slots], layer.values[:, slots])) for layer in layers])
 
 
 @pytest.mark.parametrize("width", [2, 5, 8])
-@pytest.mark.parametrize("drafter", ["trained", "random"])
-def test_bits_do_not_depend_on_drafter_and_width(plain, drafter, width):
-    for index, answer in enumerate(plain):
-        engine = tiny.engine(drafter, dtype="float32", width=width)
-        assert serve(engine, [index]) == [answer]
+def test_bits_do_not_depend_on_the_width(plain, width):
+    for index, answer in enumerate(plain.answers):
+        assert serve(plain.engine(width=width), [index]) == [answer]
+
+
+@pytest.mark.parametrize("width", [2, 5, 8])
+def test_bits_do_not_depend_on_the_drafter(plain, width):
+    assert serve(plain.engine("random", width=width), range(len(PROMPTS))) == plain.answers
 
 
 @pytest.mark.parametrize(
@@ -71,21 +118,21 @@ def test_bits_do_not_depend_on_drafter_and_width(plain, drafter, width):
     ids=str,
 )
 def test_bits_do_not_depend_on_the_batch_chunks_and_pages(plain, plan):
-    assert serve(tiny.engine(dtype="float32", **plan), range(len(PROMPTS))) == plain
+    assert serve(plain.engine(**plan), range(len(PROMPTS))) == plain.answers
 
 
 def test_bits_do_not_depend_on_a_prefix_hit(plain):
-    engine = tiny.engine(dtype="float32", prefix_cache=True, page_size=2)
-    assert serve(engine, [0]) == plain[:1]
+    engine = plain.engine(prefix_cache=True, page_size=2)
+    assert serve(engine, [0]) == plain.answers[:1]
     answers, metrics = serve_with_metrics(engine, [1, 0])
-    assert answers == [plain[1], plain[0]]
+    assert answers == [plain.answers[1], plain.answers[0]]
     assert all(one.num_cached_tokens > 0 for one in metrics)
 
 
 def test_bits_do_not_depend_on_preemption(plain):
-    engine = tiny.engine(dtype="float32", page_size=2, num_pages=80, prefix_cache=False)
+    engine = plain.engine(page_size=2, num_pages=80, prefix_cache=False)
     answers, metrics = serve_with_metrics(engine, range(len(PROMPTS)))
-    assert answers == plain
+    assert answers == plain.answers
     assert any(one.preemptions > 0 for one in metrics)
 
 
@@ -93,6 +140,31 @@ def test_bits_do_not_depend_on_the_number_of_threads(plain):
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert serve(tiny.engine(dtype="float32"), range(len(PROMPTS))) == plain
+        assert serve(plain.engine(), range(len(PROMPTS))) == plain.answers
+        assert_captured_bits(plain, {})
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"width": 1, "page_size": 3}, {"width": 3, "max_rows": 2}, {"chunk": 7, "overlap": True}],
+    ids=str,
+)
+def test_bits_do_not_depend_on_whether_a_step_is_captured(plain, plan):
+    assert_captured_bits(plain, plan)
+
+
+def assert_captured_bits(plain, plan):
+    engine = plain.engine(is_captured=True, **plan)
+    ids = [engine.add(PROMPTS[index], replace(params(index), logprobs=None)) for index in range(len(PROMPTS))]
+    deltas, cached = watch(engine)
+    for request_id, answer in zip(ids, plain.answers, strict=True):
+        tokens = [token for delta in deltas if delta.request_id == request_id for token in delta.token_ids]
+        assert tokens == [one.token_id for one in answer]
+    assert engine.graphs._graphs, "steps were captured"
+    assert cached.keys() == plain.cached.keys()
+    for seed, expected in plain.cached.items():
+        length = min(expected.shape[3], cached[seed].shape[3])
+        assert length > len(PROMPTS[seed]) + 30 - tiny.BLOCK
+        assert torch.equal(cached[seed][:, :, :, :length], expected[:, :, :, :length])
