@@ -21,6 +21,7 @@ from blockdraft.engine.loaded import Labels, Models
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import CapacityError, ModelError
 from blockdraft.kernels.choice import has_triton
+from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import read_machine
 from blockdraft.models.config import ModelConfig
@@ -31,6 +32,7 @@ from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.registry import build_decoder
 from blockdraft.planner.pair import read_target
 from blockdraft.planner.plan import Plan, Weights, make_plan
+from blockdraft.planner.quality import measured_quality
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.settings.settings import Settings
 from blockdraft.settings.shipped import with_drafter
@@ -138,6 +140,9 @@ def _plan(
     weights, draft_weights = target.weights, None if draft is None else draft.weights
     if settings.load_format == "dummy":
         settings, weights, draft_weights = _unpacked(settings, weights, draft_weights)
+    if device.type == "cpu" and measured_quality(settings.model) and why_no_llvm(torch.float32, device):
+        unset = [name for name in ("quantization", "draft_quantization") if getattr(settings, name) == "auto"]
+        settings = replace(settings, **dict.fromkeys(unset, "none"))  # type: ignore[arg-type]
     draft_config = None if draft is None else draft.config
     try:
         return make_plan(

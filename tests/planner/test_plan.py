@@ -69,9 +69,11 @@ def make_hybrid(max_positions=512):
 GPU = replace(MACHINE, gpu_bytes=80 * 10**9, gpu_free_bytes=78 * 10**9)
 
 
-def plan(draft=None, machine=MACHINE, model=None, weights=None, draft_weights=None, **settings):
+def plan(
+    draft=None, machine=MACHINE, model=None, weights=None, draft_weights=None, name="default", **settings
+):
     return make_plan(
-        Settings(**{"device": "cpu", **settings}),
+        Settings(**{"model": name, "device": "cpu", **settings}),
         machine,
         model or make_model(),
         draft,
@@ -278,7 +280,7 @@ def test_auto_leaves_plain_weights_plain(device):
             device=device,
             weights=Weights(num_values),
             draft_weights=Weights(num_values),
-            model="somebody/else",
+            name="somebody/else",
         )
         assert (made.quantization, made.draft_quantization) == ("none", "none")
 
@@ -335,7 +337,7 @@ def test_target_and_drafter_are_decided_one_by_one():
     assert (made.quantization, made.draft_quantization) == ("keep", "none")
     made = plan(make_draft(), weights=PACKED, draft_weights=huge)
     assert (made.quantization, made.draft_quantization) == ("none", "keep")
-    assert plan(weights=huge, model="somebody/else").draft_quantization == "none"  # no drafter
+    assert plan(weights=huge, name="somebody/else").draft_quantization == "none"  # no drafter
     made = plan(make_draft(), weights=Weights(1), quantization="fp8", draft_quantization="int8")
     assert (made.quantization, made.draft_quantization) == ("fp8", "int8")
 

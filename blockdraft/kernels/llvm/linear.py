@@ -7,6 +7,7 @@ K % line elements follow one by one. So an output's bits depend on its token and
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -45,6 +46,12 @@ class TileLinear:
         tokens = range(1, _MAX_TOKENS + 1)
         self._jits = {count: Jit(linear, real=real_type(dtype), tokens=count) for count in tokens}
 
+    @functools.cache  # noqa: B019
+    def _compile_all(self) -> None:
+        """No number of tokens that comes later has to wait for the compiler."""
+        for jit in self._jits.values():
+            jit.compile()
+
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         n, k = weight.shape
         assert x.shape[-1] == k
@@ -58,6 +65,7 @@ class TileLinear:
         num_passes = -(-num_tokens // _MAX_TOKENS)
         chunk = max(1, _CHUNK_BYTES // (k * x.itemsize + 1) // _ROWS) * _ROWS
         is_small = num_tokens * n * k < _SERIAL_OPS
+        self._compile_all()
         jit = self._jits[-(-num_tokens // num_passes)]
         jit(-(-n // chunk), chunk, num_passes, num_tokens, n, k, weight, x, y, is_small=is_small)
         return y if bias is None else y.add_(bias)
