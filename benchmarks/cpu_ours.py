@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +20,7 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.ready import plain_engine
 
 CONTEXT = 512
+CORES = range(os.cpu_count() or 1)
 QUESTION = "Say hello"
 
 
@@ -98,6 +102,17 @@ def answer(engine: Engine, ids: list[int], max_tokens: int) -> Answer:
     return Answer(tokens, time.perf_counter() - start, len(tokens) - num_first, steps)
 
 
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """For starting processes: OpenMP has bound this thread to one core, and children would inherit that."""
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, CORES)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
+
+
 def flags(quantization: str) -> list[str]:
     return ["--device", "cpu", "--quantization", quantization, "--draft-quantization", quantization]
 
@@ -110,7 +125,9 @@ def first_token_s(quantization: str) -> float:
 
 def first_character_s(command: list[str]) -> float:
     start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    with all_cores():
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with started as process:
         assert process.stdout is not None
         found = process.stdout.read(1)
         seconds = time.perf_counter() - start
@@ -125,7 +142,8 @@ def ready_s(quantization: str) -> float:
     port = free_port()
     command = [sys.executable, "-m", "blockdraft", "serve", "--port", str(port), *flags(quantization)]
     start = time.perf_counter()
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with all_cores():
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while ready(port).get("state") != "ready":
             assert server.poll() is None, f"failed: {command}"
@@ -151,7 +169,8 @@ def memory(quantization: str, draft: str) -> dict[str, float]:
         "cache = 544 * llm.engine.cache.num_bytes / (llm.engine.cache.num_pages * 16) / 2**20\n"
         "print(json.dumps(rss | {'weights': weights, 'cache': cache}))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    with all_cores():
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     found["other"] = found["VmRSS"] - found["weights"] - found["cache"]
     return found

@@ -10,7 +10,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from benchmarks.cpu_ours import QUESTION, Answer, first_character_s, prompt, prompts
+from benchmarks.cpu_ours import QUESTION, Answer, all_cores, first_character_s, prompt, prompts
 from benchmarks.llama_files import DRAFTER, llama_files
 
 WORKER = Path(__file__).with_name("llama_worker.py")
@@ -23,11 +23,13 @@ class Llama:
         self.files, self.threads, self.vocab_size = llama_files(), threads, vocab_size
         # -I: the folder of the script, with names such as http.py, is not searched for modules.
         self.command = [python, "-I", str(WORKER)]
-        self.process = subprocess.Popen(
-            [*self.command, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        with all_cores():
+            self.process = subprocess.Popen(
+                [*self.command, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
         names = {name: str(path) for name, path in self.files.items()}
         found = self._ask("load", files=names, threads=threads)
+        assert found["cores"] >= threads, f"llama.cpp may use {found['cores']} cores for {threads} threads"
         self.version, self.no_drafts = f"llama-cpp-python {found['version']}", str(found["no_drafts"])
         self.system = str(found["system"])
 
@@ -70,6 +72,7 @@ class Llama:
         """Resident megabytes after an answer in a fresh process."""
         words = ["memory", str(self.files[name]), str(self.threads)]
         words += [str(self.files[DRAFTER])] if with_drafter else []
-        done = subprocess.run([*self.command, *words], capture_output=True, text=True, check=True)
+        with all_cores():
+            done = subprocess.run([*self.command, *words], capture_output=True, text=True, check=True)
         found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         return found

@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import sys
 import time
 from pathlib import Path
 
-import llama_cpp as c
-import numpy as np
+CORES = len(os.sched_getaffinity(0))  # before OpenMP binds this thread to one of them
+
+import llama_cpp as c  # noqa: E402
+import numpy as np  # noqa: E402
 
 SET_LAYER_INPUT = "_Z30llama_set_embeddings_layer_inpP13llama_contextjb"
 GET_LAYER_INPUT = "_Z30llama_get_embeddings_layer_inpP13llama_contextj"
@@ -198,7 +201,7 @@ class Worker:
         except AttributeError as error:
             why = f"its library exports no such function: {error}"
         info = c.llama_print_system_info().decode()
-        return {"version": c.__version__, "system": info, "no_drafts": why}
+        return {"version": c.__version__, "system": info, "no_drafts": why, "cores": CORES}
 
     def context(self, model: str, rows: int = 1, ubatch: int = 512) -> Context:
         key = (model, rows, ubatch)

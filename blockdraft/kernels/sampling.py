@@ -89,6 +89,7 @@ class Allowed:
 
 Choose = Callable[[Tensor, Tensor, Tensor, SamplingBatch], Tensor]
 Forbid = Callable[[Tensor, Allowed], None]
+Noise = Callable[[Tensor, Tensor, int, torch.dtype], Tensor]  # seeds, positions, size of the vocabulary
 
 
 def pick_choose(at: Available) -> Choose:
@@ -103,10 +104,15 @@ def pick_choose(at: Available) -> Choose:
 
 def _repeated_choose() -> Choose:
     """On a CPU: what the rows need is asked anew at each replay of a captured step."""
-    from blockdraft.kernels.llvm.sampling import ArgMax
+    from blockdraft.kernels.llvm.sampling import ArgMax, Gumbel
     from blockdraft.kernels.llvm.tape import repeat
 
-    argmax = ArgMax()
+    argmax, native_noise = ArgMax(), Gumbel()
+
+    def noise(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float32:
+            return native_noise(seeds, positions, vocab_size)
+        return gumbel(seeds, positions, vocab_size, dtype)
 
     def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
         chosen = torch.empty(logits.shape[:2], dtype=torch.int64)
@@ -115,7 +121,7 @@ def _repeated_choose() -> Choose:
             if batch.needs == Needs() and argmax.takes(logits):
                 argmax(logits, chosen)
             else:
-                chosen.copy_(reference_choose(logits, starts, recent, batch))
+                chosen.copy_(reference_choose(logits, starts, recent, batch, noise))
 
         repeat(run)
         return chosen
@@ -140,7 +146,9 @@ def reference_forbid(logits: Tensor, allowed: Allowed) -> None:
     logits.masked_fill_((may_come == 0) & is_bound[..., None], NEVER)
 
 
-def reference_choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
+def reference_choose(
+    logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch, noise: Noise = gumbel
+) -> Tensor:
     """One token for each of [R, C]: column c of logits [R, C, V] chooses the one at starts[r] + 1 + c.
 
     The tokens `recent` [R, J] sit at positions starts[r], starts[r] + 1, … and are not counted in the tables
@@ -164,8 +172,8 @@ def reference_choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: Samp
     scaled = scores * (1.0 / torch.where(warm, temperature, 1.0).to(scores.dtype))[:, None, None]
     if batch.has_filter:
         scaled = keep_likely(scaled, batch)
-    noise = gumbel(batch.integers(Whole.SEED), positions, scores.shape[-1], scores.dtype)
-    return torch.where(warm[:, None], (scaled + noise).argmax(dim=-1), greedy)
+    drawn = noise(batch.integers(Whole.SEED), positions, scores.shape[-1], scores.dtype)
+    return torch.where(warm[:, None], (scaled + drawn).argmax(dim=-1), greedy)
 
 
 def penalise(scores: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:

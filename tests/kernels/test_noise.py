@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.noise import gumbel, philox
 
 # Random123, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, output.
@@ -92,3 +93,23 @@ def test_the_extreme_words_give_finite_noise(dtype, monkeypatch):
     noise = gumbel(torch.tensor([0]), torch.tensor([[0]]), 4, dtype)
     assert torch.isfinite(noise).all()
     assert noise[0, 0].tolist() == pytest.approx([-2.811, 16.636] * 2, abs=1e-3)
+
+
+@pytest.mark.skipif(
+    why_no_llvm(torch.float32, torch.device("cpu")) is not None, reason="the CPU kernels are not chosen"
+)
+@pytest.mark.parametrize("vocab_size", [1, 5, 16, 63, 4097])
+def test_the_cpus_kernel_draws_the_same_noise(vocab_size):
+    """And the same bits for a key in whatever company."""
+    from blockdraft.kernels.llvm.sampling import Gumbel
+
+    draw = Gumbel()
+    seeds = torch.tensor([5, -3, 2**62 + 12345])
+    positions = torch.tensor([[1, 2**33 + 7], [0, 99], [5, 6]])
+    found = draw(seeds, positions, vocab_size)
+    assert found.shape == (3, 2, vocab_size)
+    assert torch.allclose(
+        found.double(), gumbel(seeds, positions, vocab_size, torch.float64), rtol=0, atol=2e-6
+    )
+    alone = draw(seeds[1:2], positions[1:2, 1:], vocab_size)
+    assert torch.equal(alone[0, 0], found[1, 1])

@@ -133,6 +133,11 @@ class Value:
             name = "trunc" if new.bits < old.bits else "sext"
         return self.text.value(f"{name} {old} {self.name} to {new}", new)
 
+    def widened(self, type: Type) -> Value:
+        """A whole number that is not negative, with zeros above it."""
+        new = type.wide(self.type.lanes)
+        return self.text.value(f"zext {self.type} {self.name} to {new}", new)
+
     def bits_as(self, type: Type) -> Value:
         """The same bits under another type, of as many."""
         return self.text.value(f"bitcast {self.type} {self.name} to {type}", type)
@@ -216,6 +221,10 @@ class Value:
     def __rshift__(self, other: Operand) -> Value:
         """Zeros come in from above."""
         return self._operate("lshr", "", other)
+
+    def above(self, bits: int) -> Value:
+        """Without its lowest `bits`: the sign comes in from above."""
+        return self._operate("ashr", "", bits)
 
     def __neg__(self) -> Value:
         if self.type.is_float:
@@ -465,6 +474,30 @@ def exp(x: Value) -> Value:
     whole = Type(f"i{bits}", x.type.lanes)
     power = (turns.bits_as(whole) + bias << mantissa).bits_as(x.type)
     return select(x < (-87.3 if bits == 32 else -708.3), 0.0, near_one * power)
+
+
+# Cephes' logf, largest degree first.
+_LOG = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+    2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+
+
+def log(x: Value) -> Value:
+    """The natural logarithm of float32 that are normal and above 0, every lane by the same operations.
+
+    x = 2**n * (1 + f) with 1 + f from sqrt(1/2) to sqrt(2). Within 2 units of the last place.
+    """
+    whole = Type("i32", x.type.lanes)
+    bits = x.bits_as(whole) - 0x3F3504F3  # sqrt(1/2)
+    n = (bits.above(23)).to(f32)
+    f = ((bits & 0x7FFFFF) + 0x3F3504F3).bits_as(x.type) - 1.0
+    square = f * f
+    polynomial = f.constant(_LOG[0])
+    for coefficient in _LOG[1:]:
+        polynomial = fma(polynomial, f, coefficient)
+    small = fma(polynomial * f, square, n * _LN2[32][1]) - 0.5 * square
+    return fma(n, _LN2[32][0], f + small)
 
 
 def sigmoid(x: Value) -> Value:
