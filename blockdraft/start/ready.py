@@ -11,6 +11,7 @@ from blockdraft.engine.governor import widths_for
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.choice import Operation
+from blockdraft.kernels.llvm.tape import NotRecordable
 from blockdraft.phases import StartProgress
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
@@ -219,7 +220,12 @@ def _capture(engine: Engine, settings: Settings, note: Callable[[str], None]) ->
     widths = widths_for(plan.block) if may_choose_width(engine, settings) else sorted({1, plan.width})
     many = plan.max_rows if engine.models.device.type == "cuda" else 1  # where memory must be had in time
     now = [(rows, width) for rows in (1, many) for width in (1, plan.width)]
-    engine.capture(sizes, widths, now)
+    try:
+        engine.capture(sizes, widths, now)
+    except NotRecordable as reason:  # a family that nobody has recorded yet: slower, and as exact
+        engine.drop_graphs()
+        note(f"steps run kernel by kernel: {reason}")
+        return
     sizes_now = " and ".join(map(str, sorted({rows for rows, _ in now})))
     note(
         f"{len(set(now))} graphs, of {sizes_now} rows; up to {len(sizes) * len(widths)}, of widths "
