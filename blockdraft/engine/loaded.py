@@ -70,7 +70,9 @@ class Models:
     def _why_no_graph(self) -> str | None:
         """Of any step here."""
         if self.device.type != "cuda":
-            return why_no_llvm(getattr(torch, self.plan.dtype), self.device)
+            is_native = self.target.kernels.available.path == "llvm"
+            why = why_no_llvm(getattr(torch, self.plan.dtype), self.device)
+            return why if is_native else "the CPU's kernels are not asked for"
         if self.plan.dtype == "float64":
             return "the GPU's kernels do not compute in float64"
         if not has_triton():

@@ -33,12 +33,12 @@ def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"the CPU kernels are not for '{device.type}'"
     if str(dtype) not in ("torch.float32", "torch.float64"):
         return f"the CPU kernels compute in float32 or float64, not {dtype}"
-    return why_not_here()
+    return why_not_here() or _why_no_threads()
 
 
 @functools.cache
 def why_not_here() -> str | None:
-    """The same for this machine's processor, whatever is computed."""
+    """The same for this machine's processor, whatever is computed. Plans ask it, without PyTorch."""
     machine = platform.machine()
     if machine not in _NEEDED:
         return f"the CPU kernels were never measured on {machine}"
@@ -47,11 +47,15 @@ def why_not_here() -> str | None:
         return f"this processor has no {', '.join(sorted(missing))}"
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed (pip install llvmlite)"
+    return None
+
+
+@functools.cache
+def _why_no_threads() -> str | None:
     import torch
 
-    if not hasattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel"):
-        return "this PyTorch was not built with GNU OpenMP"
-    return None
+    has_gomp = hasattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel")
+    return None if has_gomp else "this PyTorch was not built with GNU OpenMP"
 
 
 @functools.cache
