@@ -12,9 +12,9 @@ from tests.test_architecture import ROOT
 
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
-    "kernels": 9_600,
+    "kernels": 9_700,
     "bench": 5_450,
-    "checkpoints": 4_450,
+    "checkpoints": 4_500,
     "server": 8_100,
     "training": 3_150,
     "planner": 2_550,

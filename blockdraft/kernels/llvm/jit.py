@@ -40,6 +40,10 @@ class Jit:
     def _address(self) -> int:
         return _compiler().address(self._kernel, self._known)
 
+    def compile(self) -> None:
+        """Now, and not when it is first called."""
+        assert self._address
+
     @functools.cached_property
     def _fields(self) -> struct.Struct:
         return struct.Struct(

@@ -7,6 +7,7 @@ K % line elements follow one by one. So an output's bits depend on its token and
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -42,8 +43,17 @@ class TileLinear:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        tokens = range(1, _MAX_TOKENS + 1)
-        self._jits = {count: Jit(linear, real=real_type(dtype), tokens=count) for count in tokens}
+
+    @functools.cached_property
+    def _jits(self) -> dict[int, Jit]:
+        """By their tokens. All are compiled when one is wanted, else each would be while somebody waits."""
+        jits = {
+            count: Jit(linear, real=real_type(self._dtype), tokens=count)
+            for count in range(1, _MAX_TOKENS + 1)
+        }
+        for jit in jits.values():
+            jit.compile()
+        return jits
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         n, k = weight.shape
