@@ -38,7 +38,7 @@ def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
 
 @functools.cache
 def why_not_here() -> str | None:
-    """The same for this machine's processor, whatever is computed."""
+    """The same for this machine's processor, whatever is computed. Plans ask it, without PyTorch."""
     machine = platform.machine()
     if machine not in _NEEDED:
         return f"the CPU kernels were never measured on {machine}"
@@ -54,9 +54,8 @@ def why_not_here() -> str | None:
 def _why_no_threads() -> str | None:
     import torch
 
-    if not hasattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel"):
-        return "this PyTorch was not built with GNU OpenMP"
-    return None
+    has_gomp = hasattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel")
+    return None if has_gomp else "this PyTorch was not built with GNU OpenMP"
 
 
 @functools.cache

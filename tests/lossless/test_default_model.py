@@ -1,5 +1,7 @@
 """The embedded default, end to end. `make test` fetches it; without it these tests skip."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -7,6 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from blockdraft import LLM, SamplingParams
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.settings.settings import cache_dir
 
 pytestmark = pytest.mark.skipif(
@@ -52,3 +56,21 @@ def test_conversations_answered_together_are_answered_as_alone(llm):
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=16)
     together = [result.text for result in llm.chat(questions, params)]
     assert together == [llm.chat(question, params)[0].text for question in questions]
+
+
+@pytest.mark.skipif(
+    why_no_llvm(torch.float32, torch.device("cpu")) is not None, reason="the CPU kernels are not chosen"
+)
+@pytest.mark.parametrize(("temperature", "max_tokens"), [(0.0, 24), (0.8, 8)])
+def test_captured_steps_in_whole_numbers_write_what_plain_decoding_writes(llm, temperature, max_tokens):
+    """A step with log-probabilities is not captured, and one of width 1 drafts nothing."""
+    engine = llm.engine
+    assert isinstance(engine.models.target.embedding.weight, Int8Matrix)
+    assert engine.graphs is not None
+    params = SamplingParams(temperature=temperature, seed=8, max_tokens=max_tokens)
+    prompts = ["The three primary colours are red,", "def add(a, b):\n    return"]
+    num_blocks = engine.stats.num_blocks
+    wide = [result.token_ids for result in llm.generate(prompts, params)]
+    assert engine.stats.num_blocks - num_blocks < sum(map(len, wide)), "drafts are accepted"
+    plain = llm.generate(prompts, replace(params, width=1, logprobs=0))
+    assert wide == [result.token_ids for result in plain]

@@ -12,7 +12,7 @@ from blockdraft.engine import forms
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.twin import serve
 from blockdraft.grammar.form import StructuredOutputs
-from blockdraft.step.graphs import MAX_SHARE, CaptureTime, Reading, pack
+from blockdraft.step.graphs import MAX_SHARE, CapturedParts, CaptureTime, Reading, pack
 from blockdraft.step.prefill_graphs import PrefillGraph, PrefillGraphs, filled, shapes
 from blockdraft.step.row_sizes import row_sizes
 from blockdraft.step.verify import Verdict
@@ -250,14 +250,18 @@ def test_a_prefill_that_nobody_has_time_to_capture_has_no_graph_and_one_that_fai
 def test_forms_beside_none_with_a_step_in_flight_or_not(monkeypatch):
     """The answers of both are equal, though one knows only a step later what was committed.
 
-    And by whatever way forced tokens come into a block: a card's does not read the drafts before.
+    And by whatever way forced tokens come into a block: a card's does not read the drafts before. And
+    whether its parts are captured or not.
     """
     results = [stepping.serve_forms(HOST, is_captured=False, overlap=overlap)[0] for overlap in (True, False)]
+    captured, parts = stepping.serve_forms(HOST, is_captured=HOST.has_graphs)
+    assert all(isinstance(one, CapturedParts) for one in parts) is HOST.has_graphs
+    results.append(captured)
     monkeypatch.setattr(forms, "_correct", forms._force)
     results.append(stepping.serve_forms(HOST, is_captured=False)[0])
     # Not `columns`: blocks may come to hold other drafts.
     told = [[(one.token_ids, one.text, one.finish_reason) for one in result] for result in results]
-    assert told[0] == told[1] == told[2]
+    assert told[0] == told[1] == told[2] == told[3]
 
 
 def test_a_step_of_forms_is_read_before_another_one_overwrites_its_masks(monkeypatch):

@@ -43,8 +43,17 @@ class TileLinear:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        tokens = range(1, _MAX_TOKENS + 1)
-        self._jits = {count: Jit(linear, real=real_type(dtype), tokens=count) for count in tokens}
+
+    @functools.cached_property
+    def _jits(self) -> dict[int, Jit]:
+        """By their tokens. All are compiled when one is wanted, else each would be while somebody waits."""
+        jits = {
+            count: Jit(linear, real=real_type(self._dtype), tokens=count)
+            for count in range(1, _MAX_TOKENS + 1)
+        }
+        for jit in jits.values():
+            jit.compile()
+        return jits
 
     @functools.cache  # noqa: B019
     def _compile_all(self) -> None:
