@@ -31,12 +31,13 @@ def test_it_answers_a_question(llm):
     assert result.finish_reason == "stop"
 
 
-def test_it_writes_what_transformers_writes_with_the_same_weights(llm):
+def test_it_writes_what_transformers_writes_with_the_same_weights():
     checkpoint = open_checkpoint("default")
     config = LlamaConfig(**{k: v for k, v in checkpoint.config.items() if k != "architectures"})
     model = LlamaForCausalLM(config).eval()
     model.load_state_dict({name: checkpoint.read(name) for name in checkpoint.tensors()}, strict=False)
     model.tie_weights()
+    llm = LLM(device="cpu", width=8, max_context=512, quantization="none", draft_quantization="none")
     prompt = llm.tokenizer.encode("def binary_search(items, target):\n    low, high = 0,")
     with torch.inference_mode():
         expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=2)

@@ -11,6 +11,7 @@ from blockdraft.cache.spec import bytes_per_row, bytes_per_token
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import CapacityError, SettingsError
+from blockdraft.kernels.cpu import why_not_here
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.plan import (
     CACHE_SHARE,
@@ -21,6 +22,7 @@ from blockdraft.planner.plan import (
     gpu_budget,
     make_plan,
 )
+from blockdraft.planner.quality import MAX_COMMITTED, MAX_PERPLEXITY, Quality, measured_quality
 from blockdraft.settings.settings import Settings
 from tests.fixtures.make_pair import draft_config
 
@@ -70,10 +72,18 @@ GPU = replace(MACHINE, gpu_bytes=80 * 10**9, gpu_free_bytes=78 * 10**9)
 
 
 def plan(
-    draft=None, machine=MACHINE, model=None, weights=None, draft_weights=None, name="default", **settings
+    draft=None,
+    machine=MACHINE,
+    model=None,
+    weights=None,
+    draft_weights=None,
+    *,
+    name="somebody/else",
+    **settings,
 ):
+    """`name`: of a model whose quality in whole numbers nobody has measured."""
     return make_plan(
-        Settings(**{"model": name, "device": "cpu", **settings}),
+        Settings(**{"device": "cpu", "model": name, **settings}),
         machine,
         model or make_model(),
         draft,
@@ -280,9 +290,34 @@ def test_auto_leaves_plain_weights_plain(device):
             device=device,
             weights=Weights(num_values),
             draft_weights=Weights(num_values),
-            name="somebody/else",
         )
         assert (made.quantization, made.draft_quantization) == ("none", "none")
+
+
+@pytest.mark.skipif(why_not_here() is not None, reason=f"no products in whole numbers: {why_not_here()}")
+def test_auto_takes_whole_numbers_on_a_cpu_where_their_quality_was_measured():
+    plain, ggufs = Weights(1000), Weights(1000, "GGUF")
+    made = plan(make_draft(), weights=ggufs, draft_weights=plain, name="default")
+    assert (made.quantization, made.draft_quantization) == ("int8", "int8")
+    assert str(measured_quality("default")) in made.reasons["quantization"]
+    assert plan(weights=plain, name="default", dtype="float64").quantization == "none"
+    assert plan(weights=plain, name="default", device="cuda", machine=GPU).quantization == "none"
+    assert plan(weights=PACKED, name="default").quantization == "none"
+    assert plan(weights=ggufs, name="default", quantization="none").quantization == "none"
+    assert plan(weights=ggufs).quantization == "none"
+    assert plan(weights=ggufs, quantization="int8").quantization == "int8"
+    assert plan(weights=plain, quantization="int8").quantization == "int8"
+
+
+def test_quality_that_is_not_kept_is_as_good_as_not_measured(monkeypatch):
+    table = {
+        "good": Quality(MAX_PERPLEXITY, MAX_COMMITTED),
+        "worse": Quality(MAX_PERPLEXITY * 1.01, 0.0),
+        "slower": Quality(-0.01, MAX_COMMITTED * 1.01),
+    }
+    monkeypatch.setattr("blockdraft.planner.quality._table", lambda: table)
+    names = ("good", "worse", "slower", "other")
+    assert [measured_quality(name) for name in names] == [table["good"], None, None, None]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -337,7 +372,7 @@ def test_target_and_drafter_are_decided_one_by_one():
     assert (made.quantization, made.draft_quantization) == ("keep", "none")
     made = plan(make_draft(), weights=PACKED, draft_weights=huge)
     assert (made.quantization, made.draft_quantization) == ("none", "keep")
-    assert plan(weights=huge, name="somebody/else").draft_quantization == "none"  # no drafter
+    assert plan(weights=huge).draft_quantization == "none"  # no drafter
     made = plan(make_draft(), weights=Weights(1), quantization="fp8", draft_quantization="int8")
     assert (made.quantization, made.draft_quantization) == ("fp8", "int8")
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blockdraft.kernels.int8 import TINY
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.kernels.llvm.language import (
@@ -47,7 +48,6 @@ ROWS = 16  # of a block of weights
 COLUMNS = 16  # values that both sides are filled up to with zeros
 _LANES = {"sdot": 4, "vnni": 16, "avx2": 8, "generic": 4}  # rows that one vector of weights has
 _TOKENS = {"sdot": 4, "vnni": 8, "avx2": 4, "generic": 2}  # of one tile: what registers hold
-_TINY = 2.0**-119  # as in kernels/int8.py
 _VECTOR = 16  # floats at a time while tokens are rounded
 _CHUNK_BYTES = 64 * 1024  # of weights that a thread takes at a time
 _SERIAL_OPS = 1 << 17  # multiply-adds below which waking a thread costs more than it saves
@@ -158,7 +158,7 @@ def round_tokens(
             bits = largest(bits, magnitude(row[i]).bits_as(i32))
         peak = bits.bits_as(f32)
         scale[token] = peak / 127.0
-        factor = 127.0 / peak if peak > _TINY else peak
+        factor = 127.0 / peak if peak > TINY else peak
         for i in range(0, whole, _VECTOR):
             store(out + i, whole_numbers(load(row + i, _VECTOR), factor) ^ flip)
         for i in range(whole, size):
@@ -200,11 +200,8 @@ def turn_lanes(row: Floats, size: Int, distance: int) -> None:
     for i in range(0, size, _VECTOR):
         x = load(row + i, _VECTOR)
         partner = x.lanes([lane ^ distance for lane in unrolled(_VECTOR)])
-        is_second = [lane & distance for lane in unrolled(_VECTOR)]
-        ups = (x + partner).lanes(list(unrolled(_VECTOR)))
-        downs = partner - x
-        places = [lane + _VECTOR if second else lane for lane, second in enumerate(is_second)]
-        store(row + i, ups.lanes(places, downs))
+        places = [lane + _VECTOR if lane & distance else lane for lane in unrolled(_VECTOR)]
+        store(row + i, (x + partner).lanes(places, partner - x))
 
 
 @inlined
@@ -267,45 +264,17 @@ def product(
             token = 0
             while token + tokens <= num_tokens:
                 tile(
-                    at,
-                    first,
-                    token,
-                    n,
-                    k,
-                    x,
-                    x_scale,
-                    sums,
-                    w_scale,
-                    bias,
-                    onto,
-                    y,
-                    has_bias,
-                    has_onto,
-                    tokens,
-                    path,
-                )
+                    at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, has_bias, has_onto,
+                    tokens, path,
+                )  # fmt: skip
                 token += tokens
             left = num_tokens - token
             for count in unrolled(1, tokens):
                 if left == count:
                     tile(
-                        at,
-                        first,
-                        token,
-                        n,
-                        k,
-                        x,
-                        x_scale,
-                        sums,
-                        w_scale,
-                        bias,
-                        onto,
-                        y,
-                        has_bias,
-                        has_onto,
-                        count,
-                        path,
-                    )
+                        at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, has_bias, has_onto,
+                        count, path,
+                    )  # fmt: skip
 
 
 @inlined

@@ -55,12 +55,6 @@ class TileLinear:
             jit.compile()
         return jits
 
-    @functools.cache  # noqa: B019
-    def _compile_all(self) -> None:
-        """No number of tokens that comes later has to wait for the compiler."""
-        for jit in self._jits.values():
-            jit.compile()
-
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         n, k = weight.shape
         assert x.shape[-1] == k
@@ -74,7 +68,6 @@ class TileLinear:
         num_passes = -(-num_tokens // _MAX_TOKENS)
         chunk = max(1, _CHUNK_BYTES // (k * x.itemsize + 1) // _ROWS) * _ROWS
         is_small = num_tokens * n * k < _SERIAL_OPS
-        self._compile_all()
         jit = self._jits[-(-num_tokens // num_passes)]
         jit(-(-n // chunk), chunk, num_passes, num_tokens, n, k, weight, x, y, is_small=is_small)
         return y if bias is None else y.add_(bias)
