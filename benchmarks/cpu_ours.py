@@ -21,7 +21,7 @@ from blockdraft.start.ready import plain_engine
 
 CONTEXT = 512
 CORES = range(os.cpu_count() or 1)
-QUESTION = "Say hello"
+QUESTION = "What is the capital of France?"
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,11 @@ class FolderCheckpoint:
             self.close()
             raise
 
+    @property
+    def files(self) -> list[Path]:
+        """Its shards."""
+        return [Path(str(file.name)) for file in self._files]
+
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {name: place.info for name, place in self._places.items()}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 import torch
@@ -16,16 +18,19 @@ from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
 
-_FORMAT = "1"  # of the file, and of the numbers in it
+_PIECE = 8 << 20  # bytes
+_FORMAT = "2"  # of the file, and of the numbers in it
 _PARTS = ("packed", "sums", "scale", "factors")
 
 
 class KeptInt8:
-    """The matrices of one file of weights, by their modules' paths."""
+    """The matrices of one model, by their modules' paths."""
 
-    def __init__(self, source: Path, factors: Mapping[str, Tensor]) -> None:
-        state = source.stat()
-        digest = hashlib.sha256(f"{_FORMAT} {source.resolve()} {state.st_size} {state.st_mtime_ns}".encode())
+    def __init__(self, sources: Iterable[Path], factors: Mapping[str, Tensor]) -> None:
+        digest = hashlib.sha256(_FORMAT.encode())
+        for source in sources:
+            state = source.stat()
+            digest.update(f"{source.resolve()} {state.st_size} {state.st_mtime_ns}\n".encode())
         for path, values in sorted(factors.items()):
             digest.update(path.encode() + values.numpy().tobytes())
         self._file = cache_dir() / "packed" / f"{digest.hexdigest()[:32]}.safetensors"
@@ -34,11 +39,11 @@ class KeptInt8:
         """Empty: they have to be packed."""
         try:
             expected = self._file.with_suffix(".sha256").read_text()
-            with self._file.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError:
+            with self._file.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+                is_whole = _digest(memoryview(content)) == expected
+        except (OSError, ValueError):  # an empty file cannot be mapped
             return {}
-        if digest != expected:
+        if not is_whole:
             return {}
         with safe_open(self._file, framework="pt") as file:  # mapped: nothing is copied
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -52,7 +57,15 @@ class KeptInt8:
             tensors[f"{path}:rows"] = torch.tensor([matrix.shape[0]])
         content = save(tensors)
         keep(self._file, content)
-        keep(self._file.with_suffix(".sha256"), hashlib.sha256(content).hexdigest().encode())
+        keep(self._file.with_suffix(".sha256"), _digest(memoryview(content)).encode())
+
+
+def _digest(content: memoryview) -> str:
+    """Of its pieces, which all cores hash: somebody waits for it at each start."""
+    pieces = [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda piece: hashlib.sha256(piece).digest(), pieces)
+        return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def _matrix(path: str, tensors: Mapping[str, Tensor]) -> Int8Matrix:

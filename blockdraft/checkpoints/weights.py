@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from blockdraft.checkpoints.checkpoint import Checkpoint, TensorInfo, own_memory
 from blockdraft.checkpoints.column_factors import column_factors
+from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.checkpoints.kept_int8 import KeptInt8
 from blockdraft.checkpoints.names import (
@@ -130,9 +131,8 @@ def load_decoder(
     """Fill a target that was built on the meta device; `progress` hears of parameters done, and of all."""
     factors = column_factors(checkpoint.name) if storage == "int8" else {}
     kept = None
-    is_whole = storage == "int8" and why_no_llvm(torch.float32, device) is None
-    if is_whole and isinstance(checkpoint, GgufCheckpoint):
-        kept = KeptInt8(checkpoint.file, factors)
+    if isinstance(checkpoint, GgufCheckpoint) and _is_whole(storage, device):
+        kept = KeptInt8([checkpoint.file], factors)
     reader = _Reader(checkpoint, checkpoint.tensors(), storage, device, factors, kept)
     slots = reader.load(model, progress)
     if model.head is None:
@@ -142,7 +142,15 @@ def load_decoder(
 
 def load_drafter(model: DFlash, checkpoint: Checkpoint, *, storage: Storage, device: torch.device) -> None:
     """Fill a drafter that was built on the meta device; both layouts use the same names."""
-    _Reader(checkpoint, checkpoint.tensors(), storage, device).load(model)
+    kept = None
+    if isinstance(checkpoint, FolderCheckpoint) and _is_whole(storage, device):
+        kept = KeptInt8(checkpoint.files, {})
+    _Reader(checkpoint, checkpoint.tensors(), storage, device, kept=kept).load(model)
+
+
+def _is_whole(storage: Storage, device: torch.device) -> bool:
+    """Whether matrices become whole numbers, whose packing is worth keeping."""
+    return storage == "int8" and why_no_llvm(torch.float32, device) is None
 
 
 def match_tensors(

@@ -91,9 +91,11 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError("--logprobs has no place in plain text: add --json.")
     prompt = prompt_from(args.prompt)
     from blockdraft.start.preflight import pin_cpu_threads
+    from blockdraft.start.while_importing import quick_imports
 
     pin_cpu_threads(settings)
-    from blockdraft.llm import LLM
+    with quick_imports():
+        from blockdraft.llm import LLM
 
     warnings: list[str] = []
     given = asdict(replace(settings, recipe=None))  # it is among them already

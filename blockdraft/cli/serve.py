@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import math
 import os
 import socket
@@ -147,16 +146,14 @@ def _run_engine(
 ) -> None:
     """All that the engine's process does."""
     from blockdraft.start.preflight import pin_cpu_threads
-    from blockdraft.start.while_importing import wake_card
+    from blockdraft.start.while_importing import quick_imports, wake_card
 
     wake_card(settings.device)
     pin_cpu_threads(settings)
-    gc.disable()  # modules are no garbage, and PyTorch is made of two thousand
-    from blockdraft.server.engine_worker import run_engine
-    from blockdraft.start.ready import start_engine
+    with quick_imports():
+        from blockdraft.server.engine_worker import run_engine
+        from blockdraft.start.ready import start_engine
 
-    gc.freeze()  # nobody need look through them again
-    gc.enable()
     make_engine = functools.partial(start_engine, settings)
     run_engine(connection, make_engine, startup, step_timeout_s=step_timeout_s)
 

@@ -23,15 +23,21 @@ class KernelModule(nn.Module):
             raise ValueError("this model is bound to kernels, which have no gradient: bind it to REFERENCE")
 
 
-def with_kernels(model: Module, kernels: Kernels) -> Module:
-    """The same model, weights shared, that computes by `kernels`; the one that is given stays as it is.
+def bind(model: Module, kernels: Kernels) -> Module:
+    """The model, which computes by `kernels` from now on.
 
-    ValueError: `model` is being trained, and only the references have gradients.
+    ValueError: it is being trained, and only the references have gradients.
     """
     if not kernels.is_reference and any(one.requires_grad for one in model.parameters()):
         raise ValueError("parameters that require gradients can be bound to REFERENCE only")
-    twin = copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())})
-    for part in twin.modules():
+    for part in model.modules():
         if isinstance(part, KernelModule):
             part.kernels = kernels
-    return twin
+    return model
+
+
+def with_kernels(model: Module, kernels: Kernels) -> Module:
+    """Another model that shares its weights and computes by `kernels`. Raises what `bind` raises."""
+    return bind(
+        copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())}), kernels
+    )

@@ -28,7 +28,7 @@ from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair
-from blockdraft.models.kernel_module import with_kernels
+from blockdraft.models.kernel_module import bind
 from blockdraft.models.registry import build_decoder
 from blockdraft.planner.pair import read_target
 from blockdraft.planner.plan import Plan, Weights, make_plan
@@ -281,7 +281,7 @@ def load_target(
     else:
         load_decoder(target, checkpoint, storage=plan.quantization, device=device, progress=progress)
     kernels = kernels_for(getattr(torch, plan.dtype), device, is_fast=not plan.same_bits)
-    return with_kernels(target.requires_grad_(False).eval(), kernels)
+    return bind(target.requires_grad_(False).eval(), kernels)
 
 
 def _decoder(config: ModelConfig, taps: tuple[int, ...], max_positions: int, device: torch.device) -> Decoder:
@@ -315,7 +315,7 @@ def load_dflash(
     else:
         load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
         ids = _vocab_map(checkpoint, config, has_head, device)
-    model = with_kernels(model.requires_grad_(False).eval(), target.kernels)
+    model = bind(model.requires_grad_(False).eval(), target.kernels)
     return DFlashDrafter(model, target, ids)
 
 

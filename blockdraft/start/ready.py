@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from blockdraft.check.selfcheck import Verification, captured, without_drafter
 from blockdraft.check.verified import verify_changes
@@ -87,12 +88,15 @@ def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> E
     engine = Engine(fit_pages(models, settings, note))
     if models.device.type == "cuda":
         warm(engine, note, _rounds(models, settings))  # what does not compile shows now
-    if why_no_graphs(engine.models, settings) is None:
-        _capture(engine, settings, note)
-    acceptance = known_acceptance(engine.models)
-    if acceptance and may_choose_width(engine, settings):
-        engine.replan(plan_with_width(engine, acceptance, uses_stored=True))
-        note(_shown_width(engine))
+    with _captured_or_not(engine, note):
+        if why_no_graphs(engine.models, settings) is None:
+            _capture(engine, settings, note, is_awaited=True)
+        acceptance = known_acceptance(engine.models)
+        if acceptance and may_choose_width(engine, settings):
+            engine.replan(plan_with_width(engine, acceptance, uses_stored=True))
+            note(_shown_width(engine))
+        if engine.graphs is not None:
+            engine.graphs.capture_next([(1, engine.models.plan.width)])
     return engine
 
 
@@ -134,7 +138,7 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
         )
     reason = why_no_graphs(models, settings)
     if reason is None:
-        with startup.phase("capture"):
+        with startup.phase("capture"), _captured_or_not(engine, startup.note):
             _capture(engine, settings, startup.note)
     else:
         startup.skip("capture", reason)
@@ -213,21 +217,32 @@ def _bound(engine: Engine, settings: Settings, startup: StartProgress) -> None:
         engine.replan(plan_with_short_chunk(engine, settings.max_stall_ms, startup.note))
 
 
-def _capture(engine: Engine, settings: Settings, note: Callable[[str], None]) -> None:
-    """At once only what the first request needs, and what takes most memory."""
+def _capture(
+    engine: Engine, settings: Settings, note: Callable[[str], None], *, is_awaited: bool = False
+) -> None:
+    """At once only what the first request needs, and what takes most memory.
+
+    `is_awaited`: somebody waits for the first token, so on a CPU nothing is captured that may not be needed.
+    """
     plan = engine.models.plan
     sizes = row_sizes(plan.max_rows, is_exact=engine.models.device.type == "cpu")
     widths = widths_for(plan.block) if may_choose_width(engine, settings) else sorted({1, plan.width})
     many = plan.max_rows if engine.models.device.type == "cuda" else 1  # where memory must be had in time
-    now = [(rows, width) for rows in (1, many) for width in (1, plan.width)]
+    rows_now = [] if is_awaited and engine.models.device.type == "cpu" else sorted({1, many})
+    now = [(rows, width) for rows in rows_now for width in sorted({1, plan.width})]
+    engine.capture(sizes, widths, now)
+    made = f"{len(now)} graphs, of {' and '.join(map(str, rows_now))} rows; " if now else ""
+    note(
+        f"{made}up to {len(sizes) * len(widths)} graphs, of widths {widths}, when they are wanted, or likely "
+        "and nobody is served"
+    )
+
+
+@contextmanager
+def _captured_or_not(engine: Engine, note: Callable[[str], None]) -> Iterator[None]:
+    """A family that nobody has recorded yet on a CPU goes on kernel by kernel: slower, and as exact."""
     try:
-        engine.capture(sizes, widths, now)
-    except NotRecordable as reason:  # a family that nobody has recorded yet: slower, and as exact
+        yield
+    except NotRecordable as reason:
         engine.drop_graphs()
         note(f"steps run kernel by kernel: {reason}")
-        return
-    sizes_now = " and ".join(map(str, sorted({rows for rows, _ in now})))
-    note(
-        f"{len(set(now))} graphs, of {sizes_now} rows; up to {len(sizes) * len(widths)}, of widths "
-        f"{widths}, when they are wanted, or likely and nobody is served"
-    )

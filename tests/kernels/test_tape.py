@@ -2,6 +2,7 @@
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -218,6 +219,7 @@ def test_a_replay_by_any_number_of_threads(threads):
         lambda x: torch.equal(x, x),
         lambda x: x.tolist(),
         lambda x: x.numpy(),
+        lambda x: np.asarray(x),
     ],
 )
 def test_a_step_that_asks_for_numbers_is_not_recorded(ask):

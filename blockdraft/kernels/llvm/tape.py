@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -28,7 +28,12 @@ _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
 # The host would read numbers, or memory whose size follows from them.
 _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_ASKING_BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # which no dispatcher sees
+_ASKING_BY_HAND = ("tolist", "numpy", "__array__")  # of Tensor, which no dispatcher sees
+# Of a contiguous tensor these are views.
+_RESHAPING: dict[Any, Callable[..., Tensor]] = {
+    _aten.reshape.default: Tensor.view,
+    _aten.contiguous.default: lambda x: x,
+}
 _CONSTANT = (
     _aten.arange.start_step, _aten.arange.start, _aten.arange.default, _aten.new_full.default,
     _aten.full.default, _aten.scalar_tensor.default,
@@ -75,6 +80,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
+        self._places: list[range] = []  # their addresses
         self._used: list[list[tuple[int, int, StorageWeakRef]]] = []  # of each chunk, in order
 
     def clear(self) -> None:
@@ -82,7 +88,7 @@ class Arena:
         self._used = [[] for _ in self._chunks]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        numel = functools.reduce(int.__mul__, map(int, shape), 1)
+        numel = math.prod(shape)
         size = max(_ALIGN, -(-numel * dtype.itemsize // _ALIGN) * _ALIGN)
         for chunk, used in zip(self._chunks, self._used, strict=True):
             used[:] = [one for one in used if not one[2].expired()]  # type: ignore[no-untyped-call]
@@ -91,7 +97,8 @@ class Arena:
                 if begin - end >= size:
                     return self._taken(chunk, used, index, end, size, shape, dtype, numel)
                 end = after
-        self._chunks.append(torch.empty(max(_CHUNK, size), dtype=torch.uint8))
+        self._chunks.append(new := torch.empty(max(_CHUNK, size), dtype=torch.uint8))
+        self._places.append(range(new.data_ptr(), new.data_ptr() + new.nbytes))
         self._used.append([])
         return self._taken(self._chunks[-1], self._used[-1], 0, 0, size, shape, dtype, numel)
 
@@ -101,28 +108,38 @@ class Arena:
         dtype: torch.dtype, numel: int,
     ) -> Tensor:  # fmt: skip
         memory = (ctypes.c_char * size).from_address(chunk.data_ptr() + begin)
-        tensor = torch.frombuffer(memory, dtype=dtype, count=max(1, numel))[:numel].view(tuple(shape))
+        tensor = torch.frombuffer(memory, dtype=dtype, count=max(1, numel))
+        tensor = tensor[:numel].view(tuple(shape)) if numel == 0 else tensor.view(tuple(shape))
         used.insert(index, (begin, begin + size, StorageWeakRef(tensor.untyped_storage())))  # type: ignore[no-untyped-call]
         return tensor
 
     def __contains__(self, tensor: Tensor) -> bool:
         place = tensor.data_ptr()
-        return any(one.data_ptr() <= place < one.data_ptr() + one.nbytes for one in self._chunks)
+        return any(place in one for one in self._places)
 
     @property
     def num_bytes(self) -> int:
         return sum(chunk.nbytes for chunk in self._chunks)
 
 
-class _NoNumbers(TorchFunctionMode):
-    """Lets the host read nothing past the dispatcher."""
+@functools.cache
+def _watch_tensors() -> None:
+    """From now on, a thread that records cannot read numbers past the dispatcher.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _ASKING_BY_HAND:
-            raise NotRecordable(f"{func.__name__} asks for numbers")
-        return func(*args, **(kwargs or {}))
+    A TorchFunctionMode would see them, too, and all else that is asked of tensors: a fifth of a recording.
+    """
+    for name in _ASKING_BY_HAND:
+        setattr(Tensor, name, _watched(name, getattr(Tensor, name)))
+
+
+def _watched(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(ask)
+    def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _recorder.tape is not None:
+            raise NotRecordable(f"{name} asks for numbers")
+        return ask(tensor, *args, **kwargs)
+
+    return watched
 
 
 class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -139,7 +156,6 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parts: list[Callable[[], None]] = []
         self._constants: dict[int, Callable[[], None]] = {}  # by the place of their memory
         self._held: list[Tensor] = []  # memory that is not the arena's must stay
-        self._no_numbers = _NoNumbers()
         self.num_kernels = 0
 
     @classmethod
@@ -151,14 +167,13 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert _recorder.tape is None, "one tape at a time"
         if not self._goes_on:
             self._arena.clear()
+        _watch_tensors()
         _recorder.tape = self
-        self._no_numbers.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._no_numbers.__exit__(*error)  # type: ignore[no-untyped-call]
         _recorder.tape = None
         self._end_calls()
 
@@ -182,7 +197,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parts.append(run)
         _recorder.tape = None
         try:
-            with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            with torch.utils._python_dispatch._disable_current_modes():
                 run()
         finally:
             _recorder.tape = self
@@ -200,13 +215,17 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is _aten.detach_.default:
             return args[0]
+        if func in _EMPTY and (asked := _contiguous(func, args, kwargs)) is not None:
+            return self._arena.empty(*asked)
+        if func in _RESHAPING and not kwargs and args[0].is_contiguous():
+            return _RESHAPING[func](*args)
         if _is_composite(func):  # in inference mode they come whole: `reshape`, `item`
             super().__enter__()  # type: ignore[no-untyped-call]
             try:
                 return func.decompose(*args, **kwargs)
             finally:
                 super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if _ASKING & set(func.tags) and not _takes_rows(func, args):
+        if _asks(func) and not _takes_rows(func, args):
             raise NotRecordable(f"{func} asks for numbers")
         from blockdraft.kernels.llvm.copies import lowered
 
@@ -214,15 +233,13 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if copied is not None:
             return copied
         result = func(*args, **kwargs)
-        if func in _EMPTY and result.is_contiguous():
-            return self._arena.empty(result.shape, result.dtype)
         if func in _CONSTANT:
             again = functools.partial(_again, func, args, kwargs, result)  # holds the result
             self._constants[result.untyped_storage()._cdata] = again
         elif func._schema.is_mutable:
             self._refill((args, kwargs))
             self._note(functools.partial(func, *args, **kwargs))
-        elif not _shares_memory(result, (args, kwargs)):
+        elif not _is_view(func) and not _shares_memory(result, (args, kwargs)):
             self._note(functools.partial(_again, func, args, kwargs, result))
         return result
 
@@ -243,6 +260,31 @@ def _is_composite(func: Any) -> bool:
     """Whether it is nothing but other operations."""
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU")
+
+
+@functools.cache
+def _asks(func: Any) -> bool:
+    return bool(_ASKING & set(func.tags))
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether its result lies in its argument's memory by its schema, which does not tell of all that do."""
+    return any(one.alias_info is not None for one in func._schema.returns)
+
+
+def _contiguous(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Sequence[int], torch.dtype] | None:
+    """Shape and dtype of the new tensor that is asked for; None: it is not to be contiguous."""
+    if kwargs.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
+        return None
+    if func is _aten.empty.memory_format:
+        return args[0], kwargs.get("dtype") or torch.get_default_dtype()
+    dtype = kwargs.get("dtype") or args[0].dtype
+    if func is _aten.new_empty.default:
+        return args[1], dtype
+    return (args[0].shape, dtype) if args[0].is_contiguous() else None
 
 
 def _takes_rows(func: Any, args: tuple[Any, ...]) -> bool:
