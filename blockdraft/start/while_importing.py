@@ -15,11 +15,9 @@ from blockdraft.machine.machine import may_have_gpu
 def quick_imports() -> Iterator[None]:
     """PyTorch is made of a thousand modules, which are no garbage: nobody need look through them."""
     gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def wake_card(device: str) -> None:
