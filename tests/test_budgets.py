@@ -14,7 +14,7 @@ from tests.test_architecture import ROOT
 BUDGETS = {
     "kernels": 9_700,
     "bench": 5_450,
-    "checkpoints": 4_500,
+    "checkpoints": 4_550,
     "server": 8_100,
     "training": 3_150,
     "planner": 2_550,

@@ -535,7 +535,7 @@ def test_our_own_server_is_started_eager_and_not_and_paired_with_itself(monkeypa
         assert list(phases) == expected
         assert sum(phases.values()) == pytest.approx(start["ready_s"], abs=0.01)
         assert phases["process and imports"] > 0
-        assert 0 < start["first_ttft_s"] < start["first_latency_s"]
+        assert 0 < start["first_ttft_s"] <= start["first_latency_s"]  # one step may be all of an answer
     assert usual["first_ttft_s"] == found["warmup"]["first_ttft_s"]
     assert found["endpoint"]["drafter_hash"]
     said = capsys.readouterr()

@@ -112,7 +112,8 @@ def assembly(kernel: Written, **known: Any) -> str:
 def field_types(kernel: Written) -> list[str]:
     """The names of its fields' types, in order. Nothing is parsed for them: what is compiled is quick."""
     code, types = kernel.function.__code__, kernel.function.__annotations__
-    return [types[name] for name in code.co_varnames[: code.co_argcount]]
+    found = (types[name] for name in code.co_varnames[: code.co_argcount])
+    return [one if isinstance(one, str) else one.__name__ for one in found]
 
 
 def _field(text: Assembly, index: int, kind: str, known: Mapping[str, Any]) -> Value:
