@@ -1,5 +1,7 @@
 """The CPU's kernels, compiled, are kept on the disk; what was damaged there is compiled again."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

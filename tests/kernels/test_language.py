@@ -1,5 +1,7 @@
 """The language of the CPU's kernels: what a kernel computes, what is refused, and in which words."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

@@ -1,5 +1,7 @@
 """Tapes of recorded steps: a replay is what running it again would be, in memory that lives long enough."""
 
+from __future__ import annotations
+
 import gc
 
 import numpy as np

@@ -71,6 +71,8 @@ class Written:
 def kernel(function: F) -> Written:
     """A kernel; `jit.Jit` compiles it."""
     assert isinstance(function, FunctionType)
+    names = function.__annotations__.values()
+    assert all(isinstance(one, str) for one in names), "its file needs `from __future__ import annotations`"
     return Written(function)
 
 
@@ -112,8 +114,7 @@ def assembly(kernel: Written, **known: Any) -> str:
 def field_types(kernel: Written) -> list[str]:
     """The names of its fields' types, in order. Nothing is parsed for them: what is compiled is quick."""
     code, types = kernel.function.__code__, kernel.function.__annotations__
-    found = (types[name] for name in code.co_varnames[: code.co_argcount])
-    return [one if isinstance(one, str) else one.__name__ for one in found]
+    return [types[name] for name in code.co_varnames[: code.co_argcount]]
 
 
 def _field(text: Assembly, index: int, kind: str, known: Mapping[str, Any]) -> Value:
