@@ -162,11 +162,8 @@ def make_plan(
     held = _weight_bytes(weights, quantization, element_bytes)
     held += _weight_bytes(draft_weights, draft_quantization, element_bytes)
     state_bytes = (max_rows + 1) * row_bytes
-    if is_cpu:
-        contexts = 2 * model.max_positions * bytes_per_token(specs, element_bytes) + state_bytes
-        room_bytes = min(int(memory * CACHE_SHARE), max(CPU_CACHE_BYTES, contexts))
-    else:
-        room_bytes = _gpu_room(settings, machine, held)
+    contexts = 2 * model.max_positions * bytes_per_token(specs, element_bytes) + state_bytes
+    room_bytes = _cpu_room(memory, contexts) if is_cpu else _gpu_room(settings, machine, held)
     room = _cache_tokens(settings, room_bytes, specs, element_bytes, state_bytes)
     max_context, num_pages = _cache(resolver, settings, model, room, max_rows, block, is_cpu=is_cpu)
     if settings.prefix_cache and model.is_hybrid:
@@ -311,6 +308,11 @@ def _weight_bytes(weights: Weights, storage: Storage, element_bytes: int) -> int
     """Of formats that stay packed, at the least half a byte a value."""
     each = {"none": float(element_bytes), "fp8": 1.0, "int8": 1.0, "keep": 0.5}[storage]
     return int(weights.num_values * each)
+
+
+def _cpu_room(memory: int, contexts: int) -> int:
+    """Bytes for a cache that may have to hold `contexts` bytes."""
+    return min(int(memory * CACHE_SHARE), max(CPU_CACHE_BYTES, contexts))
 
 
 def _gpu_room(settings: Settings, machine: Machine, weight_bytes: int) -> int:

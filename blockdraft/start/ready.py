@@ -236,11 +236,7 @@ def _capture(
     rows_now = [] if is_awaited and engine.models.device.type == "cpu" else sorted({1, many})
     now = [(rows, width) for rows in rows_now for width in sorted({1, plan.width})]
     engine.capture(sizes, widths, now)
-    made = f"{len(now)} graphs, of {' and '.join(map(str, rows_now))} rows; " if now else ""
-    note(
-        f"{made}up to {len(sizes) * len(widths)} graphs, of widths {widths}, when they are wanted, or likely "
-        "and nobody is served"
-    )
+    note(f"{len(now)} steps captured; up to {len(sizes) * len(widths)} as they are wanted")
 
 
 @contextmanager
