@@ -170,8 +170,7 @@ class LLM:
     def _step(self) -> None:
         self._end_dropped()
         for delta in self.engine.step():
-            inbox = self._inbox.get(delta.request_id)
-            if inbox is not None:
+            if (inbox := self._inbox.get(delta.request_id)) is not None:
                 inbox.append(delta)
 
     def _run(
