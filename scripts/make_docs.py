@@ -33,7 +33,7 @@ def settings_page() -> str:
         "",
         "`engine_args` and `engine_env` add up instead: more flags do not cost those of the recipe. A key of",
         "a recipe or a `BLOCKDRAFT_` variable that nobody would read is an error. `auto` is resolved in",
-        "`plan.py`; on a CPU: float32, 16 rows, chunks of 256, a quarter of the free memory for the cache,",
+        "`plan.py`; on a CPU: float32, 16 rows, chunks of 256, 1 GiB of cache or what two contexts need,",
         "the model's own context as far as that reaches, width 1 without a drafter and with one what was",
         "measured to be fastest ([width.md](width.md)). The drafter that `auto` means is the one",
         "that ships for the model: so far the default model alone has one.",

@@ -23,7 +23,7 @@ BUDGETS = {
     "launch": 2_050,
     "models": 2_200,
     "check": 2_500,
-    "start": 1_650,
+    "start": 1_700,
     "doctor": 1_150,
     "settings": 1_150,
     "tools": 1_900,

@@ -57,11 +57,13 @@ class Load:
         """Whether drafts pay, and against what; empty where no width was chosen yet."""
         if not self.governed_rows:
             return ""
-        rows = "1 row" if self.governed_rows == 1 else f"{self.governed_rows} rows"
-        plain = f"plain steps of {rows}, as measured at the start and corrected by what was served"
+        at_once = "one answer" if self.governed_rows == 1 else f"{self.governed_rows} answers at once"
         if self.governed_width == 1:
-            return f"speculation does not pay here: nothing is faster than {plain}"
-        return f"speculation pays {self.speedup:.1f}x here: width {self.governed_width}, against {plain}"
+            return f"speculation: off for now, plain decoding is as fast with {at_once}"
+        return (
+            f"speculation: on, {self.governed_width} tokens per step, {self.speedup:.1f}x the speed of plain "
+            f"decoding with {at_once}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ CPU_ROWS = 16
 GPU_ROWS = (256, 192, 128, 64)
 ROWS_SHARE = 0.05  # of a GPU's budget, for the logits of every row's block and the rows' recurrent states
 LOGIT_BYTES = 8  # for each logit of the largest step: the target's and the drafter's, and what samples them
-CACHE_SHARE = 0.25  # of the free memory, on a machine that has other work too
+CACHE_SHARE = 0.25  # of the free memory at most, on a machine that has other work too
+CPU_CACHE_BYTES = 1 << 30  # there, unless two full contexts take more: old prompts fill what they may
 WORK_BYTES = 1 << 30  # of a GPU, for activations and graphs; replaced by what is measured
 MIN_CONTEXT = 256  # tokens; less is no service, so a start that would have to shrink to it fails
 MARGIN_BYTES = 256 << 20  # of a GPU, for smaller graphs, and a library's plan for an odd shape
@@ -36,6 +37,7 @@ ALL_POSITIONS = "all the positions that the model knows"
 CACHE_HOLDS = "what the cache holds: less than the model knows"
 ALL_ROWS = "every row at full context"
 LEFT_OVER = "what weights and steps leave"
+CPU_CACHE = "1 GiB or two full contexts, at most a quarter of the free memory; taken as it is used"
 UNPACK_SHARE = 0.5  # of the free memory: what unpacked weights may take before they stay packed
 
 T = TypeVar("T")
@@ -159,8 +161,9 @@ def make_plan(
     max_rows = resolver.take("max_rows", *_rows(memory, row_bytes, block * model.vocab_size, is_cpu=is_cpu))
     held = _weight_bytes(weights, quantization, element_bytes)
     held += _weight_bytes(draft_weights, draft_quantization, element_bytes)
-    room_bytes = int(memory * CACHE_SHARE) if is_cpu else _gpu_room(settings, machine, held)
     state_bytes = (max_rows + 1) * row_bytes
+    contexts = 2 * model.max_positions * bytes_per_token(specs, element_bytes) + state_bytes
+    room_bytes = _cpu_room(memory, contexts) if is_cpu else _gpu_room(settings, machine, held)
     room = _cache_tokens(settings, room_bytes, specs, element_bytes, state_bytes)
     max_context, num_pages = _cache(resolver, settings, model, room, max_rows, block, is_cpu=is_cpu)
     if settings.prefix_cache and model.is_hybrid:
@@ -307,6 +310,11 @@ def _weight_bytes(weights: Weights, storage: Storage, element_bytes: int) -> int
     return int(weights.num_values * each)
 
 
+def _cpu_room(memory: int, contexts: int) -> int:
+    """Bytes for a cache that may have to hold `contexts` bytes."""
+    return min(int(memory * CACHE_SHARE), max(CPU_CACHE_BYTES, contexts))
+
+
 def _gpu_room(settings: Settings, machine: Machine, weight_bytes: int) -> int:
     """For the cache, before anything is measured (start/memory.py does that once the weights are there)."""
     budget = gpu_budget(settings, machine)
@@ -352,8 +360,7 @@ def _cache(
     beside = 2 * block + settings.page_size  # scratch, and a page that is only begun
     max_context = _max_context(resolver, settings, model, room - beside)
     wanted = max_rows * (max_context + beside)
-    share = f"at most {CACHE_SHARE:.0%} of the free memory, taken as it is used"
-    resolver.take("cache_bytes", 0, share if is_cpu else ALL_ROWS if wanted <= room else LEFT_OVER)
+    resolver.take("cache_bytes", 0, CPU_CACHE if is_cpu else ALL_ROWS if wanted <= room else LEFT_OVER)
     return max_context, min(room, wanted) // settings.page_size
 
 

@@ -59,6 +59,7 @@ class Costs:
     plain_s: float
     by_width: Mapping[int, float]  # drafting, verifying and absorbing
     several: Mapping[tuple[int, int], float] = field(default_factory=dict)  # by rows and width
+    is_steady: bool = True  # else something else took the machine's time meanwhile
 
     @property
     def by_place(self) -> dict[tuple[int, int], float]:
@@ -73,7 +74,7 @@ class WidthChoice(NamedTuple):
     reason: str
 
 
-TOO_BUSY = WidthChoice(1, "the machine was too busy to measure what drafts cost; --width asks for them")
+TOO_BUSY = "the machine was busy while the start measured what drafts cost; steps that serve measure again"
 
 
 def committed(shares: tuple[float, ...], width: int) -> float:
@@ -110,14 +111,10 @@ def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTI
     best = max(safe or gains, key=lambda width: mean[width])
     width = min((one for one in safe if mean[one] >= AS_GOOD * mean[best]), default=best)
     worst = min(gains[width], key=lambda category: gains[width][category])
-    found = (
-        f"a step of {width} costs {costs.by_width[width] / costs.plain_s:.2f} plain ones, for "
-        f"{mean[width]:.2f} times the speed in the mean and {gains[width][worst]:.2f} times for {worst}, "
-        "carefully estimated"
-    )
+    found = f"{mean[width]:.2g}x ({gains[width][worst]:.2g}x on {worst})"
     if not safe:
-        return WidthChoice(1, f"no draft pays on this machine; at best {found}")
-    return WidthChoice(width, found)
+        return WidthChoice(1, f"no draft pays on this machine: {width} tokens per step would give {found}")
+    return WidthChoice(width, f"expected {found}")
 
 
 def may_choose_width(engine: Engine, settings: Settings) -> bool:
@@ -138,7 +135,12 @@ def govern(engine: Engine) -> None:
 
 
 def plan_with_width(
-    engine: Engine, acceptance: Acceptance, *, uses_stored: bool = False, stores: bool = True
+    engine: Engine,
+    acceptance: Acceptance,
+    *,
+    uses_stored: bool = False,
+    stores: bool = True,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The idle engine's plan with the width that pays. `uses_stored`: by costs that were measured before."""
     file = cache_dir() / "widths" / f"{_key(engine, acceptance)}.json"
@@ -147,14 +149,15 @@ def plan_with_width(
     costs = _stored(file) if uses_stored else None
     if costs is None:
         costs = _measured(engine, acceptance, caution)
-        if costs is not None and stores:
+        if costs.is_steady and stores:
             _store(file, costs)
-    if costs is None:  # on a GPU a whole block costs little more than one token: it stays
-        return plan.changed({"width": TOO_BUSY.reason}, width=1) if is_cpu else plan
+    if not costs.is_steady:
+        warn(TOO_BUSY)
+        if not is_cpu:  # a whole block costs little more than one token there: it stays
+            return plan
     width, reason = choose_width(acceptance, costs, caution=caution)
-    if is_cpu and width == 1:
+    if is_cpu and width == 1 and costs.is_steady:
         return plan.changed({"width": reason}, width=1)
-    reason += "; then by how drafts fare and what steps take"
     chances = chances_of(acceptance, plan.block, caution=caution)
     return plan.changed({"width": reason}, width=width, step_costs=costs.by_place, draft_chances=chances)
 
@@ -164,8 +167,8 @@ def plan_with_width(
 
 def measure_costs(
     engine: Engine, acceptance: Acceptance, clock: Callable[[], float] = time.perf_counter
-) -> Costs | None:
-    """Of plain steps, and of each width that can still be the best; None: no two times of a step are alike.
+) -> Costs:
+    """Of plain steps, and of each width that can still be the best.
 
     The engine, which is idle, stays as it was. Where steps are captured, the planned width alone is measured:
     each width is a graph to capture.
@@ -191,13 +194,13 @@ def measure_costs(
                     break
     finally:
         pages.release(held)
-    return _costs(times) if _is_steady(times) else None
+    return replace(_costs(times), is_steady=_is_steady(times))
 
 
-def _measured(engine: Engine, acceptance: Acceptance, caution: float) -> Costs | None:
+def _measured(engine: Engine, acceptance: Acceptance, caution: float) -> Costs:
     costs, plan = measure_costs(engine, acceptance), engine.models.plan
-    if costs is None:
-        return None
+    if not costs.is_steady:
+        return costs
     if engine.models.device.type == "cpu":
         width = choose_width(acceptance, costs, caution=caution).width
         return replace(costs, several=measure_several(engine, width, most=SEVERAL))

@@ -79,12 +79,14 @@ def plain_engine(
     with memory_explained(settings, models.device):
         return with_kernels_that_compile(
             models,
-            lambda models: _plain(models, settings, note),
+            lambda models: _plain(models, settings, note, tell),
             lambda operation, why: tell(_slower(operation, why)),
         )
 
 
-def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> Engine:
+def _plain(
+    models: Models, settings: Settings, note: Callable[[str], None], warn: Callable[[str], None]
+) -> Engine:
     engine = Engine(fit_pages(models, settings, note))
     if models.device.type == "cuda":
         warm(engine, note, _rounds(models, settings))  # what does not compile shows now
@@ -93,7 +95,7 @@ def _plain(models: Models, settings: Settings, note: Callable[[str], None]) -> E
             _capture(engine, settings, note, is_awaited=True)
         acceptance = known_acceptance(engine.models)
         if acceptance and may_choose_width(engine, settings):
-            engine.replan(plan_with_width(engine, acceptance, uses_stored=True))
+            engine.replan(plan_with_width(engine, acceptance, uses_stored=True, warn=warn))
             note(_shown_width(engine))
         if engine.graphs is not None:
             engine.graphs.capture_next([(1, engine.models.plan.width)])
@@ -133,8 +135,9 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
         models = fit_pages(models, settings, startup.note)
         engine = Engine(models)
         problem = f"; kernels were not all compiled ahead ({ahead.problem})" if ahead.problem else ""
+        most = "at most " if models.device.type == "cpu" else ""  # where memory is taken as it is used
         startup.note(
-            f"{engine.cache.num_bytes / 1e9:.2f} GB of cache, {models.plan.num_pages} pages{problem}"
+            f"{most}{engine.cache.num_bytes / 1e9:.2f} GB of cache, {models.plan.num_pages} pages{problem}"
         )
     reason = why_no_graphs(models, settings)
     if reason is None:
@@ -147,7 +150,7 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
         if acceptance and may_choose_width(engine, settings):
             startup.note("measuring steps of different widths")
             is_full = settings.verify == "full"
-            engine.replan(plan_with_width(engine, acceptance, uses_stored=not is_full))
+            engine.replan(plan_with_width(engine, acceptance, uses_stored=not is_full, warn=startup.warn))
         warm(engine, startup.note, few_rounds if ahead.has_run else _rounds(models, settings))
         _bound(engine, settings, startup)
         startup.note(_shown_width(engine))
@@ -197,7 +200,9 @@ def _shown(verification: Verification) -> str:
 
 def _shown_width(engine: Engine) -> str:
     plan = engine.models.plan
-    return f"width {plan.width}: {plan.reasons['width']}"
+    if plan.width == 1:
+        return f"speculation: off{' to begin with' if plan.step_costs else ''}; {plan.reasons['width']}"
+    return f"speculation: on, {plan.width} tokens per step to begin with; {plan.reasons['width']}"
 
 
 def _is_without_fit(engine: Engine, settings: Settings) -> bool:
@@ -231,11 +236,7 @@ def _capture(
     rows_now = [] if is_awaited and engine.models.device.type == "cpu" else sorted({1, many})
     now = [(rows, width) for rows in rows_now for width in sorted({1, plan.width})]
     engine.capture(sizes, widths, now)
-    made = f"{len(now)} graphs, of {' and '.join(map(str, rows_now))} rows; " if now else ""
-    note(
-        f"{made}up to {len(sizes) * len(widths)} graphs, of widths {widths}, when they are wanted, or likely "
-        "and nobody is served"
-    )
+    note(f"{len(now)} steps captured; up to {len(sizes) * len(widths)} as they are wanted")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from blockdraft.kernels.cpu import why_not_here
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.plan import (
     CACHE_SHARE,
+    CPU_CACHE_BYTES,
     ELEMENT_BYTES,
     UNPACK_SHARE,
     WORK_BYTES,
@@ -174,6 +175,18 @@ def test_auto_cache_is_a_share_of_free_memory():
     machine = Machine(memory_bytes=4_000_000)
     pages = plan(machine=machine, max_rows=1000, page_size=1).num_pages
     assert pages == int(4_000_000 * CACHE_SHARE) // 512
+
+
+def test_auto_cache_is_modest_on_a_cpu():
+    """Old prompts fill what they may: nobody has asked for gigabytes of them."""
+    machine = Machine(memory_bytes=64 * GIB)
+    per_token = 512
+    short = plan(machine=machine, max_rows=10**7, page_size=1)
+    assert short.num_pages * per_token == CPU_CACHE_BYTES
+    positions = CPU_CACHE_BYTES // per_token
+    long = plan(machine=machine, model=make_model(max_positions=positions), max_rows=10**7, page_size=1)
+    assert long.num_pages == 2 * positions
+    assert "1 GiB" in short.reasons["cache_bytes"]
 
 
 def test_no_more_pages_are_planned_than_all_rows_can_use():

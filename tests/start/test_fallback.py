@@ -211,7 +211,7 @@ def test_the_python_api_hears_of_it_as_well(monkeypatch):
 
     tries, warnings = [], []
 
-    def plain(models, settings, note):
+    def plain(models, settings, note, warn):
         tries.append(models.target.kernels.off)
         if len(tries) == 1:
             raise DoesNotCompile("sampling", "too large")
