@@ -1,4 +1,4 @@
-"""LLM: the blocking Python API over one Engine."""
+"""LLM: the blocking Python API over one Engine. Threads may share one: their requests join its batch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from blockdraft.engine.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from blockdraft.engine.turns import Turns
 from blockdraft.errors import RequestError, SettingsError
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.settings import DEFAULTS, SETTING_NAMES, suggestion
@@ -94,7 +95,9 @@ class LLM:
             warn if warn is not None else lambda text: warnings.warn(text, stacklevel=5),
         )
         self.tokenizer = self.engine.models.tokenizer
+        self._turns = Turns()
         self._inbox: dict[str, deque[Delta]] = {}
+        self._dropped: deque[str] = deque()  # requests that nobody waits for any more
 
     def generate(
         self,
@@ -132,27 +135,44 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _add(self, prompt_ids: Items[int], params: SamplingParams) -> str:
-        request_id = self.engine.add(prompt_ids, params)
-        self._inbox[request_id] = deque()
-        return request_id
+        """Where too many wait already, they are served first."""
+        while True:
+            with self._turns.asking():
+                if not self.engine.has_work or self.engine.scheduler.has_room(params.n):
+                    request_id = self.engine.add(prompt_ids, params)
+                    self._inbox[request_id] = deque()
+                    return request_id
+            self._turns.step_unless(lambda: False, self._step)
 
     def _next(self, request_id: str) -> Delta:
         """Step the engine until this request has a delta; those of others wait in their own inbox."""
         inbox = self._inbox[request_id]
-        while not inbox:
+
+        def step() -> None:
             if request_id not in self.engine.live_ids:
                 raise RequestError("the request ended early: a step was interrupted. Ask again.")
             self._step()
+
+        while not inbox:
+            self._turns.step_unless(lambda: bool(inbox), step)
         return inbox.popleft()
 
-    def _forget(self, request_id: str) -> None:
+    def _drop(self, request_id: str) -> None:
+        """Python may call this anywhere, in a step too: then the next step ends the request."""
         if self._inbox.pop(request_id, None) is not None:
-            self.engine.abort(request_id)
+            self._dropped.append(request_id)
+            self._turns.if_free(self._end_dropped)
+
+    def _end_dropped(self) -> None:
+        while self._dropped:
+            self.engine.abort(self._dropped.popleft())
 
     def _step(self) -> None:
+        self._end_dropped()
         for delta in self.engine.step():
-            if delta.request_id in self._inbox:
-                self._inbox[delta.request_id].append(delta)
+            inbox = self._inbox.get(delta.request_id)
+            if inbox is not None:
+                inbox.append(delta)
 
     def _run(
         self, prompts: list[list[int]], params: SamplingParams | Items[SamplingParams] | None
@@ -164,8 +184,6 @@ class LLM:
         streams: list[DeltaStream] = []
         try:
             for prompt, sampling in zip(prompts, params, strict=True):
-                while self.engine.has_work and not self.engine.scheduler.has_room(sampling.n):
-                    self._step()
                 streams.append(DeltaStream(self, self._add(prompt, sampling), sampling.n))
             deltas = [list(stream) for stream in streams]
         finally:
@@ -201,7 +219,7 @@ class DeltaStream:
 
     def close(self) -> None:
         self._num_left = 0
-        self._llm._forget(self._request_id)
+        self._llm._drop(self._request_id)
 
     def __del__(self) -> None:
         self.close()

@@ -1,6 +1,8 @@
 """The Python API: order, interleaving, leaks, and what an interrupted step leaves behind."""
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -60,6 +62,36 @@ def test_a_stream_that_is_closed_or_dropped_frees_its_request_at_once(llm):
     assert not llm.engine.has_work
     assert not llm._inbox
     llm.engine.check()
+
+
+def test_threads_share_one_llm_and_its_steps(llm):
+    prompts = [[i, i + 3, i + 5] for i in range(6)]
+    expected = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+    num_blocks = llm.engine.stats.num_blocks
+    started = threading.Barrier(len(prompts))
+
+    def ask(prompt):
+        started.wait()
+        if prompt[0] % 2:
+            return llm.generate([prompt, prompt], GREEDY)[1].token_ids
+        return tuple(token for delta in llm.stream(prompt, GREEDY) for token in delta.token_ids)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for _ in range(5):
+            assert list(pool.map(ask, prompts)) == expected
+    assert llm.engine.stats.num_blocks > num_blocks
+    assert not llm.engine.has_work
+    llm.engine.check()
+
+
+def test_a_thread_that_fails_in_a_step_leaves_the_engine_to_the_others(llm, monkeypatch):
+    expected, step = llm.generate([PROMPT], GREEDY)[0].token_ids, llm.engine.step
+    first, second = llm.stream(PROMPT, GREEDY), llm.stream([1, 2, 3], GREEDY)
+    monkeypatch.setattr(llm.engine, "step", lambda: 1 / 0)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ZeroDivisionError):
+        pool.submit(next, second).result()
+    monkeypatch.setattr(llm.engine, "step", step)
+    assert tuple(token for delta in first for token in delta.token_ids) == expected
 
 
 @pytest.mark.parametrize("overlap", [False, True])
