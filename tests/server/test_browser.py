@@ -168,6 +168,10 @@ def test_models_have_names_formats_and_sizes(page):
     expect(page.locator("#model")).to_have_text("Example-4B-Instruct")
     expect(page.locator("#model-facts")).to_have_text("(GGUF Q4_1, 98 MB; computed in int8)")
     expect(page.locator("#drafter")).to_have_text("drafter: Example-4B-DFlash-b16")
+    expect(page.locator("#welcome-names")).to_have_text(
+        "Here the model is Example-4B-Instruct (GGUF Q4_1, 98 MB; computed in int8), "
+        "and the drafter Example-4B-DFlash-b16 (safetensors bfloat16, 39 MB)."
+    )
     page.click("#engine-details > summary")
     rows = page.locator("#engine").inner_text()
     assert "Example-4B-DFlash-b16" in rows
@@ -250,8 +254,8 @@ def test_the_figures_and_the_chart_move(page):
     assert canvas.evaluate(picture) != before
     finish(page)
     expect(page.locator("#rate")).to_have_text("0")
-    expect(page.locator("#acceptance-caption")).to_have_text("when last active")
-    expect(page.locator("#per-step-caption")).to_have_text("when last active")
+    expect(page.locator("#acceptance-caption")).to_have_text("when last busy")
+    expect(page.locator("#per-step-caption")).to_have_text("when last busy")
     expect(page.locator("#per-step")).to_have_text("4.89")
 
 
@@ -491,7 +495,7 @@ def test_dark_and_light_follow_the_machine(open_page, fake):
     assert page.evaluate(brightness) > 600
     light = page.evaluate(picture)
     page.emulate_media(color_scheme="dark")
-    assert page.evaluate(brightness) < 150
+    page.wait_for_function(f"() => ({brightness})() < 150")
     page.wait_for_function(
         "before => document.querySelector('#rate-chart canvas').toDataURL() !== before", arg=light
     )
@@ -543,6 +547,7 @@ def test_a_phone_never_scrolls_sideways(open_page, fake, width):
     page = open_page(viewport={"width": width, "height": 720}, has_touch=True, is_mobile=True)
     expect(page.locator("#status")).to_have_attribute("data-state", "ready")
     assert page.evaluate(DOES_NOT_SCROLL)
+    assert page.evaluate("document.getElementById('log').scrollTop") == 0  # the welcome from its beginning
     page.tap("#drafts")
     ask(page)
     finish(page)
@@ -561,6 +566,8 @@ def test_a_phone_never_scrolls_sideways(open_page, fake, width):
         box = page.locator(control).bounding_box()
         assert box["x"] >= 0, control
         assert box["x"] + box["width"] <= width, control
+    tops = {page.locator(control).bounding_box()["y"] for control in ("#drafts", "#settings-button", "#send")}
+    assert len(tops) == 1  # of the composer, on one line
     page.tap("#compare")
     fake.deltas = [{"content": MARKDOWN}]
     ask(page)

@@ -185,11 +185,16 @@ function showNotices(notices) {
 function showNames(engine) {
   const names = namesOf(engine);
   const facts = [names.targetFiles, names.computed].filter(Boolean).join("; ");
+  const target = facts ? `${names.target} (${facts})` : names.target;
+  const files = names.draftFiles ? ` (${names.draftFiles})` : "";
+  const drafter = names.draft === null ? "no drafter" : `drafter: ${names.draft}`;
   $("model").textContent = names.target;
   $("model-facts").textContent = facts ? `(${facts})` : "";
-  $("drafter").textContent = names.draft === null ? "no drafter" : `drafter: ${names.draft}`;
-  const drafted = names.draft === null ? "no drafter" : `drafter ${names.draft} (${names.draftFiles || "files unknown"})`;
-  $("names").title = `${names.target} ${$("model-facts").textContent}, ${drafted}`;
+  $("drafter").textContent = drafter;
+  $("names").title = `${target}, ${drafter}`;
+  $("welcome-names").textContent = names.draft === null
+    ? `Here the model is ${target}, without a drafter.`
+    : `Here the model is ${target}, and the drafter ${names.draft}${files}.`;
 }
 
 function onLost(error) {
@@ -253,6 +258,7 @@ function send() {
   $("prompt").value = "";
   grow();
   $("note").textContent = "";
+  if (matchMedia("(max-width: 40rem)").matches) toggleSettings(false); // they would cover the answer
   conversation.ask(text);
 }
 

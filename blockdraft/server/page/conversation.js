@@ -29,8 +29,8 @@ export class Conversation {
     this.chat = chat;
     for (const turn of chat.turns) this.add(turn);
     this.showActions();
-    this.root.scrollTop = this.root.scrollHeight;
     this.host.changed();
+    this.root.scrollTop = chat.turns.length > 0 ? this.root.scrollHeight : 0;
   }
 
   stop() {

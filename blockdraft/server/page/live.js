@@ -49,14 +49,14 @@ function showPerStep(now) {
   $("per-step-caption").textContent = $("per-step").textContent === "–" ? "" : windowText(now, value > 0);
 }
 
-const windowText = ({ lately_s: lately }, isActive) => (isActive ? `last ${lately ?? 10} s` : "when last active");
+const windowText = ({ lately_s: lately }, isActive) => (isActive ? `last ${lately ?? 10} s` : "when last busy");
 
 // What drafts bring now. The whole sentence, with what it was measured against, is the tooltip.
 function speculationText(now, hasDrafter) {
-  if (!hasDrafter) return "no drafter: always 1";
-  if (!now.speculation) return "1 without drafts";
+  if (!hasDrafter) return "no drafter: it is 1";
+  if (!now.speculation) return "without drafts it is 1";
   if (now.governed_width === 1) return "drafts do not pay now";
-  return now.speedup > 0 ? `about ${now.speedup.toFixed(1)}× the plain speed` : "1 without drafts";
+  return now.speedup > 0 ? `about ${now.speedup.toFixed(1)}× the plain speed` : "without drafts it is 1";
 }
 
 // ---- tokens per second
@@ -79,7 +79,7 @@ function makePlot(root) {
       y: { range: (_, low, high) => [0, Math.max(5, (high ?? 0) * 1.15)] },
     },
     axes: [
-      { ...axis, size: 22, gap: 4, grid: { show: false }, splits: () => [-240, -180, -120, -60, 0],
+      { ...axis, size: 22, gap: 4, grid: { show: false }, splits: (chart) => (chart.width < 280 ? [-240, -120, 0] : [-240, -180, -120, -60, 0]),
         values: (_, splits) => splits.map((s) => (s === 0 ? "now" : `−${-s / 60} min`)) },
       { ...axis, size: 40, gap: 4, space: 32, grid: { stroke: colour("--line"), width: 1 },
         values: (_, splits) => splits.map((s) => s.toLocaleString("en")) },
