@@ -14,11 +14,11 @@ from tests.test_architecture import ROOT
 BUDGETS = {
     "kernels": 9_700,
     "bench": 5_450,
-    "checkpoints": 4_550,
+    "checkpoints": 4_650,
     "server": 8_100,
     "training": 3_150,
     "planner": 2_550,
-    "engine": 3_400,
+    "engine": 3_500,
     "cli": 2_400,
     "launch": 2_050,
     "models": 2_200,
@@ -35,7 +35,7 @@ BUDGETS = {
     **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases", "prometheus_text"), 250),
 }
 CORE = ("engine", "step", "cache", "models")
-CORE_BUDGET = 7_100
+CORE_BUDGET = 7_200
 MAX_FUNCTION = 60
 MAX_STEP = 25
 LONG_BY_NATURE = ("kernels/triton/", "kernels/llvm/")  # a kernel is one function

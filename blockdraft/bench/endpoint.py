@@ -70,6 +70,7 @@ class Endpoint:
     switches: Switches
     is_metered: bool  # /metrics counts drafts
     is_speculative: bool | None = None  # whether it has a drafter, or drafts otherwise; None: it does not say
+    title: str | None = None  # what people call the model; None: nothing better than `model`
     drafter: str | None = None  # its name
     drafter_hash: str | None = None
     notices: tuple[str, ...] = ()  # what a reader of any number must know
@@ -132,7 +133,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
         version = (await ask.find("/version")).json()
         kind = _kind(reply, card, props, info)
         engine = await _engine_info(ask) if kind == "blockdraft" else {}
-        drafter = engine.get("draft") or info.get("speculative_draft_model_path")
+        drafter = engine.get("draft_title") or engine.get("draft") or info.get("speculative_draft_model_path")
         notices = engine.get("notices")
         metrics = (await ask.find("/metrics")).text()
         is_metered = read_metrics(metrics, str(card["id"])) is not None
@@ -145,6 +146,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
             switches=await _own_switches(ask) if kind == "blockdraft" else _SWITCHES[kind],
             is_metered=is_metered,
             is_speculative=_is_speculative(kind, engine, info, metrics, is_metered=is_metered),
+            title=_text(engine, "target_title"),
             drafter=drafter if isinstance(drafter, str) else None,
             drafter_hash=_text(engine, "draft_hash"),
             notices=tuple(map(str, notices)) if isinstance(notices, list) else (),

@@ -28,6 +28,7 @@ from blockdraft.bench.sheet import (
     to_rich,
 )
 from blockdraft.errors import BenchError
+from blockdraft.settings.shipped import model_title
 
 Of = TypeVar("Of")
 Column = tuple[str, Callable[[Of], str]]  # a title, and the text for a row or a cell
@@ -173,8 +174,14 @@ def lead_lines(report: BenchReport) -> list[str]:
 def summary(report: BenchReport) -> str:
     """Say on one line what was measured."""
     endpoint = report["endpoint"]
-    drafter = f" with drafter {endpoint['drafter']}" if endpoint["drafter"] else ""
-    return f"{endpoint['model']}{drafter}, {endpoint['kind']} {endpoint['version'] or ''}, {report['date']}"
+    model = endpoint.get("title") or _without_path(endpoint["model"])
+    drafter = f" with drafter {_without_path(endpoint['drafter'])}" if endpoint["drafter"] else ""
+    return f"{model}{drafter}, {endpoint['kind']} {endpoint['version'] or ''}, {report['date']}"
+
+
+def _without_path(name: object) -> str:
+    """Say what a model is called, not where a machine keeps it; a hub's org/name stays."""
+    return model_title(str(name)) if str(name).startswith(("/", "~", ".")) else str(name)
 
 
 def terminal(report: BenchReport) -> Renderables:

@@ -9,6 +9,7 @@ file's shape [experts, rows, columns] and is called `model.layers.N.mlp.experts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -67,6 +68,16 @@ class GgufCheckpoint:
             raise ModelError(f"'{self.name}': tensor '{name}' is not quantised, so it has no blocks to read.")
         rows = self._read_rows(name, begin, end)
         return rows.view(len(rows), *info.shape[1:-1], info.num_bytes // info.num_rows)
+
+    @property
+    def main_type(self) -> str:
+        """Ggml's name of the type that most of its bytes have."""
+        from gguf import GGMLQuantizationType
+
+        sizes: Counter[int] = Counter()
+        for info in self._header.tensors.values():
+            sizes[info.quantization] += info.num_bytes
+        return str(GGMLQuantizationType(sizes.most_common(1)[0][0]).name)
 
     def tokenizer_parts(self) -> TokenizerParts:
         return tokenizer_parts(self._header)

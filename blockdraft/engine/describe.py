@@ -9,16 +9,26 @@ from torch import nn
 
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import EngineInfo
+from blockdraft.planner.plan import Plan
 from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.text.system_prompt import inserted_system_prompt
 
 NUM_SAMPLED = 256  # bytes of each tensor that a fingerprint looks at
 
 
 def engine_info(engine: Engine) -> EngineInfo:
     models, plan = engine.models, engine.models.plan
+    draft = None if models.draft_config is None else models.draft_stored
     return EngineInfo(
         target=models.config.name,
+        target_title=models.stored.title,
+        target_format=models.stored.format,
+        target_bytes=models.stored.num_bytes,
+        target_computed=_computed(plan, has_whole_numbers=models.target.kernels.available.path == "llvm"),
         draft=None if models.draft_config is None else models.draft_config.name,
+        draft_title=None if draft is None else draft.title,
+        draft_format=None if draft is None else draft.format,
+        draft_bytes=None if draft is None else draft.num_bytes,
         draft_hash=fingerprint(models.drafter.model) if isinstance(models.drafter, DFlashDrafter) else None,
         family=models.config.family,
         vocab_size=models.config.vocab_size,
@@ -39,8 +49,17 @@ def engine_info(engine: Engine) -> EngineInfo:
         is_dummy=models.labels.is_dummy,
         synthetic_acceptance=models.labels.synthetic_acceptance,
         sampling=models.sampling,
+        system_prompt=inserted_system_prompt(models.tokenizer),
         notices=models.labels.notices,
     )
+
+
+def _computed(plan: Plan, *, has_whole_numbers: bool) -> str:
+    if plan.quantization in ("none", "keep"):
+        return f"computed in {plan.dtype}"
+    if plan.quantization == "int8" and has_whole_numbers:
+        return "computed in int8"
+    return f"kept in {plan.quantization}, computed in {plan.dtype}"
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -10,8 +10,15 @@ from dataclasses import dataclass
 class EngineInfo:
     """One engine: its pair, its plan, its memory."""
 
-    target: str
+    target: str  # as the user named it
+    target_title: str  # as people call it
+    target_format: str  # of its files, "GGUF Q4_1" or "safetensors bfloat16"
+    target_bytes: int
+    target_computed: str  # what becomes of it here, "computed in int8"
     draft: str | None
+    draft_title: str | None
+    draft_format: str | None
+    draft_bytes: int | None
     draft_hash: str | None  # which weights, whatever their name
     family: str
     vocab_size: int
@@ -32,4 +39,5 @@ class EngineInfo:
     is_dummy: bool  # random weights, for timing only
     synthetic_acceptance: str | None  # the profile by which drafts are kept, for timing only
     sampling: Mapping[str, float]  # of requests that do not say
+    system_prompt: str  # what the chat template inserts where a conversation has none; empty: nothing
     notices: tuple[str, ...]  # what a reader of any output must know

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from blockdraft.checkpoints.fit_file import Acceptance
+from blockdraft.checkpoints.stored_form import StoredForm
 from blockdraft.kernels.choice import HOST_BOUND, has_triton
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import Kernels
@@ -46,6 +47,8 @@ class Models:
     tokenizer: Tokenizer
     plan: Plan
     device: torch.device
+    stored: StoredForm  # what the target was read from
+    draft_stored: StoredForm | None = None
     rates: tuple[float, ...] | None = None  # synthetic acceptance, for timing alone; None: real
     labels: Labels = Labels()
     acceptance: Acceptance = field(default_factory=dict)  # of its drafts, by category; empty: not known

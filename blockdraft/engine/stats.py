@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # what they import needs torch, which a reader of snapshots d
     from blockdraft.engine.sequence import Sequence
 
 RECENT_S = 300
+LATELY_S = 10  # whole seconds over which the fate of drafts is told; arbitrary
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -75,6 +77,37 @@ class Point:
     steps: int
 
 
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Rows that were verified, and how the drafts in them fared."""
+
+    num_blocks: int = 0
+    drafted: tuple[int, ...] = ()  # [i]: drafts that were verified at position i + 1; narrow blocks have few
+    accepted: tuple[int, ...] = ()  # [i]: those of them that were accepted
+
+    def since(self, before: Drafts) -> Drafts:
+        """What came to `before`."""
+        return Drafts(
+            self.num_blocks - before.num_blocks,
+            _differences(self.drafted, before.drafted),
+            _differences(self.accepted, before.accepted),
+        )
+
+    @property
+    def tokens_per_block(self) -> float | None:
+        """None: there was no block."""
+        return 1 + sum(self.accepted) / self.num_blocks if self.num_blocks else None
+
+    @property
+    def acceptance(self) -> list[float]:
+        """By position, of the drafts that were tried there."""
+        return [kept / tried for kept, tried in zip(self.accepted, self.drafted, strict=True) if tried]
+
+
+def _differences(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(new - old for new, old in zip_longest(after, before, fillvalue=0))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot(Load):
     """Everything that is counted, at one moment. Durations and times are on the engine's clock."""
@@ -94,6 +127,7 @@ class Snapshot(Load):
     finished: Mapping[str, int]  # choices, by reason; "error": lost with a failed step
     histograms: Mapping[str, Histogram]
     recent: tuple[Point, ...]  # whole seconds without a gap, newest last, at most RECENT_S
+    lately: Drafts  # of the last LATELY_S seconds, the one that runs included
 
 
 class Stats:
@@ -109,12 +143,14 @@ class Stats:
         self.num_drafts = 0  # those of them that held drafts
         self.num_drafted = 0
         self.num_emitted = 0
+        self.drafted: list[int] = []  # [i]: drafts at position i + 1
         self.accepted: list[int] = []
         self.finished: Counter[str] = Counter()
         self._clock = clock
         self._ended: dict[str, list[int]] = {}  # of each request, the tokens of choices that have ended
         self._recorders = _recorders(max_context)
         self._recent = _Recent(clock())
+        self._begins: deque[tuple[int, Drafts]] = deque(maxlen=LATELY_S)  # of seconds in which blocks ended
         self._lock = Lock()
 
     def count(
@@ -177,16 +213,30 @@ class Stats:
                 finished=dict(self.finished),
                 histograms={n: r.histogram() for n, r in self._recorders.items()},
                 recent=self._recent.points(now_s),
+                lately=self._lately(int(now_s)),
             )
 
     # ---- with the lock held
 
+    def _drafts(self) -> Drafts:
+        return Drafts(self.num_blocks, tuple(self.drafted), tuple(self.accepted))
+
+    def _lately(self, second: int) -> Drafts:
+        now = self._drafts()
+        return now.since(next((begin for at, begin in self._begins if at > second - LATELY_S), now))
+
     def _count_blocks(self, width: int, committed: Items[tuple[int, ...]]) -> None:
+        second = int(self._clock())
+        if not self._begins or self._begins[-1][0] < second:
+            self._begins.append((second, self._drafts()))
         self.num_decode_steps += 1
         self.num_blocks += len(committed)
         self.num_drafts += len(committed) if width > 1 else 0
         self.num_drafted += len(committed) * (width - 1)
-        self.accepted.extend([0] * (width - 1 - len(self.accepted)))
+        for counts in (self.drafted, self.accepted):
+            counts.extend([0] * (width - 1 - len(counts)))
+        for position in range(width - 1):
+            self.drafted[position] += len(committed)
         num_committed = [0] * (width + 1)  # [n]: rows with n tokens
         for token_ids in committed:
             num_committed[len(token_ids)] += 1

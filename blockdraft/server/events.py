@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-from blockdraft.engine.stats import Snapshot
+from blockdraft.engine.stats import LATELY_S, Snapshot
 
 INTERVAL_S = 1.0
 WINDOW_S = 3  # whole seconds over which "now" is averaged
@@ -58,18 +58,28 @@ class LoopFeed:
         snapshot = self._snapshot
         if snapshot is None:
             return None
-        window, drafts = snapshot.recent[-WINDOW_S:], snapshot.num_drafts
+        window, lately = snapshot.recent[-WINDOW_S:], snapshot.lately
         return {
             "tokens_per_second": _mean([point.tokens for point in window]),
             "steps_per_second": _mean([point.steps for point in window]),
-            "tokens_per_step": round(1 + snapshot.num_accepted / drafts, 3) if drafts else 1.0,
-            "acceptance": [round(count / drafts, 4) for count in snapshot.accepted] if drafts else [],
+            **fate_of_drafts(lately.tokens_per_block, lately.acceptance),
             "running": snapshot.num_running,
             "waiting": snapshot.num_waiting,
             "speculation": snapshot.speculation,
+            "governed_width": snapshot.governed_width,
+            "speedup": round(snapshot.speedup, 2),
             "pages_used": snapshot.num_pages_used,
             "num_pages": snapshot.num_pages,
         }
+
+
+def fate_of_drafts(tokens_per_step: float | None, acceptance: Items[float]) -> Json:
+    """Of the last LATELY_S seconds; None and an empty list where nothing was decoded in them."""
+    return {
+        "lately_s": LATELY_S,
+        "tokens_per_step": None if tokens_per_step is None else round(tokens_per_step, 3),
+        "acceptance": [round(share, 4) for share in acceptance],
+    }
 
 
 def _mean(values: list[int]) -> float:

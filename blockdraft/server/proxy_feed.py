@@ -12,8 +12,9 @@ from itertools import pairwise
 import aiohttp
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from blockdraft.engine.stats import LATELY_S
 from blockdraft.prometheus_text import samples
-from blockdraft.server.events import INTERVAL_S, WINDOW_S, Json
+from blockdraft.server.events import INTERVAL_S, WINDOW_S, Json, fate_of_drafts
 
 HISTORY_S = 300
 TIMEOUT_S = 5.0  # arbitrary; on loopback an answer takes milliseconds
@@ -133,13 +134,10 @@ class MetricsFeed:
         if not self._points:
             return None
         reading = self._points[-1][1]
-        drafts = reading.drafts
-        per_step = 1 + reading.accepted / drafts if drafts else reading.tokens_per_step or 1.0
         return {
             "tokens_per_second": round(self._rate(), 2),
             "steps_per_second": None if reading.steps is None else round(self._rate("steps"), 2),
-            "tokens_per_step": round(per_step, 3),
-            "acceptance": [round(count / drafts, 4) for count in reading.by_position] if drafts else [],
+            **self._lately(reading),
             "running": reading.running,
             "waiting": reading.waiting,
             "pages_used": round(reading.cache_share * reading.num_pages),
@@ -154,6 +152,17 @@ class MetricsFeed:
             for earlier, later in pairwise(points)
             if later[0] > after_s
         ]
+
+    def _lately(self, last: MetricsReading) -> Json:
+        """How drafts fared in the last seconds; such an engine tries every position in every block."""
+        since_s = self._points[-1][0] - LATELY_S
+        first = next(reading for at_s, reading in self._points if at_s >= since_s)
+        drafts = last.drafts - first.drafts
+        if drafts <= 0:  # none, or the engine has begun anew
+            return fate_of_drafts(last.tokens_per_step if last.running else None, [])
+        old = first.by_position + (0.0,) * (len(last.by_position) - len(first.by_position))
+        shares = [(new - before) / drafts for new, before in zip(last.by_position, old, strict=False)]
+        return fate_of_drafts(1 + (last.accepted - first.accepted) / drafts, shares)
 
     def _rate(self, name: str = "tokens") -> float:
         if len(self._points) < 2:

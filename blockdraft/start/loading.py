@@ -16,6 +16,7 @@ from blockdraft.checkpoints.fit_file import Acceptance, read_fit
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.read_draft_config import read_draft_config
+from blockdraft.checkpoints.stored_form import stored_form
 from blockdraft.checkpoints.weights import load_decoder, load_drafter
 from blockdraft.engine.loaded import Labels, Models
 from blockdraft.engine.sampling_defaults import sampling_defaults
@@ -224,10 +225,14 @@ def read_weights(
     draft_config = None if draft is None else draft.config
     report(f"{'drawing' if is_dummy else 'loading'} weights as {plan.dtype}{_how(plan.quantization)}")
     source = None if is_dummy else checkpoint
+    stored = stored_form(source, checkpoint.name, opened.target.weights.method)
     target = load_target(source, config, draft_config, plan, device, progress)
     drafter: Drafter = NoDrafter(plan.width)
+    draft_stored = None
     if draft is not None:
-        drafter = load_dflash(None if is_dummy else draft.checkpoint, draft.config, target, plan, device)
+        draft_source = None if is_dummy else draft.checkpoint
+        draft_stored = stored_form(draft_source, draft.checkpoint.name, draft.weights.method)
+        drafter = load_dflash(draft_source, draft.config, target, plan, device)
         draft.checkpoint.close()
     checkpoint.close()
     return Models(
@@ -242,6 +247,8 @@ def read_weights(
         labels=opened.labels,
         acceptance={} if draft is None else draft.acceptance,
         sampling=opened.target.sampling,
+        stored=stored,
+        draft_stored=draft_stored,
     )
 
 

@@ -71,7 +71,7 @@ def test_our_own_server_is_recognised():
         counted = asyncio.run(read_speculation(f"http://{host}:{port}", model=NAME))
     assert (endpoint.kind, endpoint.version, endpoint.model) == ("blockdraft", __version__, NAME)
     assert (endpoint.max_model_len, endpoint.can_switch, endpoint.is_metered) == (512, True, True)
-    assert endpoint.drafter == models().draft_config.name
+    assert (endpoint.title, endpoint.drafter) == ("target", "draft")  # of the pair, without the way there
     assert endpoint.is_speculative
     assert endpoint.notices == ()
     assert counted.steps == 0

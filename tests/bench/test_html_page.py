@@ -103,6 +103,26 @@ def test_the_policy_allows_the_two_scripts_of_ours_and_no_other():
     assert (len(hashes), allowed) == (2, " ".join(f"'{one}'" for one in hashes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "title"),
+    [
+        (
+            {"model": "default", "title": "SmolLM2-135M-Instruct"},
+            "SmolLM2-135M-Instruct with drafter a/drafter",
+        ),
+        (
+            {"model": "/srv/models/Some-4B", "drafter": "/srv/drafters/some-b16"},
+            "Some-4B with drafter some-b16",
+        ),
+        ({}, "a/model with drafter a/drafter"),
+    ],
+)
+def test_the_title_names_models_and_no_paths(changes, title):
+    endpoint = facts()["endpoint"] | changes
+    html = render(build(workloads(), **facts(endpoint=endpoint)))
+    assert f"<h1>{title}, blockdraft" in html
+
+
 def test_what_others_say_is_text():
     html = render(hostile_report())
     tree = parsed(html)

@@ -1,9 +1,17 @@
 """EngineInfo: what runs, and which weights draft."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch import nn
 
+from blockdraft.checkpoints.fetch import SMOLLM2
+from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.stored_form import StoredForm, stored_form
 from blockdraft.engine.describe import engine_info, fingerprint
+from blockdraft.settings.settings import cache_dir
 from tests import tiny
 
 
@@ -14,6 +22,31 @@ def test_a_drafter_is_known_by_its_weights():
     assert engine_info(tiny.engine("random")).draft_hash != known
     assert engine_info(tiny.engine(dtype="float32")).draft_hash != known
     assert engine_info(tiny.engine("none")).draft_hash is None
+
+
+def test_a_pair_has_names_formats_and_sizes():
+    info = engine_info(tiny.engine(dtype="float32"))
+    assert (info.target_title, info.draft_title) == ("target", "draft")  # folders, without the way there
+    assert info.target_format == "safetensors float32"
+    assert info.target_computed == "computed in float32"
+    assert info.target_bytes == pytest.approx(
+        (Path(tiny.TARGET) / "model.safetensors").stat().st_size, rel=0.2
+    )
+    alone = engine_info(tiny.engine("none"))
+    assert (alone.draft_title, alone.draft_format, alone.draft_bytes) == (None, None, None)
+
+
+def test_a_folder_is_named_by_how_it_is_quantised():
+    checkpoint = SimpleNamespace(tensors=dict)
+    assert stored_form(checkpoint, "org/Empty", None) == StoredForm("Empty", "safetensors empty", 0)
+    assert stored_form(checkpoint, "org/Small", "fp8").format == "safetensors fp8"
+    assert stored_form(None, "default", None) == StoredForm("SmolLM2-135M-Instruct", "random weights", 0)
+
+
+@pytest.mark.skipif(not (cache_dir() / SMOLLM2.gguf).exists(), reason="the default model is not on this disk")
+def test_the_default_model_has_its_own_name():
+    form = stored_form(open_checkpoint("default"), "default", None)
+    assert form == StoredForm("SmolLM2-135M-Instruct", "GGUF Q4_1", SMOLLM2.gguf_bytes)
 
 
 def test_a_fingerprint_sees_names_shapes_dtypes_and_values():

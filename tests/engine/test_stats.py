@@ -8,7 +8,7 @@ import pytest
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.histogram import Recorder, one_two_five
 from blockdraft.engine.request import SamplingParams
-from blockdraft.engine.stats import RECENT_S, Load, Stats
+from blockdraft.engine.stats import LATELY_S, RECENT_S, Drafts, Load, Stats
 from tests import tiny
 
 
@@ -256,3 +256,46 @@ def test_max_tokens_is_what_the_context_leaves_where_nobody_said(clock):
     drain(engine, clock)
     left = engine.models.plan.max_context - 3
     assert engine.snapshot().histograms["request_params_max_tokens"].sum == left
+
+
+# ---- drafts, lately
+
+
+def test_a_position_is_judged_by_the_drafts_that_were_tried_there(clock):
+    engine = make_engine(clock)
+    engine.add([1, 2, 3, 4], greedy())
+    drain(engine, clock)
+    wide = engine.snapshot().lately
+    engine.add([1, 2, 3, 4], greedy(width=2))
+    drain(engine, clock)
+    both = engine.snapshot().lately
+    assert len(wide.drafted) == len(both.drafted) == tiny.BLOCK - 1
+    assert both.drafted[0] > wide.drafted[0]
+    assert both.drafted[1:] == wide.drafted[1:]  # narrow blocks have no second draft
+    assert both.acceptance[1:] == wide.acceptance[1:]
+    assert sum(both.drafted) == engine.snapshot().num_drafted
+
+
+def test_drafts_of_long_ago_are_not_those_of_now(clock):
+    engine = make_engine(clock)
+    engine.add([1, 2, 3, 4], greedy())
+    drain(engine, clock)
+    clock.now_s += LATELY_S - 1
+    before = engine.snapshot().lately
+    assert before.tokens_per_block > 1
+    engine.add([1, 2, 3, 4], greedy(width=1, max_tokens=10))
+    drain(engine, clock)
+    mixed = engine.snapshot().lately
+    assert mixed.num_blocks == before.num_blocks + 10
+    assert 1 < mixed.tokens_per_block < before.tokens_per_block
+    clock.now_s += 1  # only the plain blocks are young enough
+    now = engine.snapshot().lately
+    assert (now.num_blocks, now.tokens_per_block, now.acceptance) == (10, 1.0, [])
+    clock.now_s += LATELY_S
+    assert engine.snapshot().lately.tokens_per_block is None
+    assert engine.snapshot().accepted[0] > 0  # the totals stay
+
+
+def test_drafts_since_a_narrower_block():
+    now, before = Drafts(5, (5, 3), (4, 1)), Drafts(2, (2,), (2,))
+    assert now.since(before) == Drafts(3, (3, 3), (2, 1))

@@ -39,8 +39,15 @@ def step(target, drafter, rows):
 <b>Markup</b> stays text: the answer is the same, the number of steps is not."""
 TOKENS = re.findall(r"\s?\w+|\s?[^\w\s]+|\s", TEXT)
 ENGINE = {
-    "target": "example/target-4B",
-    "draft": "example/drafter-b16",
+    "target": "default",
+    "target_title": "Example-4B-Instruct",
+    "target_format": "GGUF Q4_1",
+    "target_bytes": 98_362_432,
+    "target_computed": "computed in int8",
+    "draft": "/srv/drafters/example-4b-instruct",
+    "draft_title": "Example-4B-DFlash-b16",
+    "draft_format": "safetensors bfloat16",
+    "draft_bytes": 38_722_304,
     "width": WIDTH,
     "block": 16,
     "max_context": 8192,
@@ -49,10 +56,12 @@ ENGINE = {
     "page_size": 16,
     "dtype": "bfloat16",
     "device": "cuda:0",
-    "quantization": None,
+    "quantization": "int8",
     "num_cache_bytes": 9 << 30,
     "is_dummy": False,
     "synthetic_acceptance": None,
+    "sampling": {"temperature": 0.6, "top_p": 0.95},
+    "system_prompt": "You are Example, a helpful model.",
     "notices": [],
 }
 
@@ -86,6 +95,7 @@ class Fake:
         self.refusal = None  # (status, headers) of every question
         self.breaks_after = None  # steps, then the connection ends without [DONE]
         self.differs = False  # plain decoding says something else
+        self.deltas = None  # what it says instead of TEXT, a step each
         self.step_s = STEP_S
         self.bodies = []
         self.num_stopped = 0
@@ -134,8 +144,12 @@ class Fake:
             "waiting": 0,
             "pages_used": 611 if is_busy else 530,
             "num_pages": 4096,
-            "tokens_per_step": 4.89 if is_busy else 0.0,
-            "acceptance": [0.93, 0.86, 0.77, 0.66, 0.55, 0.45, 0.36] if is_busy else [0.0] * 7,
+            "lately_s": 10,
+            "tokens_per_step": 4.89 if is_busy else None,
+            "acceptance": [0.93, 0.86, 0.77, 0.66, 0.55, 0.45, 0.36] if is_busy else [],
+            "speculation": "speculation pays 2.3x here: width 8, against plain steps",
+            "governed_width": WIDTH,
+            "speedup": 2.3,
             "steps_per_second": self.tokens_per_second / 4.89,
         }
 
@@ -177,7 +191,16 @@ class Fake:
             return error(status, "refused.", headers)
         body = await request.json()
         self.bodies.append(body)
-        return StreamingResponse(self.answer(body), media_type="text/event-stream")
+        answer = self.answer(body) if self.deltas is None else self.said(self.deltas)
+        return StreamingResponse(answer, media_type="text/event-stream")
+
+    async def said(self, deltas):
+        for delta in deltas:
+            await asyncio.sleep(self.step_s)
+            yield line(chunk(delta))
+        yield line(chunk({}, finish_reason="tool_calls" if "tool_calls" in deltas[-1] else "stop"))
+        yield line({"choices": [], "usage": {"completion_tokens": len(deltas)}})
+        yield "data: [DONE]\n\n"
 
     async def answer(self, body):
         asked = body.get("speculative", True)

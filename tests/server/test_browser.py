@@ -1,49 +1,30 @@
 """The page in a real browser, over the fake server and over the real one: Chromium, driven by Playwright."""
 
-import os
 import re
-import shutil
-import time
 
 import pytest
 
 from tests.server.asking import listening
-from tests.server.fake import ACCEPTED, STEP_S, TEXT, TOKENS, WIDTH, Fake, serve, steps
+from tests.server.browsing import (
+    DESKTOP,
+    MARKDOWN,
+    MARKS,
+    ask,
+    expect,
+    finish,
+    wait_for,
+)
+from tests.server.fake import ACCEPTED, STEP_S, TEXT, TOKENS, WIDTH, serve, steps
 from tests.server.pair import app_over, models
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
-expect = sync_api.expect
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium"),
-]
+pytestmark = MARKS
 STEPS = list(steps(WIDTH))
-DESKTOP = {"width": 1280, "height": 800}
-PHONE = {"width": 360, "height": 720}
 DOES_NOT_SCROLL = (
     "document.documentElement.scrollWidth <= innerWidth && document.body.scrollWidth <= innerWidth"
 )
 
 
-@pytest.fixture(scope="module")
-def browser():
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox refuses root
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=arguments)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def fake():
-    return Fake()
-
-
-@pytest.fixture
-def url(fake):
-    with serve(fake.app()) as url:
-        yield url
+# ---- the real server, over the tiny pair
 
 
 @pytest.fixture
@@ -52,65 +33,15 @@ def real_url():
         yield f"http://{host}:{port}"
 
 
-@pytest.fixture
-def open_page(browser, url):
-    """Opens the page; afterwards, nothing may have gone wrong in it, the security policy included."""
-    problems, contexts = [], []
-
-    def on_console(message):
-        # The browser itself reports every answer that is not 2xx; those are what some tests ask for.
-        if message.type == "error" and not message.text.startswith("Failed to load resource"):
-            problems.append(message.text)
-
-    def open_page(viewport=DESKTOP, **options):
-        context = browser.new_context(viewport=viewport, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(10_000)
-        page.on("console", on_console)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.goto(url)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert problems == []
-
-
-@pytest.fixture
-def page(open_page):
-    page = open_page()
-    expect(page.locator("#status")).to_have_text("ready")
-    return page
-
-
-def ask(page, text="Explain it."):
-    page.fill("#prompt", text)
-    page.press("#prompt", "Enter")
-
-
-def finish(page):
-    expect(page.locator("#send")).to_be_visible()
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-# ---- the real server, over the tiny pair
-
-
 def test_the_real_server_chats_marks_drafts_and_compares(browser, real_url):
     problems = []
     page = browser.new_page(viewport=DESKTOP)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(real_url)
     expect(page.locator("#status")).to_have_text("ready")
-    expect(page.locator("#drafter")).to_contain_text("draft")
+    expect(page.locator("#model")).to_have_text("target")
+    expect(page.locator("#model-facts")).to_contain_text("safetensors float32")
+    expect(page.locator("#drafter")).to_have_text("drafter: draft")
     page.click("#settings-button")
     page.fill("#max-tokens", "40")
     page.fill("#temperature", "0")
@@ -147,6 +78,7 @@ def test_an_answer_streams_and_is_formatted(page, fake):
     )
     expect(prose.locator("strong")).to_have_text("drafter")
     expect(prose.locator("li > code")).to_have_text("one")
+    expect(prose.locator("pre .hl-keyword").first).to_have_text("def")
     code = re.search(r"```python\n(.*?)\n```", TEXT, re.S)[1]
     assert prose.locator("pre").text_content() == code
     expect(prose.locator("p").last).to_contain_text("<b>Markup</b> stays text")
@@ -156,7 +88,7 @@ def test_an_answer_streams_and_is_formatted(page, fake):
     assert body["model"] == "default"
     assert body["messages"] == [{"role": "user", "content": "Explain it."}]
     assert body["speculative"] == {"detail": True}
-    assert (body["temperature"], body["max_completion_tokens"]) == (0.7, 512)
+    assert not {"temperature", "top_p", "max_completion_tokens", "stop", "tools"} & body.keys()  # the model's
 
 
 def test_a_conversation_goes_on_until_a_new_chat(page, fake):
@@ -175,19 +107,100 @@ def test_a_conversation_goes_on_until_a_new_chat(page, fake):
     assert len(fake.bodies[2]["messages"]) == 1
 
 
+SETTINGS = {
+    "temperature": ("0.2", "temperature", 0.2),
+    "top-p": ("0.8", "top_p", 0.8),
+    "top-k": ("40", "top_k", 40),
+    "min-p": ("0.05", "min_p", 0.05),
+    "repetition-penalty": ("1.1", "repetition_penalty", 1.1),
+    "presence-penalty": ("0.5", "presence_penalty", 0.5),
+    "frequency-penalty": ("-0.5", "frequency_penalty", -0.5),
+    "max-tokens": ("64", "max_completion_tokens", 64),
+    "seed": ("7", "seed", 7),
+    "stop-texts": ("END\n\\n\\n", "stop", ["END", "\n\n"]),
+}
+
+
 def test_the_settings_reach_the_request(page, fake):
     page.click("#settings-button")
-    page.fill("#temperature", "0.2")
-    page.fill("#max-tokens", "64")
-    page.fill("#seed", "7")
+    for field, (typed, _, _) in SETTINGS.items():
+        page.fill(f"#{field}", typed)
     page.fill("#system", "Be brief.")
     page.select_option("#width", "4")
     ask(page)
     finish(page)
-    (body,) = fake.bodies
-    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
-    assert (body["temperature"], body["max_completion_tokens"], body["seed"]) == (0.2, 64, 7)
-    assert body["speculative"] == {"width": 4, "detail": True}
+    page.click("#settings-reset")
+    ask(page)
+    finish(page)
+    first, second = fake.bodies
+    assert first["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert {name: first[name] for _, name, _ in SETTINGS.values()} == {
+        name: value for _, name, value in SETTINGS.values()
+    }
+    assert first["speculative"] == {"width": 4, "detail": True}
+    assert not {name for _, name, _ in SETTINGS.values()} & second.keys() - {"seed"}
+    assert second["seed"] != 7
+    assert second["speculative"] == {"detail": True}
+
+
+def test_empty_fields_show_what_the_model_is_made_for(open_page, fake):
+    page = open_page()
+    page.click("#settings-button")
+    expect(page.locator("#temperature")).to_have_attribute("placeholder", "0.6")
+    assert page.input_value("#temperature") == ""
+    shown = {
+        field: page.get_attribute(f"#{field}", "placeholder")
+        for field in ("top-p", "top-k", "min-p", "presence-penalty", "max-tokens", "seed")
+    }
+    assert shown == {
+        "top-p": "0.95",
+        "top-k": "off",
+        "min-p": "off",
+        "presence-penalty": "off",
+        "max-tokens": "no limit",
+        "seed": "random",
+    }
+    del fake.engine["sampling"]  # another engine, which does not tell
+    expect(page.locator("#temperature")).to_have_attribute("placeholder", "model's own")
+
+
+def test_models_have_names_formats_and_sizes(page):
+    expect(page.locator("#model")).to_have_text("Example-4B-Instruct")
+    expect(page.locator("#model-facts")).to_have_text("(GGUF Q4_1, 98 MB; computed in int8)")
+    expect(page.locator("#drafter")).to_have_text("drafter: Example-4B-DFlash-b16")
+    expect(page.locator("#welcome-names")).to_have_text(
+        "Here the model is Example-4B-Instruct (GGUF Q4_1, 98 MB; computed in int8), "
+        "and the drafter Example-4B-DFlash-b16 (safetensors bfloat16, 39 MB)."
+    )
+    page.click("#engine-details > summary")
+    rows = page.locator("#engine").inner_text()
+    assert "Example-4B-DFlash-b16" in rows
+    assert "safetensors bfloat16, 39 MB" in rows
+    assert "Quantisation" not in rows
+
+
+def test_an_engine_that_tells_little_is_named_all_the_same(open_page, fake):
+    fake.engine = {"target": "/models/org/Other-8B", "draft": None, "width": 1, "can_switch": False}
+    page = open_page()
+    expect(page.locator("#model")).to_have_text("Other-8B")
+    expect(page.locator("#model-facts")).to_have_text("")
+    expect(page.locator("#drafter")).to_have_text("no drafter")
+
+
+def test_the_system_prompt_is_shown_whoever_wrote_it(page, fake):
+    page.click("#system-shown summary")
+    expect(page.locator("#system-origin")).to_have_text("inserted by the model's chat template")
+    expect(page.locator("#system-text")).to_have_text("You are Example, a helpful model.")
+    page.click("#system-change")
+    assert page.evaluate("document.activeElement.id") == "system"
+    expect(page.locator("#system")).to_have_attribute("placeholder", "You are Example, a helpful model.")
+    page.fill("#system", "Be brief.")
+    expect(page.locator("#system-origin")).to_have_text("yours")
+    expect(page.locator("#system-text")).to_have_text("Be brief.")
+    page.fill("#system", "")
+    ask(page)
+    finish(page)
+    assert [turn["role"] for turn in fake.bodies[0]["messages"]] == ["user"]
 
 
 def test_keyboard_only(page, fake):
@@ -227,6 +240,9 @@ def test_the_figures_and_the_chart_move(page):
     ask(page)
     expect(page.locator("#rate")).not_to_have_text("0")
     expect(page.locator("#per-step")).to_have_text("4.89")
+    expect(page.locator("#per-step-caption")).to_have_text("last 10 s")
+    expect(page.locator("#acceptance-caption")).to_have_text("last 10 s")
+    expect(page.locator("#per-step-note")).to_have_text(re.compile("^about 2.3. the plain speed$"))
     expect(page.locator("#running")).to_have_text("1")
     expect(page.locator("#pages")).to_have_text("611 of 4,096 pages")
     expect(page.locator("#acceptance .column")).to_have_count(WIDTH - 1)
@@ -238,7 +254,9 @@ def test_the_figures_and_the_chart_move(page):
     assert canvas.evaluate(picture) != before
     finish(page)
     expect(page.locator("#rate")).to_have_text("0")
-    expect(page.locator("#acceptance-caption")).to_have_text("last active")
+    expect(page.locator("#acceptance-caption")).to_have_text("when last busy")
+    expect(page.locator("#per-step-caption")).to_have_text("when last busy")
+    expect(page.locator("#per-step")).to_have_text("4.89")
 
 
 def test_a_starting_server_shows_its_phases_and_takes_no_question(open_page, fake):
@@ -309,6 +327,14 @@ def test_the_draft_view_marks_every_token_and_every_block(page):
     foot = page.locator(".foot")
     expect(foot).to_contain_text(f"{num_tokens / num_steps:.2f} per step")
     expect(foot).to_contain_text(f"{num_steps} steps instead of {num_tokens}")
+    mono = "node => getComputedStyle(node).fontFamily.includes('mono')"
+    code = re.search(r"```.*```", TEXT, re.S)[0]
+    shown = page.locator(".tokens .mono").evaluate_all(
+        "nodes => nodes.map(node => node.textContent).join('')"
+    )
+    assert code.replace("\n", "") in shown.replace("↵", "").replace("\n", "")
+    assert "Speculative" not in shown
+    assert page.locator(".tokens .mono").first.evaluate(mono)
     colours = [
         page.locator(f".tokens .{kind}").first.evaluate("token => getComputedStyle(token).backgroundColor")
         for kind in ("accepted", "own")
@@ -469,16 +495,59 @@ def test_dark_and_light_follow_the_machine(open_page, fake):
     assert page.evaluate(brightness) > 600
     light = page.evaluate(picture)
     page.emulate_media(color_scheme="dark")
-    assert page.evaluate(brightness) < 150
+    page.wait_for_function(f"() => ({brightness})() < 150")
     page.wait_for_function(
         "before => document.querySelector('#rate-chart canvas').toDataURL() !== before", arg=light
     )
 
 
-def test_a_phone_never_scrolls_sideways(open_page):
-    page = open_page(viewport=PHONE, has_touch=True, is_mobile=True)
+def test_the_theme_is_chosen_in_the_menu_and_kept(open_page):
+    page = open_page(color_scheme="light")
+    expect(page.locator("#status")).to_have_text("ready")
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.click("#menu-button")
+    expect(page.get_by_label("System", exact=True)).to_be_checked()
+    page.get_by_label("Dark").check()
+    dark = page.evaluate(background)
+    assert dark != light
+    page.reload()
+    assert page.evaluate(background) == dark  # at once, without a flash
+    page.emulate_media(color_scheme="light")
+    assert page.evaluate(background) == dark  # chosen is chosen
+    page.click("#menu-button")
+    page.get_by_label("System", exact=True).check()
+    assert page.evaluate(background) == light
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_enough_contrast(open_page, fake, theme):
+    """WCAG's 4.5 to 1, of muted text and of code in colours."""
+    page = open_page(color_scheme=theme)
+    expect(page.locator("#status")).to_have_text("ready")
+    names = ["muted", "ink", "accent", "error", "warn"]
+    names += [f"code-{kind}" for kind in ("keyword", "string", "number", "title", "comment")]
+    value = "getComputedStyle(document.documentElement).getPropertyValue('--' + name)"
+    colours = page.evaluate(f"names => names.map(name => {value})", [*names, "surface", "bg"])
+    *texts, surface, bg = map(luminance, colours)
+    for name, text in zip(names, texts, strict=True):
+        for under in (surface, bg):
+            low, high = sorted((text, under))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, name
+
+
+def luminance(colour):
+    channels = [int(colour.strip()[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("width", [320, 360])
+def test_a_phone_never_scrolls_sideways(open_page, fake, width):
+    page = open_page(viewport={"width": width, "height": 720}, has_touch=True, is_mobile=True)
     expect(page.locator("#status")).to_have_attribute("data-state", "ready")
     assert page.evaluate(DOES_NOT_SCROLL)
+    assert page.evaluate("document.getElementById('log').scrollTop") == 0  # the welcome from its beginning
     page.tap("#drafts")
     ask(page)
     finish(page)
@@ -490,10 +559,23 @@ def test_a_phone_never_scrolls_sideways(open_page):
     finish(page)
     expect(page.locator(".verdict")).to_be_in_viewport()
     assert page.evaluate(DOES_NOT_SCROLL)
-    for control in ("#drafts", "#compare", "#settings-button", "#send", "#new-chat", "#live-button"):
+    for control in (
+        *("#drafts", "#compare", "#settings-button", "#send"),
+        *("#menu-button", "#new-chat", "#live-button"),
+    ):
         box = page.locator(control).bounding_box()
         assert box["x"] >= 0, control
-        assert box["x"] + box["width"] <= PHONE["width"], control
+        assert box["x"] + box["width"] <= width, control
+    tops = {page.locator(control).bounding_box()["y"] for control in ("#drafts", "#settings-button", "#send")}
+    assert len(tops) == 1  # of the composer, on one line
+    page.tap("#compare")
+    fake.deltas = [{"content": MARKDOWN}]
+    ask(page)
+    finish(page)
+    assert page.evaluate(DOES_NOT_SCROLL)
+    page.tap("#menu-button")
+    assert page.evaluate(DOES_NOT_SCROLL)
+    page.tap("#menu-close")
     expect(page.locator("#live")).to_be_hidden()
     page.tap("#live-button")
     expect(page.locator("#chat")).to_be_hidden()

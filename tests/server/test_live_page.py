@@ -11,10 +11,19 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from blockdraft.server import live_page as page
+from blockdraft.server.fields import ChatRequest
 
 ROOT = Path(page.__file__).parents[2]
-OWN = ["index.html", "style.css", "icon.svg", "app.js", "chat.js", "draft.js", "live.js", "net.js", "text.js"]
-VENDORED = ["uplot/LICENSE", "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css"]
+MODULES = [
+    *("app.js", "chat.js", "code.js", "conversation.js", "dom.js", "draft.js", "live.js", "markdown.js"),
+    *("menu.js", "net.js", "settings.js", "store.js"),
+]
+OWN = ["index.html", "style.css", "icon.svg", "theme.js", *MODULES]
+LIBRARIES = ["marked.esm.js", "highlight.min.js"]  # of modules of ours
+VENDORED = [
+    *("uplot/LICENSE", "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css"),
+    *("marked-LICENSE", "highlight-LICENSE", *LIBRARIES),
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +55,8 @@ def test_these_are_the_files():
         ("/page/icon.svg", "image/svg+xml"),
         ("/page/uplot/uPlot.iife.min.js", "text/javascript; charset=utf-8"),
         ("/page/uplot/LICENSE", "text/plain; charset=utf-8"),
+        ("/page/marked.esm.js", "text/javascript; charset=utf-8"),
+        ("/page/marked-LICENSE", "text/plain; charset=utf-8"),
     ],
 )
 def test_a_file_is_sent_whole_with_its_type(client, path, content_type):
@@ -112,28 +123,26 @@ def test_the_html_obeys_the_policy(html):
 def test_every_reference_of_the_html_exists_and_is_relative(client, html):
     """Relative, so that the page also works behind a proxy that adds a prefix."""
     references = re.findall(r'(?:src|href)="([^"#][^"]*)"', html)
-    assert len(references) == 6
+    assert len(references) == 7
     for reference in references:
         assert not reference.startswith("/")
         assert client.get("/" + reference).status_code == 200, reference
 
 
 def test_every_import_exists_and_every_module_is_used():
-    modules = [name for name in OWN if name.endswith(".js")]
     imported = set()
-    for name in modules:
+    for name in MODULES:
         found = re.findall(r'from "\./([\w.]+)";', read(name))
         assert found or "import" not in read(name), name
         imported.update(found)
-    assert imported == set(modules) - {"app.js"}
+    assert imported == {*MODULES, *LIBRARIES} - {"app.js"}
+    assert "import" not in read("theme.js")  # no module: it runs before the first paint
 
 
 def test_every_id_of_the_scripts_is_in_the_html_and_appears_once(html):
     ids = re.findall(r'\bid="([\w-]+)"', html)
     assert len(ids) == len(set(ids))
-    asked = {
-        name for module in ("app.js", "live.js") for name in re.findall(r'\$\("([\w-]+)"\)', read(module))
-    }
+    asked = {name for module in MODULES for name in re.findall(r'\$\("([\w-]+)"\)', read(module))}
     assert len(asked) > 30
     assert asked <= set(ids)
     named = re.findall(r'(?:for|aria-controls|aria-describedby|aria-labelledby)="([\w-]+)"', html)
@@ -156,6 +165,32 @@ def test_text_never_becomes_markup(name):
     )
 
 
+@pytest.mark.parametrize(
+    ("library", "says", "licence", "holder"),
+    [
+        ("marked.esm.js", "marked v18.2.0", "marked-LICENSE", "MarkedJS"),
+        (
+            "highlight.min.js",
+            "Highlight.js v11.12.0",
+            "highlight-LICENSE",
+            "Redistribution and use",
+        ),
+    ],
+)
+def test_a_library_is_shipped_with_its_licence(library, says, licence, holder):
+    assert says in read(library)[:200]
+    assert holder in read(licence)
+    assert not re.search(r"\beval\(|new Function", read(library))
+
+
+def test_every_setting_can_be_asked_of_the_server():
+    """A name that the server does not know would be ignored, and nobody would see it."""
+    numbers = re.search(r"const NUMBERS = \[(.*?)\n\];", read("settings.js"), re.S)[1]
+    names = re.findall(r'\["[\w-]+", "(\w+)", ', numbers)
+    assert len(names) == 8
+    assert {*names, "stop", "tools", "seed"} <= ChatRequest.model_fields.keys()
+
+
 def test_the_chart_library_is_shipped_with_its_licence():
     assert "MIT License" in read("uplot/LICENSE")
     assert "Leon Sorokin" in read("uplot/LICENSE")
@@ -163,7 +198,8 @@ def test_the_chart_library_is_shipped_with_its_licence():
 
 
 def test_both_colour_schemes_define_the_same_colours():
-    light, dark = re.findall(r":root \{(.*?)\n *\}", read("style.css"), re.S)
+    light = re.search(r":root \{(.*?)\n\}", read("style.css"), re.S)[1]
+    dark = re.search(r':root\[data-theme="dark"\] \{(.*?)\n\}', read("style.css"), re.S)[1]
     colours = re.compile(r"(--[\w-]+): #")
     assert set(colours.findall(light)) == set(colours.findall(dark))
     used = set(re.findall(r"var\((--[\w-]+)\)", read("style.css")))

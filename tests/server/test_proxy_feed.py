@@ -61,13 +61,34 @@ def test_a_reading_of_vllm(feed):
     assert feed.now() == {
         "tokens_per_second": 0.0,
         "steps_per_second": 0.0,
-        "tokens_per_step": 2.5,
-        "acceptance": [0.9, 0.6],
+        "lately_s": 10,
+        "tokens_per_step": None,  # of drafts before the first look nobody knows when they were
+        "acceptance": [],
         "running": 1,
         "waiting": 3,
         "pages_used": 100,
         "num_pages": 400,
     }
+
+
+def test_drafts_are_those_of_the_last_seconds(feed):
+    """The totals of an hour ago must not hide what happens now."""
+
+    def look(drafts, first, second, after_s=1.0):
+        feed.clock.now_s += after_s
+        counts = {"drafts": drafts, "accepted_tokens": first + second}
+        text = "".join(f"vllm:spec_decode_num_{name}_total {count}\n" for name, count in counts.items())
+        for place, count in enumerate((first, second)):
+            text += f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {count}\n'
+        feed.take(text)
+
+    look(1000, 900, 900)
+    look(1010, 905, 901)
+    now = feed.now()
+    assert (now["tokens_per_step"], now["acceptance"]) == (1.6, [0.5, 0.1])
+    look(1010, 905, 901, after_s=11.0)
+    now = feed.now()
+    assert (now["tokens_per_step"], now["acceptance"]) == (None, [])
 
 
 def test_engines_side_by_side_are_added_up():

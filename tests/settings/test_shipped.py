@@ -97,3 +97,19 @@ def test_the_default_model_writes_the_same_with_its_drafter():
     assert drafted.token_ids == plain.token_ids
     assert sum(drafted.metrics.accepted) > 0
     assert drafted.metrics.steps < plain.metrics.steps
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("default", "SmolLM2-135M-Instruct"),
+        (str(shipped.FOLDER / "smollm2-135m-instruct"), "SmolLM2-135M-Instruct-DFlash-b16"),
+        ("org/Some-4B@main", "Some-4B"),
+        ("/srv/models/Some-4B/", "Some-4B"),
+        ("files/Some-4B.Q4_K_M.gguf", "Some-4B"),
+        ("files/some.gguf", "some"),
+        ("hub/models--org--Some-4B/snapshots/0123abc", "Some-4B"),
+    ],
+)
+def test_a_title_is_what_people_call_a_model(name, title):
+    assert shipped.model_title(name) == title

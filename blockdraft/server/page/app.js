@@ -1,13 +1,13 @@
-// The page: conversation, controls, keyboard, and the state of the server. Nothing of a conversation is stored.
+// The page: its controls, the keyboard, the state of the server, and the feed of live figures.
 
-import { Comparison, Single } from "./chat.js";
-import { seconds, showEngine, showNow, showStartup } from "./live.js";
+import { Conversation } from "./conversation.js";
+import { $, make, makeButton } from "./dom.js";
+import { namesOf, seconds, showEngine, showNow, showStartup } from "./live.js";
+import { bindMenu } from "./menu.js";
 import { getJson, hasKey, HttpError, storeKey, watch } from "./net.js";
-import { make } from "./text.js";
+import { clearSettings, fillWidths, keepSettings, readSettings, readTools, sampling, showDefaults } from "./settings.js";
+import { currentChat, keepChat, newChat, rememberCurrent } from "./store.js";
 
-const $ = (id) => document.getElementById(id);
-const SETTINGS = "blockdraft.settings";
-const MAX_SEED = 2 ** 31;
 const EXAMPLES = [
   "Explain speculative decoding in three sentences.",
   "Write a binary search in Python, with a docstring.",
@@ -15,75 +15,36 @@ const EXAMPLES = [
 ];
 
 const state = {
-  turns: [], // { role, content }
-  messages: [], // what is on the page, in order: Single | Comparison
   server: "connecting", // connecting | starting | ready | draining | failed | offline
   engine: null,
-  model: null,
-  running: null, // AbortController
+  model: null, // what requests call it
   isDraftView: false,
   isCompare: false,
 };
-const view = { isDraftView: () => state.isDraftView, width: () => state.engine?.width ?? 1 };
 
-// ---- settings: kept in this browser, without the texts
-
-function readSettings() {
-  let kept = {};
-  try {
-    kept = JSON.parse(localStorage.getItem(SETTINGS)) ?? {};
-  } catch {
-    // Damaged or forbidden: the defaults do.
-  }
-  $("temperature").value = kept.temperature ?? "0.7";
-  $("max-tokens").value = kept.maxTokens ?? "512";
-  setPressed("drafts", kept.isDraftView === true);
-  setPressed("compare", kept.isCompare === true);
-}
-
-function keepSettings() {
-  const { isDraftView, isCompare } = state;
-  const kept = { temperature: $("temperature").value, maxTokens: $("max-tokens").value, isDraftView, isCompare };
-  try {
-    localStorage.setItem(SETTINGS, JSON.stringify(kept));
-  } catch {
-    // Private windows may forbid it.
-  }
-}
-
-function setPressed(id, isOn) {
-  $(id).setAttribute("aria-pressed", String(isOn));
-  state[id === "drafts" ? "isDraftView" : "isCompare"] = isOn;
-  $("legend").hidden = !state.isDraftView;
-}
-
-function fillWidths(width, block, isFree = true) {
-  const widths = [2, 4, 8, 16, 32].filter((value) => value <= block && value !== width);
-  const options = [["", block > 1 ? `automatic (${width})` : "1: no drafter"]];
-  if (block > 1 && isFree) options.push(["1", "1: off"], ...widths.map((value) => [String(value), String(value)]));
-  $("width").replaceChildren(...options.map(([value, label]) => new Option(label, value)));
-  $("width").disabled = block === 1 || !isFree;
-}
+const conversation = new Conversation($("log"), {
+  view: { isDraftView: () => state.isDraftView, width: () => state.engine?.width ?? 1 },
+  bodies: requestBodies,
+  isCompare: () => state.isCompare && canSwitch(),
+  canAsk: () => state.server === "ready",
+  changed: showControls,
+  announce: (text) => { $("announcement").textContent = text; },
+  warn: (text) => { $("note").textContent = text; },
+  explain,
+  askKey,
+});
 
 // ---- requests
-
-function number(id) {
-  const value = $(id).valueAsNumber;
-  return Number.isNaN(value) ? undefined : value;
-}
 
 const hasDrafter = () => state.engine !== null && state.engine.draft !== null;
 // Other engines draft for every request or for none, and do not tell which tokens were drafts.
 const canSwitch = () => hasDrafter() && state.engine.can_switch !== false;
 
-function requestBodies() {
-  const system = $("system").value.trim();
+function requestBodies(messages) {
   const common = {
     model: state.model ?? undefined,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...state.turns],
-    temperature: number("temperature"),
-    max_completion_tokens: number("max-tokens"),
-    seed: number("seed") ?? Math.floor(Math.random() * MAX_SEED),
+    messages,
+    ...sampling(),
     stream: true,
     stream_options: { include_usage: true },
   };
@@ -111,103 +72,34 @@ function explain(error) {
   return "The server cannot be reached. Is it still running?";
 }
 
-// ---- conversation
+// ---- chats
 
-// Call it, change the log, then call what it gave: who read the end goes on reading the end, and that says so.
-function follow() {
-  const log = $("log");
-  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
-  return () => {
-    if (isAtEnd) log.scrollTop = log.scrollHeight;
-    return isAtEnd;
-  };
-}
-
-let isDrawing = false;
-
-function draw(message) {
-  if (isDrawing) return;
-  isDrawing = true;
-  requestAnimationFrame(() => {
-    isDrawing = false;
-    const scroll = follow();
-    message.render();
-    scroll();
-  });
-}
-
-function addQuestion(text) {
-  const node = make("article", "message user");
-  node.setAttribute("aria-label", "You");
-  node.append(make("p", "", text));
-  $("log").append(node);
-}
-
-async function ask(text) {
-  $("welcome").hidden = true;
-  addQuestion(text);
-  state.turns.push({ role: "user", content: text });
-  await answer();
-}
-
-async function answer() {
-  const message = state.isCompare && canSwitch() ? new Comparison(view) : new Single(view);
-  state.messages.push(message);
-  $("log").append(message.node);
-  $("log").scrollTop = $("log").scrollHeight;
-  const running = new AbortController();
-  state.running = running;
-  $("announcement").textContent = "";
-  showControls();
-  let problem = null;
-  try {
-    await message.run(requestBodies(), running.signal, () => draw(message));
-  } catch (error) {
-    if (!running.signal.aborted) problem = error;
-  }
-  const scroll = follow();
-  message.render();
-  if (state.running !== running) return; // a new chat began meanwhile
-  state.running = null;
-  if (message.text !== "") state.turns.push({ role: "assistant", content: message.text });
-  if (problem !== null) addProblem(message, problem);
-  else if (running.signal.aborted) message.node.append(make("p", "muted small", "Stopped."));
-  else $("announcement").textContent = "The answer is complete.";
-  // Of a comparison the result matters, and that stands on top.
-  if (scroll() && message instanceof Comparison) message.node.scrollIntoView({ block: "start" });
-  showControls();
-  if (problem?.status === 401 && (await askKey())) retry(message);
-}
-
-function addProblem(message, problem) {
-  const row = make("p", "error");
-  row.setAttribute("role", "alert");
-  row.append(make("span", "", explain(problem)));
-  if (message.text === "") {
-    const button = row.appendChild(make("button", "quiet", "Try again"));
-    button.type = "button";
-    button.addEventListener("click", () => retry(message));
-  }
-  message.node.append(row);
-}
-
-function retry(message) {
-  if (state.running !== null || state.server !== "ready") return;
-  message.node.remove();
-  state.messages = state.messages.filter((other) => other !== message);
-  answer();
-}
-
-function newChat() {
-  state.running?.abort();
-  state.running = null;
-  state.turns = [];
-  state.messages = [];
-  for (const node of document.querySelectorAll("#log > .message")) node.remove();
-  $("welcome").hidden = false;
+function openChat(chat) {
+  rememberCurrent(chat.id);
+  $("system").value = chat.system;
   $("note").textContent = "";
-  showControls();
+  conversation.open(chat);
+}
+
+// A new chat keeps the system prompt: who tries one out asks again and again.
+function beginChat() {
+  openChat(newChat($("system").value));
   $("prompt").focus();
+}
+
+function takeSystem() {
+  conversation.chat.system = $("system").value;
+  if (conversation.chat.turns.length > 0) keepChat(conversation.chat);
+  showSystem();
+}
+
+// What the model is really told before the conversation, whoever wrote it.
+function showSystem() {
+  const own = conversation.chat.system.trim();
+  const inserted = state.engine?.system_prompt ?? "";
+  $("system-shown").hidden = own === "" && inserted === "";
+  $("system-origin").textContent = own === "" ? "inserted by the model's chat template" : "yours";
+  $("system-text").textContent = own || inserted;
 }
 
 // ---- what can be done now
@@ -221,7 +113,7 @@ const NOTES = {
 };
 
 function showControls() {
-  const isRunning = state.running !== null;
+  const isRunning = conversation.running !== null;
   $("stop").hidden = !isRunning;
   $("send").hidden = isRunning;
   $("send").disabled = state.server !== "ready" || $("prompt").value.trim() === "";
@@ -232,6 +124,8 @@ function showControls() {
     }
   }
   for (const button of document.querySelectorAll("#examples button")) button.disabled = state.server !== "ready";
+  $("welcome").hidden = conversation.shown.length > 0;
+  showSystem();
 }
 
 function setServer(server) {
@@ -271,12 +165,10 @@ function onEvent(event, isFirst) {
   showStartup(event.startup);
   if (event.engine !== null && JSON.stringify(event.engine) !== JSON.stringify(state.engine)) {
     state.engine = event.engine;
-    $("model").textContent = shortName(event.engine.target);
-    $("model").title = event.engine.target;
+    showNames(event.engine);
     const { draft, width, block = width } = event.engine;
-    $("drafter").textContent = draft === null ? "no drafter" : `drafted by ${shortName(draft)}`;
-    $("per-step-note").textContent = draft === null ? "no drafter" : "plain decoding: 1";
     fillWidths(width, draft === null ? 1 : block, canSwitch());
+    showDefaults(event.engine);
     showEngine(event.engine);
     showNotices(event.engine.notices ?? []);
     showControls();
@@ -290,7 +182,20 @@ function showNotices(notices) {
   $("notices").replaceChildren(...notices.map((notice) => make("li", "", notice)));
 }
 
-const shortName = (name) => name.split("/").filter(Boolean).at(-1) ?? name;
+function showNames(engine) {
+  const names = namesOf(engine);
+  const facts = [names.targetFiles, names.computed].filter(Boolean).join("; ");
+  const target = facts ? `${names.target} (${facts})` : names.target;
+  const files = names.draftFiles ? ` (${names.draftFiles})` : "";
+  const drafter = names.draft === null ? "no drafter" : `drafter: ${names.draft}`;
+  $("model").textContent = names.target;
+  $("model-facts").textContent = facts ? `(${facts})` : "";
+  $("drafter").textContent = drafter;
+  $("names").title = `${target}, ${drafter}`;
+  $("welcome-names").textContent = names.draft === null
+    ? `Here the model is ${target}, without a drafter.`
+    : `Here the model is ${target}, and the drafter ${names.draft}${files}.`;
+}
 
 function onLost(error) {
   if (error.status === 401) return askKey().then((isGiven) => (isGiven ? undefined : keyGiven()));
@@ -334,13 +239,27 @@ function bindKeyDialog() {
 
 // ---- controls
 
+function setPressed(id, isOn) {
+  $(id).setAttribute("aria-pressed", String(isOn));
+  state[id === "drafts" ? "isDraftView" : "isCompare"] = isOn;
+  $("legend").hidden = !state.isDraftView;
+}
+
+const keep = () => keepSettings({ isDraftView: state.isDraftView, isCompare: state.isCompare });
+
 function send() {
   const text = $("prompt").value.trim();
-  if (text === "" || state.running !== null || state.server !== "ready") return;
+  if (text === "" || conversation.running !== null || state.server !== "ready") return;
+  const tools = readTools();
+  if (!Array.isArray(tools)) {
+    $("note").textContent = tools;
+    return;
+  }
   $("prompt").value = "";
   grow();
   $("note").textContent = "";
-  ask(text);
+  if (matchMedia("(max-width: 40rem)").matches) toggleSettings(false); // they would cover the answer
+  conversation.ask(text);
 }
 
 function grow() {
@@ -355,12 +274,12 @@ function toggleSettings(isOpen) {
 }
 
 function onKey(event) {
-  if (event.key !== "Escape" || $("key-dialog").open) return;
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (!$("settings").hidden) {
     toggleSettings(false);
     $("settings-button").focus();
   } else {
-    state.running?.abort();
+    conversation.stop();
   }
 }
 
@@ -368,18 +287,27 @@ function bindToggles() {
   for (const id of ["drafts", "compare"]) {
     $(id).addEventListener("click", () => {
       setPressed(id, $(id).getAttribute("aria-pressed") !== "true");
-      keepSettings();
-      const scroll = follow();
-      for (const message of state.messages) message.render();
-      scroll();
+      keep();
+      conversation.redraw();
     });
   }
-  $("settings-button").addEventListener("click", () => toggleSettings($("settings").hidden));
-  $("settings").addEventListener("change", keepSettings);
   $("live-button").addEventListener("click", () => {
     const isOpen = document.body.classList.toggle("show-live");
     $("live-button").setAttribute("aria-expanded", String(isOpen));
   });
+}
+
+function bindSettings() {
+  const kept = readSettings();
+  setPressed("drafts", kept.isDraftView === true);
+  setPressed("compare", kept.isCompare === true);
+  fillWidths(1, 1);
+  $("settings-button").addEventListener("click", () => toggleSettings($("settings").hidden));
+  $("settings-close").addEventListener("click", () => { toggleSettings(false); $("settings-button").focus(); });
+  $("settings").addEventListener("change", keep);
+  $("settings-reset").addEventListener("click", () => { clearSettings(); keep(); });
+  $("system").addEventListener("input", takeSystem);
+  $("system-change").addEventListener("click", () => { toggleSettings(true); $("system").focus(); });
 }
 
 function bindComposer() {
@@ -390,27 +318,28 @@ function bindComposer() {
     event.preventDefault();
     send();
   });
-  $("stop").addEventListener("click", () => { state.running?.abort(); $("prompt").focus(); });
-  $("new-chat").addEventListener("click", newChat);
+  $("stop").addEventListener("click", () => { conversation.stop(); $("prompt").focus(); });
+  $("new-chat").addEventListener("click", beginChat);
   document.addEventListener("keydown", onKey);
   for (const text of EXAMPLES) {
-    const button = $("examples").appendChild(make("button", "quiet", text));
-    button.type = "button";
-    button.addEventListener("click", () => { $("prompt").focus(); ask(text); });
+    const button = makeButton("quiet", text, () => { $("prompt").focus(); conversation.ask(text); });
+    $("examples").append(button);
   }
 }
 
-function redrawStrips() {
-  for (const message of state.messages) message.render();
-}
-
-readSettings();
-fillWidths(1, 1);
+bindSettings();
 bindToggles();
 bindComposer();
 bindKeyDialog();
-showControls();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawStrips);
-addEventListener("resize", redrawStrips);
+bindMenu({
+  chat: () => conversation.chat,
+  open: openChat,
+  begin: beginChat,
+  model: () => (state.engine === null ? "" : namesOf(state.engine).target),
+});
+openChat(currentChat() ?? newChat());
+addEventListener("themechange", () => conversation.redraw());
+addEventListener("resize", () => conversation.redraw());
+addEventListener("pagehide", () => conversation.keepWhatCame());
 if (matchMedia("(min-width: 60rem)").matches) $("prompt").focus();
 watch(onEvent, onLost);

@@ -1,31 +1,45 @@
 // Answers: one streaming answer, and the same prompt answered twice, with and without speculation.
 
+import { codeBlock } from "./code.js";
+import { copyButton, make } from "./dom.js";
 import { countTokens, decodeBlocks, drawStrip, renderBlocks, tokensPerStep } from "./draft.js";
 import { rate, seconds } from "./live.js";
+import { renderMarkdown } from "./markdown.js";
 import { streamChat } from "./net.js";
-import { copyButton, make, renderMarkdown } from "./text.js";
 
 const now = () => performance.now() / 1000;
 
-// One streamed answer: what has arrived, when, and the nodes that show it.
+function pretty(json) {
+  try {
+    return JSON.stringify(JSON.parse(json), null, 2);
+  } catch {
+    return json; // still arriving, or not JSON at all
+  }
+}
+
+// One answer, streamed or read from a kept chat: what has arrived, when, and the nodes that show it.
 export class Answer {
-  constructor(view) {
+  constructor(view, turn = {}) {
     this.view = view; // { isDraftView(), width() }
-    this.text = "";
-    this.reasoning = "";
-    this.blocks = [];
+    this.text = turn.content ?? "";
+    this.reasoning = turn.reasoning ?? "";
+    this.calls = turn.calls ?? []; // { id, name, arguments }
+    this.blocks = turn.blocks ?? [];
+    this.kept = turn.figures ?? null; // { tokens, seconds, rate } of an answer that was read
     this.usage = null;
-    this.finishReason = null;
+    this.finishReason = turn.finish ?? null;
     this.startS = this.firstS = this.lastS = this.endS = null;
     this.node = make("div", "answer-body");
     this.thinking = make("details", "thinking");
-    this.thinking.append(make("summary", "", "Thinking"), make("div"));
-    this.prose = make("div", "prose");
+    this.thinking.append(make("summary", "", "Thoughts"), make("div", "markdown thoughts"));
+    this.thinking.firstChild.addEventListener("click", () => { this.isThinkingChosen = true; });
+    this.prose = make("div", "markdown prose");
+    this.tools = make("div", "calls");
     this.tokens = make("div", "tokens");
     this.strip = make("canvas", "strip");
     this.strip.setAttribute("role", "img");
     this.strip.title = "one bar for each step, as high as the tokens it committed";
-    this.node.append(this.thinking, this.prose, this.tokens, this.strip);
+    this.node.append(this.thinking, this.prose, this.tools, this.tokens, this.strip);
     this.render();
   }
 
@@ -50,43 +64,91 @@ export class Answer {
     if (!choice) return;
     const { delta = {}, draft } = choice;
     this.text += delta.content ?? "";
-    this.reasoning += delta.reasoning_content ?? "";
+    this.reasoning += delta.reasoning_content ?? delta.reasoning ?? "";
+    for (const call of delta.tool_calls ?? []) this.takeCall(call);
     if (draft?.tokens.length > 0) this.blocks.push(draft);
     if (choice.finish_reason) this.finishReason = choice.finish_reason;
-    if (delta.content || delta.reasoning_content || draft?.tokens.length > 0) {
+    if (Object.values(delta).some((value) => value && value !== "assistant") || draft?.tokens.length > 0) {
       this.lastS = now();
       this.firstS ??= this.lastS;
     }
   }
 
+  takeCall({ index = 0, id, function: called = {} }) {
+    const call = (this.calls[index] ??= { id: "", name: "", arguments: "" });
+    call.id = id ?? call.id;
+    call.name += called.name ?? "";
+    call.arguments += called.arguments ?? "";
+  }
+
+  // For the history and the kept chat; null: nothing has come that a conversation could go on from.
+  turn() {
+    if (this.text === "" && this.calls.length === 0 && this.finishReason === null) return null;
+    return {
+      role: "assistant",
+      content: this.text,
+      reasoning: this.reasoning,
+      calls: this.calls,
+      blocks: this.blocks,
+      figures: { tokens: this.numTokens, seconds: this.totalS, rate: this.rate },
+      finish: this.finishReason,
+    };
+  }
+
   get numTokens() {
-    return this.usage?.completion_tokens ?? countTokens(this.blocks);
+    return this.kept?.tokens ?? this.usage?.completion_tokens ?? countTokens(this.blocks);
   }
 
   get totalS() {
+    if (this.kept) return this.kept.seconds;
     return this.startS === null ? null : (this.endS ?? now()) - this.startS;
   }
 
   // Tokens per second after the first one, which is the prompt's: null before there are two.
   get rate() {
+    if (this.kept) return this.kept.rate;
     const time = this.lastS - this.firstS;
     return this.numTokens < 2 || !(time > 0) ? null : (this.numTokens - 1) / time;
   }
 
   render() {
     const hasDrafts = this.view.isDraftView() && this.blocks.length > 0;
-    this.thinking.hidden = hasDrafts || this.reasoning === "";
-    if (this.reasoning !== "") renderMarkdown(this.thinking.lastChild, this.reasoning);
+    this.renderThinking(hasDrafts);
     this.prose.hidden = hasDrafts;
+    this.tools.hidden = hasDrafts || this.calls.length === 0;
     this.tokens.hidden = this.strip.hidden = !hasDrafts;
     if (!hasDrafts) {
       renderMarkdown(this.prose, this.text);
+      this.renderCalls();
       return;
     }
     renderBlocks(this.tokens, this.blocks);
     const steps = decodeBlocks(this.blocks);
     drawStrip(this.strip, steps, this.view.width());
     this.strip.setAttribute("aria-label", `Tokens of each step: ${steps.map((b) => b.tokens.length).join(", ")}`);
+  }
+
+  // Open while there is nothing else to read, closed once the answer begins; after a click, the reader's choice.
+  renderThinking(hasDrafts) {
+    this.thinking.hidden = hasDrafts || this.reasoning === "";
+    if (this.reasoning === "") return;
+    const isThinking = this.text === "" && this.finishReason === null && this.kept === null;
+    this.thinking.firstChild.textContent = isThinking ? "Thinking" : "Thoughts";
+    if (!this.isThinkingChosen) this.thinking.open = isThinking;
+    renderMarkdown(this.thinking.lastChild, this.reasoning);
+  }
+
+  renderCalls() {
+    const shown = JSON.stringify(this.calls);
+    if (shown === this.shownCalls) return;
+    this.shownCalls = shown;
+    this.tools.replaceChildren(...this.calls.map((call) => {
+      const node = make("div", "call");
+      const title = make("p", "muted small", "The model calls ");
+      title.append(make("code", "", call.name || "a tool"));
+      node.append(title, codeBlock(pretty(call.arguments), "json"));
+      return node;
+    }));
   }
 
   figures() {
@@ -105,29 +167,31 @@ export class Answer {
 
 // A message with one answer.
 export class Single {
-  constructor(view) {
+  constructor(view, turn) {
     this.node = make("article", "message assistant");
     this.node.setAttribute("aria-label", "Answer");
-    this.answer = new Answer(view);
+    this.answer = new Answer(view, turn);
     this.foot = make("footer", "foot muted");
     this.figures = make("span", "figure", "\u00a0");
     this.foot.append(this.figures);
     this.node.append(this.answer.node, this.foot);
+    if (turn?.note) this.node.append(make("p", "muted small", turn.note));
+    if (turn) this.render();
   }
 
   async run(bodies, signal, onChange) {
     await this.answer.stream(bodies.speculative, signal, onChange);
   }
 
-  get text() {
-    return this.answer.text;
+  turn() {
+    return this.answer.turn();
   }
 
   render() {
     this.answer.render();
     if (this.answer.numTokens === 0) return;
     this.figures.textContent = this.answer.figures().join(" · ");
-    const isComplete = this.answer.endS !== null;
+    const isComplete = this.answer.endS !== null || this.answer.kept !== null;
     if (isComplete && !this.foot.querySelector("button")) this.foot.append(copyButton(() => this.answer.text));
   }
 }
@@ -146,9 +210,10 @@ export class Comparison {
       this.lane(view, columns, "Without", "plain"),
     ];
     this.node.append(make("p", "muted small",
-      "One after the other, so that each has the machine to itself; same seed, same settings. " +
-      "The second finds the prompt already in the cache, which favours it: plain decoding. " +
+      "One after the other, so that each has the machine to itself, with the same seed and settings. " +
+      "The second finds the prompt in the cache, which favours plain decoding. " +
       "tok/s counts from the first token on."));
+    this.foot = this.node.appendChild(make("footer", "foot muted"));
   }
 
   lane(view, columns, title, kind) {
@@ -174,8 +239,11 @@ export class Comparison {
     }
   }
 
-  get text() {
-    return this.lanes[0].answer.text || this.lanes[1].answer.text;
+  // A kept comparison is its answer, and what came of it.
+  turn() {
+    const turn = this.lanes[0].answer.turn() ?? this.lanes[1].answer.turn();
+    const note = this.verdict.textContent.trim();
+    return turn && note ? { ...turn, note: `Compared: ${note}` } : turn;
   }
 
   render() {

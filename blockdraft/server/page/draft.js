@@ -1,14 +1,43 @@
 // The draft view: which tokens were accepted drafts, which the target wrote itself, and where each block ended.
 
-import { make } from "./text.js";
+import { make } from "./dom.js";
 
 const BAR_PX = 7; // one step in the strip
 const GAP_PX = 3;
 const MIN_PITCH_PX = 1.5;
 
+const FENCE = /^ {0,3}(```|~~~)/;
+
+// Follows a text token by token: `isCode(text)` says whether the next one belongs to code, fences included.
+class CodeReader {
+  constructor() {
+    this.line = "";
+    this.isFenced = false;
+    this.isInline = false;
+  }
+
+  isCode(text) {
+    const wasCode = this.isFenced || this.isInline;
+    let hasTick = false;
+    for (const character of text) {
+      if (character === "\n") {
+        if (FENCE.test(this.line)) this.isFenced = !this.isFenced;
+        this.line = "";
+        this.isInline = false;
+        continue;
+      }
+      this.line += character;
+      if (character !== "`" || this.isFenced) continue;
+      this.isInline = !this.isInline;
+      hasTick = true;
+    }
+    return wasCode || this.isFenced || hasTick || FENCE.test(this.line);
+  }
+}
+
 // A line break shows as a sign, then breaks; the last `numHeld` breaks of the text only show.
-function tokenNode(text, isAccepted, numHeld) {
-  const node = make("span", isAccepted ? "token accepted" : "token own");
+function tokenNode(text, isAccepted, isCode, numHeld) {
+  const node = make("span", `token ${isAccepted ? "accepted" : "own"}${isCode ? " mono" : ""}`);
   if (text === "") {
     node.append(make("span", "glyph", "·"));
     node.title = "no text of its own: part of a character, or a special token";
@@ -22,14 +51,15 @@ function tokenNode(text, isAccepted, numHeld) {
   return node;
 }
 
-export function blockNode(block) {
+function blockNode(block, reader) {
   const node = make("span", "block");
   const num = block.tokens.length;
   node.title = `one step: ${num} ${num === 1 ? "token" : "tokens"}, ${block.accepted} from the draft`;
   // Breaks at the end of a block go behind its mark, which would otherwise begin the next line.
   const breaks = /\n*$/.exec(block.tokens[num - 1])[0];
   block.tokens.forEach((text, index) => {
-    node.append(tokenNode(text, index < block.accepted, index === num - 1 ? breaks.length : 0));
+    const numHeld = index === num - 1 ? breaks.length : 0;
+    node.append(tokenNode(text, index < block.accepted, reader.isCode(text), numHeld));
   });
   node.append(make("span", "block-end"), breaks);
   return node;
@@ -37,7 +67,10 @@ export function blockNode(block) {
 
 // Appends what is missing; blocks never change once they are there.
 export function renderBlocks(root, blocks) {
-  for (let index = root.children.length; index < blocks.length; index++) root.append(blockNode(blocks[index]));
+  root.reader ??= new CodeReader();
+  for (let index = root.children.length; index < blocks.length; index++) {
+    root.append(blockNode(blocks[index], root.reader));
+  }
 }
 
 // The decoding steps. The prompt's own step always yields one token, whatever the drafter does: it is left out.

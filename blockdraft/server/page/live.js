@@ -1,9 +1,8 @@
 // The right-hand side: what the engine does now, from one event of /events per second.
 
-import { make } from "./text.js";
+import { $, make } from "./dom.js";
 
 const WINDOW_S = 300;
-const $ = (id) => document.getElementById(id);
 
 export function seconds(value) {
   if (value === null || value === undefined) return "";
@@ -22,10 +21,42 @@ export function rate(value) {
 
 const percent = (value) => `${Math.round(value * 100)} %`;
 
+export function size(numBytes) {
+  return numBytes < 1e9 ? `${Math.round(numBytes / 1e6)} MB` : `${(numBytes / 1e9).toFixed(1)} GB`;
+}
+
+const shortName = (name) => name.split("/").filter(Boolean).at(-1) ?? name;
+
+// What people call the target and the drafter, and what their files are; other engines tell less.
+export function namesOf(engine) {
+  const { target, target_title, target_format, target_bytes, target_computed } = engine;
+  const { draft, draft_title, draft_format, draft_bytes } = engine;
+  const files = (format, bytes) => [format, bytes ? size(bytes) : null].filter(Boolean).join(", ");
+  return {
+    target: target_title || shortName(target),
+    targetFiles: files(target_format, target_bytes),
+    computed: target_computed ?? "",
+    draft: draft === null ? null : draft_title || shortName(draft),
+    draftFiles: files(draft_format, draft_bytes),
+  };
+}
+
 // An idle engine has no tokens per step: the last figure stays, dimmed.
-function showPerStep(value) {
+function showPerStep(now) {
+  const value = now.tokens_per_step;
   $("per-step").classList.toggle("idle", !(value > 0));
   if (value > 0) $("per-step").textContent = value.toFixed(2);
+  $("per-step-caption").textContent = $("per-step").textContent === "–" ? "" : windowText(now, value > 0);
+}
+
+const windowText = ({ lately_s: lately }, isActive) => (isActive ? `last ${lately ?? 10} s` : "when last busy");
+
+// What drafts bring now. The whole sentence, with what it was measured against, is the tooltip.
+function speculationText(now, hasDrafter) {
+  if (!hasDrafter) return "no drafter: it is 1";
+  if (!now.speculation) return "without drafts it is 1";
+  if (now.governed_width === 1) return "drafts do not pay now";
+  return now.speedup > 0 ? `about ${now.speedup.toFixed(1)}× the plain speed` : "without drafts it is 1";
 }
 
 // ---- tokens per second
@@ -48,7 +79,7 @@ function makePlot(root) {
       y: { range: (_, low, high) => [0, Math.max(5, (high ?? 0) * 1.15)] },
     },
     axes: [
-      { ...axis, size: 22, gap: 4, grid: { show: false }, splits: () => [-240, -180, -120, -60, 0],
+      { ...axis, size: 22, gap: 4, grid: { show: false }, splits: (chart) => (chart.width < 280 ? [-240, -120, 0] : [-240, -180, -120, -60, 0]),
         values: (_, splits) => splits.map((s) => (s === 0 ? "now" : `−${-s / 60} min`)) },
       { ...axis, size: 40, gap: 4, space: 32, grid: { stroke: colour("--line"), width: 1 },
         values: (_, splits) => splits.map((s) => s.toLocaleString("en")) },
@@ -60,9 +91,7 @@ function makePlot(root) {
   new ResizeObserver(() => {
     if (root.clientWidth > 0) made.setSize({ width: root.clientWidth, height: root.clientHeight });
   }).observe(root);
-  for (const query of ["(prefers-color-scheme: dark)", "(prefers-contrast: more)"]) {
-    matchMedia(query).addEventListener("change", () => made.redraw(false));
-  }
+  addEventListener("themechange", () => made.redraw(false));
   return made;
 }
 
@@ -91,12 +120,14 @@ function addHistory(history, isFirst) {
 
 // ---- acceptance
 
-function showAcceptance(acceptance, hasDrafter) {
+function showAcceptance(now, hasDrafter) {
   const root = $("acceptance");
-  const hasData = acceptance.some((value) => value > 0);
-  $("acceptance-caption").textContent = !hasDrafter ? "no drafter" : hasData || !root.firstChild ? "" : "last active";
+  const acceptance = now.acceptance ?? [];
+  const hasData = acceptance.length > 0;
+  const caption = hasData || root.firstChild ? windowText(now, hasData) : "no drafts yet";
+  $("acceptance-caption").textContent = hasDrafter ? caption : "no drafter";
   root.classList.toggle("idle", !hasData);
-  if (!hasData && root.children.length === acceptance.length) return; // idle: the last picture stays
+  if (!hasData) return; // the last picture stays
   while (root.children.length > acceptance.length) root.lastChild.remove();
   while (root.children.length < acceptance.length) {
     const column = root.appendChild(make("div", "column"));
@@ -106,12 +137,11 @@ function showAcceptance(acceptance, hasDrafter) {
   acceptance.forEach((value, index) => {
     const column = root.children[index];
     column.querySelector("i").style.height = `${Math.max(0, Math.min(1, value)) * 100}%`;
-    column.title = `position ${index + 1}: ${percent(value)} accepted`;
+    column.title = `position ${index + 1}: ${percent(value)} of the drafts tried there were accepted`;
   });
   root.classList.toggle("dense", acceptance.length > 9);
-  root.setAttribute("aria-label", hasData
-    ? `Accepted by position: ${acceptance.map((value, index) => `${index + 1}: ${percent(value)}`).join(", ")}`
-    : "No drafts yet");
+  const shares = acceptance.map((value, index) => `${index + 1}: ${percent(value)}`).join(", ");
+  root.setAttribute("aria-label", `Accepted by position: ${shares}`);
 }
 
 // ---- cache and queue
@@ -168,26 +198,31 @@ export function showStartup(startup) {
 // ---- engine
 
 const ENGINE_ROWS = [
-  ["engine", "Engine"], ["target", "Target"], ["draft", "Drafter"], ["width", "Width"], ["width_reason", "Why this width"],
-  ["block", "Drafter's block"], ["dtype", "Type"],
-  ["quantization", "Quantisation"], ["device", "Device"], ["max_context", "Context"], ["max_rows", "Rows"],
+  ["engine", "Engine"], ["target", "Named as"], ["draft", "Drafter named as"], ["width", "Width to begin with"],
+  ["width_reason", "Why this width"], ["block", "Drafter's block"], ["dtype", "Computed in"], ["device", "Device"],
+  ["quantization", "Weights held as"], ["max_context", "Context"], ["max_rows", "Requests at once"],
   ["same_bits", "Same bits in any company"], ["same_bits_reason", "How that is known"],
   ["page_size", "Tokens per page"], ["num_cache_bytes", "Cache"], ["is_dummy", "Random weights"],
   ["synthetic_acceptance", "Synthetic acceptance"],
 ];
+const HELD = { none: "no quantisation", keep: "as stored" };
 
 function engineValue(name, value) {
   if (value === null || value === undefined) return "none";
   if (typeof value === "boolean") return value ? "yes" : "no";
-  if (name === "num_cache_bytes") return `${(value / 2 ** 20).toLocaleString("en", { maximumFractionDigits: 0 })} MiB`;
+  if (name === "num_cache_bytes") return size(value);
+  if (name === "quantization") return HELD[value] ?? value;
   return typeof value === "number" ? value.toLocaleString("en") : String(value);
 }
 
 export function showEngine(engine) {
-  const rows = ENGINE_ROWS.filter(([name]) => name in engine && engine[name] !== "");
-  $("engine").replaceChildren(
-    ...rows.flatMap(([name, label]) => [make("dt", "", label), make("dd", "", engineValue(name, engine[name]))]),
-  );
+  const names = namesOf(engine);
+  const rows = [["Model", names.target], ["Its files", names.targetFiles], ["Drafter", names.draft ?? "none"]];
+  rows.push(["Its files", names.draftFiles]);
+  const isTold = ([name]) => name in engine && engine[name] !== "";
+  rows.push(...ENGINE_ROWS.filter(isTold).map(([name, label]) => [label, engineValue(name, engine[name])]));
+  const shown = rows.filter(([, value]) => value !== "");
+  $("engine").replaceChildren(...shown.flatMap(([label, value]) => [make("dt", "", label), make("dd", "", value)]));
 }
 
 // ---- all of it
@@ -197,9 +232,11 @@ export function showNow(event, isFirst) {
   if (now) {
     $("rate").textContent = $("live-rate").textContent = rate(now.tokens_per_second);
     $("steps").textContent = rate(now.steps_per_second);
-    showPerStep(now.tokens_per_step);
-    $("per-step-note").textContent = now.speculation || "plain decoding: 1";
-    showAcceptance(now.acceptance ?? [], engine === null || engine.draft !== null);
+    const hasDrafter = engine === null || engine.draft !== null;
+    showPerStep(now);
+    $("per-step-note").textContent = speculationText(now, hasDrafter);
+    $("per-step-note").title = now.speculation ?? "";
+    showAcceptance(now, hasDrafter);
     showCache(now);
   }
   addHistory(event.history, isFirst);

@@ -1,0 +1,34 @@
+"""What a model is to a reader: its name, the format of its files and their size."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from blockdraft.checkpoints.checkpoint import Checkpoint
+from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
+from blockdraft.settings.shipped import model_title
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """A checkpoint in a few words."""
+
+    title: str
+    format: str = "random weights"
+    num_bytes: int = 0  # of its files with weights
+
+
+def stored_form(checkpoint: Checkpoint | None, name: str, method: str | None) -> StoredForm:
+    """None: nothing was read; `method` says how a folder is quantised."""
+    title = model_title(name)
+    if checkpoint is None:
+        return StoredForm(title)
+    if isinstance(checkpoint, GgufCheckpoint):
+        return StoredForm(title, f"GGUF {checkpoint.main_type}", checkpoint.file.stat().st_size)
+    sizes: Counter[str] = Counter()
+    for info in checkpoint.tensors().values():
+        sizes[str(info.dtype).removeprefix("torch.")] += math.prod(info.shape) * info.dtype.itemsize
+    kind = method or max(sizes, key=lambda dtype: sizes[dtype], default="empty")
+    return StoredForm(title, f"safetensors {kind}", sizes.total())

@@ -1,0 +1,101 @@
+// What a request asks for besides its messages. An empty field is left out of the request: the server then takes
+// what the model's makers recommend, and that is what the field shows as its placeholder.
+
+import { $ } from "./dom.js";
+
+const KEY = "blockdraft.settings";
+const MAX_SEED = 2 ** 31;
+
+// Field, its name in a request, and what holds where neither the reader nor the model's makers say anything.
+const NUMBERS = [
+  ["temperature", "temperature", "1"],
+  ["top-p", "top_p", "1"],
+  ["top-k", "top_k", "off"],
+  ["min-p", "min_p", "off"],
+  ["repetition-penalty", "repetition_penalty", "off"],
+  ["presence-penalty", "presence_penalty", "off"],
+  ["frequency-penalty", "frequency_penalty", "off"],
+  ["max-tokens", "max_completion_tokens", "no limit"],
+];
+const KEPT = [...NUMBERS.map(([id]) => id), "stop-texts", "tools"];
+const OFF = { top_k: [0, -1], min_p: [0], repetition_penalty: [1] }; // values that do nothing
+
+export function readSettings() {
+  let kept = {};
+  try {
+    kept = JSON.parse(localStorage.getItem(KEY)) ?? {};
+  } catch {
+    // Damaged or forbidden: the defaults do.
+  }
+  for (const id of KEPT) $(id).value = kept[id] ?? "";
+  return kept;
+}
+
+export function keepSettings(more) {
+  const kept = Object.fromEntries(KEPT.map((id) => [id, $(id).value]));
+  try {
+    localStorage.setItem(KEY, JSON.stringify({ ...kept, ...more }));
+  } catch {
+    // Private windows may forbid it.
+  }
+}
+
+export function clearSettings() {
+  for (const id of [...KEPT, "seed", "width"]) $(id).value = "";
+}
+
+// Placeholders: what the server will take for fields that are empty. Other engines do not tell.
+export function showDefaults(engine) {
+  const { sampling } = engine;
+  for (const [id, name, neutral] of NUMBERS) {
+    const value = sampling?.[name];
+    const isKnown = value !== undefined && !OFF[name]?.includes(value);
+    const isModels = name in { temperature: 1, top_p: 1, top_k: 1, min_p: 1, repetition_penalty: 1 };
+    $(id).placeholder = isKnown ? String(value) : sampling || !isModels ? neutral : "model's own";
+  }
+  $("system").placeholder = engine.system_prompt || "none";
+  $("system-hint").textContent = engine.system_prompt
+    ? "Empty: the model's chat template inserts the text shown in grey."
+    : "Empty: no system prompt is sent.";
+}
+
+export function fillWidths(width, block, isFree = true) {
+  const widths = [2, 4, 8, 16, 32].filter((value) => value <= block && value !== width);
+  const options = [["", block > 1 ? `automatic (${width})` : "1: no drafter"]];
+  if (block > 1 && isFree) options.push(["1", "1: off"], ...widths.map((value) => [String(value), String(value)]));
+  $("width").replaceChildren(...options.map(([value, label]) => new Option(label, value)));
+  $("width").disabled = block === 1 || !isFree;
+}
+
+function number(id) {
+  const value = $(id).valueAsNumber;
+  return Number.isNaN(value) ? undefined : value;
+}
+
+// One per line; \n and \t are written out.
+function stops() {
+  const lines = $("stop-texts").value.split("\n").filter((line) => line !== "");
+  return lines.map((line) => line.replace(/\\n/g, "\n").replace(/\\t/g, "\t"));
+}
+
+// The tools, or a sentence that says what is wrong with them.
+export function readTools() {
+  const text = $("tools").value.trim();
+  if (text === "") return [];
+  try {
+    const tools = JSON.parse(text);
+    return Array.isArray(tools) ? tools : "Tools must be a JSON list, as in OpenAI's API. See Settings.";
+  } catch (error) {
+    return `Tools are not valid JSON (${error.message}). See Settings.`;
+  }
+}
+
+// The fields of a request. JSON leaves out what is undefined.
+export function sampling() {
+  const given = Object.fromEntries(NUMBERS.map(([id, name]) => [name, number(id)]));
+  const stop = stops();
+  const tools = readTools();
+  if (stop.length > 0) given.stop = stop;
+  if (tools.length > 0 && Array.isArray(tools)) given.tools = tools;
+  return { ...given, seed: number("seed") ?? Math.floor(Math.random() * MAX_SEED) };
+}
