@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
 
 from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.sampling_defaults import NAMES as SAMPLING_NAMES
 from blockdraft.errors import SettingsError
 from blockdraft.settings.merge import ADDED_UP, MergedSettings, flag_of, merge_settings
 from blockdraft.settings.settings import (
@@ -97,13 +98,15 @@ def flags_of(settings: Settings) -> list[str]:
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     add = numbers_of(group)
-    add("--temperature", float, 0.0, "0 is greedy, and the default here (the server's is the model's own)")
-    add("--top-p", float, 1.0, "sample from the likeliest tokens that hold this much probability")
-    add("--top-k", int, 0, "sample from this many likeliest tokens; 0: all")
-    add("--min-p", float, 0.0, "drop tokens less likely than this share of the likeliest")
+    # None: the model's own, which is not known yet.
+    add("--temperature", float, None, "0 is greedy (default: what the model's makers recommend)")
+    add("--top-p", float, None, "sample from the likeliest tokens of this much probability (default: theirs)")
+    add("--top-k", int, None, "sample from this many likeliest tokens; 0: all (default: theirs)")
+    add("--min-p", float, None, "drop tokens less likely than this share of the likeliest (default: theirs)")
     add("--presence-penalty", float, 0.0, "subtracted from tokens the answer has used")
     add("--frequency-penalty", float, 0.0, "subtracted per use in the answer")
-    add("--repetition-penalty", float, 1.0, "divides the logits of tokens used in prompt and answer")
+    repetition_help = "divides the logits of tokens used in prompt and answer (default: theirs)"
+    add("--repetition-penalty", float, None, repetition_help)
     add("--max-tokens", int, 512, "longest answer (default: 512)")
     add("--min-tokens", int, 0, "do not stop before this many tokens")
     add("--n", int, 1, "answers to give")
@@ -140,10 +143,21 @@ def numbers_of(group: argparse._ArgumentGroup) -> Callable[..., None]:
     return number
 
 
-def sampling_from(args: argparse.Namespace) -> SamplingParams:
+def sampling_from(
+    args: argparse.Namespace, model_defaults: Mapping[str, float] | None = None
+) -> SamplingParams:
+    """What the flags say and, where they do not, what the model's makers recommend."""
+    left_out = [name for name in SAMPLING_NAMES if getattr(args, name) is None]
+    given = argparse.Namespace(**{name: value for name, value in vars(args).items() if name not in left_out})
+    recommended = {name: value for name, value in (model_defaults or {}).items() if name in left_out}
     # Not args.width, which is the engine's setting of that name, nor args.seed.
     return dataclass_from(
-        SamplingParams, args, logit_bias=dict(args.logit_bias), seed=args.sampling_seed, width=None
+        SamplingParams,
+        given,
+        logit_bias=dict(args.logit_bias),
+        seed=args.sampling_seed,
+        width=None,
+        **recommended,
     )
 
 

@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     settings = merge_settings(given_settings(args) | {"engine": "native"}).settings
     if args.json_schema == args.prompt == "-":
         raise SettingsError("stdin is the prompt or the schema, not both: give one of them by name.")
-    sampling = replace(sampling_from(args), structured_outputs=_form(args))
+    form = _form(args)
+    sampling = replace(sampling_from(args), structured_outputs=form)  # wrong flags are said before a load
     if sampling.logprobs is not None and not args.json:
         raise SettingsError("--logprobs has no place in plain text: add --json.")
     prompt = prompt_from(args.prompt)
@@ -105,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     if not args.raw and not llm.tokenizer.has_chat_template:
         raise RequestError(f"'{settings.model}' has no chat template: add --raw to continue plain text.")
+    sampling = replace(sampling_from(args, llm.engine.models.sampling), structured_outputs=form)
     messages = [{"role": "user", "content": prompt}]
     if args.json:
         (result,) = llm.generate(prompt, sampling) if args.raw else llm.chat(messages, sampling)
