@@ -46,9 +46,11 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ())
             where.add_argument("--no-verify", dest="verify", help="the same as --verify off", **off)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(
+    parser: argparse.ArgumentParser, metavar: str = "MODEL", text: str = "the same as --model MODEL"
+) -> None:
     """The model as the first word, as well as by --model."""
-    parser.add_argument("model_first", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    parser.add_argument("model_first", nargs="?", metavar=metavar, help=text)
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, object]:
@@ -95,7 +97,8 @@ def flags_of(settings: Settings) -> list[str]:
     return flags
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
+def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int = 512, is_chat: bool = False) -> None:
+    """The flags of one request; those of a conversation are without what makes more than one text of it."""
     group = parser.add_argument_group("sampling")
     add = numbers_of(group)
     # None: the model's own, which is not known yet.
@@ -107,10 +110,11 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--frequency-penalty", float, 0.0, "subtracted per use in the answer")
     repetition_help = "divides the logits of tokens used in prompt and answer (default: theirs)"
     add("--repetition-penalty", float, None, repetition_help)
-    add("--max-tokens", int, 512, "longest answer (default: 512)")
+    add("--max-tokens", int, max_tokens, f"longest answer (default: {max_tokens})")
     add("--min-tokens", int, 0, "do not stop before this many tokens")
-    add("--n", int, 1, "answers to give")
-    add("--logprobs", int, None, "log-probabilities of each token and the N likeliest; with --json")
+    if not is_chat:
+        add("--n", int, 1, "answers to give")
+        add("--logprobs", int, None, "log-probabilities of each token and the N likeliest; with --json")
     seed_help = "of the sampling noise (default: the same for every run)"
     # Not args.seed, which is the engine's setting of that name.
     group.add_argument("--seed", dest="sampling_seed", type=int, metavar="N", help=seed_help)

@@ -25,7 +25,7 @@ from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError, SettingsError
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.settings.merge import merge_settings
-from blockdraft.settings.settings import LAUNCH_SETTINGS
+from blockdraft.settings.settings import LAUNCH_SETTINGS, Settings
 
 if TYPE_CHECKING:
     from blockdraft.llm import LLM, Completion, Result
@@ -91,19 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if sampling.logprobs is not None and not args.json:
         raise SettingsError("--logprobs has no place in plain text: add --json.")
     prompt = prompt_from(args.prompt)
-    from blockdraft.start.preflight import pin_cpu_threads
-    from blockdraft.start.while_importing import quick_imports
-
-    pin_cpu_threads(settings)
-    with quick_imports():
-        from blockdraft.llm import LLM
-
-    warnings: list[str] = []
-    given = asdict(replace(settings, recipe=None))  # it is among them already
-    llm = LLM(report=reporter(args), warn=warnings.append, **given)
-    warnings += llm.engine.models.labels.notices
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    llm, warnings = open_llm(args, settings)
     if not args.raw and not llm.tokenizer.has_chat_template:
         raise RequestError(f"'{settings.model}' has no chat template: add --raw to continue plain text.")
     sampling = replace(sampling_from(args, llm.engine.models.sampling), structured_outputs=form)
@@ -117,6 +105,24 @@ def run(args: argparse.Namespace) -> int:
     line = speed_line(seen, has_drafter=llm.engine.models.draft_config is not None)
     print(line + timing_only, file=sys.stderr)
     return 0
+
+
+def open_llm(args: argparse.Namespace, settings: Settings) -> tuple[LLM, list[str]]:
+    """The engine in this process, and what it warns of, which has been said."""
+    from blockdraft.start.preflight import pin_cpu_threads
+    from blockdraft.start.while_importing import quick_imports
+
+    pin_cpu_threads(settings)
+    with quick_imports():
+        from blockdraft.llm import LLM
+
+    warnings: list[str] = []
+    given = asdict(replace(settings, recipe=None))  # it is among them already
+    llm = LLM(report=reporter(args), warn=warnings.append, **given)
+    warnings += llm.engine.models.labels.notices
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return llm, warnings
 
 
 def _print_text(deltas: Iterator[Delta], num_choices: int) -> list[Delta]:

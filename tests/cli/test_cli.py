@@ -373,7 +373,9 @@ def start(argv, **kwargs):
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, **kwargs)
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["serve", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["generate", "--help"], ["serve", "--help"], ["chat", "--help"]]
+)
 def test_help_loads_no_torch(argv):
     code = (
         "import sys\nfrom blockdraft.cli.main import main\n"
