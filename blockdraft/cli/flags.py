@@ -193,10 +193,20 @@ def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> Iterator[str]:
 
 def prompt_from(text: str) -> str:
     """The prompt itself, or stdin without its last newline when it is "-"."""
-    if text != "-":
-        return text
+    return text if text != "-" else read_stdin("the prompt").removesuffix("\n")
+
+
+def read_stdin(what: str) -> str:
+    """All of it; who sits at a terminal is told that it is waited for."""
+    if sys.stdin.isatty():
+        key = "Ctrl-Z and Enter" if sys.platform == "win32" else "Ctrl-D"
+        print(
+            f"reading {what} from this terminal: {key} on a line of its own ends it",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
-        return sys.stdin.read().removesuffix("\n")
+        return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise SettingsError(f"stdin is not {error.encoding} text ({error.reason}): convert it.") from None
 

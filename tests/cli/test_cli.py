@@ -107,6 +107,40 @@ def test_a_dash_reads_the_prompt_from_stdin(capsys, monkeypatch, expected):
     assert capsys.readouterr().out == expected.text + "\n"
 
 
+def test_files_are_part_of_the_prompt_and_the_system_message_stands_in_front(capsys, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(
+        LLM, "chat", lambda self, messages, params: asked.append(messages) or LLM.generate(self, "t1")
+    )
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_text("first\n", encoding="utf-8")
+    two.write_text("zwölf", encoding="utf-8")
+    assert (
+        main(
+            ["generate", "Sum up:", "--file", str(one), "--file", str(two), "--system", "S", *MODEL, "--json"]
+        )
+        == 0
+    )
+    assert main(["generate", "--file", str(one), *MODEL, "--json"]) == 0
+    assert asked == [
+        [{"role": "system", "content": "S"}, {"role": "user", "content": "Sum up:\n\nfirst\n\nzwölf"}],
+        [{"role": "user", "content": "first"}],
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_at_a_terminal_it_says_that_it_waits(capsys, monkeypatch, expected):
+    monkeypatch.setattr(sys, "stdin", Terminal("t1 t2 t3\n"))
+    assert main(["generate", "-", *MODEL, *GREEDY]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected.text + "\n"
+    assert captured.err.startswith("reading the prompt from this terminal: Ctrl-D ")
+
+
 def test_what_no_flag_says_is_what_the_models_makers_recommend(capsys, monkeypatch, tmp_path):
     folder = shutil.copytree(TARGET, tmp_path / "recommended")
     recommended = {"temperature": 0.2, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
@@ -320,6 +354,10 @@ def test_a_wrong_command_line_is_explained(capsys, argv, part):
         (["generate", "x", "--top-p", "0"], "top_p"),
         (["generate", "x", "--max-rows", "0"], "max_rows"),
         (["generate", "x", "--logprobs", "1"], "add --json"),
+        (["generate"], "give PROMPT, or --file FILE"),
+        (["generate", "--file", "./missing.txt"], "--file ./missing.txt cannot be read: No such file"),
+        (["generate", "-", "--file", "-"], "not both"),
+        (["generate", "x", "--raw", "--system", "y"], "leave out one"),
         (["generate", "", *MODEL, "--raw"], "empty"),
         (["serve", "a", "--model", "b"], "two models"),
         (["serve", "./missing", "--port", "70000"], "--port 70000"),
