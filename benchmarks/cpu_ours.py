@@ -119,8 +119,8 @@ def flags(quantization: str) -> list[str]:
 
 def first_token_s(quantization: str) -> float:
     """Seconds from starting `blockdraft generate` to the first character of its answer."""
-    command = [sys.executable, "-m", "blockdraft", "generate", QUESTION, "--max-tokens", "8"]
-    return first_character_s([*command, *flags(quantization)])
+    command = [sys.executable, "-m", "blockdraft", "generate", QUESTION]
+    return first_character_s([*command, "--temperature", "0", "--max-tokens", "8", *flags(quantization)])
 
 
 def first_character_s(command: list[str]) -> float:

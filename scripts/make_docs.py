@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from blockdraft.cli.main import COMMANDS as MAIN_COMMANDS
 from blockdraft.cli.main import main as blockdraft
 from blockdraft.planner.known_pairs import KnownFamily, KnownPair, find_models
 from blockdraft.settings import recipe
@@ -15,7 +16,7 @@ from blockdraft.settings.settings import OTHER_VARIABLES, Settings
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODELS_TEMPLATE = Path(__file__).parent / "models.in.md"
-COMMANDS = (*("generate", "serve", "bench", "train", "fit", "fetch", "models", "settings", "plan", "doctor"),)
+COMMANDS = tuple(name for name in MAIN_COMMANDS if name != "run")  # which is chat's other name
 
 
 def settings_page() -> str:

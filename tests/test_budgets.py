@@ -19,7 +19,7 @@ BUDGETS = {
     "training": 3_150,
     "planner": 2_550,
     "engine": 3_500,
-    "cli": 2_400,
+    "cli": 3_150,
     "launch": 2_050,
     "models": 2_200,
     "check": 2_500,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from blockdraft.cli.flags import add_verbose, reporter
 
@@ -19,9 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    return fetch_models(args.models, args)
+
+
+def fetch_models(names: Sequence[str], args: argparse.Namespace) -> int:
     from blockdraft.checkpoints.opening import open_checkpoint
 
-    for model in args.models:
-        open_checkpoint(model, report=reporter(args)).close()
-        print(f"'{model}' is ready")
+    for name in names:
+        open_checkpoint(name, report=reporter(args)).close()
+        print(f"'{name}' is ready")
     return 0

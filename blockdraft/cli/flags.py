@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
 
 from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.sampling_defaults import NAMES as SAMPLING_NAMES
 from blockdraft.errors import SettingsError
 from blockdraft.settings.merge import ADDED_UP, MergedSettings, flag_of, merge_settings
 from blockdraft.settings.settings import (
@@ -45,9 +46,11 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ())
             where.add_argument("--no-verify", dest="verify", help="the same as --verify off", **off)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(
+    parser: argparse.ArgumentParser, metavar: str = "MODEL", text: str = "the same as --model MODEL"
+) -> None:
     """The model as the first word, as well as by --model."""
-    parser.add_argument("model_first", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    parser.add_argument("model_first", nargs="?", metavar=metavar, help=text)
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, object]:
@@ -94,20 +97,24 @@ def flags_of(settings: Settings) -> list[str]:
     return flags
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
+def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int = 512, is_chat: bool = False) -> None:
+    """The flags of one request; those of a conversation are without what makes more than one text of it."""
     group = parser.add_argument_group("sampling")
     add = numbers_of(group)
-    add("--temperature", float, 0.0, "0 is greedy, and the default here (the server's is the model's own)")
-    add("--top-p", float, 1.0, "sample from the likeliest tokens that hold this much probability")
-    add("--top-k", int, 0, "sample from this many likeliest tokens; 0: all")
-    add("--min-p", float, 0.0, "drop tokens less likely than this share of the likeliest")
+    # None: the model's own, which is not known yet.
+    add("--temperature", float, None, "0 is greedy (default: what the model's makers recommend)")
+    add("--top-p", float, None, "sample from the likeliest tokens of this much probability (default: theirs)")
+    add("--top-k", int, None, "sample from this many likeliest tokens; 0: all (default: theirs)")
+    add("--min-p", float, None, "drop tokens less likely than this share of the likeliest (default: theirs)")
     add("--presence-penalty", float, 0.0, "subtracted from tokens the answer has used")
     add("--frequency-penalty", float, 0.0, "subtracted per use in the answer")
-    add("--repetition-penalty", float, 1.0, "divides the logits of tokens used in prompt and answer")
-    add("--max-tokens", int, 512, "longest answer (default: 512)")
+    repetition_help = "divides the logits of tokens used in prompt and answer (default: theirs)"
+    add("--repetition-penalty", float, None, repetition_help)
+    add("--max-tokens", int, max_tokens, f"longest answer (default: {max_tokens})")
     add("--min-tokens", int, 0, "do not stop before this many tokens")
-    add("--n", int, 1, "answers to give")
-    add("--logprobs", int, None, "log-probabilities of each token and the N likeliest; with --json")
+    if not is_chat:
+        add("--n", int, 1, "answers to give")
+        add("--logprobs", int, None, "log-probabilities of each token and the N likeliest; with --json")
     seed_help = "of the sampling noise (default: the same for every run)"
     # Not args.seed, which is the engine's setting of that name.
     group.add_argument("--seed", dest="sampling_seed", type=int, metavar="N", help=seed_help)
@@ -140,10 +147,21 @@ def numbers_of(group: argparse._ArgumentGroup) -> Callable[..., None]:
     return number
 
 
-def sampling_from(args: argparse.Namespace) -> SamplingParams:
+def sampling_from(
+    args: argparse.Namespace, model_defaults: Mapping[str, float] | None = None
+) -> SamplingParams:
+    """What the flags say and, where they do not, what the model's makers recommend."""
+    left_out = [name for name in SAMPLING_NAMES if getattr(args, name) is None]
+    given = argparse.Namespace(**{name: value for name, value in vars(args).items() if name not in left_out})
+    recommended = {name: value for name, value in (model_defaults or {}).items() if name in left_out}
     # Not args.width, which is the engine's setting of that name, nor args.seed.
     return dataclass_from(
-        SamplingParams, args, logit_bias=dict(args.logit_bias), seed=args.sampling_seed, width=None
+        SamplingParams,
+        given,
+        logit_bias=dict(args.logit_bias),
+        seed=args.sampling_seed,
+        width=None,
+        **recommended,
     )
 
 
@@ -175,10 +193,20 @@ def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> Iterator[str]:
 
 def prompt_from(text: str) -> str:
     """The prompt itself, or stdin without its last newline when it is "-"."""
-    if text != "-":
-        return text
+    return text if text != "-" else read_stdin("the prompt").removesuffix("\n")
+
+
+def read_stdin(what: str) -> str:
+    """All of it; who sits at a terminal is told that it is waited for."""
+    if sys.stdin.isatty():
+        key = "Ctrl-Z and Enter" if sys.platform == "win32" else "Ctrl-D"
+        print(
+            f"reading {what} from this terminal: {key} on a line of its own ends it",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
-        return sys.stdin.read().removesuffix("\n")
+        return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise SettingsError(f"stdin is not {error.encoding} text ({error.reason}): convert it.") from None
 

@@ -18,6 +18,7 @@ from blockdraft.cli.flags import (
     add_verbose,
     given_settings,
     prompt_from,
+    read_stdin,
     reporter,
     sampling_from,
 )
@@ -25,13 +26,13 @@ from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError, SettingsError
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.settings.merge import merge_settings
-from blockdraft.settings.settings import LAUNCH_SETTINGS
+from blockdraft.settings.settings import LAUNCH_SETTINGS, Settings
 
 if TYPE_CHECKING:
     from blockdraft.llm import LLM, Completion, Result
 
 SUMMARY = "answer one prompt"
-USAGE = "blockdraft generate PROMPT [flags]"
+USAGE = "blockdraft generate [PROMPT] [flags]"
 DESCRIPTION = (
     "Answer one prompt. The text goes to stdout as it comes. One line on stderr then gives tokens, seconds "
     "and speed: the clock runs from the request to its last token, reading the prompt included, loading the "
@@ -40,7 +41,10 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", help="what to answer; '-' reads it from stdin")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to answer; '-' reads it from stdin")
+    file_help = "its text is part of the prompt, behind PROMPT; may be repeated; '-': stdin"
+    parser.add_argument("--file", action="append", default=[], metavar="FILE", help=file_help)
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--raw", action="store_true", help="continue the text as it is: no chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, not the text")
     add_verbose(parser)
@@ -75,21 +79,59 @@ def _form(args: argparse.Namespace) -> StructuredOutputs | None:
 
 
 def _read(flag: str, name: str) -> str:
+    if name == "-":
+        return read_stdin(flag)
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text()
+        return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SettingsError(f"{flag} {name} cannot be read: {reason}.") from None
 
 
+def _prompt(args: argparse.Namespace) -> str:
+    """PROMPT, then the files, a blank line between them."""
+    if args.prompt is None and not args.file:
+        raise SettingsError("there is no prompt: give PROMPT, or --file FILE, or '-' to read it from stdin.")
+    parts = [] if args.prompt is None else [prompt_from(args.prompt)]
+    return "\n\n".join([*parts, *(_read("--file", name).removesuffix("\n") for name in args.file)])
+
+
+def _check_sources(args: argparse.Namespace) -> None:
+    if [args.prompt, args.json_schema, args.grammar, *args.file].count("-") > 1:
+        raise SettingsError("stdin is wanted for two things, and is one, not both: give the other by name.")
+    if args.raw and args.system is not None:
+        raise SettingsError(
+            "--system is for the chat template, which --raw leaves out: leave out one of them."
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     settings = merge_settings(given_settings(args) | {"engine": "native"}).settings
-    if args.json_schema == args.prompt == "-":
-        raise SettingsError("stdin is the prompt or the schema, not both: give one of them by name.")
-    sampling = replace(sampling_from(args), structured_outputs=_form(args))
+    _check_sources(args)
+    form = _form(args)
+    sampling = replace(sampling_from(args), structured_outputs=form)  # wrong flags are said before a load
     if sampling.logprobs is not None and not args.json:
         raise SettingsError("--logprobs has no place in plain text: add --json.")
-    prompt = prompt_from(args.prompt)
+    prompt = _prompt(args)
+    llm, warnings = open_llm(args, settings)
+    if not args.raw and not llm.tokenizer.has_chat_template:
+        raise RequestError(f"'{settings.model}' has no chat template: add --raw to continue plain text.")
+    sampling = replace(sampling_from(args, llm.engine.models.sampling), structured_outputs=form)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    messages = [*system, {"role": "user", "content": prompt}]
+    if args.json:
+        (result,) = llm.generate(prompt, sampling) if args.raw else llm.chat(messages, sampling)
+        _print_json(llm, result, warnings)
+        return 0
+    seen = _print_text(llm.stream(prompt if args.raw else messages, sampling), sampling.n)
+    timing_only = f" (timing only: {settings.suffix})" if settings.suffix else ""
+    line = speed_line(seen, has_drafter=llm.engine.models.draft_config is not None)
+    print(line + timing_only, file=sys.stderr)
+    return 0
+
+
+def open_llm(args: argparse.Namespace, settings: Settings) -> tuple[LLM, list[str]]:
+    """The engine in this process, and what it warns of, which has been said."""
     from blockdraft.start.preflight import pin_cpu_threads
     from blockdraft.start.while_importing import quick_imports
 
@@ -103,18 +145,7 @@ def run(args: argparse.Namespace) -> int:
     warnings += llm.engine.models.labels.notices
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    if not args.raw and not llm.tokenizer.has_chat_template:
-        raise RequestError(f"'{settings.model}' has no chat template: add --raw to continue plain text.")
-    messages = [{"role": "user", "content": prompt}]
-    if args.json:
-        (result,) = llm.generate(prompt, sampling) if args.raw else llm.chat(messages, sampling)
-        _print_json(llm, result, warnings)
-        return 0
-    seen = _print_text(llm.stream(prompt if args.raw else messages, sampling), sampling.n)
-    timing_only = f" (timing only: {settings.suffix})" if settings.suffix else ""
-    line = speed_line(seen, has_drafter=llm.engine.models.draft_config is not None)
-    print(line + timing_only, file=sys.stderr)
-    return 0
+    return llm, warnings
 
 
 def _print_text(deltas: Iterator[Delta], num_choices: int) -> list[Delta]:

@@ -14,7 +14,10 @@ from blockdraft import __version__
 from blockdraft.errors import BlockdraftError
 from blockdraft.settings.settings import suggestion
 
-COMMANDS = ("generate", "serve", "bench", "train", "fit", "fetch", "models", "settings", "plan", "doctor")
+COMMANDS = (
+    *("chat", "run", "generate", "serve", "bench", "train", "fit"),
+    *("fetch", "models", "settings", "plan", "doctor"),
+)
 EXIT_ERROR = 2
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE

@@ -1,48 +1,117 @@
-"""blockdraft models: the families and target/drafter pairs that are known by name."""
+"""blockdraft models: what is on this disk, and the families and pairs that are known by name."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from blockdraft.checkpoints.on_disk import StoredModel, find_stored, other_bytes, remove, stored_models
+from blockdraft.cli.fetch import fetch_models
+from blockdraft.cli.flags import add_verbose, table
 from blockdraft.errors import SettingsError
 from blockdraft.planner.known_pairs import KnownFamily, KnownModels, KnownPair, find_models
+from blockdraft.settings.settings import cache_dir, cache_dirs
 
-SUMMARY = "list known models and drafters"
-USAGE = "blockdraft models [QUERY] [flags]"
+SUMMARY = "list models on this disk and known ones; fetch and remove them"
+USAGE = """blockdraft models [QUERY] [flags]
+       blockdraft models fetch NAME ...
+       blockdraft models rm NAME ... [--yes]"""
 DESCRIPTION = (
-    "List the model families that this version computes and the target/drafter pairs that are known by name, "
-    "with the approximate memory of their weights in bfloat16. Other pairs may run as well: a checkpoint is "
-    "judged by its config.json, not by its name."
+    "List the models on this disk (the hub's cache and ours) with their sizes, and then those that are known "
+    "by name: the families that this version computes and the target/drafter pairs, with the "
+    "approximate memory of their weights in bfloat16. Other pairs may run as well: a checkpoint is judged by "
+    "its config.json, not by its name. `fetch` downloads models, `rm` removes them from the caches, and "
+    "nothing anywhere else."
 )
 WIDTH = 110
 _COLUMNS = ("drafter", "layout", "block", "layers", "GB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "query", nargs="?", default="", metavar="QUERY", help="part of a family, target or drafter name"
-    )
+    query_help = "part of a name or family; or: fetch NAME ..., rm NAME ..."
+    parser.add_argument("words", nargs="*", metavar="QUERY", help=query_help)
     parser.add_argument("--json", action="store_true", help="print one JSON object, not the text")
+    parser.add_argument("--yes", action="store_true", help="of rm: remove without asking")
+    add_verbose(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    found = find_models(args.query)
-    if not found.families and not found.pairs:
+    action, *names = args.words or [""]
+    if action in ("fetch", "rm"):
+        if not names:
+            raise SettingsError(f"models {action} needs a name: `blockdraft models` lists some.")
+        return fetch_models(names, args) if action == "fetch" else _remove(names, is_agreed=args.yes)
+    if names:
+        raise SettingsError(f"'{action} {names[0]}' is no part of a name: give one word, or fetch, or rm.")
+    return _list(action, is_json=args.json)
+
+
+def _list(query: str, *, is_json: bool) -> int:
+    found = find_models(query)
+    stored = [model for model in stored_models() if query.casefold() in model.name.casefold()]
+    if not found.families and not found.pairs and not stored:
         raise SettingsError(
-            f"no known family, target or drafter contains '{args.query}': leave it out to see all of them."
+            f"no known family, target or drafter contains '{query}': leave it out to see all of them."
         )
-    print(json.dumps(found.as_json(), indent=2) if args.json else _text(found))
+    if is_json:
+        shown = [
+            {"name": one.name, "bytes": one.num_bytes, "has_weights": one.has_weights, "path": str(one.path)}
+            for one in stored
+        ]
+        print(json.dumps({"on_disk": shown, **found.as_json()}, indent=2))
+    else:
+        print("\n\n".join(filter(None, ["\n".join(_disk_lines(stored, is_all=not query)), _text(found)])))
     return 0
+
+
+def _disk_lines(stored: Sequence[StoredModel], *, is_all: bool) -> Iterator[str]:
+    if not stored and not is_all:
+        return
+    yield f"On this disk (ours in {cache_dir()}, the hub's in {cache_dirs()['hub']})"
+    notes = {True: "", False: "no weights"}
+    rows = [(one.name, f"{shown_bytes(one.num_bytes):>8}", notes[one.has_weights]) for one in stored]
+    yield from table(rows) if rows else ["  no model: `blockdraft models fetch NAME`"]
+    others = other_bytes() if is_all else 0
+    if others:
+        yield f"  {shown_bytes(others)} beside, in ours: kernels and packed weights, made again when needed"
+
+
+def shown_bytes(num_bytes: int) -> str:
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e6:.0f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"
+
+
+def _remove(names: Sequence[str], *, is_agreed: bool) -> int:
+    """All of them are found before the first is removed."""
+    for model in [find_stored(name) for name in dict.fromkeys(names)]:
+        size = shown_bytes(model.num_bytes)
+        if not is_agreed and not _agrees(f"remove '{model.name}', {size}, {model.path}? [y/N] "):
+            print(f"'{model.name}' stays")
+            continue
+        remove(model)
+        print(f"'{model.name}' is removed: {size} are free")
+    return 0
+
+
+def _agrees(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise SettingsError("nobody is here to ask: add --yes to remove without asking.")
+    print(question, end="", file=sys.stderr, flush=True)
+    try:
+        return input().strip().casefold() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def _text(found: KnownModels) -> str:
     """Families, pairs that run, pairs that do not; a part without entries is left out."""
-    parts = [["Families", *_family_lines(found.families)]] if found.families else []
-    for title, runs in (("Pairs that run", True), ("Pairs that do not run", False)):
+    parts = [["Known families", *_family_lines(found.families)]] if found.families else []
+    for title, runs in (("Known pairs that run", True), ("Known pairs that do not run", False)):
         pairs = [pair for pair in found.pairs if pair.runs == runs]
         title = f"{title} (as of {found.date}; GB of bfloat16 weights, approximate)"
         parts += [[title, *_pair_lines(pairs)]] if pairs else []

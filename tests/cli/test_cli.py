@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 PAIR = ROOT / "tests/fixtures/pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
 MODEL = ["--model", TARGET, "--device", "cpu", "--dtype", "float64"]
+GREEDY = ["--temperature", "0", "--max-tokens", "9"]
 PINS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
@@ -58,7 +59,7 @@ def error_of(capsys):
 
 
 def test_text_goes_to_stdout_and_one_line_of_speed_to_stderr(capsys, expected):
-    assert main(["generate", "t1 t2 t3", *MODEL, "--draft", DRAFT, "--max-tokens", "9"]) == 0
+    assert main(["generate", "t1 t2 t3", *MODEL, "--draft", DRAFT, *GREEDY]) == 0
     captured = capsys.readouterr()
     assert captured.out == expected.text + "\n"
     pattern = (
@@ -70,7 +71,7 @@ def test_text_goes_to_stdout_and_one_line_of_speed_to_stderr(capsys, expected):
 
 
 def test_without_a_drafter_the_line_says_so_and_verbose_tells_what_is_loaded(capsys, expected):
-    assert main(["generate", "t1 t2 t3", *MODEL, "--max-tokens", "9", "--verbose"]) == 0
+    assert main(["generate", "t1 t2 t3", *MODEL, *GREEDY, "--verbose"]) == 0
     captured = capsys.readouterr()
     assert captured.out == expected.text + "\n"
     assert captured.err.startswith(f"opening {TARGET}\n")
@@ -78,7 +79,7 @@ def test_without_a_drafter_the_line_says_so_and_verbose_tells_what_is_loaded(cap
 
 
 def test_json_is_one_object_with_everything(capsys, expected):
-    flags = ["--draft", DRAFT, "--width", "4", "--max-tokens", "9", "--json", "--logprobs", "1"]
+    flags = ["--draft", DRAFT, "--width", "4", *GREEDY, "--json", "--logprobs", "1"]
     assert main(["generate", "t1 t2 t3", *MODEL, *flags]) == 0
     captured = capsys.readouterr()
     answer = json.loads(captured.out)
@@ -102,8 +103,63 @@ def test_several_answers_are_told_apart(capsys):
 
 def test_a_dash_reads_the_prompt_from_stdin(capsys, monkeypatch, expected):
     monkeypatch.setattr(sys, "stdin", io.StringIO("t1 t2 t3\n"))
-    assert main(["generate", "-", *MODEL, "--max-tokens", "9"]) == 0
+    assert main(["generate", "-", *MODEL, *GREEDY]) == 0
     assert capsys.readouterr().out == expected.text + "\n"
+
+
+def test_files_are_part_of_the_prompt_and_the_system_message_stands_in_front(capsys, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(
+        LLM, "chat", lambda self, messages, params: asked.append(messages) or LLM.generate(self, "t1")
+    )
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_text("first\n", encoding="utf-8")
+    two.write_text("zwölf", encoding="utf-8")
+    assert (
+        main(
+            ["generate", "Sum up:", "--file", str(one), "--file", str(two), "--system", "S", *MODEL, "--json"]
+        )
+        == 0
+    )
+    assert main(["generate", "--file", str(one), *MODEL, "--json"]) == 0
+    assert asked == [
+        [{"role": "system", "content": "S"}, {"role": "user", "content": "Sum up:\n\nfirst\n\nzwölf"}],
+        [{"role": "user", "content": "first"}],
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_at_a_terminal_it_says_that_it_waits(capsys, monkeypatch, expected):
+    monkeypatch.setattr(sys, "stdin", Terminal("t1 t2 t3\n"))
+    assert main(["generate", "-", *MODEL, *GREEDY]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected.text + "\n"
+    assert captured.err.startswith("reading the prompt from this terminal: Ctrl-D ")
+
+
+def test_what_no_flag_says_is_what_the_models_makers_recommend(capsys, monkeypatch, tmp_path):
+    folder = shutil.copytree(TARGET, tmp_path / "recommended")
+    recommended = {"temperature": 0.2, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    seen, stream = [], LLM.stream
+
+    def spy(self, prompt, params):
+        seen.append(params)
+        return stream(self, prompt, params)
+
+    monkeypatch.setattr(LLM, "stream", spy)
+    flags = ["generate", "t1", *MODEL, "--model", str(folder), "--max-tokens", "2"]
+    for given in ([], ["--temperature", "0", "--top-k", "0"], ["--sampling-defaults", "openai"]):
+        assert main([*flags, *given]) == 0
+    assert seen == [
+        SamplingParams(max_tokens=2, **recommended),
+        SamplingParams(max_tokens=2, **recommended | {"temperature": 0.0, "top_k": 0}),
+        SamplingParams(max_tokens=2),
+    ]
 
 
 def test_a_model_without_chat_template_asks_for_raw(capsys, tmp_path, expected):
@@ -111,7 +167,7 @@ def test_a_model_without_chat_template_asks_for_raw(capsys, tmp_path, expected):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    flags = ["generate", "t1 t2 t3", *MODEL, "--model", str(folder), "--max-tokens", "9"]
+    flags = ["generate", "t1 t2 t3", *MODEL, "--model", str(folder), *GREEDY]
     assert main(flags) == 2
     assert "add --raw" in error_of(capsys)
     assert main([*flags, "--raw"]) == 0
@@ -225,7 +281,7 @@ def test_auto_is_accepted_where_the_setting_has_it(capsys):
 
 
 def test_sampling_flags_become_sampling_params():
-    assert sampling_from(parse(["generate", "x"])) == SamplingParams(temperature=0.0, max_tokens=512)
+    assert sampling_from(parse(["generate", "x"])) == SamplingParams(max_tokens=512)
     flags = (
         "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --presence-penalty 1 --frequency-penalty -1 "
         "--repetition-penalty 1.1 --seed 4 --stop a --stop b --max-tokens 8 --min-tokens 2 --ignore-eos "
@@ -298,6 +354,10 @@ def test_a_wrong_command_line_is_explained(capsys, argv, part):
         (["generate", "x", "--top-p", "0"], "top_p"),
         (["generate", "x", "--max-rows", "0"], "max_rows"),
         (["generate", "x", "--logprobs", "1"], "add --json"),
+        (["generate"], "give PROMPT, or --file FILE"),
+        (["generate", "--file", "./missing.txt"], "--file ./missing.txt cannot be read: No such file"),
+        (["generate", "-", "--file", "-"], "not both"),
+        (["generate", "x", "--raw", "--system", "y"], "leave out one"),
         (["generate", "", *MODEL, "--raw"], "empty"),
         (["serve", "a", "--model", "b"], "two models"),
         (["serve", "./missing", "--port", "70000"], "--port 70000"),
@@ -351,7 +411,9 @@ def start(argv, **kwargs):
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, **kwargs)
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["serve", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["generate", "--help"], ["serve", "--help"], ["chat", "--help"]]
+)
 def test_help_loads_no_torch(argv):
     code = (
         "import sys\nfrom blockdraft.cli.main import main\n"

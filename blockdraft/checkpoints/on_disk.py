@@ -1,0 +1,96 @@
+"""Models that are on this disk already: those of the hub's cache, and the default model in ours.
+
+Nothing outside these two folders is listed or removed. No client of the hub is needed: a repository is a
+folder `models--org--name` whose files are in blobs/ (on systems without links, in snapshots/).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockdraft.checkpoints.fetch import SMOLLM2
+from blockdraft.errors import ModelError
+from blockdraft.settings.settings import cache_dir, cache_dirs, suggestion
+
+_PREFIX = "models--"
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """One model; `name` is what --model takes."""
+
+    name: str
+    path: Path
+    num_bytes: int
+    has_weights: bool = True
+
+
+def stored_models() -> list[StoredModel]:
+    """The default model, then those of the hub by name."""
+    gguf, hub = cache_dir() / SMOLLM2.gguf, cache_dirs()["hub"]
+    found = [StoredModel("default", gguf, _size(gguf))] if gguf.is_file() else []
+    folders = [path for path in hub.glob(f"{_PREFIX}*--*") if path.is_dir() and not path.is_symlink()]
+    for folder in sorted(folders, key=lambda path: path.name.lower()):
+        name = folder.name.removeprefix(_PREFIX).replace("--", "/", 1)
+        files = list(_files(folder / "snapshots"))
+        has_weights = any(path.suffix in _WEIGHTS and path.exists() for path in files)
+        found.append(StoredModel(name, folder, folder_bytes(folder), has_weights))
+    return found
+
+
+def other_bytes() -> int:
+    """What else is in our own folder: kernels, packed weights, records of checks."""
+    own = {SMOLLM2.gguf}
+    return sum(
+        folder_bytes(path) if path.is_dir() else _size(path)
+        for path in (cache_dir().iterdir() if cache_dir().is_dir() else ())
+        if path.name not in own
+    )
+
+
+def find_stored(name: str) -> StoredModel:
+    """Raises ModelError for what is in neither cache."""
+    stored = {model.name: model for model in stored_models()}
+    if name in stored:
+        return stored[name]
+    if os.path.exists(os.path.expanduser(name)):
+        raise ModelError(f"'{name}' is a file or folder of yours, in no cache: it is not removed here.")
+    hint = suggestion(name, list(stored)) or ": `blockdraft models` lists what is."
+    raise ModelError(f"'{name}' is not on this disk{hint}")
+
+
+def remove(model: StoredModel) -> None:
+    """Raises ModelError where it cannot be removed. What links lead to outside of the cache stays."""
+    cache = cache_dir() if model.name == "default" else cache_dirs()["hub"]
+    assert model.path.parent == cache, "what is removed is in a cache"
+    try:
+        if model.name == "default":
+            model.path.unlink()
+            model.path.with_name(model.path.name + ".sha256").unlink(missing_ok=True)
+        else:
+            shutil.rmtree(model.path)
+            shutil.rmtree(cache / ".locks" / model.path.name, ignore_errors=True)
+    except OSError as error:
+        raise ModelError(f"'{model.name}' cannot be removed: {error.strerror}: {error.filename}.") from None
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of the files in it; links count as nothing, what they lead to is counted where it is."""
+    return sum(_size(path) for path in _files(folder) if not path.is_symlink())
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent, name) for name in names)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # it has just gone
+        return 0

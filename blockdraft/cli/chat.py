@@ -1,0 +1,94 @@
+"""blockdraft chat: a conversation in the terminal, with a model here or a server elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from blockdraft.cli.flags import (
+    add_model,
+    add_sampling,
+    add_settings,
+    add_verbose,
+    given_settings,
+    sampling_from,
+)
+from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.sampling_defaults import NAMES as SAMPLING_NAMES
+from blockdraft.errors import RequestError, SettingsError
+from blockdraft.settings.merge import flag_of, merge_settings
+from blockdraft.settings.model_source import public_id
+from blockdraft.settings.settings import LAUNCH_SETTINGS, environment_api_key
+
+if TYPE_CHECKING:
+    from blockdraft.cli.chat_answers import Answerer
+
+SUMMARY = "talk to a model in the terminal"
+USAGE = "blockdraft chat [MODEL | URL] [flags]"
+DESCRIPTION = (
+    "A conversation in the terminal with a model that is loaded here, or with any OpenAI-compatible server "
+    "(http://…). /help lists what else can be said; Ctrl-C stops an answer, Ctrl-D ends. Piped input is one "
+    "question per line; the answers alone go to stdout."
+)
+MAX_TOKENS = 2048
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "MODEL | URL", "what to talk to (default: the default model)")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--api-key", metavar="KEY", help="of the server (default: $BLOCKDRAFT_API_KEY)")
+    add_verbose(parser)
+    add_sampling(parser, max_tokens=MAX_TOKENS, is_chat=True)
+    add_settings(parser, leave_out=("seed", "tool_format", "engine", *LAUNCH_SETTINGS))
+
+
+def run(args: argparse.Namespace) -> int:
+    sampling_from(args)  # wrong flags are said before a load
+    is_remote = (args.model_first or "").startswith(("http://", "https://"))
+    answerer = _server(args) if is_remote else _model(args)
+    from blockdraft.cli.chat_talk import Talk
+
+    return Talk(answerer, system=args.system, max_tokens=args.max_tokens).run()
+
+
+def _model(args: argparse.Namespace) -> Answerer:
+    from blockdraft.cli.chat_answers import LocalModel
+    from blockdraft.cli.generate import open_llm
+
+    settings = merge_settings(given_settings(args) | {"engine": "native"}).settings
+    llm, _ = open_llm(args, settings)
+    if not llm.tokenizer.has_chat_template:
+        raise RequestError(f"'{settings.model}' has no chat template: see `blockdraft generate --raw`.")
+    sampling = sampling_from(args, llm.engine.models.sampling)
+    return LocalModel(llm, sampling, public_id(settings.model) + settings.suffix)
+
+
+def _server(args: argparse.Namespace) -> Answerer:
+    url, args.model_first = args.model_first, None
+    given = given_settings(args)
+    name = given.pop("model", None)
+    if given:
+        flag = flag_of(next(iter(given)))
+        raise SettingsError(f"{flag} is for a model that is loaded here: {url} has settings of its own.")
+    from blockdraft.bench.endpoint import probe
+    from blockdraft.cli.chat_answers import RemoteModel
+
+    api_key = args.api_key or environment_api_key()
+    endpoint = asyncio.run(probe(url, api_key, None if name is None else str(name)))
+    return RemoteModel(endpoint, sampling_fields(args), api_key)
+
+
+def sampling_fields(args: argparse.Namespace) -> dict[str, object]:
+    """What the flags say, and nothing else: a server knows what its model's makers recommend."""
+    asked, usual = sampling_from(args), SamplingParams()
+    return {
+        item.name: getattr(asked, item.name)
+        for item in fields(SamplingParams)
+        if (
+            getattr(args, item.name) is not None
+            if item.name in SAMPLING_NAMES
+            else getattr(asked, item.name) != getattr(usual, item.name)
+        )
+    }

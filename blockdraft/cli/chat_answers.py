@@ -1,0 +1,247 @@
+"""Who answers in a terminal's conversation: a model in this process, or a server elsewhere."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
+
+from blockdraft.errors import RequestError
+
+if TYPE_CHECKING:
+    from blockdraft.bench.endpoint import Endpoint
+    from blockdraft.engine.request import Metrics, SamplingParams
+    from blockdraft.llm import LLM
+    from blockdraft.tools.thoughts import Splitter
+
+Message = dict[str, object]
+SILENCE_S = 600.0  # of a server, before it is given up; its own limit until the first token is the same
+OVERFLOW = "context_length_exceeded"  # OpenAI's code
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFigures:
+    """What an answer cost; `steps` is None where nobody counted them."""
+
+    num_tokens: int
+    seconds: float
+    steps: int | None = None
+    drafted: int = 0
+    accepted: int = 0
+    finish_reason: str = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPiece:
+    """What comes at a time; the last has the figures. Of `tokens`, the first `num_drafts` were drafts."""
+
+    text: str = ""
+    thought: str = ""
+    tokens: tuple[str, ...] = ()
+    num_drafts: int = 0
+    figures: AnswerFigures | None = None
+
+
+class Answerer(Protocol):
+    """Errors are BlockdraftErrors; Ctrl-C is a KeyboardInterrupt, after which it can be asked again."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it can say which tokens were drafts."""
+
+    def answer(self, messages: Sequence[Message], *, with_drafts: bool) -> Iterator[ChatPiece]: ...
+
+
+# ---- here
+
+
+class LocalModel:
+    """An engine in this process."""
+
+    def __init__(self, llm: LLM, sampling: SamplingParams, name: str) -> None:
+        self._llm, self._sampling = llm, sampling
+        self.name = name
+        self.has_drafts = llm.engine.models.draft_config is not None
+
+    def answer(self, messages: Sequence[Message], *, with_drafts: bool) -> Iterator[ChatPiece]:
+        from blockdraft.server.choices import DraftMarks
+
+        tokenizer = self._llm.tokenizer
+        prompt_ids = tokenizer.encode_chat(messages)
+        marks = DraftMarks(tokenizer, prompt_ids, skip_special_tokens=True) if with_drafts else None
+        splitter = self._splitter(prompt_ids)
+        with interrupts_between_steps() as check:
+            for delta in self._llm.stream(prompt_ids, self._sampling):
+                step = None if marks is None else marks.push(delta)
+                thought, text = "", delta.text
+                if splitter is not None:
+                    thought, text = splitter.push(delta.text, delta.finish_reason is not None)
+                yield ChatPiece(
+                    text=text,
+                    thought=thought,
+                    tokens=() if step is None else tuple(step["tokens"]),
+                    num_drafts=0 if step is None else step["accepted"],
+                    figures=None
+                    if delta.metrics is None
+                    else _local_figures(delta.metrics, delta.finish_reason),
+                )
+                check()
+
+    def _splitter(self, prompt_ids: Sequence[int]) -> Splitter | None:
+        """None: the model writes no thoughts that a text would show."""
+        from blockdraft.tools.thoughts import Splitter, begins_inside, find_tags
+
+        tags = find_tags(self._llm.tokenizer)
+        if tags is None or tags.special:
+            return None
+        return Splitter(tags, is_inside=begins_inside(tags, self._llm.tokenizer, prompt_ids))
+
+
+def _local_figures(metrics: Metrics | None, finish_reason: str | None) -> AnswerFigures | None:
+    if metrics is None:
+        return None
+    return AnswerFigures(
+        num_tokens=metrics.num_tokens,
+        seconds=metrics.seconds,
+        steps=metrics.steps,
+        drafted=metrics.drafted,
+        accepted=sum(metrics.accepted),
+        finish_reason=finish_reason or "stop",
+    )
+
+
+@contextmanager
+def interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Ctrl-C is noted, and raised by `check`, so that no step is cut in two. A second one is not noted."""
+    is_noted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal is_noted
+        if is_noted:
+            raise KeyboardInterrupt
+        is_noted = True
+
+    def check() -> None:
+        if is_noted:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ---- elsewhere
+
+
+class RemoteModel:
+    """A model of any server that speaks OpenAI's chat completions."""
+
+    def __init__(self, endpoint: Endpoint, fields: Mapping[str, object], api_key: str | None) -> None:
+        self._endpoint, self._fields, self._api_key = endpoint, fields, api_key
+        self.name = f"{endpoint.model} at {urlsplit(endpoint.url).netloc.rpartition('@')[2]}"
+        self.has_drafts = endpoint.kind == "blockdraft" and endpoint.is_speculative is not False
+
+    def answer(self, messages: Sequence[Message], *, with_drafts: bool) -> Iterator[ChatPiece]:
+        body: Message = {"model": self._endpoint.model, "messages": messages, "stream": True}
+        body |= {"stream_options": {"include_usage": True}, **self._fields}
+        if with_drafts:
+            body["speculative"] = {"detail": True}
+        begin_s = time.monotonic()
+        connection = self._connection()
+        try:
+            reader = _StreamFigures(begin_s)
+            for chunk in self._chunks(connection, body):
+                yield reader.piece(chunk)
+            yield ChatPiece(figures=reader.figures())
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestError(f"{self.name} cannot be asked: {error or type(error).__name__}.") from None
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self._endpoint.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        return kind(parts.hostname or "", parts.port, timeout=SILENCE_S)
+
+    def _chunks(self, connection: http.client.HTTPConnection, body: Message) -> Iterator[Message]:
+        from blockdraft.bench.wire import headers
+
+        path = urlsplit(self._endpoint.url).path + "/v1/chat/completions"
+        content = {"content-type": "application/json", "accept": "text/event-stream"}
+        connection.request("POST", path, json.dumps(body), headers(self._api_key) | content)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise self._error(response.read())
+        for line in response:
+            data = line.strip().removeprefix(b"data:").strip()
+            if not line.startswith(b"data:") or data == b"[DONE]":
+                continue
+            chunk = json.loads(data)
+            if chunk.get("error"):
+                raise self._error(data)
+            yield chunk
+
+    def _error(self, body: bytes) -> RequestError:
+        from blockdraft.bench.wire import inside, one_line, server_message
+        from blockdraft.jsonl import as_object
+
+        message = server_message(body)
+        code = inside(as_object(body), "error", "code")
+        is_overflow = code == OVERFLOW or "maximum context length" in message
+        return RequestError(one_line(message, self._api_key), code=OVERFLOW if is_overflow else None)
+
+
+class _StreamFigures:
+    """Reads the chunks of one answer."""
+
+    def __init__(self, begin_s: float) -> None:
+        self._begin_s = begin_s
+        self._num_tokens = self._num_chunks = 0
+        self._steps: int | None = None
+        self._drafted = self._accepted = 0
+        self._finish_reason = "stop"
+
+    def piece(self, chunk: Message) -> ChatPiece:
+        from blockdraft.bench.speculation import read_chunk
+        from blockdraft.bench.wire import inside
+
+        used = inside(chunk, "usage", "completion_tokens")
+        self._num_tokens = used if isinstance(used, int) else self._num_tokens
+        speculation = read_chunk(chunk)
+        if speculation is not None:
+            self._steps, self._drafted = speculation.steps, speculation.drafted
+            self._accepted = sum(speculation.accepted)
+        choices = chunk.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else {}
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        delta, draft = choice.get("delta") or {}, choice.get("draft") or {}
+        text = delta.get("content") or ""
+        self._num_chunks += bool(text)
+        return ChatPiece(
+            text=text,
+            thought=delta.get("reasoning_content") or delta.get("reasoning") or "",
+            tokens=tuple(draft.get("tokens", ())),
+            num_drafts=draft.get("accepted", 0),
+        )
+
+    def figures(self) -> AnswerFigures:
+        """A server that does not count its tokens sends one with a chunk, as a rule."""
+        return AnswerFigures(
+            num_tokens=self._num_tokens or self._num_chunks,
+            seconds=time.monotonic() - self._begin_s,
+            steps=self._steps,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            finish_reason=self._finish_reason,
+        )

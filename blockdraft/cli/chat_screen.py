@@ -1,0 +1,116 @@
+"""The terminal of a conversation, or the pipe instead of it: questions in, answers out."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from blockdraft.errors import SettingsError
+
+QUOTES = '"""'
+PROMPT, CONTINUED = ">>> ", "... "
+GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+ReadLine = Callable[[str], str]  # given what stands in front of it; raises EOFError at the end
+# What would move the cursor or change the terminal is not for an answer to say. Tabs and line ends are.
+_CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+
+
+class Screen:
+    """Where an answer is written; notes go to stderr."""
+
+    def __init__(self) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
+        console = Console()  # knows NO_COLOR, TERM and what Windows can do
+        self.is_terminal = sys.stdout.isatty()
+        self.has_styles = self.is_terminal and console.color_system is not None and not console.legacy_windows
+        self.has_colours = self.has_styles and not console.no_color
+        self._was_thought = self._is_open = False
+
+    def write(self, text: str) -> None:
+        if text:
+            self._put("\n\n" + text.lstrip("\n") if self._was_thought else text)
+            self._was_thought = False
+
+    def think(self, text: str) -> None:
+        """Thoughts are for people: a pipe gets the answer alone."""
+        if text and self.is_terminal:
+            self._put(text, DIM if self.has_styles else "")
+            self._was_thought = True
+
+    def mark(self, tokens: Sequence[str], num_drafts: int) -> None:
+        """The tokens of one step, its accepted drafts in colour."""
+        self._put("".join(tokens[:num_drafts]), GREEN if self.has_colours else "")
+        self._put("".join(tokens[num_drafts:]))
+
+    def end(self) -> None:
+        """The answer is over, well or not."""
+        if self._is_open:
+            print(flush=True)
+        self._is_open = self._was_thought = False
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def _put(self, text: str, style: str = "") -> None:
+        if self.is_terminal:
+            text = text.translate(_CONTROLS)
+        if text:
+            print(f"{style}{text}{PLAIN}" if style else text, end="", flush=True)
+            self._is_open = True
+
+
+def line_reader() -> ReadLine:
+    """Lines of a terminal, edited by readline where there is one (not on Windows), or of a pipe."""
+    if not sys.stdin.isatty():
+        return _piped_line
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # from now on `input` has it; its history ends with the program
+    return _typed_line
+
+
+def _typed_line(prompt: str) -> str:
+    if sys.stdout.isatty():
+        return input(prompt)
+    print(prompt, end="", file=sys.stderr, flush=True)  # stdout has the answers only
+    return input()
+
+
+def _piped_line(prompt: str) -> str:
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"stdin is not {error.encoding} text ({error.reason}): convert it.") from None
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
+
+
+def read_question(read_line: ReadLine) -> str:
+    """A line, lines that end with a backslash and the one after them, or a block between three quotes."""
+    line = read_line(PROMPT)
+    if line.lstrip().startswith(QUOTES):
+        return _quoted(line.lstrip().removeprefix(QUOTES), read_line)
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1].removesuffix("\\")
+        try:
+            lines.append(read_line(CONTINUED))
+        except EOFError:
+            break
+    return "\n".join(lines)
+
+
+def _quoted(first: str, read_line: ReadLine) -> str:
+    """What is not closed ends with the input."""
+    lines = [first]
+    with contextlib.suppress(EOFError):
+        while not lines[-1].rstrip().endswith(QUOTES):
+            lines.append(read_line(CONTINUED))
+    lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
+    return "\n".join(lines).strip("\n")

@@ -1,0 +1,199 @@
+"""One conversation: questions and commands in turn, until the input ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from blockdraft.cli.chat_answers import OVERFLOW, Answerer, AnswerFigures, Message
+from blockdraft.cli.chat_screen import Screen, line_reader, read_question
+from blockdraft.errors import BlockdraftError, RequestError
+from blockdraft.settings.settings import suggestion
+
+EXIT_FAILED = 2  # of piped questions, one had no answer
+HELP = """\
+/system TEXT   set the system message; without TEXT, show it
+/reset         forget the conversation; the system message stays
+/save FILE     write the conversation to a new file: as JSON if FILE ends in .json, else as text
+/stats         tokens per second, tokens per step, drafts accepted
+/drafts        colour the accepted drafts of answers, or stop it
+/help          this list
+/exit          end, as Ctrl-D does
+A line that ends with a backslash goes on in the next one. Between two lines of three quotes (\""") all is
+one question. A space in front of a slash makes it one, too. Ctrl-C stops an answer; what came of it stays."""
+
+
+class Talk:
+    """What was said so far, and who answers."""
+
+    def __init__(
+        self, answerer: Answerer, *, system: str | None = None, max_tokens: int | None = None
+    ) -> None:
+        self._answerer, self._system, self._max_tokens = answerer, system, max_tokens
+        self._messages: list[Message] = []
+        self._figures: list[AnswerFigures] = []
+        self._has_marks = self._is_over = self._has_failed = False
+        self._screen = Screen()
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/system": self._set_system,
+            "/reset": self._reset,
+            "/save": self._save,
+            "/stats": self._show_stats,
+            "/drafts": self._toggle_drafts,
+            "/help": lambda _: self._screen.note(HELP),
+            "/exit": self._end,
+            "/quit": self._end,
+        }
+
+    def run(self) -> int:
+        """Ask until the input ends; the exit code."""
+        is_typed = sys.stdin.isatty()
+        read_line = line_reader()
+        if is_typed:
+            self._screen.note(f"{self._answerer.name}: /help lists commands, Ctrl-D ends")
+        while not self._is_over:
+            try:
+                self.hear(read_question(read_line))
+            except EOFError:
+                break
+            except KeyboardInterrupt:  # at the prompt: the line is dropped
+                if not is_typed:
+                    raise
+                self._screen.note("\n(Ctrl-D or /exit ends)")
+        if is_typed and not self._is_over:
+            print()  # the shell's prompt is not to stand behind ours
+        return EXIT_FAILED if self._has_failed and not is_typed else 0
+
+    def hear(self, text: str) -> None:
+        """A question, or a command."""
+        name, _, rest = text.partition(" ")
+        if name in self._commands:
+            self._commands[name](rest.strip())
+        elif text.startswith("/") and "\n" not in text:
+            hint = suggestion(name, list(self._commands)) or "."
+            self._screen.note(f"there is no {name}{hint} /help lists what there is.")
+        elif text.strip():
+            self._ask(text.strip())
+
+    # ---- questions
+
+    def _ask(self, question: str) -> None:
+        self._messages.append({"role": "user", "content": question})
+        said: list[str] = []
+        try:
+            self._stream(said)
+        except KeyboardInterrupt:
+            self._screen.end()
+            self._screen.note("(stopped)")
+        except BlockdraftError as error:
+            self._screen.end()
+            self._fail(error)
+        self._screen.end()
+        if said:
+            self._messages.append({"role": "assistant", "content": "".join(said)})
+        else:
+            self._messages.pop()  # a question without an answer is not asked again with the next one
+
+    def _stream(self, said: list[str]) -> None:
+        """Write an answer as it comes, and note its text in `said`."""
+        system: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
+        answer = self._answerer.answer([*system, *self._messages], with_drafts=self._has_marks)
+        with closing(answer):  # type: ignore[type-var]
+            for piece in answer:
+                if piece.text:
+                    said.append(piece.text)
+                if self._has_marks and piece.tokens:
+                    self._screen.mark(piece.tokens, piece.num_drafts)
+                elif not self._has_marks:
+                    self._screen.think(piece.thought)
+                    self._screen.write(piece.text)
+                if piece.figures is not None:
+                    self._note_end(piece.figures)
+
+    def _note_end(self, figures: AnswerFigures) -> None:
+        self._figures.append(figures)
+        if figures.finish_reason != "length":
+            return
+        self._screen.end()
+        if self._max_tokens is not None and figures.num_tokens >= self._max_tokens:
+            self._screen.note(f"(cut after {figures.num_tokens} tokens: --max-tokens allows more)")
+        else:
+            self._screen.note("(cut: the context is full. /reset begins anew, /save FILE keeps this first)")
+
+    def _fail(self, error: BlockdraftError) -> None:
+        self._has_failed = True
+        text = " ".join(str(error).split())
+        if isinstance(error, RequestError) and error.code == OVERFLOW:
+            text += " Here: /reset begins anew, /save FILE keeps the conversation first."
+        self._screen.note(f"error: {text}")
+
+    # ---- commands
+
+    def _set_system(self, text: str) -> None:
+        if text:
+            self._system = text
+        shown = "none is set; the model's template may have one" if self._system is None else self._system
+        self._screen.note(f"system message: {shown}")
+
+    def _reset(self, _: str) -> None:
+        self._messages.clear()
+        self._figures.clear()
+        self._screen.note("the conversation is forgotten")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self._screen.note("/save needs the name of a file")
+            return
+        system: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
+        messages = [*system, *self._messages]
+        if name.endswith(".json"):
+            text = json.dumps(
+                {"model": self._answerer.name, "messages": messages}, indent=1, ensure_ascii=False
+            )
+        else:
+            text = "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in messages)
+        path = Path(name).expanduser()
+        try:
+            with path.open("x", encoding="utf-8") as file:  # nothing is overwritten
+                file.write(text + "\n")
+        except OSError as error:
+            self._screen.note(f"error: {path} cannot be written: {error.strerror}.")
+            return
+        self._screen.note(f"{len(messages)} messages are in {path}")
+
+    def _show_stats(self, _: str) -> None:
+        if not self._figures:
+            self._screen.note("no answer has come to its end yet")
+            return
+        self._screen.note(f"last answer: {shown_figures(self._figures[-1:])}")
+        if len(self._figures) > 1:
+            self._screen.note(f"{len(self._figures)} answers: {shown_figures(self._figures)}")
+
+    def _toggle_drafts(self, _: str) -> None:
+        if not self._answerer.has_drafts:
+            self._screen.note(f"{self._answerer.name} has no drafter, or does not say what it drafted")
+        elif not self._screen.has_colours:
+            self._screen.note("drafts are shown in colour: not here (NO_COLOR, or no terminal)")
+        else:
+            self._has_marks = not self._has_marks
+            shown = "on: accepted drafts are green, what the model added itself is not"
+            self._screen.note(f"drafts {shown if self._has_marks else 'off'}")
+
+    def _end(self, _: str) -> None:
+        self._is_over = True
+
+
+def shown_figures(figures: list[AnswerFigures]) -> str:
+    """Several answers as one."""
+    num_tokens, seconds = sum(one.num_tokens for one in figures), sum(one.seconds for one in figures)
+    text = f"{num_tokens} tokens in {seconds:.1f} s: {num_tokens / seconds if seconds else 0.0:.1f} tok/s"
+    counted = [one for one in figures if one.steps]
+    if not counted:
+        return f"{text}; steps and drafts were not counted"
+    per_step = sum(one.num_tokens for one in counted) / sum(one.steps or 0 for one in counted)
+    drafted, accepted = sum(one.drafted for one in counted), sum(one.accepted for one in counted)
+    drafts = f"{accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})" if drafted else "no drafts"
+    return f"{text}, {per_step:.2f} tokens per step, {drafts}"
