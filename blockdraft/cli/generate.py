@@ -76,7 +76,7 @@ def _form(args: argparse.Namespace) -> StructuredOutputs | None:
 
 def _read(flag: str, name: str) -> str:
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text()
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SettingsError(f"{flag} {name} cannot be read: {reason}.") from None
