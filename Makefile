@@ -3,8 +3,10 @@
 # make test-all   the slow tests and the page in a browser too: for every week, and before a release (docs/develop.md)
 # make rehearse   every command with the shipped pair, on the device that is there (docs/develop.md)
 # All set up everything they need: .venv, the dependencies, the default weights.
+# TORCH=cpu   PyTorch's build without CUDA, a tenth of the download on Linux; kept until `make clean` (docs/install.md)
 
 PYTHON ?= python3
+TORCH ?= $(if $(wildcard .venv/torch-cpu),cpu)
 PORT ?= 8000
 ARGS ?=
 BIN := .venv/bin
@@ -12,6 +14,13 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 # A plain path entry: the default import hook loses to a folder named blockdraft beside a script.
 EDITABLE := --config-settings editable_mode=compat
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# PyPI alone serves by default; its PyTorch for Linux brings CUDA along.
+ifeq ($(TORCH),cpu)
+CHOSEN_TORCH := .venv/torch-cpu
+else ifneq ($(TORCH),)
+$(error TORCH=$(TORCH) is unknown: TORCH=cpu takes PyTorch's CPU build, none takes PyPI's)
+endif
 
 .PHONY: serve test test-all check bench rehearse clean
 
@@ -42,16 +51,22 @@ rehearse: .venv/installed-dev
 		{ echo "blockdraft needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 
-.venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(EDITABLE) -e .
+.venv/torch-cpu: .venv/bin/python constraints.txt
+	@if [ -e .venv/installed ] && [ ! -e $@ ]; then \
+		echo "PyTorch is there already, from PyPI: 'make clean' first, then TORCH=cpu" >&2; exit 2; fi
+	$(PIP) --index-url https://download.pytorch.org/whl/cpu "$$(grep '^torch==' constraints.txt)"
+	touch $@
+
+.venv/installed: .venv/bin/python $(CHOSEN_TORCH) pyproject.toml constraints.txt
+	$(PIP) -c constraints.txt $(EDITABLE) -e .
 	touch $@
 
 .venv/installed-dev: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(EDITABLE) -e '.[dev]'
+	$(PIP) -c constraints.txt $(EDITABLE) -e '.[dev]'
 	touch $@
 
 .venv/installed-browser: .venv/installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(EDITABLE) -e '.[dev,browser]'
+	$(PIP) -c constraints.txt $(EDITABLE) -e '.[dev,browser]'
 	touch $@
 
 clean:

@@ -173,9 +173,9 @@ def run_paced_engine(num_rows: int, connection: Connection) -> None:
 def serve(num_rows: int, profile: str | None) -> None:
     """The HTTP process; it ends with its input."""
     from blockdraft.phases import StartProgress
-    from blockdraft.server.remote_engine import fork_engine
+    from blockdraft.server.remote_engine import start_engine_process
 
-    engine = fork_engine(
+    engine = start_engine_process(
         functools.partial(run_paced_engine, num_rows), StartProgress(), lambda engine: engine.kill()
     )
     import uvicorn

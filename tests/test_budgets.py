@@ -15,7 +15,7 @@ BUDGETS = {
     "kernels": 9_700,
     "bench": 5_450,
     "checkpoints": 4_650,
-    "server": 8_100,
+    "server": 8_150,
     "training": 3_150,
     "planner": 2_550,
     "engine": 3_500,
@@ -30,7 +30,7 @@ BUDGETS = {
     "text": 1_050,
     "grammar": 600,
     "cache": 800,
-    "machine": 800,
+    "machine": 850,
     "step": 800,
     **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases", "prometheus_text"), 250),
 }

@@ -24,7 +24,7 @@ def machine() -> dict[str, object]:
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
     for line in [*text.splitlines(), *_output_of("lscpu").splitlines()]:
         name, _, value = line.partition(":")
         if name.strip().lower() == "model name":
@@ -44,7 +44,13 @@ def _output_of(*command: str) -> str:
     """Return what a program prints; nothing where it is missing or fails."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=20, check=True
+            command,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=20,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return ""

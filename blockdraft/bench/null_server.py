@@ -113,7 +113,9 @@ def null_server(pace: StreamPace) -> Iterator[tuple[str, int]]:
     """Run the server; yields its address, and the number of its process."""
     command = [sys.executable, "-m", "blockdraft.bench.null_server", json.dumps(asdict(pace))]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, encoding="utf-8", start_new_session=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:

@@ -118,7 +118,7 @@ def _phases(body: Mapping[str, object]) -> tuple[tuple[str, float], ...]:
 
 
 def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").split("\n")
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     return (
         " | ".join(line.strip() for line in lines[-SHOWN_LINES - 1 :] if line.strip()) or "it said nothing."
     )
@@ -126,8 +126,11 @@ def _tail(log: Path) -> str:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Send SIGTERM, on which our server drains; what stays, a child of it included, is killed."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for end, name in ((process.terminate, "SIGTERM"), (process.kill, "SIGKILL")):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
-            os.killpg(process.pid, number)
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, getattr(signal, name))
+            else:  # Windows
+                end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_S)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
-import sys
 
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from torch import Tensor
 from blockdraft.cache.spec import Paged
 from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.heads import Slots
+from blockdraft.machine.private_memory import private_memory
 
 
 class PagedKV:
@@ -45,8 +44,5 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a forked process writes into its own copy
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
-    if sys.platform == "linux":
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    memory = private_memory(math.prod(shape) * dtype.itemsize, has_huge_pages=False)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -205,7 +205,7 @@ def _parts(model: nn.Module) -> list[str]:
 def _read(file: Path) -> Record | None:
     """None: there is none. RecordDamaged: it is not as it was written."""
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
     except OSError:
         return None
     except ValueError:

@@ -12,9 +12,6 @@ read in slices of rows.
 from __future__ import annotations
 
 import math
-import mmap
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from io import FileIO
 from typing import NamedTuple, Protocol
@@ -23,6 +20,8 @@ import torch
 
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import ModelError
+from blockdraft.machine.file_parts import read_at
+from blockdraft.machine.private_memory import private_memory
 
 _MAPPED_BYTES = 512 << 10  # from here on a mapping's last, partly used page does not matter
 
@@ -71,11 +70,8 @@ def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _MAPPED_BYTES or (device is not None and device.type != "cpu"):
         return torch.empty(*shape, dtype=dtype, device=device)
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared mapping gets no huge pages
-    memory = mmap.mmap(-1, num_bytes, flags=private)
-    if sys.platform == "linux":
-        memory.madvise(mmap.MADV_HUGEPAGE)  # a few hundred times fewer page faults
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+    # Huge pages: a few hundred times fewer page faults.
+    return torch.frombuffer(private_memory(num_bytes, has_huge_pages=True), dtype=dtype).view(*shape)
 
 
 def read_bytes(file: FileIO, *, offset: int, num_bytes: int, owner: str) -> torch.Tensor:
@@ -83,9 +79,9 @@ def read_bytes(file: FileIO, *, offset: int, num_bytes: int, owner: str) -> torc
     raw = own_memory((num_bytes,), torch.uint8)
     view = raw.numpy().data
     num_read = 0
-    while num_read < num_bytes:  # Linux reads at most 2 GiB at once
+    while num_read < num_bytes:
         try:
-            count = os.preadv(file.fileno(), [view[num_read:]], offset + num_read)
+            count = read_at(file, view[num_read:], offset + num_read)
         except OSError as error:
             raise ModelError(f"{owner} cannot be read: {error.strerror}. Check the disk.") from None
         if count == 0:

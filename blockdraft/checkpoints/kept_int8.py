@@ -38,7 +38,7 @@ class KeptInt8:
     def read(self) -> dict[str, Int8Matrix]:
         """Empty: they have to be packed."""
         try:
-            expected = self._file.with_suffix(".sha256").read_text()
+            expected = self._file.with_suffix(".sha256").read_text(encoding="utf-8")
             with self._file.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
                 is_whole = _digest(memoryview(content)) == expected
         except (OSError, ValueError):  # an empty file cannot be mapped

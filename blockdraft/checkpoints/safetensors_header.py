@@ -15,6 +15,7 @@ from io import FileIO
 from typing import NamedTuple
 
 from blockdraft.errors import ModelError
+from blockdraft.machine.file_parts import bytes_at
 
 DTYPES = {  # the format's name -> torch's, and the bytes of a value
     "BOOL": ("bool", 1),
@@ -67,7 +68,7 @@ def read_header(file: FileIO, *, owner: str) -> tuple[dict[str, TensorEntry], in
 
 
 def _read(file: FileIO, num_bytes: int, *, offset: int) -> bytes:
-    data = os.pread(file.fileno(), num_bytes, offset)
+    data = bytes_at(file, num_bytes, offset)
     if len(data) != num_bytes:
         raise Damaged(f"it ends at byte {offset + len(data)}, inside its header")
     return data

@@ -19,7 +19,6 @@ from blockdraft.settings.settings import Settings
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from blockdraft.phases import StartProgress
     from blockdraft.server.options import ServerOptions
     from blockdraft.server.remote_engine import RemoteEngine
 
@@ -123,15 +122,11 @@ def _serve(
 ) -> int:
     """Answer at once, /ready saying how far the start is; load and serve in a process of the engine's own."""
     from blockdraft.phases import StartProgress
-    from blockdraft.server.remote_engine import fork_engine
+    from blockdraft.server.remote_engine import start_engine_process
 
+    work = functools.partial(_run_engine, args, settings, options.api_keys)
     startup = StartProgress(set_up_logs(args, options.api_keys))
-
-    def work(connection: Connection) -> None:
-        listener.close()  # it is the server's
-        _run_engine(settings, startup, connection, args.step_timeout)
-
-    engine = fork_engine(work, startup, _end_hung)
+    engine = start_engine_process(work, startup, _end_hung, closes=[listener])
     from blockdraft.server.app import make_app  # while the engine's process imports PyTorch
 
     name = (args.served_model_name or settings.model) + settings.suffix
@@ -142,12 +137,14 @@ def _serve(
 
 
 def _run_engine(
-    settings: Settings, startup: StartProgress, connection: Connection, step_timeout_s: float
+    args: argparse.Namespace, settings: Settings, secrets: tuple[str, ...], connection: Connection
 ) -> None:
     """All that the engine's process does."""
+    from blockdraft.phases import StartProgress
     from blockdraft.start.preflight import pin_cpu_threads
     from blockdraft.start.while_importing import quick_imports, wake_card
 
+    startup = StartProgress(set_up_logs(args, secrets))
     wake_card(settings.device)
     pin_cpu_threads(settings)
     with quick_imports():
@@ -155,7 +152,7 @@ def _run_engine(
         from blockdraft.start.ready import start_engine
 
     make_engine = functools.partial(start_engine, settings)
-    run_engine(connection, make_engine, startup, step_timeout_s=step_timeout_s)
+    run_engine(connection, make_engine, startup, step_timeout_s=args.step_timeout)
 
 
 def _end_hung(engine: RemoteEngine) -> None:

@@ -51,6 +51,8 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
         command = checked.command(port=args.port or DEFAULT_PORT, api_key=key, host=args.host)
         _print(args.dry_run, checked, command)
         return 0
+    if sys.platform == "win32":
+        raise SettingsError(f"--engine {settings.engine} does not run on Windows: start it in WSL.")
     if args.card is not None:
         raise SettingsError("--card is for --dry-run: a start is on the cards that are here.")
     installed = find_engine(settings.engine, args.engine_python)

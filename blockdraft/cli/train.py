@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     from blockdraft.cli.training_progress import listener, stage_bars
     from blockdraft.training.run import train
 
-    with (job.out / "log.txt").open("a") as log, stage_bars(is_quiet=args.quiet) as bars:
+    with (job.out / "log.txt").open("a", encoding="utf-8") as log, stage_bars(is_quiet=args.quiet) as bars:
         train(job, listener(log, bars, is_quiet=args.quiet), resume=args.resume)
     return 0
 

@@ -198,7 +198,7 @@ def _models(shape: ProbeShape, device_name: str) -> Models:
 
 def _write(config: object, folder: Path) -> str:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(folder)
 
 

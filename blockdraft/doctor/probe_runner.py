@@ -104,7 +104,9 @@ def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = Non
 def run_probe(argument: str) -> ProbeOutcome:
     command = (sys.executable, "-m", "blockdraft.doctor.probe", argument)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=TIMEOUT_S
+        )
     except subprocess.TimeoutExpired as stopped:
         return ProbeOutcome(_text(stopped.stdout), _text(stopped.stderr), None)
     return ProbeOutcome(done.stdout, done.stderr, done.returncode)

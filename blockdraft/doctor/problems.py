@@ -55,7 +55,9 @@ class Facts:
 
 
 def load_problems() -> tuple[KnownProblem, ...]:
-    return tuple(KnownProblem(**entry) for entry in tomllib.loads(FILE.read_text())["problem"])
+    return tuple(
+        KnownProblem(**entry) for entry in tomllib.loads(FILE.read_text(encoding="utf-8"))["problem"]
+    )
 
 
 def facts_of(machine: Machine, versions: Mapping[str, str], torch_cuda: str | None) -> Facts:

@@ -6,11 +6,15 @@ import ctypes
 import functools
 import importlib.util
 import platform
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.errors import SettingsError
-from blockdraft.settings.settings import wanted_products
+from blockdraft.settings.cache_files import keep
+from blockdraft.settings.settings import cache_dir, wanted_products
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +29,12 @@ _PATHS = {
     },
 }
 _NEEDED = {"aarch64": {"asimd"}, "x86_64": {"avx2", "fma"}}  # by any kernel: it would be slow without
+_OF_APPLE = {"asimd", "asimddp"}  # every ARM processor of a Mac has them
+_TRIAL = (  # large enough for several threads
+    "import torch; from blockdraft.kernels.llvm.linear import TileLinear; "
+    "assert (TileLinear(torch.float32)(torch.ones(2, 64), torch.ones(4096, 64)) == 64).all()"
+)
+_TRIAL_S = 120.0
 
 
 def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -39,7 +49,9 @@ def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
 @functools.cache
 def why_not_here() -> str | None:
     """The same for this machine's processor, whatever is computed. Plans ask it, without PyTorch."""
-    machine = platform.machine()
+    machine = _architecture()
+    if sys.platform not in ("linux", "darwin"):
+        return f"the CPU kernels were never run on {platform.system()}"
     if machine not in _NEEDED:
         return f"the CPU kernels were never measured on {machine}"
     missing = _NEEDED[machine] - _features()
@@ -54,8 +66,28 @@ def why_not_here() -> str | None:
 def _why_no_threads() -> str | None:
     import torch
 
-    has_gomp = hasattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel")
-    return None if has_gomp else "this PyTorch was not built with GNU OpenMP"
+    if not hasattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel"):  # LLVM's OpenMP has it too
+        return "this PyTorch's OpenMP has no GOMP_parallel"
+    return None if sys.platform == "linux" else _why_not_tried(torch.__version__)
+
+
+def _why_not_tried(torch_version: str) -> str | None:
+    """Of a system where the kernels were never run: whether one does, in a process that may crash."""
+    tried = cache_dir() / "kernels" / f"tried-{torch_version}-{version('llvmlite')}"
+    if tried.exists():
+        return None
+    try:
+        subprocess.run([sys.executable, "-c", _TRIAL], check=True, capture_output=True, timeout=_TRIAL_S)
+    except (OSError, subprocess.SubprocessError):
+        return f"the CPU kernels do not run on this {platform.system()}: one that was tried failed"
+    keep(tried, b"")
+    return None
+
+
+def _architecture() -> str:
+    """As Linux names it; macOS says arm64."""
+    machine = platform.machine()
+    return "aarch64" if machine == "arm64" else machine
 
 
 @functools.cache
@@ -72,21 +104,23 @@ def product_path() -> str:
 
 def product_paths() -> list[str]:
     """Those of this processor, the fastest first; the last works anywhere."""
-    here = _PATHS.get(platform.machine(), {})
+    here = _PATHS.get(_architecture(), {})
     return [*(path for path, (needed, _) in here.items() if needed <= _features()), "generic"]
 
 
 def extra_features() -> tuple[str, ...]:
     """What LLVM may use beside what it finds by itself: on ARM it does not look at all."""
-    here = _PATHS.get(platform.machine(), {})
+    here = _PATHS.get(_architecture(), {})
     return tuple(name for needed, names in here.values() if needed <= _features() for name in names)
 
 
 @functools.cache
 def _features() -> set[str]:
-    """As Linux names them; none elsewhere."""
+    """As Linux names them."""
+    if sys.platform == "darwin":
+        return _OF_APPLE if _architecture() == "aarch64" else set()
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return set()
     found = [line.partition(":")[2].split() for line in lines if line.startswith(("Features", "flags"))]

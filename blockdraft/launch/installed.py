@@ -83,7 +83,7 @@ def _ask(engine: str, python: Path) -> Installed | None:
             [python, "-c", _QUESTION, engine],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=ASK_S,
             env=child_environment({}),
             cwd="/",  # a folder of that name in ours would be taken for the package

@@ -46,7 +46,7 @@ def read_limits(root: Path) -> Limits:
 def read_text(path: Path) -> str:
     """The file's text; empty where there is none, or it may not be read."""
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
@@ -128,7 +128,7 @@ def _ulimits(root: Path) -> dict[str, int]:
 
 
 def _size_of(path: Path) -> int | None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # Windows has no such call
         found = os.statvfs(path)
         return found.f_frsize * found.f_blocks
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import socket
@@ -168,8 +169,17 @@ def _memory(root: Path) -> tuple[int, int]:
             found[name] = int(number[0]) * 1024
     if "MemAvailable" in found:
         return found["MemAvailable"], found.get("MemTotal", found["MemAvailable"])
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = _installed_memory()
     return total // 2, total
+
+
+def _installed_memory() -> int:
+    """Of a system without /proc."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kilobytes = ctypes.c_ulonglong()  # Windows; mypy looks at Linux
+    ctypes.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kilobytes))  # type: ignore[attr-defined]
+    return kilobytes.value << 10
 
 
 def _cpu(root: Path) -> Cpu:

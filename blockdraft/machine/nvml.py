@@ -79,7 +79,13 @@ def run_smi(names: Sequence[str]) -> str:
         command = (program, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             return subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS, check=True
+                command,
+                capture_output=True,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=SMI_SECONDS,
+                check=True,
             ).stdout
     return ""
 

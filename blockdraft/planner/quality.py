@@ -35,5 +35,5 @@ def measured_quality(model: str) -> Quality | None:
 
 @functools.cache
 def _table() -> dict[str, Quality]:
-    raw = tomllib.loads(_FILE.read_text())
+    raw = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     return {name: Quality(one["perplexity"], one["committed"]) for name, one in raw.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import stat
 from collections.abc import Iterable
@@ -98,7 +99,7 @@ def _read_key_file(path: Path) -> list[str]:
         raise SettingsError(f"cannot read the API key file {path} ({error.strerror}).") from None
     if len(content) > MAX_KEY_FILE_BYTES:
         raise SettingsError(f"{path} is larger than {MAX_KEY_FILE_BYTES} bytes: it is no API key file.")
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
+    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
         log.warning("other users of this machine can read the API keys in %s: chmod 600 it", path)
     keys = []
     for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):

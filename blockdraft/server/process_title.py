@@ -15,7 +15,7 @@ def hide(secrets: Iterable[str]) -> bool:
     """
     try:
         # The name in parentheses may hold spaces. proc(5): arg_start is field 48, the state is field 3.
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         arguments = Path("/proc/self/cmdline").read_bytes()
         start = int(fields[48 - 3])
     except (OSError, IndexError, ValueError):

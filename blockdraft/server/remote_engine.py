@@ -12,8 +12,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import multiprocessing
 import os
 import signal
+import socket
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -21,8 +24,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from threading import Lock, Thread
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.request import Delta, SamplingParams, new_request_id
@@ -37,20 +41,41 @@ SNAPSHOT_S = 1.0  # after that the last one has to do
 log = logging.getLogger(__name__)
 
 OnHang = Callable[["RemoteEngine"], None]
+Work = Callable[[Connection], None]
 
 
-def fork_engine(work: Callable[[Connection], None], startup: StartProgress, on_hang: OnHang) -> RemoteEngine:
-    """Run `work`, the engine's side of a connection, in a child. No thread may have been started before."""
+def start_engine_process(
+    work: Work, startup: StartProgress, on_hang: OnHang, closes: Items[socket.socket] = ()
+) -> RemoteEngine:
+    """Run `work`, the engine's side of a connection, in a child. No thread may have been started before.
+
+    Only Linux forks: Windows cannot, and macOS's own libraries may crash after it. Elsewhere `work` is
+    pickled. The child has no use for what it `closes`.
+    """
     ours, theirs = Pipe()
+    child = _forked(work, theirs, (ours, *closes)) if sys.platform == "linux" else _spawned(work, theirs)
+    theirs.close()
+    return RemoteEngine(ours, child, startup, on_hang)
+
+
+def _forked(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> Child:
     pid = os.fork()
     if pid == 0:
-        ours.close()
-        _be_the_child(work, theirs)
-    theirs.close()
-    return RemoteEngine(ours, Child(pid), startup, on_hang)
+        for one in closes:
+            one.close()
+        _be_the_child(work, connection)
+    return ForkedChild(pid)
 
 
-def _be_the_child(work: Callable[[Connection], None], connection: Connection) -> NoReturn:
+def _spawned(work: Work, connection: Connection) -> Child:
+    process = multiprocessing.get_context("spawn").Process(
+        target=_be_the_child, args=(work, connection), daemon=True
+    )
+    process.start()
+    return SpawnedChild(process)
+
+
+def _be_the_child(work: Work, connection: Connection) -> NoReturn:
     """The server ends us when it ends: signals for the whole group are its affair."""
     code = 1
     try:
@@ -65,9 +90,32 @@ def _be_the_child(work: Callable[[Connection], None], connection: Connection) ->
         os._exit(code)
 
 
-@dataclass(frozen=True, slots=True)
-class Child:
+class Child(Protocol):
     """A process of ours."""
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int:
+        """Its exit code, -n after signal n."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnedChild:
+    """One that was started with nothing of ours."""
+
+    process: BaseProcess
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def wait(self) -> int:
+        self.process.join()
+        return self.process.exitcode or 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedChild:
+    """One that began as a copy of us."""
 
     pid: int
 
@@ -76,7 +124,6 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Its exit code, -n after signal n."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
@@ -266,7 +313,7 @@ class RemoteEngine:
 
 
 def _ended_by_itself(code: int) -> str:
-    if code == -signal.SIGKILL:
+    if code == -9:  # SIGKILL, which Windows has no name for
         return "the engine's process was killed: was there memory left? The system's log says more."
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return f"the engine's process ended by itself ({how}): its log says more."

@@ -298,7 +298,7 @@ def _key(engine: Engine, acceptance: Acceptance) -> str:
 def _stored(file: Path) -> Costs | None:
     """None: nothing of use is there."""
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(encoding="utf-8"))
         several = {(int(rows), int(width)): float(value) for rows, width, value in raw["several"]}
         by_width = {int(key): float(value) for key, value in raw["by_width"].items()}
         costs = Costs(float(raw["plain_s"]), by_width, several)

@@ -55,9 +55,9 @@ def export(
     folder.mkdir(parents=True, exist_ok=True)
     weights = named_weights(model, torch.bfloat16)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / FIT_FILE).write_text(json.dumps(fit_json(fits), indent=1) + "\n")
-    (folder / "README.md").write_text(card_text(weights, config, fits, card))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / FIT_FILE).write_text(json.dumps(fit_json(fits), indent=1) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(card_text(weights, config, fits, card), encoding="utf-8")
 
 
 def fit_json(fits: Mapping[str, DrafterFit]) -> dict[str, object]:

@@ -121,10 +121,10 @@ def _open_folder(job: Job, asked: Mapping[str, object], *, resume: bool) -> None
         has_answers = any(job.out.glob("*/shard-*.npz"))
         if (job.out / "checkpoint.pt").exists() or (path.exists() and has_answers):
             raise SettingsError(f"'{job.out}' holds a run already: add --resume, or choose another --out.")
-        path.write_text(json.dumps(asked, indent=1))
+        path.write_text(json.dumps(asked, indent=1), encoding="utf-8")
         return
     try:
-        known = json.loads(path.read_text())
+        known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise SettingsError(f"cannot resume '{job.out}': {error}. Start it without --resume.") from None
     wrong = sorted(name for name in asked if asked[name] != known.get(name))
@@ -150,7 +150,7 @@ def _digest(conversations: Sequence[Prompt]) -> dict[str, object]:
 def _save_checkpoint(job: Job, trainer: Trainer) -> None:
     partial = job.out / "checkpoint.partial"
     torch.save(trainer.state(), partial)
-    partial.rename(job.out / "checkpoint.pt")
+    partial.replace(job.out / "checkpoint.pt")
 
 
 def _load_checkpoint(job: Job, trainer: Trainer, listener: Listener) -> None:

@@ -100,7 +100,7 @@ def _started(num_workers: int) -> subprocess.Popen[str]:
         stdout=pipe,
         stderr=nowhere,
         env=child_environment({}),
-        text=True,
+        encoding="utf-8",
         start_new_session=True,  # to end with all its children
     )
     os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)  # behind the start, which works meanwhile

@@ -1,0 +1,24 @@
+"""A part of an open file, wherever its position is: several threads may read one file."""
+
+from __future__ import annotations
+
+import os
+from io import FileIO
+from threading import Lock
+
+_moving = Lock()  # where a file has to be moved to what is read
+
+
+def read_at(file: FileIO, memory: memoryview, offset: int) -> int:
+    """Fill `memory` from `offset` on; returns how many bytes came. Linux reads at most 2 GiB at once."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [memory], offset)
+    with _moving:  # Windows, and older versions of macOS
+        file.seek(offset)
+        return file.readinto(memory) or 0
+
+
+def bytes_at(file: FileIO, num_bytes: int, offset: int) -> bytes:
+    """Fewer where the file ends."""
+    content = bytearray(num_bytes)
+    return bytes(content[: read_at(file, memoryview(content), offset)])

@@ -1,0 +1,16 @@
+"""Memory that becomes resident page by page, as it is written."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+
+
+def private_memory(num_bytes: int, *, has_huge_pages: bool) -> mmap.mmap:
+    """Zeroes that a forked process writes into a copy of. Only Linux is asked for the size of its pages."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        memory.madvise(mmap.MADV_HUGEPAGE if has_huge_pages else mmap.MADV_NOHUGEPAGE)
+    return memory
