@@ -117,9 +117,13 @@ def write_answers(args: argparse.Namespace) -> None:
         args.out / "train",
         AnswerOptions(max_tokens=args.max_tokens, sampled=args.sampled),
         seconds=args.seconds,
-        report=lambda tally: print(
-            f"  {tally.num_documents} documents, {tally.num_answer_tokens} tokens, "
-            f"{time.monotonic() - begin:.1f} s"
+        report=lambda tally: (
+            print(
+                f"  {tally.num_documents} documents, {tally.num_answer_tokens} tokens, "
+                f"{time.monotonic() - begin:.1f} s"
+            )
+            if tally.is_filed
+            else None
         ),
     )
     taken = time.monotonic() - begin

@@ -108,9 +108,23 @@ def run(args: argparse.Namespace) -> int:
     from blockdraft.cli.training_progress import listener, stage_bars
     from blockdraft.training.run import train
 
-    with (job.out / "log.txt").open("a", encoding="utf-8") as log, stage_bars(is_quiet=args.quiet) as bars:
-        train(job, listener(log, bars, is_quiet=args.quiet), resume=args.resume)
+    try:
+        with (
+            (job.out / "log.txt").open("a", encoding="utf-8") as log,
+            stage_bars(is_quiet=args.quiet) as bars,
+        ):
+            train(job, listener(log, bars, is_quiet=args.quiet), resume=args.resume)
+    except KeyboardInterrupt:
+        print(_interrupted(job, is_resumed=args.resume), file=sys.stderr)
+        raise
     return 0
+
+
+def _interrupted(job: Job, *, is_resumed: bool) -> str:
+    if not (job.out / "run.json").exists():
+        return "interrupted before anything was done"
+    command = job.command if is_resumed else f"{job.command} --resume"
+    return f"interrupted; to go on (steps since the last checkpoint are done again): {command}"
 
 
 def _job(args: argparse.Namespace) -> Job:

@@ -45,7 +45,12 @@ def listener(log: TextIO, bars: Progress, *, is_quiet: bool) -> Listener:
         if bars.disable and not is_quiet:
             print(text, file=sys.stderr, flush=True)
 
-    return Listener(say=say, show=_bars(bars))
+    def tell(line: str) -> None:
+        say(line)
+        if not bars.disable:
+            bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    return Listener(say=say, tell=tell, show=_bars(bars))
 
 
 def _bars(bars: Progress) -> Show:

@@ -42,6 +42,16 @@ class Service(Protocol):
     def close(self) -> None: ...
 
 
+def ending(num_live: int, drain_timeout_s: float) -> str:
+    """What whoever pressed Ctrl-C has to know."""
+    if not num_live:
+        return "ending: no request is under way"
+    return (
+        f"ending: {num_live} under way, which may take {drain_timeout_s:g} s more (--drain-timeout); "
+        "a second Ctrl-C ends at once"
+    )
+
+
 class DrainingServer(uvicorn.Server):
     """Ends with a signal, or when the service is lost; answers under way may end before."""
 
@@ -66,7 +76,7 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let answers under way end, for a while; whoever comes meanwhile is told that it is over."""
         service = self._service
-        log.info("ending: %d requests under way", service.num_live)
+        log.info("%s", ending(service.num_live, self._drain_timeout_s))
         service.startup.drain()
         end_s = time.monotonic() + self._drain_timeout_s
         while service.num_live and not self.force_exit and time.monotonic() < end_s:

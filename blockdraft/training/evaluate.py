@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +74,7 @@ def simulate(
     length: int,
     rows_per_step: int = 8,
     num_anchors: int = 128,
+    report: Callable[[float], None] = lambda share: None,
 ) -> dict[str, DrafterFit]:
     """Simulate the drafter on `documents`: its fit by category, and "all". Documents past `length` are cut.
 
@@ -81,7 +82,7 @@ def simulate(
     """
     device = forward.head().weight.device
     rows, places = pack(documents, length)
-    runs = _runs(forward, rows.to(device), rows_per_step, num_anchors)
+    runs = _runs(forward, rows.to(device), rows_per_step, num_anchors, report)
     steps: dict[str, list[list[int]]] = defaultdict(list)
     everything: list[list[int]] = []
     for place in places:
@@ -126,7 +127,13 @@ def fit_of_metrics(metrics: Sequence[Metrics]) -> DrafterFit:
 
 
 def fit_in_engine(
-    folder: Path, documents: Sequence[Document], *, model: str, config: DraftConfig, like: Models
+    folder: Path,
+    documents: Sequence[Document],
+    *,
+    model: str,
+    config: DraftConfig,
+    like: Models,
+    report: Callable[[int], None] = lambda num_done: None,
 ) -> DrafterFit:
     """Answer the documents' prompts again, greedily, with the drafter in `folder`, as long as they are."""
     specs = like.config.layer_specs() + config.layer_specs()
@@ -146,8 +153,12 @@ def fit_in_engine(
     asked = [
         (one.prompt_ids, SamplingParams(temperature=0.0, max_tokens=len(one.answer_ids))) for one in documents
     ]
-    deltas = itertools.chain.from_iterable(run_engine(engine, asked))
-    return fit_of_metrics([delta.metrics for delta in deltas if delta.metrics is not None])
+    ended: list[Metrics] = []
+    for delta in itertools.chain.from_iterable(run_engine(engine, asked)):
+        if delta.metrics is not None:
+            ended.append(delta.metrics)
+            report(len(ended))
+    return fit_of_metrics(ended)
 
 
 def run_engine(
@@ -165,7 +176,13 @@ def run_engine(
         yield engine.step()
 
 
-def _runs(forward: BlockForward, rows: PackedRows, rows_per_step: int, num_anchors: int) -> Tensor:
+def _runs(
+    forward: BlockForward,
+    rows: PackedRows,
+    rows_per_step: int,
+    num_anchors: int,
+    report: Callable[[float], None],
+) -> Tensor:
     """How many drafts match the document after each place: [rows, length]."""
     length, head = rows.tokens.shape[1], forward.head()
     reader = FeatureReader(forward.target, num_rows=rows_per_step, length=length)
@@ -185,6 +202,7 @@ def _runs(forward: BlockForward, rows: PackedRows, rows_per_step: int, num_ancho
             row = torch.tensor(chosen)[:, None].expand(batch.anchors.shape)
             is_real = batch.is_real.cpu()
             out[row[is_real], batch.anchors.cpu()[is_real]] = found.cpu()[is_real]
+        report(min(first + rows_per_step, len(rows)) / len(rows))
     return out
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blockdraft.bench.records import Prompt
@@ -28,10 +28,11 @@ MAX_TURNS = 64  # of one conversation; a key is conversation * MAX_TURNS + turn
 
 @dataclass(slots=True)
 class AnswerCount:
-    """How much has been answered; `report` hears it after every shard."""
+    """How much has been answered; `report` hears it after every answer, and once more after every shard."""
 
     num_documents: int = 0
     num_answer_tokens: int = 0
+    is_filed: bool = False  # all of it is in shards
 
 
 def regenerate(
@@ -65,13 +66,14 @@ def regenerate(
             fresh.append(document)
             count.num_documents += 1
             count.num_answer_tokens += len(document.answer_ids)
+            report(replace(count))
             if len(fresh) == SHARD:
                 write_shard(folder / f"shard-{number:04}.npz", fresh)
                 done, fresh, number = done + fresh, [], number + 1
-                report(count)
+                report(replace(count, is_filed=True))
     if fresh:
         write_shard(folder / f"shard-{number:04}.npz", fresh)
-    report(count)
+    report(replace(count, is_filed=True))
     return sorted(done + fresh, key=lambda document: document.key)
 
 

@@ -30,6 +30,7 @@ from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
+from blockdraft.training.announce import left, plan_lines, verdict_lines
 from blockdraft.training.answers import Document, first_of_each, read_conversations
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
 from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate
@@ -45,13 +46,18 @@ NUM_CHECKED = 32  # held-out answers that the engine gives once more
 DISAGREEMENT = 0.05  # between engine and simulation, before it is worth a warning
 CLOSING_S = 60.0  # kept for evaluation and export; arbitrary
 CHECKPOINT_S = 300.0
+SAY_S, SHOW_S = 5.0, 0.5  # between two lines, and two looks at a bar; arbitrary
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who hears how it goes: lines for the log, and (stage, share done, what to show) for a bar."""
+    """Who hears how it goes: lines for the log, and (stage, share done, what to show) for a bar.
+
+    `tell` is for what a person must see, whether bars are drawn or not; the log has it, too.
+    """
 
     say: Callable[[str], None] = lambda line: None
+    tell: Callable[[str], None] = lambda line: None
     show: Callable[[str, float | None, str], None] = lambda stage, share, detail: None
 
 
@@ -61,12 +67,17 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
     training, held_out = _conversations(job)
     _open_folder(job, job.fingerprint() | _digest(training + held_out), resume=resume)
     budget_s = None if job.minutes is None else 60 * job.minutes
+    answer_s = _answer_s(job)
+    counts = {"num_training": len(training), "num_held_out": len(held_out)}
+    for line in plan_lines(job, **counts, answer_s=answer_s, is_resumed=resume):
+        listener.tell(line)
     models = _load_target(job, listener)
     _drafter_config(job, models, ())  # what is wrong with it is said before the target answers for an hour
-    documents, kept = _answers(job, models, training, held_out, listener, budget_s)
+    documents, kept = _answers(job, models, training, held_out, listener, answer_s)
     raw, config = _drafter_config(job, models, documents)
     models.target.taps = config.taps
     trainer = _trainer(job, models, documents, config)
+    before = None if job.start_from is None else _measured(job, trainer, kept, listener, "start")["all"]
     if resume:
         _load_checkpoint(job, trainer, listener)
     left_s = None if budget_s is None else budget_s - (time.monotonic() - begin_s) - CLOSING_S
@@ -74,8 +85,7 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
     trainer.features.forget()
     release()
     with trainer.averaged():
-        listener.show("evaluate", None, f"{len(kept)} held-out answers")
-        fits = _simulated(job, trainer, kept)
+        fits = _measured(job, trainer, kept, listener, "evaluate")
         export(job.out / "drafter", trainer.model, raw, fits, _model_card(job, documents, trainer))
         for name, fit in fits.items():
             listener.say(
@@ -83,6 +93,8 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
             )
         listener.say(f"exported to {job.out / 'drafter'}")
         _check(job, trainer, kept, listener, models)
+    for line in verdict_lines(job, fits, before):
+        listener.tell(line)
     return fits
 
 
@@ -92,7 +104,13 @@ def _check(job: Job, trainer: Trainer, held_out: list[Document], listener: Liste
     listener.show("check", None, f"{len(few)} answers in the engine")
     expected = _simulated(job, trainer, few)["all"]
     config = trainer.model.config
-    found = fit_in_engine(job.out / "drafter", few, model=job.model, config=config, like=models)
+
+    def report(num_done: int) -> None:
+        listener.show("check", num_done / len(few), f"{num_done} of {len(few)} answers in the engine")
+
+    found = fit_in_engine(
+        job.out / "drafter", few, model=job.model, config=config, like=models, report=report
+    )
     line = (
         f"{found.committed:.3f} tokens committed per step in the engine, {expected.committed:.3f} simulated"
     )
@@ -101,13 +119,28 @@ def _check(job: Job, trainer: Trainer, held_out: list[Document], listener: Liste
     listener.say(line)
 
 
-def _simulated(job: Job, trainer: Trainer, documents: Sequence[Document]) -> dict[str, DrafterFit]:
+def _measured(
+    job: Job, trainer: Trainer, kept: Sequence[Document], listener: Listener, stage: str
+) -> dict[str, DrafterFit]:
+    """The fit on held-out answers, as the weights are now."""
+    text = f"{len(kept)} held-out answers"
+    listener.show(stage, None, text)
+    return _simulated(job, trainer, kept, lambda share: listener.show(stage, share, text))
+
+
+def _simulated(
+    job: Job,
+    trainer: Trainer,
+    documents: Sequence[Document],
+    report: Callable[[float], None] = lambda share: None,
+) -> dict[str, DrafterFit]:
     return simulate(
         trainer.forward,
         documents,
         length=job.length,
         rows_per_step=job.recipe.rows_per_step,
         num_anchors=job.recipe.num_anchors,
+        report=report,
     )
 
 
@@ -177,8 +210,20 @@ def _load_target(job: Job, listener: Listener) -> Models:
         chunk=16384 if on_gpu else 512,
         prefix_cache=False,
     )
+
+    def report(line: str) -> None:
+        listener.show("load", None, line)
+        listener.say(line)
+
     listener.show("load", None, job.model)
-    return load_models(settings, listener.say)
+    return load_models(settings, report)
+
+
+def _answer_s(job: Job) -> float | None:
+    """How long the target may answer; None: until all prompts are."""
+    if job.answer_minutes is not None:
+        return 60 * job.answer_minutes
+    return None if job.minutes is None else REGENERATE_SHARE * 60 * job.minutes
 
 
 def _answers(
@@ -187,29 +232,16 @@ def _answers(
     training: list[Prompt],
     held_out: list[Prompt],
     listener: Listener,
-    budget_s: float | None,
+    seconds: float | None,
 ) -> tuple[list[Document], list[Document]]:
     """Documents to train on, and greedy ones that are held out."""
     bulk, tokenizer = make_bulk(models), models.tokenizer
     served = replace(job.answers, sampled=0.0, max_repeat=None)  # a server does not cut loops either
-    kept = regenerate(bulk, tokenizer, held_out, job.out / "held-out", served)
-    seconds = None if job.answer_minutes is None else 60 * job.answer_minutes
-    if seconds is None and budget_s is not None:
-        seconds = REGENERATE_SHARE * budget_s
-    begin_s = time.monotonic()
-
-    def report(count: AnswerCount) -> None:
-        taken = time.monotonic() - begin_s
-        share = count.num_documents / max(len(training), 1)
-        if seconds:
-            share = max(share, taken / seconds)
-        listener.show("regenerate", min(share, 1.0), f"{count.num_answer_tokens / 1e6:.1f} M tokens")
-        listener.say(
-            f"answers: {count.num_documents} documents, {count.num_answer_tokens} tokens, {taken:.0f} s"
-        )
-
+    watch = _AnswerWatch("held out", len(held_out), None, listener)
+    kept = regenerate(bulk, tokenizer, held_out, job.out / "held-out", served, report=watch)
+    watch = _AnswerWatch("regenerate", len(training), seconds, listener)
     documents = regenerate(
-        bulk, tokenizer, training, job.out / "answers", job.answers, seconds=seconds, report=report
+        bulk, tokenizer, training, job.out / "answers", job.answers, seconds=seconds, report=watch
     )
     if not documents or not kept:
         raise SettingsError("the target answered nothing: give more --prompts or more --minutes.")
@@ -217,6 +249,34 @@ def _answers(
     del bulk
     release()
     return documents, kept
+
+
+class _AnswerWatch:
+    """Shows how far the target is: a bar twice a second, a line every few seconds and after each file."""
+
+    def __init__(self, stage: str, num_prompts: int, seconds: float | None, listener: Listener) -> None:
+        self._stage, self._num_prompts, self._seconds = stage, num_prompts, seconds
+        self._listener = listener
+        self._begin_s = self._shown_s = self._said_s = time.monotonic()
+        listener.show(stage, 0.0, f"{num_prompts} prompts")
+
+    def __call__(self, count: AnswerCount) -> None:
+        now_s = time.monotonic()
+        if count.is_filed or now_s - self._said_s >= SAY_S:
+            self._said_s = now_s
+            self._listener.say(f"{self._stage}: {self._show(count)}, {now_s - self._begin_s:.0f} s so far")
+        elif now_s - self._shown_s >= SHOW_S:
+            self._show(count)
+
+    def _show(self, count: AnswerCount) -> str:
+        self._shown_s = time.monotonic()
+        taken_s = self._shown_s - self._begin_s
+        share = count.num_documents / max(self._num_prompts, 1)
+        if self._seconds:
+            share = max(share, taken_s / self._seconds)
+        line = f"{count.num_documents} answers, {count.num_answer_tokens:,} tokens{left(share, taken_s)}"
+        self._listener.show(self._stage, min(share, 1.0), line)
+        return line
 
 
 def _conversations(job: Job) -> tuple[list[Prompt], list[Prompt]]:
@@ -291,16 +351,19 @@ def _trainer(job: Job, models: Models, documents: list[Document], config: DraftC
 
 
 def _run(job: Job, trainer: Trainer, listener: Listener, seconds: float | None) -> None:
-    said_s = saved_s = time.monotonic()
+    begin_s = said_s = saved_s = time.monotonic()
     first = trainer.step_number + 1
+    listener.show("train", 0.0, "getting ready: the first step is the longest")
     for progress in trainer.run(steps=job.steps, seconds=seconds):
         now_s = time.monotonic()
         if progress.step == first:
             listener.say(
                 f"features of {trainer.features.num_kept} of {len(trainer.rows)} rows are kept in memory"
             )
-        if now_s - said_s >= 5:
-            _say(progress, listener)
+        if now_s - said_s >= SAY_S or progress.step == first:
+            num_done = progress.step - first + 1
+            done = num_done / (job.steps - first + 1) if job.steps else progress.share
+            _say(progress, listener, left(done, now_s - begin_s))
             said_s = now_s
         if now_s - saved_s >= CHECKPOINT_S:
             _save_checkpoint(job, trainer)
@@ -310,8 +373,9 @@ def _run(job: Job, trainer: Trainer, listener: Listener, seconds: float | None) 
     _save_checkpoint(job, trainer)
 
 
-def _say(progress: TrainingProgress, listener: Listener) -> None:
-    line = f"loss {progress.loss.item():.4f}, {progress.committed():.3f} per step, rate {progress.rate:.2e}"
+def _say(progress: TrainingProgress, listener: Listener, rest: str) -> None:
+    loss, committed = progress.loss.item(), progress.committed()
+    line = f"loss {loss:.4f}, {committed:.3f} per step, rate {progress.rate:.2e}{rest}"
     listener.show("train", progress.share, line)
     listener.say(f"step {progress.step}: {line}")
 

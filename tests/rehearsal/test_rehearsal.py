@@ -18,6 +18,7 @@ from benchmarks.rehearsal.serving import Server, complaints
 from benchmarks.rehearsal.sheet import Failure, Found, Step, as_json, exit_code, lines, run_steps
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.settings.settings import cache_dir
+from blockdraft.training import announce
 
 needs_model = pytest.mark.skipif(
     not (cache_dir() / SMOLLM2.gguf).exists(), reason="default model not fetched: blockdraft fetch"
@@ -234,3 +235,14 @@ def test_a_result_names_no_folder_of_the_machine_that_made_it(tmp_path):
 )
 def test_no_committed_result_names_one_either(path):
     assert not re.findall(r"(?<![\w.])/(?:tmp|home|root|work|Users)/[^\s\"']*", path.read_text())
+
+
+def test_of_a_short_training_the_expected_warning_is_allowed_and_no_other():
+    assert steps.NO_BETTER == announce.NO_BETTER
+    weak, other = (
+        children_module.Done(0, "", f"1.0 s  warning: {text}") for text in (steps.NO_BETTER, "else")
+    )
+    steps._refuse_warnings(weak, but=steps.NO_BETTER)
+    for done, but in ((weak, None), (other, steps.NO_BETTER)):
+        with pytest.raises(Failure, match="it printed a warning"):
+            steps._refuse_warnings(done, but=but)

@@ -245,6 +245,8 @@ def test_sigterm_lets_a_stream_end_and_tells_newcomers():
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
         assert process.end() == 0
+        told = "ending: 1 under way, which may take 30 s more (--drain-timeout); a second Ctrl-C ends at once"
+        assert any(told in line for line in process.errors)
 
 
 @pytest.mark.slow

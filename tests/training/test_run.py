@@ -14,8 +14,10 @@ from blockdraft import LLM, SamplingParams
 from blockdraft.cli.main import main
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.training import regenerate, run
+from blockdraft.training.announce import left, plan_lines, verdict_lines
 from blockdraft.training.answers import read_shard
 from blockdraft.training.drafter import load_weights
+from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.job import AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 from blockdraft.training.packing import MIN_ANSWER
 from blockdraft.training.run import Listener, train
@@ -269,6 +271,125 @@ def test_training_goes_on_from_a_drafter(job, whole):
     assert not torch.equal(before["fc.weight"], after["fc.weight"])
     for name in before:
         assert torch.equal(before[name], after[name]) == name.endswith("k_norm.weight"), name
+
+
+# ---- what is told
+
+
+def listening(told, shown):
+    """A listener whose lines and bars are kept, in their order."""
+    return Listener(tell=told.append, show=lambda stage, share, detail: shown.append((stage, share, detail)))
+
+
+def test_the_plan_comes_first_and_the_next_command_last(job):
+    told, shown, num_told = [], [], []
+    listener = replace(listening(told, shown), show=lambda *_: num_told.append(len(told)))
+    train(job, listener)
+    assert num_told[0] == 4, "something was shown before the plan"
+    plan = " ".join(told[:4])
+    assert told[0].startswith(f"plan: a drafter for '{job.model}' in {job.out}")
+    for part in ("prompts to learn from and ", "6 steps", f"{job.out / 'drafter'} for", "--resume"):
+        assert part in plan, part
+    assert f" {job.out / 'drafter'}" in told[-1]
+    assert told[-1].startswith("next")
+
+
+def test_the_plan_says_how_long(job):
+    lines = {"num_training": 9, "num_held_out": 1, "is_resumed": False}
+    timed = replace(job, steps=None, minutes=30.0)
+    assert "  how long: about 30 minutes, up to 6 of them for answers" in plan_lines(
+        timed, **lines, answer_s=360.0
+    )
+    (going_on, *_) = plan_lines(job, **lines | {"is_resumed": True}, answer_s=None)
+    assert going_on.endswith("going on where it stopped")
+
+
+def test_every_phase_shows_how_far_it_is(job, monkeypatch):
+    monkeypatch.setattr(run, "SHOW_S", 0.0)
+    monkeypatch.setattr(run, "SAY_S", 0.0)
+    shown = []
+    train(replace(job, start_from=None), listening([], shown))
+    stages = list(dict.fromkeys(stage for stage, *_ in shown))
+    assert stages == ["load", "held out", "regenerate", "train", "evaluate", "check"]
+    for stage in stages[1:]:
+        shares = [share for name, share, _ in shown if name == stage and share is not None]
+        assert shares == sorted(shares), stage
+        assert 0 < shares[-1] <= 1, f"{stage} does not move"
+        assert len(set(shares)) > 1 or stage == "evaluate"  # all of its answers are in one row
+
+
+def test_what_is_left_is_told_once_it_can_be_known():
+    assert [left(0.0, 9.0), left(0.5, 0.5), left(0.25, 10.0), left(0.1, 60.0), left(1.0, 60.0)] == [
+        "",
+        "",
+        ", 30 s left",
+        ", 9 min left",
+        ", 0 s left",
+    ]
+
+
+def fit(committed):
+    return DrafterFit(num_documents=1, num_tokens=int(1000 * committed), num_steps=1000, accepted=())
+
+
+@pytest.mark.parametrize(
+    ("found", "before", "first", "second"),
+    [
+        (
+            1.05,
+            None,
+            "warning: no better than no drafter: 1.050 tokens per step",
+            "next, to train it further",
+        ),
+        (2.5, None, "2.500 tokens per step on held-out prompts; plain", "next: blockdraft serve "),
+        (2.5, 2.4, "2.500 tokens per step on held-out prompts, 2.400 before", "next: blockdraft serve "),
+        (2.4, 2.4, "warning: no better than the drafter it began with: 2.400", None),
+        (1.1, 1.0, "warning: no better than no drafter", "next, to train it further"),
+    ],
+)
+def test_a_drafter_that_is_no_better_than_nothing_is_told(job, found, before, first, second):
+    lines = list(verdict_lines(job, {"all": fit(found)}, None if before is None else fit(before)))
+    assert lines[0].startswith(first)
+    assert [line.startswith(second) for line in lines[1:]] == ([] if second is None else [True])
+
+
+def test_a_run_that_changes_nothing_is_told_so(job, whole):
+    """At a rate of zero the drafter stays what it was."""
+    recipe = replace(RECIPE, rate=0.0, average=0.0, weight_decay=0.0)
+    told, shown = [], []
+    train(replace(job, start_from=str(whole("muon") / "drafter"), recipe=recipe), listening(told, shown))
+    assert told[-1].startswith("warning: no better than the drafter it began with")
+    assert "start" in [stage for stage, *_ in shown]
+
+
+def test_the_default_target_needs_no_name(job):
+    (_, line) = verdict_lines(replace(job, model="default"), {"all": fit(3.0)}, None)
+    assert line == f"next: blockdraft serve --draft {job.out / 'drafter'}"
+
+
+def test_the_command_line_tells_plan_and_verdict_and_logs_them(job, capsys):
+    assert command(job, *TAPS, *STEPS_FLAG) == 0
+    for text in (capsys.readouterr().err, (job.out / "log.txt").read_text()):
+        lines = text.splitlines()
+        assert "plan: a drafter for" in lines[0]
+        assert "next" in lines[-1]
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_after_an_interrupt_resume_is_named(job, capsys, monkeypatch, is_begun):
+    def die(job, *_, **__):
+        if is_begun:
+            (job.out / "run.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "train", die)
+    monkeypatch.setattr("sys.argv", ["blockdraft", "train", "--out", "run"])
+    assert command(job, *TAPS, *STEPS_FLAG) == 130
+    error = capsys.readouterr().err
+    assert error.endswith(
+        "blockdraft train --out run --resume\n" if is_begun else "before anything was done\n"
+    )
+    assert error.startswith("interrupted")
 
 
 # ---- what is refused

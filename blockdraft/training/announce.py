@@ -1,0 +1,73 @@
+"""What a run tells whoever began it: its plan, whether its drafter is any good, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+
+from blockdraft.training.evaluate import DrafterFit
+from blockdraft.training.fit_report import FITS
+from blockdraft.training.job import Job
+
+NO_BETTER = "no better than"  # in every warning of a drafter that is not worth having
+
+
+def plan_lines(
+    job: Job, *, num_training: int, num_held_out: int, answer_s: float | None, is_resumed: bool
+) -> Iterator[str]:
+    """What the run will do, how long that takes, and what it leaves."""
+    again = ", going on where it stopped" if is_resumed else ""
+    source = str(job.start_from) if job.start_from else f"{job.shape.num_layers} new layers"
+    asked = f"answers {num_training:,} prompts to learn from and {num_held_out:,} to measure with"
+    asked = asked if job.prompts else "has answered already"
+    yield f"plan: a drafter for '{job.model}' in {job.out}{again}"
+    yield (
+        f"  what it does: the target {asked}; {source}, trained on the answers; measured, exported, and "
+        "tried in the engine"
+    )
+    yield f"  how long: {_duration(job, answer_s)}"
+    yield (
+        f"  what it leaves: {job.out / 'drafter'} for `serve --draft`; beside it answers, checkpoint.pt "
+        "(every 5 minutes) and log.txt. Ctrl-C stops it, the same command with --resume goes on"
+    )
+
+
+def _duration(job: Job, answer_s: float | None) -> str:
+    if job.minutes is None:
+        return f"{job.steps:,} steps, after the answers; both say what is left as soon as they know"
+    answers = "" if answer_s is None else f", up to {answer_s / 60:.3g} of them for answers"
+    return f"about {job.minutes:g} minutes{answers}"
+
+
+def left(share: float, seconds: float) -> str:
+    """What is left of something that has taken `seconds` so far; empty where that says too little."""
+    if share <= 0 or seconds < 1:
+        return ""
+    left_s = seconds * (1 - min(share, 1.0)) / share
+    return f", {left_s / 60:.0f} min left" if left_s >= 90 else f", {left_s:.0f} s left"
+
+
+def verdict_lines(job: Job, fits: Mapping[str, DrafterFit], before: DrafterFit | None) -> Iterator[str]:
+    """`before`: of the drafter that the run began with."""
+    drafter, found = job.out / "drafter", fits["all"].committed
+    target = "" if job.model == "default" else shlex.quote(job.model) + " "
+    if before is not None and found <= before.committed:
+        yield (
+            f"warning: {NO_BETTER} the drafter it began with: {found:.3f} tokens per step, and "
+            f"{before.committed:.3f} before. Keep {job.start_from}; more --minutes, a lower --rate or more "
+            "prompts may help"
+        )
+        return
+    if found < FITS:
+        yield (
+            f"warning: {NO_BETTER} no drafter: {found:.3f} tokens per step, and plain decoding makes 1; "
+            f"below {FITS} `serve` drops it. More --minutes and more --prompts help (docs/training.md)"
+        )
+        yield (
+            f"next, to train it further: blockdraft train {target}--from {shlex.quote(str(drafter))} "
+            "--out OTHER --prompts FILE --minutes N"
+        )
+        return
+    gain = "" if before is None else f", {before.committed:.3f} before"
+    yield f"{found:.3f} tokens per step on held-out prompts{gain}; plain decoding makes 1"
+    yield f"next: blockdraft serve {target}--draft {shlex.quote(str(drafter))}"
