@@ -1,13 +1,12 @@
 """blockdraft: lossless block-diffusion speculative decoding (DFlash).
 
 `LLM`, `SamplingParams` and `StructuredOutputs` are the Python API; they are imported on first use, so that
-`import blockdraft` and `blockdraft --help` stay free of torch.
+`blockdraft --help` stays free of torch, and the command is soon where it can answer Ctrl-C.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from blockdraft.errors import (
     BlockdraftError,
@@ -17,12 +16,13 @@ from blockdraft.errors import (
     RequestError,
     SettingsError,
 )
-from blockdraft.settings.settings import Settings
 
+TYPE_CHECKING = False  # `typing` takes longer to import than all of this
 if TYPE_CHECKING:
     from blockdraft.engine.request import SamplingParams
     from blockdraft.grammar.form import StructuredOutputs
     from blockdraft.llm import LLM, Completion, Result
+    from blockdraft.settings.settings import Settings
 
 __version__ = "0.1.0"
 
@@ -47,8 +47,14 @@ _LAZY = {
     "Completion": "blockdraft.llm",
     "Result": "blockdraft.llm",
     "SamplingParams": "blockdraft.engine.request",
+    "Settings": "blockdraft.settings.settings",
     "StructuredOutputs": "blockdraft.grammar.form",
 }
+
+
+def __dir__() -> list[str]:
+    """Also what is imported on first use, for whoever completes names."""
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,32 @@
-"""python -m blockdraft."""
+"""The command `blockdraft`, and python -m blockdraft: Ctrl-C is no traceback, however early it comes."""
 
-from blockdraft.cli.main import main
+import signal
+
+EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it
+
+
+def main() -> int:
+    """Until somebody can catch it, and once all is done, the signal itself ends us."""
+    catches = signal.getsignal(signal.SIGINT)  # ignored, where we run behind a shell's back
+    if catches is not signal.default_int_handler:
+        return _command()
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        from blockdraft.cli import main as command
+
+        signal.signal(signal.SIGINT, catches)
+        code = command.main()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPT
+    return code
+
+
+def _command() -> int:
+    from blockdraft.cli import main as command
+
+    return command.main()
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

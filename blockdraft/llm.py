@@ -17,9 +17,10 @@ from blockdraft.engine.request import (
     TokenLogprobs,
 )
 from blockdraft.engine.turns import Turns
-from blockdraft.errors import RequestError, SettingsError
+from blockdraft.errors import RequestError
+from blockdraft.settings.known_names import as_our_settings
 from blockdraft.settings.merge import merge_settings
-from blockdraft.settings.settings import DEFAULTS, SETTING_NAMES, suggestion
+from blockdraft.settings.settings import DEFAULTS
 from blockdraft.start.ready import plain_engine
 
 Prompt = str | Items[int]
@@ -70,8 +71,9 @@ class Result:
 class LLM:
     """A target and its drafter (None or "none": without), ready to answer.
 
-    Keyword arguments are the fields of Settings. `report` hears of progress, `warn` of what a user must see;
-    without `warn` that becomes a warning of Python's.
+    Keyword arguments are the fields of Settings; names of vLLM's are understood (settings/known_names.py).
+    `report` hears of progress, `warn` of what a user must see; without `warn` that becomes a warning of
+    Python's.
     """
 
     def __init__(
@@ -82,18 +84,13 @@ class LLM:
         warn: Callable[[str], None] | None = None,
         **settings: object,
     ) -> None:
-        for name in settings:
-            if name not in SETTING_NAMES:
-                raise SettingsError(f"LLM has no setting '{name}'{suggestion(name, SETTING_NAMES) or '.'}")
+        tell = warn if warn is not None else lambda text: warnings.warn(text, stacklevel=5)
+        settings = as_our_settings(settings, tell)
         for name, value in {"model": model, "draft": draft}.items():
             if value != DEFAULTS[name]:  # a default of this signature must not hide what a recipe says
                 settings[name] = value
         self.settings = merge_settings(settings, uses_environment=False).settings
-        self.engine = plain_engine(
-            self.settings,
-            report,
-            warn if warn is not None else lambda text: warnings.warn(text, stacklevel=5),
-        )
+        self.engine = plain_engine(self.settings, report, tell)
         self.tokenizer = self.engine.models.tokenizer
         self._turns = Turns()
         self._inbox: dict[str, deque[Delta]] = {}

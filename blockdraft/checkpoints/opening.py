@@ -13,7 +13,11 @@ from blockdraft.settings.model_source import find_source
 
 
 def open_checkpoint(
-    source: str | Path, *, report: Callable[[str], None] = lambda line: None, needs_weights: bool = True
+    source: str | Path,
+    *,
+    report: Callable[[str], None] = lambda line: None,
+    needs_weights: bool = True,
+    what: str = "model",
 ) -> Checkpoint:
     """Open "default", a .gguf file, a folder, or a hub id `org/name[@revision]`; two may download.
 
@@ -22,7 +26,7 @@ def open_checkpoint(
     own progress. Raises ModelError for what is missing, damaged or unknown, and FetchError for a
     download that failed.
     """
-    found = find_source(source)
+    found = find_source(source, what)
     if found.kind == "default":
         path = fetch.default_gguf(report)
         return GgufCheckpoint(path, name=found.name, generation_file=fetch.SMOLLM2.generation_file)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NoReturn
 
 from blockdraft import __version__
 from blockdraft.errors import BlockdraftError
+from blockdraft.settings.known_names import as_our_flags, flag_hint
 from blockdraft.settings.settings import suggestion
 
 COMMANDS = (
@@ -21,6 +23,7 @@ COMMANDS = (
 EXIT_ERROR = 2
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # a disk, or a file as large as it may be
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,13 +40,18 @@ class Parser(argparse.ArgumentParser):
         if not name.startswith("-"):
             hint = ": quote a prompt of several words" if self.prog.endswith(" generate") else ""
             self.error(f"unexpected argument '{name}'{hint}")
-        self.error(f"unknown flag {name}{suggestion(name, list(self._option_string_actions))}")
+        known = flag_hint(name)
+        hint = f": {known}" if known else suggestion(name, list(self._option_string_actions))
+        self.error(f"unknown flag {name}{hint}")
+
+    def flags(self) -> Container[str]:
+        return self._option_string_actions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. argparse's own errors leave by SystemExit(2)."""
-    args = parse(sys.argv[1:] if argv is None else argv)
     try:
+        args = parse(sys.argv[1:] if argv is None else argv)
         code: int = args.run(args)
         sys.stdout.flush()
     except BlockdraftError as error:
@@ -52,10 +60,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPT
     except BrokenPipeError:
-        # Python flushes stdout once more when it exits; there is nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _forget_output()
+        what = "the output" if error.filename is None else f"'{error.filename}'"
+        print(
+            f"blockdraft: error: cannot write {what} ({error.strerror}): choose another disk.",
+            file=sys.stderr,
+        )
+        return EXIT_ERROR
     return code
+
+
+def _forget_output() -> None:
+    """Python flushes stdout once more when it exits, and nobody can have it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -78,6 +100,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         )
         command.add_arguments(parsers[name])
         parsers[name].set_defaults(run=command.run)
+    if argv and argv[0] in parsers:
+        argv, notes = as_our_flags(argv, parsers[argv[0]].flags())
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parsers[args.command].refuse(unknown)

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,7 +86,19 @@ def run(args: argparse.Namespace) -> int:
 
     with bind(args.host, args.port) as listener:
         check_native(settings)
+        _warn_open(args.host, options)
         return _serve(args, settings, options, listener)
+
+
+def _warn_open(host: str, options: ServerOptions) -> None:
+    from blockdraft.server.options import is_loopback
+
+    if not options.api_keys and not is_loopback(host):
+        print(
+            f"warning: --host {host} without a key: whoever reaches this machine may use the server. "
+            "Add --api-key-file, or leave out --host.",
+            file=sys.stderr,
+        )
 
 
 def _refuse_engine_flags(args: argparse.Namespace) -> None:

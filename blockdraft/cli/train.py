@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from blockdraft.cli.flags import dataclass_from, numbers_of
+from blockdraft.errors import SettingsError
 from blockdraft.training.job import AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 
 SUMMARY = "train a drafter for a target"
@@ -104,15 +105,16 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     job = _job(args)
-    job.out.mkdir(parents=True, exist_ok=True)
+    try:
+        job.out.mkdir(parents=True, exist_ok=True)
+        log_file = (job.out / "log.txt").open("a", encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"cannot write --out {job.out} ({error.strerror}): choose another.") from None
     from blockdraft.cli.training_progress import listener, stage_bars
     from blockdraft.training.run import train
 
     try:
-        with (
-            (job.out / "log.txt").open("a", encoding="utf-8") as log,
-            stage_bars(is_quiet=args.quiet) as bars,
-        ):
+        with log_file as log, stage_bars(is_quiet=args.quiet) as bars:
             train(job, listener(log, bars, is_quiet=args.quiet), resume=args.resume)
     except KeyboardInterrupt:
         print(_interrupted(job, is_resumed=args.resume), file=sys.stderr)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.doctor.shapes import SHAPE_NAMES, SHAPES, ProbeShape
+from blockdraft.settings.settings import write_no_perf_maps
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,7 @@ NUM_INPUTS = 256  # of the product by which the choice for gate and up is asked;
 
 
 def main(argument: str) -> None:
+    write_no_perf_maps()
     asked = json.loads(argument)
     for line in examine(asked["device"], asked["shapes"]):
         sys.stdout.write(json.dumps(line) + "\n")

@@ -6,12 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from blockdraft.doctor.shapes import SHAPE_NAMES
 from blockdraft.jsonl import as_object
+from blockdraft.settings.settings import child_environment
 
 TIMEOUT_S = 900.0  # for one process: on a slow card, compiling every kernel takes minutes
 
@@ -102,10 +104,22 @@ def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = Non
 
 
 def run_probe(argument: str) -> ProbeOutcome:
+    """What a process that crashes leaves in the folder for temporary files goes with that folder."""
     command = (sys.executable, "-m", "blockdraft.doctor.probe", argument)
+    with tempfile.TemporaryDirectory(prefix="blockdraft-doctor-") as folder:
+        return _run_in(folder, command)
+
+
+def _run_in(folder: str, command: Sequence[str]) -> ProbeOutcome:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=TIMEOUT_S
+            command,
+            env=child_environment(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)),
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=TIMEOUT_S,
         )
     except subprocess.TimeoutExpired as stopped:
         return ProbeOutcome(_text(stopped.stdout), _text(stopped.stderr), None)

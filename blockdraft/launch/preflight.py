@@ -178,7 +178,7 @@ def _sources(settings: Settings) -> tuple[str | None, str | None]:
 def _opened(settings: Settings, source: str | None) -> Stored | None:
     if source is None:
         return None
-    found = find_source(source)
+    found = find_source(source, "drafter" if source == settings.draft else "model")
     if found.revision is not None:
         raise SettingsError(
             f"'{source}' is pinned in our words, which {settings.engine} does not know: leave out "

@@ -20,5 +20,7 @@ def read_at(file: FileIO, memory: memoryview, offset: int) -> int:
 
 def bytes_at(file: FileIO, num_bytes: int, offset: int) -> bytes:
     """Fewer where the file ends."""
-    content = bytearray(num_bytes)
-    return bytes(content[: read_at(file, memoryview(content), offset)])
+    content, num_read = bytearray(num_bytes), 0
+    while count := read_at(file, memoryview(content)[num_read:], offset + num_read):
+        num_read += count
+    return bytes(content[:num_read])

@@ -59,7 +59,7 @@ def open_pair(settings: Settings) -> Pair:
     _check_size(target)
     if settings.draft in (None, "none"):
         return Pair(target, None, config, None, 1)
-    draft_stored = open_stored(settings.draft, needs_weights=has_files)
+    draft_stored = open_stored(settings.draft, needs_weights=has_files, what="drafter")
     draft_config, draft = _draft(draft_stored, is_native=is_native)
     _check_size(draft)
     block = draft_config.block if draft_config is not None else draft_block(draft_stored.config)

@@ -71,9 +71,9 @@ class Stored:
         return self.tensors or {}
 
 
-def open_stored(source: str, *, needs_weights: bool) -> Stored:
+def open_stored(source: str, *, needs_weights: bool, what: str = "model") -> Stored:
     """Raises ModelError and FetchError as opening the checkpoint for good would, and fetches no weights."""
-    found = find_source(source)
+    found = find_source(source, what)
     if found.kind == "hub":
         return _remote(found, needs_weights=needs_weights)
     if found.kind == "folder":

@@ -9,6 +9,7 @@ step are one message.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import itertools
 import logging
@@ -72,6 +73,7 @@ def _spawned(work: Work, connection: Connection) -> Child:
         target=_be_the_child, args=(work, connection), daemon=True
     )
     process.start()
+    atexit.register(process.kill)  # else Python waits for it where we fail, and it for us
     return SpawnedChild(process)
 
 

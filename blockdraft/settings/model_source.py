@@ -20,6 +20,7 @@ HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?",
 MOUNTS = re.compile(
     r"app|cache|data|home|media|mnt|models?|opt|root|srv|tmp|volumes?|weights|workspace", re.IGNORECASE
 )
+_OWN_WORDS = {"model": "'default'", "drafter": "'none'"}
 DEFAULT_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the hub calls the default model
 
 
@@ -34,8 +35,8 @@ class Source:
     revision: str | None = None
 
 
-def find_source(source: str | Path) -> Source:
-    """Raises ModelError for a path that is not there. Looks at this machine only."""
+def find_source(source: str | Path, what: str = "model") -> Source:
+    """Raises ModelError for a path that is not there, which is a `what`. Looks at this machine only."""
     name = str(source)
     if name == "default":
         return Source("default", name)
@@ -46,18 +47,18 @@ def find_source(source: str | Path) -> Source:
     if os.path.exists(path):
         if not path.endswith(".gguf"):
             raise ModelError(
-                f"model '{name}' is a file but not a .gguf one: give its folder, or a .gguf file."
+                f"{what} '{name}' is a file but not a .gguf one: give its folder, or a .gguf file."
             )
         return Source("gguf", name, path=Path(path))
     hub_id = HUB_ID.fullmatch(name)
     if hub_id is None or isinstance(source, Path) or name.endswith(".gguf"):
         raise ModelError(
-            f"model '{name}' does not exist: give a folder, a .gguf file, "
-            f"a hub id (org/name or org/name@revision), or 'default'.{_mount_hint(name)}"
+            f"{what} '{name}' does not exist: give a folder, a .gguf file, a hub id (org/name or "
+            f"org/name@revision), or {_OWN_WORDS[what]}.{_mount_hint(name)}"
         )
     if MOUNTS.fullmatch(name.partition("/")[0]):
         raise ModelError(
-            f"model '{name}' looks like a path, not a hub id, and there is no such folder here: "
+            f"{what} '{name}' looks like a path, not a hub id, and there is no such folder here: "
             f"{_meant(name)}"
         )
     return Source("hub", name, repo=hub_id["repo"], revision=hub_id["revision"])

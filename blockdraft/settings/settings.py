@@ -326,6 +326,12 @@ def pin_threads() -> None:
         os.environ.update(OMP_PROC_BIND="true", OMP_PLACES="cores")
 
 
+def write_no_perf_maps() -> None:
+    """oneDNN, a part of PyTorch, would leave /tmp/perf-PID.map behind, for profilers; before it is used."""
+    if "DNNL_JIT_PROFILE" not in os.environ:
+        os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
+
+
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:
     """Our environment for a program that we start, without our own secrets, and with `added`."""
     return {name: value for name, value in os.environ.items() if name != "BLOCKDRAFT_API_KEY"} | dict(added)

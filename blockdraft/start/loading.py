@@ -124,7 +124,7 @@ def _open_drafter(
         return None
     report(f"opening {settings.draft}")
     needs_weights = settings.load_format != "dummy"
-    checkpoint = open_checkpoint(settings.draft, report=report, needs_weights=needs_weights)
+    checkpoint = open_checkpoint(settings.draft, report=report, needs_weights=needs_weights, what="drafter")
     config = read_draft_config(checkpoint.config, name=checkpoint.name)
     check_pair(config, target.config, target.tokenizer.eos_ids)
     acceptance = read_fit(checkpoint.fit_file, name=checkpoint.name)

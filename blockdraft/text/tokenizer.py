@@ -24,6 +24,7 @@ _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTE_VALUES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTE_VALUES |= {chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))}
 
+ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
 _RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 _CONTINUE_TAG = "\ue000continue here\ue000"
 
@@ -138,7 +139,7 @@ class Tokenizer:
         goes on writing it; this takes the place of the generation prompt. RequestError: the
         messages, or the template on these messages, are at fault. ModelError: the template is.
         """
-        chat = [_check_message(message) for message in messages]
+        chat = [_check_message(message, self._chat_template or "") for message in messages]
         if not chat:
             raise RequestError("the conversation is empty: send at least one message.")
         if wrong := _RESERVED & template_kwargs.keys():
@@ -239,8 +240,11 @@ def _check_unicode(text: str) -> None:
         ) from None
 
 
-def _check_message(message: object) -> dict[str, object]:
-    """A copy of one message with its text as one string; keys such as tool_calls are kept."""
+def _check_message(message: object, template: str) -> dict[str, object]:
+    """A copy of one message with its text as one string; keys such as tool_calls are kept.
+
+    Most templates write any role down, so one that is misspelt is refused here.
+    """
     if not isinstance(message, Mapping):
         raise RequestError(
             f"a message is {type(message).__name__}, not an object: send "
@@ -249,6 +253,12 @@ def _check_message(message: object) -> dict[str, object]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"a message has the role {role!r}: use 'system', 'user' or 'assistant'.")
+    if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+        raise RequestError(
+            f"a message has the role '{role[:40]}', which the model's template does not know: use one of "
+            f"{', '.join(ROLES)}.",
+            field="messages",
+        )
     plain = {str(key): _plain(value) for key, value in message.items()}
     return {**plain, "content": _text_of(plain.get("content"), bool(plain.get("tool_calls")))}
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from blockdraft.checkpoints.fit_file import FIT_FILE
@@ -54,7 +54,8 @@ def export(
     """Write or replace the drafter in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = named_weights(model, torch.bfloat16)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    # Not save_file: its files are for their owner alone, and a full disk is no OSError of its.
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / FIT_FILE).write_text(json.dumps(fit_json(fits), indent=1) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card_text(weights, config, fits, card), encoding="utf-8")

@@ -182,7 +182,8 @@ def _digest(conversations: Sequence[Prompt]) -> dict[str, object]:
 
 def _save_checkpoint(job: Job, trainer: Trainer) -> None:
     partial = job.out / "checkpoint.partial"
-    torch.save(trainer.state(), partial)
+    with partial.open("wb") as file:  # of a full disk, PyTorch itself only says that it failed
+        torch.save(trainer.state(), file)
     partial.replace(job.out / "checkpoint.pt")
 
 
@@ -303,7 +304,7 @@ def _drafter_config(
 ) -> tuple[Mapping[str, object], DraftConfig]:
     """config.json of the drafter, and what we read in it."""
     if job.start_from is not None:
-        raw = open_checkpoint(job.start_from).config
+        raw = open_checkpoint(job.start_from, what="drafter").config
     else:
         own = open_checkpoint(job.model).config
         raw = draft_json(job.shape, models.config, own, _mask_id(job, models, documents))

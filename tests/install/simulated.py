@@ -6,12 +6,14 @@ modules, attributes, and files such as those of /proc. Commands are texts; "impo
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import ctypes
 import importlib
 import importlib.abc
 import io
 import mmap
+import multiprocessing.popen_fork
 import os
 import pkgutil
 import platform
@@ -19,6 +21,7 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import sysconfig
 import warnings
@@ -100,6 +103,8 @@ class Missing(importlib.abc.MetaPathFinder):
 
 
 def hide(system):
+    # Python's own libraries go on as here.
+    multiprocessing.popen_fork.signal = subprocess.signal = SimpleNamespace(**vars(signal))
     disk = shutil.disk_usage("/")
     shutil.disk_usage = lambda path: disk  # it makes another call there
     for name in [name for name in sys.modules if name.partition(".")[0] in system.modules]:
@@ -111,6 +116,7 @@ def hide(system):
                 delattr(module, name)
     _hide_files()
     if system.platform == "win32":
+        asyncio.ProactorEventLoop = asyncio.SelectorEventLoop
         ctypes.windll = SimpleNamespace(kernel32=SimpleNamespace(GetPhysicallyInstalledSystemMemory=_memory))
     sys.platform = system.platform
     platform.machine = lambda: system.machine

@@ -1,0 +1,139 @@
+"""Names that people bring along from vLLM, SGLang and llama.cpp: what they are called here.
+
+One table for the command line and for `LLM(...)`. A name whose meaning is the same is taken, with a note; of
+the others an error says what to use. Names that are spelt as ours are (`--gpu-memory-utilization`) need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+
+from blockdraft.errors import SettingsError
+from blockdraft.settings.settings import SETTING_NAMES, suggestion
+
+# Theirs, whose it is, ours. Short flags of llama.cpp are in _SHORT.
+SAME = {
+    "max_model_len": ("vLLM", "max_context"),
+    "context_length": ("SGLang", "max_context"),
+    "ctx_size": ("llama.cpp", "max_context"),
+    "max_num_seqs": ("vLLM", "max_rows"),
+    "max_running_requests": ("SGLang", "max_rows"),
+    "parallel": ("llama.cpp", "max_rows"),
+    "max_num_batched_tokens": ("vLLM", "chunk"),
+    "chunked_prefill_size": ("SGLang", "chunk"),
+    "enable_prefix_caching": ("vLLM", "prefix_cache"),
+    "kv_cache_memory_bytes": ("vLLM", "cache_bytes"),
+    "block_size": ("vLLM", "page_size"),
+    "kv_cache_dtype": ("vLLM", "kv_dtype"),
+    "tensor_parallel_size": ("vLLM", "tensor_parallel"),
+    "tp_size": ("SGLang", "tensor_parallel"),
+    "pipeline_parallel_size": ("vLLM", "pipeline_parallel"),
+    "model_path": ("SGLang", "model"),
+    "random_seed": ("SGLang", "seed"),
+    "model_draft": ("llama.cpp", "draft"),
+    "speculative_model": ("vLLM", "draft"),
+    "speculative_draft_model_path": ("SGLang", "draft"),
+    "temp": ("llama.cpp", "temperature"),
+    "repeat_penalty": ("llama.cpp", "repetition_penalty"),
+    "n_predict": ("llama.cpp", "max_tokens"),
+    "max_new_tokens": ("transformers", "max_tokens"),
+    "grammar_file": ("llama.cpp", "grammar"),
+    "alias": ("llama.cpp", "served_model_name"),
+}
+_SHORT = {
+    "-m": "model",
+    "-c": "max_context",
+    "-np": "max_rows",
+    "-md": "draft",
+    "-n": "max_tokens",
+    "-s": "seed",
+    "-a": "served_model_name",
+}
+# Theirs, whose it is, and what is ours: {x} becomes --x, or x in Python.
+OTHERWISE = {
+    "speculative_config": (
+        "vLLM",
+        "{draft} and {width}: the drafter's folder or hub id, and one more than num_speculative_tokens",
+    ),
+    "num_speculative_tokens": (
+        "vLLM",
+        "{width}, which counts the token before the drafts too: 7 drafts are 8",
+    ),
+    "speculative_num_draft_tokens": ("SGLang", "{width}: tokens verified per step"),
+    "draft_max": ("llama.cpp", "{width}, which counts the token before the drafts too: 7 drafts are 8"),
+    "speculative_algorithm": ("SGLang", "{draft}: a DFlash drafter, the only kind there is"),
+    "mem_fraction_static": ("SGLang", "{gpu_memory_utilization}: a share of all memory, weights included"),
+    "enforce_eager": ("vLLM", "{graphs}, which is on: turn it off"),
+    "cuda_graph": ("SGLang", "{graphs}"),
+    "data_parallel_size": ("vLLM", "way of one server per card, behind a load balancer"),
+    "n_gpu_layers": ("llama.cpp", "{device}: cpu, or cuda for all layers"),
+    "threads": ("llama.cpp", "OMP_NUM_THREADS, a variable of the environment"),
+    "batch_size": ("llama.cpp", "{chunk}: most prompt tokens of a step"),
+    "cache_type_k": ("llama.cpp", "{kv_dtype}, of other engines only; our own keeps the model's"),
+    "flash_attn": ("llama.cpp", "only way: leave it out"),
+    "trust_remote_code": ("vLLM", "'never': nothing in a checkpoint is executed. Leave it out"),
+    "tokenizer": ("vLLM", "{model}, which brings its own: leave it out"),
+    "swap_space": ("vLLM", "{cache_bytes}: what is put off is computed again, not swapped. Leave it out"),
+    "hf_repo": ("llama.cpp", "{model}, which takes hub ids"),
+}
+_OTHER_SHORT = {"-ngl": "n_gpu_layers", "-t": "threads", "-b": "batch_size", "-fa": "flash_attn"}
+
+
+def as_our_flags(words: Iterable[str], ours: Container[str]) -> tuple[list[str], list[str]]:
+    """A command's words with our flags for those of others, and a note for each; `ours`: what it has."""
+    found, notes, is_over = [], [], False
+    for word in words:
+        name, equals, value = word.partition("=")
+        is_over = is_over or word == "--"
+        our_flag = None if is_over or name in ours else _our_flag(name)
+        if our_flag is None or our_flag not in ours:
+            found.append(word)
+            continue
+        found.append(our_flag + equals + value)
+        notes.append(f"{name} is {our_flag} here")
+    return found, notes
+
+
+def _our_flag(name: str) -> str | None:
+    if name in _SHORT:
+        return _flag(_SHORT[name])
+    is_off, theirs = name.startswith("--no-"), name.removeprefix("--no-").removeprefix("--").replace("-", "_")
+    if not name.startswith("--") or theirs not in SAME:
+        return None
+    ours = SAME[theirs][1]
+    return _flag(f"no-{ours}" if is_off else ours)
+
+
+def flag_hint(name: str) -> str | None:
+    """What to say of a flag that is not ours; None: nobody we know has it either."""
+    theirs = _OTHER_SHORT.get(name, name.removeprefix("--").removeprefix("no-").replace("-", "_"))
+    if theirs in SAME:
+        return f"{SAME[theirs][0]}'s {name} is our {_flag(SAME[theirs][1])}, which is not for this command"
+    return _hint(theirs, name, _flag) if theirs in OTHERWISE else None
+
+
+def as_our_settings(given: Mapping[str, object], note: Callable[[str], None]) -> dict[str, object]:
+    """The arguments of LLM by our names; `note` hears of each that had another. Raises SettingsError."""
+    found: dict[str, object] = {}
+    for name, value in given.items():
+        ours = SAME[name][1] if name in SAME else name
+        if ours not in SETTING_NAMES:
+            told = f"{SAME[name][0]}'s {name} is our SamplingParams({ours}=…)" if name in SAME else None
+            told = told or (_hint(name, name, str) if name in OTHERWISE else None)
+            unknown = f"LLM has no setting '{name}'{suggestion(name, SETTING_NAMES) or '.'}"
+            raise SettingsError(unknown if told is None else f"{told}.")
+        if ours in found or (ours != name and ours in given):
+            raise SettingsError(f"'{name}' and '{ours}' are the same setting: give one.")
+        if ours != name:
+            note(f"{SAME[name][0]}'s {name} is {ours} here.")
+        found[ours] = value
+    return found
+
+
+def _hint(theirs: str, name: str, spelt: Callable[[str], str]) -> str:
+    whose, what = OTHERWISE[theirs]
+    return f"{whose}'s {name} is our {what.format_map({field: spelt(field) for field in SETTING_NAMES})}"
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
