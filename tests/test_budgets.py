@@ -12,9 +12,9 @@ from tests.test_architecture import ROOT
 
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
-    "kernels": 9_700,
+    "kernels": 9_750,
     "bench": 5_450,
-    "checkpoints": 4_650,
+    "checkpoints": 4_700,
     "server": 8_150,
     "training": 3_350,
     "planner": 2_550,

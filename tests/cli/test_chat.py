@@ -285,6 +285,7 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_the_program():
             terminal.process.send_signal(signal.SIGINT)
             terminal.wait_for("(stopped)")
             terminal.wait_for(">>> ")
+            time.sleep(0.5)  # it has to have begun to wait for a line
             terminal.process.send_signal(signal.SIGINT)  # nothing to stop
             terminal.wait_for("Ctrl-D or /exit ends")
             terminal.wait_for(">>> ")

@@ -16,4 +16,4 @@ def test_governed_requests_are_timed_with_drafts_kept_by_rates(monkeypatch):
     found = gpu_step.time_governed(models, num_rows=2, context=16)
     assert 1 <= found["committed_per_step"] <= found["mean_width"] <= 8
     assert found["tokens_per_s"] > 0
-    assert "for the synthetic acceptance" in found["reason"]
+    assert "on the synthetic acceptance" in found["reason"]
