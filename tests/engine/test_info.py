@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from blockdraft.check.selfcheck import without_drafter
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.stored_form import StoredForm, stored_form
 from blockdraft.engine.describe import engine_info, fingerprint
+from blockdraft.engine.engine import Engine
 from blockdraft.settings.settings import cache_dir
 from tests import tiny
 
@@ -32,7 +34,7 @@ def test_a_pair_has_names_formats_and_sizes():
     assert info.target_bytes == pytest.approx(
         (Path(tiny.TARGET) / "model.safetensors").stat().st_size, rel=0.2
     )
-    alone = engine_info(tiny.engine("none"))
+    alone = engine_info(Engine(without_drafter(tiny.engine().models)))
     assert (alone.draft_title, alone.draft_format, alone.draft_bytes) == (None, None, None)
 
 
