@@ -7,11 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-<<<<<<< HEAD
-from blockdraft import LLM
-=======
 from blockdraft.check.selfcheck import without_drafter
->>>>>>> page22
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.stored_form import StoredForm, stored_form
@@ -38,11 +34,7 @@ def test_a_pair_has_names_formats_and_sizes():
     assert info.target_bytes == pytest.approx(
         (Path(tiny.TARGET) / "model.safetensors").stat().st_size, rel=0.2
     )
-<<<<<<< HEAD
-    alone = engine_info(LLM(tiny.TARGET, None, device="cpu", max_context=64).engine)
-=======
     alone = engine_info(Engine(without_drafter(tiny.engine().models)))
->>>>>>> page22
     assert (alone.draft_title, alone.draft_format, alone.draft_bytes) == (None, None, None)
 
 

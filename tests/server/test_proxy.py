@@ -222,13 +222,7 @@ def test_the_live_page_is_fed_from_the_engines_metrics(client):
     engine, now = event["engine"], event["now"]
     assert (engine["engine"], engine["target"], engine["max_context"]) == ("vLLM 0.32.0", MODEL, 512)
     assert (engine["width"], engine["can_switch"]) == (8, False)
-<<<<<<< HEAD
-    lately = now["tokens_per_step"], now["acceptance"]
-    assert lately in ((None, []), (2.5, [1.0, 0.5]))  # it stands still, or had stood for less than a second
-    assert now["lately_s"] == 10
-=======
     assert (now["tokens_per_step"], now["acceptance"], now["lately_s"]) == (2.5, [1.0, 0.5], 10)
->>>>>>> page22
     assert (now["running"], now["pages_used"], now["num_pages"]) == (1, 100, 400)
     assert event["startup"]["state"] == "ready"
     assert event["history"]
