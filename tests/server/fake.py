@@ -147,7 +147,7 @@ class Fake:
             "lately_s": 10,
             "tokens_per_step": 4.89 if is_busy else None,
             "acceptance": [0.93, 0.86, 0.77, 0.66, 0.55, 0.45, 0.36] if is_busy else [],
-            "speculation": "speculation pays 2.3x here: width 8, against plain steps",
+            "speculation": "speculation: on, 8 tokens per step, 2.3x the speed of plain decoding",
             "governed_width": WIDTH,
             "speedup": 2.3,
             "steps_per_second": self.tokens_per_second / 4.89,
