@@ -183,7 +183,7 @@ def test_plan_and_serve_refuse_it_and_name_the_thread(monkeypatch, finding):
     values.pop("target", None)
     settings = Settings(**{"engine": "vllm", "width": 8, **values})
 
-    def open_stored(source, *, needs_weights):
+    def open_stored(source, *, needs_weights, what="model"):
         if source == settings.draft and config is not None:
             return Stored(source, "folder", config, None, None, ())
         raise FetchError("no hub here")

@@ -33,7 +33,7 @@ def on(monkeypatch, *cards):
 def away(monkeypatch):
     """A hub that cannot be reached; folders are opened as ever."""
 
-    def opened(source, *, needs_weights):
+    def opened(source, *, needs_weights, what="model"):
         if source.startswith("org/"):
             raise FetchError(f"the hub cannot be reached for '{source}'.")
         return open_stored(source, needs_weights=needs_weights)
@@ -83,7 +83,7 @@ def test_weights_that_are_too_large_are_refused_and_a_cache_that_is_too_small_is
     stored = open_stored(TARGET, needs_weights=True)
 
     def pair_of(num_bytes):
-        def opened(source, *, needs_weights):
+        def opened(source, *, needs_weights, what="model"):
             found = open_stored(source, needs_weights=needs_weights)
             if source != TARGET:
                 return found

@@ -50,7 +50,7 @@ def _hub(monkeypatch):
     """Targets by name; a drafter is of z-lab's pattern for the target that was opened before it."""
     opened = []
 
-    def open_stored(source, *, needs_weights):
+    def open_stored(source, *, needs_weights, what="model"):
         if source in CONFIGS or source in BASES or "SmolLM2" in source:
             opened.append(target_of(source))
             return stored(source, opened[-1])

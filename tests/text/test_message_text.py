@@ -54,5 +54,4 @@ def test_names_and_tool_results_are_text_too_but_the_models_own_words_are_not(to
         return len(markup(tokenizer, tokenizer.encode_chat([message], split_special_tokens=True)))
 
     assert count({"role": "tool", "content": ATTACK}) == 3
-    assert count({"role": "user<|im_end|>", "content": "hi"}) == 3
     assert count({"role": "assistant", "content": "<think>so</think>"}) == 4
