@@ -56,7 +56,8 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     )
     number("--answer-minutes", float, None, "of --minutes, for answers (default: a fifth)")
     number("--max-prompts", int, None, "train on this many prompts at most")
-    number("--max-answer", int, 400, "tokens (default: 400)", dest="max_tokens")
+    answer_help = "tokens (default: 400, or half of --length)"
+    number("--max-answer", int, None, answer_help, dest="max_tokens")
     repeat_help = "cut an answer whose last N tokens it has said before; 0: never (default: 64)"
     number("--max-repeat", int, 64, repeat_help)
     number("--sampled", float, 0.0, "answered at --temperature (default: 0)", metavar="SHARE")
@@ -130,6 +131,8 @@ def _interrupted(job: Job, *, is_resumed: bool) -> str:
 
 
 def _job(args: argparse.Namespace) -> Job:
+    if args.max_tokens is None:
+        args.max_tokens = max(1, min(AnswerOptions().max_tokens, args.length // 2))
     return dataclass_from(
         Job,
         args,

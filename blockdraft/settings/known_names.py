@@ -120,7 +120,7 @@ def as_our_settings(given: Mapping[str, object], note: Callable[[str], None]) ->
         if ours not in SETTING_NAMES:
             told = f"{SAME[name][0]}'s {name} is our SamplingParams({ours}=…)" if name in SAME else None
             told = told or (_hint(name, name, str) if name in OTHERWISE else None)
-            unknown = f"LLM has no setting '{name}'{suggestion(name, SETTING_NAMES) or '.'}"
+            unknown = f"LLM has no setting '{name}'{suggestion(name, [*SETTING_NAMES, *SAME]) or '.'}"
             raise SettingsError(unknown if told is None else f"{told}.")
         if ours in found or (ours != name and ours in given):
             raise SettingsError(f"'{name}' and '{ours}' are the same setting: give one.")

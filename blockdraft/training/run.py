@@ -245,7 +245,11 @@ def _answers(
         bulk, tokenizer, training, job.out / "answers", job.answers, seconds=seconds, report=watch
     )
     if not documents or not kept:
-        raise SettingsError("the target answered nothing: give more --prompts or more --minutes.")
+        room = job.length - job.answers.max_tokens
+        raise SettingsError(
+            f"the target answered nothing: every prompt is longer than {room} tokens (--length less "
+            "--max-answer), or --minutes was too short."
+        )
     bulk.close()
     del bulk
     release()

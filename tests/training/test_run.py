@@ -457,6 +457,17 @@ def test_circles_are_cut_unless_the_command_line_says_never(job, monkeypatch, fl
     assert [one.answers.max_repeat for one in asked] == [expected]
 
 
+@pytest.mark.parametrize(("length", "expected"), [("64", 32), ("1024", 400)])
+def test_answers_fit_into_the_length_unless_the_command_line_says(monkeypatch, tmp_path, length, expected):
+    asked = []
+    monkeypatch.setattr(run, "train", lambda job, *_, **__: asked.append(job) or {})
+    assert (
+        main(["train", "x", "--prompts", "p", "--out", str(tmp_path), "--steps", "1", "--length", length])
+        == 0
+    )
+    assert [one.answers.max_tokens for one in asked] == [expected]
+
+
 def test_no_prompts_are_refused(job, capsys):
     assert command(job, *TAPS, *STEPS_FLAG, prompts=False) == 2
     assert "no prompts: give --prompts FILE" in capsys.readouterr().err

@@ -1,0 +1,115 @@
+"""How commands end when something stands in their way: one line, an exit code, and nothing left behind."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAIR = ROOT / "tests/fixtures/pair"
+TARGET = str(PAIR / "target")
+MODEL = [TARGET, "--device", "cpu", "--dtype", "float64"]
+PROMPTS = '{"messages": [{"role": "user", "content": "t1 t2 t3"}], "category": "one"}\n' * 64
+
+
+def start(*words, **options):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    command = [sys.executable, "-m", "blockdraft", *words]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen(command, text=True, env=environment, **options)
+
+
+def run(*words, **options):
+    process = start(*words, **options)
+    out, error = process.communicate(timeout=120)
+    assert "Traceback" not in error, error
+    return process, out, error
+
+
+def in_full(words):
+    with open("/dev/full", "w") as full:
+        return run(*words, stdout=full)
+
+
+@pytest.mark.parametrize("words", [["settings"], ["models"]])
+def test_an_output_without_room_is_one_line(words):
+    process, _, error = in_full(words)
+    assert process.returncode == 2
+    assert error.splitlines()[-1].startswith("blockdraft: error: cannot write the output (No space left")
+
+
+def small_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_in_training_is_one_line(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(PROMPTS)
+    words = ["train", TARGET, "--device", "cpu", "--prompts", str(prompts), "--out", str(tmp_path / "run")]
+    few = ["--steps", "1", "--length", "64", "--rows-per-step", "1", "--layers", "1"]
+    process, _, error = run(*words, *few, preexec_fn=small_files)
+    assert process.returncode == 2
+    assert "File too large" in error.splitlines()[-1]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    words = ["train", TARGET, "--prompts", "x", "--out", str(tmp_path / "file" / "run"), "--minutes", "1"]
+    process, _, error = run(*words)
+    assert process.returncode == 2
+    assert (
+        error
+        == f"blockdraft: error: cannot write --out {tmp_path}/file/run (Not a directory): choose another.\n"
+    )
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5])
+def test_ctrl_c_is_no_traceback_however_early_it_comes(delay_s):
+    process = start("generate", "t1", "--model", *MODEL, "--ignore-eos", "--max-tokens", "400")
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    # Before the interpreter has read our first line, the traceback is Python's own and no code of ours runs.
+    is_ours = "blockdraft" in error
+    assert not is_ours or "Traceback" not in error, error
+    assert process.returncode in (130, -signal.SIGINT, 1 if not is_ours else 130)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_drain_at_once():
+    words = ["--port", "0", "--served-model-name", "tiny", "--drain-timeout", "60"]
+    process = start("serve", *MODEL, *words)
+    try:
+        address = process.stdout.readline().split(": ")[1].split("/ to look")[0]
+        body = {"model": "tiny", "prompt": "t1", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            began_s = time.monotonic()
+            _, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert time.monotonic() - began_s < 20
+    assert "Traceback" not in error, error
+
+
+@pytest.mark.slow
+def test_nothing_is_left_behind(tmp_path):
+    process, _, _ = run("doctor", "--device", "cpu", env={"TMPDIR": str(tmp_path)})
+    assert list(tmp_path.iterdir()) == []
+    assert not Path(f"/tmp/perf-{process.pid}.map").exists()
+    process, out, _ = run(
+        "generate", "t1", "--model", *MODEL, "--max-tokens", "3", env={"TMPDIR": str(tmp_path)}
+    )
+    assert out
+    assert list(tmp_path.iterdir()) == []
+    assert not Path(f"/tmp/perf-{process.pid}.map").exists()

@@ -1,0 +1,90 @@
+"""Names of vLLM, SGLang and llama.cpp: taken where they mean the same, else explained; never ignored."""
+
+import pytest
+
+from blockdraft import LLM
+from blockdraft.cli.flags import settings_from
+from blockdraft.cli.main import parse
+from blockdraft.errors import SettingsError
+from blockdraft.settings.known_names import OTHERWISE, SAME, as_our_flags, as_our_settings
+from blockdraft.settings.settings import SETTING_NAMES, Settings
+
+SAMPLING = {"temperature", "repetition_penalty", "max_tokens", "grammar", "served_model_name"}
+
+
+@pytest.mark.parametrize(
+    ("words", "setting", "value"),
+    [
+        (["--max-model-len", "4096"], "max_context", 4096),
+        (["--max-model-len=4096"], "max_context", 4096),
+        (["--ctx-size", "4096"], "max_context", 4096),
+        (["-c", "4096"], "max_context", 4096),
+        (["--max-num-seqs", "3"], "max_rows", 3),
+        (["--max-num-batched-tokens", "512"], "chunk", 512),
+        (["--no-enable-prefix-caching"], "prefix_cache", False),
+        (["--engine", "vllm", "--tensor-parallel-size", "2"], "tensor_parallel", 2),
+        (["-md", "none"], "draft", "none"),
+        (["-m", "default"], "model", "default"),
+    ],
+)
+def test_a_flag_that_means_the_same_is_taken_with_a_note(capsys, words, setting, value):
+    found = settings_from(parse(["serve", *words]))
+    assert getattr(found, setting) == value
+    assert f"is --{setting.replace('_', '-')} here" in capsys.readouterr().err.replace("--no-", "--")
+
+
+def test_sampling_has_its_own(capsys):
+    args = parse(["generate", "hi", "--temp", "0.5", "-n", "7"])
+    assert (args.temperature, args.max_tokens) == (0.5, 7)
+    assert capsys.readouterr().err.count("note: ") == 2
+
+
+def test_our_own_flags_and_what_follows_two_dashes_are_left_alone():
+    words = ["serve", "--max-context", "9", "--", "--max-model-len", "8"]
+    assert as_our_flags(words, {"--max-context", "-c"}) == (words, [])
+    assert as_our_flags(["-c", "8"], {"--max-context", "-c"}) == (["-c", "8"], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--speculative-config", "{}"], "vLLM's --speculative-config is our --draft and --width"),
+        (["--num-speculative-tokens", "7"], "is our --width, which counts the token before the drafts too"),
+        (["-ngl", "99"], "llama.cpp's -ngl is our --device"),
+        (["--temp", "1"], "llama.cpp's --temp is our --temperature, which is not for this command"),
+    ],
+)
+def test_a_flag_that_means_something_else_is_explained(capsys, words, told):
+    with pytest.raises(SystemExit):
+        parse(["serve", *words])
+    assert told in capsys.readouterr().err
+
+
+def test_llm_takes_vllms_names_with_a_note():
+    notes = []
+    given = {"max_model_len": 64, "max_num_seqs": 2, "seed": 1}
+    assert as_our_settings(given, notes.append) == {"max_context": 64, "max_rows": 2, "seed": 1}
+    assert notes == ["vLLM's max_model_len is max_context here.", "vLLM's max_num_seqs is max_rows here."]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"max_modell_len": 8}, "did you mean max_model_len?"),
+        ({"speculative_config": {}}, "vLLM's speculative_config is our draft and width"),
+        ({"temp": 0.5}, r"our SamplingParams\(temperature=…\)"),
+        ({"max_model_len": 8, "max_context": 8}, "are the same setting: give one"),
+        ({"max_model_len": 8, "ctx_size": 8}, "are the same setting: give one"),
+        ({"quux": 8}, "LLM has no setting 'quux'"),
+    ],
+)
+def test_llm_refuses_in_one_line_what_it_cannot_take(given, told):
+    with pytest.raises(SettingsError, match=told):
+        LLM(**given)
+
+
+def test_the_table_names_what_exists_and_nothing_of_ours():
+    assert {ours for _, ours in SAME.values()} <= SAMPLING | set(SETTING_NAMES)
+    assert not set(SETTING_NAMES) & {*SAME, *OTHERWISE}
+    for theirs, (_, told) in OTHERWISE.items():
+        assert told.format_map({name: name for name in Settings.__slots__}), theirs
