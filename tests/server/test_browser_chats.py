@@ -265,10 +265,28 @@ def test_markdown_is_whole(page, fake):
     assert "a trap, " in text
     assert "\n& old." in text
     assert "<img src=x onerror=alert(1)>" in text
-    expect(prose.locator("code.math")).to_have_text("a_1 + b_1")
+    expect(prose.locator("math msub")).to_have_count(2)
     expect(prose.locator(".hl-comment")).to_have_text("# comment")
     expect(prose.locator(".hl-string")).to_have_text('"text"')
     expect(prose.locator("pre").nth(1)).to_have_text("<b>")
+
+
+FORMULAS = r"""Between $5 and $10, or $5-$10. Then $x^2$ and \(y_1\), $$\frac{1}{2}$$ and $\nosuchthing{$.
+
+\[ \boxed{42} \]
+"""
+
+
+def test_formulas_are_drawn_and_money_is_not(page, fake):
+    fake.deltas = [{"content": FORMULAS[at : at + 5]} for at in range(0, len(FORMULAS), 5)]
+    ask(page)
+    finish(page)
+    prose = page.locator(".prose").last
+    expect(prose.locator(".math math")).to_have_count(4)
+    expect(prose.locator(".math.display math")).to_have_count(2)
+    expect(prose.locator("mfrac")).to_have_count(1)
+    expect(prose.locator("code.math")).to_have_text(r"\nosuchthing{")
+    assert "Between $5 and $10, or $5-$10." in prose.inner_text()
 
 
 def test_thoughts_and_tool_calls_are_shown_and_calls_answered(page, fake):

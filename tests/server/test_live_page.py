@@ -16,13 +16,14 @@ from blockdraft.server.fields import ChatRequest
 ROOT = Path(page.__file__).parents[2]
 MODULES = [
     *("app.js", "chat.js", "code.js", "conversation.js", "dom.js", "draft.js", "live.js", "markdown.js"),
+    "math.js",
     *("menu.js", "net.js", "settings.js", "store.js"),
 ]
 OWN = ["index.html", "style.css", "icon.svg", "theme.js", *MODULES]
-LIBRARIES = ["marked.esm.js", "highlight.min.js"]  # of modules of ours
+LIBRARIES = ["marked.esm.js", "highlight.min.js", "temml.esm.js"]  # of modules of ours
 VENDORED = [
     *("uplot/LICENSE", "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css"),
-    *("marked-LICENSE", "highlight-LICENSE", *LIBRARIES),
+    *("marked-LICENSE", "highlight-LICENSE", "temml-LICENSE", *LIBRARIES),
 ]
 
 
@@ -132,7 +133,7 @@ def test_every_reference_of_the_html_exists_and_is_relative(client, html):
 def test_every_import_exists_and_every_module_is_used():
     imported = set()
     for name in MODULES:
-        found = re.findall(r'from "\./([\w.]+)";', read(name))
+        found = re.findall(r'(?:from |import\()"\./([\w.]+)"', read(name))
         assert found or "import" not in read(name), name
         imported.update(found)
     assert imported == {*MODULES, *LIBRARIES} - {"app.js"}
@@ -169,6 +170,7 @@ def test_text_never_becomes_markup(name):
     ("library", "says", "licence", "holder"),
     [
         ("marked.esm.js", "marked v18.2.0", "marked-LICENSE", "MarkedJS"),
+        ("temml.esm.js", "Temml v0.13.5", "temml-LICENSE", "Ron Kok"),
         (
             "highlight.min.js",
             "Highlight.js v11.12.0",

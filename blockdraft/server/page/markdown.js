@@ -4,20 +4,24 @@
 import { codeBlock } from "./code.js";
 import { make } from "./dom.js";
 import { Marked } from "./marked.esm.js";
+import { formula } from "./math.js";
 
 const SAFE_LINK = /^(https?:|mailto:)/i;
 const ENTITY = /&(?:#(\d{1,7})|#x([\da-f]{1,6})|(\w{2,8}));/gi;
 const NAMED = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", ndash: "–", mdash: "—", hellip: "…", times: "×" };
 
-// Formulas are left as their TeX, in one piece: Markdown would take their backslashes and underscores away.
-const MATH = /^(?:\$\$([\s\S]+?)\$\$|\\\[([\s\S]+?)\\\]|\\\(([\s\S]+?)\\\))/;
+// Formulas are taken in one piece: Markdown would take their backslashes and underscores away. Between single
+// dollars nothing may touch them but the formula, and no digit may follow: "$5 to $10" is money.
+const DISPLAY = /^(?:\$\$([\s\S]+?)\$\$|\\\[([\s\S]+?)\\\])/;
+const INLINE = /^(?:\\\(([\s\S]+?)\\\)|\$(?![\s$])([^$\n]*[^\s$\\])\$(?![\d$]))/;
 const math = {
   name: "math",
   level: "inline",
-  start: (source) => source.search(/\$\$|\\\[|\\\(/),
+  start: (source) => source.search(/\$|\\\[|\\\(/),
   tokenizer(source) {
-    const match = MATH.exec(source);
-    return match ? { type: "math", raw: match[0], text: (match[1] ?? match[2] ?? match[3]).trim() } : undefined;
+    const display = DISPLAY.exec(source);
+    const match = display ?? INLINE.exec(source);
+    return match ? { type: "math", raw: match[0], text: (match[1] ?? match[2]).trim(), display } : undefined;
   },
 };
 const marked = new Marked({ gfm: true, extensions: [math] });
@@ -49,7 +53,7 @@ function inline(parent, tokens) {
     else if (type === "link") inline(parent.appendChild(link(token.href, token.tokens.length)), token.tokens);
     else if (type === "image") parent.appendChild(link(token.href, 1)).textContent = token.text || token.href;
     else if (type === "codespan") parent.append(make("code", "", token.text));
-    else if (type === "math") parent.append(make("code", "math", token.text));
+    else if (type === "math") parent.append(formula(token.text, Boolean(token.display)));
     else if (type === "br") parent.append(make("br"));
     else if (type === "checkbox") parent.append(checkbox(token.checked));
     else if (type === "html") parent.append(token.raw);

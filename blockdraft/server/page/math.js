@@ -1,0 +1,20 @@
+// Formulas. Temml makes MathML of TeX, which browsers draw by themselves; it is loaded with the first formula.
+
+import { make } from "./dom.js";
+
+const LIMITS = { throwOnError: true, maxExpand: 200, maxSize: [20, 20] };
+
+async function draw(node, text, isDisplay) {
+  const { default: temml } = await import("./temml.esm.js");
+  const drawn = make("span", isDisplay ? "math display" : "math");
+  drawn.title = text;
+  temml.render(text, drawn, { ...LIMITS, displayMode: isDisplay });
+  node.replaceWith(drawn);
+}
+
+// The TeX itself, until it is drawn; what cannot be drawn stays TeX.
+export function formula(text, isDisplay) {
+  const node = make("code", "math", text);
+  draw(node, text, isDisplay).catch(() => (node.title = "this formula cannot be drawn"));
+  return node;
+}
