@@ -5,24 +5,31 @@ Run by container/entrypoint as `python -m blockdraft.cli.container [flags of blo
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
 
 from blockdraft.cli.flags import flags_of, given_settings
 from blockdraft.cli.main import EXIT_ERROR, parse
 from blockdraft.cli.masking import masked
 from blockdraft.errors import BlockdraftError, SettingsError
 from blockdraft.settings.container import (
+    OTHER_BACKENDS,
+    TUNED,
+    TUNED_BACKEND,
     Wanted,
     base_name,
     check_model,
     child_environment,
     hub_id,
+    quantization_of,
     read_container,
     without_settings,
 )
@@ -60,9 +67,18 @@ def _start(wanted: Wanted, words: Sequence[str], environment: Mapping[str, str])
     child = child_environment(environment, wanted)
     if settings.model == "default":  # a file of ours, without which there is nothing to plan
         _run([program, "fetch"], child)
+    tuned = _tuned(program, resolved, child)
+    if tuned:
+        settings = replace(settings, **tuned)
+        _say(
+            f"nobody said otherwise: {', '.join(f'{flag_of(name)} {value}' for name, value in tuned.items())}"
+        )
+        argv += [f"{flag_of(name)}={value}" for name, value in tuned.items()]
     _run([program, "plan", *flags_of(settings)], child)
     more, child = _fetch(settings, child)
     argv += more
+    if tuned and resolved.sources["attention_backend"] == "default" and _takes_tuned_backend(settings.model):
+        argv.append(f"{flag_of('attention_backend')}={TUNED_BACKEND}")
     _say(f"starting: {shlex.join(['blockdraft', *masked(argv)])}")
     # The server takes this process over, and with it the signals of the container's engine.
     os.execve(program, [program, *argv], child)
@@ -73,6 +89,35 @@ def _run(words: Sequence[str], environment: Mapping[str, str]) -> None:
     done = subprocess.run(words, env=without_settings(environment), check=False)
     if done.returncode != 0:
         raise SystemExit(done.returncode)
+
+
+def _tuned(program: str, resolved: MergedSettings, child: Mapping[str, str]) -> dict[str, Any]:
+    """Of vLLM with a drafter: what nobody set, as far as the model's positions and the memory reach."""
+    settings = resolved.settings
+    is_meant = settings.engine == "vllm" and settings.model != "default" and resolved.recipe is None
+    if not is_meant or settings.draft in (None, "none"):
+        return {}
+    tuned: dict[str, Any] = {
+        name: value for name, value in TUNED.items() if resolved.sources[name] == "default"
+    }
+    longest = tuned.pop("max_context", None)
+    for found in (tuned, dict[str, Any]()):  # without larger steps, where those leave no room
+        words = [program, "plan", "--json", *flags_of(replace(settings, **found))]
+        done = subprocess.run(words, env=without_settings(child), check=False, capture_output=True, text=True)
+        if done.returncode == 0:
+            planned = int(json.loads(done.stdout)["capacity"]["max_context"])
+            return found | ({} if longest is None else {"max_context": min(longest, planned)})
+    return {}  # the plan itself will say what is wrong
+
+
+def _takes_tuned_backend(model: str) -> bool:
+    """Not where the model's kind is made for another one; its files are there by now."""
+    from blockdraft.checkpoints.fetch import hub_folder
+
+    found = hub_id(model)
+    folder = Path(model) if found is None else hub_folder(found[0], revision=found[1], is_whole=False)
+    kind = str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
+    return not kind.startswith(OTHER_BACKENDS)
 
 
 def _check_pin(source: str, engine: str) -> None:
@@ -91,16 +136,16 @@ def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Merged
             raise SettingsError(f"{flag}: set PORT instead, which the health check asks too.")
     argv = ["serve", "--host=0.0.0.0", f"--port={wanted.port}"]
     settings, notes = dict(wanted.settings), []
-    if _engine([*argv, *words]) == "native":
+    engine = _engine([*argv, *words])
+    quantization, engine_words = quantization_of(wanted, engine)
+    if quantization is not None:
+        settings["quantization"] = quantization
+    if engine == "native":
         extra = list(wanted.extra_args)
         if settings.pop("attention_backend", None) is not None:
             notes.append("ATTENTION_BACKEND: left out, the native engine has one of its own")
-        if wanted.quantization is not None:
-            notes.append("QUANTIZATION: left out, the checkpoint says how it is stored")
     else:
-        passed_on = [*wanted.extra_args]
-        if wanted.quantization is not None:
-            passed_on += ["--quantization", wanted.quantization]
+        passed_on = [*wanted.extra_args, *engine_words]
         extra = [f"--engine-args={shlex.join(passed_on)}"] if passed_on else []
     flags = [f"{flag_of(name)}={text}" for name, text in settings.items()]
     argv += [*flags, *extra, *words]

@@ -55,9 +55,15 @@ from blockdraft.server.prompts import (
     token_texts,
     with_field_error,
 )
-from blockdraft.server.responses import live_response, start_response, while_connected
+from blockdraft.server.responses import (
+    health_of,
+    live_response,
+    start_response,
+    status_response,
+    while_connected,
+)
 from blockdraft.server.responses_api.routes import routes as response_routes
-from blockdraft.server.schemas import AnswerObject, ModelCard, ModelList, Status, Text, Tokens, Version
+from blockdraft.server.schemas import AnswerObject, ModelCard, ModelList, Text, Tokens, Version
 from blockdraft.server.short_way import ShortWay
 from blockdraft.server.streaming import AnswerEvents, respond
 from blockdraft.settings.model_source import public_id
@@ -108,6 +114,7 @@ def make_api(loop: ServedEngine, *, name: str, tool_format: str = "auto") -> Sta
     api = _Api(loop, name, tool_format)
     return Starlette(
         routes=[
+            Route("/live", api.live),
             Route("/health", api.health),
             Route("/ready", api.ready),
             Route("/ping", api.health, methods=["GET", "POST"]),
@@ -140,10 +147,13 @@ class _Api:
 
     # ---- how the server is
 
+    async def live(self, request: Request) -> Response:
+        is_alive = self.loop.error is None and not self.loop.is_hanging
+        return status_response("ok" if is_alive else "failed")
+
     async def health(self, request: Request) -> Response:
         is_alive = self.loop.error is None and not self.loop.is_hanging
-        status: Status = {"status": "ok" if is_alive else "failed"}
-        return JSONResponse(status, status_code=200 if is_alive else 503)
+        return status_response(health_of(self.loop.startup.state) if is_alive else "failed")
 
     async def ready(self, request: Request) -> Response:
         start, snapshot = self.loop.startup.snapshot(), None

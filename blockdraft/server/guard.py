@@ -30,7 +30,7 @@ from blockdraft.server.responses import INVALID, ErrorResponse, error_response
 
 # Everything else needs a key where there is one. As with vLLM, probes and metrics do not; nor does the page
 # itself, which asks for the key and sends it with its calls.
-PROBES = frozenset({"/health", "/ready", "/ping"})
+PROBES = frozenset({"/live", "/health", "/ready", "/ping"})
 OPEN_PATHS = PROBES | {"/", "/metrics", "/version", "/openapi.json", "/favicon.ico"}
 OPEN_PREFIX = "/page/"
 

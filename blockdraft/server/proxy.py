@@ -1,7 +1,7 @@
 """Our server in front of another engine: what clients send and get passes through untouched.
 
 Every /v1 route is the engine's, with its bodies, streams, tools, images and errors. Ours are the guard around
-it, /health, /ready, /metrics (the engine's with ours added) and the live page.
+it, /live, /health, /ready, /metrics (the engine's with ours added) and the live page.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ from blockdraft.server.responses import (
     INVALID,
     error_event,
     error_response,
+    health_of,
     live_response,
     not_ready_response,
     start_response,
+    status_response,
     while_connected,
 )
 
@@ -127,6 +129,7 @@ class Proxy:
     def _api(self) -> Starlette:
         return Starlette(
             routes=[
+                Route("/live", self._alive),
                 Route("/health", self._health),
                 Route("/ready", self._ready),
                 Route("/ping", self._health, methods=["GET", "POST"]),
@@ -165,15 +168,20 @@ class Proxy:
 
     # ---- how the server is
 
+    async def _alive(self, request: Request) -> Response:
+        return self._trouble() or status_response("ok")
+
     async def _health(self, request: Request) -> Response:
+        return self._trouble() or status_response(health_of(self.startup.state))
+
+    def _trouble(self) -> Response | None:
         error = self._upstream.error
         if error is not None:
-            lines = self._upstream.last_lines()
-            return JSONResponse({"status": "failed", "error": error, "log": lines}, status_code=503)
+            return status_response("failed", error=error, log=self._upstream.last_lines())
         if self._feed.stalled_s > self._stall_limit_s:
             text = f"the engine has requests, and has done nothing for {self._feed.stalled_s:.0f} s"
-            return JSONResponse({"status": "hanging", "error": text}, status_code=503)
-        return JSONResponse({"status": "ok"})
+            return status_response("hanging", error=text)
+        return None
 
     async def _ready(self, request: Request) -> Response:
         return start_response(self.startup.snapshot())

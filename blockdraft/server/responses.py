@@ -1,4 +1,4 @@
-"""What our own server and the proxy answer alike: errors in the shape of each API, events, and /ready."""
+"""What our own server and the proxy answer alike: errors in the shape of each API, events, and how it is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from blockdraft.phases import State
 from blockdraft.server.messages_api.errors import is_messages_path, message_error, status_of
-from blockdraft.server.schemas import Error
+from blockdraft.server.schemas import Error, Health
 
 DONE = "data: [DONE]\n\n"  # the last event of a stream
 START_RETRY_AFTER_S = 5  # arbitrary: a start takes seconds to minutes
@@ -79,6 +80,21 @@ def not_ready_response(state: object) -> ErrorResponse:
         text = "the engine is still starting: ask /ready how far it is."
         return error_response(503, text, code="not_ready", retry_after_s=START_RETRY_AFTER_S)
     return error_response(503, f"the server is {state}: ask /ready why.", code="not_ready")
+
+
+def health_of(state: State) -> Health:
+    """The state of a start as /health says it: "ok" where requests are answered."""
+    return "ok" if state == "ready" else state
+
+
+def status_response(status: Health, **details: object) -> JSONResponse:
+    """The answer of /live and /health."""
+    is_starting = status == "starting"
+    return JSONResponse(
+        {"status": status, **details},
+        status_code=200 if status == "ok" else 503,
+        headers={"retry-after": str(START_RETRY_AFTER_S)} if is_starting else None,
+    )
 
 
 def start_response(start: Mapping[str, object]) -> JSONResponse:

@@ -13,6 +13,8 @@ from blockdraft.engine.request import FinishReason
 
 AnswerEnd = FinishReason | Literal["tool_calls"]
 
+Health = Literal["ok", "starting", "draining", "failed", "hanging"]
+
 
 class ErrorDetail(TypedDict):
     """What went wrong; `param` is the field at fault."""
@@ -318,9 +320,9 @@ class Version(TypedDict):
 
 
 class Status(TypedDict):
-    """Whether the engine is alive."""
+    """Whether the engine is alive (/live), and whether requests are answered (/health)."""
 
-    status: Literal["ok", "failed"]
+    status: Health
 
 
 class StartPhase(TypedDict):

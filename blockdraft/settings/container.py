@@ -47,6 +47,23 @@ TURBOQUANT = (
 VARIABLES = (*OTHERS, *SAME, *TURBOQUANT)
 OUR_PREFIXES = ("DFLASH_", "TQ_")  # a name that begins so and is not known was misspelt
 OTHER_PREFIXES = ("BLOCKDRAFT_", "SGLANG_", "VLLM_")  # read by somebody else
+# Of our own engine: what QUANTIZATION may be; the other names are formats that a checkpoint has.
+MADE_HERE = ("fp8", "int8", "none")
+STORED_FORMATS = (
+    "modelopt",
+    "compressed-tensors",
+    "nvfp4",
+    "awq",
+    "gptq",
+    "mxfp4",
+    "gguf",
+    "quark",
+    "fbgemm",
+)
+# What the documents' container starts vLLM with where nobody says otherwise, found out on a DGX Spark.
+TUNED = {"max_context": 65536, "max_rows": 16, "chunk": 32768}
+TUNED_BACKEND = "flash_attn"
+OTHER_BACKENDS = ("gemma4", "gpt_oss")  # kinds of models that another backend is for
 LEAST_LENGTH = 9  # of a name, below which likeness is chance: PORT, SUPPORT
 OFF = ("", "0", "off", "false", "no", "none")
 
@@ -91,6 +108,24 @@ def read_container(environment: Mapping[str, str]) -> Wanted:
         quantization=given.get("QUANTIZATION") or None,
         api_key=_api_key(given, environment),
         notes=_unused(given),
+    )
+
+
+def quantization_of(wanted: Wanted, engine: str) -> tuple[str | None, list[str]]:
+    """What QUANTIZATION is as a setting of ours, which plans know; else the words of another engine."""
+    asked = wanted.quantization
+    if asked is None:
+        return None, []
+    is_stored = asked.lower().replace("_", "-").startswith(STORED_FORMATS)
+    if asked == "fp8" or (engine == "native" and asked in MADE_HERE):
+        return asked, []
+    if engine != "native":
+        return None, ["--quantization", asked]
+    if is_stored:
+        return "keep", []
+    raise SettingsError(
+        f"QUANTIZATION = {asked}: our engine keeps what a checkpoint has, or makes one of "
+        f"{', '.join(MADE_HERE)}. Leave it out."
     )
 
 

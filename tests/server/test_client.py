@@ -119,7 +119,7 @@ def test_tokenize_knows_the_generation_prompt(opened_thinker):
 
 
 def test_the_server_tells_how_it_is(client):
-    assert get(client, "/health") == {"status": "ok"}
+    assert get(client, "/live") == get(client, "/health") == {"status": "ok"}
     assert get(client, "/ping") == {"status": "ok"}
     assert get(client, "/ready")["state"] == "ready"
     assert get(client, "/version") == {"version": __version__}

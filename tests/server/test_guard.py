@@ -110,7 +110,7 @@ def test_without_a_key_nothing_of_value_answers(locked, path):
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/health", "/ready", "/ping", "/metrics", "/openapi.json", "/page/x.js"]
+    "path", ["/", "/live", "/health", "/ready", "/ping", "/metrics", "/openapi.json", "/page/x.js"]
 )
 def test_probes_metrics_and_the_page_need_no_key(locked, path):
     assert ask(locked, "GET", path).status_code == 200
@@ -746,7 +746,7 @@ def test_probes_and_requests_are_answered_beside_any_number_of_silent_connection
             opened.enter_context(client)
             with contextlib.suppress(OSError):  # one that has given way already
                 client.sendall(first)
-        for path in ("/health", "/ready", "/ping", "/v1/models"):
+        for path in ("/live", "/health", "/ready", "/ping", "/v1/models"):
             assert httpx.get(f"http://{host}:{port}{path}").status_code == 200, path
         assert closes_within(silent[0], 10)
         silent[-1].settimeout(0.2)

@@ -116,10 +116,10 @@ def wait_for(condition, what):
         time.sleep(0.02)
 
 
-def health(url):
+def alive(url):
     """The status, or None when nobody answers any more."""
     try:
-        return httpx.get(f"{url}/health", timeout=10).status_code
+        return httpx.get(f"{url}/live", timeout=10).status_code
     except httpx.TransportError:
         return None
 
@@ -132,16 +132,17 @@ def test_from_the_first_connection_to_the_end_with_json_logs():
     """Nothing is patched: /ready tells the phases, and all of them have been gone through at the end."""
     with running(*MODEL, "--draft", str(PAIR / "draft"), "--json") as process:
         url = process.address(process.errors, "listening on")
-        wait_for(lambda: health(url) == 200, "no answer during the start")
+        wait_for(lambda: alive(url) == 200, "no answer during the start")
         early = httpx.get(f"{url}/ready")
         assert early.json()["state"] == "starting", early.text
-        assert early.status_code == 503
+        assert early.status_code == httpx.get(f"{url}/health").status_code == 503
         assert "retry-after" in early.headers
         assert {phase["state"] for phase in early.json()["phases"]} & {"running", "waiting"}
         assert httpx.post(url + CHAT, json=HELLO).status_code == 503
         assert process.ready() == url
         ready = httpx.get(f"{url}/ready")
         assert (ready.status_code, ready.json()["state"]) == (200, "ready")
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
         states = {phase["name"]: phase["state"] for phase in ready.json()["phases"]}
         assert states.pop("capture") in ("done", "skipped")
         assert states == dict.fromkeys(("fetch", "load", "allocate", "warm", "verify"), "done")
@@ -221,7 +222,7 @@ def test_sigterm_during_the_start_ends_at_once():
     patch = "start.open_models = lambda *_: time.sleep(100)"
     with running(*MODEL, patch=patch) as process:
         url = process.address(process.errors, "listening on")
-        wait_for(lambda: health(url) == 200, "no answer during the start")
+        wait_for(lambda: alive(url) == 200, "no answer during the start")
         assert process.end(signal.SIGTERM) == 0
     assert process.output == []
 
@@ -239,7 +240,7 @@ def test_sigterm_lets_a_stream_end_and_tells_newcomers():
             process.process.send_signal(signal.SIGTERM)
             wait_for(lambda: httpx.get(f"{url}/ready").json()["state"] == "draining", "it does not drain")
             refused = httpx.post(url + CHAT, json=HELLO)
-            assert (refused.status_code, health(url)) == (503, 200)
+            assert (refused.status_code, alive(url)) == (503, 200)
             assert "draining" in refused.json()["error"]["message"]
             events = [line.removeprefix("data: ") for line in lines if line]
         assert events[-1] == "[DONE]"
@@ -282,9 +283,9 @@ def test_an_engine_that_fails_three_times_turns_health_red_and_ends_with_code_1(
     with running(*MODEL, "--no-verify", patch=patch) as process:
         url = process.ready()
         for _ in range(3):
-            assert health(url) == 200
+            assert alive(url) == 200
             assert httpx.post(url + CHAT, json=HELLO, timeout=60).status_code == 503
-        assert health(url) == 503
+        assert alive(url) == 503
         assert process.end() == 1
     assert "blockdraft: error: ZeroDivisionError: division by zero" in process.errors
 
@@ -296,7 +297,7 @@ def test_a_step_that_hangs_turns_health_red_logs_stacks_and_ends_with_code_75():
         asking = threading.Thread(target=_ask_in_vain, args=(url,))
         asking.start()
         seen = set()
-        wait_for(lambda: seen.add(health(url)) or 503 in seen, "health stays green")
+        wait_for(lambda: seen.add(alive(url)) or 503 in seen, "health stays green")
         assert process.end() == 75
         asking.join()
     assert any("hang_here" in line and "thread engine" in line for line in process.errors)

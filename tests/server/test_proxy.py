@@ -163,7 +163,8 @@ def test_the_key_is_ours_and_probes_need_none(served):
     assert httpx.post(served.address + CHAT, json=HELLO).status_code == 401
     assert httpx.get(f"{served.address}/v1/models").status_code == 401
     assert {
-        httpx.get(served.address + path).status_code for path in ("/health", "/ready", "/metrics", "/")
+        httpx.get(served.address + path).status_code
+        for path in ("/live", "/health", "/ready", "/metrics", "/")
     } == {200}
 
 

@@ -17,7 +17,7 @@ from blockdraft.launch.preflight import as_installed
 from blockdraft.settings.settings import Settings
 from tests.server.proxied import CHAT, HELLO, KEY, MODEL, STREAM, events, running, serve, texts
 from tests.server.stub_install import install_stub, is_alive
-from tests.server.test_life import PAIR, ROOT, health, wait_for
+from tests.server.test_life import PAIR, ROOT, alive, wait_for
 
 # ---- the start
 
@@ -30,7 +30,7 @@ def test_before_it_is_ready_requests_are_told_to_come_back(tmp_path):
         refused = httpx.post(url + CHAT, json=HELLO)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
         assert "retry-after" in refused.headers
-        assert (health(url), httpx.get(f"{url}/ready").json()["state"]) == (200, "starting")
+        assert (alive(url), httpx.get(f"{url}/ready").json()["state"]) == (200, "starting")
         assert "blockdraft:ready" in httpx.get(f"{url}/metrics").text
         assert server.end(signal.SIGTERM) == 0
         server.assert_nothing_is_left()
@@ -113,7 +113,7 @@ def test_sigterm_lets_a_stream_end_and_then_ends_the_engine(tmp_path):
             server.process.process.send_signal(signal.SIGTERM)
             wait_for(lambda: httpx.get(f"{url}/ready").json()["state"] == "draining", "it does not drain")
             refused = httpx.post(url + CHAT, json=HELLO)
-            assert (refused.status_code, health(url)) == (503, 200)
+            assert (refused.status_code, alive(url)) == (503, 200)
             assert is_alive(server.pids[0])
             # Not through us any more: as any other client of the engine's own port would.
             release_directly(server.pids[0])
@@ -146,7 +146,7 @@ def test_a_crash_turns_health_red_breaks_streams_aloud_and_ends_us_with_code_1(t
             found = events([first, *lines])
         assert texts(found[:1]) == ["One"]
         assert (json.loads(found[-2])["error"]["code"], found[-1]) == ("engine_lost", "[DONE]")
-        wait_for(lambda: health(url) == 503, "health stays green")
+        wait_for(lambda: alive(url) == 503, "health stays green")
         red = httpx.get(f"{url}/health").json()
         assert "an illegal memory access" in red["log"][-1]
         assert httpx.post(url + CHAT, json=HELLO).status_code == 503

@@ -19,7 +19,7 @@ from blockdraft.bench.endpoint import probe
 from tests.bench.vllm_models import write_default_model, write_wide_pair
 from tests.bench.vllm_venv import VARIABLE, VERSION, is_wanted, vllm_python, vllm_variables
 from tests.server.stub_install import is_alive
-from tests.server.test_life import Process, health
+from tests.server.test_life import Process, alive
 
 pytestmark = [
     pytest.mark.slow,
@@ -116,7 +116,7 @@ def test_vllm_drafts_is_measured_and_its_crash_is_ours(tmp_path):
         os.kill(core, signal.SIGKILL)
         seen = set()
         while process.process.poll() is None:
-            seen.add(health(url))
+            seen.add(alive(url))
         assert 503 in seen
         assert process.end() == 1
     assert any(line.startswith("blockdraft: error: vLLM") for line in process.errors), process.errors

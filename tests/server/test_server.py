@@ -317,7 +317,11 @@ def test_until_it_is_ready_everything_that_needs_the_engine_is_a_503(state):
     ready = ask(app, "GET", "/ready")
     assert (ready.status_code, ready.json()["state"]) == (503, state)
     assert ready.json()["phases"][0]["progress"] == 0.5
-    for path in ("/health", "/ping", "/version", "/openapi.json"):
+    for path in ("/health", "/ping"):
+        health = ask(app, "GET", path)
+        assert (health.status_code, health.json()) == (503, {"status": state})
+        assert ("retry-after" in health.headers) == (state == "starting")
+    for path in ("/live", "/version", "/openapi.json"):
         assert ask(app, "GET", path).status_code == 200
 
 

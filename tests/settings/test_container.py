@@ -28,6 +28,12 @@ STUB = """#!{python}
 import json, os, sys
 with open({log!r}, "a") as log:
     print(json.dumps([sys.argv[1:], dict(os.environ)]), file=log)
+if "--json" in sys.argv:
+    positions = json.loads(os.environ.get("PLANNED", "{{}}"))
+    chunk = sys.argv[sys.argv.index("--chunk") + 1] if "--chunk" in sys.argv else "own"
+    if chunk not in positions:
+        sys.exit(2)
+    print(json.dumps({{"capacity": {{"max_context": positions[chunk]}}}}))
 sys.exit(int(os.environ.get("PLAN_CODE", "0")) if sys.argv[1] == "plan" else 0)
 """
 
@@ -130,7 +136,7 @@ def test_another_engine_gets_its_own_words(place):
         EXTRA_ARGS="""--limit-mm-per-prompt '{"image": 4}'""",
     )
     assert done.returncode == 0, done.stderr
-    serve, environment = place.calls()[1]
+    serve, environment = place.calls()[-1]
     assert "--attention-backend=flash_attn" in serve
     assert "--kv-dtype=fp8_e4m3" in serve
     extra = """--engine-args=--limit-mm-per-prompt '{"image": 4}' --quantization modelopt"""
@@ -139,6 +145,89 @@ def test_another_engine_gets_its_own_words(place):
     plan, plan_environment = place.calls()[0]
     assert extra in plan
     assert "BLOCKDRAFT_ENGINE" not in plan_environment, "it has all of them as flags"
+
+
+def tuned(place, kind="qwen3_5", **variables):
+    (place.model / "config.json").write_text(json.dumps({"model_type": kind}))
+    variables = {"DFLASH_DRAFTER": place.model, "BLOCKDRAFT_ENGINE": "vllm", **variables}
+    done = place.run(MODEL_PATH=place.model, **variables)
+    assert done.returncode == 0, done.stderr
+    serve = place.calls()[-1][0]
+    names = ("--max-context", "--max-rows", "--chunk", "--attention-backend", "--width")
+    return {word.partition("=")[0][2:]: word.partition("=")[2] for word in serve if word.startswith(names)}
+
+
+def test_where_only_models_are_named_vllm_gets_what_the_documents_tuned(place):
+    found = tuned(place, PLANNED='{"32768": 262144}')
+    assert found == {
+        "max-context": "65536",
+        "max-rows": "16",
+        "chunk": "32768",
+        "attention-backend": "flash_attn",
+    }  # and drafts as many as the drafter's block has: 15
+    plan = place.calls()[-2][0]
+    assert plan[plan.index("--max-context") + 1] == "65536", "the plan is made of what will be served"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"PLANNED": '{"32768": 4096}'}, {"max-context": "4096", "max-rows": "16", "chunk": "32768"}),
+        ({"PLANNED": '{"own": 8192}'}, {"max-context": "8192"}),  # steps of 32,768 leave no room
+        (
+            {"PLANNED": '{"512": 8192}', "MAX_NUM_BATCHED_TOKENS": 512},
+            {"max-context": "8192", "max-rows": "16", "chunk": "512"},
+        ),
+        (
+            {"PLANNED": '{"32768": 4096}', "MAX_MODEL_LEN": 9, "MAX_NUM_SEQS": 2},
+            {"max-context": "9", "max-rows": "2", "chunk": "32768"},
+        ),
+    ],
+)
+def test_the_tuned_values_give_way_to_model_memory_and_user(place, variables, expected):
+    assert tuned(place, **variables) == {**expected, "attention-backend": "flash_attn"}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"DFLASH_DRAFTER": "off"}, {"BLOCKDRAFT_ENGINE": "sglang"}, {"BLOCKDRAFT_ENGINE": "native"}, {}],
+)
+def test_other_starts_are_as_they_were(place, variables):
+    planned = {"PLANNED": '{"32768": 4096}'} if variables else {}  # the last one: no plan, no tuning
+    assert tuned(place, **variables, **planned) == {}
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_text", "gpt_oss"])
+def test_models_made_for_another_backend_keep_it(place, kind):
+    assert "attention-backend" not in tuned(place, kind, PLANNED='{"32768": 4096}')
+    found = tuned(place, kind, PLANNED='{"32768": 4096}', ATTENTION_BACKEND="triton_attn")
+    assert found["attention-backend"] == "triton_attn"
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked", "expected"),
+    [
+        ("vllm", "fp8", "--quantization=fp8"),  # a setting of ours, which the plan and known problems see
+        ("native", "fp8", "--quantization=fp8"),
+        ("native", "int8", "--quantization=int8"),
+        ("native", "modelopt_fp4", "--quantization=keep"),
+        ("native", "compressed-tensors", "--quantization=keep"),
+        ("vllm", "modelopt", "--engine-args=--quantization modelopt"),
+    ],
+)
+def test_quantization_reaches_the_plan_and_the_server(place, engine, asked, expected):
+    done = place.run(MODEL_PATH=place.model, BLOCKDRAFT_ENGINE=engine, QUANTIZATION=asked)
+    assert done.returncode == 0, done.stderr
+    (plan, _), (serve, _) = place.calls()[-2:]
+    assert expected in serve
+    assert expected in plan or expected.partition("=")[2] == plan[plan.index("--quantization") + 1]
+
+
+def test_a_quantization_that_our_engine_does_not_have_is_refused(place):
+    done = place.run(MODEL_PATH=place.model, QUANTIZATION="bitsandbytes")
+    assert done.returncode == 2
+    assert "QUANTIZATION = bitsandbytes: our engine keeps what a checkpoint has" in done.stderr
+    assert place.calls() == []
 
 
 def test_flags_after_the_image_go_before_variables_and_extra_arguments_reach_our_server(place):
@@ -448,7 +537,7 @@ def test_the_health_check_asks_whether_the_server_is_ready(status, code):
         Thread(target=server.serve_forever, daemon=True).start()
         done = health(server.server_port)
         server.shutdown()
-    assert (done.returncode, asked) == (code, ["/ready"])
+    assert (done.returncode, asked) == (code, ["/health"])
 
 
 def test_the_health_check_of_a_server_that_is_not_there_fails_in_one_line():
