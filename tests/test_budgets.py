@@ -17,7 +17,7 @@ BUDGETS = {
     "checkpoints": 4_700,
     "server": 8_150,
     "training": 3_350,
-    "planner": 2_550,
+    "planner": 2_750,
     "engine": 3_500,
     "cli": 3_200,
     "launch": 2_050,

@@ -127,7 +127,7 @@ def lines(
     yield from _head(report, is_refused=bool(_refused(findings)))
     yield from _memory(report)
     yield from _speed(report)
-    yield from (f"  published: {_published(one)}" for one in expected)
+    yield from (f"  published: {published_line(one)}" for one in expected)
     yield from _problems(report, findings)
     if report.advice:
         yield ""
@@ -201,17 +201,22 @@ def _speed(report: Report) -> Iterator[str]:
     yield from table(rows)
     if report.acceptance is not None:
         yield f"  acceptance: {report.acceptance.source}"
+    if report.unpacks_weights:
+        method = report.pair.target.stored.method
+        elsewhere = "" if method == "GGUF" else "; vLLM's do (--engine vllm)"
+        yield f"  steps: each unpacks the weights first: no kernel of ours reads {method}{elsewhere}"
     if report.settings.engine != "native":
         yield f"  steps: as our engine's on an H200; {report.settings.engine}'s were not measured by us"
 
 
-def _published(one: Expectation) -> str:
+def published_line(one: Expectation) -> str:
     """A published number of the recipe, in a line."""
     users = "1 user" if one.concurrency == 1 else f"{one.concurrency} users"
     parts = [
         f"{number:g} {unit}"
         for number, unit in (
             (one.tokens_per_second, "tok/s"),
+            (one.baseline_tokens_per_second, "tok/s without a drafter"),
             (one.speedup, "times plain decoding"),
             (one.tokens_per_step, "tokens a step"),
         )

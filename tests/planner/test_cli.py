@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from blockdraft.checkpoints.fetch import SMOLLM2
+from blockdraft.cli.plan import published_line
+from blockdraft.planner.known_pairs import published_runs, read_file
 from blockdraft.settings.settings import cache_dir
 from tests import tiny
 from tests.planner.shapes import folders
@@ -83,6 +86,13 @@ def test_a_recipe_brings_its_published_numbers():
     assert [one["tokens_per_second"] for one in json.loads(text)["published"]] == [422]
     _, text, _, _, _ = plan(*dummy("qwen3-8b"), "--recipe", "qwen3-8b", "--card", "rtx-5090")
     assert "published:" not in text
+
+
+def test_every_published_run_has_a_number_in_its_line():
+    for entry in read_file()["published"]:
+        for one in published_runs(entry["target"], entry["drafter"]):
+            numbers = published_line(one).partition(": ")[2]
+            assert re.match(r"[\d.]+ [a-z]", numbers), one
 
 
 def test_explain_shows_the_arithmetic():
