@@ -7,6 +7,7 @@ not guess, and so refuse nothing that may be good.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,11 @@ from blockdraft.settings.settings import Settings
 from blockdraft.settings.shipped import with_drafter
 
 FILE = Path(__file__).with_name("issues.toml")
+
+PULLS = {
+    "vllm": "https://github.com/vllm-project/vllm/pull/",
+    "sglang": "https://github.com/sgl-project/sglang/pull/",
+}
 
 Severity = Literal["refuse", "warn", "note"]
 SEVERITIES: tuple[Severity, ...] = ("refuse", "warn", "note")  # the worst first
@@ -78,7 +84,8 @@ def check_settings(
         settings=with_drafter(settings), version=version, machine=machine, target=target, draft=draft
     )
     found = [_softened(entry.issue, version) for entry in entries() if entry.holds(asked)]
-    return sorted(_newer(version) + found, key=lambda issue: SEVERITIES.index(issue.severity))
+    found += _newer(version) + _unknown_pulls(version)
+    return sorted(found, key=lambda issue: SEVERITIES.index(issue.severity))
 
 
 def refuse(issues: Iterable[Issue]) -> None:
@@ -135,6 +142,26 @@ def _newer(version: EngineVersion) -> list[Issue]:
         thread="docs/scale-out.md",
     )
     return [issue] if version.within(f">{newest}") else []
+
+
+def _unknown_pulls(version: EngineVersion) -> list[Issue]:
+    """Pull requests that a build is said to carry, of which none of our entries knows what they repair."""
+    known = {number for entry in entries() for number in (*entry.fixed_by, *_pull_in(entry.issue.thread))}
+    return [
+        Issue(
+            id="unknown-pull-request",
+            severity="warn",
+            symptom=f"{version} is said to carry pull request {number}, and nothing here is known to be "
+            "repaired by it.",
+            way_out="Check the number; those that matter are in docs/engine-builds.md.",
+            thread=PULLS[version.engine] + str(number),
+        )
+        for number in sorted(version.carried - known)
+    ]
+
+
+def _pull_in(thread: str) -> list[int]:
+    return [int(number) for number in re.findall(r"/pull/(\d+)$", thread)]
 
 
 # ---- facts about a combination; None: not known
@@ -202,7 +229,8 @@ FACTS: Mapping[str, Callable[[Combination], object]] = {
     "draft_quantised": lambda found: _quantization(found.draft) is not None,
     "draft_windows": _draft_has_windows,
     "context_past_draft": _is_context_past_draft,
-    "width_past_block": lambda found: _width_beyond_block(found) > 0,
+    # One draft more than the block has is published (RedHatAI's Gemma 4 with 8): vLLM leaves the anchor out.
+    "width_past_block": lambda found: _width_beyond_block(found) > 1,
     "width_below_block": lambda found: _width_beyond_block(found) < 0,
     "kv_dtype": lambda found: found.settings.kv_dtype,
     "attention_backend": lambda found: found.settings.attention_backend,

@@ -16,6 +16,7 @@ IMAGE = "vllm/vllm-openai"
 DFLASH = "0.20.0"  # releases; nightly builds of 0.19.1 and 0.19.2 have it as well
 SYNTHETIC = "0.20.0"
 DRAFT_BACKEND = "0.21.0"
+DRAFT_BACKEND_PULL = 39930
 QUEUE_LIMIT = "0.29.0"
 REQUEST_METRICS = "0.29.0"
 
@@ -124,11 +125,14 @@ def _draft_backend(order: Order) -> str | None:
     backend = _backend(order.settings.draft_attention_backend)
     if backend is None or order.version.within(f">={DRAFT_BACKEND}"):
         return backend
+    if DRAFT_BACKEND_PULL in order.version.carried:
+        return backend
     if backend != _backend(order.settings.attention_backend):
         raise order.refusal(
             "draft_attention_backend",
-            f"the drafter uses the target's before {DRAFT_BACKEND} "
-            "(https://github.com/vllm-project/vllm/pull/39930)",
+            f"the drafter uses the target's before {DRAFT_BACKEND}, but in a build that carries the pull "
+            f"request, named as {order.version.text.partition('+')[0]}+pr{DRAFT_BACKEND_PULL} "
+            f"(https://github.com/vllm-project/vllm/pull/{DRAFT_BACKEND_PULL})",
         )
     return None
 

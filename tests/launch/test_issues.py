@@ -12,7 +12,7 @@ from blockdraft.launch.issues import FACTS, RULES, check_settings, entries, read
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.stored import Stored
 from blockdraft.settings.settings import Settings
-from tests.launch.golden import machine_with
+from tests.launch.golden import machine_with, recipe_settings
 
 GEMMA = {"model": "google/gemma-4-31B-it", "draft": "z-lab/gemma-4-31B-it-DFlash"}
 REDHAT = {"model": "google/gemma-4-31B-it", "draft": "RedHatAI/gemma-4-31B-it-speculator.dflash"}
@@ -78,7 +78,7 @@ CASES = {
         {"model": CODER["model"]},
     ),
     "context-past-drafter": ({**QWEN, **SHORT, "max_context": 65536}, {"max_context": 40960}),
-    "width-past-block": ({**QWEN, "draft_config": {"block_size": 8}, "width": 16}, {"width": 8}),
+    "width-past-block": ({**QWEN, "draft_config": {"block_size": 8}, "width": 10}, {"width": 9}),
     "gemma4-redhat-illegal-access": ({**REDHAT, "engine_version": "0.22.0"}, {"engine_version": "0.32.0"}),
     "moe-graphs-illegal-access": (
         {**A3B, "engine_version": "0.22.1", "max_rows": 16},
@@ -98,12 +98,12 @@ CASES = {
         {"gpu_memory_utilization": 0.85},
     ),
     "coder-next-gb10-memory": (
-        {**CODER, **SPARK, "gpu_memory_utilization": 0.85},
+        {**CODER, **SPARK, "gpu_memory_utilization": 0.61},
         {"gpu_memory_utilization": 0.6},
     ),
     "gb10-batched-tokens": ({**QWEN, **SPARK, "chunk": 65536}, {"chunk": 32768}),
     "gb10-wheels": ({**REDHAT, **SPARK, "quantization": "fp8"}, {"machine": machine_with("rtx-5090")}),
-    "gb10-gpt-oss": ({**OSS, **SPARK, "engine_version": "0.21.0"}, {"engine_version": "0.22.0"}),
+    "gb10-gpt-oss": ({**OSS, **SPARK}, {"draft": "none"}),
     "gb10-multi-node-graphs": (
         {**QWEN, **SPARK, "num_nodes": 2, "head_address": "10.0.0.1"},
         {"graphs": False},
@@ -217,6 +217,20 @@ def test_a_build_that_carries_the_repair_is_spared():
     assert "gemma4-embedding-scale" not in ids(**GEMMA, engine_version="0.32.0+pr41703")
     assert "gemma4-embedding-scale" in ids(**GEMMA, engine_version="0.32.0+pr4170")
     assert "qwen3-next-eagle3" not in ids(**CODER, engine_version="0.20.2+pr45319.pr39930")
+
+
+def test_a_pull_request_that_repairs_nothing_we_know_of_is_said():
+    assert "unknown-pull-request" in ids(**QWEN, engine_version="0.32.0+pr999999")
+    for known in ("0.32.0+pr41703", "0.19.2rc1.dev21+pr39930.pr35568", "0.32.0+g893611813.cu130"):
+        assert "unknown-pull-request" not in ids(**QWEN, engine_version=known)
+    assert "unknown-pull-request" not in ids(**QWEN, engine="sglang", engine_version="0.5.23+pr23000")
+
+
+def test_what_ran_is_not_warned_of_its_own_width_where_the_block_is_eight():
+    block = {"speculators_model_type": "dflash", "block_size": 8}
+    (settings,) = recipe_settings("gemma-4-31b-redhat-spark")
+    found = check_settings(settings, machine=machine_with("gb10"), draft=block)
+    assert "width-past-block" not in {finding.id for finding in found}
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,15 @@ def test_a_drafters_own_backend_is_refused_before_vllm_0_21():
     assert speculative(command("vllm", engine_version="0.21.0", **split))["attention_backend"] == "FLASH_ATTN"
 
 
+def test_an_older_build_that_carries_the_pull_request_takes_the_drafters_backend():
+    split = {"attention_backend": "triton", "draft_attention_backend": "flash"}
+    for version in ("0.19.2rc1.dev21+pr39930.pr35568", "0.20.2+pr39930"):
+        found = command("vllm", engine_version=version, **split)
+        assert speculative(found)["attention_backend"] == "FLASH_ATTN"
+    with pytest.raises(SettingsError, match=r"named as 0\.20\.2\+pr39930"):
+        command("vllm", engine_version="0.20.2+pr35568", **split)
+
+
 def test_queue_limit_is_refused_before_vllm_0_29_and_counts_running_requests():
     with pytest.raises(SettingsError, match=r"0\.29\.0"):
         command("vllm", engine_version="0.28.0", max_queue=10, max_rows=4)
@@ -166,6 +175,10 @@ def test_requests_report_acceptance_since_vllm_0_29():
         ("sglang", "0.5.22", "older than"),
         ("vllm", "newest", "is not a version"),
         ("vllm", "0.32.0; rm", "is not a version"),
+        ("vllm", "refs/pull/41703/head", r"is not a version: .*\+pr41703"),
+        ("vllm", "main", "is not a version"),
+        ("vllm", "0.32.0+prhead", "'prhead', which is no pull request"),
+        ("sglang", "0.5.23+pr0", "'pr0', which is no pull request"),
     ],
 )
 def test_versions_that_are_not_known_are_refused(engine, version, why):
