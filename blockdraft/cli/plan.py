@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -20,6 +21,7 @@ from blockdraft.planner.report import Report, as_json, make_report
 from blockdraft.planner.shape import Kind
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.recipe import Expectation, load_recipe
+from blockdraft.settings.recipe_cards import check_recipe_card
 from blockdraft.settings.settings import Settings
 
 SUMMARY = "say what fits and how fast it should be, before a start"
@@ -50,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = noted(merge_settings(_given(args)))
     machine, card = _machine(args.card)
+    for warning in check_recipe_card(settings, machine):
+        print(f"warning: {warning}", file=sys.stderr)
     pair = open_pair(settings)
     known = problems_with(machine, pair)
     findings = known(settings)

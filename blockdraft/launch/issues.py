@@ -84,7 +84,7 @@ def check_settings(
         settings=with_drafter(settings), version=version, machine=machine, target=target, draft=draft
     )
     found = [_softened(entry.issue, version) for entry in entries() if entry.holds(asked)]
-    found += _newer(version) + _unknown_pulls(version)
+    found += _newer(version) + _unknown_pulls(version) + _trusted(asked)
     return sorted(found, key=lambda issue: SEVERITIES.index(issue.severity))
 
 
@@ -142,6 +142,17 @@ def _newer(version: EngineVersion) -> list[Issue]:
         thread="docs/scale-out.md",
     )
     return [issue] if version.within(f">{newest}") else []
+
+
+def _trusted(asked: Combination) -> list[Issue]:
+    issue = Issue(
+        id="trust-remote-code",
+        severity="warn",
+        symptom="Python code that the checkpoint or the drafter brings will run with your rights.",
+        way_out="Leave out --trust-remote-code, unless the model needs it and you have read that code.",
+        thread="docs/scale-out.md",
+    )
+    return [issue] if asked.trusts_code else []
 
 
 def _unknown_pulls(version: EngineVersion) -> list[Issue]:
@@ -218,6 +229,12 @@ def _width_beyond_block(found: Combination) -> int:
     return 0 if found.draft is None or width == "auto" else width - draft_block(found.draft)
 
 
+def _has_flash_attention(found: Combination) -> bool:
+    """Whether it is asked for, of the target or of the drafter."""
+    names = (found.settings.attention_backend, found.settings.draft_attention_backend)
+    return any(name is not None and name.lower() in ("flash", "flash_attn") for name in names)
+
+
 FACTS: Mapping[str, Callable[[Combination], object]] = {
     "capability": lambda found: found.capability and "{}.{}".format(*found.capability),
     "unified": lambda found: found.machine is not None and found.machine.is_unified,
@@ -237,6 +254,7 @@ FACTS: Mapping[str, Callable[[Combination], object]] = {
     "draft_attention_backend": lambda found: found.settings.draft_attention_backend,
     "prefix_cache": lambda found: found.settings.prefix_cache,
     "graphs": lambda found: found.settings.graphs,
+    "flash_attention": _has_flash_attention,
     "rows_above": lambda found: found.settings.max_rows,
     "context_above": lambda found: found.settings.max_context,
     "chunk_above": lambda found: found.settings.chunk,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from blockdraft.launch.command import Command
 from blockdraft.launch.engine_versions import EngineVersion
-from blockdraft.launch.order import Flags, Order, write_command
+from blockdraft.launch.order import TRUST_FLAG, Flags, Order, write_command
 from blockdraft.settings.acceptance_profile import acceptance_rates
 
 IMAGE = "vllm/vllm-openai"
@@ -47,6 +47,7 @@ def _model(order: Order) -> Flags:
         ("--attention-backend", _backend(order.settings.attention_backend)),
         ("--generation-config", "vllm" if order.settings.sampling_defaults == "openai" else None),
         ("--chat-template", order.settings.chat_template),
+        (TRUST_FLAG, order.settings.trust_remote_code),
         ("--seed", order.changed("seed")),
     ]
 
@@ -69,6 +70,8 @@ def _limits(order: Order) -> Flags:
         ("--block-size", order.changed("page_size")),
         ("--kv-cache-memory-bytes", order.changed("cache_bytes")),
         ("--gpu-memory-utilization", share),
+        # Of hybrids it is off unless it is asked for.
+        ("--enable-prefix-caching", settings.prefix_cache and order.is_hybrid),
         ("--no-enable-prefix-caching", not settings.prefix_cache),
         ("--enforce-eager", not settings.graphs),
         ("--async-scheduling", overlap is True),

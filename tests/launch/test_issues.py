@@ -119,6 +119,10 @@ CASES = {
     "min-p-logit-bias": (QWEN, {"draft": None}),
     "sglang-pipeline": ({**QWEN, **SGLANG, "pipeline_parallel": 2}, {"pipeline_parallel": 1}),
     "sglang-cpu": ({**QWEN, **SGLANG, "device": "cpu"}, {"draft": None}),
+    "sglang-no-flash-attention": (
+        {**QWEN, **SGLANG, "draft_attention_backend": "flash_attn", "machine": machine_with("a100")},
+        {"machine": machine_with("h100")},
+    ),
     "sglang-speculators-layout": ({**REDHAT, **SGLANG}, {"draft": GEMMA["draft"]}),
     "sglang-quantised-drafter": ({**QWEN, **SGLANG, **PACKED}, {"draft_config": {}}),
     "sglang-hybrid-radix": ({**HYBRID, **SGLANG}, LAZY),
@@ -300,6 +304,14 @@ def test_without_a_card_nothing_is_said_about_cards():
 
 def test_our_own_engine_is_not_asked_about():
     assert check_settings(Settings(**GEMMA), machine=machine_with("gb10")) == []
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_code_of_a_checkpoint_runs_only_when_asked_and_is_warned_of(engine):
+    assert "trust-remote-code" not in ids(**QWEN, engine=engine)
+    for asked in ({"trust_remote_code": True}, {"engine_args": ("--trust-remote-code",)}):
+        found = [one for one in findings(**QWEN, engine=engine, **asked) if one.id == "trust-remote-code"]
+        assert [one.severity for one in found] == ["warn"]
 
 
 def test_a_version_newer_than_we_know_is_said():
