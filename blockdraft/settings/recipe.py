@@ -71,6 +71,7 @@ class Expectation:
     card: str | None = None
     engine: str | None = None
     workload: str | None = None
+    task: str | None = None  # a benchmark's name, where it has one
     concurrency: int = 1
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None

@@ -65,6 +65,10 @@ CASES = {
         {**HYBRID, "model": "nvidia/Qwen3.6-27B-NVFP4", "machine": machine_with("b200")},
         {"machine": machine_with("h200")},
     ),
+    "nvfp4-awq": (
+        {**HYBRID, "model": "AEON-7/DFlash-Qwen3.5-27B-Uncensored-NVFP4"},
+        {"model": "rdtand/Qwen3.5-27B-NVFP4-DeltaNet-Included"},
+    ),
     "quantised-drafter": ({**QWEN, **PACKED, "engine_version": "0.30.0"}, {"engine_version": "0.31.0"}),
     "speculators-v2-runner": ({**REDHAT, "engine_version": "0.25.1"}, OLD_RUNNER),
     "dflash2-before-support": ({**DFLASH2, "engine_version": "0.27.1"}, {"engine_version": "0.28.0"}),

@@ -352,7 +352,7 @@ def test_acceptance_fades_and_is_known_by_name():
     assert published_acceptance("/models/target", "z-lab/Qwen3-4B-DFlash-b16").code == 6.64
     assert not published_acceptance("/models/target", "mine").is_of_pair
     assert published_acceptance("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash").is_of_pair
-    other = published_acceptance("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash")
+    other = published_acceptance("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash2")
     assert not other.is_of_pair
     assert "of z-lab's drafter: yours may differ" in other.source
 
