@@ -247,6 +247,16 @@ def test_weights_that_do_not_fit_are_refused_before_our_own_server_starts(monkey
     assert "`blockdraft plan` with the same flags" in errors
 
 
+def test_our_own_engine_says_on_which_cards_a_recipe_was_tried(monkeypatch):
+    said = []
+    settings = replace(NATIVE, recipe="qwen3-8b")
+    for card in ("h200", "rtx-4090"):
+        monkeypatch.setattr(native, "read_machine", lambda card=card: machine_of(card_by_key(card)))
+        check_native(settings, said.append)
+    (warning,) = said
+    assert warning.endswith("nobody has reported it to run on RTX 4090")
+
+
 def test_what_may_fit_is_left_to_the_start_which_measures(monkeypatch):
     monkeypatch.setattr(native, "read_machine", lambda: Machine(memory_bytes=1 << 34))
     check_native(NATIVE)
