@@ -70,7 +70,7 @@ def _limits(order: Order) -> Flags:
         ("--block-size", order.changed("page_size")),
         ("--kv-cache-memory-bytes", order.changed("cache_bytes")),
         ("--gpu-memory-utilization", share),
-        # Of hybrids it is off unless it is asked for.
+        # Of hybrids older versions leave it off unless they are asked; 0.32 does not.
         ("--enable-prefix-caching", settings.prefix_cache and order.is_hybrid),
         ("--no-enable-prefix-caching", not settings.prefix_cache),
         ("--enforce-eager", not settings.graphs),

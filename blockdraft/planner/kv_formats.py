@@ -56,7 +56,7 @@ def token_bytes(specs: tuple[CacheSpec, ...], kv_dtype: str) -> tuple[int, ...]:
     wanted = kv_format(kv_dtype)
     attention = [index for index, spec in enumerate(specs) if isinstance(spec, Paged)]
     has_states = any(isinstance(spec, Recurrent) for spec in specs)
-    ends = 0 if has_states else wanted.plain_ends
+    ends = 0 if has_states else min(wanted.plain_ends, len(attention) // 2)
     plain = {*attention[:ends], *attention[len(attention) - ends :]}
     return tuple(_layer_bytes(spec, PLAIN if index in plain else wanted) for index, spec in enumerate(specs))
 
