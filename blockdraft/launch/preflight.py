@@ -122,7 +122,8 @@ def _is_another(engine: str, asked: str, found: str) -> bool:
 
 def check_to_print(settings: Settings, name: str, card: str | None) -> CheckedLaunch:
     """Check a command that is only printed, maybe for another machine: a hub out of reach is a warning."""
-    settings, machine = _placed(with_drafter(settings)), _machine_to_print(settings, card)
+    settings = _placed(with_drafter(settings))
+    machine, assumed = _machine_to_print(settings, card)
     warnings = list(check_recipe_card(settings, machine))
     models: list[Stored | None] = []
     unread: list[str | None] = []
@@ -139,13 +140,7 @@ def check_to_print(settings: Settings, name: str, card: str | None) -> CheckedLa
     ]
     if settings.chat_template is not None and not os.path.isfile(settings.chat_template):
         warnings.append(f"--chat-template {settings.chat_template} is no file here: the command names it so")
-    if machine is None:
-        warnings.append("there is no GPU here: the command is for a machine with one; --card says which")
-    elif card is None and machine.gpus and not read_machine().gpus:
-        warnings.append(
-            f"there is no GPU here: the command is for the recipe's {machine.gpus[0].name}; "
-            "--card names another"
-        )
+    warnings += assumed
     if machine is not None and not unread:
         warnings += _room_or_why_not(settings, machine)
     return replace(_checked(settings, name, machine, target, draft), warnings=tuple(warnings))
@@ -162,15 +157,18 @@ def _checked(
     return CheckedLaunch(settings, name, machine, *configs, tuple(findings))
 
 
-def _machine_to_print(settings: Settings, card: str | None) -> Machine | None:
-    """The card that is named, else the one that is here, else the recipe's first."""
+def _machine_to_print(settings: Settings, card: str | None) -> tuple[Machine | None, tuple[str, ...]]:
+    """The card that is named, else the one that is here, else the recipe's first; and what was assumed."""
     if card is not None:
-        return machine_of(card_named(card))
+        return machine_of(card_named(card)), ()
     machine = read_machine()
     if machine.gpus or settings.device == "cpu":
-        return machine
+        return machine, ()
     cards = [] if settings.recipe is None else recipe_cards(load_recipe(settings.recipe))
-    return machine_of(cards[0]) if cards else None
+    if not cards:
+        return None, ("there is no GPU here: the command is for a machine with one; --card says which",)
+    assumed = f"the command is for the recipe's {cards[0].title}; --card names another"
+    return machine_of(cards[0]), (f"there is no GPU here: {assumed}",)
 
 
 def _placed(settings: Settings) -> Settings:

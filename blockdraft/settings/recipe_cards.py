@@ -14,11 +14,12 @@ def check_recipe_card(settings: Settings, machine: Machine | None) -> tuple[str,
     if settings.recipe is None or settings.device == "cpu" or machine is None or not machine.gpus:
         return ()
     recipe, gpu = load_recipe(settings.recipe), machine.gpus[0]
-    named = {family_of(gpu.capability), *([] if gpu.card is None else [gpu.card.key])}
+    family = family_of(gpu.capability) or "of no family that we know"
+    named = {family, *([] if gpu.card is None else [gpu.card.key])}
     is_own_model = settings.model == recipe.settings.get("model")  # which the reasons are about
     for exclusion in recipe.excludes if is_own_model else ():
         if named.intersection(exclusion.cards):
-            where = f"{_title(gpu)} ({str(family_of(gpu.capability)).capitalize()})"
+            where = f"{_title(gpu)} ({family.capitalize()})"
             raise SettingsError(f"recipe '{recipe.name}' will not work on {where}: {exclusion.why}.")
     cards = recipe_cards(recipe)
     if not cards or any(_is_as_good(gpu, card) for card in cards):
