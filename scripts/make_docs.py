@@ -62,7 +62,8 @@ def settings_page() -> str:
         "",
         "Every field of `Settings` may stand at the top, except those that have their place in a table. A",
         "recipe's engine version, engine flags and attention backends are in the words of its own engine:",
-        "asked for another one by `--engine`, they are left out, which every command says.",
+        "asked for another one by `--engine`, they are left out, which every command says, unless the",
+        "recipe has a table of that engine's name.",
     ]
     return "\n".join(lines) + "\n"
 

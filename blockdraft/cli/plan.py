@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -20,6 +21,7 @@ from blockdraft.planner.report import Report, as_json, make_report
 from blockdraft.planner.shape import Kind
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.recipe import Expectation, load_recipe
+from blockdraft.settings.recipe_cards import check_recipe_card
 from blockdraft.settings.settings import Settings
 
 SUMMARY = "say what fits and how fast it should be, before a start"
@@ -50,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = noted(merge_settings(_given(args)))
     machine, card = _machine(args.card)
+    for warning in check_recipe_card(settings, machine):
+        print(f"warning: {warning}", file=sys.stderr)
     pair = open_pair(settings)
     known = problems_with(machine, pair)
     findings = known(settings)
@@ -85,11 +89,14 @@ def _refused(findings: Iterable[Issue]) -> set[str]:
 
 
 def _expected(settings: Settings, card: Card | None) -> tuple[Expectation, ...]:
-    """What was published for this card of the recipe's pair; a recipe may say it itself."""
-    if settings.recipe is None or card is None:
+    """What was published for this card: by the recipe, of this pair, or of the recipe's."""
+    if card is None:
         return ()
-    recipe = load_recipe(settings.recipe)
-    found = recipe.expect or published_runs(recipe.settings.get("model"), recipe.settings.get("draft"))
+    found = published_runs(settings.model, settings.draft)
+    if settings.recipe is not None:
+        recipe = load_recipe(settings.recipe)
+        of_recipe = published_runs(recipe.settings.get("model"), recipe.settings.get("draft"))
+        found = recipe.expect or found or of_recipe
     return tuple(one for one in found if one.card is not None and card_by_key(one.card) == card)
 
 
@@ -126,8 +133,8 @@ def lines(
     """The table; with `explains`, what stands behind it."""
     yield from _head(report, is_refused=bool(_refused(findings)))
     yield from _memory(report)
-    yield from _speed(report)
-    yield from (f"  published: {_published(one)}" for one in expected)
+    yield from _speed(report, explains=explains)
+    yield from published_lines(expected, shows_all=explains)
     yield from _problems(report, findings)
     if report.advice:
         yield ""
@@ -183,7 +190,7 @@ def _cache_note(report: Report) -> str:
     return f"{text}; {_gb(footprint.at(context))} for {context:,} tokens" if context else text
 
 
-def _speed(report: Report) -> Iterator[str]:
+def _speed(report: Report, *, explains: bool) -> Iterator[str]:
     if not report.speeds:
         if report.verdict != "does not fit":
             yield ""
@@ -201,24 +208,45 @@ def _speed(report: Report) -> Iterator[str]:
     yield from table(rows)
     if report.acceptance is not None:
         yield f"  acceptance: {report.acceptance.source}"
+        for draft, share in report.acceptance.by_position if explains else ():
+            yield f"  acceptance: draft {draft} in {share:.0%} of the steps"
+    if report.unpacks_weights:
+        method = report.pair.target.stored.method
+        elsewhere = "" if method == "GGUF" else "; vLLM's do (--engine vllm)"
+        yield f"  steps: each unpacks the weights first: no kernel of ours reads {method}{elsewhere}"
     if report.settings.engine != "native":
         yield f"  steps: as our engine's on an H200; {report.settings.engine}'s were not measured by us"
 
 
-def _published(one: Expectation) -> str:
-    """A published number of the recipe, in a line."""
+def published_lines(expected: Sequence[Expectation], *, shows_all: bool) -> Iterator[str]:
+    """Runs of one user and of the most, unless all are wanted."""
+    ends = {1, max((one.concurrency for one in expected), default=1)}
+    shown = [one for one in expected if shows_all or one.concurrency in ends]
+    for one in shown:
+        notes = f"; {one.notes}" if shows_all and one.notes else ""
+        yield f"  published: {published_line(one)} ({one.source}{notes})"
+    if len(shown) < len(expected):
+        yield f"  published: {len(expected) - len(shown)} more runs with other numbers of users (--explain)"
+
+
+def published_line(one: Expectation) -> str:
+    """Numbers of one run, in a line."""
     users = "1 user" if one.concurrency == 1 else f"{one.concurrency} users"
     parts = [
-        f"{number:g} {unit}"
+        f"{number:,g} {unit}"
         for number, unit in (
             (one.tokens_per_second, "tok/s"),
+            (one.baseline_tokens_per_second, "tok/s without a drafter"),
             (one.speedup, "times plain decoding"),
             (one.tokens_per_step, "tokens a step"),
+            (one.drafts_accepted and 100 * one.drafts_accepted, "% of the drafts"),
+            (one.ttft_ms, "ms to the first token"),
+            (one.tpot_ms, "ms a token"),
         )
         if number is not None
     ]
-    about = ", ".join(part for part in (one.workload, users, one.engine) if part)
-    return f"{about}: {', '.join(parts)} ({one.source})"
+    about = ", ".join(part for part in (one.workload, one.task, users, one.engine) if part)
+    return f"{about}: {', '.join(parts)}"
 
 
 def _problems(report: Report, findings: Sequence[Issue]) -> Iterator[str]:

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from blockdraft.start.preflight import check_native
 
     with bind(args.host, args.port) as listener:
-        check_native(settings)
+        check_native(settings, lambda warning: print(f"warning: {warning}", file=sys.stderr))
         _warn_open(args.host, options)
         return _serve(args, settings, options, listener)
 

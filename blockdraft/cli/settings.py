@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from blockdraft.cli.flags import add_model, add_settings, given_settings, table
 from blockdraft.cli.masking import HIDDEN, is_secret, masked
@@ -84,9 +85,8 @@ def _list_recipes(*, is_json: bool) -> int:
     if not recipes:
         raise SettingsError("no recipes were installed: give the path of one with --recipe.")
     if is_json:
-        listed = [
-            {"name": r.name, "title": r.title, "cards": r.cards, "settings": r.settings} for r in recipes
-        ]
+        shown = ("name", "title", "cards", "settings", "others", "excludes")
+        listed = [{name: asdict(one)[name] for name in shown} for one in recipes]
         print(json.dumps({"recipes": listed}, indent=2))
         return 0
     rows = [(one.name, f"{one.title} ({', '.join(one.cards) or 'any card'})") for one in recipes]

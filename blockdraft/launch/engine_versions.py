@@ -40,9 +40,10 @@ def read_version(engine: str, text: str | None) -> EngineVersion:
         read = Version(text)
     except InvalidVersion:
         raise SettingsError(
-            f"engine_version '{text}' is not a version: give one such as {NEWEST[engine]}, or leave it out."
+            f"engine_version '{text}' is not a version: give one such as {NEWEST[engine]}, with "
+            f"+pr41703 behind it for a build that carries that pull request, or leave it out."
         ) from None
-    carried = frozenset(int(number) for number in re.findall(r"pr(\d+)", read.local or ""))
+    carried = _pull_requests(text, read.local or "")
     release = (read.major, read.minor, read.micro)
     found = EngineVersion(engine, text.removeprefix("v"), release, read.is_devrelease, carried)
     if not found.within(f">={OLDEST[engine]}"):
@@ -51,3 +52,14 @@ def read_version(engine: str, text: str | None) -> EngineVersion:
             f"use {OLDEST[engine]} or newer; {NEWEST[engine]} is known best."
         )
     return found
+
+
+def _pull_requests(text: str, local: str) -> frozenset[int]:
+    """Those that the part behind the "+" names; its other words are a build's own (g893611813, cu130)."""
+    words = [word for word in local.split(".") if word.startswith("pr")]
+    wrong = [word for word in words if not re.fullmatch(r"pr[1-9]\d*", word)]
+    if wrong:
+        raise SettingsError(
+            f"engine_version '{text}' names '{wrong[0]}', which is no pull request: write it as pr41703."
+        )
+    return frozenset(int(word.removeprefix("pr")) for word in words)

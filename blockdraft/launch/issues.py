@@ -7,6 +7,7 @@ not guess, and so refuse nothing that may be good.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,11 @@ from blockdraft.settings.settings import Settings
 from blockdraft.settings.shipped import with_drafter
 
 FILE = Path(__file__).with_name("issues.toml")
+
+PULLS = {
+    "vllm": "https://github.com/vllm-project/vllm/pull/",
+    "sglang": "https://github.com/sgl-project/sglang/pull/",
+}
 
 Severity = Literal["refuse", "warn", "note"]
 SEVERITIES: tuple[Severity, ...] = ("refuse", "warn", "note")  # the worst first
@@ -78,7 +84,8 @@ def check_settings(
         settings=with_drafter(settings), version=version, machine=machine, target=target, draft=draft
     )
     found = [_softened(entry.issue, version) for entry in entries() if entry.holds(asked)]
-    return sorted(_newer(version) + found, key=lambda issue: SEVERITIES.index(issue.severity))
+    found += _newer(version) + _unknown_pulls(version) + _trusted(asked)
+    return sorted(found, key=lambda issue: SEVERITIES.index(issue.severity))
 
 
 def refuse(issues: Iterable[Issue]) -> None:
@@ -137,6 +144,37 @@ def _newer(version: EngineVersion) -> list[Issue]:
     return [issue] if version.within(f">{newest}") else []
 
 
+def _trusted(asked: Combination) -> list[Issue]:
+    issue = Issue(
+        id="trust-remote-code",
+        severity="warn",
+        symptom="Python code that the checkpoint or the drafter brings will run with your rights.",
+        way_out="Leave out --trust-remote-code, unless the model needs it and you have read that code.",
+        thread="docs/scale-out.md",
+    )
+    return [issue] if asked.trusts_code else []
+
+
+def _unknown_pulls(version: EngineVersion) -> list[Issue]:
+    """Pull requests that a build is said to carry, of which none of our entries knows what they repair."""
+    known = {number for entry in entries() for number in (*entry.fixed_by, *_pull_in(entry.issue.thread))}
+    return [
+        Issue(
+            id="unknown-pull-request",
+            severity="warn",
+            symptom=f"{version} is said to carry pull request {number}, and nothing here is known to be "
+            "repaired by it.",
+            way_out="Check the number; those that matter are in docs/engine-builds.md.",
+            thread=PULLS[version.engine] + str(number),
+        )
+        for number in sorted(version.carried - known)
+    ]
+
+
+def _pull_in(thread: str) -> list[int]:
+    return [int(number) for number in re.findall(r"/pull/(\d+)$", thread)]
+
+
 # ---- facts about a combination; None: not known
 
 
@@ -191,6 +229,12 @@ def _width_beyond_block(found: Combination) -> int:
     return 0 if found.draft is None or width == "auto" else width - draft_block(found.draft)
 
 
+def _has_flash_attention(found: Combination) -> bool:
+    """Whether it is asked for, of the target or of the drafter."""
+    names = (found.settings.attention_backend, found.settings.draft_attention_backend)
+    return any(name is not None and name.lower() in ("flash", "flash_attn") for name in names)
+
+
 FACTS: Mapping[str, Callable[[Combination], object]] = {
     "capability": lambda found: found.capability and "{}.{}".format(*found.capability),
     "unified": lambda found: found.machine is not None and found.machine.is_unified,
@@ -202,13 +246,15 @@ FACTS: Mapping[str, Callable[[Combination], object]] = {
     "draft_quantised": lambda found: _quantization(found.draft) is not None,
     "draft_windows": _draft_has_windows,
     "context_past_draft": _is_context_past_draft,
-    "width_past_block": lambda found: _width_beyond_block(found) > 0,
+    # One draft more than the block has is published (RedHatAI's Gemma 4 with 8): vLLM leaves the anchor out.
+    "width_past_block": lambda found: _width_beyond_block(found) > 1,
     "width_below_block": lambda found: _width_beyond_block(found) < 0,
     "kv_dtype": lambda found: found.settings.kv_dtype,
     "attention_backend": lambda found: found.settings.attention_backend,
     "draft_attention_backend": lambda found: found.settings.draft_attention_backend,
     "prefix_cache": lambda found: found.settings.prefix_cache,
     "graphs": lambda found: found.settings.graphs,
+    "flash_attention": _has_flash_attention,
     "rows_above": lambda found: found.settings.max_rows,
     "context_above": lambda found: found.settings.max_context,
     "chunk_above": lambda found: found.settings.chunk,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 
 from blockdraft.checkpoints.read_draft_config import draft_block
 from blockdraft.errors import SettingsError
@@ -16,6 +17,8 @@ from blockdraft.settings.settings import DEFAULTS, Settings
 
 HOST = "127.0.0.1"  # clients talk to our server, and only it to the engine
 MEETING_PORT = 29501  # where machines meet when --head-address names no port; vLLM's own
+TRUST_FLAG = "--trust-remote-code"  # the same word in both engines
+HYBRID_NAMES = ("*qwen3.5-*", "*qwen3.6-*", "*qwen3.8-*", "*qwen3-next*", "*qwen3-coder-next*")
 SECRET_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
 
 Raw = Mapping[str, object]
@@ -43,6 +46,22 @@ class Combination:
     def capability(self) -> Capability | None:
         """The first card's."""
         return self.machine.gpus[0].capability if self.machine is not None and self.machine.gpus else None
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some of the target's layers keep a state: by config.json, else by the model's name."""
+        if self.target is None:
+            return any(fnmatch(self.settings.model.lower(), pattern) for pattern in HYBRID_NAMES)
+        inner = self.target.get("text_config")
+        config = inner if isinstance(inner, Mapping) else self.target
+        types = config.get("layer_types")
+        has_states = isinstance(types, list) and "linear_attention" in types
+        return has_states or "full_attention_interval" in config
+
+    @property
+    def trusts_code(self) -> bool:
+        """Whether the engine may run what a checkpoint brings."""
+        return self.settings.trust_remote_code or TRUST_FLAG in self.settings.engine_args
 
     @property
     def is_cpu(self) -> bool:

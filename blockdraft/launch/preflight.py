@@ -22,6 +22,8 @@ from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import check_stored, open_pair
 from blockdraft.planner.stored import Stored, open_stored
 from blockdraft.settings.model_source import find_source
+from blockdraft.settings.recipe import load_recipe
+from blockdraft.settings.recipe_cards import check_recipe_card, recipe_cards
 from blockdraft.settings.settings import Settings
 from blockdraft.settings.shipped import with_drafter
 
@@ -87,10 +89,12 @@ def check_launch(settings: Settings, name: str) -> CheckedLaunch:
     GPUs that are too few or too small, and what is known to be bad.
     """
     settings, machine = _placed(with_drafter(settings)), read_machine()
+    other_card = check_recipe_card(settings, machine)
+    _check_template(settings)
     target, draft = (_opened(settings, source) for source in _sources(settings))
     _check_num_gpus(settings, machine)
     checked = _checked(settings, name, machine, target, draft)
-    return replace(checked, warnings=_room(settings, machine))
+    return replace(checked, warnings=(*other_card, *_room(settings, machine)))
 
 
 def as_installed(settings: Settings, installed: Installed) -> tuple[Settings, tuple[str, ...]]:
@@ -118,7 +122,9 @@ def _is_another(engine: str, asked: str, found: str) -> bool:
 
 def check_to_print(settings: Settings, name: str, card: str | None) -> CheckedLaunch:
     """Check a command that is only printed, maybe for another machine: a hub out of reach is a warning."""
-    settings, machine = _placed(with_drafter(settings)), _machine_to_print(settings, card)
+    settings = _placed(with_drafter(settings))
+    machine, assumed = _machine_to_print(settings, card)
+    warnings = list(check_recipe_card(settings, machine))
     models: list[Stored | None] = []
     unread: list[str | None] = []
     for source in _sources(settings):
@@ -128,13 +134,14 @@ def check_to_print(settings: Settings, name: str, card: str | None) -> CheckedLa
             models.append(None)
             unread.append(source)
     target, draft = models
-    warnings = [
+    warnings += [
         f"the hub cannot be reached: config.json of {source} was not read, and what it says not checked"
         for source in unread
     ]
-    if machine is None:
-        warnings.append("there is no GPU here: the command is for a machine with one; --card says which")
-    elif not unread:
+    if settings.chat_template is not None and not os.path.isfile(settings.chat_template):
+        warnings.append(f"--chat-template {settings.chat_template} is no file here: the command names it so")
+    warnings += assumed
+    if machine is not None and not unread:
         warnings += _room_or_why_not(settings, machine)
     return replace(_checked(settings, name, machine, target, draft), warnings=tuple(warnings))
 
@@ -150,22 +157,40 @@ def _checked(
     return CheckedLaunch(settings, name, machine, *configs, tuple(findings))
 
 
-def _machine_to_print(settings: Settings, card: str | None) -> Machine | None:
+def _machine_to_print(settings: Settings, card: str | None) -> tuple[Machine | None, tuple[str, ...]]:
+    """The card that is named, else the one that is here, else the recipe's first; and what was assumed."""
     if card is not None:
-        return machine_of(card_named(card))
+        return machine_of(card_named(card)), ()
     machine = read_machine()
-    return machine if machine.gpus or settings.device == "cpu" else None
+    if machine.gpus or settings.device == "cpu":
+        return machine, ()
+    cards = [] if settings.recipe is None else recipe_cards(load_recipe(settings.recipe))
+    if not cards:
+        return None, ("there is no GPU here: the command is for a machine with one; --card says which",)
+    assumed = f"the command is for the recipe's {cards[0].title}; --card names another"
+    return machine_of(cards[0]), (f"there is no GPU here: {assumed}",)
 
 
 def _placed(settings: Settings) -> Settings:
-    """Folders by their whole path: an engine or a container may stand elsewhere, and knows no ~."""
+    """Files by their whole path: an engine or a container may stand elsewhere, and knows no ~."""
     changes: dict[str, str] = {}
-    for name in ("model", "draft"):
+    for name, is_there in (
+        ("model", os.path.isdir),
+        ("draft", os.path.isdir),
+        ("chat_template", os.path.isfile),
+    ):
         source = getattr(settings, name)
         path = os.path.expanduser(source) if isinstance(source, str) else ""
-        if os.path.isdir(path):
+        if is_there(path):
             changes[name] = os.path.abspath(path)
     return replace(settings, **changes)  # type: ignore[arg-type]
+
+
+def _check_template(settings: Settings) -> None:
+    """Raises SettingsError for a chat template that is not there: an engine would take its name for one."""
+    file = settings.chat_template
+    if file is not None and not os.path.isfile(file):
+        raise SettingsError(f"--chat-template {file} is no file: check the path.")
 
 
 def _sources(settings: Settings) -> tuple[str | None, str | None]:

@@ -11,10 +11,15 @@ from collections.abc import Mapping
 
 from blockdraft.errors import SettingsError
 from blockdraft.launch.command import Command
-from blockdraft.launch.order import HOST, Flags, Order, write_command
+from blockdraft.launch.order import HOST, TRUST_FLAG, Flags, Order, write_command
 
 IMAGE = "lmsysorg/sglang"
 BACKENDS = {"triton_attn": "triton", "flash_infer": "flashinfer", "flex": "flex_attention"}
+OVERLAP_VARIABLES = (
+    "SGLANG_ENABLE_SPEC_V2",
+    "SGLANG_ENABLE_DFLASH_SPEC_V2",
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
+)
 KV_DTYPES = {
     "fp8": "fp8_e4m3",
     **{
@@ -32,7 +37,13 @@ def sglang_command(order: Order) -> Command:
     flags += _speculation(order)
     program = ("sglang", "serve", "--model-path", order.settings.model)
     image = f"{IMAGE}:v{order.version.text.partition('+')[0]}"
-    return write_command(order, program, flags, env=order.environment, image=image)
+    return write_command(order, program, flags, env={**_overlap(order), **order.environment}, image=image)
+
+
+def _overlap(order: Order) -> dict[str, str]:
+    """What lets its scheduler run ahead of drafts; z-lab calls it experimental, so only where it is asked."""
+    is_wanted = order.settings.overlap is True and order.drafter is not None
+    return dict.fromkeys(OVERLAP_VARIABLES, "1") if is_wanted else {}
 
 
 def _refuse(order: Order) -> None:
@@ -61,23 +72,25 @@ def _model(order: Order) -> Flags:
         ("--attention-backend", _backend(order, "attention_backend")),
         ("--sampling-defaults", order.changed("sampling_defaults")),
         ("--chat-template", order.settings.chat_template),
+        (TRUST_FLAG, order.settings.trust_remote_code),
         ("--random-seed", order.changed("seed")),
     ]
 
 
 def _backend(order: Order, name: str) -> str | None:
-    """FlashAttention is fa3 on Hopper and fa4 on the Blackwell of data centres; elsewhere it has none."""
+    """FlashAttention is fa3 on Hopper, fa4 on the Blackwell of data centres; elsewhere Triton stands in."""
     value: str | None = getattr(order.settings, name)
     if value is None:
         return None
     value = value.lower()
     if value not in ("flash_attn", "flash"):
         return BACKENDS.get(value, value)
-    found = {9: "fa3", 10: "fa4"}.get(order.capability[0] if order.capability else 0)
-    if found is None:
-        where = "the card is not known (see --card)" if order.capability is None else "not on this card"
-        raise order.refusal(name, f"{where}; it is fa3 on Hopper, fa4 on B200 and B300, else use triton")
-    return found
+    if order.capability is None:
+        why = (
+            "the card is not known (see --card): it is fa3 on Hopper, fa4 on B200 and B300, triton elsewhere"
+        )
+        raise order.refusal(name, why)
+    return {9: "fa3", 10: "fa4"}.get(order.capability[0], "triton")
 
 
 def _limits(order: Order) -> Flags:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from blockdraft.launch.command import Command
 from blockdraft.launch.engine_versions import EngineVersion
-from blockdraft.launch.order import Flags, Order, write_command
+from blockdraft.launch.order import TRUST_FLAG, Flags, Order, write_command
 from blockdraft.settings.acceptance_profile import acceptance_rates
 
 IMAGE = "vllm/vllm-openai"
 DFLASH = "0.20.0"  # releases; nightly builds of 0.19.1 and 0.19.2 have it as well
 SYNTHETIC = "0.20.0"
 DRAFT_BACKEND = "0.21.0"
+DRAFT_BACKEND_PULL = 39930
 QUEUE_LIMIT = "0.29.0"
 REQUEST_METRICS = "0.29.0"
 
@@ -46,6 +47,7 @@ def _model(order: Order) -> Flags:
         ("--attention-backend", _backend(order.settings.attention_backend)),
         ("--generation-config", "vllm" if order.settings.sampling_defaults == "openai" else None),
         ("--chat-template", order.settings.chat_template),
+        (TRUST_FLAG, order.settings.trust_remote_code),
         ("--seed", order.changed("seed")),
     ]
 
@@ -68,6 +70,8 @@ def _limits(order: Order) -> Flags:
         ("--block-size", order.changed("page_size")),
         ("--kv-cache-memory-bytes", order.changed("cache_bytes")),
         ("--gpu-memory-utilization", share),
+        # Of hybrids older versions leave it off unless they are asked; 0.32 does not.
+        ("--enable-prefix-caching", settings.prefix_cache and order.is_hybrid),
         ("--no-enable-prefix-caching", not settings.prefix_cache),
         ("--enforce-eager", not settings.graphs),
         ("--async-scheduling", overlap is True),
@@ -124,11 +128,14 @@ def _draft_backend(order: Order) -> str | None:
     backend = _backend(order.settings.draft_attention_backend)
     if backend is None or order.version.within(f">={DRAFT_BACKEND}"):
         return backend
+    if DRAFT_BACKEND_PULL in order.version.carried:
+        return backend
     if backend != _backend(order.settings.attention_backend):
         raise order.refusal(
             "draft_attention_backend",
-            f"the drafter uses the target's before {DRAFT_BACKEND} "
-            "(https://github.com/vllm-project/vllm/pull/39930)",
+            f"the drafter uses the target's before {DRAFT_BACKEND}, but in a build that carries the pull "
+            f"request, named as {order.version.text.partition('+')[0]}+pr{DRAFT_BACKEND_PULL} "
+            f"(https://github.com/vllm-project/vllm/pull/{DRAFT_BACKEND_PULL})",
         )
     return None
 

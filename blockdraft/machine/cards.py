@@ -87,7 +87,16 @@ def card_named(name: str) -> Card:
     return card
 
 
-# ---- what a capability has in hardware
+# ---- what a capability is called, and what it has in hardware
+
+FAMILIES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell")
+
+
+def family_of(capability: Capability) -> str | None:
+    """What its makers call cards of a capability, in small letters; None: none of ours."""
+    named = {(7, 5): "turing", (8, 9): "ada"}
+    by_major = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 11: "blackwell", 12: "blackwell"}
+    return named.get(capability) or by_major.get(capability[0])
 
 
 def has_bf16(capability: Capability) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import mean
+from typing import Any
 
 from blockdraft.checkpoints.fit_file import FIT_FILE, read_fit
 from blockdraft.planner.known_pairs import read_file
@@ -34,6 +35,7 @@ class Acceptance:
     chat: float
     source: str
     is_of_pair: bool = True
+    by_position: tuple[tuple[int, float], ...] = ()  # drafts from 1, and how often each was accepted
 
     def committed(self, kind: str) -> float:
         return {"code": self.code, "maths": self.maths, "chat": self.chat}[kind]
@@ -54,13 +56,22 @@ def published_acceptance(target: str, draft: str) -> Acceptance:
     """What was published for a pair. Both names are looked at, since a folder may have any."""
     file = read_file()
     elsewhere = file["acceptance_elsewhere"]
+    for entry in file["acceptance"]:
+        if "drafter" in entry and re.search(entry["drafter"], draft.casefold()):
+            return _published(entry, is_own=True)
+    is_own = re.search(elsewhere["other_drafters"], draft.casefold()) is None
     for text in (target.casefold(), draft.casefold()):
         for entry in file["acceptance"]:
-            if re.search(entry["pattern"], text):
-                is_own = re.search(elsewhere["other_drafters"], draft.casefold()) is None
-                source = entry["source"] + ("" if is_own else ", of z-lab's drafter: yours may differ")
-                return Acceptance(entry["code"], entry["maths"], entry["chat"], source, is_of_pair=is_own)
+            if "pattern" in entry and re.search(entry["pattern"], text):
+                return _published(entry, is_own=is_own)
     return Acceptance(**elsewhere["typical"], is_of_pair=False)
+
+
+def _published(entry: Mapping[str, Any], *, is_own: bool) -> Acceptance:
+    """`is_own`: of this drafter, and not of z-lab's for the same target."""
+    source = entry["source"] + ("" if is_own else ", of z-lab's drafter: yours may differ")
+    by_position = tuple((draft, share) for draft, share in entry.get("by_position", ())) if is_own else ()
+    return Acceptance(entry["code"], entry["maths"], entry["chat"], source, is_own, by_position)
 
 
 def fading(context: int) -> float:

@@ -15,7 +15,7 @@ from blockdraft.planner.memory_fit import Fit, fit_native
 from blockdraft.planner.pair import Pair
 from blockdraft.settings.settings import Settings
 
-TEAM_ROWS = 16
+TEAM_ROWS, TEAM_MIN = 16, 4
 FLEET_ROWS, FLEET_MIN, FLEET_CONTEXT = 128, 32, 16_384
 LONG_CONTEXT = 32_768
 TYPICAL_CONTEXT = 1024  # what most requests have behind them while they decode
@@ -51,6 +51,7 @@ class Fix:
 
     flags: str
     result: str
+    needs: str = ""  # beside flags
 
 
 def fit_pair(settings: Settings, machine: Machine, pair: Pair) -> Fit:
@@ -137,13 +138,18 @@ def _single(case: Case) -> Advice | None:
 
 
 def _team(case: Case) -> Advice | None:
-    fit = _tried(_with(case, max_rows=TEAM_ROWS, max_context="auto"))
-    if fit is None:
+    """As many as have room for a context of use, up to 16; where four have none, what gives it to them."""
+    who, context = "4-16 users", min(LEAST_CONTEXT, case.pair.target.shape.max_positions)
+    if _tried(_with(case, max_rows=1, max_context="auto")) is None:
         return None
-    longest = fit.longest(TEAM_ROWS, fit.max_context)
-    width, speed = best_width(case, fit, rows=TEAM_ROWS, context=TYPICAL_CONTEXT)
-    result = f"{TEAM_ROWS} at {longest:,} tokens each{_speed_text(speed, TEAM_ROWS)}"
-    return Advice("4-16 users", f"--max-rows {TEAM_ROWS}{_width_flag(case, fit, width)}", result)
+    for rows in range(TEAM_ROWS, TEAM_MIN - 1, -1):
+        fit = _tried(_with(case, max_rows=rows, max_context="auto"))
+        longest = 0 if fit is None else fit.longest(rows, fit.max_context)
+        if fit is not None and longest >= context:
+            width, speed = best_width(case, fit, rows=rows, context=TYPICAL_CONTEXT)
+            result = f"{rows} at {longest:,} tokens each{_speed_text(speed, rows)}"
+            return Advice(who, f"--max-rows {rows}{_width_flag(case, fit, width)}", result)
+    return _what_it_takes(who, _with(case, max_rows=TEAM_MIN, max_context=context), TEAM_MIN, context)
 
 
 def _fleet(case: Case) -> Advice | None:
@@ -152,26 +158,27 @@ def _fleet(case: Case) -> Advice | None:
     fit = _tried(_with(case, max_rows=FLEET_ROWS, max_context=context))
     count = 0 if fit is None else fit.sequences(context)
     if fit is None or count < FLEET_MIN:
-        return _smallest_fleet(_with(case, max_rows=FLEET_MIN, max_context=context), context)
+        smallest = _with(case, max_rows=FLEET_MIN, max_context=context)
+        return _what_it_takes("agent fleet", smallest, FLEET_MIN, context)
     width, speed = best_width(case, fit, rows=count, context=context)
     flags = f"--max-rows {count} --max-context {context}{_width_flag(case, fit, width)}"
     return Advice("agent fleet", flags, f"{count} sequences of {context:,} tokens{_speed_text(speed, count)}")
 
 
-def _smallest_fleet(case: Case, context: int) -> Advice | None:
-    """What would make it one; None where nothing does, and nothing fits as it is."""
+def _what_it_takes(who: str, case: Case, rows: int, context: int) -> Advice | None:
+    """What would serve so many; None where nothing does, and nothing fits as it is."""
     fit = _tried(case)
     count = 0 if fit is None else fit.sequences(context)
-    asked = f"--max-rows {FLEET_MIN} --max-context {context}"
-    if count == FLEET_MIN:
-        return Advice("agent fleet", asked, f"{count} sequences of {context:,} tokens")
+    asked = f"--max-rows {rows} --max-context {context}"
+    if count == rows:
+        return Advice(who, asked, f"{count} sequences of {context:,} tokens")
     for fix in fixes(case, serves_less=False):
-        result = f"{FLEET_MIN} sequences of {context:,} tokens (as it is, {count})"
-        return Advice("agent fleet", f"{fix.flags} {asked}", result)
+        result = f"{rows} sequences of {context:,} tokens{fix.needs} (as it is, {count})"
+        return Advice(who, f"{fix.flags} {asked}", result)
     if count == 0:
         return None
     more = "more or larger cards" if case.machine.gpu_bytes else "more memory"
-    return Advice("agent fleet", more, f"as it is, {count} sequences of {context:,} tokens fit")
+    return Advice(who, more, f"as it is, {count} sequences of {context:,} tokens fit")
 
 
 def _long(case: Case) -> Advice | None:
@@ -233,7 +240,8 @@ def fixes(case: Case, *, serves_less: bool = True) -> tuple[Fix, ...]:
         target = min(context, fit.max_context) if "--max-context" in flags else context
         count = min(rows, fit.max_rows) if "--max-rows" in flags else rows
         if fit.max_context >= target and fit.sequences(target) >= count:
-            found.append(Fix(flags, f"{fit.sequences(target)} x {target:,} tokens"))
+            needs = _needs(changed)
+            found.append(Fix(flags, f"{fit.sequences(target)} x {target:,} tokens{needs}", needs))
     return tuple(found[:_MAX_FIXES])
 
 
@@ -297,7 +305,16 @@ def _other_engines(case: Case) -> Iterator[tuple[str, Case]]:
         yield f"{name}--kv-dtype fp8", _with(base, kv_dtype="fp8")
     for count in (2, 4, 8):
         if count > case.settings.tensor_parallel:
-            yield f"{name}--tensor-parallel {count}", _with(base, tensor_parallel=count)
+            flags, changed = f"{name}--tensor-parallel {count}", _with(base, tensor_parallel=count)
+            if case.machine.is_unified:  # one GPU in each such machine
+                flags += f" --num-nodes {count} --head-address HOST"
+                changed = _with(changed, num_nodes=count, head_address="HOST")
+            yield flags, changed
+
+
+def _needs(case: Case) -> str:
+    count = case.settings.num_nodes
+    return "" if count == 1 else f", with {'a second machine' if count == 2 else f'{count} machines'}"
 
 
 def _tried(case: Case) -> Fit | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from blockdraft.cache.spec import Recurrent, Windowed
 from blockdraft.machine.cards import Card
+from blockdraft.planner.kv_formats import token_bytes
 from blockdraft.planner.memory_fit import Fit
 from blockdraft.planner.pair import Pair
 from blockdraft.planner.shape import Shape
@@ -23,6 +24,9 @@ PACKED_SHARE = 0.85  # of that, for weights of a byte or less
 CACHE_SHARE = 0.66  # of that, for keys and values
 COMPUTE_SHARE = 0.63  # of the published bf16 rate, in wide steps
 LAUNCH_S = 2.5e-6  # of one kernel in a graph
+# Read and written for each value that is unpacked before a product: PyTorch's operations, one after another,
+# by their sizes. Nobody measured it.
+UNPACK_BYTES = 30
 _PLAIN_LAUNCHES = 9.6  # kernels of a layer: attention and a dense part
 _OTHER_LAUNCHES = 12.8  # with experts or a state
 _DRAFT_LAUNCHES = 16.0  # of a drafter's layer: the block, and the context it absorbs
@@ -49,8 +53,13 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
     target = pair.target.shape
     weight_bytes = _bytes_read(fit.parts[0], target, tokens)
     read_s = weight_bytes / _stream(card, is_packed=_is_packed(fit.parts[0], target))
+    if unpacks_weights(fit, pair):
+        unpacked = _layer_values(fit.parts[0], target) + _expert_values(target) * experts_touched(
+            target, tokens
+        )
+        read_s += UNPACK_BYTES * unpacked / _stream(card, is_packed=False)
     flops = 2.0 * tokens * _active_values(fit.parts[0], target)
-    cache_bytes = rows * _cache_bytes(target, context)
+    cache_bytes = rows * _cache_bytes(target, context, fit.kv_dtype)
     kernels = target.num_layers * (_PLAIN_LAUNCHES if target.is_plain else _OTHER_LAUNCHES)
     if has_draft:
         assert pair.draft is not None
@@ -63,13 +72,25 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
         flops += (
             2.0 * rows * pair.block * (_layer_values(parts, draft) + draft.vocab_size * draft.hidden_size)
         )
-        cache_bytes += rows * _cache_bytes(draft, context)
+        cache_bytes += rows * _cache_bytes(draft, context, fit.kv_dtype)
         kernels += draft.num_layers * _DRAFT_LAUNCHES
     read_s += cache_bytes / (_stream(card, is_packed=False) * CACHE_SHARE)
     compute_s = flops / (card.bf16_flops * COMPUTE_SHARE)
     # Reading and computing overlap, but not wholly where both are large.
     seconds = kernels * LAUNCH_S + (read_s**2 + compute_s**2) ** 0.5
     return Step(rows, context, width, seconds, weight_bytes, cache_bytes, flops, kernels)
+
+
+def unpacks_weights(fit: Fit, pair: Pair) -> bool:
+    """Whether each forward of our engine unpacks the target's weights before it multiplies by them.
+
+    Its kernels read fp8, and MXFP4 of experts, as they are stored; nothing else that is packed.
+    """
+    values, method = pair.target.shape.values, pair.target.stored.method
+    if fit.plan is None or fit.plan.quantization != "keep" or values is None or method in (None, "mxfp4"):
+        return False
+    is_small = fit.parts[0].layers + fit.parts[0].experts < 0.8 * (values.projections + values.experts)
+    return method == "GGUF" or is_small
 
 
 def committed(mean: float, *, width: int, block: int) -> float:
@@ -116,16 +137,20 @@ def _active_values(parts: WeightParts, shape: Shape) -> float:
     return _layer_values(parts, shape) + shape.vocab_size * shape.hidden_size + experts * share
 
 
+def _expert_values(shape: Shape) -> int:
+    return 0 if shape.values is None else shape.values.experts
+
+
 def _layer_values(parts: WeightParts, shape: Shape) -> float:
     return parts.layers / 2 if shape.values is None else shape.values.projections
 
 
-def _cache_bytes(shape: Shape, context: int) -> int:
+def _cache_bytes(shape: Shape, context: int, kv_dtype: str) -> int:
     """What one row's attention reads, and its states."""
     total = 0
-    for spec in shape.specs:
+    for spec, size in zip(shape.specs, token_bytes(shape.specs, kv_dtype), strict=True):
         tokens = min(context, spec.window) if isinstance(spec, Windowed) else context
-        total += tokens * spec.bytes_per_token(2)
+        total += tokens * size
         if isinstance(spec, Recurrent):
             total += spec.bytes_per_row(2, 0)
     return total

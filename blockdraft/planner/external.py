@@ -11,10 +11,18 @@ from dataclasses import astuple, replace
 from blockdraft.cache.spec import Paged, Recurrent, Windowed
 from blockdraft.errors import SettingsError
 from blockdraft.machine.machine import Machine, external_memory_share
+from blockdraft.planner.kv_formats import token_bytes
 from blockdraft.planner.memory import DRIVER_BYTES, Item, served_parts, step_items, weight_how
 from blockdraft.planner.memory_fit import Choice, Fit, Footprint, budget_how, gpu_name
 from blockdraft.planner.pair import Pair
-from blockdraft.planner.plan import ALL_POSITIONS, ASKED, CACHE_HOLDS, share_reason, width_reason
+from blockdraft.planner.plan import (
+    ALL_POSITIONS,
+    ASKED,
+    CACHE_HOLDS,
+    MIN_CONTEXT,
+    share_reason,
+    width_reason,
+)
 from blockdraft.planner.shape import CacheSpec
 from blockdraft.planner.stored import WeightParts
 from blockdraft.settings.settings import Settings
@@ -59,6 +67,7 @@ def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
         chunk=chunk,
         parts=parts,
         choices=(),
+        kv_dtype=settings.kv_dtype,
     )
     fit = _limited(fit, settings, room, asked)
     return replace(fit, choices=_choices(settings, pair, fit, share))
@@ -92,7 +101,7 @@ def _limited(fit: Fit, settings: Settings, room: int, asked: int) -> Fit:
     if fit.sequences(asked) > 0 and room > 0:
         return fit
     longest = fit.longest(1, asked)
-    if settings.max_context == "auto" and longest >= 2:
+    if settings.max_context == "auto" and longest >= min(MIN_CONTEXT, asked):
         return replace(fit, max_context=longest)
     budget = f"{fit.budget / 1e9:.1f} GB ({fit.budget_how})"
     if room <= 0:
@@ -129,18 +138,12 @@ def _items(pair: Pair, parts: tuple[WeightParts, ...], *, chunk: int, logits: in
     return items
 
 
-def element_bytes_of(kv_dtype: str) -> int:
-    """Of the cache, in vLLM's and SGLang's words."""
-    return 1 if "fp8" in kv_dtype or "int8" in kv_dtype else 2
-
-
 def _footprint(settings: Settings, pair: Pair, width: int) -> Footprint:
-    element_bytes, tensor = element_bytes_of(settings.kv_dtype), settings.tensor_parallel
-    stages = settings.pipeline_parallel
+    tensor, stages = settings.tensor_parallel, settings.pipeline_parallel
     per_token, per_row, windows = 0, 0, []
     for shape in (model.shape for model in pair.models):
-        for spec in shape.specs:
-            size = _split(spec, tensor).bytes_per_token(element_bytes)
+        specs = tuple(_split(spec, tensor) for spec in shape.specs)
+        for spec, size in zip(shape.specs, token_bytes(specs, settings.kv_dtype), strict=True):
             if isinstance(spec, Windowed):
                 windows.append((spec.window + width, size))
             elif isinstance(spec, Recurrent):

@@ -93,11 +93,17 @@ def find_models(query: str = "") -> KnownModels:
 def published_runs(target: object, drafter: object) -> tuple[Expectation, ...]:
     """What others measured with this pair; nothing where they did not."""
     return tuple(
-        Expectation(**run)
+        Expectation(**_shared(entry) | run)
         for entry in read_file()["published"]
-        if (entry["target"], entry["drafter"]) == (target, drafter)
+        if drafter == entry["drafter"] and target in (entry["target"], *entry.get("also", ()))
         for run in entry["run"]
     )
+
+
+def _shared(entry: dict[str, Any]) -> dict[str, Any]:
+    """What an entry says of all its runs."""
+    about = ("target", "also", "drafter", "run")
+    return {key: value for key, value in entry.items() if key not in about}
 
 
 def _family(*, architectures: list[str], models: list[str], **rest: str) -> KnownFamily:

@@ -87,6 +87,7 @@ class Fit:
     parts: tuple[WeightParts, ...]  # the weights of target and drafter
     choices: tuple[Choice, ...]
     problem: str | None = None  # why it cannot start
+    kv_dtype: str = "auto"  # of other engines
 
     @property
     def num_bytes(self) -> int:

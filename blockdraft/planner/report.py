@@ -21,9 +21,10 @@ from blockdraft.planner.advice import (
     fixes,
     wanted,
 )
-from blockdraft.planner.external import element_bytes_of
+from blockdraft.planner.estimate import unpacks_weights
+from blockdraft.planner.kv_formats import token_bytes
 from blockdraft.planner.memory_fit import Fit
-from blockdraft.planner.pair import Pair
+from blockdraft.planner.pair import Model, Pair
 from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.planner.shape import Kind, kinds
 from blockdraft.settings.settings import Settings
@@ -44,6 +45,7 @@ class Report:
     caches: Mapping[str, tuple[Kind, ...]]  # what a token costs by kind of layer, of "target" and "drafter"
     acceptance: Acceptance | None  # None: no drafter
     speeds: tuple[tuple[int, Speed], ...]  # by rows
+    unpacks_weights: bool  # in each forward, which is slow
     advice: tuple[Advice, ...]
     fixes: tuple[Fix, ...]
 
@@ -70,9 +72,10 @@ def make_report(
         fit=fit,
         verdict=verdict,
         sentence=sentence,
-        caches=_caches(settings, pair, fit),
+        caches=_caches(pair, fit),
         acceptance=None if pair.draft is None else case.acceptance,
         speeds=_speeds(case, fit) if verdict != "does not fit" else (),
+        unpacks_weights=unpacks_weights(fit, pair),
         advice=advise(case),
         fixes=() if verdict == "fits" else fixes(case),
     )
@@ -97,11 +100,16 @@ def _verdict(case: Case, fit: Fit) -> tuple[Verdict, str]:
     return "fits", whole
 
 
-def _caches(settings: Settings, pair: Pair, fit: Fit) -> dict[str, tuple[Kind, ...]]:
-    size = element_bytes_of(settings.kv_dtype) if fit.plan is None else ELEMENT_BYTES[fit.plan.dtype]
-    block = fit.width if fit.plan is None else fit.plan.block
-    draft = () if pair.draft is None else kinds(pair.draft.shape.specs, size, block)
-    return {"target": kinds(pair.target.shape.specs, size, block), "drafter": draft}
+def _caches(pair: Pair, fit: Fit) -> dict[str, tuple[Kind, ...]]:
+    def of(model: Model | None) -> tuple[Kind, ...]:
+        if model is None:
+            return ()
+        specs = model.shape.specs
+        if fit.plan is None:
+            return kinds(specs, 2, fit.width, token_bytes(specs, fit.kv_dtype))
+        return kinds(specs, ELEMENT_BYTES[fit.plan.dtype], fit.plan.block)
+
+    return {"target": of(pair.target), "drafter": of(pair.draft)}
 
 
 def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
@@ -157,6 +165,7 @@ def _estimates(report: Report) -> dict[str, object]:
     acceptance = report.acceptance
     return {
         "is_estimate": True,
+        "unpacks_weights": report.unpacks_weights,
         "acceptance": None if acceptance is None else asdict(acceptance),
         "speeds": [
             {

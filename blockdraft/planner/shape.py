@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from blockdraft.cache.spec import LayerSpec, Paged, Recurrent, SharedWith, Windowed
@@ -70,12 +70,18 @@ class Kind:
     window: int | None = None
 
 
-def kinds(specs: tuple[CacheSpec, ...], element_bytes: int, width: int) -> tuple[Kind, ...]:
-    """The cache by kind of layer."""
+def kinds(
+    specs: tuple[CacheSpec, ...],
+    element_bytes: int,
+    width: int,
+    token_bytes: Sequence[int] | None = None,
+) -> tuple[Kind, ...]:
+    """The cache by kind of layer; `token_bytes`, of each layer, where elements are not all of one size."""
     found = []
+    sizes = token_bytes or [spec.bytes_per_token(element_bytes) for spec in specs]
     for spec in dict.fromkeys(specs):
         count = specs.count(spec)
-        token = count * spec.bytes_per_token(element_bytes)
+        token = sum(size for other, size in zip(specs, sizes, strict=True) if other == spec)
         row = count * spec.bytes_per_row(element_bytes, width) if isinstance(spec, Recurrent) else 0
         window = spec.window if isinstance(spec, Windowed) else None
         found.append(Kind(_KIND_NAMES[type(spec)], count, token, row, window))

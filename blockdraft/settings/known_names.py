@@ -71,7 +71,7 @@ OTHERWISE = {
     "batch_size": ("llama.cpp", "{chunk}: most prompt tokens of a step"),
     "cache_type_k": ("llama.cpp", "{kv_dtype}, of other engines only; our own keeps the model's"),
     "flash_attn": ("llama.cpp", "only way: leave it out"),
-    "trust_remote_code": ("vLLM", "'never': nothing in a checkpoint is executed. Leave it out"),
+    # Of commands that only our own engine serves.
     "tokenizer": ("vLLM", "{model}, which brings its own: leave it out"),
     "swap_space": ("vLLM", "{cache_bytes}: what is put off is computed again, not swapped. Leave it out"),
     "hf_repo": ("llama.cpp", "{model}, which takes hub ids"),

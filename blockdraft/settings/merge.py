@@ -31,8 +31,10 @@ def merge_settings(flags: Mapping[str, object], *, uses_environment: bool = True
     environment = environment_settings() if uses_environment else {}
     name = flags.get("recipe", environment.get("recipe"))
     recipe = None if name is None else load_recipe(str(name))
+    asked = flags.get("engine", environment.get("engine"))
+    recipe_values = {} if recipe is None else _for_engine(recipe, asked)
     layers = [
-        _Layer("the recipe", {} if recipe is None else recipe.settings, lambda field, _: f"recipe {name}"),
+        _Layer("the recipe", recipe_values, lambda field, _: f"recipe {name}"),
         _Layer("the environment", environment, lambda field, _: variable_of(field)),
         _Layer("the flags", flags, flag_of),
     ]
@@ -51,6 +53,14 @@ def merge_settings(flags: Mapping[str, object], *, uses_environment: bool = True
 def flag_of(field: str, value: object = None) -> str:
     """--max-rows, and --no-graphs of a switch that is turned off."""
     return f"--{'no-' if value is False else ''}{field.replace('_', '-')}"
+
+
+def _for_engine(recipe: Recipe, engine: object) -> Mapping[str, object]:
+    """The recipe's settings; for another engine than its own those that it has for that, in its words."""
+    if engine not in recipe.others or engine == recipe.settings.get("engine"):
+        return recipe.settings
+    kept = {name: value for name, value in recipe.settings.items() if name not in ENGINE_WORDS}
+    return {**kept, "engine": engine, **recipe.others[str(engine)]}
 
 
 @dataclass(frozen=True, slots=True)

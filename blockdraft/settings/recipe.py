@@ -14,6 +14,13 @@
     args = ["--tool-call-parser", "hermes"]
     env = { VLLM_LOGGING_LEVEL = "INFO" }
 
+    [sglang]                                  # with --engine sglang: settings, version, args, env
+    chunk = 8192
+
+    [[excludes]]                              # where it does not work: cards, or ampere, hopper, ...
+    cards = ["hopper"]
+    why = "only Blackwell multiplies NVFP4"
+
     [[expect]]                                # a published number, or several of one run
     card = "h200"
     workload = "code"
@@ -27,12 +34,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_type_hints
 
 from blockdraft.errors import SettingsError
-from blockdraft.machine.cards import CARDS, card_by_key
+from blockdraft.machine.cards import CARDS, FAMILIES, card_by_key
 from blockdraft.settings.settings import CHOICES, SETTING_NAMES, SETTING_TYPES, Auto, suggestion
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -48,24 +55,40 @@ ENGINE_KEYS = {
     "args": "engine_args",
     "env": "engine_env",
 }
+OTHER_ENGINES = ("vllm", "sglang")
 _TABLES = {"draft": DRAFT_KEYS, "engine": ENGINE_KEYS}
 _IN_TABLES = {field: f"[{table}] {key}" for table, keys in _TABLES.items() for key, field in keys.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Published numbers of one run. `tokens_per_step` counts the target's own token; baseline: no drafter."""
+    """Published numbers of one run; times are medians.
+
+    `tokens_per_step` counts the target's own token; baseline: no drafter.
+    """
 
     source: str
     card: str | None = None
     engine: str | None = None
     workload: str | None = None
+    task: str | None = None  # a benchmark's name, where it has one
     concurrency: int = 1
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None
     tokens_per_step: float | None = None
+    drafts_accepted: float | None = None  # share of all drafts
+    ttft_ms: float | None = None  # until the first token
+    tpot_ms: float | None = None  # for each token after it
     speedup: float | None = None
     notes: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """Cards on which a recipe does not work, or families of cards, and why."""
+
+    cards: tuple[str, ...]
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +98,18 @@ class Recipe:
     name: str
     title: str
     settings: Mapping[str, object]
+    others: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # by engine: in their place
     notes: str = ""
     cards: tuple[str, ...] = ()
+    excludes: tuple[Exclusion, ...] = ()
     expect: tuple[Expectation, ...] = ()
 
 
-_NUMBERS = ("tokens_per_second", "baseline_tokens_per_second", "tokens_per_step", "speedup")
-_ABOUT = ("title", "notes", "cards", "expect")
+_NUMBERS = (
+    *("tokens_per_second", "baseline_tokens_per_second", "tokens_per_step", "drafts_accepted"),
+    *("ttft_ms", "tpot_ms", "speedup"),
+)
+_ABOUT = ("title", "notes", "cards", "excludes", "expect", *OTHER_ENGINES)
 _PLAIN = tuple(name for name in SETTING_NAMES if name not in (*_IN_TABLES, "recipe"))
 
 
@@ -123,8 +151,10 @@ def read_recipe(text: str, *, name: str) -> Recipe:
         name=name,
         title=title,
         settings=reader.settings(table),
+        others={name: reader.other_engine(name, table[name]) for name in OTHER_ENGINES if name in table},
         notes=reader.text("notes", table.get("notes", "")).strip(),
         cards=tuple(reader.card("cards", name) for name in reader.texts("cards", table.get("cards", []))),
+        excludes=tuple(map(reader.exclusion, reader.tables("excludes", table.get("excludes", [])))),
         expect=tuple(map(reader.expectation, reader.tables("expect", table.get("expect", [])))),
     )
 
@@ -163,6 +193,19 @@ class _Reader:
                 raise self._unknown(key, _TABLES[table], f"[{table}] ")
             values[_TABLES[table][key]] = self.setting(_TABLES[table][key], f"[{table}] {key}", inner)
         return values
+
+    def other_engine(self, engine: str, value: object) -> dict[str, object]:
+        """Settings by their own names, and version, args and env of that engine."""
+        if not isinstance(value, dict):
+            raise self.error(engine, f"is a table: write [{engine}] and below it what that engine takes")
+        names = {key: name for key, name in ENGINE_KEYS.items() if key != "name"}
+        names |= {name: name for name in (*_PLAIN, *DRAFT_KEYS.values()) if name != "model"}
+        found = {}
+        for key, inner in value.items():
+            if key not in names:
+                raise self._unknown(key, names, f"[{engine}] ")
+            found[names[key]] = self.setting(names[key], f"[{engine}] {key}", inner)
+        return found
 
     def _unknown(self, key: str, known: Iterable[str], where: str = "") -> SettingsError:
         hint = suggestion(key, known) or f": known are {', '.join(known)}"
@@ -204,6 +247,17 @@ class _Reader:
             keys = [card.key for card in CARDS]
             raise self.error(key, f"names '{name}', a card that is not known{suggestion(name, keys)}")
         return card.key
+
+    def exclusion(self, table: dict[str, object]) -> Exclusion:
+        unknown = table.keys() - {"cards", "why"}
+        if unknown:
+            raise self._unknown(min(unknown), ("cards", "why"), "[[excludes]] ")
+        names = self.texts("[[excludes]] cards", table.get("cards", []))
+        cards = tuple(name if name in FAMILIES else self.card("[[excludes]] cards", name) for name in names)
+        why = self.text("[[excludes]] why", table.get("why", ""))
+        if not cards or not why:
+            raise self.error("[[excludes]]", "needs cards and why")
+        return Exclusion(cards, why)
 
     def tables(self, key: str, value: object) -> list[dict[str, object]]:
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):

@@ -130,6 +130,9 @@ class Settings:
         (), "more flags for vllm or sglang, in one text after '=', passed on as they are"
     )
     engine_env: tuple[tuple[str, str], ...] = _launched((), "more environment variables for vllm or sglang")
+    trust_remote_code: bool = _launched(
+        False, "let vllm or sglang run code that a checkpoint brings: only what you have read"
+    )
     recipe: str | None = _setting(None, "settings from a file: the name of a known one, or a path")
 
     def __post_init__(self) -> None:

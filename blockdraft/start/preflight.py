@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from blockdraft.errors import CapacityError, FetchError
 from blockdraft.machine.machine import may_have_gpu, read_machine
 from blockdraft.planner.memory_fit import fit_native
 from blockdraft.planner.pair import open_pair
+from blockdraft.settings.recipe_cards import check_recipe_card
 from blockdraft.settings.settings import Settings, pin_threads
 from blockdraft.start.chat_template import read_chat_template
 
 
-def check_native(settings: Settings) -> None:
+def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: None) -> None:
     """Raises for weights that are too large, for a pair that does not match and for a chat template that is
     none. The rest is left to the start, which measures, fetches and says so.
     """
@@ -19,6 +22,8 @@ def check_native(settings: Settings) -> None:
     if settings.model == "default" or ":" in settings.device:
         return
     machine = read_machine()
+    for warning in check_recipe_card(settings, machine):
+        warn(warning)
     if settings.device == "cuda" and not machine.gpu_bytes:
         return
     try:

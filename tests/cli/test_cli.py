@@ -245,10 +245,11 @@ def test_every_setting_has_a_flag():
     values |= {"sampling_defaults": "openai", "tool_format": "hermes"}
     values |= {"load_format": "dummy", "synthetic_acceptance": "0.7", "gpu_memory_utilization": "0.5"}
     values |= {"engine": "vllm", "node_rank": "6", "engine_args": "--a 'b c'", "engine_env": "A=b=c d"}
-    flags = ["--no-prefix-cache", "--overlap", "--no-verify", "--no-graphs", "--fast"]
+    flags = ["--no-prefix-cache", "--overlap", "--no-verify", "--no-graphs", "--fast", "--trust-remote-code"]
     flags += ["--recipe", "smollm2"]
+    switches = ("prefix_cache", "overlap", "verify", "graphs", "fast", "trust_remote_code")
     for item in fields(Settings):
-        if item.name not in ("prefix_cache", "overlap", "verify", "graphs", "fast", "recipe"):
+        if item.name not in (*switches, "recipe"):
             flags += [f"--{item.name.replace('_', '-')}", values.get(item.name, "7")]
     settings = settings_from(parse(["serve", *flags]))
     for item in fields(Settings):

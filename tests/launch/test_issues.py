@@ -12,7 +12,7 @@ from blockdraft.launch.issues import FACTS, RULES, check_settings, entries, read
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.stored import Stored
 from blockdraft.settings.settings import Settings
-from tests.launch.golden import machine_with
+from tests.launch.golden import machine_with, recipe_settings
 
 GEMMA = {"model": "google/gemma-4-31B-it", "draft": "z-lab/gemma-4-31B-it-DFlash"}
 REDHAT = {"model": "google/gemma-4-31B-it", "draft": "RedHatAI/gemma-4-31B-it-speculator.dflash"}
@@ -65,6 +65,10 @@ CASES = {
         {**HYBRID, "model": "nvidia/Qwen3.6-27B-NVFP4", "machine": machine_with("b200")},
         {"machine": machine_with("h200")},
     ),
+    "nvfp4-awq": (
+        {**HYBRID, "model": "AEON-7/DFlash-Qwen3.5-27B-Uncensored-NVFP4"},
+        {"model": "rdtand/Qwen3.5-27B-NVFP4-DeltaNet-Included"},
+    ),
     "quantised-drafter": ({**QWEN, **PACKED, "engine_version": "0.30.0"}, {"engine_version": "0.31.0"}),
     "speculators-v2-runner": ({**REDHAT, "engine_version": "0.25.1"}, OLD_RUNNER),
     "dflash2-before-support": ({**DFLASH2, "engine_version": "0.27.1"}, {"engine_version": "0.28.0"}),
@@ -78,7 +82,7 @@ CASES = {
         {"model": CODER["model"]},
     ),
     "context-past-drafter": ({**QWEN, **SHORT, "max_context": 65536}, {"max_context": 40960}),
-    "width-past-block": ({**QWEN, "draft_config": {"block_size": 8}, "width": 16}, {"width": 8}),
+    "width-past-block": ({**QWEN, "draft_config": {"block_size": 8}, "width": 10}, {"width": 9}),
     "gemma4-redhat-illegal-access": ({**REDHAT, "engine_version": "0.22.0"}, {"engine_version": "0.32.0"}),
     "moe-graphs-illegal-access": (
         {**A3B, "engine_version": "0.22.1", "max_rows": 16},
@@ -98,12 +102,12 @@ CASES = {
         {"gpu_memory_utilization": 0.85},
     ),
     "coder-next-gb10-memory": (
-        {**CODER, **SPARK, "gpu_memory_utilization": 0.85},
+        {**CODER, **SPARK, "gpu_memory_utilization": 0.61},
         {"gpu_memory_utilization": 0.6},
     ),
     "gb10-batched-tokens": ({**QWEN, **SPARK, "chunk": 65536}, {"chunk": 32768}),
     "gb10-wheels": ({**REDHAT, **SPARK, "quantization": "fp8"}, {"machine": machine_with("rtx-5090")}),
-    "gb10-gpt-oss": ({**OSS, **SPARK, "engine_version": "0.21.0"}, {"engine_version": "0.22.0"}),
+    "gb10-gpt-oss": ({**OSS, **SPARK}, {"draft": "none"}),
     "gb10-multi-node-graphs": (
         {**QWEN, **SPARK, "num_nodes": 2, "head_address": "10.0.0.1"},
         {"graphs": False},
@@ -119,6 +123,10 @@ CASES = {
     "min-p-logit-bias": (QWEN, {"draft": None}),
     "sglang-pipeline": ({**QWEN, **SGLANG, "pipeline_parallel": 2}, {"pipeline_parallel": 1}),
     "sglang-cpu": ({**QWEN, **SGLANG, "device": "cpu"}, {"draft": None}),
+    "sglang-no-flash-attention": (
+        {**QWEN, **SGLANG, "draft_attention_backend": "flash_attn", "machine": machine_with("a100")},
+        {"machine": machine_with("h100")},
+    ),
     "sglang-speculators-layout": ({**REDHAT, **SGLANG}, {"draft": GEMMA["draft"]}),
     "sglang-quantised-drafter": ({**QWEN, **SGLANG, **PACKED}, {"draft_config": {}}),
     "sglang-hybrid-radix": ({**HYBRID, **SGLANG}, LAZY),
@@ -219,6 +227,20 @@ def test_a_build_that_carries_the_repair_is_spared():
     assert "qwen3-next-eagle3" not in ids(**CODER, engine_version="0.20.2+pr45319.pr39930")
 
 
+def test_a_pull_request_that_repairs_nothing_we_know_of_is_said():
+    assert "unknown-pull-request" in ids(**QWEN, engine_version="0.32.0+pr999999")
+    for known in ("0.32.0+pr41703", "0.19.2rc1.dev21+pr39930.pr35568", "0.32.0+g893611813.cu130"):
+        assert "unknown-pull-request" not in ids(**QWEN, engine_version=known)
+    assert "unknown-pull-request" not in ids(**QWEN, engine="sglang", engine_version="0.5.23+pr23000")
+
+
+def test_what_ran_is_not_warned_of_its_own_width_where_the_block_is_eight():
+    block = {"speculators_model_type": "dflash", "block_size": 8}
+    (settings,) = recipe_settings("gemma-4-31b-redhat-spark")
+    found = check_settings(settings, machine=machine_with("gb10"), draft=block)
+    assert "width-past-block" not in {finding.id for finding in found}
+
+
 @pytest.mark.parametrize(
     ("id", "since"),
     [
@@ -286,6 +308,14 @@ def test_without_a_card_nothing_is_said_about_cards():
 
 def test_our_own_engine_is_not_asked_about():
     assert check_settings(Settings(**GEMMA), machine=machine_with("gb10")) == []
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_code_of_a_checkpoint_runs_only_when_asked_and_is_warned_of(engine):
+    assert "trust-remote-code" not in ids(**QWEN, engine=engine)
+    for asked in ({"trust_remote_code": True}, {"engine_args": ("--trust-remote-code",)}):
+        found = [one for one in findings(**QWEN, engine=engine, **asked) if one.id == "trust-remote-code"]
+        assert [one.severity for one in found] == ["warn"]
 
 
 def test_a_version_newer_than_we_know_is_said():

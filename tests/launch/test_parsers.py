@@ -18,6 +18,7 @@ from tests.bench.vllm_venv import vllm_python
 from tests.launch.engine_venvs import VARIABLE as SGLANG
 from tests.launch.engine_venvs import sglang_python, wants_sglang
 from tests.launch.golden import golden_path, recipe_settings
+from tests.launch.test_documents import COMMANDS, command_of
 
 pytestmark = pytest.mark.slow
 
@@ -138,6 +139,17 @@ def test_vllm_understands_every_golden_command(tmp_path):
             "share": float(argv[argv.index("--gpu-memory-utilization") + 1]),  # less on unified memory
             "unknown": [],
         }
+
+
+@pytest.mark.skipif(not wants_vllm(), reason=f"wants vLLM: set {VLLM}=1, or to a Python that has it")
+def test_vllm_understands_the_commands_of_the_documents(tmp_path):
+    """Also those of older builds, but for what their versions lack."""
+    named = [(entry["about"], command_of(entry).argv[2:]) for entry in COMMANDS if "spec" in entry]
+    found, errors = parse(vllm_python(), VLLM_PARSER, [argv for _, argv in named], tmp_path)
+    assert len(named) == 6
+    for (about, argv), parsed in zip(named, found, strict=True):
+        assert parsed is not None, (about, argv, errors[-2000:])
+        assert parsed["unknown"] == []
 
 
 @pytest.mark.skipif(not wants_sglang(), reason=f"wants SGLang: set {SGLANG}=1, or to a Python that has it")

@@ -13,6 +13,8 @@ from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.stored import Size, open_stored
+from blockdraft.settings.merge import merge_settings
+from blockdraft.settings.recipe import load_recipe, recipe_names
 from blockdraft.settings.settings import Settings
 from blockdraft.start import preflight as native
 from blockdraft.start.preflight import check_native
@@ -55,6 +57,23 @@ def test_folders_are_given_by_their_whole_path(monkeypatch):
     command = found.command(port=1, api_key=None)
     assert command.argv[2] == TARGET
     assert command.mounts == (TARGET, DRAFT)
+
+
+def test_a_chat_template_is_given_by_its_whole_path_and_must_be_there_for_a_start(monkeypatch, tmp_path):
+    on(monkeypatch, "h200")
+    monkeypatch.chdir(tmp_path)
+    asked = replace(WHOLE, chat_template="mine.jinja")
+    with pytest.raises(SettingsError, match=r"--chat-template mine\.jinja is no file"):
+        check_launch(asked, "x")
+    printed = check_to_print(asked, "x", None)  # it may be in the image
+    assert printed.command(port=1, api_key=None).argv.count("mine.jinja") == 1
+    assert "mine.jinja is no file here" in printed.warnings[0]
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    for found in (check_launch(asked, "x"), check_to_print(asked, "x", None)):
+        command = found.command(port=1, api_key=None)
+        assert str(tmp_path / "mine.jinja") in command.argv
+        assert command.mounts == (TARGET, DRAFT, str(tmp_path / "mine.jinja"))
+        assert found.warnings == ()
 
 
 @pytest.mark.parametrize("prints", [False, True])
@@ -163,6 +182,49 @@ def test_without_a_gpu_a_printed_command_is_not_taken_for_one_of_the_cpu(monkeyp
         check_launch(settings, "x")
 
 
+@pytest.mark.parametrize("command", [("plan",), ("serve", "--dry-run"), ("serve", "--dry-run", "docker")])
+def test_a_recipe_on_a_card_that_it_excludes_is_one_line_and_nothing_starts(monkeypatch, capsys, command):
+    for name in ("open_stored", "open_pair"):
+        monkeypatch.setattr(module, name, lambda *words, **more: pytest.fail("it is opened"))
+    assert main([*command, "--recipe", "qwen3.5-27b-nvfp4", "--card", "h100"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "error: recipe 'qwen3.5-27b-nvfp4' will not work on H100 SXM (Hopper): only" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_start_on_such_a_card_is_refused_before_anything_is_opened(monkeypatch):
+    on(monkeypatch, "h100")
+    monkeypatch.setattr(module, "open_stored", lambda *words, **more: pytest.fail("it is opened"))
+    settings = merge_settings({"recipe": "qwen3.5-27b-nvfp4"}).settings
+    with pytest.raises(SettingsError, match="will not work on H100"):
+        check_launch(settings, "x")
+
+
+@pytest.mark.parametrize("version", ["main", "refs/pull/41703/head", "0.32.0+prhead"])
+def test_a_git_ref_that_is_no_version_is_one_line_and_nothing_starts(monkeypatch, capsys, version):
+    on(monkeypatch, "h200")
+    argv = ["serve", TARGET, "--draft", DRAFT, "--engine", "vllm", "--engine-version", version, "--dry-run"]
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert version in captured.err
+
+
+def test_a_recipe_is_printed_for_its_first_card_where_none_is_here(monkeypatch):
+    on(monkeypatch)
+    away(monkeypatch)
+    for name in recipe_names():
+        recipe = load_recipe(name)
+        if recipe.settings.get("engine", "native") == "native":
+            continue
+        settings = replace(merge_settings({"recipe": name}).settings, model="org/x", draft="org/y")
+        found = check_to_print(settings, "x", None)
+        found.command(port=1, api_key=None)
+        first = card_by_key(recipe.cards[0])
+        assert f"for the recipe's {first.title}; --card names another" in found.warnings[-1]
+
+
 # ---- our own engine
 
 
@@ -183,6 +245,16 @@ def test_weights_that_do_not_fit_are_refused_before_our_own_server_starts(monkey
     errors = capsys.readouterr().err
     assert what in errors
     assert "`blockdraft plan` with the same flags" in errors
+
+
+def test_our_own_engine_says_on_which_cards_a_recipe_was_tried(monkeypatch):
+    said = []
+    settings = replace(NATIVE, recipe="qwen3-8b")
+    for card in ("h200", "rtx-4090"):
+        monkeypatch.setattr(native, "read_machine", lambda card=card: machine_of(card_by_key(card)))
+        check_native(settings, said.append)
+    (warning,) = said
+    assert warning.endswith("nobody has reported it to run on RTX 4090")
 
 
 def test_what_may_fit_is_left_to_the_start_which_measures(monkeypatch):

@@ -105,10 +105,58 @@ def test_flash_attention_is_named_by_the_card_in_sglang(card, backend):
     assert value(found, "--speculative-draft-attention-backend") == backend
 
 
-@pytest.mark.parametrize("machine", [None, machine_with("gb10"), machine_with("rtx-4090")])
-def test_flash_attention_where_sglang_has_none_is_refused(machine):
+@pytest.mark.parametrize("card", ["gb10", "rtx-4090", "a100"])
+def test_triton_stands_in_where_sglang_has_no_flash_attention(card):
+    found = command(
+        "sglang",
+        attention_backend="flash_attn",
+        draft_attention_backend="flash_attn",
+        machine=machine_with(card),
+    )
+    assert value(found, "--attention-backend") == "triton"
+    assert value(found, "--speculative-draft-attention-backend") == "triton"
+
+
+def test_flash_attention_of_an_unknown_card_is_asked_for():
     with pytest.raises(SettingsError, match="fa3 on Hopper"):
-        command("sglang", draft_attention_backend="flash_attn", machine=machine)
+        command("sglang", draft_attention_backend="flash_attn", machine=None)
+
+
+# ---- what is off unless it is asked for
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_code_of_a_checkpoint_is_trusted_when_it_is_asked_for(engine):
+    assert "--trust-remote-code" not in command(engine).argv
+    assert command(engine, trust_remote_code=True).argv.count("--trust-remote-code") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "is_asked"),
+    [
+        ({}, False),  # on by vLLM's own choice
+        ({"model": "Qwen/Qwen3.5-27B"}, True),
+        ({"model": "saricles/Qwen3-Coder-Next-NVFP4-GB10"}, True),
+        ({"model": "Qwen/Qwen3.5-27B", "prefix_cache": False}, False),
+        ({"model": "/models/x", "target": {"text_config": {"layer_types": ["linear_attention"]}}}, True),
+        ({"model": "/models/x", "target": {"model_type": "qwen3_next", "full_attention_interval": 4}}, True),
+        ({"model": "Qwen/Qwen3.5-27B", "target": {"layer_types": ["full_attention"]}}, False),
+    ],
+)
+def test_vllm_is_asked_for_the_prefix_cache_of_a_hybrid(values, is_asked):
+    found = command("vllm", **values).argv
+    assert ("--enable-prefix-caching" in found) is is_asked
+    assert ("--no-enable-prefix-caching" in found) is (values.get("prefix_cache") is False)
+    assert "--enable-prefix-caching" not in command("sglang", **values).argv  # its radix cache is on
+
+
+def test_sglangs_overlap_with_drafts_is_switched_on_by_variables():
+    names = {"SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"}
+    assert not names & command("sglang").env.keys()
+    assert names <= command("sglang", overlap=True).env.keys()
+    assert not names & command("sglang", overlap=True, draft="none").env.keys()
+    own = command("sglang", overlap=True, engine_env=(("SGLANG_ENABLE_SPEC_V2", "0"),))
+    assert own.env["SGLANG_ENABLE_SPEC_V2"] == "0"
 
 
 # ---- versions
@@ -145,6 +193,15 @@ def test_a_drafters_own_backend_is_refused_before_vllm_0_21():
     assert speculative(command("vllm", engine_version="0.21.0", **split))["attention_backend"] == "FLASH_ATTN"
 
 
+def test_an_older_build_that_carries_the_pull_request_takes_the_drafters_backend():
+    split = {"attention_backend": "triton", "draft_attention_backend": "flash"}
+    for version in ("0.19.2rc1.dev21+pr39930.pr35568", "0.20.2+pr39930"):
+        found = command("vllm", engine_version=version, **split)
+        assert speculative(found)["attention_backend"] == "FLASH_ATTN"
+    with pytest.raises(SettingsError, match=r"named as 0\.20\.2\+pr39930"):
+        command("vllm", engine_version="0.20.2+pr35568", **split)
+
+
 def test_queue_limit_is_refused_before_vllm_0_29_and_counts_running_requests():
     with pytest.raises(SettingsError, match=r"0\.29\.0"):
         command("vllm", engine_version="0.28.0", max_queue=10, max_rows=4)
@@ -166,6 +223,10 @@ def test_requests_report_acceptance_since_vllm_0_29():
         ("sglang", "0.5.22", "older than"),
         ("vllm", "newest", "is not a version"),
         ("vllm", "0.32.0; rm", "is not a version"),
+        ("vllm", "refs/pull/41703/head", r"is not a version: .*\+pr41703"),
+        ("vllm", "main", "is not a version"),
+        ("vllm", "0.32.0+prhead", "'prhead', which is no pull request"),
+        ("sglang", "0.5.23+pr0", "'pr0', which is no pull request"),
     ],
 )
 def test_versions_that_are_not_known_are_refused(engine, version, why):
@@ -358,7 +419,7 @@ def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
     }
     elsewhere = {"model", "width", "device", "attention_backend", "draft_attention_backend", "max_queue"}
     elsewhere |= {"synthetic_acceptance", "draft_quantization", "max_stall_ms", "engine_args", "engine_env"}
-    elsewhere |= {"prefix_cache", "overlap", "graphs", "tool_format"}
+    elsewhere |= {"prefix_cache", "overlap", "graphs", "tool_format", "trust_remote_code"}
     tested = {name for values, _ in VLLM.values() for name in values}
     assert {item.name for item in dataclasses.fields(Settings)} == ours | elsewhere | tested
 

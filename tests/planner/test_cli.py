@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,10 +13,13 @@ from pathlib import Path
 import pytest
 
 from blockdraft.checkpoints.fetch import SMOLLM2
+from blockdraft.cli.plan import published_line, published_lines
+from blockdraft.planner.known_pairs import published_runs, read_file
 from blockdraft.settings.settings import cache_dir
 from tests import tiny
 from tests.planner.shapes import folders
 
+GEMMA = ("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash")
 _RUN = """
 import sys, time
 begin = time.process_time()
@@ -83,6 +87,24 @@ def test_a_recipe_brings_its_published_numbers():
     assert [one["tokens_per_second"] for one in json.loads(text)["published"]] == [422]
     _, text, _, _, _ = plan(*dummy("qwen3-8b"), "--recipe", "qwen3-8b", "--card", "rtx-5090")
     assert "published:" not in text
+
+
+def test_of_many_published_runs_the_ends_are_shown_and_all_when_explained():
+    found = [one for one in published_runs(*GEMMA) if one.card == "b300"]
+    shown = list(published_lines(found, shows_all=False))
+    assert len(shown) == 11
+    assert "reasoning, Math500, 32 users, vllm: 4,962 tok/s, 1,308 tok/s without a drafter" in shown[1]
+    assert shown[-1] == "  published: 5 more runs with other numbers of users (--explain)"
+    explained = list(published_lines(found, shows_all=True))
+    assert len(explained) == 15
+    assert "pull request 41703" in explained[0]
+
+
+def test_every_published_run_has_a_number_in_its_line():
+    for entry in read_file()["published"]:
+        for one in published_runs(entry["target"], entry["drafter"]):
+            numbers = published_line(one).partition(": ")[2]
+            assert re.match(r"[\d.,]+ [a-z]", numbers), one
 
 
 def test_explain_shows_the_arithmetic():

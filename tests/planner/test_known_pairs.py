@@ -49,7 +49,7 @@ def test_no_name_is_listed_twice():
     for names in (
         [family.name for family in FAMILIES],
         [architecture for family in FAMILIES for architecture in family.architectures],
-        [known_pair.drafter for known_pair in PAIRS],
+        [(known_pair.target, known_pair.drafter) for known_pair in PAIRS],
     ):
         assert len(names) == len(set(names))
 
@@ -97,14 +97,15 @@ def test_a_reason_makes_a_pair_one_that_does_not_run():
 
 @pytest.mark.parametrize("entry", read_file()["published"], ids=lambda entry: entry["drafter"])
 def test_published_runs_are_of_a_listed_drafter_and_agree_with_each_other(entry):
-    (listed,) = (known_pair for known_pair in PAIRS if known_pair.drafter == entry["drafter"])
+    listed, *_ = (known_pair for known_pair in PAIRS if known_pair.drafter == entry["drafter"])
     for run in published_runs(entry["target"], entry["drafter"]):
         assert run.card is None or card_by_key(run.card).key == run.card
         if run.tokens_per_second and run.baseline_tokens_per_second and run.speedup:
             ratio = run.tokens_per_second / run.baseline_tokens_per_second
             assert ratio == pytest.approx(run.speedup, rel=0.03), run
         if run.tokens_per_step is not None:
-            assert 1 <= run.tokens_per_step <= listed.block, run
+            assert 1 <= run.tokens_per_step <= (listed.block or 16), run
+        assert run.drafts_accepted is None or 0 < run.drafts_accepted < 1
 
 
 def test_a_run_and_an_acceptance_of_the_same_table_have_the_same_number():
@@ -114,10 +115,96 @@ def test_a_run_and_an_acceptance_of_the_same_table_have_the_same_number():
         for run in published_runs(entry["target"], entry["drafter"]):
             table = run.source.partition("table ")[2].partition(",")[0]
             is_same = f"table {table}" in acceptance.source if table else "card of" in acceptance.source
-            if is_same and run.tokens_per_step is not None and run.concurrency in (1, 8):
+            # A card's acceptance is of one request at a time.
+            is_of_card = run.concurrency == 1 and run.task in ("Math500", "HumanEval", "MT-Bench")
+            is_compared = run.concurrency in (1, 8) if table else is_of_card
+            if is_same and is_compared and run.tokens_per_step is not None:
                 assert run.tokens_per_step == acceptance.committed(KIND_OF[run.workload]), run
                 compared += 1
     assert compared == 13
+
+
+def runs_of(target, drafter, card):
+    return [one for one in published_runs(target, drafter) if one.card == card]
+
+
+def test_document_000_is_recorded():
+    (one,) = runs_of("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash", "gb10")
+    assert (one.baseline_tokens_per_second, one.tokens_per_second, one.speedup) == (5.53, 15.44, 2.79)
+    assert one.drafts_accepted == 0.2882
+    assert one.tokens_per_step == pytest.approx(1 + 8 * one.drafts_accepted, abs=0.01)
+
+
+def test_document_001_is_recorded():
+    found = runs_of("Intel/Qwen3.5-35B-A3B-int4-AutoRound", "z-lab/Qwen3.5-35B-A3B-DFlash", "gb10")
+    classes = {one.workload: one.tokens_per_second for one in found if one.workload}
+    assert classes == {
+        "prose": 31,
+        "qa": 119.6,
+        "code": 158.8,
+        "json": 129.9,
+        "reasoning": 148.8,
+        "long_code": 175.4,
+    }
+    coder = runs_of("saricles/Qwen3-Coder-Next-NVFP4-GB10", "z-lab/Qwen3-Coder-Next-DFlash", "gb10")
+    assert [one.tokens_per_second for one in coder] == [88, 36]
+
+
+@pytest.mark.parametrize(
+    "target", ["rdtand/Qwen3.5-27B-NVFP4-DeltaNet-Included", "AEON-7/DFlash-Qwen3.5-27B-Uncensored-NVFP4"]
+)
+def test_document_002_is_recorded(target):
+    found = runs_of(target, "z-lab/Qwen3.5-27B-DFlash", "gb10")
+    table = {
+        (one.workload, one.concurrency): (one.tokens_per_second, one.ttft_ms, one.tpot_ms)
+        for one in found
+        if one.tokens_per_second is not None
+    }
+    assert table == {
+        ("code", 1): (64.0, 239, 15.2),
+        ("code", 4): (181.5, 408, 21.2),
+        ("code", 8): (262.8, 564, 29.4),
+        ("code", 16): (327.9, 884, 47.1),
+        ("reasoning", 1): (54.0, None, 18.4),
+        ("dialogue", 1): (38.4, None, 26.0),
+        ("prose", 1): (29.5, 225, 33.6),
+        ("prose", 4): (83.5, 432, 46.8),
+        ("prose", 8): (122.4, 557, 64.4),
+        ("prose", 16): (151.8, 860, 104),
+    }
+    expected = {one.workload: (one.tokens_per_step, one.speedup) for one in found if one.speedup}
+    assert expected == {"code": (6, 2.1), "dialogue": (4, 1.5), "prose": (3, 1.3), "random": (2.5, 1.0)}
+    acceptance = published_acceptance(target, "z-lab/Qwen3.5-27B-DFlash")
+    assert (acceptance.code, acceptance.by_position) == (6.5, ((1, 0.78), (9, 0.03)))
+
+
+def test_document_003_is_recorded():
+    (one,) = runs_of("google/gemma-4-26B-A4B-it", "z-lab/gemma-4-26B-A4B-it-DFlash", "h100")
+    assert (one.tokens_per_second, one.speedup, one.tokens_per_step) == (222.3, 3.4, 7.8)
+
+
+def test_document_004_is_recorded():
+    found = runs_of("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash", "b300")
+    table = {}
+    for one in found:
+        row = (one.baseline_tokens_per_second, one.tokens_per_second, one.tokens_per_step)
+        table.setdefault(one.task, {})[one.concurrency] = row
+    assert table == {
+        "Math500": {1: (77, 447, 8.59), 8: (511, 2650, 8.59), 32: (1308, 4962, 8.62)},
+        "GSM8K": {1: (78, 408, 7.53), 8: (520, 2321, 7.5), 32: (1382, 4447, 7.52)},
+        "HumanEval": {1: (76, 420, 8.0), 8: (494, 2389, 7.89), 32: (1145, 4139, 7.96)},
+        "MBPP": {1: (79, 343, 6.13), 8: (535, 2036, 6.13), 32: (1389, 3636, 6.14)},
+        "MT-Bench": {1: (79, 236, 4.23), 8: (503, 1334, 4.19), 32: (1177, 2257, 4.19)},
+    }
+
+
+def test_an_estimate_takes_the_pairs_own_acceptance_before_a_typical_one():
+    redhat = published_acceptance("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash")
+    assert (redhat.chat, redhat.is_of_pair) == (3.31, True)
+    other = published_acceptance("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash2")
+    assert (other.chat, other.is_of_pair) == (4.23, False)
+    assert published_acceptance("google/gemma-4-26B-A4B-it", "z-lab/gemma-4-26B-A4B-it-DFlash").code == 7.8
+    assert published_acceptance("a/b", "c/d").source.startswith("typical")
 
 
 def test_each_published_run_is_of_the_pair_of_a_recipe():
@@ -152,6 +239,7 @@ def test_no_query_finds_everything():
         ("GptOssForCausalLM", ["gpt_oss"], None),  # by architecture
         ("qwen3-CODER-next", ["qwen3_next"], "z-lab/Qwen3-Coder-Next-DFlash"),  # by target, in any case
         ("ultrachat", [], "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),  # by drafter
+        ("aeon", [], "z-lab/Qwen3.5-27B-DFlash"),  # by the checkpoint's maker
         ("no such model", [], None),
     ],
 )

@@ -13,6 +13,7 @@ from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.acceptance import fading, own_acceptance, published_acceptance
 from blockdraft.planner.advice import Case, advise, best_width, fit_pair, fixes, wanted
+from blockdraft.planner.estimate import estimate_step, unpacks_weights
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import Footprint, fit_native, machine_of
 from blockdraft.planner.pair import Model, Pair, open_pair
@@ -105,6 +106,43 @@ def test_gpus_share_weights_and_heads_but_no_head_is_cut():
     assert many.footprint.per_token * 8 == one.footprint.per_token  # 8 heads
     half = fit_external(replace(settings, kv_dtype="fp8"), on("h100"), pair)
     assert half.footprint.per_token * 2 == one.footprint.per_token
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_bytes"),  # of a key and a value of 128 numbers
+    [
+        ("auto", 512),
+        ("bfloat16", 512),
+        ("fp8_e4m3", 256),
+        ("nvfp4", 144),
+        ("turboquant_k8v4", 196),
+        ("turboquant_4bit_nc", 134),
+        ("turboquant_k3v4_nc", 118),
+        ("turboquant_3bit_nc", 102),
+        ("int4_per_token_head", 136),
+        ("of_tomorrow", 512),
+    ],
+)
+def test_a_kv_dtype_takes_its_own_bytes(kv_dtype, head_bytes):
+    settings, pair = opened("qwen3-8b", engine="vllm", has_draft=False, kv_dtype=kv_dtype)
+    fit = fit_external(settings, on("h200"), pair)
+    ends = 4 if kv_dtype.startswith("turboquant") else 0  # two layers at either end stay in 2 bytes
+    assert fit.footprint.per_token == 8 * (ends * 512 + (36 - ends) * head_bytes)
+    report = make_report(settings, on("h200"), pair, card=card_by_key("h200"))
+    assert sum(kind.bytes_per_token for kind in report.caches["target"]) == fit.footprint.per_token
+
+
+def test_a_smaller_cache_is_read_faster_and_hybrids_have_no_plain_ends():
+    def step(kv_dtype):
+        settings, pair = opened("qwen3-8b", engine="vllm", kv_dtype=kv_dtype)
+        fit = fit_external(settings, on("h200"), pair)
+        return estimate_step(fit, pair, card_by_key("h200"), rows=16, context=32768, width=16).seconds
+
+    assert step("nvfp4") < step("fp8") < step("auto")
+    settings, hybrid = opened(
+        "qwen3.5-35b-a3b", engine="vllm", has_draft=False, kv_dtype="turboquant_4bit_nc"
+    )
+    assert fit_external(settings, on("h200"), hybrid).footprint.per_token == 10 * 2 * (2 * 128 + 6)
 
 
 def test_unified_memory_leaves_more_to_the_system():
@@ -241,6 +279,45 @@ def test_a_fleet_that_does_not_fit_is_told_what_would():
     assert fit_pair(as_it_is, case.machine, pair).sequences(16384) == 3
 
 
+def test_more_gpus_of_a_dgx_spark_are_more_machines():
+    settings, pair = opened("qwen3-8b", engine="vllm", max_context=40960, max_rows=16)
+    found = fixes(case_of(settings, pair, on("dgx-spark"), "dgx-spark"))
+    (fix,) = [fix for fix in found if "--tensor-parallel 2" in fix.flags]
+    assert fix.flags == "--tensor-parallel 2 --num-nodes 2 --head-address HOST"
+    assert fix.result == "16 x 40,960 tokens, with a second machine"
+    assert parsed(settings, fix.flags).num_nodes == 2
+
+
+def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones_speed():
+    """NVFP4 is a fourth of bf16, yet each forward writes all of it out again."""
+    settings, plain = opened("qwen3-8b")
+    values = plain.target.shape.values
+    packed = {
+        "model.embed_tokens.weight": Size(values.embedding, 2 * values.embedding, False),
+        "lm_head.weight": Size(values.head, 2 * values.head, False),
+        "model.layers.0.all.weight": Size(values.projections, int(0.5625 * values.projections), True),
+    }
+    config = {**plain.target.stored.config, "quantization_config": {"quant_algo": "NVFP4"}}
+    target = replace(plain.target, stored=replace(plain.target.stored, tensors=packed, config=config))
+    pair, card = replace(plain, target=target), card_by_key("h200")
+    kept = replace(settings, load_format="auto", quantization="keep")
+
+    def step(asked):
+        fit = fit_pair(asked, on("h200"), pair)
+        return unpacks_weights(fit, pair), estimate_step(
+            fit, pair, card, rows=1, context=1024, width=1
+        ).seconds
+
+    is_unpacked, own = step(kept)
+    assert is_unpacked
+    at_load, unpacked = step(replace(kept, quantization="none"))
+    assert not at_load
+    is_vllm_unpacking, vllm = step(replace(kept, quantization="auto", engine="vllm"))
+    assert not is_vllm_unpacking
+    assert vllm < unpacked < own
+    assert make_report(kept, on("h200"), pair, card=card).unpacks_weights
+
+
 def test_no_more_cards_are_named_than_are_needed():
     settings, pair = opened("qwen3-8b", max_context=16384, max_rows=8)
     found = [fix.flags for fix in fixes(case_of(settings, pair, on("rtx-5090"), "rtx-5090"))]
@@ -275,7 +352,7 @@ def test_acceptance_fades_and_is_known_by_name():
     assert published_acceptance("/models/target", "z-lab/Qwen3-4B-DFlash-b16").code == 6.64
     assert not published_acceptance("/models/target", "mine").is_of_pair
     assert published_acceptance("google/gemma-4-31B-it", "z-lab/gemma-4-31B-it-DFlash").is_of_pair
-    other = published_acceptance("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash")
+    other = published_acceptance("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dflash2")
     assert not other.is_of_pair
     assert "of z-lab's drafter: yours may differ" in other.source
 

@@ -1,5 +1,7 @@
 """Every recipe plans on every card that it names; the published configurations stand in for the hub."""
 
+import re
+
 import pytest
 
 from benchmarks.shapes import SMOLLM2_135M, drafter
@@ -73,6 +75,23 @@ def test_a_recipe_fits_on_its_cards(name, card):
     report = make_report(settings, machine, pair, card=found)
     assert report.verdict != "does not fit", report.sentence
     assert settings.max_context in ("auto", report.fit.max_context)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "card"),
+    [
+        ("qwen3.5-27b-nvfp4-5090", {}, "rtx-5090"),
+        ("qwen3.5-27b-nvfp4", {"model": "Qwen/Qwen3.5-27B"}, "h100"),
+    ],
+)
+def test_a_team_is_never_given_contexts_of_no_length(name, changes, card):
+    """Each row of a hybrid has states for its whole block, which take more than such a card has left."""
+    settings = merge_settings({"recipe": name, **changes}).settings
+    found = card_by_key(card)
+    report = make_report(settings, machine_of(found), pairs.open_pair(settings), card=found)
+    (team,) = [one for one in report.advice if one.who == "4-16 users"]
+    longest = re.search(r"at ([\d,]+) tokens each|of ([\d,]+) tokens", team.result)
+    assert int((longest[1] or longest[2]).replace(",", "")) >= 4096, team
 
 
 def test_a_recipe_on_a_card_that_is_too_small_is_told_what_to_change():

@@ -107,7 +107,7 @@ def test_neither_do_those_of_the_environment(monkeypatch):
 
 
 def test_what_is_left_out_of_a_recipe_is_said_by_every_command(capsys):
-    settings = noted(merge_settings({"recipe": "gemma-4-31b", "engine": "vllm"}))
+    settings = noted(merge_settings({"recipe": "gpt-oss-20b", "engine": "vllm"}))
     assert settings.engine_version is None
     said = (
         "note: engine_version, engine_args, attention_backend, draft_attention_backend of the recipe left out"
@@ -119,6 +119,21 @@ def test_the_same_engine_keeps_its_words(recipe):
     resolved = merge_settings({"recipe": recipe, "engine": "vllm"})
     assert resolved.settings.engine_args == ("--tool-call-parser", "hermes")
     assert resolved.notes == ()
+
+
+def test_a_recipe_may_have_settings_for_another_engine_in_that_ones_words(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(VLLM + '[sglang]\nversion = "0.5.23"\nmax_rows = 8\nattention_backend = "triton"\n')
+    resolved = merge_settings({"recipe": str(path), "engine": "sglang"})
+    found = resolved.settings
+    assert (found.engine_version, found.max_rows, found.attention_backend) == ("0.5.23", 8, "triton")
+    assert (found.engine_args, found.engine_env, found.draft_attention_backend) == ((), (), None)
+    assert (found.width, found.kv_dtype) == (9, "fp8"), "what it does not say stays"
+    assert resolved.sources["max_rows"] == f"recipe {path}"
+    assert resolved.notes == ()
+    own = merge_settings({"recipe": str(path)}).settings
+    assert (own.engine, own.max_rows, own.attention_backend) == ("vllm", 4, "FLASH_ATTN")
+    assert merge_settings({"recipe": str(path), "engine": "sglang", "max_rows": 2}).settings.max_rows == 2
 
 
 def test_an_error_says_which_layer_to_mend(recipe, monkeypatch):

@@ -1,15 +1,20 @@
 """Recipe files: what they may hold, how they are found, and that all of ours load."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import blockdraft
 from blockdraft.errors import SettingsError
+from blockdraft.machine.cards import card_by_key
+from blockdraft.machine.machine import Machine
+from blockdraft.planner.memory_fit import machine_of
 from blockdraft.settings import recipe as recipes
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.recipe import Expectation, load_recipe, read_recipe, recipe_names
+from blockdraft.settings.recipe_cards import check_recipe_card
 from blockdraft.settings.settings import SETTING_NAMES, Settings
 
 ROOT = Path(blockdraft.__file__).parents[1]
@@ -113,6 +118,13 @@ def test_every_setting_has_its_place_in_a_recipe():
         ('[[expect]]\nspeedup = "2"\nsource = "x"', "[[expect]] speedup = '2' is not a number."),
         ('[[expect]]\nspeedup = 2\ncard = "x"\nsource = "x"', "[[expect]] card names 'x'"),
         ('title = "y"', "is not TOML"),
+        ("vllm = 3", "vllm is a table: write [vllm]"),
+        ("[vllm]\nchunks = 3", "[vllm] chunks is no key of a recipe: did you mean chunk?"),
+        ('[sglang]\nmodel = "x"', "[sglang] model is no key of a recipe"),
+        ('[vllm]\nchunk = "x"', "[vllm] chunk = 'x' is not a whole number"),
+        ('[[excludes]]\ncards = ["hoper"]\nwhy = "x"', "[[excludes]] cards names 'hoper', a card that"),
+        ('[[excludes]]\ncards = ["hopper"]', "[[excludes]] needs cards and why"),
+        ('[[excludes]]\ncard = "hopper"', "[[excludes]] card is no key of a recipe: did you mean cards?"),
     ],
 )
 def test_what_does_not_belong_into_a_recipe_is_named(text, message):
@@ -120,6 +132,46 @@ def test_what_does_not_belong_into_a_recipe_is_named(text, message):
         read_recipe(f'title = "x"\nseed = 1\n{text}\n', name="bad")
     assert str(error.value).startswith("recipe 'bad'")
     assert message in str(error.value)
+
+
+EXCLUDING = """
+title = "x"
+model = "a/b"
+cards = ["dgx-spark", "h100"]
+[[excludes]]
+cards = ["ampere", "h200"]
+why = "it does not"
+"""
+
+
+def test_a_recipe_says_which_cards_it_is_for(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(EXCLUDING)
+    settings = Settings(model="a/b", recipe=str(path))
+
+    def on(card, **changes):
+        return check_recipe_card(replace(settings, **changes), machine_of(card_by_key(card)))
+
+    for as_good in ("dgx-spark", "h100", "h100-nvl", "gh200"):
+        assert on(as_good) == ()
+    warning = "recipe 'own' is for DGX Spark (GB10), H100 SXM: nobody has reported it to run on RTX 5090"
+    assert on("rtx-5090") == (warning,)
+    for excluded, title in (("a100", "A100 80 GB (Ampere)"), ("h200", "H200 (Hopper)")):
+        with pytest.raises(SettingsError) as error:
+            on(excluded)
+        assert str(error.value) == f"recipe 'own' will not work on {title}: it does not."
+        assert len(on(excluded, model="another/model")) == (excluded != "h200")  # h200 is as good as h100
+    assert check_recipe_card(settings, Machine(memory_bytes=1)) == ()
+    assert on("a100", device="cpu") == ()
+    assert on("a100", recipe=None) == ()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_no_recipe_excludes_a_card_of_its_own(name):
+    recipe = load_recipe(name)
+    for key in recipe.cards:
+        settings = Settings(**recipe.settings, recipe=name)
+        assert check_recipe_card(settings, machine_of(card_by_key(key))) == ()
 
 
 def test_a_recipe_sets_something():

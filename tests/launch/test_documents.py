@@ -1,0 +1,98 @@
+"""The commands of the five documents that this project began from come out of recipes, flag by flag."""
+
+import argparse
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from blockdraft.cli.flags import add_settings, given_settings
+from blockdraft.launch import translate
+from blockdraft.launch.issues import check_settings, refuse
+from blockdraft.settings.merge import merge_settings
+from blockdraft.settings.recipe_cards import check_recipe_card
+from tests.launch.golden import machine_with
+
+FILE = Path(__file__).with_name("documents.toml")
+COMMANDS = tomllib.loads(FILE.read_text())["command"]
+ALWAYS = {  # where it listens and under which name, how much memory, drafts counted per request
+    *("--host", "--port", "--served-model-name", "--gpu-memory-utilization"),
+    "--per-request-spec-decode-metrics",
+}
+
+
+def settings_of(entry):
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+    merged = merge_settings(given_settings(parser.parse_args(entry["words"].split())), uses_environment=False)
+    assert merged.notes == ()
+    return merged.settings
+
+
+def command_of(entry):
+    return translate(
+        settings_of(entry),
+        served_name=entry.get("served_name", "name"),
+        port=entry.get("port", 8000),
+        host=entry.get("host", "127.0.0.1"),
+        machine=machine_with(entry["card"]),
+        target=entry.get("target"),
+    )
+
+
+def flags_of(argv):
+    """Flags with their values, true where they have none."""
+    found, flag = {}, None
+    for word in argv:
+        if word.startswith("--"):
+            flag = word
+            assert flag not in found, f"{flag} is there twice"
+            found[flag] = True
+        elif flag is not None:
+            found[flag] = word
+    return found
+
+
+def alike(value):
+    """Backends are written in any case."""
+    return value.lower() if isinstance(value, str) else value
+
+
+def name_of(entry):
+    return f"{entry['document']}: {entry['about'].partition(':')[0]}"
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=name_of)
+def test_a_documents_command_comes_out_of_a_recipe(entry):
+    command = command_of(entry)
+    found = flags_of(command.argv)
+    assert entry["model"] in command.argv
+    spec = json.loads(found.pop("--speculative-config", "{}"))
+    published = {key: alike(value) for key, value in entry.get("spec", {}).items()}
+    assert {key: alike(spec.get(key)) for key in published} == published
+    assert spec.keys() - published.keys() <= {"attention_backend"}
+    for flag, value in entry["flags"].items():
+        assert alike(found.get(flag)) == alike(value), flag
+    for flag, value in entry.get("left_out", {}).items():
+        assert (found.get(flag), value) == (None, "1")
+    more = found.keys() - entry["flags"].keys() - ALWAYS - {"--model-path"}
+    assert more == set(entry["added"])
+    assert entry.get("env", {}).items() <= command.env.items()
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=name_of)
+def test_nothing_that_is_known_is_against_it(entry):
+    settings, machine = settings_of(entry), machine_with(entry["card"])
+    refuse(check_settings(settings, machine=machine))
+    assert check_recipe_card(settings, machine) == ()
+
+
+def test_every_document_has_a_command():
+    assert {entry["document"] for entry in COMMANDS} == {"000", "001", "002", "003", "004"}
+
+
+def test_code_of_a_checkpoint_is_trusted_by_no_recipe_of_ours():
+    for entry in COMMANDS:
+        if "--trust-remote-code" not in entry["words"]:
+            assert "--trust-remote-code" not in command_of(entry).argv
