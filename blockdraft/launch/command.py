@@ -20,6 +20,7 @@ class Command:
     env: Mapping[str, str] = field(repr=False)  # added to the child's environment; may hold secrets
     port: int  # on 127.0.0.1
     image: str | None = None  # the container image, for `docker run` and compose
+    build: str | None = None  # the target of container/Containerfile that makes the image
     mounts: tuple[str, ...] = ()  # folders that the container must see
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from blockdraft.machine.versions import is_in_range
 
 NEWEST = {"vllm": "0.32.0", "sglang": "0.5.23"}  # read in their wheels, 2026-11
 OLDEST = {"vllm": "0.19.0", "sglang": "0.5.23"}
+PRECOMPILED = "precompiled"  # vLLM's word for a build with kernels of a published one
 TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -56,7 +57,7 @@ def read_version(engine: str, text: str | None) -> EngineVersion:
 
 def _pull_requests(text: str, local: str) -> frozenset[int]:
     """Those that the part behind the "+" names; its other words are a build's own (g893611813, cu130)."""
-    words = [word for word in local.split(".") if word.startswith("pr")]
+    words = [word for word in local.split(".") if word.startswith("pr") and word != PRECOMPILED]
     wrong = [word for word in words if not re.fullmatch(r"pr[1-9]\d*", word)]
     if wrong:
         raise SettingsError(

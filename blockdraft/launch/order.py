@@ -19,6 +19,7 @@ HOST = "127.0.0.1"  # clients talk to our server, and only it to the engine
 MEETING_PORT = 29501  # where machines meet when --head-address names no port; vLLM's own
 TRUST_FLAG = "--trust-remote-code"  # the same word in both engines
 HYBRID_NAMES = ("*qwen3.5-*", "*qwen3.6-*", "*qwen3.8-*", "*qwen3-next*", "*qwen3-coder-next*")
+SPARK: Capability = (12, 1)  # the GB10 of a DGX Spark
 SECRET_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
 
 Raw = Mapping[str, object]
@@ -157,20 +158,33 @@ class Order(Combination):
         return None if value in ("auto", DEFAULTS[name]) else value
 
 
+def _build_target(order: Order) -> str | None:
+    """Of container/Containerfile, for a release with pull requests merged into it; None: there is none."""
+    version = order.version
+    if order.is_cpu or not version.carried or version.is_nightly or version.engine != "vllm":
+        return None
+    return "spark" if order.capability == SPARK else "vllm"
+
+
+def _built_image(order: Order) -> str:
+    return f"blockdraft-{order.version.engine}:{order.version.text.replace('+', '-')}"
+
+
 def write_command(
     order: Order, program: Iterable[str], flags: Flags, *, env: Mapping[str, str], image: str
 ) -> Command:
     """Makes the command of the flags that the engine's own module has chosen."""
     _check(order)
     settings, written = order.settings, _arguments(flags)
-    is_published = not order.is_cpu and not order.version.carried  # images are for GPUs, and of releases
+    build, carries = _build_target(order), order.version.carried  # images that are published are of releases
     return Command(
         engine=settings.engine,
         version=order.version.text,
         argv=(*program, *written, *_passed_on(settings, written)),
         env=env,
         port=order.port,
-        image=image if is_published else None,
+        image=_built_image(order) if build else None if order.is_cpu or carries else image,
+        build=build,
         # Models that are named by a whole path, and not by a hub id; and a file of ours.
         mounts=tuple(
             name

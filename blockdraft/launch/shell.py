@@ -13,6 +13,7 @@ from blockdraft.launch.engine_versions import TITLES
 # Downloads and compiled kernels outlive the container, whose home this is, whoever its user may be.
 HOME = "/cache"
 CACHES = (".cache/huggingface", ".cache/vllm", ".cache/flashinfer", ".triton")
+CONTAINERFILE = "container/Containerfile"
 BREAK = " \\\n  "
 
 
@@ -33,7 +34,12 @@ def docker_run(command: Command) -> str:
         for name, value in _inside(command)
     ]
     head, *rest = command.argv
-    return BREAK.join([*options, f"--entrypoint {head} {image}", *_lines(rest)])
+    run = BREAK.join([*options, f"--entrypoint {head} {image}", *_lines(rest)])
+    if command.build is None:
+        return run
+    build = [f"docker build -f {CONTAINERFILE} --target {command.build}"]
+    build += [f"--build-arg VLLM_VERSION={command.version}", f"-t {image} ."]
+    return f"# in a checkout of blockdraft\n{BREAK.join(build)} &&\n{run}"
 
 
 def compose(command: Command) -> str:
@@ -44,6 +50,7 @@ def compose(command: Command) -> str:
         "services:",
         f"  {command.engine}:",
         f"    image: {json.dumps(image)}",
+        *_build_section(command),
         f"    entrypoint: [{_literal(head)}]",
         "    command:",
         *(f"      - {_literal(argument)}" for argument in rest),
@@ -63,6 +70,13 @@ def compose(command: Command) -> str:
         "          devices: [{driver: nvidia, count: all, capabilities: [gpu]}]",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _build_section(command: Command) -> list[str]:
+    if command.build is None:
+        return []
+    arguments = f"args: {{VLLM_VERSION: {json.dumps(command.version)}}}"
+    return [f"    build: {{context: ., dockerfile: {CONTAINERFILE}, target: {command.build}, {arguments}}}"]
 
 
 def _image(command: Command) -> str:

@@ -17,7 +17,7 @@ KNOWN = {
     *("ARG", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK"),
     *("RUN", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR"),
 }
-TARGETS = {"cpu", "cuda", "vllm", "sglang"}
+TARGETS = {"cpu", "cuda", "vllm", "spark", "sglang"}
 
 
 @dataclass
@@ -153,6 +153,8 @@ def test_pip_installs_versions_that_are_fixed():
     for _, name, rest in EVERY:
         if name == "RUN" and "pip install" in rest:
             assert re.search(r"==\$\{\w+_VERSION\}|\^torch==|--constraint ", rest), rest
+        if name == "RUN" and "install-vllm" in rest:
+            assert '"${VLLM_VERSION}"' in rest
     assert (ROOT / "constraints.txt").read_text().count("\ntorch==") == 1
 
 

@@ -62,6 +62,17 @@ def test_docker_gets_the_same_command(tmp_path):
     assert "VLLM_API_KEY" in argv  # by name: docker takes the value from its own environment
 
 
+def test_a_build_that_nobody_publishes_is_built_first(tmp_path):
+    built = command(version="0.32.0+pr1", image="blockdraft-vllm:0.32.0-pr1", build="spark")
+    build, run_line = docker_run(built).split(" &&\n")
+    argv, _ = run(build, "docker", tmp_path)
+    assert argv[:5] == ["build", "-f", "container/Containerfile", "--target", "spark"]
+    assert argv[5:] == ["--build-arg", "VLLM_VERSION=0.32.0+pr1", "-t", "blockdraft-vllm:0.32.0-pr1", "."]
+    assert "blockdraft-vllm:0.32.0-pr1" in run(run_line, "docker", tmp_path)[0]
+    section = "build: {context: ., dockerfile: container/Containerfile, target: spark, args: "
+    assert section + '{VLLM_VERSION: "0.32.0+pr1"}}' in compose(built)
+
+
 def test_compose_holds_the_same_command():
     text = compose(command(mounts=("/models/x",)))
     lines = [line.strip() for line in text.splitlines()]

@@ -248,7 +248,11 @@ def test_versions_are_read_as_packages_write_them():
 def test_image_is_the_versions_own():
     assert command("vllm").image == "vllm/vllm-openai:v0.32.0"
     assert command("vllm", engine_version="0.32.0+cu130").image == "vllm/vllm-openai:v0.32.0"
-    assert command("vllm", engine_version="0.32.0+pr41703").image is None  # nobody publishes one
+    built = command("vllm", engine_version="0.32.0+pr41703")  # nobody publishes one: it is built
+    assert (built.image, built.build) == ("blockdraft-vllm:0.32.0-pr41703", "vllm")
+    assert command("vllm", engine_version="0.19.2rc1.dev21+pr39930").image is None  # no tag to build from
+    assert command("sglang", engine_version="0.5.23+pr5").image is None
+    assert command("vllm", engine_version="0.32.1.dev3+gabc.precompiled").image == "vllm/vllm-openai:nightly"
     assert command("vllm", device="cpu").image is None
     assert command("sglang", machine=Machine(memory_bytes=1 << 34)).image is None
     assert command("sglang").image == "lmsysorg/sglang:v0.5.23"
