@@ -13,13 +13,13 @@ from tests.test_architecture import ROOT
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
     "kernels": 9_750,
-    "bench": 5_450,
+    "bench": 6_000,
     "checkpoints": 4_700,
     "server": 8_150,
     "training": 3_350,
     "planner": 2_550,
     "engine": 3_500,
-    "cli": 3_200,
+    "cli": 3_250,
     "launch": 2_050,
     "models": 2_200,
     "check": 2_500,

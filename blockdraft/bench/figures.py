@@ -73,7 +73,25 @@ class Asked(TypedDict):
     prompts_hash: str
 
 
-class Cell(TypedDict):
+class AnswerColumns(TypedDict):
+    """The answers of a cell, a list per figure; failed ones have neither tokens nor a hash of their text."""
+
+    prompt: list[str]
+    number: list[int]
+    turn: list[int]
+    tokens: list[int | None]
+    ttft_s: list[float | None]
+    latency_s: list[float]
+    text_hash: list[str | None]
+
+
+class _LaterFigures(TypedDict, total=False):
+    """What cells of older reports do not have."""
+
+    answers: AnswerColumns
+
+
+class Cell(_LaterFigures):
     """One row of the report: one workload at one load, of one arm."""
 
     key: Key

@@ -8,9 +8,9 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from blockdraft.bench.records import OfferedLoad
+from blockdraft.bench.records import PLAIN, SPECULATIVE, Arm, OfferedLoad
 from blockdraft.bench.run import Grid
 from blockdraft.bench.wire import server_root, shown_host
 from blockdraft.bench.workloads import load_all, with_turns
@@ -59,6 +59,7 @@ class Options:
     engine: Sequence[str] = ()  # flags of a server of our own that were given
     name: str | None = None
     api_key: str | None = None
+    arms: str | None = None  # a server of our own for each, one after the other
     baseline: str | None = None
     no_baseline: bool = False
     start: str | None = None
@@ -93,6 +94,7 @@ class Options:
         if self.baseline is not None and self.no_baseline:
             raise BenchError("--baseline and --no-baseline: give one of them.")
         self._check_server()
+        self._check_arms()
 
     def _check_server(self) -> None:
         """Refuse flags that would have no effect: who gave them expects one."""
@@ -105,6 +107,28 @@ class Options:
             raise BenchError(f"{unused[0]} is for our own server, not for {other}: leave it out.")
         if self.start is not None and "{port}" not in self.start:
             raise BenchError("--start does not say where {port} goes, as in 'vllm serve NAME --port {port}'.")
+
+    def _check_arms(self) -> None:
+        names = [] if self.arms is None else self.arms.split(",")
+        if not set(names) <= {PLAIN, SPECULATIVE} or len(set(names)) < len(names):
+            raise BenchError(f"--arms '{self.arms}' is not plain, speculative, or both with a comma.")
+        others = {
+            "a URL": self.url,
+            "--start": self.start,
+            "--baseline": self.baseline,
+            "--no-baseline": self.no_baseline,
+            "--also-eager": self.also_eager,
+        }
+        given = [name for name, value in others.items() if value]
+        if names and given:
+            raise BenchError(
+                f"--arms starts a server for each arm, so {given[0]} has no place: leave it out."
+            )
+
+    @property
+    def arms_in_turn(self) -> tuple[Arm, ...]:
+        """Return the arms that get a server each, one after the other; none: one server answers all."""
+        return cast("tuple[Arm, ...]", tuple(self.arms.split(","))) if self.arms else ()
 
     @property
     def preset(self) -> Preset:

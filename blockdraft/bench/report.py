@@ -121,8 +121,8 @@ def rows_of(report: BenchReport) -> list[ReportRow]:
     """Return one row per workload, class and load, in the order of the cells."""
     found: dict[str, dict[str, Cell]] = {}
     for cell in report["cells"]:
-        found.setdefault(_key_text(cell["key"]), {})[cell["arm"]] = cell
-    pairs = {_key_text(pair["key"]): pair for pair in report["pairs"]}
+        found.setdefault(key_text(cell["key"]), {})[cell["arm"]] = cell
+    pairs = {key_text(pair["key"]): pair for pair in report["pairs"]}
     return [
         ReportRow(
             key=next(iter(arms.values()))["key"],
@@ -256,14 +256,14 @@ def _generator_warnings(report: BenchReport) -> list[str]:
 
 def _arms(groups: Sequence[Group]) -> Iterable[tuple[Group, Group]]:
     """Yield each group with speculation and its baseline, where there is one."""
-    plain = {_key_text(group.key): group for group in groups if group.arm == PLAIN}
+    plain = {key_text(group.key): group for group in groups if group.arm == PLAIN}
     for group in groups:
-        other = plain.get(_key_text(group.key))
+        other = plain.get(key_text(group.key))
         if group.arm == SPECULATIVE and other is not None:
             yield group, other
 
 
-def _key_text(key: Key) -> str:
+def key_text(key: Key) -> str:
     return json.dumps(key, sort_keys=True)
 
 
@@ -329,15 +329,15 @@ def _endpoint_warnings(endpoint: Facts) -> list[str]:
 
 
 def _warnings(report: BenchReport, groups: Sequence[Group]) -> list[str]:
-    cached = {(_key_text(group.key), group.arm): _cached_share(group) for group in groups}
+    cached = {(key_text(group.key), group.arm): _cached_share(group) for group in groups}
     warnings = [*_endpoint_warnings(report["endpoint"]), *_generator_warnings(report)]
     names = arm_names(report["cells"])
     for row in whole_rows(report):
         for cell in row.cells:
-            share = cached[_key_text(cell["key"]), cell["arm"]]
+            share = cached[key_text(cell["key"]), cell["arm"]]
             warnings += _cell_warnings(cell, arm=names[cell["arm"]], cached=share)
         if row.pair is not None:
-            warnings += _pair_warnings(row.pair)
+            warnings += pair_warnings(row.pair)
     return warnings
 
 
@@ -376,7 +376,7 @@ def _cached_share(group: Group) -> float:
     return sum(answer.cached_tokens or 0 for answer in first) / prompt_tokens if prompt_tokens else 0.0
 
 
-def _pair_warnings(pair: ArmPair) -> list[str]:
+def pair_warnings(pair: ArmPair) -> list[str]:
     name = row_name(pair["key"])
     warnings = []
     if pair["num_unmatched"]:

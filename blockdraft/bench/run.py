@@ -23,6 +23,7 @@ from blockdraft.bench.speculation import difference, total_of
 from blockdraft.bench.wire import shown_host
 from blockdraft.bench.workloads import deepened, estimate_tokens_per_word, salted
 
+INTERRUPTED = "interrupted: these are the results so far."
 LONG_BLOCK = 8  # conversations; more only where the concurrency needs them
 WARM_TOKENS = 32  # of an answer that only warms up
 COLD_PROMPT = Prompt("cold", "cold", ("Write a haiku about the sea.",))
@@ -130,6 +131,7 @@ class Runner:
         watcher: Watcher | None = None,
         stop: asyncio.Event | None = None,
         send: SendBlock = run_block,
+        run_id: str | None = None,
     ) -> None:
         self.grid = grid
         self.servers = servers
@@ -137,7 +139,7 @@ class Runner:
         self._watcher = watcher or Watcher()
         self._stop = stop or asyncio.Event()
         self._send = send
-        self._run_id = secrets.token_hex(3)
+        self._run_id = run_id or secrets.token_hex(3)  # the same where arms of two runs read the same words
         # Words change what is answered: they are salted only where a field of the request does not do.
         endpoints = [server.endpoint for server in servers.values()]
         self._salts_words = not all(endpoint.switches.keeps_caches_out for endpoint in endpoints)
@@ -226,7 +228,7 @@ class Runner:
     async def _block(self, server: Server, asks: list[Ask], load: OfferedLoad) -> list[Answer]:
         answers = await self._send(server.client, asks, load, on_answer=self._watcher.take, stop=self._stop)
         if self._stop.is_set():
-            self.outcome.trouble = "interrupted: these are the results so far."
+            self.outcome.trouble = INTERRUPTED
         elif server.client.num_refused >= min(MAX_REFUSED, len(asks)):
             errors = [answer.error for answer in answers if answer.error is not None]
             self.outcome.trouble = f"the server at {shown_host(server.endpoint.url)} has gone: {errors[-1]}"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.bench import headroom, load, served
+from blockdraft.bench import headroom, load, served, session
 from blockdraft.bench.report import load_report
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.cli.main import main
@@ -26,6 +26,7 @@ from blockdraft.settings.settings import cache_dir
 from tests.bench.stub import MODEL, OWN_ROUTES, Script, Stub
 from tests.server.asking import listening
 from tests.server.pair import NAME, PAIR, app_over, models
+from tests.server.stub_install import install_stub
 
 ROOT = Path(__file__).parents[2]
 HAS_KERNELS = why_no_llvm(torch.float32, torch.device("cpu")) is None
@@ -263,6 +264,16 @@ def test_a_users_own_file_a_rate_and_turns(stub, tmp_path):
         (["URL", "--baseline", "URL", "--no-baseline"], "--baseline and --no-baseline: give one of them."),
         (["URL", "--model", "x"], "--model is for our own server, not for 127.0.0.1:"),
         (["URL", "--no-graphs"], "--no-graphs is for our own server, not for 127.0.0.1:"),
+        (["URL", "--engine-python", "p"], "--engine-python is for our own server, not for 127.0.0.1:"),
+        (["--arms", "plain,fast"], "--arms 'plain,fast' is not plain, speculative, or both with a comma."),
+        (["--arms", "plain,plain"], "--arms 'plain,plain' is not plain, speculative, or both"),
+        (["URL", "--arms", "plain"], "--arms starts a server for each arm, so a URL has no place"),
+        (["--arms", "plain", "--start", "x {port}"], "so --start has no place"),
+        (["--arms", "plain", "--also-eager"], "so --also-eager has no place"),
+        (
+            ["--arms", "plain,speculative", "--model", "some/model"],
+            "--arms plain,speculative: no drafter is known for 'some/model': give --draft.",
+        ),
         (["URL", "--also-eager"], "--also-eager is for our own server, not for 127.0.0.1:"),
         (["URL", "--start", "x {port}"], "--start starts a server, but 127.0.0.1:"),
         (["--start", "x {port}", "--width", "4"], "--width is for our own server, not for the server of"),
@@ -543,6 +554,62 @@ def test_our_own_server_is_started_eager_and_not_and_paired_with_itself(monkeypa
     assert not any(
         KEY in text for text in (said.out, said.err, *(Path(f"x{end}").read_text() for end in SUFFIXES))
     )
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_arms_of_another_engine_are_started_measured_and_ended_in_turn(monkeypatch, capsys, tmp_path):
+    """The stand-in for vLLM takes three times as long without a drafter."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("STUB", "free")
+    monkeypatch.setenv("STUB_PIDS", str(tmp_path / "pids"))
+    python = install_stub(tmp_path / "engine")
+    engine = ("--engine", "vllm", "--engine-python", python, *PAIR_FLAGS[:6])
+    assert bench(*engine, "--arms", "plain,speculative", *PAIR_LOAD) == 0
+    found = report()
+    assert [start["label"] for start in found["startup"]] == [
+        "blockdraft serve, plain",
+        "blockdraft serve, speculative",
+    ]
+    assert [one["arm"] for one in found["cells"]] == ["plain", "speculative"]
+    assert (found["endpoint"]["is_speculative"], found["baseline"]["is_speculative"]) == (True, False)
+    (pair,) = found["pairs"]
+    assert pair["verdict"] == "pays"
+    assert pair["speedup"]["tpot"]["value"] == pytest.approx(3.0, rel=0.4)
+    assert "one server after the other, plain,speculative: what drifted" in " ".join(found["notes"])
+    assert "Speculation pays: qa at 1." in capsys.readouterr().out
+    wait_for(lambda: not any(is_alive(pid) for pid in (tmp_path / "pids").read_text().split()))
+
+
+def test_two_runs_one_after_the_other_become_speedups_over_plain(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for arm in ("plain", "speculative"):
+        assert bench(*PAIR_FLAGS, *PAIR_LOAD, "--arms", arm, out=arm) == 0
+        assert report(arm)["pairs"] == []
+    capsys.readouterr()
+    assert main(["bench", "compare", "plain.json", "speculative.json", "--out", "both"]) == 0
+    said = capsys.readouterr()
+    assert "Greedy answers with and without speculation: 4 of 4 equal." in said.out
+    found = report("both")
+    assert len(found["pairs"]) == 1
+    assert found["pairs"][0]["speedup"]["tokens_per_s"]["interval"] is not None
+    other = json.loads(Path("plain.json").read_text())
+    other["endpoint"]["model"] = "another"
+    Path("other.json").write_text(json.dumps(other))
+    assert main(["bench", "compare", "other.json", "speculative.json"]) == 2
+    assert told(capsys).startswith("other.json is of 'another', speculative.json is of '")
+
+
+def test_an_arm_that_does_not_start_leaves_the_other_one(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    started = session.Session._started
+
+    def fails_later(self, label, flags):
+        return started(self, label, [*flags, "--no-such-flag"] if "speculative" in label else flags)
+
+    monkeypatch.setattr(session.Session, "_started", fails_later)
+    assert bench(*PAIR_FLAGS, *PAIR_LOAD, "--arms", "plain,speculative") == 2
+    assert "the speculative arm is missing: the server ended with code 2" in told(capsys)
+    assert [one["arm"] for one in report()["cells"]] == ["plain"]
 
 
 def test_a_failed_start_says_why(monkeypatch, capsys):
