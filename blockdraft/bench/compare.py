@@ -13,7 +13,7 @@ from rich.text import Text
 from blockdraft.bench.figures import BenchReport, Cell, Distribution, Estimate, make_estimate
 from blockdraft.bench.layout import fact_text
 from blockdraft.bench.records import Key
-from blockdraft.bench.report import arm_names, rows_of
+from blockdraft.bench.report_rows import arm_names, rows_of
 from blockdraft.bench.sheet import NOTHING, Sheet, clean, label, load_text, number, to_rich
 from blockdraft.errors import BenchError
 
@@ -115,7 +115,7 @@ def compare(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B"))
         ]
         raise BenchError(f"no load is in both: {measured[0]}, {measured[1]}.")
     return RunComparison(
-        warnings=(*_differences(_facts(a), _facts(b)), *_cell_warnings(pairs)),
+        warnings=(*_differences(*_facts(a, b)), *_cell_warnings(pairs)),
         differences=tuple(_differences(a["endpoint"], b["endpoint"], _SERVER)),
         matches=tuple(Match(two.cell["key"], two.arm, _changes(one, two)) for one, two in pairs),
         only_a=tuple(side.name for side in only_a),
@@ -215,10 +215,16 @@ def _ratio(change: Change) -> str:
     return f"{change.ratio:.2f}x{sign}"
 
 
-def _facts(report: BenchReport) -> dict[str, object]:
-    """Return the facts that make two runs incomparable where they differ."""
-    machine = {f"machine ({name})": report["machine"].get(name) for name in ("cpu", "num_cpus", "gpus")}
-    return {"definitions of the figures": report["definitions"], **machine}
+def _facts(*reports: BenchReport) -> list[dict[str, object]]:
+    """Return of each report the facts that make two runs incomparable where they differ."""
+    shared = set.intersection(*(set(report["definitions"]) for report in reports))  # newer ones have more
+    return [
+        {
+            "definitions of the figures": {name: report["definitions"][name] for name in sorted(shared)},
+            **{f"machine ({name})": report["machine"].get(name) for name in ("cpu", "num_cpus", "gpus")},
+        }
+        for report in reports
+    ]
 
 
 def _differences(

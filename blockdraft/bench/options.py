@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import shlex
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
@@ -16,7 +16,7 @@ from blockdraft.bench.wire import server_root, shown_host
 from blockdraft.bench.workloads import load_all, with_turns
 from blockdraft.errors import BenchError
 
-_POSITIVE = ("processes", "max_tokens", "num_prompts", "max_turns", "rate", "timeout", "start_timeout")
+_POSITIVE = ("processes", "runs", "num_prompts", "max_turns", "rate", "timeout", "start_timeout")
 _Number = TypeVar("_Number", int, float)
 
 
@@ -30,10 +30,12 @@ class Preset:
     published: str = ""
     workloads: Sequence[str] = ("code", "reasoning", "dialogue", "prose")
     concurrencies: Sequence[int] = (1,)
-    max_tokens: int = 256
+    max_tokens: int | Mapping[str, int] = 256
     temperature: float = 0.0
     num_prompts: int = 8
+    runs: int = 1
     figures: Sequence[str] = ()
+    tables: Sequence[str] = ()
     max_turns: int | None = None
     num_warmups: int = 2
     thinking: bool | None = None
@@ -71,8 +73,9 @@ class Options:
     rate: float | None = None
     depth: str = "0"
     temperature: str | None = None
-    max_tokens: int | None = None
+    max_tokens: str | None = None
     num_prompts: int | None = None
+    runs: int | None = None
     max_turns: int | None = None
     ignore_eos: bool = False
     cached: bool = False
@@ -158,6 +161,7 @@ class Options:
         workloads = load_all(
             names, limit=num_prompts, seed=self.prompt_seed, data_dir=self.data, is_offline=self.offline
         )
+        max_tokens, max_tokens_of = self._max_tokens([workload.name for workload in workloads])
         return Grid(
             workloads=tuple(with_turns(workload, self.turns) for workload in workloads),
             loads=tuple(map(OfferedLoad, concurrencies))
@@ -165,7 +169,9 @@ class Options:
             else (OfferedLoad(rate=self.rate),),
             depths=_numbers("--depth", self.depth, int, 0, 10_000_000),
             temperatures=temperatures,
-            max_tokens=self.max_tokens or preset.max_tokens,
+            max_tokens=max_tokens,
+            max_tokens_of=max_tokens_of,
+            num_runs=self.runs or preset.runs,
             num_requests=num_prompts,
             num_warmups=preset.num_warmups,
             ignores_eos=self.ignore_eos,
@@ -173,6 +179,23 @@ class Options:
             thinking=preset.thinking if self.thinking is None else self.thinking == "on",
             seed=self.prompt_seed,
         )
+
+    def _max_tokens(self, workloads: Sequence[str]) -> tuple[int, dict[str, int]]:
+        """Return the limit of answers, and that of workloads which have another one."""
+        given = self.preset.max_tokens
+        limit, limits = (given, {}) if isinstance(given, int) else (Preset().max_tokens, dict(given))
+        assert isinstance(limit, int)
+        for word in self.max_tokens.split(",") if self.max_tokens is not None else ():
+            name, equals, text = word.rpartition("=")
+            if not (text.isascii() and text.isdigit() and int(text) > 0):
+                raise BenchError(f"--max-tokens {word} is not a positive number.")
+            if not equals:
+                limit, limits = int(text), {}  # of all: what the table says goes
+            elif name not in workloads:
+                raise BenchError(f"--max-tokens names '{name}', which is not asked: {', '.join(workloads)}.")
+            else:
+                limits[name] = int(text)
+        return limit, {name: count for name, count in limits.items() if name in workloads}
 
 
 def _numbers(

@@ -197,6 +197,8 @@ class Session:
                 "timeout_s": options.timeout,
                 "engine": list(self.shown_flags),
                 "max_tokens": grid.max_tokens,
+                "max_tokens_of": dict(grid.max_tokens_of),
+                "num_runs": grid.num_runs,
                 "num_requests": grid.num_requests,
                 "ignores_eos": grid.ignores_eos,
                 "is_cached": grid.is_cached,

@@ -33,6 +33,7 @@ from blockdraft.bench.figures import (
     make_estimate,
 )
 from blockdraft.bench.kept_answers import columns_of
+from blockdraft.bench.over_time import over_time
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Group, Speculation
 from blockdraft.bench.speculation import total_of
 
@@ -73,6 +74,8 @@ def summarise(group: Group, *, seed: int) -> Cell:
         "send_lag_s": _distribution(_known(answers, lambda one: one.sent_s - one.planned_s), None),
         "speculation": _speculation(group, good, draws),
         "answers": columns_of(answers),
+        "runs": [],
+        "over_time": over_time(group),
         "vllm": {},
     }
 

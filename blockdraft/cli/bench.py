@@ -39,6 +39,19 @@ FILE_WIDTH = 160  # characters of a line that goes to no terminal; arbitrary
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", nargs="*", metavar="URL", help="or: compare A.json B.json")
+    _add_server(parser)
+    _add_load(parser)
+    add = parser.add_argument_group("output").add_argument
+    add(
+        "--out",
+        metavar="PATH",
+        help="write PATH.json, PATH.md and PATH.html (default: blockdraft-bench-TIME; none: no files)",
+    )
+    add("--json", dest="prints_json", action="store_true", help="print the JSON, not the table")
+    add_settings(parser)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--name", help="which of the server's models (default: the only one)")
     add("--api-key", metavar="KEY", help="(default: $BLOCKDRAFT_API_KEY)")
@@ -64,12 +77,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--start-timeout", type=float, default=1800.0, metavar="S", help="(default: 1800)")
     add("--timeout", type=float, default=600.0, metavar="S", help="per request (default: 600)")
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
     add(
         "--workload",
         action="append",
         metavar="NAMES",
-        help="built-in classes (code, reasoning, dialogue, prose, qa, json, long_code, summarise, or all), "
+        help="built-in classes (code, reasoning, dialogue, prose, qa, json, long_code, summarise, or all of "
+        "these), program (a short prompt, a long answer), "
         "gsm8k, math500, humaneval, mbpp, mt_bench, spec_bench, random[:N], or a JSONL file; several with "
         "commas or by repeating (default: code,reasoning,dialogue,prose)",
     )
@@ -77,7 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=float, metavar="R", help="instead: R requests per second, at random times")
     add("--depth", default="0", metavar="N,…", help="tokens of context before each prompt")
     add("--temperature", metavar="T,…", help="(default: 0, greedy)")
-    add("--max-tokens", type=int, metavar="N", help="per answer (default: 256)")
+    add(
+        "--max-tokens",
+        metavar="N",
+        help="per answer (default: 256); of single workloads: NAME=N, several with commas",
+    )
+    add("--runs", type=int, metavar="N", help="measure everything so often, and show the spread (default: 1)")
     add("--num-prompts", type=int, metavar="N", help="requests per cell and arm, at least (default: 8)")
     add("--max-turns", type=int, metavar="N", help="of a conversation (default: all)")
     add("--ignore-eos", action="store_true", help="answers of exactly --max-tokens")
@@ -88,15 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-seed", type=int, default=0, metavar="N", help="of samples and arrivals")
     add("--processes", type=int, metavar="N", help="to send from, at most (default: half of the cores)")
     add("--no-headroom", action="store_true", help="do not measure what this client can read, 1 s per load")
-    add("--table", metavar="NAME", help="the shape of a published table: z-lab, spark or mt-bench")
-    add = parser.add_argument_group("output").add_argument
-    add(
-        "--out",
-        metavar="PATH",
-        help="write PATH.json, PATH.md and PATH.html (default: blockdraft-bench-TIME; none: no files)",
-    )
-    add("--json", dest="prints_json", action="store_true", help="print the JSON, not the table")
-    add_settings(parser)
+    add("--table", metavar="NAME", help="the shape of a published table: z-lab, spark, forum or mt-bench")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,13 +177,15 @@ def _show(report: BenchReport, paths: Sequence[Path], *, prints_json: bool) -> N
     from blockdraft.bench.report import to_json
     from blockdraft.bench.sheet import to_rich
 
-    for path, write in zip(paths, (to_json, markdown, render), strict=False):
+    tables = published_tables(report)
+    writers = (to_json, lambda report: markdown(report, tables), lambda report: render(report, tables))
+    for path, write in zip(paths, writers, strict=False):
         path.write_text(write(report), encoding="utf-8")
     if prints_json:
         print(to_json(report), end="")
     else:
         _stdout().print(terminal(report))
-        for sheet in published_tables(report):
+        for sheet in tables:
             _stdout().print(to_rich(sheet))
     for path in paths:
         Console(stderr=True, highlight=False, markup=False).print(f"written: {path}", soft_wrap=True)
@@ -214,7 +230,7 @@ def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
     if len(paths) != 2:
         raise BenchError("compare takes two reports: blockdraft bench compare A.json B.json")
     a, b = (load_report(Path(path)) for path in paths)
-    names = paths[0], paths[1]
+    names = _short_names(paths)
     compare.refuse_other_models(a, b, names)
     if is_joinable(a, b):
         _show(join(a, b, names), output_paths(out), prints_json=prints_json)
@@ -225,6 +241,12 @@ def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
     else:
         _stdout().print(compare.terminal(comparison))
     return 0
+
+
+def _short_names(paths: Sequence[str]) -> tuple[str, str]:
+    """The files' names, without folders where they differ: a report may be shown to others."""
+    short = Path(paths[0]).name, Path(paths[1]).name
+    return short if short[0] != short[1] else (paths[0], paths[1])
 
 
 def _stdout() -> Console:

@@ -1,5 +1,6 @@
 """`blockdraft bench` from end to end: against the stub, whose every figure is known, and our real server."""
 
+import asyncio
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.bench import headroom, load, served, session
+from blockdraft.bench import headroom, load, saturation, served, session
 from blockdraft.bench.report import load_report
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.cli.main import main
@@ -181,10 +182,41 @@ def test_a_table_decides_what_no_flag_says(stub, capsys):
     found = report()
     assert [one["key"]["concurrency"] for one in found["cells"]] == [1, 1, 2, 2] * 2
     assert {one["asked"]["max_tokens"] for one in found["cells"]} == {512}  # the table's
-    said = capsys.readouterr().out
-    header = "workload +concurrency 1 +concurrency 2 *\n"
-    assert len(re.findall(header, said)) == 4  # a table for each of its figures
+    assert [len(one["runs"]) for one in found["cells"]] == [3] * 8
+    assert [one["num_requests"] for one in found["cells"]] == [6, 6, 24, 24] * 2
+    for said in (capsys.readouterr().out, Path("x.md").read_text(), Path("x.html").read_text()):
+        assert "By prompt style, one stream" in said
+        assert len(re.findall("median per request", said)) == 2  # a table for each class
     assert "AEON-7/vllm-dflash" in " ".join(found["notes"])
+
+
+def test_five_classes_in_two_runs_with_lengths_of_their_own(stub, capsys):
+    assert bench(stub.url, "--table", "forum", "--num-prompts", "1", "--no-baseline") == 0
+    found = report()
+    assert [one["asked"]["max_tokens"] for one in found["cells"]] == [256, 512, 1024, 64, 2048]
+    assert found["options"]["num_runs"] == 2
+    said = capsys.readouterr().out
+    assert re.search(r"workload +conc +tokens +tokens +run 1 +run 2 +spread", said)
+    assert re.search(r"program +1 +10 +4 +[\d,.]+ +[\d,.]+ +[\d.]+%", said)
+
+
+def test_a_server_that_queues_is_named_with_the_load_from_which_it_does(stub, capsys):
+    """Answers of 30 ms, one at a time, whoever asks: at 8 they wait for each other."""
+    turn = asyncio.Lock()
+    stream = stub._stream
+
+    async def one_at_a_time(*args):
+        async with turn:
+            return await stream(*args)
+
+    stub._stream, stub.script = one_at_a_time, Script(ttft_s=0.005, num_chunks=2, gap_s=0.025)
+    monkeypatched = ("--workload", "qa", "--concurrency", "1,2,24", "--no-baseline", "--num-prompts", "4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saturation, "MIN_TTFT_S", 0.2)
+        assert bench(stub.url, *monkeypatched) == 0
+    (line,) = [line for line in report()["warnings"] if "saturates" in line]
+    assert line.startswith("qa, as served: TTFT saturates from 24 at a time on: p50 ")
+    assert "--max-num-seqs" in line
 
 
 def test_a_flag_wins_over_the_table_even_with_the_default_value(stub):
@@ -257,6 +289,9 @@ def test_a_users_own_file_a_rate_and_turns(stub, tmp_path):
         (["URL", "--depth", "-5"], "--depth '-5': each must be between 0 and"),
         (["URL", "--num-prompts", "0"], "--num-prompts 0 is not a positive number."),
         (["URL", "--max-tokens", "-1"], "--max-tokens -1 is not a positive number."),
+        (["URL", "--max-tokens", "code=0"], "--max-tokens code=0 is not a positive number."),
+        (["URL", "--max-tokens", "cod=9"], "--max-tokens names 'cod', which is not asked: code, reasoning"),
+        (["URL", "--runs", "0"], "--runs 0 is not a positive number."),
         (["URL", "--rate", "inf"], "--rate inf is not a positive number."),
         (["URL", "--rate", "2", "--concurrency", "1"], "--rate is instead of --concurrency and --table"),
         (["URL", "--rate", "2", "--table", "spark"], "--rate is instead of --concurrency and --table"),
