@@ -178,9 +178,9 @@ def _show(report: BenchReport, paths: Sequence[Path], *, prints_json: bool) -> N
     from blockdraft.bench.sheet import to_rich
 
     tables = published_tables(report)
-    writers = (to_json, lambda report: markdown(report, tables), lambda report: render(report, tables))
-    for path, write in zip(paths, writers, strict=False):
-        path.write_text(write(report), encoding="utf-8")
+    texts = (to_json(report), markdown(report, tables), render(report, tables)) if paths else ()
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text, encoding="utf-8")
     if prints_json:
         print(to_json(report), end="")
     else:
