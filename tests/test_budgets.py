@@ -20,7 +20,7 @@ BUDGETS = {
     "planner": 2_550,
     "engine": 3_500,
     "cli": 3_250,
-    "launch": 2_050,
+    "launch": 2_100,
     "models": 2_200,
     "check": 2_500,
     "start": 1_700,
@@ -32,7 +32,8 @@ BUDGETS = {
     "cache": 800,
     "machine": 850,
     "step": 800,
-    **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases", "prometheus_text"), 250),
+    **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases"), 250),
+    **dict.fromkeys(("fp4_kernels", "prometheus_text"), 250),
 }
 CORE = ("engine", "step", "cache", "models")
 CORE_BUDGET = 7_200

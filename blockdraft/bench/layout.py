@@ -368,8 +368,13 @@ def generator_lines(report: BenchReport) -> list[str]:
 
 
 def start_lines(report: BenchReport) -> list[str]:
-    """Return a line for each start-up and for the warm-up."""
-    lines = []
+    """Return a line for FP4 kernels, where a log has named some, for each start-up and for the warm-up."""
+    kernels = report["endpoint"].get("fp4_kernels")
+    lines = (
+        [f"FP4 kernels: {', '.join(map(str, kernels))}."]
+        if isinstance(kernels, list | tuple) and kernels
+        else []
+    )
     for one in report["startup"]:
         phases = ", ".join(f"{phase['name']} {number(phase['seconds'])} s" for phase in one["phases"])
         phases = f" ({phases})" if phases else ""

@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 
 from rich.console import Console
@@ -26,6 +26,10 @@ from blockdraft.bench.run import INTERRUPTED, Grid, Runner, RunOutcome, Server, 
 from blockdraft.bench.served import Started, our_command, served
 from blockdraft.errors import BenchError
 
+NO_BASELINE = (
+    "no plain decoding to compare with: --arms plain,speculative starts a server for each, or measure a "
+    "plain one and join both files by `blockdraft bench compare`."
+)
 DRIFT = "what drifted between them is in the speedup."
 ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -102,6 +106,11 @@ class Session:
                 servers = await self._servers(url, stack)
             else:
                 servers = {arm: await stack.enter_async_context(self._connected(url))}
+            if started is not None and started.fp4_kernels:
+                servers = {
+                    arm: _with_kernels(server, started) if server.endpoint.url == started.url else server
+                    for arm, server in servers.items()
+                }
             limit = self.options.processes or most_processes()
             fleet = await stack.enter_async_context(Fleet(self.grid.loads, limit))
             if not self.options.no_headroom and not found.headroom:
@@ -179,6 +188,8 @@ class Session:
             notes.append(f"table {options.table}: {options.preset.published}")
         if len(options.arms_in_turn) > 1:
             notes.append(f"one server after the other, {options.arms}: {DRIFT}")
+        if PLAIN not in found.endpoints and endpoints[0]["is_speculative"] and not options.no_baseline:
+            notes.append(NO_BASELINE)
         if outcome.trouble is not None:
             notes.append(f"ended early: {outcome.trouble}")
         if len({endpoint["model"] for endpoint in endpoints}) > 1:
@@ -213,6 +224,11 @@ class Session:
             notes=notes,
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         )
+
+
+def _with_kernels(server: Server, started: Started) -> Server:
+    """The same with what the log of a server that we started tells of it."""
+    return server._replace(endpoint=replace(server.endpoint, fp4_kernels=started.fp4_kernels))
 
 
 def _on_endings(act: Callable[[], object]) -> None:

@@ -250,6 +250,16 @@ def test_without_a_switch_or_with_no_baseline_there_is_one_arm(stub, has_flag):
     assert found["cells"][0]["speculation"]["acceptance"] == "unknown"
 
 
+def test_a_server_that_always_drafts_is_told_how_to_get_a_speedup():
+    counters = "vllm:spec_decode_num_drafts_total 1\n"
+    stub = Stub(routes={"/metrics": counters})
+    with stub.running():
+        assert bench(stub.url, *SMALL) == 0
+        assert any("--arms plain,speculative" in note for note in report()["notes"])
+        assert bench(stub.url, *SMALL, "--no-baseline") == 0
+    assert not any("--arms" in note for note in report()["notes"])
+
+
 def test_our_server_without_a_drafter_is_the_plain_arm_alone(stub, capsys):
     stub.routes["/events"] = 'data: {"engine": {"draft": null}}\n\n'
     assert bench(stub.url, *SMALL) == 0
@@ -498,6 +508,15 @@ def test_another_server_is_started_measured_and_ended(monkeypatch, capsys):
         urllib.request.urlopen(found["endpoint"]["url"] + "/v1/models", timeout=5)
 
 
+def test_the_log_of_a_server_that_was_started_names_its_fp4_kernels(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    said = "Using NvFp4LinearBackend.MARLIN for NVFP4 GEMM"
+    command = f"sh -c 'echo {said}; exec {shlex.quote(sys.executable)} -m tests.bench.stub {{port}}'"
+    assert bench("--start", command, *SMALL) == 0
+    assert report()["endpoint"]["fp4_kernels"] == ["linear: Marlin (MARLIN)"]
+    assert "FP4 kernels: linear: Marlin (MARLIN)." in capsys.readouterr().out
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_a_server_that_does_not_come_up_is_ended_with_its_children(capsys):
     Path("s.sh").write_text("sleep 100 & echo $! > child; echo loading...; echo $$ > parent; sleep 100")
@@ -596,6 +615,7 @@ def test_arms_of_another_engine_are_started_measured_and_ended_in_turn(monkeypat
     """The stand-in for vLLM takes three times as long without a drafter."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("STUB", "free")
+    monkeypatch.setenv("STUB_SAYS", "Using FlashInferCutlassNvFp4LinearKernel for NVFP4 GEMM\n")
     monkeypatch.setenv("STUB_PIDS", str(tmp_path / "pids"))
     python = install_stub(tmp_path / "engine")
     engine = ("--engine", "vllm", "--engine-python", python, *PAIR_FLAGS[:6])
@@ -611,7 +631,10 @@ def test_arms_of_another_engine_are_started_measured_and_ended_in_turn(monkeypat
     assert pair["verdict"] == "pays"
     assert pair["speedup"]["tpot"]["value"] == pytest.approx(3.0, rel=0.4)
     assert "one server after the other, plain,speculative: what drifted" in " ".join(found["notes"])
-    assert "Speculation pays: qa at 1." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Speculation pays: qa at 1." in said
+    assert "FP4 kernels: linear: CUTLASS (FlashInferCutlassNvFp4LinearKernel)." in said
+    assert found["endpoint"]["drafter"].endswith("draft")
     wait_for(lambda: not any(is_alive(pid) for pid in (tmp_path / "pids").read_text().split()))
 
 

@@ -5,6 +5,7 @@
 Modes: "die" and "hang" in the middle of the start, "deaf" to SIGTERM, "plain" without a drafter, "other"
 serves another name, "mute" answers no completion, "empty" completions without tokens, "free" streams without
 waiting for a test, with usage, each token in 4 ms with a drafter and in 12 without.
+$STUB_SAYS: more lines of its log.
 """
 
 import asyncio
@@ -57,7 +58,7 @@ def start():
     stray = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     Path(os.environ["STUB_PIDS"]).write_text(f"{os.getpid()} {worker.pid} {stray.pid}")
     say(f"the key is {KEY}")
-    for line in START.splitlines():
+    for line in (START + os.environ.get("STUB_SAYS", "")).splitlines():
         say(line)
         if "Starting to load" in line and MODE == "die":
             say("(Worker pid=3) ERROR 11-15 12:56:10 [core.py:9] torch.OutOfMemoryError: 80 GiB are too few")
