@@ -25,15 +25,16 @@ FLOORS = [
     {"cache"},
     {"kernels"},
 ]
-ANYONE = {"errors", "phases", "prometheus_text", "jsonl", "machine", "settings"}  # importable by all rooms
-ANYONE_USES = {  # and what those import in turn, beside the standard library
+ANYONE_USES = {  # importable by all rooms, and what those import in turn, beside the standard library
     "errors": set(),
     "phases": set(),
     "prometheus_text": set(),
+    "fp4_kernels": set(),
     "jsonl": set(),
     "settings": {"settings", "machine", "errors"},
     "machine": {"machine", "settings", "errors"},
 }
+ANYONE = set(ANYONE_USES)
 ANYONE_LIBRARIES = {
     "machine.nvml": {"pynvml"},  # imported when a driver is there to be asked
     "machine.versions": {"packaging"},
@@ -52,7 +53,8 @@ LAUNCH_BORROWS = {  # the size of a block, and whether a pair matches and fits
 BENCH_LIBRARIES = {"blockdraft", "aiohttp", "numpy", "rich", "huggingface_hub", "pyarrow", "uvloop"}
 PICKLES = {"bench.frames"}  # for pipes between processes of our own, which no file ever comes through
 TORCH_FREE = {
-    *("planner", "settings", "machine", "launch", "bench", "errors", "phases", "prometheus_text"),
+    *("planner", "settings", "machine", "launch", "bench"),
+    *("errors", "phases", "prometheus_text", "fp4_kernels"),
     *("models.config", "models.draft_config", "cache.spec"),
     *("engine.request", "engine.info", "engine.stats", "engine.streams"),
     *("text", "grammar.form", "tools", "server.app", "server.remote_engine"),

@@ -13,8 +13,9 @@ from rich.text import Text
 from blockdraft.bench.figures import BenchReport, Cell, Distribution, Estimate, make_estimate
 from blockdraft.bench.layout import fact_text
 from blockdraft.bench.records import Key
-from blockdraft.bench.report import arm_names, rows_of
+from blockdraft.bench.report_rows import arm_names, rows_of
 from blockdraft.bench.sheet import NOTHING, Sheet, clean, label, load_text, number, to_rich
+from blockdraft.errors import BenchError
 
 Outcome = Literal["better", "worse", "within noise", "unknown"]
 HEADLINE = {  # figure: its title, and whether more of it is better
@@ -93,14 +94,28 @@ class _Side(NamedTuple):
         }
 
 
-def compare(a: BenchReport, b: BenchReport) -> RunComparison:
-    """Match cells by workload, class, load, depth, temperature and arm.
+def refuse_other_models(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) -> None:
+    """BenchError where the runs were of two models."""
+    models = [str(report["endpoint"].get("model")) for report in (a, b)]
+    if models[0] != models[1]:
+        of = [f"{name} is of '{clean(model)}'" for name, model in zip(names, models, strict=True)]
+        raise BenchError(f"{of[0]}, {of[1]}: two models cannot be compared.")
+
+
+def compare(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) -> RunComparison:
+    """Match cells by workload, class, load, depth, temperature and arm; BenchError where none match.
 
     A cell without a partner for its temperature alone is matched all the same, with a warning.
     """
     pairs, only_a, only_b = _matched(_sides(a), _sides(b))
+    if not pairs:
+        measured = [
+            f"{name} has {clean(sides[0].name) if sides else 'nothing'}"
+            for name, sides in zip(names, (only_a, only_b), strict=True)
+        ]
+        raise BenchError(f"no load is in both: {measured[0]}, {measured[1]}.")
     return RunComparison(
-        warnings=(*_differences(_facts(a), _facts(b)), *_cell_warnings(pairs)),
+        warnings=(*_differences(*_facts(a, b)), *_cell_warnings(pairs)),
         differences=tuple(_differences(a["endpoint"], b["endpoint"], _SERVER)),
         matches=tuple(Match(two.cell["key"], two.arm, _changes(one, two)) for one, two in pairs),
         only_a=tuple(side.name for side in only_a),
@@ -128,7 +143,7 @@ def terminal(comparison: RunComparison) -> Renderables:
     return Renderables(
         *(Text(f"NOT COMPARABLE: {clean(line)}", style="bold red") for line in comparison.warnings),
         *(Text(clean(line), style="yellow") for line in comparison.differences),
-        to_rich(sheet(comparison)) if comparison.matches else Text("No cell is in both.", style="bold red"),
+        to_rich(sheet(comparison)),
         *(Text(clean(f"Only in {side}: {'; '.join(cells)}.")) for side, cells in sides if cells),
         Text(LEGEND, style="dim"),
     )
@@ -200,11 +215,16 @@ def _ratio(change: Change) -> str:
     return f"{change.ratio:.2f}x{sign}"
 
 
-def _facts(report: BenchReport) -> dict[str, object]:
-    """Return the facts that make two runs incomparable where they differ."""
-    machine = {f"machine ({name})": report["machine"].get(name) for name in ("cpu", "num_cpus", "gpus")}
-    model = report["endpoint"].get("model")
-    return {"model": model, "definitions of the figures": report["definitions"], **machine}
+def _facts(*reports: BenchReport) -> list[dict[str, object]]:
+    """Return of each report the facts that make two runs incomparable where they differ."""
+    shared = set.intersection(*(set(report["definitions"]) for report in reports))  # newer ones have more
+    return [
+        {
+            "definitions of the figures": {name: report["definitions"][name] for name in sorted(shared)},
+            **{f"machine ({name})": report["machine"].get(name) for name in ("cpu", "num_cpus", "gpus")},
+        }
+        for report in reports
+    ]
 
 
 def _differences(

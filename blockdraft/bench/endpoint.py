@@ -74,6 +74,7 @@ class Endpoint:
     drafter: str | None = None  # its name
     drafter_hash: str | None = None
     notices: tuple[str, ...] = ()  # what a reader of any number must know
+    fp4_kernels: tuple[str, ...] = ()  # that another engine's log names; only where we started it
 
     @property
     def can_switch(self) -> bool:
@@ -132,9 +133,9 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
         info = (await ask.find("/get_server_info")).json()
         version = (await ask.find("/version")).json()
         kind = _kind(reply, card, props, info)
-        engine = await _engine_info(ask) if kind == "blockdraft" else {}
+        # vLLM and SGLang have it where they are behind a server of ours.
+        engine = await _engine_info(ask) if kind in ("blockdraft", "vllm", "sglang") else {}
         drafter = engine.get("draft_title") or engine.get("draft") or info.get("speculative_draft_model_path")
-        notices = engine.get("notices")
         metrics = (await ask.find("/metrics")).text()
         is_metered = read_metrics(metrics, str(card["id"])) is not None
         return Endpoint(
@@ -149,7 +150,8 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
             title=_text(engine, "target_title"),
             drafter=drafter if isinstance(drafter, str) else None,
             drafter_hash=_text(engine, "draft_hash"),
-            notices=tuple(map(str, notices)) if isinstance(notices, list) else (),
+            notices=_texts(engine, "notices"),
+            fp4_kernels=_texts(engine, "fp4_kernels"),
         )
 
 
@@ -238,6 +240,11 @@ def _is_speculative(kind: Kind, engine: Json, info: Json, metrics: str, *, is_me
         return info["speculative_algorithm"] is not None
     # vLLM has the counters of drafts, from its start on, if and only if it drafts and counts at all.
     return False if kind == "vllm" and "vllm:" in metrics else None
+
+
+def _texts(parent: Json, key: str) -> tuple[str, ...]:
+    found = parent.get(key)
+    return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
 def _text(parent: Json, key: str) -> str | None:

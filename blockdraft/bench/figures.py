@@ -73,7 +73,46 @@ class Asked(TypedDict):
     prompts_hash: str
 
 
-class Cell(TypedDict):
+class AnswerColumns(TypedDict):
+    """The answers of a cell, a list per figure; failed ones have neither tokens nor a hash of their text."""
+
+    prompt: list[str]
+    number: list[int]
+    turn: list[int]
+    tokens: list[int | None]
+    ttft_s: list[float | None]
+    latency_s: list[float]
+    text_hash: list[str | None]
+
+
+class RunFigures(TypedDict):
+    """One of several runs of a cell; times are medians."""
+
+    tokens_per_s: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    latency_s: float | None
+    committed_per_step: float | None
+
+
+class OverTime(TypedDict):
+    """The least and the most of a figure in windows of time while the cell was measured."""
+
+    window_s: float
+    num_windows: int
+    tokens_per_s: Interval
+    draft_acceptance_rate: Interval
+
+
+class _LaterFigures(TypedDict, total=False):
+    """What cells of older reports do not have."""
+
+    answers: AnswerColumns
+    runs: list[RunFigures]
+    over_time: OverTime | None
+
+
+class Cell(_LaterFigures):
     """One row of the report: one workload at one load, of one arm."""
 
     key: Key

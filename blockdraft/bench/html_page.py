@@ -18,7 +18,7 @@ from string import Template
 from blockdraft.bench import layout
 from blockdraft.bench.figures import BenchReport, Estimate, Interval
 from blockdraft.bench.records import SPECULATIVE, Arm, Key
-from blockdraft.bench.report import ReportRow, arm_names, rows_of, whole_rows
+from blockdraft.bench.report_rows import ReportRow, arm_names, rows_of, whole_rows
 from blockdraft.bench.sheet import (
     Sheet,
     clean,
@@ -69,22 +69,23 @@ class Chart:
     top: float | None = None  # of the axis; None: what the marks need
 
 
-def render(report: BenchReport) -> str:
-    """Return the whole page."""
+def render(report: BenchReport, tables: Sequence[Sheet] = ()) -> str:
+    """Return the whole page, with tables in the shape of published ones."""
     rows, names = whole_rows(report), arm_names(report["cells"])
     speeds, gains = _throughput_charts(rows, names), _speedup_charts(rows_of(report))
     shares, times = _acceptance_charts(rows), _time_charts(rows, names)
     legend = _legend(names)
     begun = [*layout.start_lines(report), *layout.generator_lines(report)]
     sections = [
+        *((text(sheet.title), _table(sheet)) for sheet in tables),
         ("Throughput by concurrency", _figures(speeds, legend)),
         ("What speculation gains", _figures(gains)),
         ("Acceptance by position", _figures(shares) + _table(layout.acceptance(report))),
-        ("Times", _figures(times, legend + _TIMES_NOTE)),
+        ("Times", _figures(times, legend + _TIMES_NOTE) + _paragraphs(layout.draft_lines(report))),
         ("All cells", _table(layout.details(report))),
         ("Agreement", _table(layout.agreement(report))),
         ("First divergences", _table(layout.divergences(report), style="text")),
-        ("Start-up, warm-up, load generator", "".join(f"<p>{text(line)}</p>" for line in begun)),
+        ("Start-up, warm-up, load generator", _paragraphs(begun)),
         ("How it was run", _facts(_how(report))),
         ("What the figures mean", _facts(report["definitions"])),
     ]
@@ -107,6 +108,10 @@ def render(report: BenchReport) -> str:
 def text(value: object) -> str:
     """Write anything so that it is safe inside HTML, attributes included."""
     return escape(clean(str(value)), quote=True)
+
+
+def _paragraphs(lines: Sequence[str]) -> str:
+    return "".join(f"<p>{text(line)}</p>" for line in lines)
 
 
 def _json(value: object) -> str:

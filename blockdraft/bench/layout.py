@@ -9,8 +9,9 @@ from typing import TypeVar
 from rich.console import Group as Renderables
 from rich.text import Text
 
-from blockdraft.bench.figures import Agreement, BenchReport, Cell
-from blockdraft.bench.report import ReportRow, arm_names, generator_used, rows_of, whole_rows
+from blockdraft.bench.figures import Agreement, BenchReport, Cell, OverTime
+from blockdraft.bench.report import generator_used
+from blockdraft.bench.report_rows import ReportRow, arm_names, rows_of, whole_rows
 from blockdraft.bench.sheet import (
     NOTHING,
     Sheet,
@@ -171,6 +172,44 @@ def lead_lines(report: BenchReport) -> list[str]:
     return [*verdict_lines(report), *([line] if total else [])]
 
 
+def draft_lines(report: BenchReport) -> list[str]:
+    """Say of each workload, at its lowest load, which drafts were accepted by position, and the ranges."""
+    return [
+        line
+        for row in _lowest_loads(report)
+        for line in (_position_line(row), _range_line(row))
+        if line is not None
+    ]
+
+
+def _lowest_loads(report: BenchReport) -> list[ReportRow]:
+    """Return one row per workload, depth and temperature."""
+    found: dict[str, ReportRow] = {}
+    for row in sorted(whole_rows(report), key=lambda row: (row.key["rate"] or 0.0, row.key["concurrency"])):
+        found.setdefault(full_label(row.key), row)
+    return list(found.values())
+
+
+def _position_line(row: ReportRow) -> str | None:
+    shares = row.cell["speculation"]["acceptance_by_position"]
+    if not shares:
+        return None
+    percents = " ".join(f"{share * 100:.0f}" for share in shares)
+    return f"Drafts accepted by position, in %, {row_name(row.key)}: {percents}"
+
+
+def _range_line(row: ReportRow) -> str | None:
+    ranges = row.cell.get("over_time")
+    speeds = None if ranges is None else ranges["tokens_per_s"]
+    if ranges is None or speeds is None:
+        return None
+    line = f"{number(speeds[0])} to {number(speeds[1])} tok/s"
+    if (rates := ranges["draft_acceptance_rate"]) is not None:
+        line += f", {rates[0]:.1%} to {rates[1]:.1%} of the drafts accepted"
+    windows = f"{ranges['num_windows']} windows of {ranges['window_s']:g} s"
+    return f"Over time, {row_name(row.key)}: {line} ({windows})."
+
+
 def summary(report: BenchReport) -> str:
     """Say on one line what was measured."""
     endpoint = report["endpoint"]
@@ -186,7 +225,7 @@ def _without_path(name: object) -> str:
 
 def terminal(report: BenchReport) -> Renderables:
     """Lay out for rich the headline table and what must not be missed."""
-    lines = [*lead_lines(report), *start_lines(report), *generator_lines(report)]
+    lines = [*lead_lines(report), *draft_lines(report), *start_lines(report), *generator_lines(report)]
     return Renderables(
         Text(clean(summary(report)), style="bold"),
         to_rich(headline(report)),
@@ -200,18 +239,21 @@ def terminal(report: BenchReport) -> Renderables:
     )
 
 
-def markdown(report: BenchReport) -> str:
-    """Write the whole report as Markdown."""
-    lines = [*lead_lines(report), *start_lines(report), *generator_lines(report)]
+def markdown(report: BenchReport, tables: Sequence[Sheet] = ()) -> str:
+    """Write the whole report as Markdown, with tables in the shape of published ones."""
+    lines = [*lead_lines(report), *draft_lines(report), *start_lines(report), *generator_lines(report)]
     facts, parted = {**report["machine"], **report["versions"]}, divergences(report)
+    by_position = acceptance(report)
     parts = [
         f"# {escape_markdown(summary(report))}",
         to_markdown(headline(report)),
         "\n".join(f"- {escape_markdown(line)}" for line in lines),
         "\n".join(f"- **Warning**: {escape_markdown(line)}" for line in report["warnings"]),
         "\n".join(f"- Note: {escape_markdown(line)}" for line in report["notes"]),
+        *(f"## {escape_markdown(sheet.title)}\n\n{to_markdown(sheet)}" for sheet in tables),
         "## All cells",
         to_markdown(details(report)),
+        *(["## Acceptance by position", to_markdown(by_position)] if by_position.rows else []),
         *(["## First divergences", to_markdown(parted)] if parted.rows else []),
         "## How it was run",
         _list_facts({"endpoint": report["endpoint"], "baseline": report["baseline"]}),
@@ -252,6 +294,12 @@ FIGURES: dict[str, Column[ReportRow]] = {
     "tpot": ("TPOT p50, ms", lambda row: milliseconds(row.cell["tpot_s"]["p50"])),
     "card": ("tok/s (speedup)", _card_text),
 }
+_NO_RANGES: OverTime = {
+    "window_s": 0.0,
+    "num_windows": 0,
+    "tokens_per_s": None,
+    "draft_acceptance_rate": None,
+}
 VARYING: tuple[Column[ReportRow], ...] = (  # are columns where a report has more than one value of them
     ("depth", lambda row: str(row.key["depth"])),
     ("temperature", lambda row: f"{row.key['temperature']:g}"),
@@ -271,6 +319,7 @@ DETAILS: tuple[Column[Cell], ...] = (
     ("committed/step", _committed_text),
     ("95 %", lambda cell: interval_text(cell["speculation"]["committed_per_step"]["interval"])),
     ("drafts accepted", lambda cell: _percent(cell["speculation"]["draft_acceptance_rate"])),
+    ("tok/s over time", lambda cell: interval_text((cell.get("over_time") or _NO_RANGES)["tokens_per_s"])),
     ("TTFT p50", lambda cell: milliseconds(cell["ttft_s"]["p50"])),
     ("p90", lambda cell: milliseconds(cell["ttft_s"]["p90"])),
     ("p99 ms", lambda cell: milliseconds(cell["ttft_s"]["p99"])),
@@ -319,8 +368,13 @@ def generator_lines(report: BenchReport) -> list[str]:
 
 
 def start_lines(report: BenchReport) -> list[str]:
-    """Return a line for each start-up and for the warm-up."""
-    lines = []
+    """Return a line for FP4 kernels, where a log has named some, for each start-up and for the warm-up."""
+    kernels = report["endpoint"].get("fp4_kernels")
+    lines = (
+        [f"FP4 kernels: {', '.join(map(str, kernels))}."]
+        if isinstance(kernels, list | tuple) and kernels
+        else []
+    )
     for one in report["startup"]:
         phases = ", ".join(f"{phase['name']} {number(phase['seconds'])} s" for phase in one["phases"])
         phases = f" ({phases})" if phases else ""

@@ -109,7 +109,8 @@ class Watch(Watcher):
 
 def _words(point: LoadPoint) -> tuple[str, ...]:
     load = f"{point.load.concurrency} at a time" if point.load.rate is None else f"{point.load.rate:g}/s"
-    return point.workload.name, load + setting(point.key).replace(",", "")
+    run = f" run {point.run}" if point.run > 1 else ""
+    return point.workload.name, load + setting(point.key).replace(",", "") + run
 
 
 def _duration(seconds: float) -> str:

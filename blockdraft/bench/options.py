@@ -5,18 +5,18 @@ from __future__ import annotations
 import difflib
 import shlex
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from blockdraft.bench.records import OfferedLoad
+from blockdraft.bench.records import PLAIN, SPECULATIVE, Arm, OfferedLoad
 from blockdraft.bench.run import Grid
 from blockdraft.bench.wire import server_root, shown_host
 from blockdraft.bench.workloads import load_all, with_turns
 from blockdraft.errors import BenchError
 
-_POSITIVE = ("processes", "max_tokens", "num_prompts", "max_turns", "rate", "timeout", "start_timeout")
+_POSITIVE = ("processes", "runs", "num_prompts", "max_turns", "rate", "timeout", "start_timeout")
 _Number = TypeVar("_Number", int, float)
 
 
@@ -30,10 +30,12 @@ class Preset:
     published: str = ""
     workloads: Sequence[str] = ("code", "reasoning", "dialogue", "prose")
     concurrencies: Sequence[int] = (1,)
-    max_tokens: int = 256
+    max_tokens: int | Mapping[str, int] = 256
     temperature: float = 0.0
     num_prompts: int = 8
+    runs: int = 1
     figures: Sequence[str] = ()
+    tables: Sequence[str] = ()
     max_turns: int | None = None
     num_warmups: int = 2
     thinking: bool | None = None
@@ -59,6 +61,7 @@ class Options:
     engine: Sequence[str] = ()  # flags of a server of our own that were given
     name: str | None = None
     api_key: str | None = None
+    arms: str | None = None  # a server of our own for each, one after the other
     baseline: str | None = None
     no_baseline: bool = False
     start: str | None = None
@@ -70,8 +73,9 @@ class Options:
     rate: float | None = None
     depth: str = "0"
     temperature: str | None = None
-    max_tokens: int | None = None
+    max_tokens: str | None = None
     num_prompts: int | None = None
+    runs: int | None = None
     max_turns: int | None = None
     ignore_eos: bool = False
     cached: bool = False
@@ -93,6 +97,7 @@ class Options:
         if self.baseline is not None and self.no_baseline:
             raise BenchError("--baseline and --no-baseline: give one of them.")
         self._check_server()
+        self._check_arms()
 
     def _check_server(self) -> None:
         """Refuse flags that would have no effect: who gave them expects one."""
@@ -105,6 +110,28 @@ class Options:
             raise BenchError(f"{unused[0]} is for our own server, not for {other}: leave it out.")
         if self.start is not None and "{port}" not in self.start:
             raise BenchError("--start does not say where {port} goes, as in 'vllm serve NAME --port {port}'.")
+
+    def _check_arms(self) -> None:
+        names = [] if self.arms is None else self.arms.split(",")
+        if not set(names) <= {PLAIN, SPECULATIVE} or len(set(names)) < len(names):
+            raise BenchError(f"--arms '{self.arms}' is not plain, speculative, or both with a comma.")
+        others = {
+            "a URL": self.url,
+            "--start": self.start,
+            "--baseline": self.baseline,
+            "--no-baseline": self.no_baseline,
+            "--also-eager": self.also_eager,
+        }
+        given = [name for name, value in others.items() if value]
+        if names and given:
+            raise BenchError(
+                f"--arms starts a server for each arm, so {given[0]} has no place: leave it out."
+            )
+
+    @property
+    def arms_in_turn(self) -> tuple[Arm, ...]:
+        """Return the arms that get a server each, one after the other; none: one server answers all."""
+        return cast("tuple[Arm, ...]", tuple(self.arms.split(","))) if self.arms else ()
 
     @property
     def preset(self) -> Preset:
@@ -134,6 +161,7 @@ class Options:
         workloads = load_all(
             names, limit=num_prompts, seed=self.prompt_seed, data_dir=self.data, is_offline=self.offline
         )
+        max_tokens, max_tokens_of = self._max_tokens([workload.name for workload in workloads])
         return Grid(
             workloads=tuple(with_turns(workload, self.turns) for workload in workloads),
             loads=tuple(map(OfferedLoad, concurrencies))
@@ -141,7 +169,9 @@ class Options:
             else (OfferedLoad(rate=self.rate),),
             depths=_numbers("--depth", self.depth, int, 0, 10_000_000),
             temperatures=temperatures,
-            max_tokens=self.max_tokens or preset.max_tokens,
+            max_tokens=max_tokens,
+            max_tokens_of=max_tokens_of,
+            num_runs=self.runs or preset.runs,
             num_requests=num_prompts,
             num_warmups=preset.num_warmups,
             ignores_eos=self.ignore_eos,
@@ -149,6 +179,23 @@ class Options:
             thinking=preset.thinking if self.thinking is None else self.thinking == "on",
             seed=self.prompt_seed,
         )
+
+    def _max_tokens(self, workloads: Sequence[str]) -> tuple[int, dict[str, int]]:
+        """Return the limit of answers, and that of workloads which have another one."""
+        given = self.preset.max_tokens
+        limit, limits = (given, {}) if isinstance(given, int) else (Preset().max_tokens, dict(given))
+        assert isinstance(limit, int)
+        for word in self.max_tokens.split(",") if self.max_tokens is not None else ():
+            name, equals, text = word.rpartition("=")
+            if not (text.isascii() and text.isdigit() and int(text) > 0):
+                raise BenchError(f"--max-tokens {word} is not a positive number.")
+            if not equals:
+                limit, limits = int(text), {}  # of all: what the table says goes
+            elif name not in workloads:
+                raise BenchError(f"--max-tokens names '{name}', which is not asked: {', '.join(workloads)}.")
+            else:
+                limits[name] = int(text)
+        return limit, {name: count for name, count in limits.items() if name in workloads}
 
 
 def _numbers(

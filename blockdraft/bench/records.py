@@ -157,6 +157,15 @@ class Key(TypedDict):
     temperature: float
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A stretch of time in which one arm answered, from first request to last answer."""
+
+    start_s: float
+    end_s: float
+    metered: Speculation | None = None  # from the server's /metrics, before and after
+
+
 @dataclass(slots=True)
 class Group:
     """The answers of one cell, and for how long they kept the server busy."""
@@ -166,3 +175,4 @@ class Group:
     answers: list[Answer]
     busy_s: float  # sum over the blocks of this arm, from first request to last answer
     metered: Speculation | None = None  # from the server's /metrics, where answers do not say
+    blocks: list[Block] = field(default_factory=list)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn, cast
@@ -20,15 +19,15 @@ from blockdraft.bench.figures import (
     BenchReport,
     Cell,
     Distribution,
-    Estimate,
     GeneratorFigures,
     Startup,
     Warmup,
-    headline_speedup,
-    make_estimate,
     schema_error,
 )
-from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm, Group, Key
+from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Group
+from blockdraft.bench.report_rows import ReportRow, arm_names, key_text, whole_rows
+from blockdraft.bench.runs import by_cell, merged, run_figures
+from blockdraft.bench.saturation import saturation_warnings
 from blockdraft.bench.sheet import load_text, milliseconds, row_name
 from blockdraft.bench.statistics import pair, split_by_category, summarise
 from blockdraft.bench.wire import shown_host
@@ -43,31 +42,6 @@ MAX_GENERATOR_USED = 0.6  # of what it can read; beyond, events wait for it
 MAX_COMMITTED = 1.1  # tokens of verify steps over tokens out; the end of an answer cuts some off
 
 Facts = Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class ReportRow:
-    """The cells of one workload at one load: both arms, or one."""
-
-    key: Key
-    speculative: Cell | None
-    plain: Cell | None
-    pair: ArmPair | None
-
-    @property
-    def cell(self) -> Cell:
-        """The cell that a single figure is of."""
-        cell = self.speculative or self.plain
-        assert cell is not None
-        return cell
-
-    @property
-    def speedup(self) -> Estimate:
-        return make_estimate() if self.pair is None else headline_speedup(self.key, self.pair["speedup"])
-
-    @property
-    def cells(self) -> list[Cell]:
-        return [cell for cell in (self.speculative, self.plain) if cell is not None]
 
 
 def build(  # noqa: PLR0913  # the sections of a report
@@ -89,7 +63,11 @@ def build(  # noqa: PLR0913  # the sections of a report
     if all(group.key["category"] == "all" for group in groups):
         groups = [part for group in groups for part in (group, *split_by_category(group))]
     facts = _endpoint(endpoint)
+    runs = by_cell(groups)
+    groups = [merged(parts) for parts in runs]
     cells = [summarise(group, seed=seed) for group in groups]
+    for cell, parts in zip(cells, runs, strict=True):
+        cell["runs"] = [run_figures(summarise(part, seed=seed)) for part in parts] if len(parts) > 1 else []
     for cell in cells:
         cell["vllm"] = vllm_keys(cell, model=facts["model"], kind=facts["kind"], date=date)
     pairs = [pair(one, other, seed=seed) for one, other in _arms(groups)]
@@ -115,39 +93,6 @@ def build(  # noqa: PLR0913  # the sections of a report
     if len(whole) == 1:  # our own keys win; "date" is the one name that both have
         report = cast("BenchReport", {**whole[0].cell["vllm"], **report})
     return report
-
-
-def rows_of(report: BenchReport) -> list[ReportRow]:
-    """Return one row per workload, class and load, in the order of the cells."""
-    found: dict[str, dict[str, Cell]] = {}
-    for cell in report["cells"]:
-        found.setdefault(_key_text(cell["key"]), {})[cell["arm"]] = cell
-    pairs = {_key_text(pair["key"]): pair for pair in report["pairs"]}
-    return [
-        ReportRow(
-            key=next(iter(arms.values()))["key"],
-            speculative=arms.get(SPECULATIVE),
-            plain=arms.get(PLAIN),
-            pair=pairs.get(key),
-        )
-        for key, arms in found.items()
-    ]
-
-
-def whole_rows(report: BenchReport) -> list[ReportRow]:
-    """Return the rows that are not one class of another row's workload."""
-    rows = rows_of(report)
-    wholes = {row.key["workload"] for row in rows if row.key["category"] == "all"}
-    return [row for row in rows if row.key["category"] == "all" or row.key["workload"] not in wholes]
-
-
-def arm_names(cells: Sequence[Cell]) -> dict[Arm, str]:
-    """Name the arms: a server in which no speculation was seen is not called speculative."""
-    is_seen = any(
-        cell["arm"] == SPECULATIVE and cell["speculation"]["acceptance"] in ("answers", "metered")
-        for cell in cells
-    )
-    return {SPECULATIVE: "speculative" if is_seen else "as served", PLAIN: "plain"}
 
 
 def vllm_keys(cell: Cell, *, model: object = None, kind: object = None, date: str = "") -> dict[str, object]:
@@ -256,15 +201,11 @@ def _generator_warnings(report: BenchReport) -> list[str]:
 
 def _arms(groups: Sequence[Group]) -> Iterable[tuple[Group, Group]]:
     """Yield each group with speculation and its baseline, where there is one."""
-    plain = {_key_text(group.key): group for group in groups if group.arm == PLAIN}
+    plain = {key_text(group.key): group for group in groups if group.arm == PLAIN}
     for group in groups:
-        other = plain.get(_key_text(group.key))
+        other = plain.get(key_text(group.key))
         if group.arm == SPECULATIVE and other is not None:
             yield group, other
-
-
-def _key_text(key: Key) -> str:
-    return json.dumps(key, sort_keys=True)
 
 
 def _vllm_times(name: str, times: Distribution) -> dict[str, object]:
@@ -329,15 +270,19 @@ def _endpoint_warnings(endpoint: Facts) -> list[str]:
 
 
 def _warnings(report: BenchReport, groups: Sequence[Group]) -> list[str]:
-    cached = {(_key_text(group.key), group.arm): _cached_share(group) for group in groups}
-    warnings = [*_endpoint_warnings(report["endpoint"]), *_generator_warnings(report)]
+    cached = {(key_text(group.key), group.arm): _cached_share(group) for group in groups}
+    warnings = [
+        *_endpoint_warnings(report["endpoint"]),
+        *_generator_warnings(report),
+        *saturation_warnings(report),
+    ]
     names = arm_names(report["cells"])
     for row in whole_rows(report):
         for cell in row.cells:
-            share = cached[_key_text(cell["key"]), cell["arm"]]
+            share = cached[key_text(cell["key"]), cell["arm"]]
             warnings += _cell_warnings(cell, arm=names[cell["arm"]], cached=share)
         if row.pair is not None:
-            warnings += _pair_warnings(row.pair)
+            warnings += pair_warnings(row.pair)
     return warnings
 
 
@@ -376,7 +321,7 @@ def _cached_share(group: Group) -> float:
     return sum(answer.cached_tokens or 0 for answer in first) / prompt_tokens if prompt_tokens else 0.0
 
 
-def _pair_warnings(pair: ArmPair) -> list[str]:
+def pair_warnings(pair: ArmPair) -> list[str]:
     name = row_name(pair["key"])
     warnings = []
     if pair["num_unmatched"]:

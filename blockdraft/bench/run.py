@@ -18,11 +18,23 @@ from blockdraft.bench.client import Client
 from blockdraft.bench.endpoint import Endpoint, read_speculation
 from blockdraft.bench.filler import filler
 from blockdraft.bench.load import MAX_REFUSED, SendBlock, poisson, run_block
-from blockdraft.bench.records import Answer, Arm, Ask, Group, Key, OfferedLoad, Prompt, Speculation, Workload
+from blockdraft.bench.records import (
+    Answer,
+    Arm,
+    Ask,
+    Block,
+    Group,
+    Key,
+    OfferedLoad,
+    Prompt,
+    Speculation,
+    Workload,
+)
 from blockdraft.bench.speculation import difference, total_of
 from blockdraft.bench.wire import shown_host
 from blockdraft.bench.workloads import deepened, estimate_tokens_per_word, salted
 
+INTERRUPTED = "interrupted: these are the results so far."
 LONG_BLOCK = 8  # conversations; more only where the concurrency needs them
 WARM_TOKENS = 32  # of an answer that only warms up
 COLD_PROMPT = Prompt("cold", "cold", ("Write a haiku about the sea.",))
@@ -38,6 +50,8 @@ class Grid:
     depths: tuple[int, ...] = (0,)
     temperatures: tuple[float, ...] = (0.0,)
     max_tokens: int = 256
+    max_tokens_of: Mapping[str, int] = field(default_factory=dict)  # of workloads that have another limit
+    num_runs: int = 1  # the whole grid, one after the other
     num_requests: int = 16  # conversations per cell; more where the concurrency wants them
     num_warmups: int = 2  # requests to each arm before anything counts; at least the largest concurrency
     ignores_eos: bool = False
@@ -46,8 +60,11 @@ class Grid:
     seed: int = 0
 
     def points(self) -> Iterator[LoadPoint]:
+        """Yield every cell, run by run: what drifts meets all cells of a run alike."""
         axes = (self.workloads, self.loads, self.depths, self.temperatures)
-        return itertools.starmap(LoadPoint, itertools.product(*axes))
+        for run in range(1, self.num_runs + 1):
+            for workload, load, depth, temperature in itertools.product(*axes):
+                yield LoadPoint(workload, load, depth, temperature, run)
 
     @property
     def total(self) -> int:
@@ -66,6 +83,7 @@ class LoadPoint(NamedTuple):
     load: OfferedLoad
     depth: int
     temperature: float
+    run: int = 1
 
     @property
     def key(self) -> Key:
@@ -130,6 +148,7 @@ class Runner:
         watcher: Watcher | None = None,
         stop: asyncio.Event | None = None,
         send: SendBlock = run_block,
+        run_id: str | None = None,
     ) -> None:
         self.grid = grid
         self.servers = servers
@@ -137,7 +156,7 @@ class Runner:
         self._watcher = watcher or Watcher()
         self._stop = stop or asyncio.Event()
         self._send = send
-        self._run_id = secrets.token_hex(3)
+        self._run_id = run_id or secrets.token_hex(3)  # the same where arms of two runs read the same words
         # Words change what is answered: they are salted only where a field of the request does not do.
         endpoints = [server.endpoint for server in servers.values()]
         self._salts_words = not all(endpoint.switches.keeps_caches_out for endpoint in endpoints)
@@ -213,9 +232,16 @@ class Runner:
         before = await self._read_meter(server)
         answers = await self._block(server, asks, load)
         group.answers += answers
-        group.busy_s += max(a.end_s for a in answers) - min(a.sent_s for a in answers)
-        if before is not None and (after := await self._read_meter(server)) is not None:
-            parts = (group.metered, difference(before, after))
+        after = None if before is None else await self._read_meter(server)
+        block = Block(
+            start_s=min(answer.sent_s for answer in answers),
+            end_s=max(answer.end_s for answer in answers),
+            metered=difference(before, after),
+        )
+        group.blocks.append(block)
+        group.busy_s += block.end_s - block.start_s
+        if after is not None:
+            parts = (group.metered, block.metered)
             group.metered = total_of(part for part in parts if part is not None)
 
     async def _read_meter(self, server: Server) -> Speculation | None:
@@ -226,7 +252,7 @@ class Runner:
     async def _block(self, server: Server, asks: list[Ask], load: OfferedLoad) -> list[Answer]:
         answers = await self._send(server.client, asks, load, on_answer=self._watcher.take, stop=self._stop)
         if self._stop.is_set():
-            self.outcome.trouble = "interrupted: these are the results so far."
+            self.outcome.trouble = INTERRUPTED
         elif server.client.num_refused >= min(MAX_REFUSED, len(asks)):
             errors = [answer.error for answer in answers if answer.error is not None]
             self.outcome.trouble = f"the server at {shown_host(server.endpoint.url)} has gone: {errors[-1]}"
@@ -244,7 +270,7 @@ class Runner:
         return Ask(
             prompt=prompt,
             arm=arm,
-            max_tokens=grid.max_tokens,
+            max_tokens=grid.max_tokens_of.get(point.workload.name, grid.max_tokens),
             temperature=point.temperature,
             seed=grid.seed if point.temperature > 0 else None,
             is_raw=point.workload.is_raw,

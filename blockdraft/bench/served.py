@@ -24,6 +24,7 @@ from blockdraft.bench.figures import Startup
 from blockdraft.bench.records import Answer
 from blockdraft.bench.wire import inside
 from blockdraft.errors import BenchError
+from blockdraft.fp4_kernels import read_fp4_kernels
 from blockdraft.jsonl import as_object
 from blockdraft.machine.machine import free_port
 
@@ -40,6 +41,7 @@ class Started:
     label: str
     seconds: float  # from the command to ready
     phases: tuple[tuple[str, float], ...]  # as far as the server tells
+    fp4_kernels: tuple[str, ...] = ()  # as its log names them
 
     def facts(self, first: Answer | None) -> Startup:
         """Return the start for the report; `first` is the answer to the server's first request."""
@@ -82,7 +84,8 @@ async def served(command: Sequence[str], label: str, timeout_s: float) -> AsyncI
                 raise BenchError(f"cannot start '{argv[0]}': {error.strerror}.") from None
         try:
             phases = await _until_ready(process, url, log, begin_s + timeout_s)
-            yield Started(url, label, time.monotonic() - begin_s, phases)
+            seconds = time.monotonic() - begin_s
+            yield Started(url, label, seconds, phases, read_fp4_kernels(_lines(log)))
         finally:
             await asyncio.to_thread(_end, process)
 
@@ -118,10 +121,12 @@ def _phases(body: Mapping[str, object]) -> tuple[tuple[str, float], ...]:
 
 
 def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    return (
-        " | ".join(line.strip() for line in lines[-SHOWN_LINES - 1 :] if line.strip()) or "it said nothing."
-    )
+    last = _lines(log)[-SHOWN_LINES - 1 :]
+    return " | ".join(line.strip() for line in last if line.strip()) or "it said nothing."
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").split("\n")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

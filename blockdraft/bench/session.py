@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 
 from rich.console import Console
 
 from blockdraft.bench.client import Client
-from blockdraft.bench.endpoint import probe
+from blockdraft.bench.endpoint import Endpoint, probe
 from blockdraft.bench.figures import BenchReport, GeneratorFigures, Startup
 from blockdraft.bench.fleet import Fleet, most_processes
 from blockdraft.bench.headroom import measure_headroom
@@ -21,10 +22,34 @@ from blockdraft.bench.live import Watch
 from blockdraft.bench.options import Options
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm
 from blockdraft.bench.report import build
-from blockdraft.bench.run import Grid, Runner, RunOutcome, Server, cold_ask
+from blockdraft.bench.run import INTERRUPTED, Grid, Runner, RunOutcome, Server, cold_ask
 from blockdraft.bench.served import Started, our_command, served
+from blockdraft.errors import BenchError
 
+NO_BASELINE = (
+    "no plain decoding to compare with: --arms plain,speculative starts a server for each, or measure a "
+    "plain one and join both files by `blockdraft bench compare`."
+)
+DRIFT = "what drifted between them is in the speedup."
 ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+@dataclass(slots=True)
+class Measured:
+    """What came of the servers so far."""
+
+    endpoints: dict[Arm, Endpoint] = field(default_factory=dict)
+    outcome: RunOutcome = field(default_factory=RunOutcome)
+    starts: list[Startup] = field(default_factory=list)
+    headroom: list[GeneratorFigures] = field(default_factory=list)
+
+    def add(self, servers: Mapping[Arm, Server], outcome: RunOutcome) -> None:
+        self.endpoints |= {arm: server.endpoint for arm, server in servers.items()}
+        mine = self.outcome
+        mine.groups += outcome.groups
+        mine.cold |= outcome.cold
+        mine.warm += outcome.warm
+        mine.trouble, mine.is_stopped = outcome.trouble, outcome.is_stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +60,71 @@ class Session:
     grid: Grid
     console: Console
     server_flags: Sequence[str] = ()
-    shown_flags: Sequence[str] = ()  # the same without keys
+    plain_flags: Sequence[str] = ()  # the same without a drafter
+    shown_flags: Sequence[str] = ()  # the first ones without keys
+    run_id: str = field(default_factory=lambda: secrets.token_hex(3))
 
     async def run(self) -> tuple[BenchReport, RunOutcome]:
         task = asyncio.current_task()
         assert task is not None
         # Between two steps of the loop, not in the middle of starting a process that then nobody ends.
         _on_endings(task.cancel)
-        starts: list[Startup] = []
-        async with self._server(starts) as (url, started), contextlib.AsyncExitStack() as stack:
-            servers = await self._servers(url, stack)
+        found = Measured()
+        if self.options.arms_in_turn:
+            await self._measure_in_turn(found, task)
+        else:
+            async with self._server(found.starts) as (url, started):
+                await self._measure(found, url, started)
+        return self._report(found), found.outcome
+
+    async def _measure_in_turn(self, found: Measured, task: asyncio.Task[object]) -> None:
+        """Start, measure and end a server for each arm. What one gave is kept where the next one fails."""
+        for arm in self.options.arms_in_turn:
+            flags = self.plain_flags if arm == PLAIN else self.server_flags
+            try:
+                async with self._started(f"blockdraft serve, {arm}", flags) as started:
+                    await self._measure(found, started.url, started, arm)
+            except BenchError as error:
+                if not found.endpoints:
+                    raise
+                found.outcome.trouble = f"the {arm} arm is missing: {error}"
+            except asyncio.CancelledError:  # told to end while a later server was being started
+                if not found.endpoints:
+                    raise
+                task.uncancel()
+                found.outcome.trouble, found.outcome.is_stopped = INTERRUPTED, True
+            if found.outcome.trouble is not None:
+                return
+            _on_endings(task.cancel)
+
+    async def _measure(
+        self, found: Measured, url: str, started: Started | None, arm: Arm | None = None
+    ) -> None:
+        """Measure the grid: on the server's own arms, or as one arm alone."""
+        async with contextlib.AsyncExitStack() as stack:
+            if arm is None:
+                servers = await self._servers(url, stack)
+            else:
+                servers = {arm: await stack.enter_async_context(self._connected(url))}
+            if started is not None and started.fp4_kernels:
+                servers = {
+                    arm: _with_kernels(server, started) if server.endpoint.url == started.url else server
+                    for arm, server in servers.items()
+                }
             limit = self.options.processes or most_processes()
             fleet = await stack.enter_async_context(Fleet(self.grid.loads, limit))
-            headroom = [] if self.options.no_headroom else await self._headroom(fleet)
+            if not self.options.no_headroom and not found.headroom:
+                found.headroom += await self._headroom(fleet)
             stop = asyncio.Event()
             _on_endings(stop.set)
             with Watch(self.grid.total * len(servers), self.console) as watch:
-                runner = Runner(self.grid, servers, watcher=watch, stop=stop, send=fleet.run_block)
+                runner = Runner(
+                    self.grid, servers, watcher=watch, stop=stop, send=fleet.run_block, run_id=self.run_id
+                )
                 outcome = await runner.run()
+        found.add(servers, outcome)
         if started is not None:
-            starts.append(started.facts(next(iter(outcome.cold.values()), None)))
-        return self._report(servers, outcome, starts, headroom), outcome
+            found.starts.append(started.facts(next(iter(outcome.cold.values()), None)))
 
     async def _headroom(self, fleet: Fleet) -> list[GeneratorFigures]:
         self.console.print("measuring the load generator itself …")
@@ -69,17 +138,16 @@ class Session:
             yield options.url, None
             return
         if options.also_eager:
-            async with self._started("blockdraft serve --no-graphs", ["--no-graphs"]) as eager:
+            flags = [*self.server_flags, "--no-graphs"]
+            async with self._started("blockdraft serve --no-graphs", flags) as eager:
                 starts.append(eager.facts(await self._first_answer(eager.url)))
         label = "blockdraft serve" if options.start is None else options.start_command[0]
-        async with self._started(label) as started:
+        async with self._started(label, self.server_flags) as started:
             yield started.url, started
 
-    def _started(
-        self, label: str, more: Sequence[str] = ()
-    ) -> contextlib.AbstractAsyncContextManager[Started]:
+    def _started(self, label: str, flags: Sequence[str]) -> contextlib.AbstractAsyncContextManager[Started]:
         start = self.options.start
-        command = our_command([*self.server_flags, *more]) if start is None else self.options.start_command
+        command = our_command(flags) if start is None else self.options.start_command
         self.console.print(f"starting {label} …")
         return served(command, label, self.options.start_timeout)
 
@@ -110,20 +178,18 @@ class Session:
             servers[PLAIN] = first
         return servers
 
-    def _report(
-        self,
-        servers: dict[Arm, Server],
-        outcome: RunOutcome,
-        starts: Sequence[Startup],
-        headroom: Sequence[GeneratorFigures],
-    ) -> BenchReport:
-        options, grid = self.options, self.grid
-        endpoints = [asdict(server.endpoint) for server in servers.values()]
+    def _report(self, found: Measured) -> BenchReport:
+        options, grid, outcome = self.options, self.grid, found.outcome
+        endpoints = [asdict(found.endpoints[arm]) for arm in (SPECULATIVE, PLAIN) if arm in found.endpoints]
         for endpoint in endpoints:
             endpoint.pop("switches")
         notes = [f"{w.name}: {len(w.prompts)} prompts, {w.source}" for w in grid.workloads]
         if options.table is not None:
             notes.append(f"table {options.table}: {options.preset.published}")
+        if len(options.arms_in_turn) > 1:
+            notes.append(f"one server after the other, {options.arms}: {DRIFT}")
+        if PLAIN not in found.endpoints and endpoints[0]["is_speculative"] and not options.no_baseline:
+            notes.append(NO_BASELINE)
         if outcome.trouble is not None:
             notes.append(f"ended early: {outcome.trouble}")
         if len({endpoint["model"] for endpoint in endpoints}) > 1:
@@ -142,6 +208,8 @@ class Session:
                 "timeout_s": options.timeout,
                 "engine": list(self.shown_flags),
                 "max_tokens": grid.max_tokens,
+                "max_tokens_of": dict(grid.max_tokens_of),
+                "num_runs": grid.num_runs,
                 "num_requests": grid.num_requests,
                 "ignores_eos": grid.ignores_eos,
                 "is_cached": grid.is_cached,
@@ -150,12 +218,17 @@ class Session:
                 "table": options.table,
             },
             machine=machine(),
-            startup=starts,
+            startup=found.starts,
             warmup=[*outcome.cold.values(), *outcome.warm],
-            generator=headroom,
+            generator=found.headroom,
             notes=notes,
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         )
+
+
+def _with_kernels(server: Server, started: Started) -> Server:
+    """The same with what the log of a server that we started tells of it."""
+    return server._replace(endpoint=replace(server.endpoint, fp4_kernels=started.fp4_kernels))
 
 
 def _on_endings(act: Callable[[], object]) -> None:

@@ -32,6 +32,8 @@ from blockdraft.bench.figures import (
     headline_speedup,
     make_estimate,
 )
+from blockdraft.bench.kept_answers import columns_of
+from blockdraft.bench.over_time import over_time
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Group, Speculation
 from blockdraft.bench.speculation import total_of
 
@@ -71,6 +73,9 @@ def summarise(group: Group, *, seed: int) -> Cell:
         "latency_s": _distribution(_known(good, lambda one: one.latency_s), draws),
         "send_lag_s": _distribution(_known(answers, lambda one: one.sent_s - one.planned_s), None),
         "speculation": _speculation(group, good, draws),
+        "answers": columns_of(answers),
+        "runs": [],
+        "over_time": over_time(group),
         "vllm": {},
     }
 

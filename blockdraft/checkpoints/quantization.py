@@ -20,7 +20,14 @@ from blockdraft.checkpoints.quantization_modules import (
     modelopt_match,
     transformers_rule,
 )
-from blockdraft.checkpoints.schemes import FLOATS, FUSED_MXFP4, MODELOPT_NVFP4, ScaledScheme, Scheme
+from blockdraft.checkpoints.schemes import (
+    FLOATS,
+    FUSED_MXFP4,
+    MODELOPT_NVFP4,
+    MODELOPT_NVFP4_AWQ,
+    ScaledScheme,
+    Scheme,
+)
 
 _FP8 = torch.float8_e4m3fn
 
@@ -154,13 +161,14 @@ def _algorithm(fields: Fields) -> str | None:
 def _modelopt_scheme(fields: Fields) -> Scheme:
     algorithm = _algorithm(fields) or "missing"
     fields.refuse("has_zero_point", False)
-    fields.refuse("pre_quant_scale", False)
-    if algorithm == "NVFP4":
+    if algorithm in ("NVFP4", "NVFP4_AWQ"):
         fields.refuse("group_size", 16)
-        return MODELOPT_NVFP4
+        has_factors = algorithm == "NVFP4_AWQ" or bool(fields.raw.get("pre_quant_scale"))
+        return MODELOPT_NVFP4_AWQ if has_factors else MODELOPT_NVFP4
+    fields.refuse("pre_quant_scale", False)
     blocks = {"FP8": (None, None), "FP8_PER_CHANNEL_PER_TOKEN": (1, None), "FP8_PB_WO": (128, 128)}
     if algorithm not in blocks:
-        known = ", ".join(["NVFP4", *blocks])
+        known = ", ".join(["NVFP4", "NVFP4_AWQ", *blocks])
         raise fields.wrong("quant_algo", algorithm, f"which is not supported; supported: {known}")
     return ScaledScheme(f"ModelOpt {algorithm}", _FP8, blocks[algorithm])
 

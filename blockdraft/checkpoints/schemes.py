@@ -8,7 +8,7 @@ only right for some of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -111,6 +111,7 @@ class Fp4Scheme:
     """Four-bit floats, two to a byte, and a scale for each group of columns.
 
     NVFP4 has one more scale for the whole matrix, which multiplies or divides, by the library that wrote it.
+    AWQ has factors for the inputs, too, where they were not folded into the norm before.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Fp4Scheme:
     scale_dtype: torch.dtype
     multiplier: str | None = None
     divisor: str | None = None
+    column_factors: str | None = None
     is_fused: bool = False  # experts together: [E, rows, groups, bytes of a group], rows being outputs
     ignored: tuple[str, ...] = ACTIVATION_SCALES
 
@@ -135,6 +137,8 @@ class Fp4Scheme:
         for suffix in (self.multiplier, self.divisor):
             if suffix is not None:
                 specs[suffix] = TensorSpec((1, 1), (torch.float32,))
+        if self.column_factors is not None:
+            specs[self.column_factors] = TensorSpec((1, columns), FLOATS, is_optional=True)
         return specs
 
     def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
@@ -148,12 +152,16 @@ class Fp4Scheme:
             e8m0(scale) if scale.dtype == torch.uint8 else scale,
             multiplier=None if self.multiplier is None else found[self.multiplier],
             divisor=None if self.divisor is None else found[self.divisor],
+            column_factors=None if self.column_factors is None else found.get(self.column_factors),
         )
 
 
 _FP8 = torch.float8_e4m3fn
 MODELOPT_NVFP4 = Fp4Scheme(
     "NVFP4, ModelOpt layout", ".weight", ".weight_scale", 16, _FP8, multiplier=".weight_scale_2"
+)
+MODELOPT_NVFP4_AWQ = replace(
+    MODELOPT_NVFP4, name="NVFP4 with AWQ, ModelOpt layout", column_factors=".pre_quant_scale"
 )
 COMPRESSED_NVFP4 = Fp4Scheme(
     *("NVFP4, compressed-tensors layout", ".weight_packed", ".weight_scale", 16, _FP8),

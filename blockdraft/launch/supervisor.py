@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from blockdraft.errors import LaunchError
+from blockdraft.fp4_kernels import FALLBACK, is_fp4_fallback, read_fp4_kernel
 from blockdraft.jsonl import as_object
 from blockdraft.launch.command import Command
 from blockdraft.launch.engine_versions import TITLES
@@ -77,6 +78,7 @@ class Supervisor:
         self.version: str | None = None  # as the engine says
         self.max_context: int | None = None
         self.error: str | None = None
+        self.fp4_kernels: list[str] = []  # as its log names them, where weights have four bits
         self._on_line = on_line
         self._phases = PhaseTracker(self.startup)
         self._stop = threading.Event()
@@ -98,7 +100,8 @@ class Supervisor:
         if not self.is_ready or self.launch.head_address is not None:
             return None
         engine = f"{self.title} {self.versions()['version']}"
-        return {"engine": engine, **self._facts, "max_context": self.max_context}
+        more = {"max_context": self.max_context, "fp4_kernels": list(self.fp4_kernels)}
+        return {"engine": engine, **self._facts, **more}
 
     def versions(self) -> dict[str, str]:
         command = self.launch.command
@@ -210,7 +213,8 @@ class Supervisor:
         self._check_name()
         self._check_version()
         drafts = ", with drafts" if self.launch.has_drafter and self._has_drafted() else ""
-        self.startup.note(f"{usage['completion_tokens']} tokens{drafts}")
+        kernels = f"; FP4 kernels, {', '.join(self.fp4_kernels)}" if self.fp4_kernels else ""
+        self.startup.note(f"{usage['completion_tokens']} tokens{drafts}{kernels}")
 
     def _has_drafted(self) -> bool:
         """Whether the engine's own counters say that it drafted the first answer; warns where they do not."""
@@ -285,9 +289,18 @@ class Supervisor:
             output_log.warning("%s: %s", self.title, line)
         if self.is_ready:
             return
+        self._take_fp4_kernel(line)
         sign = read_sign(self.launch.command.engine, line)
         if sign is not None:
             self._phases.take(sign)
+
+    def _take_fp4_kernel(self, line: str) -> None:
+        """Remembers each kernel once: every worker names it."""
+        kernel = read_fp4_kernel(line)
+        if kernel is not None and kernel not in self.fp4_kernels:
+            self.fp4_kernels.append(kernel)
+        if is_fp4_fallback(line) and FALLBACK not in self.startup.warnings:
+            self.startup.warn(FALLBACK)
 
     def _status(self, path: str) -> int | None:
         """The HTTP status of a path; None: no answer."""

@@ -69,7 +69,7 @@ def _stored(weight: Tensor | Packed) -> Matrices | None:
         if weight.block[0] >= values.shape[1]:  # one scale for all rows: the same for each
             return Matrices(values, scale.expand(-1, values.shape[1], -1), (1, weight.block[1]))
         return Matrices(values, scale, weight.block)
-    if isinstance(weight, Fp4Groups) and weight.multiplier is None and weight.divisor is None:
+    if isinstance(weight, Fp4Groups) and weight.has_group_scales_only:
         return Matrices(_by_expert(weight.codes, 3), _by_expert(weight.scale, 3), (1, weight.group_size))
     return None
 

@@ -87,14 +87,16 @@ class Fp4Groups(Buffered):
 
     codes uint8 [..., rows, columns / 2]; scale float8 (e4m3fn or e8m0fnu) [..., rows, columns / group].
     NVFP4 has a second scale, float32 [..., 1, 1], that multiplies (ModelOpt) or divides
-    (compressed-tensors) the first.
+    (compressed-tensors) the first. `column_factors` [..., 1, columns] are what AWQ multiplies the inputs by
+    before the product; here they multiply the weight's columns, which is the same.
     """
 
     codes: Tensor
     scale: Tensor
     multiplier: Tensor | None
     divisor: Tensor | None
-    per_matrix = ("multiplier", "divisor")
+    column_factors: Tensor | None
+    per_matrix = ("multiplier", "divisor", "column_factors")
 
     def __init__(
         self,
@@ -103,18 +105,44 @@ class Fp4Groups(Buffered):
         *,
         multiplier: Tensor | None = None,
         divisor: Tensor | None = None,
+        column_factors: Tensor | None = None,
     ) -> None:
         columns = codes.shape[-1] * 2
         assert columns % scale.shape[-1] == 0, "groups of one size"
         buffers = {"codes": codes, "scale": scale, "multiplier": multiplier, "divisor": divisor}
-        super().__init__((*codes.shape[:-1], columns), buffers)
+        super().__init__((*codes.shape[:-1], columns), {**buffers, "column_factors": column_factors})
         self.group_size = columns // scale.shape[-1]
+
+    @property
+    def has_group_scales_only(self) -> bool:
+        """As MXFP4 has it: what the GPU's kernel for experts multiplies by."""
+        return self.multiplier is None and self.divisor is None and self.column_factors is None
 
     def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> Fp4Groups:
         codes, scale = buffers["codes"], buffers["scale"]
         assert codes is not None
         assert scale is not None
-        return Fp4Groups(codes, scale, multiplier=buffers["multiplier"], divisor=buffers["divisor"])
+        return Fp4Groups(
+            codes,
+            scale,
+            multiplier=buffers["multiplier"],
+            divisor=buffers["divisor"],
+            column_factors=buffers["column_factors"],
+        )
+
+    def stack_with(self, others: Sequence[Packed]) -> Packed:
+        items = [self, *(other for other in others if isinstance(other, Fp4Groups))]
+        factors = next((item.column_factors for item in items if item.column_factors is not None), None)
+        if factors is None or len(items) <= len(others):
+            return super().stack_with(others)
+        first, *rest = [item.with_column_factors(torch.ones_like(factors)) for item in items]
+        return super(Fp4Groups, first).stack_with(rest)
+
+    def with_column_factors(self, factors: Tensor) -> Fp4Groups:
+        """The same with these factors, unless it has its own."""
+        if self.column_factors is not None:
+            return self
+        return self.rebuild(self.shape, {**self.tensors(), "column_factors": factors})
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         scale = self.scale.float()
@@ -124,7 +152,10 @@ class Fp4Groups(Buffered):
             scale = scale / self.divisor
         table = torch.tensor(_E2M1, device=self.codes.device)
         values = table[unpack_nibbles(self.codes).int()].view(*scale.shape, self.group_size)
-        return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+        values = values.mul_(scale.unsqueeze(-1)).flatten(-2)
+        if self.column_factors is not None:
+            values *= self.column_factors.float()
+        return values.to(dtype)
 
 
 def e8m0(raw: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """`blockdraft bench` from end to end: against the stub, whose every figure is known, and our real server."""
 
+import asyncio
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.bench import headroom, load, served
+from blockdraft.bench import headroom, load, saturation, served, session
 from blockdraft.bench.report import load_report
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.cli.main import main
@@ -26,6 +27,7 @@ from blockdraft.settings.settings import cache_dir
 from tests.bench.stub import MODEL, OWN_ROUTES, Script, Stub
 from tests.server.asking import listening
 from tests.server.pair import NAME, PAIR, app_over, models
+from tests.server.stub_install import install_stub
 
 ROOT = Path(__file__).parents[2]
 HAS_KERNELS = why_no_llvm(torch.float32, torch.device("cpu")) is None
@@ -180,10 +182,41 @@ def test_a_table_decides_what_no_flag_says(stub, capsys):
     found = report()
     assert [one["key"]["concurrency"] for one in found["cells"]] == [1, 1, 2, 2] * 2
     assert {one["asked"]["max_tokens"] for one in found["cells"]} == {512}  # the table's
-    said = capsys.readouterr().out
-    header = "workload +concurrency 1 +concurrency 2 *\n"
-    assert len(re.findall(header, said)) == 4  # a table for each of its figures
+    assert [len(one["runs"]) for one in found["cells"]] == [3] * 8
+    assert [one["num_requests"] for one in found["cells"]] == [6, 6, 24, 24] * 2
+    for said in (capsys.readouterr().out, Path("x.md").read_text(), Path("x.html").read_text()):
+        assert "By prompt style, one stream" in said
+        assert len(re.findall("median per request", said)) == 2  # a table for each class
     assert "AEON-7/vllm-dflash" in " ".join(found["notes"])
+
+
+def test_five_classes_in_two_runs_with_lengths_of_their_own(stub, capsys):
+    assert bench(stub.url, "--table", "forum", "--num-prompts", "1", "--no-baseline") == 0
+    found = report()
+    assert [one["asked"]["max_tokens"] for one in found["cells"]] == [256, 512, 1024, 64, 2048]
+    assert found["options"]["num_runs"] == 2
+    said = capsys.readouterr().out
+    assert re.search(r"workload +conc +tokens +tokens +run 1 +run 2 +spread", said)
+    assert re.search(r"program +1 +10 +4 +[\d,.]+ +[\d,.]+ +[\d.]+%", said)
+
+
+def test_a_server_that_queues_is_named_with_the_load_from_which_it_does(stub, capsys):
+    """Answers of 30 ms, one at a time, whoever asks: at 8 they wait for each other."""
+    turn = asyncio.Lock()
+    stream = stub._stream
+
+    async def one_at_a_time(*args):
+        async with turn:
+            return await stream(*args)
+
+    stub._stream, stub.script = one_at_a_time, Script(ttft_s=0.005, num_chunks=2, gap_s=0.025)
+    monkeypatched = ("--workload", "qa", "--concurrency", "1,2,24", "--no-baseline", "--num-prompts", "4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saturation, "MIN_TTFT_S", 0.2)
+        assert bench(stub.url, *monkeypatched) == 0
+    (line,) = [line for line in report()["warnings"] if "saturates" in line]
+    assert line.startswith("qa, as served: TTFT saturates from 24 at a time on: p50 ")
+    assert "--max-num-seqs" in line
 
 
 def test_a_flag_wins_over_the_table_even_with_the_default_value(stub):
@@ -215,6 +248,16 @@ def test_without_a_switch_or_with_no_baseline_there_is_one_arm(stub, has_flag):
     assert [one["arm"] for one in found["cells"]] == ["speculative"]
     assert (found["baseline"], found["pairs"]) == (None, [])
     assert found["cells"][0]["speculation"]["acceptance"] == "unknown"
+
+
+def test_a_server_that_always_drafts_is_told_how_to_get_a_speedup():
+    counters = "vllm:spec_decode_num_drafts_total 1\n"
+    stub = Stub(routes={"/metrics": counters})
+    with stub.running():
+        assert bench(stub.url, *SMALL) == 0
+        assert any("--arms plain,speculative" in note for note in report()["notes"])
+        assert bench(stub.url, *SMALL, "--no-baseline") == 0
+    assert not any("--arms" in note for note in report()["notes"])
 
 
 def test_our_server_without_a_drafter_is_the_plain_arm_alone(stub, capsys):
@@ -256,6 +299,9 @@ def test_a_users_own_file_a_rate_and_turns(stub, tmp_path):
         (["URL", "--depth", "-5"], "--depth '-5': each must be between 0 and"),
         (["URL", "--num-prompts", "0"], "--num-prompts 0 is not a positive number."),
         (["URL", "--max-tokens", "-1"], "--max-tokens -1 is not a positive number."),
+        (["URL", "--max-tokens", "code=0"], "--max-tokens code=0 is not a positive number."),
+        (["URL", "--max-tokens", "cod=9"], "--max-tokens names 'cod', which is not asked: code, reasoning"),
+        (["URL", "--runs", "0"], "--runs 0 is not a positive number."),
         (["URL", "--rate", "inf"], "--rate inf is not a positive number."),
         (["URL", "--rate", "2", "--concurrency", "1"], "--rate is instead of --concurrency and --table"),
         (["URL", "--rate", "2", "--table", "spark"], "--rate is instead of --concurrency and --table"),
@@ -263,6 +309,16 @@ def test_a_users_own_file_a_rate_and_turns(stub, tmp_path):
         (["URL", "--baseline", "URL", "--no-baseline"], "--baseline and --no-baseline: give one of them."),
         (["URL", "--model", "x"], "--model is for our own server, not for 127.0.0.1:"),
         (["URL", "--no-graphs"], "--no-graphs is for our own server, not for 127.0.0.1:"),
+        (["URL", "--engine-python", "p"], "--engine-python is for our own server, not for 127.0.0.1:"),
+        (["--arms", "plain,fast"], "--arms 'plain,fast' is not plain, speculative, or both with a comma."),
+        (["--arms", "plain,plain"], "--arms 'plain,plain' is not plain, speculative, or both"),
+        (["URL", "--arms", "plain"], "--arms starts a server for each arm, so a URL has no place"),
+        (["--arms", "plain", "--start", "x {port}"], "so --start has no place"),
+        (["--arms", "plain", "--also-eager"], "so --also-eager has no place"),
+        (
+            ["--arms", "plain,speculative", "--model", "some/model"],
+            "--arms plain,speculative: no drafter is known for 'some/model': give --draft.",
+        ),
         (["URL", "--also-eager"], "--also-eager is for our own server, not for 127.0.0.1:"),
         (["URL", "--start", "x {port}"], "--start starts a server, but 127.0.0.1:"),
         (["--start", "x {port}", "--width", "4"], "--width is for our own server, not for the server of"),
@@ -452,6 +508,15 @@ def test_another_server_is_started_measured_and_ended(monkeypatch, capsys):
         urllib.request.urlopen(found["endpoint"]["url"] + "/v1/models", timeout=5)
 
 
+def test_the_log_of_a_server_that_was_started_names_its_fp4_kernels(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    said = "Using NvFp4LinearBackend.MARLIN for NVFP4 GEMM"
+    command = f"sh -c 'echo {said}; exec {shlex.quote(sys.executable)} -m tests.bench.stub {{port}}'"
+    assert bench("--start", command, *SMALL) == 0
+    assert report()["endpoint"]["fp4_kernels"] == ["linear: Marlin (MARLIN)"]
+    assert "FP4 kernels: linear: Marlin (MARLIN)." in capsys.readouterr().out
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_a_server_that_does_not_come_up_is_ended_with_its_children(capsys):
     Path("s.sh").write_text("sleep 100 & echo $! > child; echo loading...; echo $$ > parent; sleep 100")
@@ -543,6 +608,66 @@ def test_our_own_server_is_started_eager_and_not_and_paired_with_itself(monkeypa
     assert not any(
         KEY in text for text in (said.out, said.err, *(Path(f"x{end}").read_text() for end in SUFFIXES))
     )
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_arms_of_another_engine_are_started_measured_and_ended_in_turn(monkeypatch, capsys, tmp_path):
+    """The stand-in for vLLM takes three times as long without a drafter."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("STUB", "free")
+    monkeypatch.setenv("STUB_SAYS", "Using FlashInferCutlassNvFp4LinearKernel for NVFP4 GEMM\n")
+    monkeypatch.setenv("STUB_PIDS", str(tmp_path / "pids"))
+    python = install_stub(tmp_path / "engine")
+    engine = ("--engine", "vllm", "--engine-python", python, *PAIR_FLAGS[:6])
+    assert bench(*engine, "--arms", "plain,speculative", *PAIR_LOAD) == 0
+    found = report()
+    assert [start["label"] for start in found["startup"]] == [
+        "blockdraft serve, plain",
+        "blockdraft serve, speculative",
+    ]
+    assert [one["arm"] for one in found["cells"]] == ["plain", "speculative"]
+    assert (found["endpoint"]["is_speculative"], found["baseline"]["is_speculative"]) == (True, False)
+    (pair,) = found["pairs"]
+    assert pair["verdict"] == "pays"
+    assert pair["speedup"]["tpot"]["value"] == pytest.approx(3.0, rel=0.4)
+    assert "one server after the other, plain,speculative: what drifted" in " ".join(found["notes"])
+    said = capsys.readouterr().out
+    assert "Speculation pays: qa at 1." in said
+    assert "FP4 kernels: linear: CUTLASS (FlashInferCutlassNvFp4LinearKernel)." in said
+    assert found["endpoint"]["drafter"].endswith("draft")
+    wait_for(lambda: not any(is_alive(pid) for pid in (tmp_path / "pids").read_text().split()))
+
+
+def test_two_runs_one_after_the_other_become_speedups_over_plain(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for arm in ("plain", "speculative"):
+        assert bench(*PAIR_FLAGS, *PAIR_LOAD, "--arms", arm, out=arm) == 0
+        assert report(arm)["pairs"] == []
+    capsys.readouterr()
+    assert main(["bench", "compare", "plain.json", "speculative.json", "--out", "both"]) == 0
+    said = capsys.readouterr()
+    assert "Greedy answers with and without speculation: 4 of 4 equal." in said.out
+    found = report("both")
+    assert len(found["pairs"]) == 1
+    assert found["pairs"][0]["speedup"]["tokens_per_s"]["interval"] is not None
+    other = json.loads(Path("plain.json").read_text())
+    other["endpoint"]["model"] = "another"
+    Path("other.json").write_text(json.dumps(other))
+    assert main(["bench", "compare", "other.json", "speculative.json"]) == 2
+    assert told(capsys).startswith("other.json is of 'another', speculative.json is of '")
+
+
+def test_an_arm_that_does_not_start_leaves_the_other_one(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    started = session.Session._started
+
+    def fails_later(self, label, flags):
+        return started(self, label, [*flags, "--no-such-flag"] if "speculative" in label else flags)
+
+    monkeypatch.setattr(session.Session, "_started", fails_later)
+    assert bench(*PAIR_FLAGS, *PAIR_LOAD, "--arms", "plain,speculative") == 2
+    assert "the speculative arm is missing: the server ended with code 2" in told(capsys)
+    assert [one["arm"] for one in report()["cells"]] == ["plain"]
 
 
 def test_a_failed_start_says_why(monkeypatch, capsys):

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from blockdraft.bench.compare import compare, terminal, to_json
 from blockdraft.bench.report import build
+from blockdraft.errors import BenchError
 from tests.bench.answers import HOSTILE, answer, arms, facts, group, prompts
 
 
@@ -91,10 +92,11 @@ def test_cells_of_one_report_only_are_listed():
     assert "Only in A: code at 8" in shown(comparison)
 
 
-def test_nothing_in_common():
-    comparison = compare(report(timed(1.0)), report(timed(1.0, workload="prose")))
-    assert comparison.matches == ()
-    assert "No cell is in both" in shown(comparison)
+def test_runs_of_other_loads_are_refused_by_name():
+    with pytest.raises(BenchError) as caught:
+        compare(report(timed(1.0)), report(timed(1.0, workload="prose")), ("a.json", "b.json"))
+    expected = "a.json has code at 1, T 0, speculative, b.json has prose at 1, T 0, speculative."
+    assert str(caught.value) == f"no load is in both: {expected}"
 
 
 def with_max_tokens(count):
@@ -114,8 +116,11 @@ def test_cells_that_differ_in_temperature_alone_are_matched_with_a_warning():
 
 
 def test_a_temperature_that_could_be_either_is_not_guessed():
-    comparison = compare(report(timed(1.0, temperature=0.5), timed(1.0, temperature=0.7)), report(timed(1.0)))
-    assert comparison.matches == ()
+    both = timed(1.0, temperature=0.5), timed(1.0, temperature=0.7)
+    comparison = compare(
+        report(*both, timed(1.0, concurrency=8)), report(timed(1.0), timed(1.0, concurrency=8))
+    )
+    assert len(comparison.matches) == 1
     assert (len(comparison.only_a), len(comparison.only_b)) == (2, 1)
 
 
@@ -128,7 +133,6 @@ def test_a_temperature_that_could_be_either_is_not_guessed():
             "machine (cpu): a CPU in A, another in B",
         ),
         ({}, {"machine": {"cpu": "a CPU", "num_cpus": 2, "gpus": [{"name": "H200"}]}}, "machine (gpus)"),
-        ({}, {"endpoint": facts()["endpoint"] | {"model": "other"}}, "model: a/model in A, other in B"),
     ],
 )
 def test_runs_that_cannot_be_compared_say_so_loudly(a, b, warning):
@@ -192,7 +196,9 @@ def test_eighty_columns_hold_every_name_and_figure():
 
 
 def test_hostile_names_stay_text():
-    hostile = report(timed(1.0, workload=HOSTILE), endpoint=facts()["endpoint"] | {"model": HOSTILE})
+    hostile = report(
+        timed(1.0, workload=HOSTILE), timed(1.0), endpoint=facts()["endpoint"] | {"kind": HOSTILE}
+    )
     comparison = compare(hostile, report(timed(1.0)))
     assert "\x1b" not in shown(comparison) + to_json(comparison)
     assert "alert(1)" in shown(comparison)

@@ -27,10 +27,10 @@ from blockdraft.bench.report import (
     SCHEMA,
     build,
     load_report,
-    rows_of,
     to_json,
     vllm_keys,
 )
+from blockdraft.bench.report_rows import rows_of
 from blockdraft.bench.sheet import number
 from blockdraft.errors import BenchError
 from tests.bench.answers import HOSTILE, answer, arms, facts, group, prompt, prompts, workloads

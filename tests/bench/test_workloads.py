@@ -18,6 +18,7 @@ from blockdraft.bench.datasets import DATASETS
 from blockdraft.bench.filler import filler
 from blockdraft.bench.records import Prompt
 from blockdraft.bench.workloads import (
+    APART,
     CLASSES,
     deepened,
     estimate_tokens_per_word,
@@ -53,7 +54,14 @@ def texts(workload):
 # The built-in classes
 
 
-@pytest.mark.parametrize("name", CLASSES)
+def test_programs_are_short_orders_for_long_answers_and_stand_apart_from_all():
+    prompts = load("program").prompts
+    assert len({prompt.turns[0] for prompt in prompts}) == 12
+    assert all(20 <= len(prompt.turns[0].split()) <= 30 for prompt in prompts)  # about 37 tokens
+    assert "program" not in {workload.name for workload in load_all()}
+
+
+@pytest.mark.parametrize("name", [*CLASSES, *APART])
 def test_a_built_in_class_has_twelve_prompts_of_its_own_category(name):
     workload = load(name)
     assert len(workload.prompts) == 12
@@ -587,4 +595,4 @@ def test_tokens_per_word_come_from_the_measured_usage():
 
 
 def test_every_name_can_be_suggested():
-    assert set(workloads.NAMES) == {*CLASSES, *DATASETS, "random", "all"}
+    assert set(workloads.NAMES) == {*CLASSES, *APART, *DATASETS, "random", "all"}

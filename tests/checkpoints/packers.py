@@ -117,6 +117,13 @@ def modelopt_nvfp4(rows, columns, seed=0, second=0.037):
     return tensors, (reference_e2m1(codes).view(rows, columns // 16, 16) * factors).view(rows, columns)
 
 
+def modelopt_nvfp4_awq(rows, columns, seed=0, second=0.037):
+    """The same, of a weight whose columns were divided by factors that its inputs are multiplied with."""
+    tensors, stored = modelopt_nvfp4(rows, columns, seed=seed, second=second)
+    factors = (randn(columns, seed=seed + 1).abs() + 0.25).to(torch.bfloat16)
+    return {**tensors, ".pre_quant_scale": factors}, torch.einsum("rc,c->rc", stored, factors.float())
+
+
 def fused_mxfp4(experts, rows, columns, seed=0):
     """The experts of gpt-oss, and what transformers makes of them: [experts, columns, rows]."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors

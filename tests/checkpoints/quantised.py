@@ -63,6 +63,18 @@ def nvfp4(weight, seed):
     return packers.modelopt_nvfp4(*weight.shape, seed=seed, second=0.3 * weight.shape[1] ** -0.5)
 
 
+def nvfp4_awq(weight, seed):
+    """Of some projections only: exporters fold the factors of others into the norm before them."""
+    tensors, expected = packers.modelopt_nvfp4_awq(
+        *weight.shape, seed=seed, second=0.3 * weight.shape[1] ** -0.5
+    )
+    return (tensors, expected) if seed % 3 else nvfp4(weight, seed)
+
+
+def nvfp4_awq_experts(weight, seed):
+    return packers.modelopt_nvfp4_awq(*weight.shape, seed=seed, second=0.3 * weight.shape[1] ** -0.5)
+
+
 def gptq(weight, seed, *, is_shuffled=False, middle=False, offset=1):
     rows, columns = weight.shape
     index = torch.arange(columns) // 16
@@ -89,6 +101,16 @@ FP8_SECTION = {
 MODELOPT = {
     "producer": {"name": "modelopt", "version": "0.29.0"},
     "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.gate"]},
+}
+MODELOPT_AWQ = {
+    "producer": {"name": "modelopt", "version": "0.39.0"},
+    "quantization": {
+        "quant_algo": "NVFP4_AWQ",
+        "group_size": 16,
+        "has_zero_point": False,
+        "pre_quant_scale": True,
+        "exclude_modules": ["lm_head", "*.gate"],
+    },
 }
 W4 = {**INT4, "strategy": "group", "group_size": 16}
 W4_ASYMMETRIC = {**W4, "symmetric": False}
@@ -128,6 +150,9 @@ FORMATS = {
     ),
     "nvfp4-modelopt": Format("qwen3", WIDE, nvfp4, quant_file=MODELOPT, extra=INPUT_SCALE),
     "nvfp4-modelopt-moe": Format("qwen3_moe", WIDE_MOE, nvfp4, quant_file=MODELOPT),
+    "nvfp4-awq": Format("qwen3", WIDE, nvfp4_awq, quant_file=MODELOPT_AWQ, extra=INPUT_SCALE),
+    "nvfp4-awq-moe": Format("qwen3_moe", WIDE_MOE, nvfp4_awq_experts, quant_file=MODELOPT_AWQ),
+    "nvfp4-awq-hybrid": Format("qwen3_5", {**HYBRID, **WIDE}, nvfp4_awq, quant_file=MODELOPT_AWQ),
     "nvfp4-compressed-moe": Format(
         "qwen3_moe",
         WIDE_MOE,

@@ -139,6 +139,16 @@ REFUSALS = {
         {f"{GATE}.weight_scale": torch.ones(48, 2)},
         f"'{GATE}.weight_scale' is stored as float32, expected float8_e4m3fn",
     ),
+    "factors of another length": (
+        "nvfp4-awq-moe",
+        {"model.layers.1.self_attn.o_proj.pre_quant_scale": torch.ones(16, dtype=torch.bfloat16)},
+        "o_proj.pre_quant_scale' has shape [16], but config.json asks for",
+    ),
+    "factors that are not announced": (
+        "nvfp4-modelopt",
+        {f"{GATE}.pre_quant_scale": torch.ones(32, dtype=torch.bfloat16)},
+        f"1 tensors that .* '{GATE}.pre_quant_scale'",
+    ),
     "a plain weight is int32": (
         "int4-hybrid",
         {"model.layers.0.linear_attn.in_proj_a.weight": torch.ones(4, 32, dtype=torch.int32)},

@@ -13,6 +13,7 @@ from blockdraft.checkpoints.schemes import (
     COMPRESSED_NVFP4,
     FUSED_MXFP4,
     MODELOPT_NVFP4,
+    MODELOPT_NVFP4_AWQ,
     AwqScheme,
     CompressedIntScheme,
     Fp4Scheme,
@@ -399,6 +400,23 @@ def test_nvidia_nvfp4_in_its_own_file():
     assert found.scheme("model.layers.3.mlp.gate_proj") is not None
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"quant_algo": "NVFP4_AWQ", "has_zero_point": False, "pre_quant_scale": True},
+        {"quant_algo": "NVFP4_AWQ"},
+        {"quant_algo": "NVFP4", "pre_quant_scale": True},
+    ],
+)
+def test_nvfp4_whose_inputs_are_multiplied_first(said):
+    section = {"group_size": 16, "exclude_modules": ["lm_head"], **said}
+    for found in (
+        read_quantization({}, {"quantization": section}, name="m"),
+        read({**NVIDIA_CONFIG, **said, "ignore": ["lm_head"]}),
+    ):
+        assert schemes(found, Q, HEAD) == [MODELOPT_NVFP4_AWQ, PLAIN]
+
+
 def test_nvidia_nvfp4_in_config_json():
     for quant_file in (None, NVIDIA_FILE):
         found = read(NVIDIA_CONFIG, quant_file)
@@ -571,7 +589,15 @@ REFUSED = {
         compressed(format="nvfp4-pack-quantized", weights={**NVFP4_WEIGHTS, "group_size": 32}),
         "group_size = 32",
     ),
-    "modelopt": ({**NVIDIA_CONFIG, "quant_algo": "NVFP4_AWQ"}, "quant_algo = 'NVFP4_AWQ'"),
+    "modelopt": ({**NVIDIA_CONFIG, "quant_algo": "W4A16_AWQ"}, "quant_algo = 'W4A16_AWQ'"),
+    "modelopt zero points": (
+        {**NVIDIA_CONFIG, "quant_algo": "NVFP4_AWQ", "has_zero_point": True},
+        "has_zero_point = True",
+    ),
+    "modelopt factors for fp8": (
+        {**NVIDIA_CONFIG, "quant_algo": "FP8", "pre_quant_scale": True},
+        "pre_quant_scale = True",
+    ),
     "modelopt group": ({**NVIDIA_CONFIG, "group_size": 32}, "group_size = 32"),
     "modelopt mixture": (
         {**NVIDIA_CONFIG, "quant_algo": "MIXED_PRECISION"},

@@ -12,6 +12,7 @@ from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.schemes import (
     FUSED_MXFP4,
     MODELOPT_NVFP4,
+    MODELOPT_NVFP4_AWQ,
     AwqScheme,
     CompressedIntScheme,
     GptqScheme,
@@ -33,6 +34,7 @@ from tests.checkpoints.packers import (
     compress,
     gptq_case,
     modelopt_nvfp4,
+    modelopt_nvfp4_awq,
     randint,
     randn,
 )
@@ -203,6 +205,28 @@ def test_modelopt_nvfp4_by_its_published_layout():
     packed = MODELOPT_NVFP4.pack(tensors, (10, 48))
     assert same(packed.dequantise(torch.float32), expected)
     assert packed.num_bytes == 10 * 24 + 10 * 3 + 4
+
+
+def test_nvfp4_awq_multiplies_the_inputs_first():
+    """In numbers small enough that no sum is rounded: x times the factors, then the stored weight."""
+    tensors, _ = modelopt_nvfp4_awq(10, 48, second=2.0**-3)
+    tensors[".weight_scale"] = torch.exp2(randint(-2, 3, 10, 3)).to(FP8)
+    tensors[".pre_quant_scale"] = randint(1, 200, 48).to(torch.bfloat16)
+    x = randint(-9, 10, 5, 48).double()
+    stored = MODELOPT_NVFP4.pack(tensors, (10, 48)).dequantise(torch.float64)
+    expected = (x * tensors[".pre_quant_scale"].double()) @ stored.T
+    packed = MODELOPT_NVFP4_AWQ.pack(tensors, (10, 48))
+    assert same(packed.matmul(x), expected)
+    assert packed.num_bytes == 10 * 24 + 10 * 3 + 4 + 48 * 2
+    without = {name: tensor for name, tensor in tensors.items() if name != ".pre_quant_scale"}
+    assert same(MODELOPT_NVFP4_AWQ.pack(without, (10, 48)).dequantise(torch.float64), stored)
+
+
+def test_experts_with_and_without_factors_are_stacked():
+    with_factors, weight = modelopt_nvfp4_awq(8, 32, seed=1)
+    without, other = modelopt_nvfp4(8, 32, seed=2)
+    both = stack([MODELOPT_NVFP4_AWQ.pack(tensors, (8, 32)) for tensors in (without, with_factors)])
+    assert same(both.dequantise(torch.float32), torch.stack((other, weight)))
 
 
 def test_modelopt_nvfp4_is_what_compressed_tensors_converts():
@@ -417,6 +441,10 @@ def examples():
             randn(16, 4, seed=seed).abs().to(FP8),
             multiplier=randn(1, 1, seed=seed).abs(),
         ),
+    )
+    yield (
+        "nvfp4-awq",
+        lambda seed: MODELOPT_NVFP4_AWQ.pack(modelopt_nvfp4_awq(16, 64, seed=seed)[0], (16, 64)),
     )
     yield (
         "gguf",

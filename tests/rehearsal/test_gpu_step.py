@@ -1,6 +1,11 @@
 """What benchmarks/gpu_step.py can do without a card: serve with widths that are chosen step by step."""
 
+import gc
+import sys
+import weakref
 from dataclasses import replace
+
+import torch
 
 from benchmarks import gpu_step
 from blockdraft.settings.acceptance_profile import acceptance_rates
@@ -17,3 +22,41 @@ def test_governed_requests_are_timed_with_drafts_kept_by_rates(monkeypatch):
     assert 1 <= found["committed_per_step"] <= found["mean_width"] <= 8
     assert found["tokens_per_s"] > 0
     assert "on the synthetic acceptance" in found["reason"]
+
+
+class FakeEngine:
+    """Held by a circle, as an engine may be: only a collection frees it."""
+
+    def __init__(self):
+        self.me = self
+
+
+def test_each_engine_is_gone_before_the_next_one_is_made(monkeypatch):
+    """A cache of 128 rows takes 40 GB; what is freed but cached cannot be given back during a capture."""
+    engines, events = [], []
+
+    def timed(models, *, num_rows, **more):
+        events.append("begin")
+        assert not any(engine() for engine in engines)
+        engines.append(weakref.ref(FakeEngine()))
+        return {"rows": num_rows}
+
+    for name in ("time_step", "time_engine", "time_governed"):
+        monkeypatch.setattr(gpu_step, name, timed)
+    monkeypatch.setattr(gpu_step, "copy_ceiling", lambda: 1e12)
+    monkeypatch.setattr(gpu_step, "load", lambda *args, **settings: tiny.engine(max_rows=2, width=8).models)
+    monkeypatch.setattr(gpu_step, "_print", lambda *args: None)
+    monkeypatch.setattr(gpu_step, "_print_served", lambda *args: None)
+    monkeypatch.setattr(gpu_step.record, "save", lambda path, result: events.append(result))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("release"))
+    flags = ["--rows", "1", "128", "--width", "1", "8", "--engine", "--governor", "--committed", "4"]
+    monkeypatch.setattr(sys, "argv", ["gpu_step", *flags])
+    gc.disable()
+    try:
+        gpu_step.main()
+    finally:
+        gc.enable()
+    assert events[:-1] == ["release", *["begin", "release"] * 8]
+    assert [len(events[-1][name]) for name in ("steps", "engine", "governed")] == [4, 2, 2]

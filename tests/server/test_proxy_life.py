@@ -12,12 +12,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from blockdraft.fp4_kernels import FALLBACK
 from blockdraft.launch.installed import Installed
 from blockdraft.launch.preflight import as_installed
 from blockdraft.settings.settings import Settings
 from tests.server.proxied import CHAT, HELLO, KEY, MODEL, STREAM, events, running, serve, texts
 from tests.server.stub_install import install_stub, is_alive
 from tests.server.test_life import PAIR, ROOT, alive, wait_for
+from tests.test_fp4_kernels import MARLIN
 
 # ---- the start
 
@@ -70,6 +72,17 @@ def test_a_drafter_that_the_engine_does_not_use_is_said_aloud(tmp_path):
     with running(tmp_path, "--draft", str(PAIR / "draft"), mode="plain") as server:
         (warning,) = httpx.get(f"{server.url()}/ready").json()["warnings"]
         assert "counts no drafts" in warning
+        assert server.end(signal.SIGTERM) == 0
+
+
+def test_the_kernel_for_fp4_weights_is_said_and_a_fallback_is_warned_of(tmp_path):
+    says = f"Using MarlinNvFp4LinearKernel for NVFP4 GEMM\n{MARLIN}\n{MARLIN}\n"
+    with running(tmp_path, environment={"STUB_SAYS": says}) as server:
+        ready = httpx.get(f"{server.url()}/ready").json()
+        assert ready["warnings"] == [FALLBACK]
+        kernel = "linear: Marlin (MarlinNvFp4LinearKernel)"
+        assert ready["phases"][-1]["detail"] == f"4 tokens; FP4 kernels, {kernel}"
+        assert any(kernel in line for line in server.process.errors)  # what the terminal shows
         assert server.end(signal.SIGTERM) == 0
 
 

@@ -1,0 +1,118 @@
+"""A plain run and a speculative one, made one after the other on one card, joined into speed-ups over plain.
+
+Both runs kept their answers, so a joined pair is computed as that of one run: by the same prompts, with an
+interval. What it cannot hold is the machine: whatever drifted between the runs is in the speed-up, and the
+joined report says so.
+"""
+
+from __future__ import annotations
+
+from blockdraft.bench.figures import ArmPair, BenchReport, Cell, make_estimate
+from blockdraft.bench.kept_answers import group_of
+from blockdraft.bench.layout import fact_text
+from blockdraft.bench.records import PLAIN, SPECULATIVE
+from blockdraft.bench.report import pair_warnings
+from blockdraft.bench.report_rows import key_text, whole_rows
+from blockdraft.bench.sheet import clean, row_name
+from blockdraft.bench.statistics import pair
+from blockdraft.errors import BenchError
+
+_ASKED = ("prompts_hash", "max_tokens", "thinking", "ignores_eos", "is_salted", "is_raw")
+_MACHINE = ("cpu", "num_cpus", "gpus")
+
+
+def arms_of(report: BenchReport) -> set[str]:
+    return {cell["arm"] for cell in report["cells"]}
+
+
+def is_joinable(a: BenchReport, b: BenchReport) -> bool:
+    """Whether one is plain alone and the other speculative alone, in either order."""
+    return sorted([*arms_of(a), *arms_of(b)]) == [PLAIN, SPECULATIVE] and arms_of(a) != arms_of(b)
+
+
+def join(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) -> BenchReport:
+    """Return one report of both runs, with pairs. BenchError: loads or questions differ, which are named."""
+    if arms_of(a) == {SPECULATIVE}:
+        a, b, names = b, a, (names[1], names[0])
+    both = _same_cells(a, b, names)
+    joined: BenchReport = {
+        **b,
+        "baseline": a["endpoint"],
+        "startup": [*a["startup"], *b["startup"]],
+        "cells": [cell for two in both for cell in two],
+        "pairs": [_pair(*two, seed=b["options"].get("seed")) for two in both],
+        "warnings": [*_differences(a, b, names), *a["warnings"], *b["warnings"]],
+        "notes": list(dict.fromkeys([_how(a, b, names), *a["notes"], *b["notes"]])),
+    }
+    for row in whole_rows(joined):
+        joined["warnings"] += [] if row.pair is None else pair_warnings(row.pair)
+    return joined
+
+
+def _same_cells(
+    plain: BenchReport, speculative: BenchReport, names: tuple[str, str]
+) -> list[tuple[Cell, Cell]]:
+    """Return each speculative cell with its plain one; BenchError names the first that does not fit."""
+    others = {key_text(cell["key"]): cell for cell in plain["cells"]}
+    mine = {key_text(cell["key"]): cell for cell in speculative["cells"]}
+    for here, there, (name, other) in ((others, mine, names), (mine, others, names[::-1])):
+        missing = [cell for key, cell in here.items() if key not in there]
+        if missing:
+            load = clean(row_name(missing[0]["key"]))
+            raise BenchError(f"{name} measured {load}, {other} did not: join two runs of the same loads.")
+    for key, cell in mine.items():
+        _refuse_other_questions(others[key], cell, names)
+    return [(cell, others[key]) for key, cell in mine.items()]
+
+
+def _refuse_other_questions(plain: Cell, speculative: Cell, names: tuple[str, str]) -> None:
+    for name in _ASKED:
+        values = [cell["asked"][name] for cell in (plain, speculative)]  # type: ignore[literal-required]
+        if values[0] != values[1]:
+            load = clean(row_name(speculative["key"]))
+            said = (
+                f"{names[0]} asked with {name} {fact_text(values[0])}, {names[1]} with {fact_text(values[1])}"
+            )
+            raise BenchError(f"{load}: {said}: join two runs of the same questions.")
+
+
+def _pair(speculative: Cell, plain: Cell, *, seed: object) -> ArmPair:
+    groups = group_of(speculative), group_of(plain)
+    if groups[0] is None or groups[1] is None:
+        return _pair_without_answers(speculative, plain)
+    found = pair(groups[0], groups[1], seed=seed if isinstance(seed, int) else 0)
+    if found["agreement"] is not None:  # where texts part cannot be told from their hashes
+        found["agreement"]["divergences"] = []
+    return found
+
+
+def _pair_without_answers(speculative: Cell, plain: Cell) -> ArmPair:
+    """Of reports that kept no answers the ratio is all there is: no interval, so no verdict."""
+    speeds = speculative["tokens_per_s"]["value"], plain["tokens_per_s"]["value"]
+    tpots = plain["tpot_s"]["p50"], speculative["tpot_s"]["p50"]
+    ratios = [above / below if above is not None and below else None for above, below in (speeds, tpots)]
+    return {
+        "key": speculative["key"],
+        "num_prompts": speculative["num_prompts"],
+        "num_unmatched": 0,
+        "speedup": {"tokens_per_s": make_estimate(ratios[0]), "tpot": make_estimate(ratios[1])},
+        "verdict": "too little",
+        "agreement": None,
+    }
+
+
+def _differences(plain: BenchReport, speculative: BenchReport, names: tuple[str, str]) -> list[str]:
+    """Say where the two runs were not made alike, beside the drafter."""
+    machines = [("machine", name, plain["machine"], speculative["machine"]) for name in _MACHINE]
+    servers = [("server", name, plain["endpoint"], speculative["endpoint"]) for name in ("kind", "version")]
+    return [
+        f"NOT COMPARABLE: {what} ({name}): {fact_text(one.get(name))} in {names[0]}, "
+        f"{fact_text(two.get(name))} in {names[1]}."
+        for what, name, one, two in (*machines, *servers)
+        if one.get(name) != two.get(name)
+    ]
+
+
+def _how(plain: BenchReport, speculative: BenchReport, names: tuple[str, str]) -> str:
+    dates = f"{names[0]} ({plain['date']}) and {names[1]} ({speculative['date']})"
+    return f"plain and speculative are two runs, {dates}: what drifted between them is in the speedup."

@@ -1,0 +1,70 @@
+"""The range of tok/s and of acceptance while a cell was measured, in windows of time as a log has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from blockdraft.bench.figures import Interval, OverTime
+from blockdraft.bench.records import Answer, Block, Group
+
+WINDOWS_S = (10.0, 1.0)  # the first of which a cell has MIN_WINDOWS; vLLM's log has a line every 10 s
+MIN_WINDOWS = 3
+
+Window = tuple[float, float]
+
+
+def over_time(group: Group) -> OverTime | None:
+    """Return the ranges; None where the cell is too short for them."""
+    answers = [answer for answer in group.answers if answer.is_ok]
+    for window_s in WINDOWS_S:
+        windows = [window for block in group.blocks for window in _windows(block, window_s)]
+        if len(windows) >= MIN_WINDOWS:
+            speeds = [sum(_tokens_in(answer, window) for answer in answers) / window_s for window in windows]
+            return {
+                "window_s": window_s,
+                "num_windows": len(windows),
+                "tokens_per_s": _range(speeds),
+                "draft_acceptance_rate": _range(_rates(answers, windows) or _metered_rates(group.blocks)),
+            }
+    return None
+
+
+def _windows(block: Block, window_s: float) -> list[Window]:
+    """Cut a block into whole windows; what is left at its end counts in none."""
+    count = int((block.end_s - block.start_s) // window_s)
+    starts = [block.start_s + place * window_s for place in range(count)]
+    return [(start_s, start_s + window_s) for start_s in starts]
+
+
+def _tokens_in(answer: Answer, window: Window) -> float:
+    return _share_in(answer, window) * (answer.completion_tokens or 0)
+
+
+def _share_in(answer: Answer, window: Window) -> float:
+    """Return how much of an answer was written in a window: evenly, from its first token to its end."""
+    begin_s, end_s = answer.end_s if answer.first_s is None else answer.first_s, answer.end_s
+    if end_s <= begin_s:
+        return float(window[0] <= end_s < window[1])
+    return max(0.0, min(end_s, window[1]) - max(begin_s, window[0])) / (end_s - begin_s)
+
+
+def _rates(answers: Sequence[Answer], windows: Sequence[Window]) -> list[float]:
+    """Return the share of drafts accepted in each window that drafted, where answers say it."""
+    said = [(answer, answer.speculation) for answer in answers if answer.speculation is not None]
+    rates = []
+    for window in windows:
+        shares = [(_share_in(answer, window), drafts) for answer, drafts in said]
+        drafted = sum(share * drafts.drafted for share, drafts in shares)
+        if drafted > 0:
+            rates.append(sum(share * sum(drafts.accepted) for share, drafts in shares) / drafted)
+    return rates
+
+
+def _metered_rates(blocks: Sequence[Block]) -> list[float]:
+    """Return the share accepted in each block, where the server's counters are all there is."""
+    metered = [block.metered for block in blocks if block.metered is not None and block.metered.drafted]
+    return [sum(drafts.accepted) / drafts.drafted for drafts in metered]
+
+
+def _range(values: Sequence[float]) -> Interval:
+    return [min(values), max(values)] if values else None

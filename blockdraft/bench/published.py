@@ -1,0 +1,116 @@
+"""The tables that people publish, filled with the figures of a report (presets.toml says which has which)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from blockdraft.bench.figures import BenchReport, Cell
+from blockdraft.bench.layout import FIGURES, grid
+from blockdraft.bench.options import PRESETS
+from blockdraft.bench.report_rows import ReportRow, arm_names, whole_rows
+from blockdraft.bench.runs import spread
+from blockdraft.bench.sheet import NOTHING, Sheet, full_label, load_text, number
+
+_OF_A_CLASS = ("tokens_per_s", "request_tokens_per_s", "ttft", "tpot")  # of layout.FIGURES
+
+
+def published_tables(report: BenchReport) -> list[Sheet]:
+    """Return the tables of the report's --table; without one, those of several runs where there are some."""
+    rows = whole_rows(report)
+    preset = PRESETS.get(str(report["options"].get("table")))
+    if preset is None:
+        return runs_table(report, rows)
+    names = list(dict.fromkeys(row.key["workload"] for row in rows))
+    loads = sorted({row.key["concurrency"] for row in rows})
+    return [
+        *(grid(report, names, loads, figure) for figure in preset.figures),
+        *(sheet for name in preset.tables for sheet in TABLES[name](report, rows)),
+    ]
+
+
+def runs_table(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
+    """Return one table of tok/s, run by run, with tokens of prompts and answers; none of a single run."""
+    cells = [cell for row in rows for cell in row.cells if cell.get("runs")]
+    count = max((len(cell["runs"]) for cell in cells), default=0)
+    if not count:
+        return []
+    arms = arm_names(report["cells"])
+    has_arms = len({cell["arm"] for cell in cells}) > 1
+    lines = []
+    for cell in cells:
+        speeds = [number(run["tokens_per_s"]) for run in cell["runs"]]
+        lines.append(
+            (
+                full_label(cell["key"]) + (f", {arms[cell['arm']]}" if has_arms else ""),
+                load_text(cell["key"]),
+                _per_answer(cell, cell["tokens_in"]),
+                _per_answer(cell, cell["tokens_out"]),
+                *speeds,
+                *[NOTHING] * (count - len(speeds)),
+                spread_text(cell),
+            )
+        )
+    runs = (f"run {place}" for place in range(1, count + 1))
+    header = ("workload", "conc", "prompt\ntokens", "answer\ntokens", *runs, "spread")
+    return [Sheet("tok/s, run by run", header, tuple(lines))]
+
+
+def _styles(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
+    """Return one table of the lowest load, with a row per workload."""
+    lowest = min((row.key["concurrency"] for row in rows), default=1)
+    lines = tuple(
+        (
+            full_label(row.key),
+            *(
+                FIGURES[figure][1](row)
+                for figure in ("tokens_per_s", "tpot", "committed_per_step", "speedup")
+            ),
+            spread_text(row.cell),
+        )
+        for row in rows
+        if row.key["concurrency"] == lowest
+    )
+    streams = "one stream" if lowest == 1 else f"{lowest} streams"
+    header = ("workload", "tok/s", "TPOT p50 ms", "committed/step", "speedup", "spread")
+    return [Sheet(f"By prompt style, {streams}", header, lines)]
+
+
+def _classes(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
+    """Return a table per workload, with a row per concurrency."""
+    found: dict[str, list[ReportRow]] = {}
+    for row in rows:
+        found.setdefault(full_label(row.key), []).append(row)
+    header = ("concurrency", "tok/s", "median per request", "TTFT p50 ms", "TPOT p50 ms", "spread")
+    return [
+        Sheet(
+            name,
+            header,
+            tuple(
+                (
+                    load_text(row.key),
+                    *(FIGURES[figure][1](row) for figure in _OF_A_CLASS),
+                    spread_text(row.cell),
+                )
+                for row in members
+            ),
+        )
+        for name, members in found.items()
+    ]
+
+
+def spread_text(cell: Cell) -> str:
+    """Write by how much the runs of a cell differ."""
+    share = spread(cell)
+    return NOTHING if share is None else f"{share:.1%}"
+
+
+def _per_answer(cell: Cell, tokens: int | None) -> str:
+    good = cell["num_requests"] - cell["num_failed"]
+    return NOTHING if tokens is None or not good else f"{tokens / good:.0f}"
+
+
+TABLES: dict[str, Callable[[BenchReport, Sequence[ReportRow]], list[Sheet]]] = {
+    "runs": runs_table,
+    "styles": _styles,
+    "classes": _classes,
+}
