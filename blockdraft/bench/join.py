@@ -11,7 +11,7 @@ from blockdraft.bench.figures import ArmPair, BenchReport, Cell, make_estimate
 from blockdraft.bench.kept_answers import group_of
 from blockdraft.bench.layout import fact_text
 from blockdraft.bench.records import PLAIN, SPECULATIVE
-from blockdraft.bench.report import pair_warnings
+from blockdraft.bench.report import NO_BASELINE, pair_warnings
 from blockdraft.bench.report_rows import key_text, whole_rows
 from blockdraft.bench.sheet import clean, row_name
 from blockdraft.bench.statistics import pair
@@ -42,7 +42,7 @@ def join(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) ->
         "cells": [cell for two in both for cell in two],
         "pairs": [_pair(*two, seed=b["options"].get("seed")) for two in both],
         "warnings": [*_differences(a, b, names), *a["warnings"], *b["warnings"]],
-        "notes": list(dict.fromkeys([_how(a, b, names), *a["notes"], *b["notes"]])),
+        "notes": _notes(a, b, names),
     }
     for row in whole_rows(joined):
         joined["warnings"] += [] if row.pair is None else pair_warnings(row.pair)
@@ -111,6 +111,12 @@ def _differences(plain: BenchReport, speculative: BenchReport, names: tuple[str,
         for what, name, one, two in (*machines, *servers)
         if one.get(name) != two.get(name)
     ]
+
+
+def _notes(plain: BenchReport, speculative: BenchReport, names: tuple[str, str]) -> list[str]:
+    """Each note of both once; that there is nothing to compare with is no longer true."""
+    notes = [_how(plain, speculative, names), *plain["notes"], *speculative["notes"]]
+    return [note for note in dict.fromkeys(notes) if note != NO_BASELINE]
 
 
 def _how(plain: BenchReport, speculative: BenchReport, names: tuple[str, str]) -> str:

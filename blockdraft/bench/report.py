@@ -40,6 +40,10 @@ MAX_CACHED_SHARE = 0.1  # of the prompt tokens of first turns; chat templates al
 MAX_SEND_LAG_S = 0.005
 MAX_GENERATOR_USED = 0.6  # of what it can read; beyond, events wait for it
 MAX_COMMITTED = 1.1  # tokens of verify steps over tokens out; the end of an answer cuts some off
+NO_BASELINE = (
+    "no plain decoding to compare with: --arms plain,speculative starts a server for each, or measure a "
+    "plain one and join both files by `blockdraft bench compare`."
+)
 
 Facts = Mapping[str, object]
 

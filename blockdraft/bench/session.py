@@ -21,15 +21,11 @@ from blockdraft.bench.host import machine
 from blockdraft.bench.live import Watch
 from blockdraft.bench.options import Options
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm
-from blockdraft.bench.report import build
+from blockdraft.bench.report import NO_BASELINE, build
 from blockdraft.bench.run import INTERRUPTED, Grid, Runner, RunOutcome, Server, cold_ask
 from blockdraft.bench.served import Started, our_command, served
 from blockdraft.errors import BenchError
 
-NO_BASELINE = (
-    "no plain decoding to compare with: --arms plain,speculative starts a server for each, or measure a "
-    "plain one and join both files by `blockdraft bench compare`."
-)
 DRIFT = "what drifted between them is in the speedup."
 ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -188,7 +184,8 @@ class Session:
             notes.append(f"table {options.table}: {options.preset.published}")
         if len(options.arms_in_turn) > 1:
             notes.append(f"one server after the other, {options.arms}: {DRIFT}")
-        if PLAIN not in found.endpoints and endpoints[0]["is_speculative"] and not options.no_baseline:
+        is_asked_for = not options.no_baseline and not options.arms_in_turn
+        if PLAIN not in found.endpoints and endpoints[0]["is_speculative"] and is_asked_for:
             notes.append(NO_BASELINE)
         if outcome.trouble is not None:
             notes.append(f"ended early: {outcome.trouble}")

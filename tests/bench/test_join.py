@@ -10,7 +10,7 @@ from rich.console import Console
 from blockdraft.bench.compare import refuse_other_models
 from blockdraft.bench.join import is_joinable, join
 from blockdraft.bench.layout import terminal
-from blockdraft.bench.report import build, load_report, to_json
+from blockdraft.bench.report import NO_BASELINE, build, load_report, to_json
 from blockdraft.errors import BenchError
 from tests.bench.answers import HOSTILE, arms, facts, workloads
 
@@ -50,11 +50,12 @@ def test_two_runs_say_what_one_run_of_both_arms_says():
 
 
 def test_the_order_of_the_files_does_not_matter():
-    plain, speculative = two_runs(arms(8))
+    plain, speculative = two_runs(arms(8), notes=["a note", NO_BASELINE])
     assert is_joinable(plain, speculative)
     assert is_joinable(speculative, plain)
     there, back = join(plain, speculative), join(speculative, plain, ("B", "A"))
     assert there == back
+    assert there["notes"][1:] == ["a note"]  # each once, and there is a baseline now
     assert not is_joinable(plain, plain)
     assert not is_joinable(speculative, build(arms(8), **facts()))  # which has its own baseline
 
