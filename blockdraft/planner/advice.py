@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -142,6 +143,10 @@ def _team(case: Case) -> Advice | None:
     who, context = "4-16 users", min(LEAST_CONTEXT, case.pair.target.shape.max_positions)
     if _tried(_with(case, max_rows=1, max_context="auto")) is None:
         return None
+    for flags, roomier in _larger_cache(_with(case, max_rows=TEAM_ROWS, max_context=context)):
+        fit = _tried(roomier)
+        if fit is not None and fit.sequences(context) >= TEAM_ROWS:
+            return Advice(who, f"{flags} --max-rows {TEAM_ROWS}", f"{TEAM_ROWS} at {context:,} tokens each")
     for rows in range(TEAM_ROWS, TEAM_MIN - 1, -1):
         fit = _tried(_with(case, max_rows=rows, max_context="auto"))
         longest = 0 if fit is None else fit.longest(rows, fit.max_context)
@@ -232,7 +237,13 @@ def fixes(case: Case, *, serves_less: bool = True) -> tuple[Fix, ...]:
     context, rows = wanted(case)
     found: list[Fix] = []
     smaller = _smaller(case) if serves_less else ()
-    for flags, changed in (*_savings(case), *smaller, *_other_engines(case), *_without_drafter(case)):
+    for flags, changed in (
+        *_savings(case),
+        *_larger_cache(case),
+        *smaller,
+        *_other_engines(case),
+        *_without_drafter(case),
+    ):
         has_enough_cards = found and "--tensor-parallel" in found[-1].flags and "--tensor-parallel" in flags
         fit = None if has_enough_cards else _tried(changed)
         if fit is None:
@@ -269,6 +280,21 @@ def _savings(case: Case) -> Iterator[tuple[str, Case]]:
         yield f"--max-rows {TEAM_ROWS}", _with(case, max_rows=TEAM_ROWS)
     if case.settings.chunk == "auto":
         yield "--chunk 512", _with(case, chunk=512)
+
+
+def _larger_cache(case: Case) -> Iterator[tuple[str, Case]]:
+    """On a CPU, whose cache is small unless somebody asks: as much as the request takes."""
+    is_cpu = not case.machine.gpu_bytes or case.settings.device == "cpu"
+    if not is_cpu or case.settings.engine != "native" or case.settings.cache_bytes != "auto":
+        return
+    fit = _planned(_with(case, max_rows=1, max_context="auto"))
+    if fit is not None:
+        context, rows = wanted(case)
+        # With what pages leave empty, in whole gigabytes.
+        num_bytes = math.ceil(fit.footprint.at(context) * rows * 1.01 / 1e9) * 10**9
+        fixed = sum(item.num_bytes for item in fit.items if not item.name.endswith("cache"))
+        if fixed + num_bytes <= fit.budget:
+            yield f"--cache-bytes {num_bytes}", _with(case, cache_bytes=num_bytes)
 
 
 def _without_drafter(case: Case) -> Iterator[tuple[str, Case]]:

@@ -45,7 +45,8 @@ DEEPSEEK = {
 
 def case_of(settings, pair, machine, card):
     names = (pair.target.shape.name, pair.draft.shape.name if pair.draft else "")
-    return Case(settings, machine, pair, card_by_key(card), published_acceptance(*names))
+    card = None if card is None else card_by_key(card)
+    return Case(settings, machine, pair, card, published_acceptance(*names))
 
 
 def test_the_cache_is_counted_by_kind_of_layer():
@@ -265,6 +266,17 @@ def test_nothing_is_advised_that_cannot_start():
     small = replace(on(card), gpu_bytes=1 << 30, gpu_free_bytes=1 << 30)
     found = {advice.who for advice in advise(case_of(settings, pair, small, card))}
     assert found == {"out of memory"}, "no flag makes a fleet of it"
+
+
+def test_on_a_cpu_a_larger_cache_is_advised_where_the_modest_one_is_the_limit():
+    settings, pair = opened("qwen3-8b", device="cpu", quantization="int8")
+    machine = Machine(memory_bytes=64 << 30)
+    found = {advice.who: advice for advice in advise(case_of(settings, pair, machine, None))}
+    team = parsed(settings, found["4-16 users"].flags)
+    assert team.cache_bytes > 1 << 30
+    assert fit_pair(team, machine, pair).sequences(4096) >= 16
+    small = replace(machine, memory_bytes=14 << 30)  # nothing larger fits beside the weights
+    assert not any("--cache-bytes" in one.flags for one in advise(case_of(settings, pair, small, None)))
 
 
 def test_a_fleet_that_does_not_fit_is_told_what_would():
