@@ -166,6 +166,8 @@ def test_a_model_that_is_not_there_ends_with_one_line_and_code_2(tmp_path):
     assert len(complaints) == 1
     assert "nothing" in complaints[0]
     assert "Traceback" not in process.text
+    assert "ending:" not in process.text  # nobody asked it to end
+    assert "; not ready yet, /ready says how far it is" in process.text
 
 
 @pytest.mark.slow
