@@ -12,8 +12,8 @@ from blockdraft.cli.main import COMMANDS as MAIN_COMMANDS
 from blockdraft.cli.main import main as blockdraft
 from blockdraft.planner.known_pairs import KnownFamily, KnownPair, find_models
 from blockdraft.settings import recipe
-from blockdraft.settings.known_names import OTHERWISE, SAME
-from blockdraft.settings.settings import OTHER_VARIABLES, SETTING_NAMES, Settings
+from blockdraft.settings.known_names import OTHERWISE, SAME, explained
+from blockdraft.settings.settings import OTHER_VARIABLES, Settings
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODELS_TEMPLATE = Path(__file__).parent / "models.in.md"
@@ -70,10 +70,9 @@ def settings_page() -> str:
 def names_page() -> str:
     """Every name of others that known_names.py takes or explains."""
     same = [row(f"`{theirs}`", whose, f"`{ours}`") for theirs, (whose, ours) in sorted(SAME.items())]
-    spelt = {name: f"`{name}`" for name in SETTING_NAMES}
     otherwise = [
-        row(f"`{theirs}`", whose, told.format_map(spelt))
-        for theirs, (whose, told) in sorted(OTHERWISE.items())
+        row(f"`{theirs}`", whose, explained(theirs, lambda name: f"`{name}`").removeprefix("is our "))
+        for theirs, (whose, _) in sorted(OTHERWISE.items())
     ]
     lines = [
         "# Names from elsewhere",
