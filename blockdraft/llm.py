@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -84,7 +85,7 @@ class LLM:
         warn: Callable[[str], None] | None = None,
         **settings: object,
     ) -> None:
-        tell = warn if warn is not None else lambda text: warnings.warn(text, stacklevel=5)
+        tell = warn if warn is not None else _warn_caller
         settings = as_our_settings(settings, tell)
         for name, value in {"model": model, "draft": draft}.items():
             if value != DEFAULTS[name]:  # a default of this signature must not hide what a recipe says
@@ -219,6 +220,14 @@ class DeltaStream:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _warn_caller(text: str) -> None:
+    """A warning of Python's whose place is the line outside of this package that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "blockdraft":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def _is_one(prompts: Prompt | Items[Prompt]) -> bool:
