@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
@@ -18,7 +16,7 @@ from blockdraft.engine.request import (
     TokenLogprobs,
 )
 from blockdraft.engine.turns import Turns
-from blockdraft.errors import RequestError
+from blockdraft.errors import RequestError, warn_caller
 from blockdraft.settings.known_names import as_our_settings
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.settings import DEFAULTS
@@ -85,7 +83,7 @@ class LLM:
         warn: Callable[[str], None] | None = None,
         **settings: object,
     ) -> None:
-        tell = warn if warn is not None else _warn_caller
+        tell = warn if warn is not None else warn_caller
         settings = as_our_settings(settings, tell)
         for name, value in {"model": model, "draft": draft}.items():
             if value != DEFAULTS[name]:  # a default of this signature must not hide what a recipe says
@@ -220,14 +218,6 @@ class DeltaStream:
 
     def __del__(self) -> None:
         self.close()
-
-
-def _warn_caller(text: str) -> None:
-    """A warning of Python's whose place is the line outside of this package that led here."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "blockdraft":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
 
 
 def _is_one(prompts: Prompt | Items[Prompt]) -> bool:

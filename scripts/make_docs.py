@@ -35,7 +35,8 @@ def settings_page() -> str:
         "",
         "`engine_args` and `engine_env` add up instead: more flags do not cost those of the recipe. A key of",
         "a recipe or a `BLOCKDRAFT_` variable that nobody would read is an error. `auto` is resolved in",
-        "`plan.py`; on a CPU: float32, 16 rows, chunks of 256, 1 GiB of cache or what two contexts need,",
+        "`plan.py`; on a CPU: int8 where its quality was measured ([quality.md](quality.md)), else float32;",
+        "16 rows, chunks of 256, 1 GiB of cache or what two contexts need,",
         "the model's own context as far as that reaches, width 1 without a drafter and with one what was",
         "measured to be fastest ([width.md](width.md)). The drafter that `auto` means is the one",
         "that ships for the model: so far the default model alone has one.",
@@ -67,13 +68,15 @@ def settings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _told(theirs: str) -> str:
+    told = explained(theirs, lambda name: f"`{name}`").removeprefix("is our ")
+    return told.replace("--no-graphs", "`--no-graphs`")
+
+
 def names_page() -> str:
     """Every name of others that known_names.py takes or explains."""
     same = [row(f"`{theirs}`", whose, f"`{ours}`") for theirs, (whose, ours) in sorted(SAME.items())]
-    otherwise = [
-        row(f"`{theirs}`", whose, explained(theirs, lambda name: f"`{name}`").removeprefix("is our "))
-        for theirs, (whose, _) in sorted(OTHERWISE.items())
-    ]
+    otherwise = [row(f"`{theirs}`", whose, _told(theirs)) for theirs, (whose, _) in sorted(OTHERWISE.items())]
     lines = [
         "# Names from elsewhere",
         "",

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from blockdraft.cli.main import main
-from blockdraft.errors import BlockdraftError, CapacityError, ModelError
-from blockdraft.llm import LLM, _warn_caller
+from blockdraft.errors import BlockdraftError, CapacityError, ModelError, warn_caller
+from blockdraft.llm import LLM
 from blockdraft.machine import nvml
 from blockdraft.machine.limits import Limits
 from blockdraft.machine.machine import Gpu, Machine, read_holders
@@ -280,7 +280,7 @@ def test_the_python_api_warns(machine, monkeypatch):
         LLM(tiny.TARGET, "none", **SMALL)
     assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match="far inside") as caught:
-        with_kernels_that_compile(None, lambda _: _warn_caller("far inside"), None)  # through our own frames
+        with_kernels_that_compile(None, lambda _: warn_caller("far inside"), None)  # through our own frames
     assert caught[0].filename == __file__
     torch_says(monkeypatch, RuntimeError(TOO_OLD))
     with pytest.raises(BlockdraftError, match="cannot be used"):
