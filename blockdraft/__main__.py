@@ -1,6 +1,7 @@
 """The command `blockdraft`, and python -m blockdraft: Ctrl-C is no traceback, however early it comes."""
 
-import signal
+# Not `signal`, whose import takes long enough to be interrupted.
+import _signal as signal  # type: ignore[import-not-found]
 
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it
 

@@ -12,6 +12,9 @@
 A message has three parts: what happened, the value, what to do. A traceback means a bug of ours.
 """
 
+import sys
+import warnings
+
 
 class BlockdraftError(Exception):
     """Base of every error a user can cause."""
@@ -48,3 +51,11 @@ class LaunchError(BlockdraftError):
 
 class BenchError(BlockdraftError):
     """A benchmark cannot be run as asked."""
+
+
+def warn_caller(text: str) -> None:
+    """A warning of Python's whose place is the line outside of this package that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "blockdraft":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
@@ -17,7 +16,7 @@ from blockdraft.engine.request import (
     TokenLogprobs,
 )
 from blockdraft.engine.turns import Turns
-from blockdraft.errors import RequestError
+from blockdraft.errors import RequestError, warn_caller
 from blockdraft.settings.known_names import as_our_settings
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.settings import DEFAULTS
@@ -84,7 +83,7 @@ class LLM:
         warn: Callable[[str], None] | None = None,
         **settings: object,
     ) -> None:
-        tell = warn if warn is not None else lambda text: warnings.warn(text, stacklevel=5)
+        tell = warn if warn is not None else warn_caller
         settings = as_our_settings(settings, tell)
         for name, value in {"model": model, "draft": draft}.items():
             if value != DEFAULTS[name]:  # a default of this signature must not hide what a recipe says

@@ -35,6 +35,7 @@ class StartState:
     seconds: float | None
     phases: tuple[Phase, ...]
     warnings: tuple[str, ...]
+    speculation: str
     error: str | None
 
 
@@ -56,6 +57,7 @@ class StartProgress:
         self._state: State = "starting"
         self._seconds: float | None = None  # from the beginning until ready
         self._warnings: list[str] = []
+        self._speculation = ""
         self._error: str | None = None
 
     @contextmanager
@@ -66,7 +68,8 @@ class StartProgress:
 
     def _exported(self) -> StartState:
         phases = tuple(replace(phase) for phase in self._phases.values())
-        return StartState(self._state, self._seconds, phases, tuple(self._warnings), self._error)
+        warnings = tuple(self._warnings)
+        return StartState(self._state, self._seconds, phases, warnings, self._speculation, self._error)
 
     def follow(self, other: StartState) -> None:
         """Be where the progress in another process is; whoever drains here goes on doing so."""
@@ -75,7 +78,7 @@ class StartProgress:
                 self._state = other.state
             self._seconds, self._error = other.seconds, other.error
             self._phases = {phase.name: phase for phase in other.phases}
-            self._warnings = list(other.warnings)
+            self._warnings, self._speculation = list(other.warnings), other.speculation
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -127,6 +130,11 @@ class StartProgress:
             self._warnings.append(text)
         self._report(f"warning: {text}")
 
+    def tell_speculation(self, text: str) -> None:
+        """Whether drafts will be made to begin with, and why."""
+        with self._changing():
+            self._speculation = text
+
     def ready(self) -> None:
         """The start has ended well; a server that has been told to end meanwhile goes on draining."""
         with self._changing():
@@ -153,6 +161,11 @@ class StartProgress:
     def warnings(self) -> tuple[str, ...]:
         with self._lock:
             return tuple(self._warnings)
+
+    @property
+    def speculation(self) -> str:
+        """Empty where nobody has found out yet, or another engine serves."""
+        return self._speculation
 
     def phases(self) -> tuple[Phase, ...]:
         """Copies, as they are now."""

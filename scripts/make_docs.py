@@ -12,8 +12,8 @@ from blockdraft.cli.main import COMMANDS as MAIN_COMMANDS
 from blockdraft.cli.main import main as blockdraft
 from blockdraft.planner.known_pairs import KnownFamily, KnownPair, find_models
 from blockdraft.settings import recipe
-from blockdraft.settings.known_names import OTHERWISE, SAME
-from blockdraft.settings.settings import OTHER_VARIABLES, SETTING_NAMES, Settings
+from blockdraft.settings.known_names import OTHERWISE, SAME, explained
+from blockdraft.settings.settings import OTHER_VARIABLES, Settings
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODELS_TEMPLATE = Path(__file__).parent / "models.in.md"
@@ -35,7 +35,8 @@ def settings_page() -> str:
         "",
         "`engine_args` and `engine_env` add up instead: more flags do not cost those of the recipe. A key of",
         "a recipe or a `BLOCKDRAFT_` variable that nobody would read is an error. `auto` is resolved in",
-        "`plan.py`; on a CPU: float32, 16 rows, chunks of 256, 1 GiB of cache or what two contexts need,",
+        "`plan.py`; on a CPU: int8 where its quality was measured ([quality.md](quality.md)), else float32;",
+        "16 rows, chunks of 256, 1 GiB of cache or what two contexts need,",
         "the model's own context as far as that reaches, width 1 without a drafter and with one what was",
         "measured to be fastest ([width.md](width.md)). The drafter that `auto` means is the one",
         "that ships for the model: so far the default model alone has one.",
@@ -68,14 +69,15 @@ def settings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _told(theirs: str) -> str:
+    told = explained(theirs, lambda name: f"`{name}`").removeprefix("is our ")
+    return told.replace("--no-graphs", "`--no-graphs`")
+
+
 def names_page() -> str:
     """Every name of others that known_names.py takes or explains."""
     same = [row(f"`{theirs}`", whose, f"`{ours}`") for theirs, (whose, ours) in sorted(SAME.items())]
-    spelt = {name: f"`{name}`" for name in SETTING_NAMES}
-    otherwise = [
-        row(f"`{theirs}`", whose, told.format_map(spelt))
-        for theirs, (whose, told) in sorted(OTHERWISE.items())
-    ]
+    otherwise = [row(f"`{theirs}`", whose, _told(theirs)) for theirs, (whose, _) in sorted(OTHERWISE.items())]
     lines = [
         "# Names from elsewhere",
         "",

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.cli.flags import dataclass_from, table
+from blockdraft.errors import SettingsError
 from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
 
 if TYPE_CHECKING:
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from blockdraft.training.fit_report import FitReport
 
 SUMMARY = "say whether a drafter fits a target and a workload, and why not"
-USAGE = "blockdraft fit TARGET DRAFTER [flags]"
+USAGE = "blockdraft fit [TARGET] [DRAFTER] [flags]"
 DESCRIPTION = (
     "Answer prompts with the drafter, your own or the built-in ones of `blockdraft bench`, and say what it "
     "commits, by category and position. Then change in "
@@ -31,8 +34,12 @@ SHOWN_POSITIONS = 15
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("target", metavar="TARGET", help="folder, hub id, GGUF file, or 'default'")
-    add("drafter", metavar="DRAFTER", help="folder or hub id")
+    target_help = "folder, hub id, GGUF file, or 'default' (default: default)"
+    add("target", nargs="?", metavar="TARGET", help=target_help)
+    drafter_help = "folder, hub id, or 'auto', the one that ships for the target (default: auto)"
+    add("drafter", nargs="?", metavar="DRAFTER", help=drafter_help)
+    add("--model", metavar="NAME", help="the same as TARGET")
+    add("--draft", metavar="NAME", help="the same as DRAFTER")
     add(
         "--prompts",
         type=Path,
@@ -65,8 +72,10 @@ def run(args: argparse.Namespace) -> int:
     from blockdraft.training.drafter_fit import conversations_of, fit
     from blockdraft.training.fit_report import FitQuestion
 
-    question = dataclass_from(FitQuestion, args)
-    with stage_bars(is_quiet=args.quiet) as bars:
+    target = _one_of("targets", args.target, args.model) or "default"
+    drafter = _one_of("drafters", args.drafter, args.draft) or "auto"
+    question = dataclass_from(FitQuestion, args, target=target, drafter=drafter)
+    with _warnings_as_lines(), stage_bars(is_quiet=args.quiet) as bars:
         report = fit(question, conversations_of(question), stage_shower(bars, is_quiet=args.quiet))
     if args.json:
         if report.agreement is not None and not report.agreement.agrees:
@@ -76,6 +85,22 @@ def run(args: argparse.Namespace) -> int:
         for line in lines(report):
             print(line)
     return 0 if report.fits else EXIT_DOES_NOT_FIT
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """What the engine warns of is a line for people, without a place in our code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+        yield
+
+
+def _one_of(what: str, word: str | None, flag: str | None) -> str | None:
+    """What was given by its place or by its flag; None: neither."""
+    if word is not None and flag is not None and word != flag:
+        raise SettingsError(f"two {what}, '{word}' and '{flag}': give one.")
+    return word if word is not None else flag
 
 
 def lines(report: FitReport) -> Iterator[str]:

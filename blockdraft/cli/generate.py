@@ -7,6 +7,7 @@ import io
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,7 +42,8 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to answer; '-' reads it from stdin")
+    prompt_help = "what to answer; '-', or nothing behind a pipe, reads it from stdin"
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=prompt_help)
     file_help = "its text is part of the prompt, behind PROMPT; may be repeated; '-': stdin"
     parser.add_argument("--file", action="append", default=[], metavar="FILE", help=file_help)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
@@ -89,11 +91,22 @@ def _read(flag: str, name: str) -> str:
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    """PROMPT, then the files, a blank line between them."""
-    if args.prompt is None and not args.file:
-        raise SettingsError("there is no prompt: give PROMPT, or --file FILE, or '-' to read it from stdin.")
-    parts = [] if args.prompt is None else [prompt_from(args.prompt)]
-    return "\n\n".join([*parts, *(_read("--file", name).removesuffix("\n") for name in args.file)])
+    """PROMPT, then the files, a blank line between them; what is piped where there is neither."""
+    first = args.prompt
+    if first is None and not args.file:
+        if not _is_piped(args):
+            raise SettingsError("there is no prompt: give PROMPT, or --file FILE, or '-' for stdin.")
+        first = "-"
+    parts = [] if first is None else [prompt_from(first)]
+    prompt = "\n\n".join([*parts, *(_read("--file", name).removesuffix("\n") for name in args.file)])
+    if prompt == "":
+        raise SettingsError("the prompt is empty: give PROMPT, or --file FILE, or '-' for stdin.")
+    return prompt
+
+
+def _is_piped(args: argparse.Namespace) -> bool:
+    """Whether stdin comes from somewhere and nothing else wants it."""
+    return sys.stdin is not None and not sys.stdin.isatty() and "-" not in (args.json_schema, args.grammar)
 
 
 def _check_sources(args: argparse.Namespace) -> None:
@@ -123,7 +136,12 @@ def run(args: argparse.Namespace) -> int:
         (result,) = llm.generate(prompt, sampling) if args.raw else llm.chat(messages, sampling)
         _print_json(llm, result, warnings)
         return 0
-    seen = _print_text(llm.stream(prompt if args.raw else messages, sampling), sampling.n)
+    seen, begun_s = list[Delta](), time.monotonic()
+    try:
+        _print_text(llm.stream(prompt if args.raw else messages, sampling), sampling.n, seen)
+    except KeyboardInterrupt:
+        _tell_stopped(seen, time.monotonic() - begun_s)
+        raise
     timing_only = f" (timing only: {settings.suffix})" if settings.suffix else ""
     line = speed_line(seen, has_drafter=llm.engine.models.draft_config is not None)
     print(line + timing_only, file=sys.stderr)
@@ -148,11 +166,22 @@ def open_llm(args: argparse.Namespace, settings: Settings) -> tuple[LLM, list[st
     return llm, warnings
 
 
-def _print_text(deltas: Iterator[Delta], num_choices: int) -> list[Delta]:
-    """Print one answer as it comes; several one after the other, each under its number, when all are done."""
+def _tell_stopped(seen: list[Delta], seconds: float) -> None:
+    """The line of figures of an answer that somebody has ended, if it had begun."""
+    num_tokens = sum(len(delta.token_ids) for delta in seen)
+    if num_tokens:
+        print(flush=True)
+        rate = f"{_rate(num_tokens, seconds):.1f} tok/s, {num_tokens / len(seen):.2f} tokens per step"
+        print(f"stopped after {num_tokens} tokens in {seconds:.1f} s: {rate}", file=sys.stderr)
+
+
+def _print_text(deltas: Iterator[Delta], num_choices: int, seen: list[Delta]) -> None:
+    """Print one answer as it comes; several one after the other, each under its number, when all are done.
+
+    `seen` receives what has come.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
-    seen = []
     for delta in deltas:
         seen.append(delta)
         if num_choices == 1:
@@ -163,7 +192,6 @@ def _print_text(deltas: Iterator[Delta], num_choices: int) -> list[Delta]:
         for index in range(num_choices):
             text = "".join(delta.text for delta in seen if delta.index == index)
             print(f"[{index + 1} of {num_choices}]\n{text}", flush=True)
-    return seen
 
 
 def speed_line(deltas: list[Delta], *, has_drafter: bool) -> str:

@@ -100,6 +100,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         )
         command.add_arguments(parsers[name])
         parsers[name].set_defaults(run=command.run)
+    if argv and argv[0].startswith("-") and argv[0] not in parser.flags():
+        parser.refuse(argv[:1])
     if argv and argv[0] in parsers:
         argv, notes = as_our_flags(argv, parsers[argv[0]].flags())
         for note in notes:

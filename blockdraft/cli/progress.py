@@ -5,22 +5,31 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from blockdraft.phases import StartProgress
 
 REDRAW_S = 0.1
 
 
-def draw(startup: StartProgress) -> None:
+class Detail(ProgressColumn):
+    """What a phase does: the one column that gives way where a line is too short."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["detail"], style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def draw(startup: StartProgress, console: Console | None = None) -> None:
     """Returns when the start has ended, well or not."""
     columns = (
         TextColumn("{task.description:<9}"),
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[detail]}", style="dim"),
+        Detail(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = console if console is not None else Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
         while True:
             is_over = startup.state != "starting"

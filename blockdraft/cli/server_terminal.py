@@ -27,7 +27,12 @@ def set_up_logs(args: argparse.Namespace, secrets: tuple[str, ...]) -> Callable[
     logs.set_up(is_json=args.json_logs, level=logging.INFO, secrets=secrets)
     logging.getLogger("blockdraft.access").setLevel(logging.INFO if args.access_log else logging.WARNING)
     log = logging.getLogger("blockdraft")
-    return log.debug if _is_drawn(args) else log.info
+
+    def report(line: str) -> None:
+        text = line.removeprefix("warning: ")
+        log.log(logging.INFO if text == line else logging.WARNING, "%s", text)
+
+    return log.debug if _is_drawn(args) else report
 
 
 def _is_drawn(args: argparse.Namespace) -> bool:
@@ -53,12 +58,20 @@ def serve_until_told(
         from blockdraft.cli.progress import draw
 
         draw(service.startup)
+        if service.startup.state != "ready":
+            show_warnings()
+
+    def show_warnings() -> None:
         for warning in service.startup.warnings:
             print(f"warning: {warning}", file=sys.stderr)
 
     def announce() -> None:
         address = address_of(listener)
         print(f"'{name}' is ready: {address}/ to look, {address}/v1 for clients", flush=True)
+        if _is_drawn(args):  # a log has these lines already
+            if service.startup.speculation:
+                print(service.startup.speculation, file=sys.stderr)
+            show_warnings()
 
     server = DrainingServer(app, service, options, drain_timeout_s=args.drain_timeout)
     server.serve_on(listener, show_start=show_start, on_ready=announce)

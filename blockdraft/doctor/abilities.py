@@ -60,7 +60,9 @@ def _state(is_native: bool) -> State:
 
 
 def _of_cpu(features: frozenset[str]) -> Iterator[Ability]:
-    yield Ability("float32", "native", "the default", "--dtype float32")
+    whole = "the default where its loss was measured (docs/quality.md); else by --quantization int8"
+    yield Ability("int8", "native", whole, "not checked by us")
+    yield Ability("float32", "native", "the default of other models", "--dtype float32")
     has_own = not features.isdisjoint(BF16_FEATURES)
     ours = "by --dtype bfloat16, with PyTorch's kernels: ours compute in float32"
     others = "the default" if has_own else "--dtype float32 instead: bf16 is slow, or ends with SIGILL"

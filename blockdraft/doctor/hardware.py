@@ -71,7 +71,7 @@ def _no_gpu(root: Path) -> Finding:
         says = "there is a driver, but no card that this process may see"
         advice = "look at CUDA_VISIBLE_DEVICES; in a container, at --gpus"
         return Finding("machine", "GPU", "warning", says, advice)
-    return Finding("machine", "GPU", "ok", "none: the native engine runs on the CPU, in float32")
+    return Finding("machine", "GPU", "ok", "none: the native engine runs on the CPU")
 
 
 # ---- processor and memory

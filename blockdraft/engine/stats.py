@@ -63,8 +63,8 @@ class Load:
         if self.governed_width == 1:
             return f"speculation: off for now, plain decoding is as fast with {at_once}"
         return (
-            f"speculation: on, {self.governed_width} tokens per step, {self.speedup:.1f}x the speed of plain "
-            f"decoding with {at_once}"
+            f"speculation: on, {self.governed_width} tokens tried per step, {self.speedup:.1f}x the speed of "
+            f"plain decoding with {at_once}"
         )
 
 

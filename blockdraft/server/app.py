@@ -159,7 +159,9 @@ class _Api:
         start, snapshot = self.loop.startup.snapshot(), None
         if start["state"] == "ready":
             snapshot = await self.loop.snapshot()
-        return start_response(start if snapshot is None else {**start, "speculation": snapshot.speculation})
+        if snapshot is not None:  # until an answer tells, what the start found
+            start["speculation"] = snapshot.speculation or self.loop.startup.speculation
+        return start_response(start)
 
     async def version(self, request: Request) -> Response:
         version: Version = {"version": __version__}

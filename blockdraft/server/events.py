@@ -63,6 +63,7 @@ class LoopFeed:
             "tokens_per_second": _mean([point.tokens for point in window]),
             "steps_per_second": _mean([point.steps for point in window]),
             **fate_of_drafts(lately.tokens_per_block, lately.acceptance),
+            "num_drafts": snapshot.num_drafts,
             "running": snapshot.num_running,
             "waiting": snapshot.num_waiting,
             "speculation": snapshot.speculation,

@@ -52,6 +52,10 @@ def ending(num_live: int, drain_timeout_s: float) -> str:
     )
 
 
+def _answers_were(count: int) -> str:
+    return "1 answer was" if count == 1 else f"{count} answers were"
+
+
 class DrainingServer(uvicorn.Server):
     """Ends with a signal, or when the service is lost; answers under way may end before."""
 
@@ -69,21 +73,26 @@ class DrainingServer(uvicorn.Server):
         # uvicorn handles the signal while it runs, and afterwards raises it again for whoever came first.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "should_exit", True))
-        log.info("listening on %s: /ready says when it is", address_of(listener))
+        log.info("listening on %s; not ready yet, /ready says how far it is", address_of(listener))
         threading.Thread(target=self._follow, args=(show_start, on_ready), daemon=True).start()
         self.run(sockets=[listener])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let answers under way end, for a while; whoever comes meanwhile is told that it is over."""
         service = self._service
-        log.info("%s", ending(service.num_live, self._drain_timeout_s))
+        if service.error is None:  # else whoever waits for it is told why
+            log.info("%s", ending(service.num_live, self._drain_timeout_s))
         service.startup.drain()
         end_s = time.monotonic() + self._drain_timeout_s
         while service.num_live and not self.force_exit and time.monotonic() < end_s:
             await asyncio.sleep(DRAIN_INTERVAL_S)
+        if self.force_exit and service.num_live:
+            log.info("ended at once: %s given up", _answers_were(service.num_live))
         # What is left ends with an error that its client understands.
         await asyncio.to_thread(service.close)
         await super().shutdown(sockets=sockets)
+        if self.force_exit:  # uvicorn leaves this out, and then logs that it was cut off
+            await self.lifespan.shutdown()
 
     def _follow(self, show_start: Callable[[], None], on_ready: Callable[[], None]) -> None:
         """Say when the service is ready, and end the server when it is lost."""

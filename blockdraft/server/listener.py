@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from blockdraft.errors import SettingsError
@@ -19,10 +20,14 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise SettingsError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port."
-        ) from None
+        raise SettingsError(f"cannot listen on {host}:{port} ({error.strerror}): {_advice(error)}.") from None
     return listener
+
+
+def _advice(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "--port 0 takes a free port, or end what listens there"
+    return "choose another --host or --port"
 
 
 def address_of(listener: socket.socket) -> str:

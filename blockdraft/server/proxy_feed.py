@@ -138,6 +138,7 @@ class MetricsFeed:
             "tokens_per_second": round(self._rate(), 2),
             "steps_per_second": None if reading.steps is None else round(self._rate("steps"), 2),
             **self._lately(reading),
+            "num_drafts": round(reading.drafts),
             "running": reading.running,
             "waiting": reading.waiting,
             "pages_used": round(reading.cache_share * reading.num_pages),

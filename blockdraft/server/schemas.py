@@ -343,4 +343,4 @@ class Start(TypedDict):
     phases: list[StartPhase]
     warnings: list[str]
     error: str | None
-    speculation: NotRequired[str]  # whether drafts pay at the moment, and against what; empty: not known
+    speculation: NotRequired[str]  # whether drafts pay now, or before the first answer to begin with

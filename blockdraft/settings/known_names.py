@@ -49,7 +49,7 @@ _SHORT = {
     "-s": "seed",
     "-a": "served_model_name",
 }
-# Theirs, whose it is, and what is ours: {x} becomes --x, or x in Python.
+# Theirs, whose it is, and what is ours: {x} becomes --x, or x in Python. "is …": a sentence of its own.
 OTHERWISE = {
     "speculative_config": (
         "vLLM",
@@ -63,7 +63,7 @@ OTHERWISE = {
     "draft_max": ("llama.cpp", "{width}, which counts the token before the drafts too: 7 drafts are 8"),
     "speculative_algorithm": ("SGLang", "{draft}: a DFlash drafter, the only kind there is"),
     "mem_fraction_static": ("SGLang", "{gpu_memory_utilization}: a share of all memory, weights included"),
-    "enforce_eager": ("vLLM", "{graphs}, which is on: turn it off"),
+    "enforce_eager": ("vLLM", "{no_graphs}"),
     "cuda_graph": ("SGLang", "{graphs}"),
     "data_parallel_size": ("vLLM", "way of one server per card, behind a load balancer"),
     "n_gpu_layers": ("llama.cpp", "{device}: cpu, or cuda for all layers"),
@@ -71,7 +71,6 @@ OTHERWISE = {
     "batch_size": ("llama.cpp", "{chunk}: most prompt tokens of a step"),
     "cache_type_k": ("llama.cpp", "{kv_dtype}, of other engines only; our own keeps the model's"),
     "flash_attn": ("llama.cpp", "only way: leave it out"),
-    # Of commands that only our own engine serves.
     "tokenizer": ("vLLM", "{model}, which brings its own: leave it out"),
     "swap_space": ("vLLM", "{cache_bytes}: what is put off is computed again, not swapped. Leave it out"),
     "hf_repo": ("llama.cpp", "{model}, which takes hub ids"),
@@ -95,8 +94,8 @@ def as_our_flags(words: Iterable[str], ours: Container[str]) -> tuple[list[str],
 
 
 def _our_flag(name: str) -> str | None:
-    if name in _SHORT:
-        return _flag(_SHORT[name])
+    if _one_dash(name) in _SHORT:
+        return _flag(_SHORT[_one_dash(name)])
     is_off, theirs = name.startswith("--no-"), name.removeprefix("--no-").removeprefix("--").replace("-", "_")
     if not name.startswith("--") or theirs not in SAME:
         return None
@@ -106,7 +105,7 @@ def _our_flag(name: str) -> str | None:
 
 def flag_hint(name: str) -> str | None:
     """What to say of a flag that is not ours; None: nobody we know has it either."""
-    theirs = _OTHER_SHORT.get(name, name.removeprefix("--").removeprefix("no-").replace("-", "_"))
+    theirs = _OTHER_SHORT.get(_one_dash(name), name.removeprefix("--").removeprefix("no-").replace("-", "_"))
     if theirs in SAME:
         return f"{SAME[theirs][0]}'s {name} is our {_flag(SAME[theirs][1])}, which is not for this command"
     return _hint(theirs, name, _flag) if theirs in OTHERWISE else None
@@ -131,8 +130,21 @@ def as_our_settings(given: Mapping[str, object], note: Callable[[str], None]) ->
 
 
 def _hint(theirs: str, name: str, spelt: Callable[[str], str]) -> str:
-    whose, what = OTHERWISE[theirs]
-    return f"{whose}'s {name} is our {what.format_map({field: spelt(field) for field in SETTING_NAMES})}"
+    whose, _ = OTHERWISE[theirs]
+    return f"{whose}'s {name} {explained(theirs, spelt)}"
+
+
+def explained(theirs: str, spelt: Callable[[str], str]) -> str:
+    """What to say of a name in OTHERWISE; `spelt` writes ours."""
+    what = OTHERWISE[theirs][1]
+    names = {field: spelt(field) for field in SETTING_NAMES}
+    names["no_graphs"] = "graphs=False" if spelt is str else "--no-graphs"
+    return ("" if what.startswith("is ") else "is our ") + what.format_map(names)
+
+
+def _one_dash(name: str) -> str:
+    """llama.cpp's short names of several letters, however they are written: --ngl is -ngl."""
+    return name[1:] if name.startswith("--") and len(name) > 3 else name
 
 
 def _flag(field: str) -> str:

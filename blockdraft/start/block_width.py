@@ -74,7 +74,10 @@ class WidthChoice(NamedTuple):
     reason: str
 
 
-TOO_BUSY = "the machine was busy while the start measured what drafts cost; steps that serve measure again"
+TOO_BUSY = (
+    "the machine was busy while the cost of drafts was measured: the width to begin with may not be the "
+    "best, and is corrected by what the steps of answers take"
+)
 
 
 def committed(shares: tuple[float, ...], width: int) -> float:
@@ -113,7 +116,9 @@ def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTI
     worst = min(gains[width], key=lambda category: gains[width][category])
     found = f"{mean[width]:.2g}x ({gains[width][worst]:.2g}x on {worst})"
     if not safe:
-        return WidthChoice(1, f"no draft pays on this machine: {width} tokens per step would give {found}")
+        return WidthChoice(
+            1, f"no draft pays on this machine: {width} tokens tried per step would give {found}"
+        )
     return WidthChoice(width, f"expected {found}")
 
 

@@ -154,6 +154,7 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
         warm(engine, startup.note, few_rounds if ahead.has_run else _rounds(models, settings))
         _bound(engine, settings, startup)
         startup.note(_shown_width(engine))
+        startup.tell_speculation(_shown_width(engine))
     if settings.verify == "off":
         startup.skip("verify", "switched off")
         return engine
@@ -168,6 +169,7 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
             _settle_without_fit(engine, verification.accepted, startup.note)
         if verification.same_bits is not None:
             _tell_bits(engine, verification, startup)
+        startup.tell_speculation(_shown_width(engine))
         startup.note(f"{_shown(verification)}; {_shown_width(engine)}")
     return engine
 
@@ -202,7 +204,7 @@ def _shown_width(engine: Engine) -> str:
     plan = engine.models.plan
     if plan.width == 1:
         return f"speculation: off{' to begin with' if plan.step_costs else ''}; {plan.reasons['width']}"
-    return f"speculation: on, {plan.width} tokens per step to begin with; {plan.reasons['width']}"
+    return f"speculation: on, {plan.width} tokens tried per step to begin with; {plan.reasons['width']}"
 
 
 def _is_without_fit(engine: Engine, settings: Settings) -> bool:
@@ -236,7 +238,8 @@ def _capture(
     rows_now = [] if is_awaited and engine.models.device.type == "cpu" else sorted({1, many})
     now = [(rows, width) for rows in rows_now for width in sorted({1, plan.width})]
     engine.capture(sizes, widths, now)
-    note(f"{len(now)} steps captured; up to {len(sizes) * len(widths)} as they are wanted")
+    most = len(sizes) * len(widths)
+    note(f"{len(now)} of at most {most} kinds of steps captured; others when they are first needed")
 
 
 @contextmanager

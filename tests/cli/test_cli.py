@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -21,6 +23,7 @@ from blockdraft.cli.flags import flags_of, sampling_from, settings_from
 from blockdraft.cli.generate import speed_line
 from blockdraft.cli.main import main, parse
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
+from blockdraft.errors import SettingsError
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.llm import LLM
 from blockdraft.settings.settings import Settings, pin_threads
@@ -101,6 +104,12 @@ def test_several_answers_are_told_apart(capsys):
     assert capsys.readouterr().out == f"[1 of 2]\n{first}\n[2 of 2]\n{second}\n"
 
 
+def test_what_is_piped_is_the_prompt_where_there_is_no_other(capsys, monkeypatch, expected):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("t1 t2 t3\n"))
+    assert main(["generate", *MODEL, "--draft", DRAFT, *GREEDY]) == 0
+    assert capsys.readouterr().out == expected.text + "\n"
+
+
 def test_a_dash_reads_the_prompt_from_stdin(capsys, monkeypatch, expected):
     monkeypatch.setattr(sys, "stdin", io.StringIO("t1 t2 t3\n"))
     assert main(["generate", "-", *MODEL, *GREEDY]) == 0
@@ -179,7 +188,7 @@ def test_answers_that_are_for_timing_only_say_so_in_every_output(capsys):
     flags += ["--synthetic-acceptance", "mean:2"]
     assert main(["generate", "t1 t2 t3", *flags]) == 0
     *warnings, line = capsys.readouterr().err.splitlines()
-    assert [warning.split(":")[1] for warning in warnings] == [
+    assert [warning.split(":")[1] for warning in warnings if "was busy" not in warning] == [
         " weights are random",
         " acceptance is synthetic (mean",
     ]
@@ -189,8 +198,8 @@ def test_answers_that_are_for_timing_only_say_so_in_every_output(capsys):
     answer = json.loads(captured.out)
     assert answer["model"] == f"{TARGET}+dummy+synthetic"
     assert captured.err == "".join(f"warning: {warning}\n" for warning in answer["warnings"])
-    assert "nonsense" in answer["warnings"][0]
-    assert "mean:2" in answer["warnings"][1]
+    assert "nonsense" in answer["warnings"][-2]
+    assert "mean:2" in answer["warnings"][-1]
 
 
 @pytest.mark.parametrize(
@@ -337,6 +346,9 @@ def test_the_form_of_an_answer_is_read_from_its_flags(tmp_path, capsys):
         (["generate", "x", "--max"], "unknown flag --max"),  # no abbreviations
         (["generate", "x", "y"], "unexpected argument 'y'"),
         (["generat", "x"], "did you mean generate?"),
+        (["--verson"], "unknown flag --verson: did you mean --version?"),
+        (["generate", "x", "--ngl", "99"], "llama.cpp's --ngl is our --device"),
+        (["serve", "--enforce-eager"], "vLLM's --enforce-eager is our --no-graphs"),
         (["serve", "--dtype", "float31"], "did you mean float"),
         (["generate", "x", "--logit-bias", "a"], "'a' is not ID=VALUE"),
         ([], "COMMAND"),
@@ -359,13 +371,18 @@ def test_a_wrong_command_line_is_explained(capsys, argv, part):
         (["generate", "--file", "./missing.txt"], "--file ./missing.txt cannot be read: No such file"),
         (["generate", "-", "--file", "-"], "not both"),
         (["generate", "x", "--raw", "--system", "y"], "leave out one"),
-        (["generate", "", *MODEL, "--raw"], "empty"),
+        (["generate", "", *MODEL, "--raw"], "the prompt is empty"),
+        (["generate", ""], "the prompt is empty"),
+        (["fit", "a", "b", "--model", "c"], "two targets, 'a' and 'c': give one"),
+        (["fit", "--model", "./missing", "--draft", "./none", "--quiet"], "'./missing' does not exist"),
+        (["serve", "--tensor-parallel", "2"], "(--tensor-parallel) is not for the native engine"),
         (["serve", "a", "--model", "b"], "two models"),
         (["serve", "./missing", "--port", "70000"], "--port 70000"),
         (["serve", "./missing", "--host", "256.0.0.1"], "cannot listen"),
     ],
 )
-def test_a_users_error_is_one_line_and_exit_code_2(capsys, argv, part):
+def test_a_users_error_is_one_line_and_exit_code_2(capsys, monkeypatch, argv, part):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     assert main(argv) == 2
     error = error_of(capsys)
     assert error.startswith("blockdraft: error: ")
@@ -376,7 +393,9 @@ def test_a_users_error_is_one_line_and_exit_code_2(capsys, argv, part):
 def test_a_taken_port_is_found_before_the_model_is_loaded(capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         assert main(["serve", "./missing", "--port", str(other.getsockname()[1])]) == 2
-    assert "already in use" in error_of(capsys)
+    error = error_of(capsys)
+    assert "already in use" in error
+    assert "--port 0 takes a free port" in error
 
 
 def test_an_interrupt_exits_with_130(capsys, monkeypatch):
@@ -386,6 +405,20 @@ def test_an_interrupt_exits_with_130(capsys, monkeypatch):
     monkeypatch.setattr(LLM, "stream", interrupted)
     assert main(["generate", "x", *MODEL]) == 130
     assert error_of(capsys) == ""
+
+
+def test_an_interrupted_answer_has_its_figures_all_the_same(capsys, monkeypatch):
+    def stopped(*_, **__):
+        yield Delta("r", 0, "abc", (1, 2, 3))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", stopped)
+    assert main(["generate", "x", *MODEL]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == "abc\n"
+    assert re.fullmatch(
+        r"stopped after 3 tokens in [\d.]+ s: [\d.]+ tok/s, 3\.00 tokens per step\n", captured.err
+    )
 
 
 def test_version(capsys):
@@ -453,6 +486,17 @@ def test_serve_says_where_it_listens_answers_there_and_leaves_on_interrupt():
     assert rest[0] == ""
     assert "Traceback" not in rest[1]
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("words", [["a", "b"], ["--model", "a", "--draft", "b"]])
+def test_fit_takes_its_pair_by_place_or_by_flag_and_its_warnings_are_lines(capsys, monkeypatch, words):
+    def asked(question, *_):
+        warnings.warn(f"busy with {question.target} and {question.drafter}", stacklevel=2)
+        raise SettingsError("enough.")
+
+    monkeypatch.setattr("blockdraft.training.drafter_fit.fit", asked)
+    assert main(["fit", *words, "--quiet"]) == 2
+    assert error_of(capsys) == "warning: busy with a and b\nblockdraft: error: enough.\n"
 
 
 def test_fetch_checks_a_model_and_says_so(capsys, tmp_path):

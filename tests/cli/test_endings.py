@@ -84,15 +84,17 @@ def test_ctrl_c_is_no_traceback_however_early_it_comes(delay_s):
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_drain_at_once():
-    words = ["--port", "0", "--served-model-name", "tiny", "--drain-timeout", "60"]
+    words = ["--port", "0", "--served-model-name", "tiny", "--drain-timeout", "60", "--max-rows", "1"]
     process = start("serve", *MODEL, *words)
     try:
         address = process.stdout.readline().split(": ")[1].split("/ to look")[0]
-        body = {"model": "tiny", "prompt": "t1", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        many = {"n": 64, "max_tokens": 400, "ignore_eos": True}  # one after the other: it takes long
+        body = {"model": "tiny", "prompt": "t1", "stream": True, **many}
         with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # dropping it would hang up
+            assert next(lines).startswith("data: ")
             process.send_signal(signal.SIGINT)
-            time.sleep(0.3)
+            time.sleep(2)
             process.send_signal(signal.SIGINT)
             began_s = time.monotonic()
             _, error = process.communicate(timeout=30)
@@ -100,6 +102,7 @@ def test_a_second_ctrl_c_ends_a_drain_at_once():
         process.kill()
     assert time.monotonic() - began_s < 20
     assert "Traceback" not in error, error
+    assert "ended at once: 1 answer was given up" in error
 
 
 @pytest.mark.slow

@@ -232,7 +232,7 @@ def test_what_a_card_computes_in(capability, expected):
 @pytest.mark.parametrize("capability", [None, (0, 0)])
 def test_what_a_processor_computes_in(capability, features, state):
     found = {ability.name: ability.state for ability in abilities(capability, frozenset(features))}
-    assert (found["float32"], found["bf16"]) == ("native", state)
+    assert (found["int8"], found["float32"], found["bf16"]) == ("native", "native", state)
 
 
 # ---- findings

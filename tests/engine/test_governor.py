@@ -299,8 +299,8 @@ def test_a_snapshot_says_what_speculation_gains_and_against_what(llm, widths):
     assert found.governed_rows == 1
     assert found.governed_width > 1
     assert found.speculation == (
-        f"speculation: on, {found.governed_width} tokens per step, {found.speedup:.1f}x the speed of plain "
-        "decoding with one answer"
+        f"speculation: on, {found.governed_width} tokens tried per step, {found.speedup:.1f}x the speed of "
+        "plain decoding with one answer"
     )
     plain = replace(found, governed_rows=4, governed_width=1, speedup=1.0)
     assert plain.speculation == "speculation: off for now, plain decoding is as fast with 4 answers at once"

@@ -97,6 +97,8 @@ class Fake:
         self.differs = False  # plain decoding says something else
         self.deltas = None  # what it says instead of TEXT, a step each
         self.step_s = STEP_S
+        self.draft_s = 0.0  # what drafting adds to a step
+        self.num_drafts = 0
         self.bodies = []
         self.num_stopped = 0
         self.num_feeds = 0
@@ -147,8 +149,9 @@ class Fake:
             "lately_s": 10,
             "tokens_per_step": 4.89 if is_busy else None,
             "acceptance": [0.93, 0.86, 0.77, 0.66, 0.55, 0.45, 0.36] if is_busy else [],
-            "speculation": "speculation: on, 8 tokens per step, 2.3x the speed of plain decoding",
+            "speculation": "speculation: on, 8 tokens tried per step, 2.3x the speed of plain decoding",
             "governed_width": WIDTH,
+            "num_drafts": self.num_drafts,
             "speedup": 2.3,
             "steps_per_second": self.tokens_per_second / 4.89,
         }
@@ -212,7 +215,7 @@ class Fake:
             for index, (texts, accepted) in enumerate(steps(width)):
                 if index == self.breaks_after:
                     return
-                await asyncio.sleep(self.step_s)
+                await asyncio.sleep(self.step_s + (self.draft_s if width > 1 else 0))
                 num_tokens += len(texts)
                 self.tokens_per_second = num_tokens / (time.monotonic() - start_s)
                 if self.differs and width == 1 and index == 3:

@@ -2,6 +2,7 @@
 
 import re
 
+import httpx
 import pytest
 
 from tests.server.asking import listening
@@ -49,6 +50,10 @@ def test_the_real_server_chats_marks_drafts_and_compares(browser, real_url):
     finish(page)
     expect(page.locator(".prose")).to_contain_text("t4 t5 t6 t7")
     page.click("#drafts")
+    body = {"messages": [{"role": "user", "content": "t1 t2 t3"}], "max_tokens": 40, "temperature": 0}
+    counted = httpx.post(f"{real_url}/v1/chat/completions", json=body, timeout=60).json()
+    num_steps = counted["metrics"]["speculative_decoding"]["num_spec_steps"]
+    expect(page.locator(".foot")).to_contain_text(f"{num_steps} steps instead of 40")
     accepted = page.locator(".tokens .accepted").count()
     assert accepted > 25  # the pair drafts nearly everything
     assert accepted + page.locator(".tokens .own").count() == 40
@@ -259,6 +264,13 @@ def test_the_figures_and_the_chart_move(page):
     expect(page.locator("#per-step")).to_have_text("4.89")
 
 
+def test_drafts_of_before_are_not_forgotten(open_page, fake):
+    page = open_page()
+    expect(page.locator("#acceptance-caption")).to_have_text("no drafts yet")
+    fake.num_drafts = 300
+    expect(page.locator("#acceptance-caption")).to_have_text("none in the last 10 s")
+
+
 def test_a_starting_server_shows_its_phases_and_takes_no_question(open_page, fake):
     fake.state, fake.num_done = "starting", 1
     page = open_page()
@@ -323,7 +335,7 @@ def test_the_draft_view_marks_every_token_and_every_block(page):
     assert blocks == [[accepted, len(texts) - accepted] for texts, accepted in STEPS]
     assert page.locator(".tokens").text_content().replace("↵", "") == TEXT
     expect(page.locator(".tokens .block-end")).to_have_count(len(STEPS))
-    num_steps, num_tokens = len(STEPS) - 1, len(TOKENS) - 1  # but for the prompt's step
+    num_steps, num_tokens = len(STEPS), len(TOKENS)  # a first step of one token is a step
     foot = page.locator(".foot")
     expect(foot).to_contain_text(f"{num_tokens / num_steps:.2f} per step")
     expect(foot).to_contain_text(f"{num_steps} steps instead of {num_tokens}")
@@ -366,7 +378,8 @@ def test_where_drafts_are_too_slow_they_come_on_request(open_page, fake):
     expect(page.locator("#status")).to_have_text("ready")
     expect(page.locator("#engine")).to_contain_text("no draft pays on this machine")
     expect(page.locator("#width")).to_be_enabled()
-    assert page.locator("#width option").all_inner_texts() == ["automatic (1)", "1: off", "2", "4", "8", "16"]
+    widths = ["automatic (begins with 1)", "1: off", "2", "4", "8", "16"]
+    assert page.locator("#width option").all_inner_texts() == widths
     ask(page)
     finish(page)
     assert fake.bodies[0]["speculative"] == {"detail": True}
@@ -419,6 +432,22 @@ def test_a_comparison_says_when_the_texts_differ(page, fake):
     position = len("".join(TOKENS[:3])) + 1
     expected = next(i for i, (a, b) in enumerate(zip(TEXT[position:], "otherwise", strict=False)) if a != b)
     expect(page.locator(".verdict")).to_contain_text(f"differ from character {position + expected + 1} on")
+
+
+def test_a_slower_answer_is_not_in_the_colour_of_success(page, fake):
+    def colour():
+        return page.locator(".verdict strong").evaluate("node => getComputedStyle(node).color")
+
+    page.click("#compare")
+    ask(page)
+    finish(page)
+    faster = colour()
+    page.click("#new-chat")
+    fake.step_s, fake.draft_s = STEP_S / 5, 6 * STEP_S
+    ask(page)
+    finish(page)
+    expect(page.locator(".verdict")).to_contain_text("slower with speculation")
+    assert colour() != faster
 
 
 def test_a_stopped_comparison_has_no_verdict(page, fake):

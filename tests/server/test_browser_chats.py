@@ -12,7 +12,7 @@ from tests.server.browsing import (
     finish,
     wait_for,
 )
-from tests.server.fake import STEP_S, TEXT, WIDTH, steps
+from tests.server.fake import STEP_S, TEXT, TOKENS, WIDTH, steps
 
 pytestmark = MARKS
 STEPS = list(steps(WIDTH))
@@ -208,6 +208,11 @@ def test_a_chat_is_exported_as_markdown_and_json(page, fake):
     said = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": TEXT}]
     exported = json.loads(texts["json"])
     assert (exported["model"], exported["messages"]) == ("Example-4B-Instruct", said)
+    (answer,) = exported["answers"]
+    assert answer["settings"] == {k: v for k, v in fake.bodies[0].items() if k in ("seed", "speculative")}
+    assert (answer["tokens"], answer["steps"], answer["finish_reason"]) == (len(TOKENS), len(STEPS), "stop")
+    assert answer["tokens_per_step"] == len(TOKENS) / len(STEPS)
+    assert answer["seconds"] > 0 < answer["tokens_per_second"]
     assert texts["markdown"].startswith(
         "# What is it?\n\nModel: Example-4B-Instruct\n\n## You\n\nWhat is it?"
     )

@@ -149,6 +149,7 @@ def test_from_the_first_connection_to_the_end_with_json_logs():
         seconds = [phase["seconds"] for phase in ready.json()["phases"] if phase["state"] == "done"]
         assert 0 < sum(seconds) <= ready.json()["seconds"] + 0.01
         assert ready.json()["warnings"] == []
+        assert ready.json()["speculation"].startswith("speculation: on, ")  # no answer has told yet
         answer = httpx.post(url + CHAT, json=HELLO, timeout=60).json()
         assert answer["choices"][0]["message"]["content"] == " t4 t5 t6 t7 t8"
         assert process.end(signal.SIGTERM) == 0
@@ -166,6 +167,19 @@ def test_a_model_that_is_not_there_ends_with_one_line_and_code_2(tmp_path):
     assert len(complaints) == 1
     assert "nothing" in complaints[0]
     assert "Traceback" not in process.text
+
+
+@pytest.mark.slow
+def test_a_start_that_fails_is_not_told_as_an_end_that_somebody_asked_for(tmp_path):
+    target = shutil.copytree(PAIR / "target", tmp_path / "target")
+    weights = load_file(target / "model.safetensors")
+    bad = {name: torch.full_like(one, torch.nan) for name, one in weights.items()}
+    save_file(bad, target / "model.safetensors")
+    with running(str(target), *MODEL[1:]) as process:
+        assert process.end() == 2
+    assert "; not ready yet, /ready says how far it is" in process.text
+    assert "infinite or undefined" in process.text
+    assert "ending:" not in process.text
 
 
 @pytest.mark.slow

@@ -64,6 +64,7 @@ def test_a_reading_of_vllm(feed):
         "lately_s": 10,
         "tokens_per_step": None,  # of drafts before the first look nobody knows when they were
         "acceptance": [],
+        "num_drafts": 10,
         "running": 1,
         "waiting": 3,
         "pages_used": 100,

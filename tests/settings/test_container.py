@@ -360,7 +360,10 @@ def test_a_first_word_that_is_no_flag_is_a_command(place):
             {"MODEL_PATH": "default", "MAX_MODEL_LEN": "64k"},
             "MAX_MODEL_LEN: '64k' is not a whole number or 'auto'.",
         ),
-        ({"MODEL_PATH": "default", "KV_CACHE_DTYPE": "fp8"}, "kv_dtype = 'fp8' is not for the native engine"),
+        (
+            {"MODEL_PATH": "default", "KV_CACHE_DTYPE": "fp8"},
+            "kv_dtype = 'fp8' (--kv-dtype) is not for the native",
+        ),
         ({"MODEL_PATH": "default", "EXTRA_ARGS": "--gpu-layers 3"}, "unknown flag --gpu-layers"),
         ({"MODEL_PATH": "default", "PORT": "http"}, "PORT: 'http' is not a number"),
     ],

@@ -67,7 +67,7 @@ def test_less_than_the_margin_is_not_enough():
 def test_where_no_width_pays_decoding_is_plain():
     found = choose_width(BOTH, costs(w2=1.9, w4=2.5, w8=4.0), caution=1.0)
     assert found.width == 1
-    assert "4 tokens per step would give 0.96x (0.76x on prose)" in found.reason
+    assert "4 tokens tried per step would give 0.96x (0.76x on prose)" in found.reason
 
 
 def test_of_widths_that_are_as_good_the_narrowest_is_taken():
@@ -327,14 +327,14 @@ def test_a_server_says_which_width_it_serves_and_why(fitted, monkeypatch):
     engine, details, startup = served(fitted)
     plan = engine.models.plan
     reason = plan.reasons["width"]
-    assert details["warm"] == f"speculation: on, 3 tokens per step to begin with; {reason}"
+    assert details["warm"] == f"speculation: on, 3 tokens tried per step to begin with; {reason}"
     alone = {(1, 1): 0.010, (1, 2): 0.010 * 1.2, (1, 3): 0.010 * 1.3, (1, 8): 0.010 * 2.0}
     assert plan.step_costs.items() >= alone.items()
     assert {place for place in plan.step_costs if place[0] > 1} == {(2, 1), (2, 3)}, (
         "as many rows as there are"
     )
     assert len(plan.draft_chances) == 7
-    assert details["verify"].endswith(f"; speculation: on, 3 tokens per step to begin with; {reason}")
+    assert details["verify"].endswith(f"; speculation: on, 3 tokens tried per step to begin with; {reason}")
     assert startup.warnings == ()
     assert warmed == [3], "what is served is what was warmed"
     info = engine_info(engine)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blockdraft.cli.main import main
-from blockdraft.errors import BlockdraftError, CapacityError, ModelError
+from blockdraft.errors import BlockdraftError, CapacityError, ModelError, warn_caller
 from blockdraft.llm import LLM
 from blockdraft.machine import nvml
 from blockdraft.machine.limits import Limits
@@ -23,6 +23,7 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start import card_errors as card
 from blockdraft.start import loading
 from blockdraft.start import ready as start
+from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.loading import OpenedTarget
 from blockdraft.start.memory import memory_explained
 from blockdraft.start.ready import plain_engine, start_engine
@@ -277,6 +278,9 @@ def test_the_python_api_warns(machine, monkeypatch):
     assert "so the CPU serves" in told[0]
     with pytest.warns(UserWarning, match="so the CPU serves") as caught:
         LLM(tiny.TARGET, "none", **SMALL)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="far inside") as caught:
+        with_kernels_that_compile(None, lambda _: warn_caller("far inside"), None)  # through our own frames
     assert caught[0].filename == __file__
     torch_says(monkeypatch, RuntimeError(TOO_OLD))
     with pytest.raises(BlockdraftError, match="cannot be used"):

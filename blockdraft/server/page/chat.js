@@ -2,7 +2,7 @@
 
 import { codeBlock } from "./code.js";
 import { copyButton, make } from "./dom.js";
-import { countTokens, decodeBlocks, drawStrip, renderBlocks, tokensPerStep } from "./draft.js";
+import { countTokens, drawStrip, renderBlocks, tokensPerStep } from "./draft.js";
 import { rate, seconds } from "./live.js";
 import { renderMarkdown } from "./markdown.js";
 import { streamChat } from "./net.js";
@@ -26,6 +26,7 @@ export class Answer {
     this.calls = turn.calls ?? []; // { id, name, arguments }
     this.blocks = turn.blocks ?? [];
     this.kept = turn.figures ?? null; // { tokens, seconds, rate } of an answer that was read
+    this.settings = turn.settings ?? null; // what its request said besides the messages
     this.usage = null;
     this.finishReason = turn.finish ?? null;
     this.startS = this.firstS = this.lastS = this.endS = null;
@@ -45,6 +46,8 @@ export class Answer {
 
   async stream(body, signal, onChange) {
     this.startS = now();
+    const { model, messages, stream, stream_options, ...settings } = body;
+    this.settings = settings;
     this.node.classList.add("streaming");
     try {
       for await (const chunk of streamChat(body, signal)) {
@@ -91,6 +94,7 @@ export class Answer {
       calls: this.calls,
       blocks: this.blocks,
       figures: { tokens: this.numTokens, seconds: this.totalS, rate: this.rate },
+      settings: this.settings,
       finish: this.finishReason,
     };
   }
@@ -104,11 +108,12 @@ export class Answer {
     return this.startS === null ? null : (this.endS ?? now()) - this.startS;
   }
 
-  // Tokens per second after the first one, which is the prompt's: null before there are two.
+  // Tokens per second after the first step, which is behind the prompt: null before there is another.
   get rate() {
     if (this.kept) return this.kept.rate;
     const time = this.lastS - this.firstS;
-    return this.numTokens < 2 || !(time > 0) ? null : (this.numTokens - 1) / time;
+    const numLater = this.numTokens - (this.blocks[0]?.tokens.length ?? 1);
+    return numLater < 1 || !(time > 0) ? null : numLater / time;
   }
 
   render() {
@@ -123,9 +128,9 @@ export class Answer {
       return;
     }
     renderBlocks(this.tokens, this.blocks);
-    const steps = decodeBlocks(this.blocks);
-    drawStrip(this.strip, steps, this.view.width());
-    this.strip.setAttribute("aria-label", `Tokens of each step: ${steps.map((b) => b.tokens.length).join(", ")}`);
+    drawStrip(this.strip, this.blocks, this.view.width());
+    const sizes = this.blocks.map((block) => block.tokens.length);
+    this.strip.setAttribute("aria-label", `Tokens of each step: ${sizes.join(", ")}`);
   }
 
   // Open while there is nothing else to read, closed once the answer begins; after a click, the reader's choice.
@@ -152,14 +157,14 @@ export class Answer {
   }
 
   figures() {
-    const steps = decodeBlocks(this.blocks);
+    const { blocks } = this;
     const perStep = tokensPerStep(this.blocks);
     return [
       `${this.numTokens} tokens`,
       seconds(this.totalS),
       this.rate === null ? null : `${rate(this.rate)} tok/s`,
       perStep === null ? null : `${perStep.toFixed(2)} per step`,
-      perStep === null || !this.view.isDraftView() ? null : `${steps.length} steps instead of ${countTokens(steps)}`,
+      perStep === null || !this.view.isDraftView() ? null : `${blocks.length} steps instead of ${countTokens(blocks)}`,
       this.finishReason === "length" ? "cut off at the limit" : null,
     ].filter((item) => item !== null);
   }
@@ -212,7 +217,7 @@ export class Comparison {
     this.node.append(make("p", "muted small",
       "One after the other, so that each has the machine to itself, with the same seed and settings. " +
       "The second finds the prompt in the cache, which favours plain decoding. " +
-      "tok/s counts from the first token on."));
+      "tok/s counts after the first step."));
     this.foot = this.node.appendChild(make("footer", "foot muted"));
   }
 
@@ -276,7 +281,7 @@ export class Comparison {
       const speedup = fast.rate / plain.rate;
       const times = speedup >= 1 ? speedup : 1 / speedup;
       const how = speedup >= 1 ? "faster" : "slower";
-      parts.push(make("strong", "", `${times.toFixed(2)}× ${how}`), " with speculation. ");
+      parts.push(make("strong", how, `${times.toFixed(2)}× ${how}`), " with speculation. ");
     }
     const [one, two] = [fast.reasoning + fast.text, plain.reasoning + plain.text];
     const isSame = one === two;

@@ -73,18 +73,12 @@ export function renderBlocks(root, blocks) {
   }
 }
 
-// The decoding steps. The prompt's own step always yields one token, whatever the drafter does: it is left out.
-export function decodeBlocks(blocks) {
-  const hasPromptStep = blocks.length > 0 && blocks[0].tokens.length === 1 && blocks[0].accepted === 0;
-  return hasPromptStep ? blocks.slice(1) : blocks;
-}
-
 export const countTokens = (blocks) => blocks.reduce((sum, block) => sum + block.tokens.length, 0);
 
-// Null without a decoding step.
+// Every block is a decoding step: our engine never samples while it reads a prompt, and others send no blocks.
+// Null without any.
 export function tokensPerStep(blocks) {
-  const steps = decodeBlocks(blocks);
-  return steps.length === 0 ? null : countTokens(steps) / steps.length;
+  return blocks.length === 0 ? null : countTokens(blocks) / blocks.length;
 }
 
 // One bar per step, as high as the tokens it committed: drafts below, the target's own on top.

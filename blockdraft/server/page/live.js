@@ -124,7 +124,8 @@ function showAcceptance(now, hasDrafter) {
   const root = $("acceptance");
   const acceptance = now.acceptance ?? [];
   const hasData = acceptance.length > 0;
-  const caption = hasData || root.firstChild ? windowText(now, hasData) : "no drafts yet";
+  const none = now.num_drafts > 0 ? `none in the last ${now.lately_s ?? 10} s` : "no drafts yet";
+  const caption = hasData || root.firstChild ? windowText(now, hasData) : none;
   $("acceptance-caption").textContent = hasDrafter ? caption : "no drafter";
   root.classList.toggle("idle", !hasData);
   if (!hasData) return; // the last picture stays

@@ -61,7 +61,7 @@ export function showDefaults(engine) {
 
 export function fillWidths(width, block, isFree = true) {
   const widths = [2, 4, 8, 16, 32].filter((value) => value <= block && value !== width);
-  const options = [["", block > 1 ? `automatic (${width})` : "1: no drafter"]];
+  const options = [["", block > 1 ? `automatic (begins with ${width})` : "1: no drafter"]];
   if (block > 1 && isFree) options.push(["1", "1: off"], ...widths.map((value) => [String(value), String(value)]));
   $("width").replaceChildren(...options.map(([value, label]) => new Option(label, value)));
   $("width").disabled = block === 1 || !isFree;

@@ -1,7 +1,9 @@
 // Chats, kept in this browser and nowhere else, one entry of localStorage for each; and what they export to.
 //
 // A chat is { id, title, changed, system, turns }. A turn is { role: "user", content }, or
-// { role: "assistant", content, reasoning, calls, blocks, figures, note, finish }, or { role: "tool", id, content }.
+// { role: "assistant", content, reasoning, calls, blocks, figures, settings, note, finish }, or { role: "tool", id, content }.
+
+import { tokensPerStep } from "./draft.js";
 
 const PREFIX = "blockdraft.chat.";
 const CURRENT = "blockdraft.current"; // of this tab, so that a reload finds it again
@@ -96,9 +98,24 @@ export function asMessages(chat) {
   return [...(system ? [{ role: "system", content: system }] : []), ...messages];
 }
 
+// What an answer was asked with, and how it went.
+function asAnswer({ settings, figures, blocks, finish }) {
+  return {
+    settings: settings ?? null,
+    tokens: figures?.tokens ?? null,
+    seconds: figures?.seconds ?? null,
+    tokens_per_second: figures?.rate ?? null,
+    steps: blocks?.length || null,
+    tokens_per_step: tokensPerStep(blocks ?? []),
+    finish_reason: finish ?? null,
+  };
+}
+
+// `messages` is as a request wants it; `answers` has one entry for each of the assistant's.
 export function asJson(chat, model) {
   const changed = new Date(chat.changed).toISOString();
-  return `${JSON.stringify({ title: chat.title, model, changed, messages: asMessages(chat) }, null, 2)}\n`;
+  const answers = chat.turns.filter((turn) => turn.role === "assistant").map(asAnswer);
+  return `${JSON.stringify({ title: chat.title, model, changed, messages: asMessages(chat), answers }, null, 2)}\n`;
 }
 
 const HEADINGS = { user: "You", assistant: "Answer", tool: "Tool" };
