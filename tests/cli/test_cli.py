@@ -375,7 +375,7 @@ def test_a_wrong_command_line_is_explained(capsys, argv, part):
         (["generate", ""], "the prompt is empty"),
         (["fit", "a", "b", "--model", "c"], "two targets, 'a' and 'c': give one"),
         (["fit", "--model", "./missing", "--draft", "./none", "--quiet"], "'./missing' does not exist"),
-        (["serve", "--tensor-parallel", "2"], "(--tensor-parallel) is not for the native engine"),
+        (["serve", "--tensor-parallel", "2"], "sglang, or leave out --tensor-parallel."),
         (["serve", "a", "--model", "b"], "two models"),
         (["serve", "./missing", "--port", "70000"], "--port 70000"),
         (["serve", "./missing", "--host", "256.0.0.1"], "cannot listen"),
