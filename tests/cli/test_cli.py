@@ -183,7 +183,8 @@ def test_a_model_without_chat_template_asks_for_raw(capsys, tmp_path, expected):
     assert capsys.readouterr().out == expected.text + "\n"
 
 
-def test_answers_that_are_for_timing_only_say_so_in_every_output(capsys):
+def test_answers_that_are_for_timing_only_say_so_in_every_output(capsys, monkeypatch):
+    monkeypatch.setattr("blockdraft.start.block_width._is_steady", lambda _: True)  # however busy it is here
     flags = [*MODEL, "--draft", DRAFT, "--max-tokens", "9", "--ignore-eos", "--load-format", "dummy"]
     flags += ["--synthetic-acceptance", "mean:2"]
     assert main(["generate", "t1 t2 t3", *flags]) == 0
