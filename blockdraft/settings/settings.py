@@ -166,8 +166,8 @@ class Settings:
             if self.engine == "native" and item.name in LAUNCH_SETTINGS and value != item.default:
                 flag = f"--{item.name.replace('_', '-')}"
                 raise SettingsError(
-                    f"{item.name} = {value!r} ({flag}) is not for the native engine: "
-                    "add --engine vllm or --engine sglang, or leave it out."
+                    f"{item.name} = {value!r} is not for the native engine: add --engine vllm or "
+                    f"--engine sglang, or leave out {flag}."
                 )
         if self.node_rank >= self.num_nodes:
             raise SettingsError(

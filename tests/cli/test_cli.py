@@ -183,7 +183,8 @@ def test_a_model_without_chat_template_asks_for_raw(capsys, tmp_path, expected):
     assert capsys.readouterr().out == expected.text + "\n"
 
 
-def test_answers_that_are_for_timing_only_say_so_in_every_output(capsys):
+def test_answers_that_are_for_timing_only_say_so_in_every_output(capsys, monkeypatch):
+    monkeypatch.setattr("blockdraft.start.block_width._is_steady", lambda _: True)  # however busy it is here
     flags = [*MODEL, "--draft", DRAFT, "--max-tokens", "9", "--ignore-eos", "--load-format", "dummy"]
     flags += ["--synthetic-acceptance", "mean:2"]
     assert main(["generate", "t1 t2 t3", *flags]) == 0
@@ -375,7 +376,7 @@ def test_a_wrong_command_line_is_explained(capsys, argv, part):
         (["generate", ""], "the prompt is empty"),
         (["fit", "a", "b", "--model", "c"], "two targets, 'a' and 'c': give one"),
         (["fit", "--model", "./missing", "--draft", "./none", "--quiet"], "'./missing' does not exist"),
-        (["serve", "--tensor-parallel", "2"], "(--tensor-parallel) is not for the native engine"),
+        (["serve", "--tensor-parallel", "2"], "sglang, or leave out --tensor-parallel."),
         (["serve", "a", "--model", "b"], "two models"),
         (["serve", "./missing", "--port", "70000"], "--port 70000"),
         (["serve", "./missing", "--host", "256.0.0.1"], "cannot listen"),
