@@ -106,7 +106,8 @@ def _one_of(what: str, word: str | None, flag: str | None) -> str | None:
 def lines(report: FitReport) -> Iterator[str]:
     """The report as text."""
     question = report.question
-    yield f"{question.drafter} for {question.target}: width {report.width}, {report.dtype}"
+    made = {"int8": "int8 weights, ", "fp8": "fp8 weights, "}.get(report.quantization, "")
+    yield f"{question.drafter} for {question.target}: width {report.width}, {made}{report.dtype}"
     yield f"prompts: {question.source}"
     yield ""
     yield from table(

@@ -87,6 +87,7 @@ def fit(
         question=question,
         width=session.width,
         dtype=session.dtype,
+        quantization=session.quantization,
         num_left_out=len(conversations) - len(usable),
         categories=categories,
         overall=overall,
@@ -148,6 +149,7 @@ class _Session:
         self.config: DraftConfig = models.draft_config
         self.width = question.width or self.config.block
         self.dtype = models.plan.dtype
+        self.quantization = models.plan.quantization
         self._num_probes, max_tokens = PROBES[models.device.type]
         self._probe_tokens = min(max_tokens, question.max_tokens)
         # Room for one token at least: shorter answers than asked for are answers, too.

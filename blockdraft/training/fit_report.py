@@ -111,6 +111,7 @@ class FitReport:
     question: FitQuestion
     width: int
     dtype: str
+    quantization: str  # of the target's weights
     num_left_out: int  # prompts that are too long
     categories: Mapping[str, DrafterFit]
     overall: DrafterFit
@@ -136,6 +137,7 @@ class FitReport:
             "question": question,
             "width": self.width,
             "dtype": self.dtype,
+            "quantization": self.quantization,
             "verdict": "fits" if self.fits else "does not fit",
             "overall": _fit_json(self.overall),
             "categories": {name: _fit_json(fit) for name, fit in self.categories.items()},

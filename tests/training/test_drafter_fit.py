@@ -565,6 +565,7 @@ def test_json_has_everything(prompts, capsys):
         "question",
         "width",
         "dtype",
+        "quantization",
         "verdict",
         "overall",
         "categories",
