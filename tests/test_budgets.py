@@ -16,7 +16,7 @@ BUDGETS = {
     "bench": 5_450,
     "checkpoints": 4_700,
     "server": 8_150,
-    "training": 3_350,
+    "training": 3_450,
     "planner": 2_550,
     "engine": 3_500,
     "cli": 3_200,
