@@ -89,6 +89,8 @@ def write_answers(args: argparse.Namespace) -> None:
         max_rows=args.rows,
         max_context=args.context,
         chunk=args.chunk,
+        cache_bytes=args.cache_bytes,
+        quantization="none",
         prefix_cache=False,
     )
     begin = time.monotonic()
@@ -115,7 +117,7 @@ def write_answers(args: argparse.Namespace) -> None:
         tokenizer,
         conversations,
         args.out / "train",
-        AnswerOptions(max_tokens=args.max_tokens, sampled=args.sampled),
+        AnswerOptions(max_tokens=args.max_tokens, sampled=args.sampled, temperature=tuple(args.temperature)),
         seconds=args.seconds,
         report=lambda tally: (
             print(
@@ -261,7 +263,9 @@ def main() -> None:
     answers.add_argument("--limit", type=int, default=100_000, help="prompts of each evaluation set")
     answers.add_argument("--seconds", type=float, default=60)
     answers.add_argument("--sampled", type=float, default=0.0)
+    answers.add_argument("--temperature", type=float, nargs=2, default=[0.7, 0.7], metavar=("FROM", "TO"))
     answers.add_argument("--max-tokens", type=int, default=400)
+    answers.add_argument("--cache-bytes", type=lambda text: int(float(text)), default="auto")
     answers.add_argument("--rows", type=int, default=2048)
     answers.add_argument("--context", type=int, default=1024)
     answers.add_argument("--chunk", type=int, default=16384)

@@ -16,7 +16,7 @@ BUDGETS = {
     "bench": 6_300,
     "checkpoints": 4_700,
     "server": 8_250,
-    "training": 3_350,
+    "training": 3_450,
     "planner": 2_750,
     "engine": 3_500,
     "cli": 3_400,

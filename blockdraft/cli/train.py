@@ -54,6 +54,8 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         metavar="[NAME=]FILE",
         help="prompts to measure with, under NAME (default: a few of each category of --prompts)",
     )
+    answers_help = "a folder of answers to train on, too (FOLDER/answers of another run); may be repeated"
+    add("--answers", type=Path, action="append", default=[], metavar="DIR", help=answers_help)
     number("--answer-minutes", float, None, "of --minutes, for answers (default: a fifth)")
     number("--max-prompts", int, None, "train on this many prompts at most")
     answer_help = "tokens (default: 400, or half of --length)"
@@ -61,7 +63,8 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     repeat_help = "cut an answer whose last N tokens it has said before; 0: never (default: 64)"
     number("--max-repeat", int, 64, repeat_help)
     number("--sampled", float, 0.0, "answered at --temperature (default: 0)", metavar="SHARE")
-    number("--temperature", float, 0.7, "(default: 0.7)")
+    warm_help = "or a range: each answer has its own (default: 0.7)"
+    add("--temperature", type=_range, default=AnswerOptions().temperature, metavar="N[,N]", help=warm_help)
     number("--top-p", float, 0.95, "(default: 0.95)")
     number("--rows", int, None, "answers at once (default: 2048, CPU: 16)", dest="bulk_rows")
     number("--length", int, 1024, "longest prompt and answer (default: 1024)")
@@ -93,6 +96,11 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
     number("--short-blocks", float, recipe.short_blocks, short_help, metavar="SHARE")
     anchoring_help = "anchors anywhere, or mostly where the drafter's own steps would begin"
     add("--anchoring", choices=("even", "walk"), default=recipe.anchoring, help=anchoring_help)
+    deep_help = "how often anchors from --deep-from on are drawn, against others"
+    number("--deep-weight", float, recipe.deep_weight, f"{deep_help} (default: {recipe.deep_weight:g})")
+    number("--deep-from", int, recipe.deep_from, f"a position (default: {recipe.deep_from})")
+    phases_help = "train on this many parts of the rows, one after the other: their features fit in memory"
+    number("--phases", int, recipe.phases, f"{phases_help} (default: {recipe.phases})")
     add("--weighting", choices=("dpace", "decay", "uniform"), default=objective.weighting)
     number("--gamma", float, objective.gamma, "of --weighting decay")
     hardness_help = "of --weighting dpace: blocks count by the inverse Nth power of the length they expect"
@@ -137,6 +145,7 @@ def _job(args: argparse.Namespace) -> Job:
         Job,
         args,
         prompts=tuple(args.prompts),
+        more_answers=tuple(args.answers),
         held_out=tuple(args.held_out),
         shape=dataclass_from(DrafterShape, args),
         answers=dataclass_from(AnswerOptions, args, max_repeat=args.max_repeat or None),
@@ -150,6 +159,14 @@ def _job(args: argparse.Namespace) -> Job:
 def _named_file(text: str) -> tuple[str | None, Path]:
     name, equals, path = text.rpartition("=")
     return (name if equals else None), Path(path)
+
+
+def _range(text: str) -> tuple[float, float]:
+    try:
+        lowest, highest = (float(part) for part in (text if "," in text else f"{text},{text}").split(","))
+        return lowest, highest
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a number nor two such as 0.2,1.0") from None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-"""What a drafter commits on documents that the target wrote greedily: simulated, and in the real engine.
+"""What a drafter commits on documents that the target wrote: simulated, and in the real engine.
 
 The simulation tries every answer token as an anchor, all at once; then each document is walked as the engine
 would walk it: from the last prompt token on, each step commits the drafts that match and one token more. What
-the exported drafter commits in the engine must be the same.
+the exported drafter commits in the engine must be the same. Drafts for answers that were sampled are drawn as
+the engine draws them, with the noise that the target had.
 """
 
 from __future__ import annotations
@@ -10,24 +11,27 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from blockdraft.cache.cache import SCRATCH_PAGE
+from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
+from blockdraft.kernels.transfer import to_device
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.training.answers import Document
 from blockdraft.training.features import FeatureReader
-from blockdraft.training.packing import DocumentPlace, PackedRows, pack, with_anchors
+from blockdraft.training.packing import DocumentPlace, PackedRows, TrainingBatch, pack, with_anchors
 from blockdraft.training.trainer import BlockForward
 
 SLICE = 512  # blocks whose logits are there at a time
@@ -74,15 +78,18 @@ def simulate(
     length: int,
     rows_per_step: int = 8,
     num_anchors: int = 128,
+    sampling: Sequence[RowSampling] | None = None,
     report: Callable[[float], None] = lambda share: None,
 ) -> dict[str, DrafterFit]:
     """Simulate the drafter on `documents`: its fit by category, and "all". Documents past `length` are cut.
 
+    `sampling` says how the target wrote each of them; None: all greedily.
     With the rows and anchors of the training steps before it, nothing has to be compiled again.
     """
     device = forward.head().weight.device
     rows, places = pack(documents, length)
-    runs = _runs(forward, rows.to(device), rows_per_step, num_anchors, report)
+    choose = _greedy if sampling is None else _Draw(forward, sampling, rows, places)
+    runs = _runs(forward, rows.to(device), rows_per_step, num_anchors, choose, report)
     steps: dict[str, list[list[int]]] = defaultdict(list)
     everything: list[list[int]] = []
     for place in places:
@@ -181,6 +188,7 @@ def _runs(
     rows: PackedRows,
     rows_per_step: int,
     num_anchors: int,
+    choose: Choice,
     report: Callable[[float], None],
 ) -> Tensor:
     """How many drafts match the document after each place: [rows, length]."""
@@ -196,14 +204,59 @@ def _runs(
             batch = with_anchors(rows, chosen, anchors, forward.block)
             # Not under no_grad: what was compiled for training serves here, too.
             hidden = forward(batch, features).detach()
-            best = torch.cat([head.logits(part).argmax(dim=-1) for part in torch.split(hidden, SLICE)])
-            matches = best == batch.labels.flatten(0, 1)
+            blocks = torch.split(torch.arange(len(hidden), device=hidden.device), SLICE)
+            drafts = torch.cat([choose(head.logits(hidden[part]), batch, chosen, part) for part in blocks])
+            matches = drafts == batch.labels.flatten(0, 1)
             found = matches.long().cumprod(dim=1).sum(dim=1).view(batch.anchors.shape)
             row = torch.tensor(chosen)[:, None].expand(batch.anchors.shape)
             is_real = batch.is_real.cpu()
             out[row[is_real], batch.anchors.cpu()[is_real]] = found.cpu()[is_real]
         report(min(first + rows_per_step, len(rows)) / len(rows))
     return out
+
+
+Choice = Callable[[Tensor, TrainingBatch, list[int], Tensor], Tensor]
+"""Drafts [n, B - 1] for the logits [n, B - 1, V] of some blocks of a batch of rows."""
+
+
+def _greedy(logits: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor) -> Tensor:
+    return logits.argmax(dim=-1)
+
+
+class _Draw:
+    """Draws as the engine does, with the temperature, the filters and the noise of a block's document."""
+
+    def __init__(
+        self,
+        forward: BlockForward,
+        sampling: Sequence[RowSampling],
+        rows: PackedRows,
+        places: Sequence[DocumentPlace],
+    ) -> None:
+        head = forward.head().weight
+        self._choose = forward.target.kernels.choose
+        table = Rows(
+            max_rows=len(sampling),
+            max_pages=1,
+            vocab_size=len(head),
+            scratch_page=SCRATCH_PAGE,
+            device=head.device,
+        )
+        table.place_all([(number, (0,), 0, one) for number, one in enumerate(sampling)])
+        table.activate(range(len(sampling)))
+        self._table = table.sampling()
+        owners = torch.zeros(rows.tokens.shape, dtype=torch.int64)
+        for place in places:
+            end = int(rows.ends[place.row, place.begin])
+            owners[place.row, place.begin : end] = place.document
+        self._owners = owners.to(head.device)  # the document of every place
+
+    def __call__(self, logits: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor) -> Tensor:
+        owners = self._owners[to_device(chosen, logits.device)].gather(1, batch.anchors)
+        starts = (batch.anchors - batch.block_starts).flatten()[blocks]
+        anchors = batch.tokens.gather(1, batch.anchors).flatten()[blocks]
+        table = replace(self._table, rows=owners.flatten()[blocks])
+        return self._choose(logits, starts, anchors[:, None], table)
 
 
 def _anchor_places(rows: PackedRows, chosen: list[int]) -> Tensor:

@@ -51,13 +51,15 @@ def export(
     fits: Mapping[str, DrafterFit],
     card: DrafterCard,
 ) -> None:
-    """Write or replace the drafter in `folder`."""
+    """Write or replace the drafter in `folder`; without `fits`, which not all have yet, no fit.json."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = named_weights(model, torch.bfloat16)
     # Not save_file: its files are for their owner alone, and a full disk is no OSError of its.
     (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / FIT_FILE).write_text(json.dumps(fit_json(fits), indent=1) + "\n", encoding="utf-8")
+    (folder / FIT_FILE).unlink(missing_ok=True)
+    if fits:
+        (folder / FIT_FILE).write_text(json.dumps(fit_json(fits), indent=1) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card_text(weights, config, fits, card), encoding="utf-8")
 
 

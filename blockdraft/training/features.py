@@ -101,7 +101,7 @@ class KeptFeatures:
         self._reader, self._rows = reader, rows
         self._has_hidden = has_hidden  # or features only
         self._kept: Tensor | None = None  # [rows that there is room for, L, all that is kept of a token]
-        self._known: set[int] = set()  # of them, those that were read
+        self._slots: dict[int, int] = {}  # where in it the rows are that were read
 
     def read(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Hidden states [R * L, E, or none] and features [R * L, taps * E] of the rows `chosen`."""
@@ -110,27 +110,34 @@ class KeptFeatures:
         return both[:, :size], both[:, size:].contiguous()
 
     def _both(self, chosen: Sequence[int]) -> Tensor:
-        new = [row for row in chosen if row not in self._known]
+        new = [row for row in dict.fromkeys(chosen) if row not in self._slots]
         if not new:
             assert self._kept is not None
-            return self._kept[to_device(chosen, self._kept.device)].flatten(0, 1)
+            slots = [self._slots[row] for row in chosen]
+            return self._kept[to_device(slots, self._kept.device)].flatten(0, 1)
         hidden, features = self._reader.read(self._rows, new)
         both = torch.cat((hidden, features), dim=1) if self._has_hidden else features
-        if self._kept is None:
-            return both
         read = dict(zip(new, both.chunk(len(new)), strict=True))
-        parts = [read[row] if row in read else self._kept[row] for row in chosen]
-        for row in new:
-            if row < len(self._kept):
-                self._kept[row] = read[row]
-                self._known.add(row)
+        parts = [read[row] if row in read else self._row(row) for row in chosen]
+        if self._kept is not None:
+            for row in new[: len(self._kept) - len(self._slots)]:
+                self._slots[row] = len(self._slots)
+                self._kept[self._slots[row]] = read[row]
         return torch.cat(parts)
 
-    def keep(self) -> None:
-        """Keep what is read from now on, as far as free memory goes."""
+    def _row(self, row: int) -> Tensor:
+        assert self._kept is not None
+        return self._kept[self._slots[row]]
+
+    def keep(self, num_rows: int) -> None:
+        """Keep what is read from now on, of up to `num_rows` rows and as far as free memory goes."""
         like = self._both([0])  # [L, all that is kept of a token]
         num_kept = _room_bytes(like.device) // like.nbytes
-        self._kept = like.new_empty(min(len(self._rows), num_kept), *like.shape)
+        self._kept = like.new_empty(min(num_rows, num_kept), *like.shape)
+
+    def change(self) -> None:
+        """Other rows come from now on: theirs take the place of what is kept."""
+        self._slots.clear()
 
     @property
     def num_kept(self) -> int:
@@ -140,7 +147,7 @@ class KeptFeatures:
     def forget(self) -> None:
         """Give the memory back."""
         self._kept = None
-        self._known.clear()
+        self._slots.clear()
 
 
 def _room_bytes(device: torch.device) -> int:

@@ -31,8 +31,8 @@ class AnswerOptions:
     """How the target answers."""
 
     max_tokens: int = 400
-    sampled: float = 0.0  # share of the conversations answered at `temperature`, the others greedily
-    temperature: float = 0.7
+    sampled: float = 0.0  # share of the conversations answered at a `temperature`, the others greedily
+    temperature: tuple[float, float] = (0.7, 0.7)  # lowest and highest: each conversation has its own
     top_p: float = 0.95
     seed: int = 0
     max_repeat: int | None = 64  # an answer that has said its last so many tokens before is cut there
@@ -57,6 +57,9 @@ class TrainingRecipe:
     num_anchors: int = 128  # per row
     short_blocks: float = 0.0  # share of the run, from its beginning, with blocks of half the length
     anchoring: Literal["even", "walk"] = "even"  # anchors anywhere, or mostly where the drafter's steps begin
+    deep_from: int = 1024  # the position in a document from which on an anchor
+    deep_weight: float = 1.0  # is drawn so many times as often as before it
+    phases: int = 1  # parts of the rows that are trained on one after the other, each for as long
     optimizer: str = "muon"  # or adamw
     rate: float = 3e-3
     warm_up: float = 0.03  # share of the run
@@ -74,6 +77,7 @@ class Job:
 
     out: Path
     prompts: tuple[Path, ...] = ()
+    more_answers: tuple[Path, ...] = ()  # folders of shards that were written before
     held_out: tuple[tuple[str | None, Path], ...] = ()  # with a name: the category of them all
     model: str = "default"
     start_from: str | None = None  # a drafter to continue from
@@ -94,8 +98,11 @@ class Job:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
             raise SettingsError("give either --steps or --minutes.")
-        if not self.prompts and not any(self.out.glob("answers/shard-*.npz")):
+        _check_folders(self.more_answers)
+        if not self.prompts and not self.more_answers and not any(self.out.glob("answers/shard-*.npz")):
             raise SettingsError("no prompts: give --prompts FILE.")
+        if self.more_answers and not self.prompts and not self.held_out:
+            raise SettingsError("--answers without --prompts: nothing to measure with. Give --held-out FILE.")
         _check("--length", self.length, 64, 32767)
         _check("--steps", self.steps, 1)
         _check("--minutes", self.minutes, 0)
@@ -106,12 +113,16 @@ class Job:
         _check("--max-answer", self.answers.max_tokens, 1, self.length - 16)
         _check("--max-repeat", self.answers.max_repeat, 1)
         _check("--sampled", self.answers.sampled, 0, 1)
-        _check("--temperature", self.answers.temperature, 0)
+        lowest, highest = self.answers.temperature
+        _check("--temperature", lowest, 0, highest)
         _check("--top-p", self.answers.top_p, 0, 1)
         recipe, objective = self.recipe, self.recipe.objective
         _check("--rows-per-step", recipe.rows_per_step, 1)
         _check("--anchors", recipe.num_anchors, 1)
         _check("--short-blocks", recipe.short_blocks, 0, 1)
+        _check("--deep-from", recipe.deep_from, 0)
+        _check("--deep-weight", recipe.deep_weight, 0.01)
+        _check("--phases", recipe.phases, 1)
         _check("--average", recipe.average, 0, 1)
         _check("--hardness", objective.hardness, 0)
         if objective.hardness and objective.weighting != "dpace":
@@ -120,10 +131,18 @@ class Job:
 
     def fingerprint(self) -> dict[str, object]:
         """What must be the same for a run to be continued."""
-        free = ("out", "command", "minutes", "prompts", "held_out", "device", "bulk_rows", "answer_minutes")
+        free = {"out", "command", "minutes", "prompts", "held_out", "device", "bulk_rows", "answer_minutes"}
         stored = {"answers": "manner"}  # names in run.json
         kept = {stored.get(name, name): value for name, value in asdict(self).items() if name not in free}
         return json.loads(json.dumps(kept, default=str))  # type: ignore[no-any-return]
+
+
+def _check_folders(folders: tuple[Path, ...]) -> None:
+    for folder in folders:
+        if not any(folder.glob("shard-*.npz")):
+            raise SettingsError(
+                f"--answers {folder}: no shard-*.npz is there. Give a run's folder 'answers'."
+            )
 
 
 def _check(flag: str, value: float | None, least: float, most: float | None = None) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from blockdraft.kernels.transfer import to_device
 from blockdraft.training.answers import Document
 
+SHORT = 0.25  # of a row: documents up to it are not sorted
 MIN_ANSWER = 2  # tokens left of an answer once a row cut it; a shorter one has nothing to draft
 
 
@@ -78,8 +79,9 @@ class DocumentPlace:
 def pack(
     documents: Sequence[Document], length: int, *, is_shared: bool = True
 ) -> tuple[PackedRows, list[DocumentPlace]]:
-    """Each document into the fullest row that still has room for it, the longest first; or into its own row.
+    """Each document into the fullest row that still has room for it, long ones first; or into its own row.
 
+    Those shorter than a quarter of a row come in their own order: a row then has documents of many sizes.
     Documents longer than a row lose the end of their answer, or are left out where that is all of it.
     """
     sizes = [min(len(one.prompt_ids) + len(one.answer_ids), length) for one in documents]
@@ -89,7 +91,8 @@ def pack(
         if sizes[index] - len(one.prompt_ids) >= MIN_ANSWER and one.prompt_ids
     ]
     if is_shared:
-        places = _fit(sorted(usable, key=lambda index: -sizes[index]), sizes, length)
+        order = sorted(usable, key=lambda index: -sizes[index] if sizes[index] > SHORT * length else 0)
+        places = _fit(order, sizes, length)
     else:
         places = [DocumentPlace(document, row, 0) for row, document in enumerate(usable)]
     num_rows = max((place.row for place in places), default=-1) + 1

@@ -141,12 +141,13 @@ class _Asker:
         prompt_ids = encode_conversation(self._tokenizer, one, said)
         if not 2 <= len(prompt_ids) <= self._max_prompt:
             return None
-        is_sampled = random.Random(options.seed * 1_000_003 + index).random() < options.sampled
+        chance = random.Random(options.seed * 1_000_003 + index)
+        is_sampled = chance.random() < options.sampled
         return Question(
             key=index * MAX_TURNS + len(said),
             prompt_ids=tuple(prompt_ids),
             max_tokens=options.max_tokens,
-            temperature=options.temperature if is_sampled else 0.0,
+            temperature=chance.uniform(*options.temperature) if is_sampled else 0.0,
             top_p=options.top_p if is_sampled else 1.0,
             seed=index,
             max_repeat=options.max_repeat,

@@ -31,7 +31,7 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
 from blockdraft.training.announce import left, plan_lines, verdict_lines
-from blockdraft.training.answers import Document, first_of_each, read_conversations
+from blockdraft.training.answers import Document, first_of_each, read_conversations, read_shard
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
 from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate
 from blockdraft.training.export import DrafterCard, export
@@ -44,7 +44,7 @@ HELD_OUT = 20  # prompts of each category that are never trained on, where no fi
 REGENERATE_SHARE = 0.2  # of the minutes given
 NUM_CHECKED = 32  # held-out answers that the engine gives once more
 DISAGREEMENT = 0.05  # between engine and simulation, before it is worth a warning
-CLOSING_S = 60.0  # kept for evaluation and export; arbitrary
+CLOSING_S = 60.0  # kept for evaluation, export and check, beside what the same evaluation took; arbitrary
 CHECKPOINT_S = 300.0
 SAY_S, SHOW_S = 5.0, 0.5  # between two lines, and two looks at a bar; arbitrary
 
@@ -77,11 +77,19 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
     raw, config = _drafter_config(job, models, documents)
     models.target.taps = config.taps
     trainer = _trainer(job, models, documents, config)
+    measured_s = time.monotonic()
     before = None if job.start_from is None else _measured(job, trainer, kept, listener, "start")["all"]
+    measured_s = time.monotonic() - measured_s
     if resume:
         _load_checkpoint(job, trainer, listener)
-    left_s = None if budget_s is None else budget_s - (time.monotonic() - begin_s) - CLOSING_S
-    _run(job, trainer, listener, left_s)
+    end_s = None if budget_s is None else begin_s + budget_s - CLOSING_S - measured_s
+
+    def save() -> None:
+        _save_checkpoint(job, trainer)
+        with trainer.averaged():  # a drafter to go on with, should the run end here
+            export(job.out / "drafter", trainer.model, raw, {}, _model_card(job, documents, trainer))
+
+    _run(job, trainer, listener, save, None if end_s is None else end_s - time.monotonic())
     trainer.features.forget()
     release()
     with trainer.averaged():
@@ -244,6 +252,8 @@ def _answers(
     documents = regenerate(
         bulk, tokenizer, training, job.out / "answers", job.answers, seconds=seconds, report=watch
     )
+    shards = [path for folder in job.more_answers for path in sorted(folder.glob("shard-*.npz"))]
+    documents += [document for path in shards for document in read_shard(path)]
     if not documents or not kept:
         room = job.length - job.answers.max_tokens
         raise SettingsError(
@@ -355,7 +365,9 @@ def _trainer(job: Job, models: Models, documents: list[Document], config: DraftC
     return Trainer(model, models.target, rows.to(models.device), job.recipe)
 
 
-def _run(job: Job, trainer: Trainer, listener: Listener, seconds: float | None) -> None:
+def _run(
+    job: Job, trainer: Trainer, listener: Listener, save: Callable[[], None], seconds: float | None
+) -> None:
     begin_s = said_s = saved_s = time.monotonic()
     first = trainer.step_number + 1
     listener.show("train", 0.0, "getting ready: the first step is the longest")
@@ -371,11 +383,11 @@ def _run(job: Job, trainer: Trainer, listener: Listener, seconds: float | None) 
             _say(progress, listener, left(done, now_s - begin_s))
             said_s = now_s
         if now_s - saved_s >= CHECKPOINT_S:
-            _save_checkpoint(job, trainer)
+            save()
             saved_s = now_s
     if seconds is not None and trainer.step_number < first:
         raise SettingsError(f"--minutes {job.minutes} are over before training began: give more.")
-    _save_checkpoint(job, trainer)
+    save()
 
 
 def _say(progress: TrainingProgress, listener: Listener, rest: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.engine.engine import mix
+from blockdraft.kernels.transfer import to_device
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.step.dflash import DFlashDrafter
@@ -126,6 +127,7 @@ class Trainer:
             model, name=recipe.optimizer, rate=recipe.rate, weight_decay=recipe.weight_decay
         )
         self._trained = [one for one in model.parameters() if one.requires_grad]
+        self._phase = 0
         self._walk = Walk(rows.tokens.shape, self.device) if recipe.anchoring == "walk" else None
         self._average = [one.detach().clone() for one in self._trained] if recipe.average else []
 
@@ -152,6 +154,7 @@ class Trainer:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
+        self._change_phase(share)
         chosen = self._chosen()
         batch = self._batch(chosen, self._block(share))
         scores = self._draft(chosen, batch)
@@ -185,23 +188,45 @@ class Trainer:
         for block in sorted({self._block(0.0), self.forward.block}):
             self._draft(chosen, self._batch(chosen, block)).loss.backward()  # type: ignore[no-untyped-call]
             self.model.zero_grad()
-        self.features.keep()
+        self.features.keep(len(self._rows_of_phase(0)))
 
     def _block(self, share: float) -> int:
         return self.forward.block // 2 if share < self.recipe.short_blocks else self.forward.block
 
+    def _change_phase(self, share: float) -> None:
+        phase = min(int(share * self.recipe.phases), self.recipe.phases - 1)
+        if phase != self._phase:
+            self._phase = phase
+            self.features.change()
+
+    def _rows_of_phase(self, phase: int) -> range:
+        """Every so manieth row, since rows come in the order of their longest documents; never none."""
+        phases = min(self.recipe.phases, len(self.rows))
+        return range(phase % phases, len(self.rows), phases)
+
     def _chosen(self) -> list[int]:
         """The same rows for the same step, whenever it is run."""
-        recipe = self.recipe
-        per_epoch = max(1, len(self.rows) // recipe.rows_per_step)
+        recipe, rows = self.recipe, self._rows_of_phase(self._phase)
+        per_epoch = max(1, len(rows) // recipe.rows_per_step)
         epoch, place = divmod(self.step_number, per_epoch)
-        order = torch.randperm(len(self.rows), generator=_seeded("cpu", recipe.seed, 2 * epoch))
-        return order.roll(-place * recipe.rows_per_step)[: recipe.rows_per_step].tolist()
+        order = torch.randperm(len(rows), generator=_seeded("cpu", recipe.seed, 2 * epoch))
+        first = order.roll(-place * recipe.rows_per_step)[: recipe.rows_per_step].tolist()
+        return [rows[index] for index in first]
 
     def _batch(self, chosen: list[int], block: int) -> TrainingBatch:
         generator = _seeded(self.device.type, self.recipe.seed, 2 * self.step_number + 1)
+        return draw(self.rows, chosen, self.recipe.num_anchors, block, generator, self._weights(chosen))
+
+    def _weights(self, chosen: list[int]) -> Tensor | None:
+        """How much the places of the rows `chosen` weigh where anchors are drawn; None: all the same."""
+        recipe = self.recipe
         weights = None if self._walk is None else self._walk.weights(chosen)
-        return draw(self.rows, chosen, self.recipe.num_anchors, block, generator, weights)
+        if recipe.deep_weight == 1:
+            return weights
+        starts = self.rows.starts[to_device(chosen, self.device)]
+        positions = torch.arange(starts.shape[1], device=self.device) - starts
+        deep = torch.where(positions >= recipe.deep_from, recipe.deep_weight, 1.0)
+        return deep if weights is None else deep * weights
 
     def _teacher(self, batch: TrainingBatch, hidden: Tensor) -> Teacher | None:
         if self.recipe.objective.distill == 0:

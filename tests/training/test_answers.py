@@ -212,7 +212,7 @@ def test_an_interrupted_stage_ends_with_the_same_documents_in_the_same_order(
     bulk, models, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(module, "SHARD", 5)
-    options = AnswerOptions(max_tokens=24, sampled=0.5, temperature=1.0, seed=3)
+    options = AnswerOptions(max_tokens=24, sampled=0.5, temperature=(1.0, 1.0), seed=3)
     whole = ask(bulk, models, tmp_path / "whole", options=options)
     assert {one.is_greedy for one in whole} == {True, False}
     for num_shards in (1, 2):
@@ -314,9 +314,19 @@ def test_once_time_is_over_no_conversation_begins_and_those_under_way_end(
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_share_of_the_conversations_is_sampled(bulk, models, tmp_path, share):
     conversations = [Prompt("", "all", (f"t{n} t{n + 1}",)) for n in range(30)]
-    options = AnswerOptions(max_tokens=4, sampled=share, temperature=0.9, top_p=0.8)
+    options = AnswerOptions(max_tokens=4, sampled=share, temperature=(0.9, 0.9), top_p=0.8)
     documents = ask(bulk, models, tmp_path, conversations, options)
     num_sampled = sum(not one.is_greedy for one in documents)
     assert {0.0: num_sampled == 0, 1.0: num_sampled == 30}.get(share, 8 <= num_sampled <= 22)
     assert {(one.temperature, one.top_p) for one in bulk.asked} <= {(0.0, 1.0), (0.9, 0.8)}
     assert len({one.seed for one in bulk.asked}) == 30
+
+
+def test_each_sampled_conversation_has_a_temperature_of_the_range(bulk, models, tmp_path):
+    conversations = [Prompt("", "all", (f"t{n} t{n + 1}",)) for n in range(30)]
+    options = AnswerOptions(max_tokens=4, sampled=1.0, temperature=(0.2, 1.0))
+    ask(bulk, models, tmp_path, conversations, options)
+    found = sorted(one.temperature for one in bulk.asked)
+    assert len(set(found)) == 30
+    assert 0.2 <= found[0] < 0.4
+    assert 0.8 < found[-1] <= 1.0

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from blockdraft import LLM, SamplingParams
+from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.training import features as features_module
 from blockdraft.training import trainer as trainer_module
 from blockdraft.training.answers import Document
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
-from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate, walk
+from blockdraft.training.evaluate import DrafterFit, fit_in_engine, fit_of_metrics, simulate, walk
 from blockdraft.training.features import FeatureReader
 from blockdraft.training.job import DrafterShape, Objective, TrainingRecipe
 from blockdraft.training.packing import pack
@@ -204,12 +205,53 @@ def test_kept_features_change_nothing_and_are_read_once(monkeypatch, distill, nu
     found = [progress.loss.item() for progress in trainer.run(steps=9)]
     assert trainer.features.num_kept == num_rows_kept
     reads = read[3:]  # after two for the rehearsal, and one to see its size
-    assert all(reads.count(row) == 1 for row in range(num_rows_kept))
-    assert all(reads.count(row) > 1 for row in range(num_rows_kept, 3))
+    assert sum(reads.count(row) == 1 for row in range(3)) == num_rows_kept
+    assert sum(reads.count(row) > 1 for row in range(3)) == 3 - num_rows_kept
     assert found == [plain.step(step / 9).loss.item() for step in range(9)]
     trainer.features.forget()
     assert trainer.features.num_kept == 0
     assert trainer.step(0.5).loss.item() == plain.step(0.5).loss.item()
+
+
+def test_phases_take_parts_of_the_rows_one_after_the_other_and_read_each_row_once(monkeypatch):
+    documents = pairs.random_documents([(9, 50)] * 6)
+    recipe = TrainingRecipe(rows_per_step=1, num_anchors=9, phases=3)
+    trainer = make_trainer(documents, recipe)
+    read: list[int] = []
+    reading = FeatureReader.read
+
+    def noted(reader, rows, chosen):
+        read.extend(chosen)
+        return reading(reader, rows, chosen)
+
+    list(trainer.run(steps=1))  # the rehearsal; it takes the first part of the rows
+    trainer.step_number = 0
+    monkeypatch.setattr(FeatureReader, "read", noted)
+    seen = []
+    for step in range(18):
+        trainer.step(step / 18)
+        trainer.step_number = step + 1
+        seen.append(sorted(set(read)))
+    assert trainer.features.num_kept == 2
+    assert seen[5] == [0, 3] or {*seen[5]} < {0, 3}  # one of them was kept before
+    assert {*seen[11]} - {*seen[5]} == {1, 4}
+    assert {*seen[17]} - {*seen[11]} == {2, 5}
+    assert len(read) == len(set(read))
+
+
+def test_deep_anchors_are_drawn_more_often():
+    documents = pairs.random_documents([(4, 58)] * 2)
+    recipe = TrainingRecipe(rows_per_step=2, num_anchors=6, deep_from=40, deep_weight=5.0)
+    trainer = make_trainer(documents, recipe)
+    anchors = []
+    for step in range(200):
+        trainer.step_number = step
+        anchors.append(trainer._batch([0, 1], 4).anchors)
+    deep = (torch.stack(anchors) >= 40).float().mean().item()
+    # 21 places from 40 on weigh 5 each, 37 before them weigh 1; drawing without repeating evens it a little.
+    assert 0.62 < deep < 21 * 5 / (21 * 5 + 37)
+    even = make_trainer(documents, TrainingRecipe(rows_per_step=2, num_anchors=6))
+    assert even._weights([0, 1]) is None
 
 
 def test_short_blocks_are_the_beginnings_of_whole_ones():
@@ -312,6 +354,27 @@ def test_the_exported_drafter_in_the_engine_commits_what_was_simulated(trained):
     expected = simulate(trained, documents, length=96)["all"]
     assert (found.num_steps, found.num_tokens) == (expected.num_steps, expected.num_tokens)
     assert found.committed > 2
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 0.9), (1.0, 1.0)])
+def test_sampled_answers_are_simulated_with_the_noise_they_had(trained, temperature, top_p):
+    llm = tiny.engine("trained", max_rows=4)
+    asked = prompts(8)
+    params = [
+        SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=40)
+        for seed in range(len(asked))
+    ]
+    names = [llm.add(prompt, one) for prompt, one in zip(asked, params, strict=True)]
+    steps = tiny.drain(llm)
+    metrics = fit_of_metrics([delta.metrics for delta in steps if delta.metrics is not None])
+    documents = [
+        Document(tuple(prompt), answer, "all", is_greedy=False)
+        for prompt, answer in zip(asked, [ids_of(steps, name) for name in names], strict=True)
+    ]
+    sampling = [RowSampling(temperature=temperature, top_p=top_p, seed=seed) for seed in range(len(asked))]
+    fit = simulate(trained, documents, length=96, sampling=sampling)["all"]
+    assert (fit.num_steps, fit.num_tokens) == (metrics.num_steps, metrics.num_tokens)
+    assert fit != simulate(trained, documents, length=96)["all"]  # greedy drafts are others
 
 
 def test_a_shallow_target_is_tapped_at_different_layers():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from blockdraft.training import packing
 from blockdraft.training.answers import Document
 from blockdraft.training.packing import MIN_ANSWER, draw, pack, with_anchors
 from tests.training import pairs
@@ -49,7 +50,8 @@ def test_anchors_are_the_last_prompt_token_and_every_answer_token_but_the_last(d
     assert torch.equal(rows.is_anchor, expected)
 
 
-def test_the_longest_go_first_and_each_into_the_fullest_row_with_room():
+def test_the_longest_go_first_and_each_into_the_fullest_row_with_room(monkeypatch):
+    monkeypatch.setattr(packing, "SHORT", 0.0)  # all are long ones
     sizes = [4, 12, 9, 7, 8, 30, 3]
     documents = pairs.random_documents([(1, size - 1) for size in sizes])
     rows, places = pack(documents, LENGTH)

@@ -62,7 +62,7 @@ def make_job(prompts, target, out):
         length=64,
         bulk_rows=4,
         shape=SHAPE,
-        answers=AnswerOptions(max_tokens=12, sampled=0.4, temperature=1.0),
+        answers=AnswerOptions(max_tokens=12, sampled=0.4, temperature=(0.5, 1.0)),
         recipe=RECIPE,
         command="blockdraft train …",
     )
@@ -131,6 +131,39 @@ def test_answers_that_run_in_circles_are_cut_and_held_out_ones_are_not(job, tmp_
     }
     assert not circles["answers"]
     assert circles["held-out"]
+
+
+def test_answers_of_other_runs_are_trained_on_too(job, whole, prompts):
+    folder = whole("muon") / "answers"
+    num_there = sum(len(read_shard(path)) for path in folder.glob("*.npz"))
+    with pytest.raises(SettingsError, match="Give --held-out"):
+        replace(job, prompts=(), more_answers=(folder,))
+    recipe = replace(RECIPE, phases=2, deep_from=8, deep_weight=2.0)
+    alone = replace(job, prompts=(), more_answers=(folder,), held_out=((None, prompts),), recipe=recipe)
+    train(alone, Listener())
+    assert f"\n{num_there} answers of the target itself" in (job.out / "drafter" / "README.md").read_text()
+    both = replace(job, out=job.out / "both", more_answers=(folder,))
+    train(both, Listener())
+    own = sum(len(read_shard(path)) for path in (both.out / "answers").glob("*.npz"))
+    assert f"\n{own + num_there} answers of the target" in (both.out / "drafter" / "README.md").read_text()
+
+
+def test_a_checkpoint_leaves_a_drafter_behind_that_was_not_measured_yet(job, monkeypatch):
+    monkeypatch.setattr(run, "CHECKPOINT_S", 0.0)
+    step = Trainer.step
+
+    def die_in_4(trainer, share):
+        if trainer.step_number == 3:
+            raise KeyboardInterrupt
+        return step(trainer, share)
+
+    monkeypatch.setattr(Trainer, "step", die_in_4)
+    with pytest.raises(KeyboardInterrupt):
+        train(job, Listener())
+    assert sorted(path.name for path in (job.out / "drafter").iterdir()) == [
+        *("README.md", "config.json", "model.safetensors"),
+    ]
+    LLM(job.model, str(job.out / "drafter"), device="cpu", dtype="float32", max_context=64)
 
 
 # ---- interrupted and resumed
@@ -419,6 +452,10 @@ STEPS_FLAG = ("--steps", "2")
         ((*TAPS, *STEPS_FLAG, "--max-answer", "64"), "--max-answer 64"),
         ((*TAPS, *STEPS_FLAG, "--max-repeat", "-1"), "--max-repeat -1 is outside 1 or more"),
         ((*TAPS, *STEPS_FLAG, "--sampled", "1.5"), "--sampled 1.5"),
+        ((*TAPS, *STEPS_FLAG, "--temperature", "1,0.5"), "--temperature 1.0 is outside 0 to 0.5"),
+        ((*TAPS, *STEPS_FLAG, "--answers", "/nowhere"), "--answers /nowhere: no shard-*.npz is there"),
+        ((*TAPS, *STEPS_FLAG, "--phases", "0"), "--phases 0"),
+        ((*TAPS, *STEPS_FLAG, "--deep-weight", "0"), "--deep-weight 0"),
         ((*TAPS, *STEPS_FLAG, "--rows-per-step", "0"), "--rows-per-step 0"),
         ((*TAPS, *STEPS_FLAG, "--anchors", "0"), "--anchors 0"),
         ((*TAPS, *STEPS_FLAG, "--hardness", "-1"), "--hardness -1.0 is outside 0 or more"),
@@ -468,6 +505,17 @@ def test_answers_fit_into_the_length_unless_the_command_line_says(monkeypatch, t
     assert [one.answers.max_tokens for one in asked] == [expected]
 
 
+@pytest.mark.parametrize(("text", "expected"), [("0.5", (0.5, 0.5)), ("0.2,1", (0.2, 1.0))])
+def test_a_temperature_may_be_a_range(job, monkeypatch, text, expected):
+    asked = []
+    monkeypatch.setattr(run, "train", lambda job, *_, **__: asked.append(job) or {})
+    command(job, *TAPS, *STEPS_FLAG, "--sampled", "0.5", "--temperature", text)
+    assert [one.answers.temperature for one in asked] == [expected]
+    for wrong in ("warm", "0,0.5,1", "0.5,"):
+        with pytest.raises(SystemExit):
+            command(job, *TAPS, *STEPS_FLAG, "--temperature", wrong)
+
+
 def test_no_prompts_are_refused(job, capsys):
     assert command(job, *TAPS, *STEPS_FLAG, prompts=False) == 2
     assert "no prompts: give --prompts FILE" in capsys.readouterr().err
@@ -500,7 +548,7 @@ def test_answers_of_another_run_are_never_taken_for_this_ones(job, monkeypatch):
         patch.setattr(run, "_trainer", lambda *_: pytest.fail("stop here"))
         with pytest.raises(pytest.fail.Exception):
             train(job, Listener())
-    other = replace(job, answers=replace(job.answers, temperature=0.2))
+    other = replace(job, answers=replace(job.answers, temperature=(0.2, 1.0)))
     with pytest.raises(SettingsError, match="holds a run already"):
         train(other, Listener())
 
