@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from blockdraft.cli.flags import dataclass_from, numbers_of
 from blockdraft.errors import SettingsError
-from blockdraft.training.job import AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
+from blockdraft.training.job import CPU_ROWS, AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 
 SUMMARY = "train a drafter for a target"
 USAGE = "blockdraft train TARGET --prompts FILE --out FOLDER (--minutes N | --steps N) [flags]"
@@ -90,7 +91,8 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
     add, number = group.add_argument, numbers_of(group)
     add("--optimizer", choices=("muon", "adamw"), default=recipe.optimizer)
     number("--rate", float, recipe.rate, f"(default: {recipe.rate})")
-    number("--rows-per-step", int, recipe.rows_per_step, "packed rows of --length")
+    rows_help = f"packed rows of --length (default: {recipe.rows_per_step}, CPU: {CPU_ROWS})"
+    number("--rows-per-step", int, None, rows_help)
     number("--anchors", int, recipe.num_anchors, "blocks per row, drawn anew", dest="num_anchors")
     short_help = "of the run, at its beginning, with blocks of half the length: steps cost a third less"
     number("--short-blocks", float, recipe.short_blocks, short_help, metavar="SHARE")
@@ -120,8 +122,11 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise SettingsError(f"cannot write --out {job.out} ({error.strerror}): choose another.") from None
     from blockdraft.cli.training_progress import listener, stage_bars
+    from blockdraft.start.loading import resolve_device
     from blockdraft.training.run import train
 
+    if args.rows_per_step is None and resolve_device(job.device) == "cpu":
+        job = replace(job, recipe=replace(job.recipe, rows_per_step=CPU_ROWS))
     try:
         with log_file as log, stage_bars(is_quiet=args.quiet) as bars:
             train(job, listener(log, bars, is_quiet=args.quiet), resume=args.resume)
@@ -139,6 +144,7 @@ def _interrupted(job: Job, *, is_resumed: bool) -> str:
 
 
 def _job(args: argparse.Namespace) -> Job:
+    rows = TrainingRecipe().rows_per_step if args.rows_per_step is None else args.rows_per_step
     if args.max_tokens is None:
         args.max_tokens = max(1, min(AnswerOptions().max_tokens, args.length // 2))
     return dataclass_from(
@@ -150,7 +156,11 @@ def _job(args: argparse.Namespace) -> Job:
         shape=dataclass_from(DrafterShape, args),
         answers=dataclass_from(AnswerOptions, args, max_repeat=args.max_repeat or None),
         recipe=dataclass_from(
-            TrainingRecipe, args, objective=dataclass_from(Objective, args), seed=args.training_seed
+            TrainingRecipe,
+            args,
+            objective=dataclass_from(Objective, args),
+            seed=args.training_seed,
+            rows_per_step=rows,
         ),
         command=shlex.join(["blockdraft", *sys.argv[1:]]),
     )

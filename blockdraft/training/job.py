@@ -9,6 +9,8 @@ from typing import Literal
 
 from blockdraft.errors import SettingsError
 
+CPU_ROWS = 2  # per step, where nobody says: a step of more takes minutes there
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:

@@ -371,6 +371,7 @@ def _run(
     begin_s = said_s = saved_s = time.monotonic()
     first = trainer.step_number + 1
     listener.show("train", 0.0, "getting ready: the first step is the longest")
+    listener.say(f"train: {job.recipe.rows_per_step} rows a step; the first step is the longest")
     for progress in trainer.run(steps=job.steps, seconds=seconds):
         now_s = time.monotonic()
         if progress.step == first:
