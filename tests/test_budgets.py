@@ -19,7 +19,7 @@ BUDGETS = {
     "training": 3_450,
     "planner": 2_750,
     "engine": 3_500,
-    "cli": 3_400,
+    "cli": 3_450,
     "launch": 2_250,
     "models": 2_200,
     "check": 2_500,
