@@ -147,8 +147,8 @@ def _is_alive(pid):
 
 
 def test_a_command_that_fails_is_told_by_its_last_line():
-    with pytest.raises(Failure, match=r"`blockdraft fit` ended with 2: .*required"):
-        Children().blockdraft("fit", env={}, timeout_s=60)
+    with pytest.raises(Failure, match=r"`blockdraft train` ended with 2: .*required"):
+        Children().blockdraft("train", env={}, timeout_s=60)
 
 
 # ---- what steps object to

@@ -240,10 +240,10 @@ def test_no_image_is_named_that_does_not_hold_what_is_asked_for(form):
     code, output, errors = serve(MODEL, "--engine", "vllm", "--device", "cpu", "--dry-run", form)
     assert (code, output) == (2, "")
     assert "no image of vLLM 0.32.0 for a CPU: use --dry-run shell" in errors
-    flags = ("--card", "h200", "--engine-version", "0.32.0+pr41703")
+    flags = ("--card", "h200", "--engine-version", "0.20.1.dev3+pr39930")  # a nightly: no tag to build from
     code, output, errors = serve(MODEL, "--engine", "vllm", *flags, "--dry-run", form)
     assert (code, output) == (2, "")
-    assert "no image of vLLM 0.32.0+pr41703" in errors
+    assert "no image of vLLM 0.20.1.dev3+pr39930" in errors
 
 
 @pytest.mark.parametrize(
