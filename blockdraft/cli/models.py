@@ -14,6 +14,7 @@ from blockdraft.cli.fetch import fetch_models
 from blockdraft.cli.flags import add_verbose, table
 from blockdraft.errors import SettingsError
 from blockdraft.planner.known_pairs import KnownFamily, KnownModels, KnownPair, find_models
+from blockdraft.settings.model_source import DEFAULT_ID
 from blockdraft.settings.settings import cache_dir, cache_dirs
 
 SUMMARY = "list models on this disk and known ones; fetch and remove them"
@@ -72,12 +73,17 @@ def _disk_lines(stored: Sequence[StoredModel], *, is_all: bool) -> Iterator[str]
     if not stored and not is_all:
         return
     yield f"On this disk (ours in {cache_dir()}, the hub's in {cache_dirs()['hub']})"
-    notes = {True: "", False: "no weights"}
-    rows = [(one.name, f"{shown_bytes(one.num_bytes):>8}", notes[one.has_weights]) for one in stored]
+    rows = [(one.name, f"{shown_bytes(one.num_bytes):>8}", _note(one)) for one in stored]
     yield from table(rows) if rows else ["  no model: `blockdraft models fetch NAME`"]
     others = other_bytes() if is_all else 0
     if others:
         yield f"  {shown_bytes(others)} beside, in ours: kernels and packed weights, made again when needed"
+
+
+def _note(model: StoredModel) -> str:
+    if model.name == "default":
+        return f"{DEFAULT_ID}; its drafter came with blockdraft"
+    return "" if model.has_weights else "no weights"
 
 
 def shown_bytes(num_bytes: int) -> str:

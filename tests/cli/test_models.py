@@ -43,7 +43,7 @@ def test_the_disk_comes_first_and_the_known_ones_apart(capsys, caches):
     assert main(["models"]) == 0
     disk, known, *_ = capsys.readouterr().out.split("\n\n")
     assert [" ".join(line.split()) for line in disk.splitlines()[1:]] == [
-        "default 4 MB",
+        "default 4 MB HuggingFaceTB/SmolLM2-135M-Instruct; its drafter came with blockdraft",
         "org/one 2 MB",
         "org/two 1 kB no weights",
         "3 MB beside, in ours: kernels and packed weights, made again when needed",
