@@ -83,8 +83,9 @@ def of_kvarn(key_bits: int, value_bits: int) -> Arm:
 
 
 EXACT = Arm("exact", lambda k, _: k, lambda v: v, lambda head_dim: 4 * head_dim)
-_TQ4, _TQ4V3 = FORMATS["tq4"], FORMATS["tq4v3"]
+_TQ4 = FORMATS["tq4"]
 ARMS = [
+    Arm("bf16", lambda k, _: k.bfloat16(), lambda v: v.bfloat16(), lambda head_dim: 4 * head_dim),
     *map(of_format, FORMATS.values()),
     of_format(TQ4V2),
     of_kvarn(4, 2),
@@ -93,9 +94,6 @@ ARMS = [
     of_format(_TQ4, "tq4 sinks 0", rule=PositionRule(sinks=0)),
     of_format(_TQ4, "tq4 sinks 16", rule=PositionRule(sinks=16)),
     of_format(_TQ4, "tq4 window 64", rule=PositionRule(window=64)),
-    of_format(_TQ4, "tq4 window 256", rule=PositionRule(window=256)),
-    of_format(_TQ4V3, "tq4v3 centred", is_centred=True),
-    of_format(TQ4V2, "tq4v2 sinks 128", rule=PositionRule(sinks=kvarn.TILE)),
 ]
 
 

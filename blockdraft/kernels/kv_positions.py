@@ -70,24 +70,26 @@ def reference_attend_cold(
     assert not mask.is_anchored
     wide = torch.promote_types(q.dtype, torch.float32)
     length, start = len(exact[0]), len(exact[0]) - len(q)
+    exact_k, exact_v, cold_k, cold_v = (x.to(wide).transpose(0, 1) for x in (*exact, *compressed))
     parts = []
     for group in range(rule.group(start), rule.group(length - 1) + 1):
         begin = rule.group_begin(group)
         end, first, last = begin + rule.stride, max(begin, start), min(begin + rule.stride, length)
-        cold = torch.arange(end, device=q.device)
-        is_cold = (cold >= rule.sinks) & (cold < rule.cold_end(last - 1))
-        k, v = (_mixed(*pair, is_cold, wide) for pair in zip(exact, compressed, strict=True))  # [G, end, D]
-        block = functional.pad(q[first - start : last - start].to(wide), (0, 0, 0, 0, first - begin, end - last))
+        cold_end = rule.cold_end(first)
+        k = _mixed(exact_k, cold_k, rule.sinks, cold_end, end)
+        v = _mixed(exact_v, cold_v, rule.sinks, cold_end, end)
+        block = functional.pad(
+            q[first - start : last - start].to(wide), (0, 0, 0, 0, first - begin, end - last)
+        )
         parts.append(_attend_group(block, k, v, begin, mask)[first - begin : last - begin])
     return torch.cat(parts).to(q.dtype)
 
 
-def _mixed(exact: Tensor, compressed: Tensor, is_cold: Tensor, dtype: torch.dtype) -> Tensor:
+def _mixed(exact: Tensor, cold: Tensor, sinks: int, cold_end: int, end: int) -> Tensor:
     """[G, end, D]: of each position what is read, and zeros past the last one."""
-    end = len(is_cold)
-    exact, compressed = exact[:end].to(dtype), compressed[:end].to(dtype)
-    mixed = torch.where(is_cold[: len(exact), None, None], compressed, exact)
-    return functional.pad(mixed, (0, 0, 0, 0, 0, end - len(mixed))).transpose(0, 1).contiguous()
+    first = min(sinks, cold_end)
+    mixed = torch.cat((exact[:, :first], cold[:, first:cold_end], exact[:, cold_end:end]), dim=1)
+    return functional.pad(mixed, (0, 0, 0, end - mixed.shape[1]))
 
 
 def _attend_group(q: Tensor, k: Tensor, v: Tensor, begin: int, mask: Mask) -> Tensor:
@@ -95,14 +97,15 @@ def _attend_group(q: Tensor, k: Tensor, v: Tensor, begin: int, mask: Mask) -> Te
     count, num_heads, dim = q.shape
     num_groups, end = k.shape[:2]
     shared = num_heads // num_groups
-    query = torch.arange(begin, begin + count, device=q.device).clamp(min=0)[:, None]
-    key = torch.arange(end, device=q.device)
-    is_hidden = key > query
-    if mask.window is not None:
-        is_hidden |= key <= query - mask.window
     rows = (q * mask.scale).view(count, num_groups, shared, dim).permute(1, 2, 0, 3)  # [G, shared, stride, D]
     scores = rows.reshape(num_groups, shared * count, dim) @ k.mT
-    scores = scores.view(num_groups, shared, count, end).masked_fill_(is_hidden, float("-inf"))
+    scores = scores.view(num_groups, shared, count, end)
+    query = torch.arange(begin, begin + count, device=q.device).clamp(min=0)[:, None]
+    key = torch.arange(end, device=q.device)
+    own = max(begin, 0)  # what lies before is seen by the whole group
+    scores[..., own:].masked_fill_(key[own:] > query, float("-inf"))
+    if mask.window is not None:
+        scores.masked_fill_(key <= query - mask.window, float("-inf"))
     weights = scores.softmax(dim=-1).view(num_groups, shared * count, end)
     out = (weights @ v).view(num_groups, shared, count, dim)
     return out.permute(2, 0, 1, 3).reshape(count, num_heads, dim)
