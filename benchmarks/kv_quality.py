@@ -1,11 +1,11 @@
 """What compressed keys and values do to a model: against the same model, on the same texts, with exact ones.
 
-    python -m benchmarks.kv_quality --texts FILE.jsonl.gz [--count 8] [--length 2048] [--arms tq4 int8 …] [--json FILE]
+    python -m benchmarks.kv_quality --texts FILE.jsonl.gz [--count 8] [--length 2048] [--json FILE]
 
-Every arm reads every text whole, without a cache, by the rule of positions (blockdraft/kernels/kv_positions.py):
-what a serving engine would compute, by references. Counted are tokens at depth 512 and beyond. The file has a
-prompt per line ("messages" or "prompt"); texts that are too short are left out, the others are cut. Key centres
-are means over the first tokens of a text that is not among those that count.
+Every arm reads every text whole, without a cache, by the rule of positions (kernels/kv_positions.py): what a
+serving engine would compute, by references. Counted are tokens at depth 512 and beyond. The file has a prompt
+per line ("messages" or "prompt"); texts that are too short are left out, the others are cut. Key centres are
+means over the first tokens of a text that is not among those that count.
 
 The result is written after each text, so a run that is stopped early has a result, too: of fewer texts.
 """
@@ -17,6 +17,7 @@ import functools
 import itertools
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,7 @@ CENTRED = 512  # tokens whose keys make a centre
 SLICE = 128  # tokens whose logits are there at a time
 TQ4V2 = KvFormat("tq4v2", Turned(4, "unbiased"), Turned(2, "matched"))
 
+DEFAULT = PositionRule()
 Back = Callable[[Tensor], Tensor]  # keys or values [L, G, D], as they come back
 Centres = Mapping[int, Tensor]  # [G, D] of each layer
 
@@ -61,7 +63,7 @@ class Arm:
     keys_back: Callable[[Tensor, Tensor | None], Tensor]
     values_back: Back
     num_bytes: Callable[[int], float]
-    rule: PositionRule = PositionRule()
+    rule: PositionRule = DEFAULT
     is_centred: bool = False
 
 
@@ -71,8 +73,7 @@ def of_format(form: KvFormat, name: str = "", **options: object) -> Arm:
 
 def of_kvarn(key_bits: int, value_bits: int) -> Arm:
     """Its first tile is exact. Behind it as many tokens are, on average, as by the default rule."""
-    default = PositionRule()
-    window = default.window + default.stride // 2 - kvarn.TILE // 2
+    window = DEFAULT.window + DEFAULT.stride // 2 - kvarn.TILE // 2
     return Arm(
         f"kvarn k{key_bits}v{value_bits}",
         lambda k, _: kvarn.keys_back(k, bits=key_bits),
@@ -148,7 +149,7 @@ def read(models: Models, text: Sequence[int], arm: Arm, means: Centres) -> Itera
 
 @dataclass(slots=True)
 class Tally:
-    """Of every token that counts: surprise in nats, divergence from exact, and whether the likeliest is the same."""
+    """Of every token that counts: surprise and divergence in nats, and whether the likeliest is the same."""
 
     losses: list[Tensor] = field(default_factory=list)  # a tensor for each text, as long as it is deep
     divergence: list[Tensor] = field(default_factory=list)
@@ -224,6 +225,8 @@ def main() -> None:
     means = centres(models, next(found))
     tallies = {arm.name: Tally() for arm in (EXACT, *arms)}
     result: dict[str, object] = {"settings": vars(args) | {"texts": args.texts.name}, **record.context()}
+    words = (Path(word).name if "/" in word else word for word in sys.argv[1:])
+    result["command"] = " ".join(("python -m benchmarks.kv_quality", *words))
     result["weights"] = f"{models.device}, {models.plan.dtype}, {models.plan.quantization}"
     for number, text in enumerate(itertools.islice(found, args.count), 1):
         wanted = torch.tensor(text[SHALLOW:], device=models.device)

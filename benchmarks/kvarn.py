@@ -1,9 +1,9 @@
-"""KVarN's scheme for keys and values (arXiv 2606.03458), as far as its description goes: what ours is held to.
+"""KVarN's scheme for keys and values (arXiv 2606.03458), as far as it is described: what ours is held to.
 
-Tiles of 128 tokens and one head are rotated by a Hadamard matrix, their rows and columns are divided by factors
-until both axes vary alike (16 rounds, in the logarithm), and the result is rounded between a least and a
-largest value: of each channel for keys, of each token for values. Written from the description, not from its
-authors' code: that keys are rounded by channel is our reading, and signs are ours.
+Tiles of 128 tokens and one head are rotated by a Hadamard matrix, their rows and columns are divided by
+factors until both axes vary alike (16 rounds, in the logarithm), and the result is rounded between a least
+and a largest value: of each channel for keys, of each token for values. Written from the description, not
+from its authors' code: that keys are rounded by channel is our reading, and the rotation's signs are ours.
 """
 
 import torch

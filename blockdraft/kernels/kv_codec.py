@@ -1,7 +1,7 @@
 """Keys and values in fewer bits: the formats, as plain PyTorch references.
 
-A vector is one token's key or value of one head. It becomes packed bytes and one float16 scale, by elementwise
-operations in float32 alone: its bytes follow from the vector, not from its neighbours, the batch or the device.
+A vector is one token's key or value of one head. It becomes packed bytes and one float16 scale, by nothing
+but elementwise operations in float32: its bytes follow from the vector, not from its neighbours or the batch.
 
     int8, fp8   the vector divided by its largest magnitude, rounded
     tq4, tq4v3  TurboQuant (arXiv 2504.19874) without its second stage, the scalar case of DRIVE, EDEN and
@@ -14,6 +14,7 @@ finite comes back as NaN, and no other one does.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -205,7 +206,7 @@ def _nearest(u: Tensor, bits: int) -> Tensor:
     """uint8 codes: the highest bit says negative, the others which level."""
     levels = LEVELS[bits]
     code = torch.zeros(u.shape, dtype=torch.uint8, device=u.device)
-    for below, above in zip(levels, levels[1:], strict=False):
+    for below, above in itertools.pairwise(levels):
         code += u.abs() >= (below + above) / 2
     return code | ((u < 0).to(torch.uint8) << (bits - 1))
 

@@ -1,9 +1,9 @@
 """Which keys and values a query reads compressed: a rule of positions, and attention by it as a reference.
 
-The query at position t reads compressed what lies in [sinks, c(t)), c(t) = stride * floor((t - window) / stride),
-and everything else as it was computed:
+The query at position t reads some keys and values compressed, and the others as they were computed:
 
     [0, sinks) exact   [sinks, c(t)) compressed   [c(t), t] exact
+    c(t) = stride * floor((t - window) / stride), at least 0
 
 Nothing but t decides, so decoding, verification of any width and prefill in any chunks are one model: a query
 of a chunk reads even keys of its own chunk compressed once they lie far enough behind. The window is at least
