@@ -92,6 +92,7 @@ ARMS = [
     of_kvarn(4, 2),
     of_kvarn(4, 4),
     of_format(_TQ4, "tq4 centred", is_centred=True),
+    of_format(FORMATS["tq4v3"], "tq4v3 centred", is_centred=True),
     of_format(_TQ4, "tq4 sinks 0", rule=PositionRule(sinks=0)),
     of_format(_TQ4, "tq4 sinks 16", rule=PositionRule(sinks=16)),
     of_format(_TQ4, "tq4 window 64", rule=PositionRule(window=64)),

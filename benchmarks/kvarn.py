@@ -14,7 +14,7 @@ from blockdraft.kernels.kv_codec import rotate, rotate_back
 TILE = 128  # tokens
 ROUNDS = 16
 FLOOR = 1e-6  # of a deviation
-MAX_STEP = 1.0  # of a factor's logarithm in one round
+MAX_LOG = 8.0  # of a factor: float16 holds it
 
 
 def keys_back(k: Tensor, *, bits: int) -> Tensor:
@@ -48,7 +48,7 @@ def _normalised(tiles: Tensor) -> tuple[Tensor, Tensor]:
     for _ in range(ROUNDS):
         for logs, axis in ((by_token, -1), (by_channel, -2)):
             spread = (tiles * (-by_token - by_channel).exp()).std(dim=axis, keepdim=True).clamp(min=FLOOR)
-            logs += spread.log().clamp(-MAX_STEP, MAX_STEP)
+            logs.add_(spread.log()).clamp_(-MAX_LOG, MAX_LOG)
     factors = by_token.exp().half().float() * by_channel.exp().half().float()
     return tiles / factors, factors
 
