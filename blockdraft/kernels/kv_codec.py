@@ -192,11 +192,8 @@ def rotate_back(y: Tensor) -> Tensor:
 
 def _turned_blocks(x: Tensor) -> Tensor:
     sizes = blocks(x.shape[-1])
-    return torch.cat([turn(part, size) * size**-0.5 for part, size in _parts(x, sizes)], dim=-1)
-
-
-def _parts(x: Tensor, sizes: list[int]) -> list[tuple[Tensor, int]]:
-    return [(part.contiguous(), size) for part, size in zip(x.split(sizes, dim=-1), sizes, strict=True)]
+    parts = zip(torch.split(x, sizes, dim=-1), sizes, strict=True)
+    return torch.cat([turn(part.contiguous(), size) * size**-0.5 for part, size in parts], dim=-1)
 
 
 # ---- levels and bytes
