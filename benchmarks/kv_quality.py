@@ -209,6 +209,7 @@ def main() -> None:
     )
     parser.add_argument("--texts", type=Path, required=True, help="a file of prompts, one per line")
     parser.add_argument("--count", type=int, default=8, help="texts that are read (default: %(default)s)")
+    parser.add_argument("--skip", type=int, default=0, help="texts that are left out first")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each (default: %(default)s)")
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="only these, by name")
     parser.add_argument("--model", default="default")
@@ -229,7 +230,7 @@ def main() -> None:
     words = (Path(word).name if "/" in word else word for word in sys.argv[1:])
     result["command"] = " ".join(("python -m benchmarks.kv_quality", *words))
     result["weights"] = f"{models.device}, {models.plan.dtype}, {models.plan.quantization}"
-    for number, text in enumerate(itertools.islice(found, args.count), 1):
+    for number, text in enumerate(itertools.islice(found, args.skip, args.skip + args.count), 1):
         wanted = torch.tensor(text[SHALLOW:], device=models.device)
         exact = list(read(models, text, EXACT, means))
         tallies[EXACT.name].add(iter(exact), exact, wanted)
