@@ -71,6 +71,21 @@ def of_format(form: KvFormat, name: str = "", **options: object) -> Arm:
     return Arm(name or form.name, form.keys_back, form.values_back, form.bytes_per_token, **options)  # type: ignore[arg-type]
 
 
+def of_tiles(form: KvFormat, tile: int = 64) -> Arm:
+    """Keys less the mean of each `tile` positions, which is kept beside them in float16."""
+
+    def keys_back(k: Tensor, _: Tensor | None) -> Tensor:
+        centre = [part.mean(dim=0).half().float() for part in torch.split(k, tile)]
+        parts = zip(torch.split(k, tile), centre, strict=True)
+        return torch.cat([form.keys_back(part, mean) for part, mean in parts])
+
+    def num_bytes(head_dim: int) -> float:
+        return form.bytes_per_token(head_dim) + 2 * head_dim / tile
+
+    rule = PositionRule(stride=tile)
+    return Arm(f"{form.name} centred by tile", keys_back, form.values_back, num_bytes, rule)
+
+
 def of_kvarn(key_bits: int, value_bits: int) -> Arm:
     """Its first tile is exact. Behind it as many tokens are, on average, as by the default rule."""
     window = DEFAULT.window + DEFAULT.stride // 2 - kvarn.TILE // 2
@@ -93,6 +108,8 @@ ARMS = [
     of_kvarn(4, 4),
     of_format(_TQ4, "tq4 centred", is_centred=True),
     of_format(FORMATS["tq4v3"], "tq4v3 centred", is_centred=True),
+    of_tiles(_TQ4),
+    of_tiles(FORMATS["tq4v3"]),
     of_format(_TQ4, "tq4 sinks 0", rule=PositionRule(sinks=0)),
     of_format(_TQ4, "tq4 sinks 16", rule=PositionRule(sinks=16)),
     of_format(_TQ4, "tq4 window 64", rule=PositionRule(window=64)),
