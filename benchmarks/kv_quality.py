@@ -17,6 +17,7 @@ import functools
 import itertools
 import math
 import random
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -244,8 +245,8 @@ def main() -> None:
     means = centres(models, next(found))
     tallies = {arm.name: Tally() for arm in (EXACT, *arms)}
     result: dict[str, object] = {"settings": vars(args) | {"texts": args.texts.name}, **record.context()}
-    words = (Path(word).name if "/" in word else word for word in sys.argv[1:])
-    result["command"] = " ".join(("python -m benchmarks.kv_quality", *words))
+    words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+    result["command"] = shlex.join(["python", "-m", "benchmarks.kv_quality", *words])
     result["weights"] = f"{models.device}, {models.plan.dtype}, {models.plan.quantization}"
     for number, text in enumerate(itertools.islice(found, args.skip, args.skip + args.count), 1):
         wanted = torch.tensor(text[SHALLOW:], device=models.device)
