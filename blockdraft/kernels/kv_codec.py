@@ -1,0 +1,268 @@
+"""Keys and values in fewer bits: the formats, as plain PyTorch references.
+
+A vector is one token's key or value of one head. It becomes packed bytes and one float16 scale, by nothing
+but elementwise operations in float32: its bytes follow from the vector, not from its neighbours or the batch.
+
+    int8, fp8   the vector divided by its largest magnitude, rounded
+    tq4, tq4v3  TurboQuant (arXiv 2504.19874) without its second stage, the scalar case of DRIVE, EDEN and
+                HIGGS: signs and a Hadamard rotation make coordinates look normal, and each is rounded to the
+                nearest level of the best (Lloyd-Max) codebook for a normal distribution
+
+A scale that float16 cannot hold is cut at its largest number, or is zero. A vector with a value that is not
+finite comes back as NaN, and no other one does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from blockdraft.errors import ModelError, SettingsError
+from blockdraft.kernels.int8 import turn
+
+SCALE_BYTES = 2
+SMALLEST_BLOCK = 16  # values turned together, at least: fewer do not look normal
+LARGEST_HEAD = 512
+# The first 512 binary places of pi, a sign each. Without signs a key along a row of the Hadamard matrix,
+# a constant one for example, would become one large number and zeros.
+_SIGNS = int(
+    "243F6A8885A308D313198A2E03707344A4093822299F31D0082EFA98EC4E6C89"
+    "452821E638D01377BE5466CF34E90C6CC0AC29B7C97C50DD3F84D5B5B5470917",
+    16,
+)
+# Lloyd-Max levels of N(0, 1) above zero, by bits; those below mirror them.
+LEVELS = {
+    2: (0.452780, 1.510418),
+    3: (0.245094, 0.756005, 1.343909, 2.151946),
+    4: (0.128395, 0.388048, 0.656759, 0.942340, 1.256231, 1.618046, 2.069017, 2.732590),
+}
+
+
+class Encoded(NamedTuple):
+    """Vectors [..., D] as they are stored."""
+
+    codes: Tensor  # uint8 [..., bytes]
+    scale: Tensor  # float16 [...]
+
+
+class Codec(Protocol):
+    """One way to store a vector."""
+
+    def num_bytes(self, head_dim: int) -> int:
+        """Of one vector, its scale included."""
+        ...
+
+    def encode(self, x: Tensor) -> Encoded:
+        """x [..., D], of any floating dtype."""
+        ...
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        """[..., D] float32"""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EightBits:
+    """Values in multiples of a scale: whole numbers up to 127, or float8 (e4m3) up to 448."""
+
+    is_float: bool = False
+
+    def num_bytes(self, head_dim: int) -> int:
+        return head_dim + SCALE_BYTES
+
+    def encode(self, x: Tensor) -> Encoded:
+        x, largest = x.float(), 448.0 if self.is_float else 127.0
+        scale = _stored(x.abs().amax(dim=-1) / largest)
+        ratio = _divided(x, scale.float()).clamp(-largest, largest)
+        codes = ratio.to(torch.float8_e4m3fn) if self.is_float else ratio.round().to(torch.int8)
+        return Encoded(codes.view(torch.uint8), scale)
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        codes = encoded.codes.view(torch.float8_e4m3fn if self.is_float else torch.int8)
+        return codes.float() * encoded.scale.float()[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """Coordinates of the rotated vector, each as one of 2**bits levels.
+
+    "unbiased": the stored vector's product with the original is the original's square, so that a score is
+    right on average (keys). "matched": it has the original's length (values).
+    """
+
+    bits: int
+    scaling: Literal["unbiased", "matched"]
+
+    def num_bytes(self, head_dim: int) -> int:
+        return head_dim * self.bits // 8 + SCALE_BYTES
+
+    def encode(self, x: Tensor) -> Encoded:
+        x = x.float()
+        peak = x.abs().amax(dim=-1)
+        y = rotate(_divided(x, peak))  # squares of what is divided by its peak fit into float32
+        square = _sum(y * y)
+        u = y * _divided(torch.full_like(square, x.shape[-1]), square).sqrt()[..., None]
+        codes = _nearest(u, self.bits)
+        levels = _levels(codes, self.bits)
+        if self.scaling == "unbiased":
+            factor = _divided(square, _sum(y * levels))
+        else:
+            factor = (square / _sum(levels * levels)).sqrt()
+        return Encoded(pack(codes, self.bits), _stored(peak * factor))
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        levels = _levels(unpack(encoded.codes, self.bits), self.bits)
+        return rotate_back(levels * encoded.scale.float()[..., None])
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """How a layer's keys and values are stored."""
+
+    name: str
+    keys: Codec
+    values: Codec
+
+    def bytes_per_token(self, head_dim: int) -> int:
+        """Of one key/value head: key, value and their scales."""
+        return self.keys.num_bytes(head_dim) + self.values.num_bytes(head_dim)
+
+    def keys_back(self, k: Tensor, centre: Tensor | None = None) -> Tensor:
+        """Keys [..., G, D] as they come back; less `centre` [G, D] while they are stored.
+
+        A constant part of all keys moves all scores of a query alike and no weight, but it takes up levels.
+        """
+        if centre is None:
+            return self.keys.decode(self.keys.encode(k))
+        return self.keys.decode(self.keys.encode(k - centre)) + centre
+
+    def values_back(self, v: Tensor) -> Tensor:
+        return self.values.decode(self.values.encode(v))
+
+
+FORMATS = {
+    "int8": KvFormat("int8", EightBits(), EightBits()),
+    "fp8": KvFormat("fp8", EightBits(is_float=True), EightBits(is_float=True)),
+    "tq4": KvFormat("tq4", Turned(4, "unbiased"), Turned(4, "matched")),
+    "tq4v3": KvFormat("tq4v3", Turned(4, "unbiased"), Turned(3, "matched")),
+}
+
+
+def kv_format(name: str, head_dim: int) -> KvFormat:
+    """The format of that name, if heads of that size can be stored in it."""
+    if name not in FORMATS:
+        raise SettingsError(f"'{name}' is no format of keys and values: use one of {', '.join(FORMATS)}.")
+    if isinstance(FORMATS[name].keys, Turned):
+        blocks(head_dim)
+    return FORMATS[name]
+
+
+# ---- rotation
+
+
+def blocks(head_dim: int) -> list[int]:
+    """The powers of two that a head is rotated by, largest first: 96 = 64 + 32."""
+    parts = [1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim & 1 << bit]
+    if not parts or head_dim > LARGEST_HEAD or parts[-1] < SMALLEST_BLOCK:
+        raise ModelError(
+            f"Heads of {head_dim} values cannot be rotated: only multiples of {SMALLEST_BLOCK} up to "
+            f"{LARGEST_HEAD} can. Use int8 or fp8 for keys and values."
+        )
+    return parts
+
+
+def signs(head_dim: int, device: torch.device) -> Tensor:
+    """[D] of 1 and -1"""
+    places = (_SIGNS >> (LARGEST_HEAD - 1 - place) & 1 for place in range(head_dim))
+    return torch.tensor([1.0 - 2.0 * bit for bit in places], device=device)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Signs, then the Hadamard matrix of each block of the last axis: lengths and products stay."""
+    return _turned_blocks(x * signs(x.shape[-1], x.device))
+
+
+def rotate_back(y: Tensor) -> Tensor:
+    return _turned_blocks(y) * signs(y.shape[-1], y.device)
+
+
+def _turned_blocks(x: Tensor) -> Tensor:
+    sizes = blocks(x.shape[-1])
+    parts = zip(torch.split(x, sizes, dim=-1), sizes, strict=True)
+    return torch.cat([turn(part.contiguous(), size) * size**-0.5 for part, size in parts], dim=-1)
+
+
+# ---- levels and bytes
+
+
+def _nearest(u: Tensor, bits: int) -> Tensor:
+    """uint8 codes: the highest bit says negative, the others which level."""
+    levels = LEVELS[bits]
+    code = torch.zeros(u.shape, dtype=torch.uint8, device=u.device)
+    for below, above in itertools.pairwise(levels):
+        code += u.abs() >= (below + above) / 2
+    return code | ((u < 0).to(torch.uint8) << (bits - 1))
+
+
+def _levels(codes: Tensor, bits: int) -> Tensor:
+    above = torch.tensor(LEVELS[bits], device=codes.device)
+    return torch.cat((above, -above))[codes.long()]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """[..., D] as bytes [..., D * bits / 8]: 4 bits two a byte; of fewer, levels first, then signs.
+
+    No value lies across two bytes, and what a byte holds is far apart: with 4 bits, byte j has coordinates j
+    (in its low half) and j + D / 2.
+    """
+    if bits == 4:
+        return _plane(codes, 4)
+    levels = codes & (1 << bits - 1) - 1
+    return torch.cat((_plane(levels, bits - 1), _plane(codes >> bits - 1, 1)), dim=-1)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    if bits == 4:
+        return _from_plane(packed, 4)
+    num_levels = packed.shape[-1] * (bits - 1) // bits
+    levels = _from_plane(packed[..., :num_levels], bits - 1)
+    return levels | _from_plane(packed[..., num_levels:], 1) << bits - 1
+
+
+def _plane(codes: Tensor, width: int) -> Tensor:
+    parts = codes.chunk(8 // width, dim=-1)
+    packed = torch.zeros_like(parts[0])
+    for place, part in enumerate(parts):
+        packed |= part << width * place
+    return packed
+
+
+def _from_plane(packed: Tensor, width: int) -> Tensor:
+    return torch.cat([packed >> place & (1 << width) - 1 for place in range(0, 8, width)], dim=-1)
+
+
+# ---- arithmetic whose bits do not depend on shapes
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Over the last axis, the first half plus the second until one is left."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        rest = x[..., 2 * half :]
+        x = torch.cat((x[..., :half] + x[..., half : 2 * half], rest), dim=-1)
+    return x[..., 0]
+
+
+def _divided(x: Tensor, by: Tensor) -> Tensor:
+    """x [..., D] or [...] over `by` [...]; zero where that is zero or not finite."""
+    by = by if by.dim() == x.dim() else by[..., None]
+    return torch.where((by > 0) & by.isfinite(), x / by, 0.0)
+
+
+def _stored(scale: Tensor) -> Tensor:
+    largest = torch.finfo(torch.float16).max
+    return torch.where(scale.isfinite(), scale.clamp(max=largest), torch.nan).half()
