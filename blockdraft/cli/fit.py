@@ -66,11 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from blockdraft.start.preflight import pin_cpu_threads
+    from blockdraft.start.while_importing import quick_imports
 
     pin_cpu_threads(Settings(device=args.device))
-    from blockdraft.cli.training_progress import stage_bars, stage_shower
-    from blockdraft.training.drafter_fit import conversations_of, fit
-    from blockdraft.training.fit_report import FitQuestion
+    with quick_imports():
+        from blockdraft.cli.training_progress import stage_bars, stage_shower
+        from blockdraft.training.drafter_fit import conversations_of, fit
+        from blockdraft.training.fit_report import FitQuestion
 
     target = _one_of("targets", args.target, args.model) or "default"
     drafter = _one_of("drafters", args.drafter, args.draft) or "auto"

@@ -15,6 +15,7 @@ from blockdraft import __version__
 from blockdraft.errors import BlockdraftError
 from blockdraft.settings.known_names import as_our_flags, flag_hint
 from blockdraft.settings.settings import suggestion
+from blockdraft.start.while_importing import ended_by_ctrl_c
 
 COMMANDS = (
     *("chat", "run", "generate", "serve", "bench", "train", "fit"),
@@ -51,7 +52,8 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. argparse's own errors leave by SystemExit(2)."""
     try:
-        args = parse(sys.argv[1:] if argv is None else argv)
+        with ended_by_ctrl_c():
+            args = parse(sys.argv[1:] if argv is None else argv)
         code: int = args.run(args)
         sys.stdout.flush()
     except BlockdraftError as error:

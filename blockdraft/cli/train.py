@@ -121,9 +121,12 @@ def run(args: argparse.Namespace) -> int:
         log_file = (job.out / "log.txt").open("a", encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"cannot write --out {job.out} ({error.strerror}): choose another.") from None
-    from blockdraft.cli.training_progress import listener, stage_bars
-    from blockdraft.start.loading import resolve_device
-    from blockdraft.training.run import train
+    from blockdraft.start.while_importing import quick_imports
+
+    with quick_imports():
+        from blockdraft.cli.training_progress import listener, stage_bars
+        from blockdraft.start.loading import resolve_device
+        from blockdraft.training.run import train
 
     if args.rows_per_step is None and resolve_device(job.device) == "cpu":
         job = replace(job, recipe=replace(job.recipe, rows_per_step=CPU_ROWS))

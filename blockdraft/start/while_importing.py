@@ -4,24 +4,45 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Thread
-
-from blockdraft.machine.machine import may_have_gpu
+from threading import Thread, current_thread, main_thread
 
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
     """PyTorch is made of a thousand modules, which are no garbage: nobody need look through them."""
     gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()
+    try:
+        with ended_by_ctrl_c():
+            yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process itself, while modules are imported.
+
+    Its exception may be caught by one of them, and be lost, or leave something half imported.
+    """
+    is_main = current_thread() is main_thread()
+    is_caught = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_caught:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if is_caught:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def wake_card(device: str) -> None:
     """Have the context of `device` ("auto", "cuda:1") made on a thread of its own; PyTorch takes it over."""
+    from blockdraft.machine.machine import may_have_gpu
+
     if device != "cpu" and may_have_gpu():
         Thread(target=_make_context, args=(_index(device),), name="wake-card", daemon=True).start()
 

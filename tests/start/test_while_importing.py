@@ -1,12 +1,14 @@
 """A card is woken on a thread of its own: the one that will be used, and only where there is a driver."""
 
+import contextlib
 import ctypes
+import gc
+import signal
 import threading
 
 import pytest
 
-from blockdraft.start import while_importing as module
-from blockdraft.start.while_importing import wake_card
+from blockdraft.start.while_importing import quick_imports, wake_card
 
 
 class Driver:
@@ -36,7 +38,7 @@ def wait():
 
 @pytest.fixture(autouse=True)
 def has_driver(monkeypatch):
-    monkeypatch.setattr(module, "may_have_gpu", lambda: True)
+    monkeypatch.setattr("blockdraft.machine.machine.may_have_gpu", lambda: True)
 
 
 @pytest.mark.parametrize(("device", "index"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
@@ -73,7 +75,26 @@ def test_nobody_is_woken_for_the_cpu_or_without_a_driver(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     wake_card("cpu")
-    monkeypatch.setattr(module, "may_have_gpu", lambda: False)
+    monkeypatch.setattr("blockdraft.machine.machine.may_have_gpu", lambda: False)
     wake_card("auto")
     wait()
     assert driver.asked == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ctrl_c_ends_the_process_itself_while_modules_are_imported(fails):
+    with contextlib.suppress(ZeroDivisionError), quick_imports():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        _ = 1 / (0 if fails else 1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert gc.isenabled()
+
+
+def test_a_signal_that_somebody_ignores_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with quick_imports():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
