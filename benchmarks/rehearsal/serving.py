@@ -15,8 +15,8 @@ from pathlib import Path
 from benchmarks.rehearsal.children import Children, last_line
 from benchmarks.rehearsal.sheet import Failure
 
-ADDRESS = re.compile(r"listening on (http://\S+):")
-GRAPHS = re.compile(r"(\d+) graphs")
+ADDRESS = re.compile(r"listening on (http://[^\s;]+)")
+GRAPHS = re.compile(r"(\d+) of at most \d+ kinds of steps captured")
 WARNING = re.compile(r"warning\b", re.IGNORECASE)  # our own, and those of libraries
 POLL_S = 0.1
 HTTP_S = 30.0
