@@ -204,7 +204,7 @@ def server(**capture):
         "name": "capture",
         "state": "done",
         "seconds": 1.5,
-        "detail": "18 graphs: 1 to 64 rows",
+        "detail": "18 of at most 64 kinds of steps captured; others when they are first needed",
         **capture,
     }
     startup = {"seconds": 12.5, "warnings": [], "phases": [capture]}
