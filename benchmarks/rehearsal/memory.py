@@ -74,8 +74,9 @@ def _taken(device: str, pid: int, free_before: int | None) -> int | None:
     if kind_of(device) == "cuda":
         free_now = free_bytes(device)
         return None if free_before is None or free_now is None else free_before - free_now
-    resident = anonymous_bytes(_engine_of(pid))
-    return None if resident is None else resident - _bare_bytes()
+    engine = _engine_of(pid)
+    resident = anonymous_bytes(engine)
+    return None if resident is None else resident - _bare_bytes() + mapped_weights(engine)
 
 
 def _engine_of(pid: int) -> int:
@@ -92,6 +93,18 @@ def anonymous_bytes(pid: int | str) -> int | None:
         return None
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
     return int(lines["RssAnon"].split()[0]) * 1024
+
+
+def mapped_weights(pid: int | str) -> int:
+    """Resident memory of weights that are read where their file is mapped, as packed ones are on a CPU."""
+    num_bytes, is_weights = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):  # the head of a mapping, which ends with its file
+            is_weights = line.endswith(".safetensors")
+        elif is_weights and name in ("Rss:", "Anonymous:"):  # the second is among anonymous_bytes
+            num_bytes += int(values[0]) * 1024 * (1 if name == "Rss:" else -1)
+    return num_bytes
 
 
 def _bare_bytes() -> int:

@@ -331,7 +331,7 @@ def pin_threads() -> None:
 
 
 def write_no_perf_maps() -> None:
-    """oneDNN, a part of PyTorch, would leave /tmp/perf-PID.map behind, for profilers; before it is used."""
+    """oneDNN, a part of PyTorch, would leave a perf-PID.map behind, for profilers; call before it is used."""
     if "DNNL_JIT_PROFILE" not in os.environ:
         os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
 

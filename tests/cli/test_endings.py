@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -109,10 +110,10 @@ def test_a_second_ctrl_c_ends_a_drain_at_once():
 def test_nothing_is_left_behind(tmp_path):
     process, _, _ = run("doctor", "--device", "cpu", env={"TMPDIR": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
-    assert not Path(f"/tmp/perf-{process.pid}.map").exists()
+    assert not Path(tempfile.gettempdir(), f"perf-{process.pid}.map").exists()
     process, out, _ = run(
         "generate", "t1", "--model", *MODEL, "--max-tokens", "3", env={"TMPDIR": str(tmp_path)}
     )
     assert out
     assert list(tmp_path.iterdir()) == []
-    assert not Path(f"/tmp/perf-{process.pid}.map").exists()
+    assert not Path(tempfile.gettempdir(), f"perf-{process.pid}.map").exists()

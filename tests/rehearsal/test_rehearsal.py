@@ -1,6 +1,7 @@
 """The rehearsal: its table, exit code and file with steps that are not real; and, slowly, the real one."""
 
 import json
+import mmap
 import re
 import subprocess
 import sys
@@ -149,6 +150,19 @@ def _is_alive(pid):
 def test_a_command_that_fails_is_told_by_its_last_line():
     with pytest.raises(Failure, match=r"`blockdraft train` ended with 2: .*required"):
         Children().blockdraft("train", env={}, timeout_s=60)
+
+
+def test_weights_count_where_their_file_is_mapped(tmp_path):
+    sizes = {"weights.safetensors": 1 << 20, "other.bin": 2 << 20}
+    before, maps = memory.mapped_weights("self"), []
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+        with (tmp_path / name).open("r+b") as file:
+            maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        sum(maps[-1][::4096])  # now it is resident
+    assert memory.mapped_weights("self") - before == 1 << 20
+    maps[0][0] = 1  # a page of its own from now on, which is counted as such
+    assert memory.mapped_weights("self") - before == (1 << 20) - mmap.PAGESIZE
 
 
 # ---- what steps object to
