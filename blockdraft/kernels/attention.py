@@ -29,6 +29,7 @@ from blockdraft.kernels.failure import named
 from blockdraft.kernels.transfer import to_device
 
 if TYPE_CHECKING:
+    from blockdraft.kernels.kv_positions import PositionRule
     from blockdraft.kernels.llvm.attention import PagedAttention
 
 KEY_CHUNK = 256  # tokens; arbitrary, but a constant: it is part of the result's bits
@@ -59,17 +60,35 @@ class Reads:
     never written and stays zero: what another sequence left behind, even NaN, is not multiplied in.
     """
 
-    def __init__(self, *, pages: Tensor, starts: Tensor, width: int, page_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        pages: Tensor,
+        starts: Tensor,
+        width: int,
+        page_size: int,
+        exact_pages: Tensor | None = None,
+    ) -> None:
         self.starts = starts
         self.width = width
         longest = int(starts.max()) + width
         num_chunks = -(-longest // KEY_CHUNK)
-        key = torch.arange(num_chunks * KEY_CHUNK, device=pages.device)  # [L]
-        table = pages[:, (key // page_size).clamp_(max=pages.shape[1] - 1)]  # [R, L]
-        in_reach = key < (starts + width)[:, None]
-        self.slots = torch.where(in_reach, table * page_size + key % page_size, 0)
-        self._key = key
+        self._key = torch.arange(num_chunks * KEY_CHUNK, device=pages.device)  # [L]
+        self._page_size = page_size
+        self.slots = self._slots(pages)
+        self.exact_slots = self.slots if exact_pages is None else self._slots(exact_pages)
         self._bias: dict[tuple[bool, int | None, bool, torch.dtype], Tensor] = {}
+
+    def _slots(self, pages: Tensor) -> Tensor:
+        key, page_size = self._key, self._page_size
+        table = pages[:, (key // page_size).clamp_(max=pages.shape[1] - 1)]  # [R, L]
+        in_reach = key < (self.starts + self.width)[:, None]
+        return torch.where(in_reach, table * page_size + key % page_size, 0)
+
+    def is_cold(self, rule: PositionRule) -> Tensor:
+        """[R, B, L]: whether the query reads the key compressed."""
+        query = self.starts[:, None, None] + torch.arange(self.width, device=self._key.device)[:, None]
+        return (self._key >= rule.sinks) & (self._key < rule.cold_end(query))
 
     def bias(self, mask: Mask, dtype: torch.dtype) -> Tensor:
         """[R, B, L]: 0 where the query sees the key, -inf elsewhere."""
@@ -100,12 +119,18 @@ def attend(
 
     The block's own keys and values are in their slots already; sinks [H]. Returns [R, B, H, D].
     """
-    bias = reads.bias(mask, q.dtype)
     num_heads, num_rows, length = keys.shape[0], q.shape[0], reads.slots.shape[1]
     shape = (num_heads, num_rows, length // KEY_CHUNK, KEY_CHUNK, q.shape[-1])
     index = reads.slots.reshape(-1)
-    k = keys.index_select(1, index).view(shape)  # [G, R, C, T, D]
+    k = keys.index_select(1, index).view(shape)
     v = values.index_select(1, index).view(shape)
+    return attend_gathered(q, k, v, reads.bias(mask, q.dtype), mask, sinks)
+
+
+def attend_gathered(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Mask, sinks: Tensor | None
+) -> Tensor:
+    """The same with keys and values [G, R, C, T, D] in C chunks, of which bias [R, B, C * T] hides some."""
     if q.shape[1] <= QUERY_SLICE:
         return _attend_chunks(q, k, v, bias, mask, sinks)
     slices = range(0, q.shape[1], QUERY_SLICE)
@@ -178,10 +203,11 @@ class Blocks:
 
     pages [.., P], of which row r reads pages[rows[r]] (pages[r] without `rows`); starts [R]. Token n of the
     flat stream is at `positions[n]`. What all layers share is made once here, on first use. With `offsets`,
-    which a device's kernels read, `counts` has only the sum, and the largest that a row's may be.
+    which a device's kernels read, `counts` has only the sum, and the largest that a row's may be. Where
+    layers compress, exact_pages [.., P] has the pages of what they keep exact.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         pages: Tensor,
@@ -191,8 +217,10 @@ class Blocks:
         rows: Tensor | None = None,
         locate: Locate | None = None,
         offsets: Tensor | None = None,
+        exact_pages: Tensor | None = None,
     ) -> None:
         self._offsets = offsets
+        self.exact_table = exact_pages
         self.table, self.starts, self.page_size, self._locate = pages, starts, page_size, locate
         self.rows = torch.arange(len(counts), device=starts.device) if rows is None else rows
         self.counts = counts
@@ -220,10 +248,19 @@ class Blocks:
 
     @functools.cached_property
     def _located(self) -> tuple[Tensor, Tensor]:
+        return self._locate_in(self.table)
+
+    @functools.cached_property
+    def exact_write_slots(self) -> Tensor:
+        """[N] the place of every token of the stream where layers compress."""
+        assert self.exact_table is not None
+        return self._locate_in(self.exact_table)[1]
+
+    def _locate_in(self, table: Tensor) -> tuple[Tensor, Tensor]:
         """Position and slot [N] of every token of the stream."""
         if self._locate is not None:
             return self._locate(
-                self.table,
+                table,
                 self.rows,
                 self.starts,
                 self.offsets,
@@ -232,7 +269,7 @@ class Blocks:
             )
         offset = torch.arange(len(self._row), device=self.starts.device) - self.offsets[self._row]
         positions = self.starts[self._row] + offset
-        page = self._pages[self._row, positions // self.page_size]
+        page = table[self.rows][self._row, positions // self.page_size]
         return positions, page * self.page_size + positions % self.page_size
 
     @property
@@ -253,7 +290,13 @@ class Blocks:
         return [self._reads(slice(row, row + 1), count) for row, count in enumerate(self.counts)]
 
     def _reads(self, rows: slice, width: int) -> Reads:
-        return Reads(pages=self._pages[rows], starts=self.starts[rows], width=width, page_size=self.page_size)
+        return Reads(
+            pages=self._pages[rows],
+            starts=self.starts[rows],
+            width=width,
+            page_size=self.page_size,
+            exact_pages=None if self.exact_table is None else self.exact_table[self.rows][rows],
+        )
 
     def units(self, num_heads: int, num_groups: int) -> Tensor:
         """How the CPU's kernel divides its work."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from blockdraft.kernels import kv_codec
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
 from blockdraft.kernels.rows import Angles, RmsNorm, Rotate, sigmoid
@@ -30,12 +31,23 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class Turn(NamedTuple):
+    """How queries, keys and values are rotated where those are compressed (kv_codec.rotate), in float32.
+
+    Last of all, before they are rounded to their dtype; of rotated keys `centre` is taken off.
+    """
+
+    signs: Tensor  # [D] of 1 and -1
+    centre: Tensor  # [G, D]
+
+
 class Slots(NamedTuple):
     """Where keys and values go: token n into slot `place[n]` of keys and values [G, S, D]."""
 
     keys: Tensor
     values: Tensor
     place: Tensor
+    turn: Turn | None = None
 
 
 NormRopeWrite = Callable[[Tensor | None, Tensor, Tensor, HeadNorms | None, Angles, Slots], Tensor | None]
@@ -61,7 +73,7 @@ def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> No
             q = None if q is None else rms_norm(q, norms.q, norms.eps)
             k = rms_norm(k, norms.k, norms.eps)
         write(rotate(k, angles), v, slots)
-        return None if q is None else rotate(q, angles)
+        return None if q is None else turned(rotate(q, angles), slots.turn)
 
     return norm_rope_write
 
@@ -73,8 +85,18 @@ def _llvm_heads(dtype: torch.dtype) -> HeadKernels:
     return HeadKernels(dtype)
 
 
+def turned(x: Tensor, turn: Turn | None, centre: Tensor | None = None) -> Tensor:
+    """Queries, keys or values [N, H, D], rotated where that is asked for."""
+    if turn is None:
+        return x
+    y = kv_codec.rotate(x.to(torch.promote_types(x.dtype, torch.float32)))
+    return (y if centre is None else y - centre).to(x.dtype)
+
+
 def write(k: Tensor, v: Tensor, slots: Slots) -> None:
-    """Keys and values [N, G, D] as they are."""
+    """Keys and values [N, G, D], normalised and with their positions."""
+    turn = slots.turn
+    k, v = turned(k, turn, None if turn is None else turn.centre), turned(v, turn)
     slots.keys.index_copy_(1, slots.place, k.transpose(0, 1))
     slots.values.index_copy_(1, slots.place, v.transpose(0, 1))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from blockdraft.kernels import acceptance, attention, gated_delta, heads, int8, moe, rows, sampling
+from blockdraft.kernels import acceptance, attention, gated_delta, heads, int8, kv_cold, moe, rows, sampling
 from blockdraft.kernels import linear as products
 from blockdraft.kernels.choice import OPERATIONS, Available, Operation
 
@@ -31,6 +31,8 @@ class Kernels:
     gate_heads: heads.GateHeads
     attend: attention.Attend
     locate: attention.Locate | None
+    attend_cold: kv_cold.AttendCold
+    compress: kv_cold.Compress
     scan: gated_delta.DeltaScan
     fold: gated_delta.DeltaFold
     convolve: gated_delta.Convolve
@@ -103,6 +105,8 @@ def _assembled(at: Available) -> Kernels:
         gate_heads=heads.pick_gate_heads(at),
         attend=attention.pick_attend(at),
         locate=attention.pick_locate(at),
+        attend_cold=kv_cold.pick_attend_cold(at),
+        compress=kv_cold.pick_compress(at),
         scan=scan,
         fold=fold,
         convolve=gated_delta.pick_convolve(at),

@@ -2,8 +2,8 @@
 
 The query at position t reads some keys and values compressed, and the others as they were computed:
 
-    [0, sinks) exact   [sinks, c(t)) compressed   [c(t), t] exact
-    c(t) = stride * floor((t - window) / stride), at least 0
+    [0, TILE) exact   [TILE, c(t)) compressed   [c(t), t] exact
+    c(t) = TILE * floor((t - window) / TILE), at least 0
 
 Nothing but t decides, so decoding, verification of any width and prefill in any chunks are one model: a query
 of a chunk reads even keys of its own chunk compressed once they lie far enough behind. The window is at least
@@ -13,6 +13,7 @@ as wide as the widest block: whatever is compressed has been committed, and is n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,16 +23,19 @@ from blockdraft.errors import SettingsError
 from blockdraft.kernels.attention import Mask
 
 WIDEST_BLOCK = 16
+TILE = 64  # tokens that are compressed at a time; the first of them, which all queries look at, never are
+WINDOW = 128
 KeysValues = tuple[Tensor, Tensor]  # [L, G, D] each
+Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class PositionRule:
-    """See above; `stride` tokens are compressed at a time."""
+    """See above. `stride` and `sinks` are TILE wherever this is served; experiments vary them."""
 
-    window: int = 128
-    stride: int = 64
-    sinks: int = 4
+    window: int = WINDOW
+    stride: int = TILE
+    sinks: int = TILE
 
     def __post_init__(self) -> None:
         if self.window < WIDEST_BLOCK:
@@ -45,9 +49,14 @@ class PositionRule:
                 "use a positive number of tokens, and none or more exact ones."
             )
 
-    def cold_end(self, position: int) -> int:
+    def cold_end(self, position: Position) -> Position:
         """c(t)"""
-        return max(0, self.group(position) * self.stride)
+        tiles = (position - self.window) // self.stride * self.stride
+        return tiles.clamp(min=0) if isinstance(tiles, Tensor) else max(0, tiles)
+
+    def compressed_end(self, length: Position) -> Position:
+        """Where compressed tokens end in a row of that length: at least what its next block will read so."""
+        return self.cold_end(length + WIDEST_BLOCK - 1)
 
     def group(self, position: int) -> int:
         """Queries of one group, `stride` positions, have the same c."""

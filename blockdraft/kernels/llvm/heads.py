@@ -65,7 +65,7 @@ class HeadKernels:
         given = k.new_empty(num_tokens, 0, dim) if q is None else _whole_heads(q)
         heads = given.shape[1]
         out = k.new_empty(num_tokens, heads, dim)
-        keys, values, place = slots
+        keys, values, place = slots[:3]
         cos, sin = angles
         assert cos.shape == sin.shape == (num_tokens, 1, cos.shape[-1])
         assert keys.shape == values.shape == (groups, keys.shape[1], dim)

@@ -1,0 +1,145 @@
+"""Attention over pages of which most are compressed: the contract, its PyTorch reference, the choice.
+
+A layer keeps two stores. Exact keys and values, in the model's dtype, lie in pages of their own: of a running
+row the first tile, the window and the block (`Blocks.exact_table`). Compressed ones lie in the pages that all
+layers share (`Blocks.table`). `kv_positions` says which of the two a query reads.
+
+    write      keys and values go into exact slots; with `Turn` (kernels/heads.py) rotated and centred
+    compress   tiles that fall behind are encoded from their exact slots into their compressed ones
+    attend     both are read in one pass; where keys are rotated so are the queries that come in, and the
+               rotation of the values is taken back from what comes out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.attention import KEY_CHUNK, Blocks, Mask, Reads, attend_gathered
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.kv_codec import Codec, Encoded, KvFormat, rotate_back
+from blockdraft.kernels.kv_positions import TILE, PositionRule
+
+
+class Codes(NamedTuple):
+    """Compressed keys, or values, of some layers."""
+
+    codes: Tensor  # uint8 [L, G, S, bytes]
+    scale: Tensor  # float16 [L, G, S]
+
+
+class ColdPages(NamedTuple):
+    """Keys and values of L layers of the same kind: exact [L, G, X, D] in X slots, compressed in S slots."""
+
+    format: KvFormat
+    rule: PositionRule
+    exact_keys: Tensor
+    exact_values: Tensor
+    keys: Codes
+    values: Codes
+
+    def layer(self, index: int) -> ColdPages:
+        """One of them, L = 1."""
+        one = slice(index, index + 1)
+        return ColdPages(
+            self.format,
+            self.rule,
+            self.exact_keys[one],
+            self.exact_values[one],
+            Codes(*(part[one] for part in self.keys)),
+            Codes(*(part[one] for part in self.values)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What to compress: of row r the positions [begins[r], ends[r]), whole tiles, at most `most` of them."""
+
+    table: Tensor  # [.., P]: row r reads table[rows[r]]
+    exact_table: Tensor  # likewise
+    rows: Tensor  # [R]
+    begins: Tensor  # [R]
+    ends: Tensor  # [R]
+    most: int
+    page_size: int
+
+
+AttendCold = Callable[[Tensor, ColdPages, Blocks, Mask, Tensor | None], Tensor]
+Compress = Callable[[ColdPages, Tiles], None]
+
+
+def pick_attend_cold(at: Available) -> AttendCold:
+    """Attention of q [N, H, D] over one layer's ColdPages (L = 1); sinks [H]. Returns [N, H, D]."""
+    return reference_attend_cold_paged
+
+
+def pick_compress(at: Available) -> Compress:
+    return reference_compress
+
+
+def reference_attend_cold_paged(
+    q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+) -> Tensor:
+    parts, begin = [], 0
+    for reads in blocks.groups:
+        end = begin + reads.starts.shape[0] * reads.width
+        block = q[begin:end].reshape(-1, reads.width, *q.shape[1:])  # [R, B, H, D]
+        parts.append(_attend(block, pages, reads, mask, sinks).flatten(0, 1))
+        begin = end
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return (
+        rotate_back(out.to(torch.promote_types(q.dtype, torch.float32))).to(q.dtype)
+        if pages.format.is_turned
+        else out
+    )
+
+
+def _attend(q: Tensor, pages: ColdPages, reads: Reads, mask: Mask, sinks: Tensor | None) -> Tensor:
+    """All keys twice, compressed ones first: each query is shown every key in one place only.
+
+    What no query of a row reads in one place is the zero slot there: whatever it holds is not multiplied in.
+    """
+    is_cold = reads.is_cold(pages.rule)  # [R, B, L]
+    cold_slots = reads.slots.where(is_cold.any(dim=1), 0)
+    exact_slots = reads.exact_slots.where(~is_cold.all(dim=1), 0)
+    both = [
+        torch.cat((_decoded(codec, codes, cold_slots).to(q.dtype), exact[0][:, exact_slots]), dim=2)
+        for codec, codes, exact in (
+            (pages.format.keys, pages.keys, pages.exact_keys),
+            (pages.format.values, pages.values, pages.exact_values),
+        )
+    ]  # [G, R, 2 L, D]
+    k, v = (x.unflatten(2, (-1, KEY_CHUNK)) for x in both)
+    bias = reads.bias(mask, q.dtype)  # [R, B, L]
+    hidden = float("-inf")
+    bias = torch.cat((bias.masked_fill(~is_cold, hidden), bias.masked_fill(is_cold, hidden)), dim=2)
+    return attend_gathered(q, k, v, bias, mask, sinks)
+
+
+def _decoded(codec: Codec, codes: Codes, slots: Tensor) -> Tensor:
+    return codec.decode(Encoded(codes.codes[0][:, slots], codes.scale[0][:, slots]))
+
+
+def reference_compress(pages: ColdPages, tiles: Tiles) -> None:
+    offset = torch.arange(tiles.most * TILE, device=tiles.begins.device)
+    positions = tiles.begins[:, None] + offset  # [R, most * TILE]
+    is_meant = positions < tiles.ends[:, None]
+    positions = positions.where(is_meant, 0)
+    inside = positions % tiles.page_size
+    row = tiles.rows[:, None].expand_as(positions)
+    places = [
+        table[row, positions // tiles.page_size] * tiles.page_size + inside
+        for table in (tiles.exact_table, tiles.table)
+    ]
+    source, target = (place[is_meant] for place in places)
+    for codec, exact, codes in (
+        (pages.format.keys, pages.exact_keys, pages.keys),
+        (pages.format.values, pages.exact_values, pages.values),
+    ):
+        encoded = codec.encode(exact[:, :, source])
+        codes.codes[:, :, target] = encoded.codes
+        codes.scale[:, :, target] = encoded.scale
