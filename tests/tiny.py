@@ -12,6 +12,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.kernels.llvm.tape import repeat
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.models.kernel_module import with_kernels
+from blockdraft.planner.kv_choice import KvChoice
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.step.dflash import DFlashDrafter
@@ -23,14 +24,14 @@ BLOCK = 8
 
 
 @functools.cache
-def load(dtype, device="cpu", weights="auto"):
-    """The pair in `dtype`, with a context of 200 and rope tables past it; `weights`: how they are stored."""
+def load(dtype, device="cpu", weights="auto", max_context=200):
+    """The pair in `dtype`, with a short context and rope tables past it; `weights`: how they are stored."""
     settings = Settings(
         model=TARGET,
         draft=DRAFT,
         dtype=dtype,
         device=device,
-        max_context=200,
+        max_context=max_context,
         width=BLOCK,
         quantization=weights,
         draft_quantization=weights,
@@ -43,7 +44,7 @@ def random_drafter(dtype, device="cpu"):
     """The drafter's shape with weights that know nothing."""
     trained = load(dtype, device).drafter
     model = type(trained.model)(
-        trained.model.config, first_layer=4, max_positions=256, has_head=False, device=torch.device("cpu")
+        trained.model.config, first_layer=4, max_positions=512, has_head=False, device=torch.device("cpu")
     )
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
@@ -109,6 +110,14 @@ class AnyChunks(Chunks):
         return counts if any(counts) else [1, *counts[1:]]
 
 
+def with_exact_pages(plan):
+    """As many as make_plan would take."""
+    choice = KvChoice(plan.kv_dtype, plan.draft_kv_dtype, {})
+    settings = Settings(page_size=plan.page_size, kv_window=plan.kv_window)
+    count = choice.num_exact_pages(settings, plan.max_rows, plan.block, plan.chunk * (1 + plan.overlap))
+    return replace(plan, num_exact_pages=count)
+
+
 def engine(
     drafter="trained",
     *,
@@ -119,13 +128,14 @@ def engine(
     chunks=None,
     tokenizer=None,
     is_captured=False,
+    max_context=200,
     **plan,
 ):
     """An engine on the pair, on its own kernels or on others; `plan` overrides fields of the Plan.
 
     `chunks`: a seed, for prompts that are cut by chance. `tokenizer`: another one than the pair's own.
     """
-    models = load(dtype, device, weights)
+    models = load(dtype, device, weights, max_context)
     if tokenizer is not None:
         models = replace(models, tokenizer=tokenizer)
     if drafter == "none":
@@ -135,7 +145,7 @@ def engine(
     elif drafter == "trained":
         drafter = models.drafter
     plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
-    models = replace(models, drafter=drafter, plan=replace(models.plan, **plan))
+    models = replace(models, drafter=drafter, plan=with_exact_pages(replace(models.plan, **plan)))
     made = Engine(models if kernels is None else models.with_kernels(kernels))
     if is_captured:
         capture(made)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blockdraft.cache.cold import ColdKV, ColdLayer, tiles_behind
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.rows import Rows
-from blockdraft.cache.spec import LayerSpec, Recurrent, SharedWith
+from blockdraft.cache.spec import Cold, LayerSpec, Recurrent, SharedWith
 from blockdraft.cache.view import CacheView, LayerStorage
 from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.kernels import REFERENCE, Kernels
+from blockdraft.kernels.kv_cold import Tiles
+from blockdraft.kernels.kv_positions import PositionRule
 
 SCRATCH_PAGE = 1
 
@@ -24,7 +27,7 @@ SCRATCH_PAGE = 1
 class Cache:
     """LayerStorage for every layer in `specs`; `num_pages` and `num_rows` include the reserved ones."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         specs: tuple[LayerSpec, ...],
         *,
@@ -34,8 +37,11 @@ class Cache:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels = REFERENCE,
+        rule: PositionRule | None = None,
+        num_exact_pages: int = 0,
     ) -> None:
         self._kernels = kernels
+        self._rule = rule or PositionRule()
         self.page_size = page_size
         self.num_pages = num_pages
         self._states = {
@@ -50,12 +56,28 @@ class Cache:
             for spec in dict.fromkeys(specs)
             if isinstance(spec, Recurrent)
         }
+        self._cold = {
+            spec: ColdKV(
+                spec,
+                num_layers=specs.count(spec),
+                num_slots=num_pages * page_size,
+                num_exact_slots=num_exact_pages * page_size,
+                rule=self._rule,
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
+            )
+            for spec in dict.fromkeys(specs)
+            if isinstance(spec, Cold)
+        }
         storage: list[LayerStorage] = []
         for index, spec in enumerate(specs):
             if isinstance(spec, SharedWith):
                 storage.append(storage[spec.layer])
             elif isinstance(spec, Recurrent):
                 storage.append(RecurrentState(self._states[spec], specs[:index].count(spec)))
+            elif isinstance(spec, Cold):
+                storage.append(ColdLayer(self._cold[spec], specs[:index].count(spec)))
             else:
                 slots = num_pages * page_size
                 storage.append(PagedKV(spec, num_slots=slots, dtype=dtype, device=device))
@@ -85,18 +107,37 @@ class Cache:
             page_size=self.page_size,
             locate=self._kernels.locate,
             offsets=offsets,
+            exact_pages=rows.exact_table,
         )
+        tiles = None
+        if self._cold and is_known:  # queries of a prompt read some of its own tokens compressed
+            num_each = blocks.offsets.diff()
+            tiles = self._tiles(rows, starts, num_each, max_count=max(counts, default=0))
         begins = blocks.offsets if self._states else None
         scan = Scan(active, starts, counts, is_known, begins, max(counts, default=0))
-        return CacheView(self.storage, blocks=blocks, rows=scan, kernels=self._kernels)
+        return CacheView(self.storage, blocks=blocks, rows=scan, kernels=self._kernels, tiles=tiles)
+
+    def _tiles(self, rows: Rows, starts: Tensor, counts: Tensor, *, max_count: int) -> Tiles:
+        size = self.page_size
+        return tiles_behind(rows, self._rule, starts, counts, max_count=max_count, page_size=size)
 
     def commit(self, rows: Rows, starts: Tensor, num_committed: Tensor) -> None:
         """Make the first `num_committed` [R] tokens of the block verified from `starts` [R] on permanent.
 
-        Paged layers have nothing to do: `length` is the commit. Recurrent layers fold their tape.
+        Paged layers have nothing to do: `length` is the commit. Recurrent layers fold their tape. Layers that
+        compress do so with what falls behind, before the next block asks for it.
         """
         for states in self._states.values():
             states.commit(rows.active, starts, num_committed)
+        if self._cold:
+            tiles = self._tiles(rows, starts, num_committed, max_count=self._rule.block)
+            for cold in self._cold.values():
+                cold.compress(tiles)
+
+    @property
+    def cold(self) -> tuple[ColdKV, ...]:
+        """Layers that compress, by their kinds."""
+        return tuple(self._cold.values())
 
     @property
     def has_states(self) -> bool:

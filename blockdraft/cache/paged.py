@@ -22,8 +22,8 @@ class PagedKV:
 
     def __init__(self, spec: Paged, *, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (spec.num_kv_heads, num_slots, spec.head_dim)
-        self.keys = _untouched(shape, dtype, device)
-        self.values = _untouched(shape, dtype, device)
+        self.keys = untouched(shape, dtype, device)
+        self.values = untouched(shape, dtype, device)
         self.keys[:, 0] = 0
         self.values[:, 0] = 0
 
@@ -36,7 +36,7 @@ class PagedKV:
         return self.keys.nbytes + self.values.nbytes
 
 
-def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that becomes resident as it is written.
 
     Without huge pages: a cache is sized for the worst case, and a huge page makes 2 MB resident around the

@@ -65,6 +65,7 @@ class Rows:
         scratch_page: int,
         device: torch.device,
         kernels: Kernels = REFERENCE,
+        has_exact: bool = False,
     ) -> None:
         count = max_rows + 1
         self.kernels = kernels
@@ -78,6 +79,7 @@ class Rows:
         self.anchor = self._integers(count)
         self.page_table = self._integers(count, max_pages)
         self.page_table[max_rows] = scratch_page
+        self.exact_table = self.page_table.clone() if has_exact else None  # where layers compress
         self._real = torch.zeros(count, len(Real), dtype=torch.float32, device=device)
         self._whole = self._integers(count, len(Whole))
         self._stop_ids = self._integers(count, MAX_LISTED) - 1
@@ -166,12 +168,20 @@ class Rows:
 
     def set_pages(self, entries: Items[tuple[int, int, Items[int]]]) -> None:
         """(row, first, pages): page-table entries [first, first + len(pages)) of `row`."""
-        width = self.page_table.shape[1]
+        self._set_pages(self.page_table, entries)
+
+    def set_exact_pages(self, entries: Items[tuple[int, int, Items[int]]]) -> None:
+        """The same of the pages that hold what is still exact."""
+        assert self.exact_table is not None
+        self._set_pages(self.exact_table, entries)
+
+    def _set_pages(self, table: Tensor, entries: Items[tuple[int, int, Items[int]]]) -> None:
+        width = table.shape[1]
         places = [row * width + first + i for row, first, pages in entries for i in range(len(pages))]
         if places:
             changes = self._tensor([*places, *(page for _, _, pages in entries for page in pages)])
             where, pages = changes.chunk(2)
-            self.page_table.view(-1)[where] = pages
+            table.view(-1)[where] = pages
 
     def activate(self, row_ids: Items[int], num_rows: int | None = None) -> None:
         """The rows of the coming step, in order; up to `num_rows` of them are filled with the scratch row."""

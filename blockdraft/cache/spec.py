@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blockdraft.kernels import kv_formats
 from blockdraft.kernels.sampling_tables import MAX_LISTED, Real, Whole
 
 NUM_RESERVED_PAGES = 2  # page 0 is never written, page 1 belongs to the scratch row
@@ -28,6 +29,23 @@ class Windowed(Paged):
     """
 
     window: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cold(Paged):
+    """Like either, but keys and values are compressed once they lie behind (kernels/kv_positions.py).
+
+    What is still exact has pages of its own.
+    """
+
+    format: str  # one of kernels/kv_formats.py
+
+    def bytes_per_token(self, element_bytes: int) -> int:
+        return self.num_kv_heads * kv_formats.bytes_per_token(self.format, self.head_dim)
+
+    def exact_bytes_per_token(self, element_bytes: int) -> int:
+        """Where it is exact."""
+        return 2 * self.num_kv_heads * self.head_dim * element_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +87,21 @@ class SharedWith:
         return 0
 
 
-LayerSpec = Paged | Windowed | Recurrent | SharedWith
+LayerSpec = Paged | Windowed | Cold | Recurrent | SharedWith
+
+
+def compressed(specs: tuple[LayerSpec, ...], format: str) -> tuple[LayerSpec, ...]:
+    """The same layers where keys and values are kept in `format`."""
+    if format == kv_formats.EXACT:
+        return specs
+    return tuple(
+        Cold(spec.num_kv_heads, spec.head_dim, format) if isinstance(spec, Paged) else spec for spec in specs
+    )
+
+
+def exact_bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
+    """What one exact token costs in the pages of layers that compress."""
+    return sum(spec.exact_bytes_per_token(element_bytes) for spec in specs if isinstance(spec, Cold))
 
 
 def bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
@@ -83,7 +115,7 @@ def bytes_per_row(specs: tuple[LayerSpec, ...], element_bytes: int, width: int) 
 
 
 def row_table_bytes(vocab_size: int, max_pages: int) -> int:
-    """What `cache.rows.Rows` holds for each row, in tensors of 8, 4 and 1 bytes."""
+    """What `cache.rows.Rows` holds for each row, in tensors of 8, 4 and 1 bytes; max_pages of all tables."""
     eights = 3 + max_pages + len(Whole) + 2 * MAX_LISTED  # active, length, anchor; stop and bias ids
     fours = len(Real) + MAX_LISTED + vocab_size  # bias values; how often the answer has each token
     return 8 * eights + 4 * fours + vocab_size  # and whether the prompt has it

@@ -6,15 +6,17 @@ from typing import Protocol
 
 from torch import Tensor
 
+from blockdraft.cache.cold import ColdLayer
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState, Scan
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.gated_delta import DeltaWeights
-from blockdraft.kernels.heads import HeadNorms, write
+from blockdraft.kernels.heads import HeadNorms, turned, write
 from blockdraft.kernels.kernels import Kernels
+from blockdraft.kernels.kv_cold import Tiles
 from blockdraft.kernels.rows import Angles
 
-LayerStorage = PagedKV | RecurrentState
+LayerStorage = PagedKV | ColdLayer | RecurrentState
 
 
 class View(Protocol):
@@ -59,8 +61,15 @@ class CacheView:
     """
 
     def __init__(
-        self, storage: tuple[LayerStorage, ...], *, blocks: Blocks, rows: Scan, kernels: Kernels
+        self,
+        storage: tuple[LayerStorage, ...],
+        *,
+        blocks: Blocks,
+        rows: Scan,
+        kernels: Kernels,
+        tiles: Tiles | None = None,
     ) -> None:
+        self._tiles = tiles  # that layers which compress do so with once they have written
         self._storage = storage
         self._kernels = kernels
         self._blocks = blocks
@@ -92,22 +101,33 @@ class CacheView:
             slots = storage.slots(self._blocks)
             if angles is None:
                 write(k, v, slots)
+                q = turned(q, slots.turn)
             else:
                 rotated = self._kernels.norm_rope_write(q, k, v, norms, angles, slots)
                 assert rotated is not None
                 q = rotated
+            self._compress(storage)
+        elif isinstance(storage, ColdLayer):
+            q = turned(q, storage.slots(self._blocks).turn)
+        if isinstance(storage, ColdLayer):
+            return self._kernels.attend_cold(q, storage.pages, self._blocks, mask, sinks)
         return self._kernels.attend(q, storage.keys, storage.values, self._blocks, mask, sinks)
 
+    def _compress(self, storage: PagedKV | ColdLayer) -> None:
+        if isinstance(storage, ColdLayer) and self._tiles is not None:
+            storage.compress(self._tiles)
+
     def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
-        slots = self._pages(layer).slots(self._blocks)
-        self._kernels.norm_rope_write(None, k, v, norms, angles, slots)
+        storage = self._pages(layer)
+        self._kernels.norm_rope_write(None, k, v, norms, angles, storage.slots(self._blocks))
+        self._compress(storage)
 
     def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
         storage = self._storage[layer]
         assert isinstance(storage, RecurrentState)
         return storage.scan(x, beta, gate, weights, self._rows)
 
-    def _pages(self, layer: int) -> PagedKV:
+    def _pages(self, layer: int) -> PagedKV | ColdLayer:
         storage = self._storage[layer]
-        assert isinstance(storage, PagedKV)
+        assert not isinstance(storage, RecurrentState)
         return storage

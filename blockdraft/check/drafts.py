@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.cache import Cache
+from blockdraft.cache.cold import ColdLayer
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import Rows
@@ -205,11 +206,17 @@ class _Watched:
         rows, page_size = self._engine.rows, self._engine.models.plan.page_size
         row = rows.active[:1]
         position = torch.arange(int(rows.length[row]) + num_new, device=row.device)
-        slots = rows.page_table[row, position // page_size] * page_size + position % page_size
+        page, inside = position // page_size, position % page_size
+        slots = rows.page_table[row, page] * page_size + inside
         found = []
         for storage in self._engine.cache.storage[: self._engine.models.config.num_layers]:
             if isinstance(storage, PagedKV):
                 found.append(torch.cat((storage.keys[:, slots], storage.values[:, slots])))
+            elif isinstance(storage, ColdLayer):
+                assert rows.exact_table is not None
+                exact = (rows.exact_table[row, page] * page_size + inside)[-num_new - 1 :]
+                pages = storage.pages
+                found.append(torch.cat((pages.exact_keys[0][:, exact], pages.exact_values[0][:, exact])))
             else:
                 assert isinstance(storage, RecurrentState)
                 found.append(torch.cat((storage.state[row].flatten(), storage.tail[row].flatten())))

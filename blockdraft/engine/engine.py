@@ -15,6 +15,7 @@ from torch import Tensor
 from blockdraft.cache.cache import SCRATCH_PAGE, Cache
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import NUM_RESERVED_PAGES
+from blockdraft.engine.exact_pages import ExactPages
 from blockdraft.engine.forms import FormMasks, StepInParts, run_in_parts
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.page_allocator import PageAllocator
@@ -25,6 +26,7 @@ from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.errors import RequestError
 from blockdraft.grammar.guide import Guide
 from blockdraft.grammar.vocabulary import Vocabulary
+from blockdraft.kernels.kv_positions import PositionRule
 from blockdraft.kernels.sampling import Allowed
 from blockdraft.kernels.sampling_tables import MAX_LISTED
 from blockdraft.kernels.transfer import to_device
@@ -59,18 +61,19 @@ class Engine:
         plan = models.plan
         self.models = models
         self.clock = clock
-        specs = models.config.layer_specs()
-        if models.draft_config is not None:
-            specs += models.draft_config.layer_specs()
         num_pages = plan.num_pages + NUM_RESERVED_PAGES
+        num_exact = plan.num_exact_pages + NUM_RESERVED_PAGES if plan.num_exact_pages else 0
+        rule = PositionRule(window=plan.kv_window, block=plan.block)
         self.cache = Cache(
-            specs,
+            models.cache_specs(),
             num_pages=num_pages,
             num_rows=plan.max_rows + 1,  # and the scratch row
             page_size=plan.page_size,
             dtype=getattr(torch, plan.dtype),
             device=models.device,
             kernels=models.target.kernels,
+            rule=rule,
+            num_exact_pages=num_exact,
         )
         self.rows = Rows(
             max_rows=plan.max_rows,
@@ -79,9 +82,19 @@ class Engine:
             scratch_page=SCRATCH_PAGE,
             device=models.device,
             kernels=models.target.kernels,
+            has_exact=bool(num_exact),
         )
         pages = PageAllocator(num_pages=num_pages, first=NUM_RESERVED_PAGES, page_size=plan.page_size)
-        self.scheduler = Scheduler(plan, pages, clock)
+        exact = None
+        if num_exact:
+            exact = ExactPages(
+                num_pages=num_exact,
+                first=NUM_RESERVED_PAGES,
+                page_size=plan.page_size,
+                cold_end=rule.cold_end,
+            )
+            pages.on_forget = exact.forget
+        self.scheduler = Scheduler(plan, pages, clock, exact)
         self.stats = Stats(clock, plan.max_context)
         self.vocabulary = Vocabulary(models.tokenizer, models.config.vocab_size)
         self.masks = FormMasks(
@@ -360,6 +373,7 @@ class Engine:
     def _place(self, batch: Batch, num_rows: int | None = None) -> None:
         """Bring rows up to date: new sequences, new pages, and which of them run, filled up to `num_rows`."""
         entries: list[tuple[int, int, list[int]]] = []
+        exact: list[tuple[int, int, list[int]]] = []
         new = []
         for sequence, start in zip(batch.sequences, batch.starts, strict=True):
             assert sequence.row is not None
@@ -370,8 +384,14 @@ class Engine:
                 fresh = sequence.pages[sequence.num_placed_pages :]
                 entries.append((sequence.row, sequence.num_placed_pages, fresh))
                 sequence.num_placed_pages = len(sequence.pages)
+            if len(sequence.exact_pages) > sequence.num_placed_exact:
+                fresh = sequence.exact_pages[sequence.num_placed_exact :]
+                exact.append((sequence.row, sequence.num_placed_exact, fresh))
+                sequence.num_placed_exact = len(sequence.exact_pages)
         self.rows.place_all(new)
         self.rows.set_pages(entries)
+        if exact:
+            self.rows.set_exact_pages(exact)
         self.rows.activate([s.row for s in batch.sequences if s.row is not None], num_rows)
 
     def prefill(self, token_ids: Tensor, counts: tuple[int, ...], offsets: Tensor | None = None) -> Tensor:
@@ -482,7 +502,10 @@ class Engine:
 
     def check(self) -> None:
         """Assert that pages are neither leaked nor shared wrongly."""
-        self.scheduler.pages.check(sequence.pages for sequence in self.scheduler.running)
+        running = self.scheduler.running
+        self.scheduler.pages.check(sequence.pages for sequence in running)
+        if self.scheduler.exact is not None:
+            self.scheduler.exact.check(sequence.exact_pages for sequence in running)
 
 
 def _guides(batch: Batch) -> list[Guide | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from blockdraft.cache.spec import LayerSpec, compressed
 from blockdraft.checkpoints.fit_file import Acceptance
 from blockdraft.checkpoints.stored_form import StoredForm
 from blockdraft.kernels.choice import HOST_BOUND, has_triton
@@ -56,6 +57,13 @@ class Models:
 
     def __post_init__(self) -> None:
         assert self.rates is None or len(self.rates) >= self.plan.block - 1, "a rate for each draft"
+
+    def cache_specs(self) -> tuple[LayerSpec, ...]:
+        """What the cache remembers for each layer of the target, then of the drafter."""
+        specs = compressed(self.config.layer_specs(), self.plan.kv_dtype)
+        if self.draft_config is None:
+            return specs
+        return specs + compressed(self.draft_config.layer_specs(), self.plan.draft_kv_dtype)
 
     def with_kernels(self, kernels: Kernels) -> Models:
         """The same models, weights shared, that compute by `kernels`."""

@@ -8,7 +8,7 @@ tokens), compared exactly, so a hash collision cannot hand one prompt another's 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -42,6 +42,7 @@ class PageAllocator:
         self._nodes: dict[int, Node] = {}  # by page
         self._next_node = ROOT + 1
         self.num_forgotten = 0  # remembered pages that were given to others, since the start
+        self.on_forget: Callable[[int], None] = lambda node: None
 
     @property
     def num_pages(self) -> int:
@@ -121,8 +122,22 @@ class PageAllocator:
             num_done = index + 1
         return num_done
 
+    def nodes_of(self, token_ids: Items[int], length: int, salt: str | None = None) -> list[int]:
+        """The nodes of the longest remembered prefix of the first `length` tokens, whoever has its pages."""
+        parent: int | str = ROOT if salt is None else salt
+        nodes: list[int] = []
+        for tokens in self._chunks(token_ids, 0, length):
+            page = self._pages.get((parent, tokens))
+            if page is None:
+                break
+            parent = self._nodes[page].id
+            nodes.append(self._nodes[page].id)
+        return nodes
+
     def _forget(self, page: int) -> None:
-        del self._pages[self._nodes.pop(page).key]
+        node = self._nodes.pop(page)
+        self.on_forget(node.id)
+        del self._pages[node.key]
         del self._remembered[page]
         self._blank.append(page)
         self.num_forgotten += 1

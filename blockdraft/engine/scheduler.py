@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from blockdraft.engine.chunks import Chunks
+from blockdraft.engine.exact_pages import NO_PAGE, ExactPages
 from blockdraft.engine.governor import GovernedStep, Governor
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 from blockdraft.engine.request import Delta, TokenLogprobs
@@ -50,8 +51,15 @@ def always(num_rows: int, width: int) -> bool:
 class Scheduler:
     """Queues, rows and pages."""
 
-    def __init__(self, plan: Plan, pages: PageAllocator, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        pages: PageAllocator,
+        clock: Callable[[], float],
+        exact: ExactPages | None = None,
+    ) -> None:
         self.pages = pages
+        self.exact = exact  # None: no layer compresses
         self.clock = clock
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -172,17 +180,66 @@ class Scheduler:
         known = sequence.token_ids[:-1]
         salt = sequence.request.sampling.cache_salt
         shared = self.pages.match(known, salt) if self._may_share(sequence) else []
+        shared = self._with_tail(sequence, shared)
         missing = self._num_pages(len(known) + self._plan.block) - len(shared)
         try:
             sequence.pages = shared + self.pages.allocate(missing)
         except OutOfPages:
             self.pages.release(shared)
+            self._release_exact(sequence)
             return False
         sequence.num_remembered_pages = len(shared)
         sequence.length = len(shared) * self.pages.page_size
         if sequence.tally.preemptions == 0:
             sequence.tally.num_cached_tokens = sequence.length
         return True
+
+    # ---- exact pages, where layers compress. The plan has them for every row and every chunk.
+
+    def _with_tail(self, sequence: Sequence, shared: list[int]) -> list[int]:
+        """The pages of the found prefix as far as a tail was kept; the others are given back."""
+        if self.exact is None:
+            return shared
+        known, salt = sequence.token_ids[:-1], sequence.request.sampling.cache_salt
+        size = self.pages.page_size
+        sequence.exact_pages = self.exact.find(self.pages.nodes_of(known, len(shared) * size, salt))
+        num_found = len(sequence.exact_pages)
+        sequence.branch = len(shared) * size if num_found < len(shared) else None
+        sequence.first_exact = self.exact.first_needed(num_found * size)
+        self.pages.release(shared[num_found:])
+        return shared[:num_found]
+
+    def _hold_exact(self, sequence: Sequence, end: int) -> None:
+        """Exact pages for its tokens before `end`, which are about to be written."""
+        missing = self._num_pages(end) - len(sequence.exact_pages)
+        if self.exact is not None and missing > 0:
+            sequence.exact_pages += self.exact.allocate(missing)
+
+    def _trim_exact(self, sequence: Sequence, length: int) -> None:
+        """Give back what no query of the row, which has `length` tokens, will read exact again."""
+        if self.exact is None:
+            return
+        first = min(self.exact.first_needed(length), len(sequence.exact_pages))
+        behind = slice(sequence.first_exact, first)
+        self.exact.release(sequence.exact_pages[behind])
+        sequence.exact_pages[behind] = [NO_PAGE] * len(sequence.exact_pages[behind])
+        sequence.first_exact = max(first, sequence.first_exact)
+
+    def _keep_tail(self, sequence: Sequence, length: int) -> None:
+        """Of the first `length` tokens: whoever has the same beginning can go on from there."""
+        if self.exact is None or not self._plan.prefix_cache:
+            return
+        nodes = self.pages.nodes_of(sequence.token_ids, length, sequence.request.sampling.cache_salt)
+        for index in self.exact.needed(len(nodes)):
+            if sequence.exact_pages[index] != NO_PAGE:
+                self.exact.keep(nodes[index], sequence.exact_pages[index])
+
+    def _release_exact(self, sequence: Sequence) -> None:
+        if self.exact is not None:
+            self.exact.release(sequence.exact_pages)
+            sequence.exact_pages, sequence.num_placed_exact, sequence.first_exact = [], 0, 0
+
+    # ---- steps
 
     def _prefill(self, sequences: list[Sequence], *, is_decoding: bool) -> Batch:
         """One chunk. Its outcome is certain, so lengths move now."""
@@ -191,6 +248,7 @@ class Scheduler:
         starts = [sequence.length for sequence, _ in chosen]
         for sequence, count in chosen:
             sequence.length += count
+            self._hold_exact(sequence, sequence.length)
         return self._batch("prefill", [s for s, _ in chosen], starts, [n for _, n in chosen], width=0)
 
     def _decode(self, sequences: list[Sequence]) -> Batch | None:
@@ -204,6 +262,8 @@ class Scheduler:
             chosen = [sequence for sequence in chosen if sequence.row is not None]
         if not chosen:
             return None
+        for sequence in chosen:
+            self._hold_exact(sequence, sequence.length + sequence.num_in_flight + self._plan.block)
         starts = [sequence.length for sequence in chosen]
         return self._batch("decode", chosen, starts, [width] * len(chosen), width=width)
 
@@ -266,6 +326,8 @@ class Scheduler:
     def _retire(self, sequence: Sequence) -> None:
         """Take row and pages away. A step in flight may still write there, but runs before the next."""
         assert sequence.row is not None
+        self._keep_tail(sequence, sequence.length)
+        self._release_exact(sequence)
         self.running.remove(sequence)
         self._free_rows.append(sequence.row)
         self.pages.release(sequence.pages)
@@ -314,6 +376,7 @@ class Scheduler:
                 sequence.tally.record.count(width, len(token_ids) - 1)
             deltas.append(sequence.accept(token_ids, its_logprobs, now_s))
             self._remember(sequence)
+            self._trim_exact(sequence, sequence.length)
             if sequence.finish_reason is not None:
                 self._retire(sequence)
         return deltas
@@ -325,6 +388,13 @@ class Scheduler:
             if outcome.logprobs and sequence.wants_prompt_logprobs:
                 sequence.prompt_logprobs.extend(outcome.logprobs[position])
             self._remember(sequence)
+            end = batch.starts[position] + batch.counts[position]
+            if sequence.branch is not None and sequence.branch <= end:
+                self._keep_tail(sequence, sequence.branch)
+                sequence.branch = None
+            if sequence.is_decoding:  # another choice, or the same prompt again
+                self._keep_tail(sequence, end)
+            self._trim_exact(sequence, end)
 
     def _remember(self, sequence: Sequence) -> None:
         """Offer the committed full pages to later prompts, drafter context and all."""

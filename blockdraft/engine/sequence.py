@@ -35,6 +35,10 @@ class Sequence:
     row: int | None = None
     pages: list[int] = field(default_factory=list)
     num_placed_pages: int | None = None  # pages the device row knows; None: row not set up
+    exact_pages: list[int] = field(default_factory=list)  # where layers compress: NO_PAGE where not held
+    num_placed_exact: int = 0  # of them, what the device row knows
+    first_exact: int = 0  # those before it are not held, but for the first tile's
+    branch: int | None = None  # tokens after which another prompt went another way, and no tail was kept
     num_remembered_pages: int = 0
     barred_at: int | None = None  # PageAllocator.num_forgotten when its next prefix was another's
     num_in_flight: int = 0  # tokens that steps not yet committed may add

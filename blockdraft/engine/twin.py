@@ -27,7 +27,7 @@ def twin(engine: Engine, drafter: Drafter | None = None, plan: Plan | None = Non
     plan = replace(plan, max_queue=_MAX_QUEUE, prefix_cache=False, step_costs={})
     other = copy.copy(engine)
     other.models = replace(engine.models, plan=plan, drafter=drafter or engine.models.drafter)
-    other.scheduler = Scheduler(plan, engine.scheduler.pages, engine.clock)
+    other.scheduler = Scheduler(plan, engine.scheduler.pages, engine.clock, engine.scheduler.exact)
     if drafter is not None:
         other.drop_graphs()  # they run the engine's own drafter
     other.stats = Stats()

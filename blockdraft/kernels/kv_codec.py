@@ -26,12 +26,9 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.int8 import turn
+from blockdraft.kernels.kv_formats import LARGEST_HEAD, SCALE_BYTES, blocks, check_format
 
-SCALE_BYTES = 2
-SMALLEST_BLOCK = 16  # values turned together, at least: fewer do not look normal
-LARGEST_HEAD = 512
 # The first 512 binary places of pi, a sign each. Without signs a key along a row of the Hadamard matrix,
 # a constant one for example, would become one large number and zeros.
 _SIGNS = int(
@@ -172,25 +169,11 @@ FORMATS = {
 
 def kv_format(name: str, head_dim: int) -> KvFormat:
     """The format of that name, if heads of that size can be stored in it."""
-    if name not in FORMATS:
-        raise SettingsError(f"'{name}' is no format of keys and values: use one of {', '.join(FORMATS)}.")
-    if FORMATS[name].is_turned:
-        blocks(head_dim)
+    check_format(name, head_dim)
     return FORMATS[name]
 
 
 # ---- rotation
-
-
-def blocks(head_dim: int) -> list[int]:
-    """The powers of two that a head is rotated by, largest first: 96 = 64 + 32."""
-    parts = [1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim & 1 << bit]
-    if not parts or head_dim > LARGEST_HEAD or parts[-1] < SMALLEST_BLOCK:
-        raise ModelError(
-            f"Heads of {head_dim} values cannot be rotated: only multiples of {SMALLEST_BLOCK} up to "
-            f"{LARGEST_HEAD} can. Use int8 or fp8 for keys and values."
-        )
-    return parts
 
 
 def signs(head_dim: int, device: torch.device) -> Tensor:

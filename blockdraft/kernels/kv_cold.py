@@ -22,7 +22,8 @@ from torch import Tensor
 from blockdraft.kernels.attention import KEY_CHUNK, Blocks, Mask, Reads, attend_gathered
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.kv_codec import Codec, Encoded, KvFormat, rotate_back
-from blockdraft.kernels.kv_positions import TILE, PositionRule
+from blockdraft.kernels.kv_formats import TILE
+from blockdraft.kernels.kv_positions import PositionRule
 
 
 class Codes(NamedTuple):
@@ -113,7 +114,7 @@ def _attend(q: Tensor, pages: ColdPages, reads: Reads, mask: Mask, sinks: Tensor
             (pages.format.values, pages.values, pages.exact_values),
         )
     ]  # [G, R, 2 L, D]
-    k, v = (x.unflatten(2, (-1, KEY_CHUNK)) for x in both)
+    k, v = (x.view(*x.shape[:2], -1, KEY_CHUNK, x.shape[-1]) for x in both)
     bias = reads.bias(mask, q.dtype)  # [R, B, L]
     hidden = float("-inf")
     bias = torch.cat((bias.masked_fill(~is_cold, hidden), bias.masked_fill(is_cold, hidden)), dim=2)

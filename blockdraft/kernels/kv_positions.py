@@ -21,10 +21,8 @@ from torch.nn import functional
 
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.attention import Mask
+from blockdraft.kernels.kv_formats import TILE, WIDEST_BLOCK, WINDOW
 
-WIDEST_BLOCK = 16
-TILE = 64  # tokens that are compressed at a time; the first of them, which all queries look at, never are
-WINDOW = 128
 KeysValues = tuple[Tensor, Tensor]  # [L, G, D] each
 Position = TypeVar("Position", int, Tensor)
 
@@ -36,12 +34,13 @@ class PositionRule:
     window: int = WINDOW
     stride: int = TILE
     sinks: int = TILE
+    block: int = WIDEST_BLOCK  # tokens that a step may verify
 
     def __post_init__(self) -> None:
-        if self.window < WIDEST_BLOCK:
+        if self.window < self.block:
             raise SettingsError(
-                f"An exact window of {self.window} tokens is narrower than a block of {WIDEST_BLOCK}, "
-                f"whose drafts would be compressed before they are verified: use at least {WIDEST_BLOCK}."
+                f"An exact window of {self.window} tokens is narrower than a block of {self.block}, "
+                f"whose drafts would be compressed before they are verified: use at least {self.block}."
             )
         if self.stride < 1 or self.sinks < 0:
             raise SettingsError(
@@ -56,7 +55,7 @@ class PositionRule:
 
     def compressed_end(self, length: Position) -> Position:
         """Where compressed tokens end in a row of that length: at least what its next block will read so."""
-        return self.cold_end(length + WIDEST_BLOCK - 1)
+        return self.cold_end(length + self.block - 1)
 
     def group(self, position: int) -> int:
         """Queries of one group, `stride` positions, have the same c."""

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
-from blockdraft.cache.spec import LayerSpec, bytes_per_row, bytes_per_token
+from blockdraft.cache.spec import LayerSpec, bytes_per_row, bytes_per_token, exact_bytes_per_token
 from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.kernels.cpu import why_not_here
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig, Storage
 from blockdraft.models.draft_config import DraftConfig
+from blockdraft.planner.kv_choice import kv_choice
 from blockdraft.planner.quality import Quality, measured_quality
 from blockdraft.settings.settings import DEFAULTS, Settings
 
@@ -73,6 +74,10 @@ class Plan:
     max_queue: int
     page_size: int
     num_pages: int  # for sequences; the cache adds its reserved ones
+    kv_dtype: str  # of the target's keys and values: EXACT, or how they are compressed
+    draft_kv_dtype: str
+    kv_window: int
+    num_exact_pages: int  # where layers compress, for what is still exact; likewise
     chunk: int
     prefix_cache: bool
     overlap: bool
@@ -156,12 +161,19 @@ def make_plan(
         del resolver.reasons["draft_quantization"]
     width = _width(resolver, settings, draft, is_cpu=is_cpu)
     block = max(width, draft.block if draft else 1)
-    specs = model.layer_specs() + (draft.layer_specs() if draft else ())
+    kv = kv_choice(settings, dtype, model, draft, block)
+    resolver.reasons.update(kv.reasons)
+    specs = kv.specs(model, draft)
+    overlap = resolver.take("overlap", not is_cpu, NO_GAIN if is_cpu else "it hides the host's work")
+    chunk = resolver.take("chunk", 256 if is_cpu else 2048, usual)
     row_bytes = bytes_per_row(specs, element_bytes, block)
+    row_bytes += kv.row_tokens(settings, block) * exact_bytes_per_token(specs, element_bytes)
     max_rows = resolver.take("max_rows", *_rows(memory, row_bytes, block * model.vocab_size, is_cpu=is_cpu))
     held = _weight_bytes(weights, quantization, element_bytes)
     held += _weight_bytes(draft_weights, draft_quantization, element_bytes)
-    state_bytes = (max_rows + 1) * row_bytes
+    num_exact_pages = kv.num_exact_pages(settings, max_rows, block, chunk * (2 if overlap else 1))
+    state_bytes = (max_rows + 1) * bytes_per_row(specs, element_bytes, block)
+    state_bytes += num_exact_pages * settings.page_size * exact_bytes_per_token(specs, element_bytes)
     contexts = 2 * model.max_positions * bytes_per_token(specs, element_bytes) + state_bytes
     room_bytes = _cpu_room(memory, contexts) if is_cpu else _gpu_room(settings, machine, held)
     room = _cache_tokens(settings, room_bytes, specs, element_bytes, state_bytes)
@@ -180,10 +192,14 @@ def make_plan(
         max_queue=settings.max_queue,
         page_size=settings.page_size,
         num_pages=num_pages,
-        chunk=resolver.take("chunk", 256 if is_cpu else 2048, usual),
+        kv_dtype=kv.target,
+        draft_kv_dtype=kv.draft,
+        kv_window=settings.kv_window,
+        num_exact_pages=num_exact_pages,
+        chunk=chunk,
         # A state holds everything before it: a page found again does not bring it back.
         prefix_cache=settings.prefix_cache and not model.is_hybrid,
-        overlap=resolver.take("overlap", not is_cpu, NO_GAIN if is_cpu else "it hides the host's work"),
+        overlap=overlap,
         seed=settings.seed,
         same_bits=_same_bits(resolver, settings, is_cpu=is_cpu),
         reasons=resolver.reasons,
@@ -336,12 +352,12 @@ def _cache_tokens(
     element_bytes: int,
     state_bytes: int,
 ) -> int:
-    """How many tokens the cache holds beside the recurrent states, which every row has from the start."""
+    """How many tokens the cache holds beside what every row has from the start: states, exact windows."""
     total = room_bytes if settings.cache_bytes == "auto" else settings.cache_bytes
     if state_bytes and state_bytes >= total:
         raise CapacityError(
-            f"the recurrent states of all rows take {state_bytes:,} bytes, but the cache has {total:,}: "
-            "raise --cache-bytes or lower --max-rows."
+            f"the states and exact windows of all rows take {state_bytes:,} bytes, but the cache has "
+            f"{total:,}: raise --cache-bytes or lower --max-rows."
         )
     return (total - state_bytes) // max(bytes_per_token(specs, element_bytes), 1)
 

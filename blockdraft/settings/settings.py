@@ -68,6 +68,15 @@ class Settings:
     max_rows: int | Auto = _setting("auto", "sequences that run at once", least=1)
     max_queue: int = _setting(1024, "sequences that may wait; more are refused", least=1)
     page_size: int = _setting(16, "tokens per cache page", least=1)
+    kv_dtype: str = _setting(
+        "auto",
+        "keys and values: auto in the model's dtype; int8, fp8, tq4 or tq4v3 compress what lies behind; "
+        "with --engine, in the words of vllm or sglang",
+    )
+    draft_kv_dtype: str = _setting("auto", "the same for the drafter's own; auto: never compressed")
+    kv_window: int = _setting(
+        128, "tokens behind each position that it reads exact where others are compressed", least=1
+    )
     cache_bytes: int | Auto = _setting("auto", "memory for the KV cache, in bytes", least=1)
     gpu_memory_utilization: float = _setting(
         0.9,
@@ -123,7 +132,6 @@ class Settings:
     head_address: str | None = _launched(
         None, "HOST or HOST:PORT where the machines meet, the same on all of them"
     )
-    kv_dtype: str = _launched("auto", "element type of the KV cache, in the words of vllm or sglang")
     attention_backend: str | None = _launched(None, "the target's, in the words of vllm or sglang")
     draft_attention_backend: str | None = _launched(None, "the same for the drafter")
     engine_args: tuple[str, ...] = _launched(

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from blockdraft import __version__
+from blockdraft.cache.cache import SCRATCH_PAGE
 from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.fit_file import Acceptance
 from blockdraft.engine.describe import fingerprint
@@ -271,6 +272,8 @@ def _step_s(
     token_ids, sampling = [0] * (context + 1), RowSampling()
     engine.rows.place_all([(row, token_ids, context, sampling) for row in range(num_rows)])
     engine.rows.set_pages([(row, 0, pages[row * per_row : (row + 1) * per_row]) for row in range(num_rows)])
+    if engine.rows.exact_table is not None:
+        engine.rows.set_exact_pages([(row, 0, [SCRATCH_PAGE] * per_row) for row in range(num_rows)])
     engine.rows.activate(range(num_rows))
     engine.wait()
     begun_s = clock()
@@ -294,6 +297,7 @@ def _key(engine: Engine, acceptance: Acceptance) -> str:
         [__version__, torch.__version__, torch.get_num_threads()],
         [fingerprint(models.target), fingerprint(models.drafter.model)],  # dtypes and packing included
         [str(models.device), models.plan.page_size, models.plan.block, models.plan.max_rows],
+        [models.plan.kv_dtype, models.plan.draft_kv_dtype, models.plan.kv_window],
         [FORMAT, engine.graphs is not None],
         dict(acceptance),
     ]

@@ -109,10 +109,8 @@ def pages_to_probe(plan: Plan) -> int:
 
 
 def _page_bytes(models: Models) -> int:
-    specs = models.config.layer_specs()
-    if models.draft_config is not None:
-        specs += models.draft_config.layer_specs()
-    return models.plan.page_size * bytes_per_token(specs, ELEMENT_BYTES[models.plan.dtype])
+    per_token = bytes_per_token(models.cache_specs(), ELEMENT_BYTES[models.plan.dtype])
+    return models.plan.page_size * per_token
 
 
 def release() -> None:

@@ -19,11 +19,15 @@ from tests.grammar import json_tokens
 BASE = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33]
 
 
-def plain(requests, tokenizer=None):
-    """Every request alone, one token at a time."""
+LONG = [(7 * i + i * i // 5) % 60 for i in range(260)]  # keys are compressed from the 145th token on
+LONG_CONTEXT = 400
+
+
+def plain(requests, tokenizer=None, **kept):
+    """Every request alone, one token at a time; keys and values are `kept` likewise."""
     answers = []
     for prompt, params in requests:
-        engine = tiny.engine("none", width=1, prefix_cache=False, page_size=16, tokenizer=tokenizer)
+        engine = tiny.engine("none", width=1, prefix_cache=False, page_size=16, tokenizer=tokenizer, **kept)
         answers += tiny.run(engine, [(prompt, replace(params, width=1))])
     return answers
 
@@ -65,18 +69,21 @@ def bound(draw, params):
 def cases(draw):
     requests = []
     has_forms = draw(st.booleans())
+    kv_dtype = draw(st.sampled_from(["exact"] * 4 + ["int8", "fp8", "tq4", "tq4v3"]))
+    is_long = kv_dtype != "exact"
     for index in range(draw(st.integers(1, 4))):
-        shared = BASE[: draw(st.integers(0, len(BASE)))]
+        base = LONG[: draw(st.sampled_from([100, 200, 230, 260]))] if is_long else BASE
+        shared = base[: draw(st.integers(0, len(BASE)))] if draw(st.booleans()) or not is_long else base
         own = draw(st.lists(st.integers(0, 61), min_size=0 if shared else 1, max_size=12))
         params = draw(sampling(seed=100 + index))
         requests.append((shared + own, draw(bound(params)) if has_forms else params))
-    page_size = draw(st.sampled_from([1, 2, 3, 5, 16]))
+    page_size = draw(st.sampled_from([3, 16, 16, 64] if is_long else [1, 2, 3, 5, 16]))
     longest = max(len(prompt) + (params.max_tokens or 0) for prompt, params in requests)
     least = -(-(longest + 2 * tiny.BLOCK) // page_size)
     plan = {
         "page_size": page_size,
         "num_pages": least + draw(st.integers(0, least)),
-        "chunk": draw(st.sampled_from([1, 2, 7, 64])),
+        "chunk": draw(st.sampled_from([7, 64, 150] if is_long else [1, 2, 7, 64])),
         "chunks": draw(st.sampled_from([None, None, 1, 2])),  # a seed: they change from step to step
         "max_rows": draw(st.integers(1, 4)),
         "width": draw(st.integers(1, tiny.BLOCK)),
@@ -85,6 +92,13 @@ def cases(draw):
         "is_captured": draw(st.booleans()),
         "tokenizer": json_tokens.tokenizer() if has_forms else None,
     }
+    if is_long:
+        plan |= {
+            "max_context": LONG_CONTEXT,
+            "kv_dtype": kv_dtype,
+            "kv_window": draw(st.sampled_from([16, 40])),
+            "draft_kv_dtype": draw(st.sampled_from(["exact", kv_dtype])),
+        }
     drafter = draw(st.sampled_from(["trained", "trained", "random", "none", "hinted"]))
     return requests, plan, drafter, draw(st.floats(0.5, 1.0))
 
@@ -92,7 +106,8 @@ def cases(draw):
 def run_case(case):
     """The case's results, plain decoding's, and how often a sequence was preempted."""
     requests, plan, drafter, rate = case
-    expected = plain(requests, plan["tokenizer"])
+    kept = {name: plan[name] for name in ("kv_dtype", "kv_window", "max_context") if name in plan}
+    expected = plain(requests, plan["tokenizer"], **kept)
     if drafter == "hinted":
         answers = {
             params.seed: list(prompt) + choices[0][0]

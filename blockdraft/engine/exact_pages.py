@@ -1,0 +1,128 @@
+"""ExactPages: where layers that compress keep what is still exact, and whose it is.
+
+A running row holds exact pages for its first tile, its window and what it is about to write. A prefix that is
+found again goes on from there only if the exact tokens behind its end are there, too: its tail. So tails are
+kept where they may be asked for (`Scheduler._keep_tail`), by the nodes of the prefixes whose pages they are,
+for as long as nobody needs the room. A page is in exactly one state: blank, kept, or held by sequences; of
+held ones some belong to a tail already.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+
+from blockdraft.engine.page_allocator import OutOfPages
+from blockdraft.kernels.kv_formats import TILE
+
+NO_PAGE = 0  # a page that a row does not hold any more: nobody reads it
+
+
+class ExactPages:
+    """Hands out pages `first` … `num_pages - 1`. `cold_end` is that of the rule of positions."""
+
+    def __init__(self, *, num_pages: int, first: int, page_size: int, cold_end: Callable[[int], int]) -> None:
+        self.page_size = page_size
+        self._cold_end = cold_end
+        self._all = range(first, num_pages)
+        self._blank = list(reversed(self._all))
+        self._holders = [0] * num_pages
+        self._kept: OrderedDict[int, None] = OrderedDict()  # of tails that nobody holds, oldest first
+        self._pages: dict[int, int] = {}  # by node
+        self._nodes: dict[int, int] = {}  # by page
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Pages of tails."""
+        return len(self._pages)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages, blank ones first, then those of the oldest tails."""
+        if count > self.num_free:
+            raise OutOfPages
+        pages = []
+        for _ in range(count):
+            if not self._blank:
+                self.forget(self._nodes[next(iter(self._kept))])
+            page = self._blank.pop()
+            self._holders[page] = 1
+            pages.append(page)
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Give pages back; NO_PAGE is none."""
+        for page in pages:
+            if page == NO_PAGE:
+                continue
+            self._holders[page] -= 1
+            assert self._holders[page] >= 0, f"exact page {page} released twice"
+            if self._holders[page] == 0:
+                if page in self._nodes:
+                    self._kept[page] = None
+                else:
+                    self._blank.append(page)
+
+    # ---- tails
+
+    def needed(self, num_pages: int) -> list[int]:
+        """Which pages of a prefix of `num_pages` whole ones must be exact for whoever goes on from there."""
+        behind = self._cold_end(num_pages * self.page_size) // self.page_size
+        first = min(-(-TILE // self.page_size), behind)
+        return [*range(first), *range(behind, num_pages)]
+
+    def first_needed(self, length: int) -> int:
+        """Of a row of `length` tokens, the first page behind the first tile that it must hold."""
+        behind = self._cold_end(length // self.page_size * self.page_size) // self.page_size
+        return max(behind, -(-TILE // self.page_size))
+
+    def keep(self, node: int, page: int) -> None:
+        """`page`, which is held, has the exact tokens of the prefix `node`; no change if another has."""
+        assert self._holders[page] > 0
+        if node not in self._pages and page not in self._nodes:
+            self._pages[node] = page
+            self._nodes[page] = node
+
+    def forget(self, node: int) -> None:
+        """Whoever comes does not find this one again."""
+        page = self._pages.pop(node, None)
+        if page is None:
+            return
+        del self._nodes[page]
+        if page in self._kept:
+            del self._kept[page]
+            self._blank.append(page)
+
+    def find(self, nodes: Items[int]) -> list[int]:
+        """Hold and return the exact pages of the longest prefix, of these nodes, whose tail was kept.
+
+        One for each of its pages, NO_PAGE where none is needed.
+        """
+        for count in range(len(nodes), 0, -1):
+            needed = self.needed(count)
+            if all(nodes[index] in self._pages for index in reversed(needed)):
+                pages = [NO_PAGE] * count
+                for index in needed:
+                    page = pages[index] = self._pages[nodes[index]]
+                    self._holders[page] += 1
+                    self._kept.pop(page, None)
+                return pages
+        return []
+
+    def check(self, held: Iterable[Items[int]]) -> None:
+        """Assert that nothing is leaked, given the exact pages of all live sequences."""
+        expected = [0] * len(self._holders)
+        for pages in held:
+            for page in pages:
+                expected[page] += page != NO_PAGE
+        assert expected == self._holders, "holders differ from the live sequences: leak or double use"
+        free = {*self._blank, *self._kept}
+        assert len(free) == self.num_free, "an exact page is free twice"
+        assert free.isdisjoint(page for page in self._all if self._holders[page])
+        assert all(page in free or self._holders[page] for page in self._all), "an exact page is lost"
+        assert {self._pages[node]: node for node in self._pages} == self._nodes
+        assert self._kept.keys() <= self._nodes.keys()

@@ -1,0 +1,97 @@
+"""How keys and values are kept: what --kv-dtype means for a pair of models, or why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from blockdraft.cache.spec import LayerSpec, Paged, compressed
+from blockdraft.errors import SettingsError
+from blockdraft.kernels.kv_formats import BITS, EXACT, TURNED, WIDEST_BLOCK, check_format, exact_tokens
+from blockdraft.models.config import ModelConfig
+from blockdraft.models.draft_config import DraftConfig
+from blockdraft.settings.settings import Settings
+
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+EIGHT_BITS_ONLY = {
+    "gpt_oss": "gpt-oss attends to sink logits, which keys that are stored less a constant would not meet",
+    "gemma4": "Gemma 4's layers share keys of few heads, and nobody has measured what 4 bits do to them",
+}
+TAIL_SHARE = 4  # of the rows: for every so many, one more window is kept of prefixes that nobody runs
+
+
+@dataclass(frozen=True, slots=True)
+class KvChoice:
+    """Formats of both models' keys and values, EXACT where they are not compressed."""
+
+    target: str
+    draft: str
+    reasons: Mapping[str, str]
+
+    def specs(self, model: ModelConfig, draft: DraftConfig | None) -> tuple[LayerSpec, ...]:
+        specs = compressed(model.layer_specs(), self.target)
+        return specs + (compressed(draft.layer_specs(), self.draft) if draft is not None else ())
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.target != EXACT or self.draft != EXACT
+
+    def row_tokens(self, settings: Settings, block: int) -> int:
+        """Tokens that a row keeps exact."""
+        return exact_tokens(settings.kv_window, settings.page_size, block) if self.is_compressed else 0
+
+    def num_exact_pages(self, settings: Settings, max_rows: int, block: int, chunk: int) -> int:
+        """For every row, for the prompt tokens of the steps in flight, and for some tails."""
+        if not self.is_compressed:
+            return 0
+        size = settings.page_size
+        windows = max_rows + max(1, max_rows // TAIL_SHARE)
+        return windows * (self.row_tokens(settings, block) // size) + -(-chunk // size) + windows
+
+
+def kv_choice(
+    settings: Settings, dtype: str, model: ModelConfig, draft: DraftConfig | None, block: int
+) -> KvChoice:
+    """Raises where a format does not exist, or does not fit a model."""
+    reasons = {}
+    target, reasons["kv_dtype"] = _format(settings, "kv_dtype", dtype)
+    if target != EXACT:
+        if target in TURNED and model.family in EIGHT_BITS_ONLY:
+            raise SettingsError(
+                f"kv_dtype = {target}, but {EIGHT_BITS_ONLY[model.family]}: use --kv-dtype int8 or fp8."
+            )
+        _check(model.layer_specs(), target)
+    drafted = EXACT
+    if draft is not None:
+        drafted, reasons["draft_kv_dtype"] = _format(settings, "draft_kv_dtype", dtype)
+        if drafted != EXACT:
+            _check(draft.layer_specs(), drafted)
+    choice = KvChoice(target, drafted, reasons)
+    least = max(block, WIDEST_BLOCK)
+    if choice.is_compressed and settings.kv_window < least:
+        raise SettingsError(
+            f"kv_window = {settings.kv_window}, but a block has {least} tokens, which must not be compressed "
+            f"before they are verified: use --kv-window {least} or more."
+        )
+    return choice
+
+
+def _format(settings: Settings, name: str, dtype: str) -> tuple[str, str]:
+    """What a setting asks for, and why it is so."""
+    asked = getattr(settings, name)
+    if asked == "auto":
+        return EXACT, f"{dtype}, the model's own" if name == "kv_dtype" else f"{dtype}: it is small"
+    if SHORT_NAMES.get(asked, asked) == dtype:
+        return EXACT, "asked for"
+    if asked in BITS:
+        return asked, "asked for"
+    raise SettingsError(
+        f"{name} = {asked}, which our engine does not know: use auto or {dtype} (not compressed), "
+        f"or one of {', '.join(BITS)}."
+    )
+
+
+def _check(specs: tuple[LayerSpec, ...], format: str) -> None:
+    for spec in specs:
+        if isinstance(spec, Paged):
+            check_format(format, spec.head_dim)
