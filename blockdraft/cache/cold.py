@@ -81,6 +81,11 @@ class ColdLayer:
     def compress(self, tiles: Tiles) -> None:
         self.group.compress(tiles, self._layer)
 
+    def centre_on(self, mean: Tensor) -> None:
+        """Keys are stored less `mean` [G, D] from now on, where they are rotated; none is in the cache yet."""
+        if self.pages.format.is_turned:
+            self.group.centre[self._layer] = kv_codec.rotate(mean)
+
     @property
     def num_bytes(self) -> int:
         """Its share of the group."""

@@ -18,6 +18,7 @@ from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
 from blockdraft.start.block_width import known_acceptance, may_choose_width, plan_with_width
 from blockdraft.start.card_errors import unused_gpu
+from blockdraft.start.centre import centre_keys
 from blockdraft.start.compile_ahead import CompileAhead, compile_steps, compiling_for
 from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.loading import Opened, open_models, read_weights, resolve_device
@@ -87,7 +88,7 @@ def plain_engine(
 def _plain(
     models: Models, settings: Settings, note: Callable[[str], None], warn: Callable[[str], None]
 ) -> Engine:
-    engine = Engine(fit_pages(models, settings, note))
+    engine = _new_engine(fit_pages(models, settings, note))
     if models.device.type == "cuda":
         warm(engine, note, _rounds(models, settings))  # what does not compile shows now
     with _captured_or_not(engine, note):
@@ -99,6 +100,12 @@ def _plain(
             note(_shown_width(engine))
         if engine.graphs is not None:
             engine.graphs.capture_next([(1, engine.models.plan.width)])
+    return engine
+
+
+def _new_engine(models: Models) -> Engine:
+    engine = Engine(models)
+    centre_keys(engine)
     return engine
 
 
@@ -133,7 +140,7 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
     with startup.phase("allocate"):
         compile_steps(ahead, models, settings, startup)
         models = fit_pages(models, settings, startup.note)
-        engine = Engine(models)
+        engine = _new_engine(models)
         problem = f"; kernels were not all compiled ahead ({ahead.problem})" if ahead.problem else ""
         most = "at most " if models.device.type == "cpu" else ""  # where memory is taken as it is used
         startup.note(
@@ -176,7 +183,7 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
 
 def _without_drafter(models: Models, settings: Settings, startup: StartProgress) -> Engine:
     release()  # before another cache is made
-    engine = Engine(without_drafter(models))
+    engine = _new_engine(without_drafter(models))
     if why_no_graphs(models, settings) is None:
         _capture(engine, settings, startup.note)
     warm(engine, startup.note, rounds_for(models.device))
