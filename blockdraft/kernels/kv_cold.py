@@ -12,9 +12,10 @@ layers share (`Blocks.table`). `kv_positions` says which of the two a query read
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from blockdraft.kernels.attention import KEY_CHUNK, Blocks, Mask, Reads, attend_
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.kv_codec import Codec, Encoded, KvFormat, rotate_back
 from blockdraft.kernels.kv_positions import TILE, PositionRule
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.llvm.kv_attention import ColdAttention
 
 
 class Codes(NamedTuple):
@@ -74,11 +78,29 @@ Compress = Callable[[ColdPages, Tiles], None]
 
 def pick_attend_cold(at: Available) -> AttendCold:
     """Attention of q [N, H, D] over one layer's ColdPages (L = 1); sinks [H]. Returns [N, H, D]."""
-    return reference_attend_cold_paged
+    return _llvm_attend_cold(at.dtype) if at.has_llvm() else reference_attend_cold_paged
 
 
 def pick_compress(at: Available) -> Compress:
     return reference_compress
+
+
+def _llvm_attend_cold(dtype: torch.dtype) -> AttendCold:
+    def attend_cold(
+        q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+    ) -> Tensor:
+        if q.shape[-1] % 4 != 0:
+            return reference_attend_cold_paged(q, pages, blocks, mask, sinks)
+        return _llvm_attention(dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
+
+    return attend_cold
+
+
+@functools.cache
+def _llvm_attention(dtype: torch.dtype, head_dim: int, form: KvFormat) -> ColdAttention:
+    from blockdraft.kernels.llvm.kv_attention import ColdAttention
+
+    return ColdAttention(dtype, head_dim, form)
 
 
 def reference_attend_cold_paged(
