@@ -27,6 +27,7 @@ from blockdraft.kernels.kv_positions import TILE, PositionRule
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.kv_attention import ColdAttention
+    from blockdraft.kernels.llvm.kv_compress import CompressTiles
 
 
 class Codes(NamedTuple):
@@ -82,7 +83,7 @@ def pick_attend_cold(at: Available) -> AttendCold:
 
 
 def pick_compress(at: Available) -> Compress:
-    return reference_compress
+    return _llvm_compress(at.dtype) if at.has_llvm() else reference_compress
 
 
 def _llvm_attend_cold(dtype: torch.dtype) -> AttendCold:
@@ -101,6 +102,24 @@ def _llvm_attention(dtype: torch.dtype, head_dim: int, form: KvFormat) -> ColdAt
     from blockdraft.kernels.llvm.kv_attention import ColdAttention
 
     return ColdAttention(dtype, head_dim, form)
+
+
+def _llvm_compress(dtype: torch.dtype) -> Compress:
+    def compress(pages: ColdPages, tiles: Tiles) -> None:
+        head_dim = pages.exact_keys.shape[-1]
+        if head_dim % 4 != 0:
+            reference_compress(pages, tiles)
+        else:
+            _llvm_tiles(dtype, head_dim, pages.format)(pages, tiles)
+
+    return compress
+
+
+@functools.cache
+def _llvm_tiles(dtype: torch.dtype, head_dim: int, form: KvFormat) -> CompressTiles:
+    from blockdraft.kernels.llvm.kv_compress import CompressTiles
+
+    return CompressTiles(dtype, head_dim, form)
 
 
 def reference_attend_cold_paged(

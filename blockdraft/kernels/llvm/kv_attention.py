@@ -48,7 +48,9 @@ assert CHUNK == TILE
 class ColdAttention:
     """The kernel for one dtype, head size (a multiple of 4) and format."""
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, form: KvFormat, *, permute: bool | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, head_dim: int, form: KvFormat, *, permute: bool | None = None
+    ) -> None:
         assert head_dim % 4 == 0
         self._dim, self._form = head_dim, form
         self._signs = signs(head_dim, torch.device("cpu")).to(dtype) if form.is_turned else None
@@ -142,9 +144,10 @@ def cold_attention(
                     k, v, at, after = near_keys, near_values, near, near
                     if i == num_exact_vectors:
                         bring(
-                            pages, page_size, chunk, state.lo[i], high, key_codes + head * num_bytes(form.keys, dim),
-                            key_scale + head, value_codes + head * num_bytes(form.values, dim),
-                            value_scale + head, near_keys, near_values, dim, form, permute,
+                            pages, page_size, chunk, state.lo[i], high,
+                            key_codes + head * num_bytes(form.keys, dim), key_scale + head,
+                            value_codes + head * num_bytes(form.values, dim), value_scale + head,
+                            near_keys, near_values, dim, form, permute,
                         )  # fmt: skip
                 size = smallest(select(is_exact, num_exact_vectors, count) - i, MAX_TILE)
                 attend(state, i, size, chunk, at, after, q, out, k, v, scale, is_exact and i == 0, dim)

@@ -53,7 +53,7 @@ def decode(codes: Pointer, scale: Value, out: Pointer, dim: int, codec: Codec, h
     bits, factor = _turned(codec).bits, factor.spread(LANES)
     for d in range(0, dim, LANES):
         places = _four_bits(codes, d, dim, has_permute) if bits == 4 else _three_bits(codes, d, dim)
-        _put(out + d, _levels(places, bits, has_permute) * factor)
+        _put(out + d, levels_of(places, bits, has_permute) * factor)
 
 
 def _turned(codec: Codec) -> Turned:
@@ -107,7 +107,7 @@ def _bytes(codes: Pointer, first: int, plane: int) -> Value:
     return parts[0]
 
 
-def _levels(codes: Value, bits: int, has_permute: bool) -> Value:
+def levels_of(codes: Value, bits: int, has_permute: bool) -> Value:
     """The level of each code, by its lowest 4 bits: with fewer, the table begins again."""
     above = LEVELS[bits]
     table = [*(-level for level in reversed(above)), *above]
