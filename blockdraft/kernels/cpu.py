@@ -108,6 +108,11 @@ def product_paths() -> list[str]:
     return [*(path for path, (needed, _) in here.items() if needed <= _features()), "generic"]
 
 
+def has_permute() -> bool:
+    """Whether an instruction looks up 16 numbers in a table of 16."""
+    return "avx512f" in _features()
+
+
 def extra_features() -> tuple[str, ...]:
     """What LLVM may use beside what it finds by itself: on ARM it does not look at all."""
     here = _PATHS.get(_architecture(), {})

@@ -12,9 +12,10 @@ layers share (`Blocks.table`). `kv_positions` says which of the two a query read
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,10 @@ from blockdraft.kernels.choice import Available
 from blockdraft.kernels.kv_codec import Codec, Encoded, KvFormat, rotate_back
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.kv_positions import PositionRule
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.llvm.kv_attention import ColdAttention
+    from blockdraft.kernels.llvm.kv_compress import CompressTiles
 
 
 class Codes(NamedTuple):
@@ -75,11 +80,47 @@ Compress = Callable[[ColdPages, Tiles], None]
 
 def pick_attend_cold(at: Available) -> AttendCold:
     """Attention of q [N, H, D] over one layer's ColdPages (L = 1); sinks [H]. Returns [N, H, D]."""
-    return reference_attend_cold_paged
+    return _llvm_attend_cold(at.dtype) if at.has_llvm() else reference_attend_cold_paged
 
 
 def pick_compress(at: Available) -> Compress:
-    return reference_compress
+    return _llvm_compress(at.dtype) if at.has_llvm() else reference_compress
+
+
+def _llvm_attend_cold(dtype: torch.dtype) -> AttendCold:
+    def attend_cold(
+        q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+    ) -> Tensor:
+        if q.shape[-1] % 4 != 0:
+            return reference_attend_cold_paged(q, pages, blocks, mask, sinks)
+        return _llvm_attention(dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
+
+    return attend_cold
+
+
+@functools.cache
+def _llvm_attention(dtype: torch.dtype, head_dim: int, form: KvFormat) -> ColdAttention:
+    from blockdraft.kernels.llvm.kv_attention import ColdAttention
+
+    return ColdAttention(dtype, head_dim, form)
+
+
+def _llvm_compress(dtype: torch.dtype) -> Compress:
+    def compress(pages: ColdPages, tiles: Tiles) -> None:
+        head_dim = pages.exact_keys.shape[-1]
+        if head_dim % 4 != 0:
+            reference_compress(pages, tiles)
+        else:
+            _llvm_tiles(dtype, head_dim, pages.format)(pages, tiles)
+
+    return compress
+
+
+@functools.cache
+def _llvm_tiles(dtype: torch.dtype, head_dim: int, form: KvFormat) -> CompressTiles:
+    from blockdraft.kernels.llvm.kv_compress import CompressTiles
+
+    return CompressTiles(dtype, head_dim, form)
 
 
 def reference_attend_cold_paged(

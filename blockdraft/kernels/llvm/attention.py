@@ -172,24 +172,11 @@ def paged_attention(
     state = room(q, real)
     for item in taken(num_items):
         unit, group = units + item // num_groups * 3, item % num_groups
-        row, first = unit[0], unit[1]
-        count = unit[2] - first
-        start, token = starts[row], offsets[row]
-        end = start + offsets[row + 1] - token
-        low, high = end, start  # some vector sees keys [low, high)
-        for i in range(count):
-            at = (first + i) // shared
-            head = group * shared + (first + i) % shared
-            lo, hi = visible(start, start + at, end, is_causal, window, is_anchored)
-            state.lo[i], state.hi[i] = lo, hi
-            low, high = smallest(low, lo), largest(high, hi)
-            state.q[i] = (token + at) * q_stride + head * dim
-            state.out[i] = ((token + at) * num_groups * shared + head) * dim
-            clear(state, i, out + state.out[i], dim)
-            if has_sinks != 0:
-                sink = sinks[head]
-                state.top[i] = sink
-                state.total[i * SUM_LANES] = select(sink != sink, sink, 1.0)
+        row, count = unit[0], unit[2] - unit[1]
+        low, high = prepare(
+            state, unit, group, num_groups, shared, q_stride, starts, offsets, is_causal, window, is_anchored,
+            has_sinks, sinks, out, dim,
+        )  # fmt: skip
         pages = page_table + rows[row] * num_pages
         head_at = group * num_slots * dim
         if low < high:
@@ -203,19 +190,53 @@ def paged_attention(
             for i in range(0, count, MAX_TILE):
                 attend(
                     state, i, smallest(count - i, MAX_TILE), chunk, places, following,
-                    q, out, keys + head_at, values + head_at, scale, dim,
+                    q, out, keys + head_at, values + head_at, scale, i == 0, dim,
                 )  # fmt: skip
-        for i in range(count):
-            result = out + state.out[i]
-            share = 1.0 / halved(load(state.total + i * SUM_LANES, SUM_LANES))
-            for d in range(0, dim, lanes_of(real)):
-                store(result + d, load(result + d, lanes_of(real)) * share)
+        divided(state, count, out, dim)
+
+
+@inlined
+def prepare(
+    state: State, unit: Longs, group: Int, num_groups: Int, shared: Int, q_stride: Int, starts: Longs,
+    offsets: Longs, is_causal: Int, window: Int, is_anchored: Int, has_sinks: Int, sinks: Reals, out: Reals,
+    dim: int,
+) -> tuple[Int, Int]:  # fmt: skip
+    """A unit's vectors, which have seen no key yet; some of them sees the keys [low, high)."""
+    row, first = unit[0], unit[1]
+    start, token = starts[row], offsets[row]
+    end = start + offsets[row + 1] - token
+    low, high = end, start
+    for i in range(unit[2] - first):
+        at = (first + i) // shared
+        head = group * shared + (first + i) % shared
+        lo, hi = visible(start, start + at, end, is_causal, window, is_anchored)
+        state.lo[i], state.hi[i] = lo, hi
+        low, high = smallest(low, lo), largest(high, hi)
+        state.q[i] = (token + at) * q_stride + head * dim
+        state.out[i] = ((token + at) * num_groups * shared + head) * dim
+        clear(state, i, out + state.out[i], dim)
+        if has_sinks != 0:
+            sink = sinks[head]
+            state.top[i] = sink
+            state.total[i * SUM_LANES] = select(sink != sink, sink, 1.0)
+    return low, high
+
+
+@inlined
+def divided(state: State, count: Int, out: Reals, dim: int) -> None:
+    """Last of all, by the sums of the weights."""
+    lanes = lanes_of(out.element)
+    for i in range(count):
+        result = out + state.out[i]
+        share = 1.0 / halved(load(state.total + i * SUM_LANES, SUM_LANES))
+        for d in range(0, dim, lanes):
+            store(result + d, load(result + d, lanes) * share)
 
 
 @inlined
 def attend(
     state: State, first: Int, size: Int, chunk: Int, places: Longs, following: Longs,
-    q: Reals, out: Reals, keys: Reals, values: Reals, scale: Real, dim: int,
+    q: Reals, out: Reals, keys: Reals, values: Reals, scale: Real, leads: Int, dim: int,
 ) -> None:  # fmt: skip
     """One chunk for the tile of `size` vectors from `first` on.
 
@@ -223,7 +244,7 @@ def attend(
     """
     for tile in unrolled(1, MAX_TILE + 1):
         if size == tile:
-            score(state, first, chunk, places, following, q, keys, values, scale, tile=tile, dim=dim)
+            score(state, first, chunk, places, following, q, keys, values, scale, leads, tile=tile, dim=dim)
     begin, end = together(state, first, size, chunk)
     for t in range(size):
         lo, hi = seen(state, first + t, chunk)

@@ -84,13 +84,13 @@ def seen(state: State, vector: Int, chunk: Int) -> tuple[Int, Int]:
 @inlined
 def score(
     state: State, first: Int, chunk: Int, places: Longs, following: Longs, q: Reals, keys: Reals,
-    values: Reals, scale: Real, *, tile: int, dim: int,
+    values: Reals, scale: Real, leads: Int, *, tile: int, dim: int,
 ) -> None:  # fmt: skip
     """scores[t][key] = scale * dot(q[t], k[key]) for the keys that some vector of the tile sees.
 
-    They are rounded out to whole groups: nobody looks at the scores of the others. The first tile also asks
-    for what comes next: these keys' values, which `weigh` reads in pieces, and the next chunk's keys. Either
-    is too short for the hardware's own prefetcher.
+    They are rounded out to whole groups: nobody looks at the scores of the others. The tile that `leads` also
+    asks for what comes next: these keys' values, which `weigh` reads in pieces, and the next chunk's keys.
+    Either is too short for the hardware's own prefetcher.
     """
     lanes = lanes_of(keys.element)
     ranges = [seen(state, first + t, chunk) for t in unrolled(tile)]
@@ -102,7 +102,7 @@ def score(
     for key in range(begin, end, GROUP):
         at = [keys + ahead[j] for j in unrolled(GROUP)]
         read(ahead, places + key + GROUP)
-        if first == 0:
+        if leads:
             for one in range(key, key + GROUP):
                 fetch(values + places[one], dim, _L1)
                 fetch(keys + following[one], dim, _L2)

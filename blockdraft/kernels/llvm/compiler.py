@@ -32,6 +32,7 @@ from blockdraft.kernels.llvm.language import (
     Type,
     Value,
     Variable,
+    f16,
     f32,
     i8,
     i32,
@@ -40,7 +41,7 @@ from blockdraft.kernels.llvm.language import (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
-_POINTERS = {"Bytes": i8, "Words": i32, "Longs": i64, "Floats": f32}
+_POINTERS = {"Bytes": i8, "Words": i32, "Longs": i64, "Floats": f32, "Halves": f16}
 _UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.Not: operator.not_}
 _BINARY: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,

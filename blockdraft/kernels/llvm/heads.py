@@ -1,11 +1,12 @@
 """Tokens on their way into the cache: their places, and norm, rotation and copy of their heads in one pass.
 
 A token is taken by one thread. Its bits are those of `pointwise.rms_norm`, then `pointwise.rotate`, then a
-copy.
+copy; where keys and values are compressed, `kv_codec.rotate` comes last.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.kv_codes import LANES, sign_head, turn_head
 from blockdraft.kernels.llvm.language import Int, Longs, Real, Reals, Type, load, store
 from blockdraft.kernels.llvm.pointwise import WIDE, normalise, rotate_head
 
@@ -54,8 +56,7 @@ class HeadKernels:
 
     def __init__(self, dtype: torch.dtype) -> None:
         real = real_type(dtype)
-        self._plain = Jit(norm_rope_write, real=real, has_norms=False)
-        self._normed = Jit(norm_rope_write, real=real, has_norms=True)
+        self._write = functools.cache(functools.partial(Jit, norm_rope_write, real=real))
 
     def norm_rope_write(
         self, q: Tensor | None, k: Tensor, v: Tensor, norms: HeadNorms | None, angles: Angles, slots: Slots
@@ -76,14 +77,25 @@ class HeadKernels:
         assert place.dtype == torch.int64
         weights = (None, None) if norms is None else norms[:2]
         assert all(one is None or (one.dtype == k.dtype and one.is_contiguous()) for one in weights)
-        jit = self._plain if norms is None else self._normed
-        jit(
+        signs, centre = _turn_of(slots, k.dtype)
+        run = self._write(has_norms=norms is not None, turned=0 if signs is None else dim)
+        run(
             num_tokens, heads, groups, dim, cos.shape[-1], keys.shape[1],
             *given.stride()[:2], *k.stride()[:2], *v.stride()[:2], given, k, v, out, keys, values, place,
-            cos, sin, *weights, 0.0 if norms is None else norms.eps,
+            cos, sin, *weights, 0.0 if norms is None else norms.eps, signs, centre,
             is_small=num_tokens * (heads + 2 * groups) * dim < _SERIAL_ELEMENTS,
         )  # fmt: skip
         return None if q is None else out
+
+
+def _turn_of(slots: Slots, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Signs [D] and centre [G, D] where heads are rotated."""
+    if slots.turn is None:
+        return None, None
+    signs, centre = (one.to(dtype).contiguous() for one in slots.turn)
+    assert signs.shape == slots.keys.shape[2:]
+    assert centre.shape == (slots.keys.shape[0], slots.keys.shape[2])
+    return signs, centre
 
 
 def _whole_heads(x: Tensor) -> Tensor:
@@ -110,19 +122,31 @@ def norm_rope_write(
     num_tokens: Int, heads: Int, groups: Int, dim: Int, size: Int, num_slots: Int,
     q_stride: Int, q_head: Int, k_stride: Int, k_head: Int, v_stride: Int, v_head: Int,
     q: Reals, k: Reals, v: Reals, out: Reals, keys: Reals, values: Reals, place: Longs,
-    cos: Reals, sin: Reals, q_weight: Reals, k_weight: Reals, eps: Real, *, real: Type, has_norms: bool,
+    cos: Reals, sin: Reals, q_weight: Reals, k_weight: Reals, eps: Real, signs: Reals, centre: Reals,
+    *, real: Type, has_norms: bool, turned: int,
 ) -> None:  # fmt: skip
-    """Queries go to `out`, keys and values to slot `place[token]`; heads lie `.._head` apart."""
+    """Queries go to `out`, keys and values to slot `place[token]`; heads lie `.._head` apart.
+
+    Heads of `turned` values, where that is not 0, are rotated where they then lie, keys less `centre`.
+    """
     for token in taken(num_tokens):
         turn_cos, turn_sin = cos + token * size, sin + token * size
         for head in range(heads):
             source, target = q + token * q_stride + head * q_head, out + (token * heads + head) * dim
             turn(source, target, q_weight, turn_cos, turn_sin, dim, size, eps, real=real, has_norms=has_norms)
+            if turned:
+                rotate_signed(target, signs, turned)
         for head in range(groups):
             slot = (head * num_slots + place[token]) * dim
             source, target = k + token * k_stride + head * k_head, keys + slot
             turn(source, target, k_weight, turn_cos, turn_sin, dim, size, eps, real=real, has_norms=has_norms)
             copy(v + token * v_stride + head * v_head, values + slot, 0, dim)
+            if turned:
+                rotate_signed(target, signs, turned)
+                rotate_signed(values + slot, signs, turned)
+                for i in range(0, turned, LANES):
+                    less = load(target + i, LANES) - load(centre + head * turned + i, LANES)
+                    store(target + i, less)
 
 
 @inlined
@@ -137,6 +161,13 @@ def turn(
     else:
         rotate_head(x, y, cos, sin, size)
         copy(x, y, 2 * size, dim)
+
+
+@inlined
+def rotate_signed(row: Reals, signs: Reals, dim: int) -> None:
+    """kv_codec.rotate"""
+    sign_head(row, signs, dim)
+    turn_head(row, dim)
 
 
 @inlined

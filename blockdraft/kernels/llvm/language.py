@@ -19,6 +19,7 @@ Int: TypeAlias = Any  # 64 bits
 Real: TypeAlias = Any  # of the kernel's `real` type
 Reals: TypeAlias = Any  # a pointer to such
 Floats: TypeAlias = Any  # a pointer to float32
+Halves: TypeAlias = Any  # a pointer to float16, which is converted to compute with it
 Bytes: TypeAlias = Any  # a pointer to int8
 Words: TypeAlias = Any  # a pointer to int32
 Longs: TypeAlias = Any  # a pointer to int64
@@ -36,11 +37,11 @@ class Type:
 
     @property
     def is_float(self) -> bool:
-        return self.name in ("float", "double")
+        return self.name in ("half", "float", "double")
 
     @property
     def bits(self) -> int:
-        return {"float": 32, "double": 64, "ptr": 64}.get(self.name) or int(self.name[1:])
+        return {"half": 16, "float": 32, "double": 64, "ptr": 64}.get(self.name) or int(self.name[1:])
 
     @property
     def suffix(self) -> str:
@@ -67,8 +68,8 @@ class Type:
         return "<" + ", ".join([f"{self.name} {one}"] * self.lanes) + ">" if self.lanes else one
 
 
-f32, f64, i1, i8, i16, i32, i64 = (
-    Type(name) for name in ("float", "double", "i1", "i8", "i16", "i32", "i64")
+f16, f32, f64, i1, i8, i16, i32, i64 = (
+    Type(name) for name in ("half", "float", "double", "i1", "i8", "i16", "i32", "i64")
 )  # fmt: skip
 _POINTER = Type("ptr")
 
@@ -369,6 +370,12 @@ def matched(one: Operand, two: Operand) -> tuple[Value, Value]:
 def zeros(like: Value, type: Type) -> Value:
     """0 in `type`; `like` is any value of the kernel."""
     return Value(like.text, "zeroinitializer" if type.lanes else type.literal(0), type)
+
+
+def constants(like: Value, type: Type, numbers: Sequence[float]) -> Value:
+    """A vector of known numbers."""
+    lanes = ", ".join(f"{type} {type.literal(number)}" for number in numbers)
+    return Value(like.text, f"<{lanes}>", type.wide(len(numbers)))
 
 
 def load(at: Pointer, lanes: int = 0) -> Value:

@@ -1,0 +1,199 @@
+"""Paged attention on a CPU where most keys and values are compressed: the kernel of `kernels/kv_cold.py`.
+
+Its steps, and its promise about bits, are attention.py's, whose CHUNK is kv_positions' TILE: of a chunk a
+query reads all keys as they are, or all of them compressed. Those are decoded, once for a unit's vectors, to
+the thread's own memory, and are read there. Where a unit's queries disagree about a chunk, the earlier ones
+read it exact and the later ones compressed: they go through it one after the other, and what a vector does
+is the same in any company. Only slots that a query reads are touched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from blockdraft.kernels.cpu import has_permute
+from blockdraft.kernels.kv_codec import KvFormat, signs
+from blockdraft.kernels.kv_positions import TILE
+from blockdraft.kernels.llvm.attention import _SERIAL_OPS, attend, divided, find, prepare
+from blockdraft.kernels.llvm.attention_tile import CHUNK, GROUP, MAX_TILE, MAX_VECTORS, State, room
+from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
+from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.kv_codes import decode, num_bytes, sign_head, turn_head
+from blockdraft.kernels.llvm.language import (
+    Bytes,
+    Halves,
+    Int,
+    Longs,
+    Real,
+    Reals,
+    Type,
+    i64,
+    largest,
+    scratch,
+    select,
+    smallest,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from blockdraft.kernels.attention import Blocks, Mask
+    from blockdraft.kernels.kv_cold import ColdPages
+
+assert CHUNK == TILE
+
+
+class ColdAttention:
+    """The kernel for one dtype, head size (a multiple of 4) and format."""
+
+    def __init__(
+        self, dtype: torch.dtype, head_dim: int, form: KvFormat, *, permute: bool | None = None
+    ) -> None:
+        assert head_dim % 4 == 0
+        self._dim, self._form = head_dim, form
+        self._signs = signs(head_dim, torch.device("cpu")).to(dtype) if form.is_turned else None
+        self._jit = Jit(
+            cold_attention,
+            real=real_type(dtype),
+            dim=head_dim,
+            form=form,
+            permute=has_permute() if permute is None else permute,
+        )
+
+    def __call__(
+        self, q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [N, H, D] over one layer's pages; returns [N, H, D]."""
+        num_groups, num_exact, dim = pages.exact_keys.shape[1:]
+        num_heads, exact_table, table = q.shape[1], blocks.exact_table, blocks.table
+        stores = (pages.exact_keys, pages.exact_values, *pages.keys, *pages.values)
+        assert dim == self._dim
+        assert pages.format == self._form
+        assert pages.rule.stride == pages.rule.sinks == TILE
+        assert exact_table is not None
+        assert all(one.is_contiguous() and one.shape[0] == 1 for one in stores)
+        assert exact_table.is_contiguous()
+        assert table.is_contiguous()
+        assert pages.exact_keys.dtype == pages.exact_values.dtype == q.dtype
+        whole = (table, exact_table, blocks.rows, blocks.starts, blocks.offsets)
+        assert all(one.dtype == torch.int64 for one in whole)
+        if q.stride()[1:] != (dim, 1):
+            q = q.contiguous()
+        if sinks is not None:
+            assert sinks.shape == (num_heads,)
+            sinks = sinks.to(q.dtype).contiguous()
+        out = q.new_empty(q.shape)
+        units = blocks.units(num_heads, num_groups)
+        reach = len(blocks.rows) * table.shape[1] * blocks.page_size
+        self._jit(
+            units.shape[0] * num_groups, num_groups, num_heads // num_groups, q.stride(0), num_exact,
+            pages.keys.scale.shape[2], mask.scale, mask.is_causal,
+            -1 if mask.window is None else mask.window, mask.is_anchored, sinks is not None,
+            pages.rule.window, blocks.page_size, exact_table.shape[1], table.shape[1], exact_table, table,
+            *whole[2:], units, q, out, *stores, sinks, self._signs,
+            is_small=reach * num_heads * dim < _SERIAL_OPS,
+        )  # fmt: skip
+        return out
+
+
+@kernel
+def cold_attention(
+    num_items: Int, num_groups: Int, shared: Int, q_stride: Int, num_exact: Int, num_slots: Int, scale: Real,
+    is_causal: Int, window: Int, is_anchored: Int, has_sinks: Int, exact_window: Int, page_size: Int,
+    num_exact_pages: Int, num_pages: Int, exact_table: Longs, table: Longs, rows: Longs, starts: Longs,
+    offsets: Longs, units: Longs, q: Reals, out: Reals, keys: Reals, values: Reals, key_codes: Bytes,
+    key_scale: Halves, value_codes: Bytes, value_scale: Halves, sinks: Reals, signs: Reals,
+    *, real: Type, dim: int, form: KvFormat, permute: bool,
+) -> None:  # fmt: skip
+    """An item is a unit's query vectors over one key head, as in `attention.paged_attention`."""
+    state = room(q, real)
+    ends = scratch(q, i64, MAX_VECTORS)  # where what a vector reads compressed ends
+    near_keys, near_values = scratch(q, real, CHUNK * dim), scratch(q, real, CHUNK * dim)
+    near = scratch(q, i64, CHUNK + GROUP)  # where a key of the chunk begins in these
+    for key in range(CHUNK + GROUP):
+        near[key] = key * dim
+    for item in taken(num_items):
+        unit, group = units + item // num_groups * 3, item % num_groups
+        row, count = unit[0], unit[2] - unit[1]
+        low, high = prepare(
+            state, unit, group, num_groups, shared, q_stride, starts, offsets, is_causal, window, is_anchored,
+            has_sinks, sinks, out, dim,
+        )  # fmt: skip
+        for i in range(count):
+            position = starts[row] + (unit[1] + i) // shared
+            ends[i] = largest((position - exact_window) & -TILE, 0)
+        exact_pages, pages = exact_table + rows[row] * num_exact_pages, table + rows[row] * num_pages
+        exact_head, head = group * num_exact * dim, group * num_slots
+        begin = low & -CHUNK
+        if low < high and (begin < TILE or begin >= ends[0]):
+            find(exact_pages, page_size, state.places + (low & CHUNK), begin, low, high, dim)
+        for chunk in range(begin, high, CHUNK):
+            places = state.places + (chunk & CHUNK)
+            following = places
+            if chunk + CHUNK < high and chunk + CHUNK >= ends[0]:
+                following = state.places + (CHUNK - (chunk & CHUNK))
+                find(exact_pages, page_size, following, chunk + CHUNK, low, high, dim)
+            num_exact_vectors = exact_vectors(ends, count, chunk)
+            i = 0
+            while i < count:
+                is_exact, is_cold = i < num_exact_vectors, i >= num_exact_vectors
+                k, v, at, after = keys + exact_head, values + exact_head, places, following
+                if is_cold:
+                    k, v, at, after = near_keys, near_values, near, near
+                    if i == num_exact_vectors:
+                        bring(
+                            pages, page_size, chunk, state.lo[i], high,
+                            key_codes + head * num_bytes(form.keys, dim), key_scale + head,
+                            value_codes + head * num_bytes(form.values, dim), value_scale + head,
+                            near_keys, near_values, dim, form, permute,
+                        )  # fmt: skip
+                size = smallest(select(is_exact, num_exact_vectors, count) - i, MAX_TILE)
+                attend(state, i, size, chunk, at, after, q, out, k, v, scale, is_exact and i == 0, dim)
+                i = i + size
+        divided(state, count, out, dim)
+        if form.is_turned:
+            turn_back(state, count, out, signs, dim)
+
+
+@inlined
+def exact_vectors(ends: Longs, count: Int, chunk: Int) -> Int:
+    """How many vectors read the chunk as it is: the first ones, since ends do not fall."""
+    found = 0
+    for i in range(count):
+        found = found + select(ends[i] <= chunk, 1, chunk * 0)
+    return select(chunk < TILE, count, found)
+
+
+@inlined
+def bring(
+    pages: Longs, page_size: Int, chunk: Int, low: Int, high: Int, key_codes: Bytes, key_scale: Halves,
+    value_codes: Bytes, value_scale: Halves, near_keys: Reals, near_values: Reals, dim: int, form: KvFormat,
+    permute: bool,
+) -> None:  # fmt: skip
+    """Decode the chunk's keys and values of [low, high)."""
+    key, end = largest(low - chunk, 0), smallest(high - chunk, CHUNK)
+    while key < end:
+        inside = (chunk + key) % page_size
+        first = pages[(chunk + key) // page_size] * page_size + inside - key
+        until = smallest(key + page_size - inside, end)
+        for one in range(key, until):
+            slot = first + one
+            decode(
+                key_codes + slot * num_bytes(form.keys, dim), key_scale[slot], near_keys + one * dim, dim,
+                form.keys, permute,
+            )  # fmt: skip
+            decode(
+                value_codes + slot * num_bytes(form.values, dim), value_scale[slot], near_values + one * dim,
+                dim, form.values, permute,
+            )  # fmt: skip
+        key = until
+
+
+@inlined
+def turn_back(state: State, count: Int, out: Reals, signs: Reals, dim: int) -> None:
+    """What the values' rotation has done to the outputs."""
+    for i in range(count):
+        turn_head(out + state.out[i], dim)
+        sign_head(out + state.out[i], signs, dim)
