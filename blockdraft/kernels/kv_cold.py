@@ -21,6 +21,7 @@ from torch import Tensor
 
 from blockdraft.kernels.attention import KEY_CHUNK, Blocks, Mask, Reads, attend_gathered
 from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
 from blockdraft.kernels.kv_codec import Codec, Encoded, KvFormat, rotate_back
 from blockdraft.kernels.kv_positions import TILE, PositionRule
 
@@ -74,10 +75,18 @@ Compress = Callable[[ColdPages, Tiles], None]
 
 def pick_attend_cold(at: Available) -> AttendCold:
     """Attention of q [N, H, D] over one layer's ColdPages (L = 1); sinks [H]. Returns [N, H, D]."""
+    if at.has_triton("attention"):
+        from blockdraft.kernels.triton.kv_attention import attend_cold
+
+        return named("attention", attend_cold)
     return reference_attend_cold_paged
 
 
 def pick_compress(at: Available) -> Compress:
+    if at.has_triton("attention"):
+        from blockdraft.kernels.triton.kv_compress import compress
+
+        return named("attention", compress)
     return reference_compress
 
 

@@ -23,13 +23,12 @@ def turn_blocks(x, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     d = tl.arange(0, DIM_PAD)
     size = d * 0  # of a value's block; 0 behind the head
     norm = d * 0.0
-    for place in tl.static_range(10):
-        BIT: tl.constexpr = 9 - place
-        if DIM & (1 << BIT):  # blocks lie largest first
-            begin = (DIM >> (BIT + 1)) << (BIT + 1)
-            is_mine = (d >= begin) & (d < begin + (1 << BIT))
-            size = tl.where(is_mine, 1 << BIT, size)
-            norm = tl.where(is_mine, 2.0 ** (-0.5 * BIT), norm)
+    for bit in tl.static_range(9, -1, -1):
+        if DIM & (1 << bit):  # blocks lie largest first
+            begin = (DIM >> (bit + 1)) << (bit + 1)
+            is_mine = (d >= begin) & (d < begin + (1 << bit))
+            size = tl.where(is_mine, 1 << bit, size)
+            norm = tl.where(is_mine, 2.0 ** (-0.5 * bit), norm)
     for bit in tl.static_range(10):
         if (1 << bit) < DIM_PAD:
             is_paired = size > (1 << bit)
