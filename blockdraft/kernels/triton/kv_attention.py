@@ -186,21 +186,16 @@ def _attend_cold(
     for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES, loop_unroll_factor=UNROLL):
         key = chunk * N + tl.arange(0, N)
         slot = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE)[:, None]
-        is_read = column < DIM // 2
+        in_tile = column < DIM // 2
         if HAS_LO:
-            is_read = is_read & (key >= tile_lo)[:, None]
-        else:
-            is_read = is_read & (key >= 0)[:, None]
-        k_first, k_second = load_codes(keys, slot * KEY_BYTES, is_read, column, DIM, KEY_KIND)
-        v_first, v_second = load_codes(values, slot * VALUE_BYTES, is_read, column, DIM, VALUE_KIND)
+            in_tile = in_tile & (key >= tile_lo)[:, None]
+        k_first, k_second = load_codes(keys, slot * KEY_BYTES, in_tile, column, DIM, KEY_KIND)
+        v_first, v_second = load_codes(values, slot * VALUE_BYTES, in_tile, column, DIM, VALUE_KIND)
         # The scales of the next chunk, and the pages of that after it.
-        is_next = (chunk + 1) * N + tl.arange(0, N) < last_chunk * N
-        if HAS_LO:
-            is_next = is_next & ((chunk + 1) * N + tl.arange(0, N) >= tile_lo)
         next_k_scale = _scales(key_scale, next_page, chunk + 1, is_next, N, PAGE_SIZE)
         next_v_scale = _scales(value_scale, next_page, chunk + 1, is_next, N, PAGE_SIZE)
         page = next_page
-        next_page, _ = _cold_page(table, chunk + 2, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
+        next_page, is_next = _cold_page(table, chunk + 2, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
         is_colder = chunk * N < cold_end  # [M]
         if FOLDS:
             is_new = ((chunk * N & (length - 1)) == 0) & is_colder
