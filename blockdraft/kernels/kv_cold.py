@@ -22,6 +22,7 @@ from torch import Tensor
 
 from blockdraft.kernels.attention import KEY_CHUNK, Blocks, Mask, Reads, attend_gathered
 from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
 from blockdraft.kernels.kv_codec import Codec, Encoded, KvFormat, rotate_back
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.kv_positions import PositionRule
@@ -80,10 +81,18 @@ Compress = Callable[[ColdPages, Tiles], None]
 
 def pick_attend_cold(at: Available) -> AttendCold:
     """Attention of q [N, H, D] over one layer's ColdPages (L = 1); sinks [H]. Returns [N, H, D]."""
+    if at.has_triton("attention"):
+        from blockdraft.kernels.triton.kv_attention import attend_cold
+
+        return named("attention", attend_cold)
     return _llvm_attend_cold(at.dtype) if at.has_llvm() else reference_attend_cold_paged
 
 
 def pick_compress(at: Available) -> Compress:
+    if at.has_triton("attention"):
+        from blockdraft.kernels.triton.kv_compress import compress
+
+        return named("attention", compress)
     return _llvm_compress(at.dtype) if at.has_llvm() else reference_compress
 
 
@@ -133,11 +142,9 @@ def reference_attend_cold_paged(
         parts.append(_attend(block, pages, reads, mask, sinks).flatten(0, 1))
         begin = end
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return (
-        rotate_back(out.to(torch.promote_types(q.dtype, torch.float32))).to(q.dtype)
-        if pages.format.is_turned
-        else out
-    )
+    if not pages.format.is_turned:
+        return out
+    return rotate_back(out.to(torch.promote_types(q.dtype, torch.float32))).to(q.dtype)
 
 
 def _attend(q: Tensor, pages: ColdPages, reads: Reads, mask: Mask, sinks: Tensor | None) -> Tensor:

@@ -44,7 +44,7 @@ MAX_STAGES = 3
 ROW_BLOCK = 256  # rows looked at together when a tile searches its own
 
 _MAX_SEGMENTS = tl.constexpr(MAX_SEGMENTS)
-_SUMS = tl.constexpr(8)  # columns of the product that sums weights, all the same: what a tensor core takes
+SUMS = tl.constexpr(8)  # columns of the product that sums weights, all the same: what a tensor core takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ class Config:
 
 
 @triton.jit
-def _segment_length(hi, SEGMENT: tl.constexpr):
+def segment_length(hi, SEGMENT: tl.constexpr, MAX: tl.constexpr):
     """Of a query that sees the keys before `hi`, at least 1 and below 2 ** 24: SEGMENT times a power of 2."""
-    beyond = tl.cast((hi - 1) // (_MAX_SEGMENTS * SEGMENT), tl.float32)  # exact
+    beyond = tl.cast((hi - 1) // (MAX * SEGMENT), tl.float32)  # exact
     exponent = (beyond.to(tl.int32, bitcast=True) >> 23) - 127
     return SEGMENT << tl.maximum(exponent + 1, 0)
 
 
 @triton.jit
-def _visible(
+def visible_keys(
     start, token, count, window,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def _visible(
 
 
 @triton.jit
-def _fold(whole, acc, scale):
+def fold(whole, acc, scale):
     """What the keys of a segment add to those before it: sums, tops and totals of weights."""
     whole_sums, whole_top, whole_total = whole
     sums, top, total = acc
@@ -111,14 +111,14 @@ def _where(condition, one, other):
 
 
 @triton.jit
-def _nothing(M: tl.constexpr, DIM_PAD: tl.constexpr, SUMS: tl.constexpr):
+def nothing(M: tl.constexpr, DIM_PAD: tl.constexpr, SUMS: tl.constexpr):
     """Sums, tops and totals before the first key."""
     sums = tl.zeros([M, DIM_PAD], tl.float32)
     return sums, tl.full([M], float("-inf"), tl.float32), tl.zeros([M, SUMS], tl.float32)
 
 
 @triton.jit
-def _divided(whole, sink, scale, HAS_SINKS: tl.constexpr):
+def divided(whole, sink, scale, HAS_SINKS: tl.constexpr):
     """The outputs. A sink [M], in powers of 2, is a score of its own with no value."""
     sums, top, total = whole
     total = tl.max(total, 1)  # all columns are the same
@@ -144,7 +144,7 @@ def _attend_chunks(
     Not IS_MASKED: every query of the tile sees all keys of these chunks.
     """
     dim = tl.arange(0, DIM_PAD)
-    ones = tl.full([BLOCK_N, _SUMS], 1.0, q.dtype)
+    ones = tl.full([BLOCK_N, SUMS], 1.0, q.dtype)
     shortest = tl.min(length, 0)
     key = first_chunk * BLOCK_N + tl.arange(0, BLOCK_N)
     # Page ids are loaded a turn ahead: the keys and values wait for them, and are loaded ahead themselves.
@@ -167,8 +167,8 @@ def _attend_chunks(
             v = tl.load(values + where)
         if FOLDS and (chunk * BLOCK_N & (shortest - 1)) == 0:  # lengths are powers of 2
             is_new = (chunk * BLOCK_N & (length - 1)) == 0
-            whole = _where(is_new, _fold(whole, acc, scale), whole)
-            acc = _where(is_new, _nothing(q.shape[0], DIM_PAD, _SUMS), acc)
+            whole = _where(is_new, fold(whole, acc, scale), whole)
+            acc = _where(is_new, nothing(q.shape[0], DIM_PAD, SUMS), acc)
         sums, top, total = acc
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if IS_MASKED:
@@ -189,7 +189,7 @@ def _attend_chunks(
 
 
 @triton.jit
-def _row_of(offsets, num_rows, number, PER_TILE: tl.constexpr, ROW_BLOCK: tl.constexpr):
+def row_of(offsets, num_rows, number, PER_TILE: tl.constexpr, ROW_BLOCK: tl.constexpr):
     """The row that owns tile `number`: row r's begin at offsets[r] // PER_TILE + r, one of them may be spare.
 
     Without tiles (PER_TILE is 0): the row that owns token `number` of the stream.
@@ -227,7 +227,7 @@ def _attend_kernel(
         row = tile // tiles_per_row
         tile = tile % tiles_per_row
     else:
-        row = _row_of(offsets, num_rows, tile, TOKENS, ROW_BLOCK)
+        row = row_of(offsets, num_rows, tile, TOKENS, ROW_BLOCK)
         tile -= (tl.load(offsets + row) // TOKENS + row).to(tl.int32)
     stream = tl.load(offsets + row)
     count = (tl.load(offsets + row + 1) - stream).to(tl.int32)
@@ -245,10 +245,10 @@ def _attend_kernel(
     head = group * SHARED + lane % SHARED
     is_live = (lane < TOKENS * SHARED) & (token < count)
     last = tl.minimum(first + TOKENS, count) - 1
-    lo, hi = _visible(start, tl.minimum(token, last), count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
-    tile_lo, _ = _visible(start, first, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
-    _, tile_hi = _visible(start, last, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
-    length = _segment_length(hi, SEGMENT)
+    lo, hi = visible_keys(start, tl.minimum(token, last), count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    tile_lo, _ = visible_keys(start, first, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    _, tile_hi = visible_keys(start, last, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    length = segment_length(hi, SEGMENT, _MAX_SEGMENTS)
 
     dim = tl.arange(0, DIM_PAD)
     in_tile = is_live[:, None] & (dim < DIM)[None, :]
@@ -260,8 +260,8 @@ def _attend_kernel(
     last_chunk = (tile_hi + BLOCK_N - 1) // BLOCK_N
     body = (start + first + 1 if IS_CAUSAL else start + count) // BLOCK_N
     if FOLDS:
-        whole = _nothing(BLOCK_M, DIM_PAD, _SUMS)
-        acc = _nothing(BLOCK_M, DIM_PAD, _SUMS)
+        whole = nothing(BLOCK_M, DIM_PAD, SUMS)
+        acc = nothing(BLOCK_M, DIM_PAD, SUMS)
         if HAS_BODY:  # without a window: the chunks that every query of the tile sees whole
             whole, acc = _attend_chunks(
                 whole, acc, queries, keys, values, table, first_chunk, body,
@@ -277,7 +277,7 @@ def _attend_kernel(
         sink = lane * 0.0
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=is_live, other=0.0).to(tl.float32) * 1.4426950408889634
-        outputs = _divided(_fold(whole, acc, scale), sink, scale, HAS_SINKS)
+        outputs = divided(fold(whole, acc, scale), sink, scale, HAS_SINKS)
         tl.store(out + result[:, None] * DIM + dim[None, :], outputs.to(out.dtype.element_ty), mask=in_tile)
     else:
         # The queries of a tile may have segments of two lengths, the second twice the first: two turns then.
@@ -291,7 +291,7 @@ def _attend_kernel(
             for segment in range(tl.maximum(tile_lo // turn_length, tl.program_id(2) * each), last):
                 begin = tl.maximum(first_chunk, segment * turn_length // BLOCK_N)
                 end = tl.minimum(last_chunk, (segment + 1) * turn_length // BLOCK_N)
-                acc = _nothing(BLOCK_M, DIM_PAD, _SUMS)
+                acc = nothing(BLOCK_M, DIM_PAD, SUMS)
                 acc = _attend_chunks(
                     acc, acc, queries, keys, values, table, begin, end,
                     tile_lo, tile_hi, lo, hi, length, scale,
@@ -317,30 +317,30 @@ def _merge_kernel(
     head = tl.program_id(1)
     number = tl.program_id(0)
     wait_for_previous(PDL)
-    row = number // tokens_per_row if IS_EVEN else _row_of(offsets, num_rows, number, 0, ROW_BLOCK)
+    row = number // tokens_per_row if IS_EVEN else row_of(offsets, num_rows, number, 0, ROW_BLOCK)
     stream = tl.load(offsets + row)
     count = (tl.load(offsets + row + 1) - stream).to(tl.int32)
     start = tl.load(starts + row).to(tl.int32)
     if number >= tl.load(offsets + num_rows):  # not before the loads: they are under way together
         return
     token = number - stream.to(tl.int32)
-    lo, hi = _visible(start, token, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
-    length = _segment_length(hi, SEGMENT)
+    lo, hi = visible_keys(start, token, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    length = segment_length(hi, SEGMENT, _MAX_SEGMENTS)
     result = number.to(tl.int64) * HEADS + head
     lane = tl.arange(0, 1)
     dim = tl.arange(0, DIM_PAD)[None, :]
-    whole = _nothing(1, DIM_PAD, 1)
+    whole = nothing(1, DIM_PAD, 1)
     for segment in tl.static_range(NUM_SEGMENTS):
         is_there = (segment * length < hi) & ((segment + 1) * length > lo)
         at = result * NUM_SEGMENTS + segment + lane
         top = tl.load(part_top + at, mask=is_there, other=float("-inf"))
         total = tl.load(part_total + at, mask=is_there, other=0.0)[:, None]
         sums = tl.load(part + at[:, None] * DIM + dim, mask=is_there & (dim < DIM), other=0.0)
-        whole = _fold(whole, (sums, top, total), scale)
+        whole = fold(whole, (sums, top, total), scale)
     sink = lane * 0.0
     if HAS_SINKS:
         sink += tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-    outputs = _divided(whole, sink, scale, HAS_SINKS)
+    outputs = divided(whole, sink, scale, HAS_SINKS)
     tl.store(out + result * DIM + dim, outputs.to(out.dtype.element_ty), mask=dim < DIM)
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockdraft.kernels.triton.launch import let_next_start, overlap, start_and_wait, wait_for_previous
+from blockdraft.kernels.triton.turning import turn_blocks
 
 if TYPE_CHECKING:
     from blockdraft.kernels.heads import HeadNorms, Slots
@@ -204,11 +205,12 @@ def _turn(
 
 @triton.jit
 def _norm_rope_write(
-    q, k, v, q_weight, k_weight, cos, sin, q_out, keys, values, slots, num_heads, num_kv_heads, num_slots,
-    size, turned, eps, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
+    q, k, v, q_weight, k_weight, cos, sin, q_out, keys, values, slots, signs, centre, num_heads, num_kv_heads,
+    num_slots, size, turned, eps, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_Q: tl.constexpr,
-    PDL: tl.constexpr,
+    TURNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """TURNED: how many values a head has that is rotated for compression; 0 without."""
     start_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -222,6 +224,9 @@ def _norm_rope_write(
         is_head = head < num_heads
         source = q + token * q_stride + head * q_head_stride
         result = _turn(source, is_head, q_weight, cos, sin, size, turned, eps, BLOCK_D, HAS_NORM)
+        if TURNED > 0:
+            sign = tl.load(signs + d, mask=d < size, other=0.0)
+            result = turn_blocks(result * sign[None, :], TURNED, BLOCK_D)
         place = (token * num_heads + head[:, None]) * size + d[None, :]
         tl.store(
             q_out + place, result.to(q_out.dtype.element_ty), mask=is_head[:, None] & (d < size)[None, :]
@@ -236,11 +241,18 @@ def _norm_rope_write(
         if is_key:
             source = k + token * k_stride + head * k_head_stride
             result = _turn(source, is_head, k_weight, cos, sin, size, turned, eps, BLOCK_D, HAS_NORM)
+            if TURNED > 0:
+                sign = tl.load(signs + d, mask=d < size, other=0.0)
+                result = turn_blocks(result * sign[None, :], TURNED, BLOCK_D)
+                result -= tl.load(centre + head[:, None] * size + d[None, :], mask=is_in, other=0.0)
             tl.store(keys + place, result.to(keys.dtype.element_ty), mask=is_in)
         else:
             source = v + token * v_stride + head * v_head_stride
             value = tl.load(source[:, None] + d[None, :], mask=is_in, other=0.0)
-            tl.store(values + place, value, mask=is_in)
+            if TURNED > 0:
+                sign = tl.load(signs + d, mask=d < size, other=0.0)
+                value = turn_blocks(value.to(tl.float32) * sign[None, :], TURNED, BLOCK_D)
+            tl.store(values + place, value.to(values.dtype.element_ty), mask=is_in)
 
 
 def norm_rope_write(
@@ -261,6 +273,7 @@ def norm_rope_write(
     block_h = min(4, triton.next_power_of_2(num_kv_heads))  # for any number of tokens: sums follow the tile
     tiles = triton.cdiv(num_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
     given = k if q is None else q
+    turn = slots.turn
     _norm_rope_write[(num_tokens, tiles)](
         given,
         k,
@@ -273,6 +286,8 @@ def norm_rope_write(
         slots.keys,
         slots.values,
         slots.place,
+        k if turn is None else turn.signs.float().contiguous(),
+        k if turn is None else turn.centre.float().contiguous(),
         num_heads,
         num_kv_heads,
         slots.keys.shape[1],
@@ -289,6 +304,7 @@ def norm_rope_write(
         BLOCK_D=triton.next_power_of_2(size),
         HAS_NORM=norms is not None,
         HAS_Q=q is not None,
+        TURNED=0 if turn is None else size,
         **overlap(k.device),
         num_warps=2,
     )

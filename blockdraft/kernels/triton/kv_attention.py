@@ -1,0 +1,620 @@
+"""Paged attention over exact and compressed keys on the device: the contract of `kernels.kv_cold`.
+
+Tiles, segments, parts and their merge are those of the exact kernel (`triton.attention`). Keys come in chunks
+of TILE, in the order of their positions: chunk 0 exact, then those below a query's c(t) compressed, then the
+others exact. A tile has queries of at most two c's: of the one chunk that some of them read compressed and
+the others exact, both are read, one after the other, and each query sees one of them. What a query does not
+see changes no bit of it, so its bits follow from what they follow from there, and from t.
+
+A head is worked on in two halves, since a byte of codes has one coordinate of each. Levels are exact in the
+model's dtype: a key's scale is multiplied into its scores, a value's into its weights, in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockdraft.kernels.attention import Blocks, Mask
+from blockdraft.kernels.failure import DoesNotFit
+from blockdraft.kernels.kv_cold import ColdPages
+from blockdraft.kernels.kv_positions import TILE
+from blockdraft.kernels.triton.attention import (
+    LOG2_E,
+    MAX_SPLIT_COUNT,
+    ROW_BLOCK,
+    SUMS,
+    divided,
+    fold,
+    row_of,
+    segment_length,
+    visible_keys,
+)
+from blockdraft.kernels.triton.kv_codes import kind_of, levels_of, load_codes
+from blockdraft.kernels.triton.launch import let_next_start, num_multiprocessors, overlap, wait_for_previous
+from blockdraft.kernels.triton.turning import signs, turn_blocks
+
+MAX_SEGMENTS = 32  # of a query; twice the exact kernel's: its sums take longer than its loads
+SEGMENT = 128  # keys of the shortest ones. Both are part of the result's bits
+
+_MERGED = tl.constexpr(8)  # segments whose sums are loaded together
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the work is cut: a function of host-known shapes only, and no part of the result's bits."""
+
+    tokens: int  # queries of one row in a tile, at most TILE
+    block_m: int  # those times the query heads of a key/value head, padded to a power of two
+    warps: int
+    stages: int  # chunks of codes under way
+    parts: int  # programs that share the segments of a tile
+    exact_stages: int = 2
+    unroll: int = 1  # chunks of a turn of the loop
+
+
+@triton.jit
+def _both_folded(whole, acc, scale):
+    """`fold` of sums in two halves, tops and totals."""
+    lo, top, total = fold((whole[0], whole[2], whole[3]), (acc[0], acc[2], acc[3]), scale)
+    hi, _, _ = fold((whole[1], whole[2], whole[3]), (acc[1], acc[2], acc[3]), scale)
+    return lo, hi, top, total
+
+
+@triton.jit
+def _nothing_yet(M: tl.constexpr, HALF: tl.constexpr):
+    lo = tl.zeros([M, HALF], tl.float32)
+    hi = tl.zeros([M, HALF], tl.float32)
+    return lo, hi, tl.full([M], float("-inf"), tl.float32), tl.zeros([M, SUMS], tl.float32)
+
+
+@triton.jit
+def _picked(condition, one, other):
+    """Of `one` where condition [M] holds, else of `other`."""
+    both = condition[:, None]
+    return (
+        tl.where(both, one[0], other[0]),
+        tl.where(both, one[1], other[1]),
+        tl.where(condition, one[2], other[2]),
+        tl.where(both, one[3], other[3]),
+    )
+
+
+@triton.jit
+def _segments_begun(whole, acc, is_new, scale, HALF: tl.constexpr):
+    """Where a query's segment begins, the one before is folded."""
+    whole = _picked(is_new, _both_folded(whole, acc, scale), whole)
+    acc = _picked(is_new, _nothing_yet(acc[0].shape[0], HALF), acc)
+    return whole, acc
+
+
+@triton.jit
+def _weighed(acc, scores, scale):
+    """New tops, the weights of scores [M, N] in powers of 2, and what shrinks sums and totals [M, 1]."""
+    new_top = tl.maximum(acc[2], tl.max(scores, 1))
+    # A query that has seen nothing yet keeps its sums at zero.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(tl.fma(scores, scale, -(base * scale)[:, None]))
+    return new_top, weights, tl.exp2((acc[2] - base) * scale)[:, None]
+
+
+@triton.jit
+def _attend_exact(
+    whole, acc, q_lo, q_hi, keys, values, table, first_chunk, last_chunk, tile_lo, tile_hi, lo, hi, cold_end,
+    length, scale,
+    N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, FOLDS: tl.constexpr,
+    HAS_LO: tl.constexpr, IS_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over exact chunks. IS_FIRST: that is chunk 0, exact for all queries."""
+    column = tl.arange(0, HALF)
+    ones = tl.full([N, SUMS], 1.0, q_lo.dtype)
+    key = first_chunk * N + tl.arange(0, N)
+    page = tl.load(table + key // PAGE_SIZE, mask=(key >= tile_lo) & (key < tile_hi), other=0).to(tl.int32)
+    for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
+        key = chunk * N + tl.arange(0, N)
+        where = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE)[:, None] * DIM + column[None, :]
+        next_key = key + N
+        is_next = (next_key >= tile_lo) & (next_key < tile_hi)
+        page = tl.load(table + next_key // PAGE_SIZE, mask=is_next, other=0).to(tl.int32)
+        is_read = ((key >= tile_lo) & (key < tile_hi))[:, None] & (column < DIM // 2)[None, :]
+        k_lo = tl.load(keys + where, mask=is_read, other=0.0)
+        k_hi = tl.load(keys + DIM // 2 + where, mask=is_read, other=0.0)
+        v_lo = tl.load(values + where, mask=is_read, other=0.0)
+        v_hi = tl.load(values + DIM // 2 + where, mask=is_read, other=0.0)
+        if FOLDS:
+            is_new = (chunk * N & (length - 1)) == 0  # lengths are powers of 2
+            if not IS_FIRST:
+                is_new = is_new & (chunk * N >= cold_end)  # else it began when the chunk came compressed
+            if tl.max(is_new.to(tl.int32), 0) > 0:
+                whole, acc = _segments_begun(whole, acc, is_new, scale, HALF)
+        scores = tl.dot(q_lo, tl.trans(k_lo), input_precision=PRECISION)
+        scores = tl.dot(q_hi, tl.trans(k_hi), scores, input_precision=PRECISION)
+        is_seen = key[None, :] < hi[:, None]
+        if not IS_FIRST:
+            is_seen = is_seen & (chunk * N >= cold_end)[:, None]
+        if HAS_LO:
+            is_seen = is_seen & (key[None, :] >= lo[:, None])
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_top, weights, shrink = _weighed(acc, scores, scale)
+        weights = weights.to(v_lo.dtype)
+        # In this order: the other way round, the compiler gives all of a low tile to every warp.
+        total = tl.dot(weights, ones, acc[3] * shrink, input_precision=PRECISION)
+        sums_lo = tl.dot(weights, v_lo, acc[0] * shrink, input_precision=PRECISION)
+        sums_hi = tl.dot(weights, v_hi, acc[1] * shrink, input_precision=PRECISION)
+        acc = sums_lo, sums_hi, new_top, total
+    return whole, acc
+
+
+@triton.jit
+def _cold_page(table, chunk, last_chunk, tile_lo, N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+               HAS_LO: tl.constexpr):  # fmt: skip
+    """Page ids [N] of a chunk's keys, and whether they are read: a tile reads chunks up to its last whole."""
+    key = chunk * N + tl.arange(0, N)
+    is_read = key < last_chunk * N
+    if HAS_LO:
+        is_read = is_read & (key >= tile_lo)
+    return tl.load(table + key // PAGE_SIZE, mask=is_read, other=0).to(tl.int32), is_read
+
+
+@triton.jit
+def _scales(scale, page, chunk, is_read, N: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    slot = page.to(tl.int64) * PAGE_SIZE + (chunk * N + tl.arange(0, N)) % PAGE_SIZE
+    return tl.load(scale + slot, mask=is_read, other=0.0)
+
+
+@triton.jit
+def _attend_cold(
+    whole, acc, q_lo, q_hi, keys, key_scale, values, value_scale, table, first_chunk, last_chunk, tile_lo, lo,
+    cold_end, length, scale,
+    N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, FOLDS: tl.constexpr,
+    HAS_LO: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr,
+    VALUE_BYTES: tl.constexpr, HAS_ASM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over compressed chunks, each seen whole (but for a window) by those with a later c."""
+    column = tl.arange(0, HALF)[None, :]
+    ones = tl.full([N, SUMS], 1.0, q_lo.dtype)
+    # Page ids are loaded two turns ahead and scales one: what waits for them is loaded ahead, too.
+    page, is_read = _cold_page(table, first_chunk, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
+    next_page, is_next = _cold_page(table, first_chunk + 1, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
+    k_scale = _scales(key_scale, page, first_chunk, is_read, N, PAGE_SIZE)
+    v_scale = _scales(value_scale, page, first_chunk, is_read, N, PAGE_SIZE)
+    for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        key = chunk * N + tl.arange(0, N)
+        slot = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE)[:, None]
+        in_tile = column < DIM // 2
+        if HAS_LO:
+            in_tile = in_tile & (key >= tile_lo)[:, None]
+        k_first, k_second = load_codes(keys, slot * KEY_BYTES, in_tile, column, DIM, KEY_KIND)
+        v_first, v_second = load_codes(values, slot * VALUE_BYTES, in_tile, column, DIM, VALUE_KIND)
+        # The scales of the next chunk, and the pages of that after it.
+        next_k_scale = _scales(key_scale, next_page, chunk + 1, is_next, N, PAGE_SIZE)
+        next_v_scale = _scales(value_scale, next_page, chunk + 1, is_next, N, PAGE_SIZE)
+        page = next_page
+        next_page, is_next = _cold_page(table, chunk + 2, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
+        is_colder = chunk * N < cold_end  # [M]
+        if FOLDS:
+            is_new = ((chunk * N & (length - 1)) == 0) & is_colder
+            if tl.max(is_new.to(tl.int32), 0) > 0:
+                whole, acc = _segments_begun(whole, acc, is_new, scale, HALF)
+        k_lo, k_hi = levels_of(k_first, k_second, column, DIM, KEY_KIND, q_lo.dtype, HAS_ASM)
+        scores = tl.dot(q_lo, tl.trans(k_lo), input_precision=PRECISION)
+        scores = tl.dot(q_hi, tl.trans(k_hi), scores, input_precision=PRECISION)
+        scores = scores * k_scale.to(tl.float32)[None, :]
+        is_seen = is_colder[:, None]
+        if HAS_LO:
+            is_seen = is_seen & (key[None, :] >= lo[:, None])
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_top, weights, shrink = _weighed(acc, scores, scale)
+        scaled = (weights * v_scale.to(tl.float32)[None, :]).to(q_lo.dtype)
+        v_lo, v_hi = levels_of(v_first, v_second, column, DIM, VALUE_KIND, q_lo.dtype, HAS_ASM)
+        total = tl.dot(weights.to(q_lo.dtype), ones, acc[3] * shrink, input_precision=PRECISION)
+        sums_lo = tl.dot(scaled, v_lo, acc[0] * shrink, input_precision=PRECISION)
+        sums_hi = tl.dot(scaled, v_hi, acc[1] * shrink, input_precision=PRECISION)
+        acc = sums_lo, sums_hi, new_top, total
+        k_scale, v_scale = next_k_scale, next_v_scale
+    return whole, acc
+
+
+@triton.jit
+def _joined(lo, hi, DIM: tl.constexpr, HALF: tl.constexpr):
+    """[M, 2 * HALF], the head's values first."""
+    M: tl.constexpr = lo.shape[0]
+    x = tl.reshape(tl.permute(tl.join(lo, hi), (0, 2, 1)), (M, 2 * HALF))
+    if DIM < 2 * HALF:
+        d = tl.arange(0, 2 * HALF)
+        index = tl.where(d < DIM // 2, d, tl.minimum(d + HALF - DIM // 2, 2 * HALF - 1))
+        x = tl.gather(x, tl.broadcast_to(index[None, :], x.shape), 1)
+    return x
+
+
+@triton.jit
+def _turned_back(x, signs, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    d = tl.arange(0, DIM_PAD)
+    return turn_blocks(x, DIM, DIM_PAD) * tl.load(signs + d, mask=d < DIM, other=0.0)[None, :]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_rows", "tiles_per_row", "window", "cold_window", "table_stride", "exact_table_stride",
+        "num_segments",
+    ]
+)  # fmt: skip
+def _attend_kernel(
+    q, exact_keys, exact_values, keys, key_scale, values, value_scale, out, part, part_top, part_total,
+    page_table, exact_page_table, rows, starts, offsets, sinks, sign, scale, window, cold_window, num_rows,
+    tiles_per_row, table_stride, exact_table_stride, num_segments, q_stride, q_head_stride, exact_stride,
+    key_stride, value_stride, scale_stride,
+    TOKENS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    N: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, FOLDS: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    IS_TURNED: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr,
+    VALUE_BYTES: tl.constexpr, HAS_ASM: tl.constexpr, PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, key/value heads, parts), as the exact kernel's."""
+    let_next_start(PDL)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    group = tl.program_id(1)
+    wait_for_previous(PDL)
+
+    if IS_EVEN:
+        row = tile // tiles_per_row
+        tile = tile % tiles_per_row
+    else:
+        row = row_of(offsets, num_rows, tile, TOKENS, ROW_BLOCK)
+        tile -= (tl.load(offsets + row) // TOKENS + row).to(tl.int32)
+    stream = tl.load(offsets + row)
+    count = (tl.load(offsets + row + 1) - stream).to(tl.int32)
+    start = tl.load(starts + row).to(tl.int32)
+    home = tl.load(rows + row)
+    table = page_table + home * table_stride
+    exact_table = exact_page_table + home * exact_table_stride
+    first = tile * TOKENS
+    if first >= count:  # not before the loads: they are under way together
+        return
+    exact_keys += group.to(tl.int64) * exact_stride
+    exact_values += group.to(tl.int64) * exact_stride
+    keys += group.to(tl.int64) * key_stride
+    values += group.to(tl.int64) * value_stride
+    key_scale += group.to(tl.int64) * scale_stride
+    value_scale += group.to(tl.int64) * scale_stride
+
+    # Keys [lo, hi) of each query, and [tile_lo, tile_hi) of them together; compressed ones up to cold_end.
+    lane = tl.arange(0, BLOCK_M)
+    token = first + lane // SHARED
+    head = group * SHARED + lane % SHARED
+    is_live = (lane < TOKENS * SHARED) & (token < count)
+    last = tl.minimum(first + TOKENS, count) - 1
+    lo, hi = visible_keys(start, tl.minimum(token, last), count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    tile_lo, _ = visible_keys(start, first, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    _, tile_hi = visible_keys(start, last, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    length = segment_length(hi, SEGMENT, MAX_SEGMENTS)
+    cold_end = tl.maximum(start + tl.minimum(token, last) - cold_window, 0) // N * N
+    cold_chunk = tl.maximum(start + last - cold_window, 0) // N  # the first that is compressed for no query
+    exact_chunk = tl.maximum(tl.maximum(start + first - cold_window, 0) // N, 1)  # the first exact for some
+
+    column = tl.arange(0, HALF)
+    in_tile = is_live[:, None] & (column < DIM // 2)[None, :]
+    where = (stream + token)[:, None] * q_stride + head[:, None] * q_head_stride + column[None, :]
+    q_lo = tl.load(q + where, mask=in_tile, other=0.0)
+    q_hi = tl.load(q + DIM // 2 + where, mask=in_tile, other=0.0)
+
+    result = (stream + token) * HEADS + head  # [BLOCK_M] int64, a row of the output
+    first_chunk = tile_lo // N
+    last_chunk = (tile_hi + N - 1) // N
+    num_turns = 1
+    shortest = tl.min(length, 0)
+    if not FOLDS:  # the queries of a tile may have segments of two lengths, the second twice the first
+        num_turns = tl.max(length, 0) // shortest
+    for turn in range(num_turns):
+        turn_length = shortest << turn
+        if FOLDS:
+            begin_segment = 0
+            end_segment = 1
+        else:
+            turn_hi = tl.minimum(tile_hi, turn_length * MAX_SEGMENTS)  # the other turn's queries see more
+            each = tl.cdiv(tl.cdiv(turn_hi, turn_length), tl.num_programs(2))
+            begin_segment = tl.maximum(tile_lo // turn_length, tl.program_id(2) * each)
+            end_segment = tl.minimum(tl.cdiv(turn_hi, turn_length), (tl.program_id(2) + 1) * each)
+        for segment in range(begin_segment, end_segment):
+            begin = first_chunk
+            end = last_chunk
+            if not FOLDS:
+                begin = tl.maximum(first_chunk, segment * turn_length // N)
+                end = tl.minimum(last_chunk, (segment + 1) * turn_length // N)
+            whole = _nothing_yet(BLOCK_M, HALF)
+            acc = _nothing_yet(BLOCK_M, HALF)
+            whole, acc = _attend_exact(
+                whole, acc, q_lo, q_hi, exact_keys, exact_values, exact_table, begin, tl.minimum(end, 1),
+                tile_lo, tile_hi, lo, hi, cold_end, length, scale,
+                N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, True, PRECISION, 1,
+            )  # fmt: skip
+            whole, acc = _attend_cold(
+                whole, acc, q_lo, q_hi, keys, key_scale, values, value_scale, table, tl.maximum(begin, 1),
+                tl.minimum(end, cold_chunk), tile_lo, lo, cold_end, length, scale,
+                N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, KEY_KIND, VALUE_KIND, KEY_BYTES, VALUE_BYTES,
+                HAS_ASM, PRECISION, STAGES, UNROLL,
+            )  # fmt: skip
+            whole, acc = _attend_exact(
+                whole, acc, q_lo, q_hi, exact_keys, exact_values, exact_table,
+                tl.maximum(begin, exact_chunk), end, tile_lo, tile_hi, lo, hi, cold_end, length, scale,
+                N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, False, PRECISION, EXACT_STAGES,
+            )  # fmt: skip
+            if FOLDS:
+                sink = lane * 0.0
+                if HAS_SINKS:
+                    sink = tl.load(sinks + head, mask=is_live, other=0.0).to(tl.float32) * 1.4426950408889634
+                whole = _both_folded(whole, acc, scale)
+                out_lo = divided((whole[0], whole[2], whole[3]), sink, scale, HAS_SINKS)
+                out_hi = divided((whole[1], whole[2], whole[3]), sink, scale, HAS_SINKS)
+                if IS_TURNED:
+                    outputs = _turned_back(_joined(out_lo, out_hi, DIM, HALF), sign, DIM, 2 * HALF)
+                    dim = tl.arange(0, 2 * HALF)[None, :]
+                    is_kept = is_live[:, None] & (dim < DIM)
+                    at = out + result[:, None] * DIM + dim
+                    tl.store(at, outputs.to(out.dtype.element_ty), mask=is_kept)
+                else:
+                    at = out + result[:, None] * DIM + column[None, :]
+                    tl.store(at, out_lo.to(out.dtype.element_ty), mask=in_tile)
+                    tl.store(at + DIM // 2, out_hi.to(out.dtype.element_ty), mask=in_tile)
+            else:
+                is_mine = is_live & (length == turn_length)
+                at = result * num_segments + segment
+                tl.store(part_top + at, acc[2], mask=is_mine)
+                tl.store(part_total + at, tl.max(acc[3], 1), mask=is_mine)
+                is_kept = is_mine[:, None] & (column < DIM // 2)[None, :]
+                place = part + at[:, None] * DIM + column[None, :]
+                tl.store(place, acc[0], mask=is_kept)
+                tl.store(place + DIM // 2, acc[1], mask=is_kept)
+
+
+@triton.jit(do_not_specialize=["num_rows", "tokens_per_row", "window", "num_segments"])
+def _merge_kernel(
+    part, part_top, part_total, out, starts, offsets, sinks, sign, scale, window, num_rows, tokens_per_row,
+    num_segments,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    IS_TURNED: tl.constexpr, ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, query heads): the segments that hold keys of a token, folded in order."""
+    let_next_start(PDL)
+    head = tl.program_id(1)
+    number = tl.program_id(0)
+    wait_for_previous(PDL)
+    row = number // tokens_per_row if IS_EVEN else row_of(offsets, num_rows, number, 0, ROW_BLOCK)
+    stream = tl.load(offsets + row)
+    count = (tl.load(offsets + row + 1) - stream).to(tl.int32)
+    start = tl.load(starts + row).to(tl.int32)
+    if number >= tl.load(offsets + num_rows):  # not before the loads: they are under way together
+        return
+    token = number - stream.to(tl.int32)
+    lo, hi = visible_keys(start, token, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    length = segment_length(hi, SEGMENT, MAX_SEGMENTS)
+    result = number.to(tl.int64) * HEADS + head
+    lane = tl.arange(0, 1)
+    dim = tl.arange(0, DIM_PAD)[None, :]
+    sums = tl.zeros([1, DIM_PAD], tl.float32)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1, 1], tl.float32)
+    for begin in range(lo // length, tl.cdiv(hi, length), _MERGED):
+        for step in tl.static_range(_MERGED):
+            segment = begin + step
+            is_there = segment * length < hi
+            at = result * num_segments + segment + lane
+            new_top = tl.load(part_top + at, mask=is_there, other=float("-inf"))
+            new_total = tl.load(part_total + at, mask=is_there, other=0.0)[:, None]
+            new_sums = tl.load(part + at[:, None] * DIM + dim, mask=is_there & (dim < DIM), other=0.0)
+            sums, top, total = fold((sums, top, total), (new_sums, new_top, new_total), scale)
+    sink = lane * 0.0
+    if HAS_SINKS:
+        sink += tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+    outputs = divided((sums, top, total), sink, scale, HAS_SINKS)
+    if IS_TURNED:
+        outputs = _turned_back(outputs, sign, DIM, DIM_PAD)
+    tl.store(out + result * DIM + dim, outputs.to(out.dtype.element_ty), mask=dim < DIM)
+
+
+def attend_cold(
+    q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention of q [N, H, D] over one layer's ColdPages; sinks [H]. Returns [N, H, D].
+
+    Outputs past the last of blocks.offsets are undefined.
+    """
+    groups = pages.exact_keys.shape[1]
+    config = choose(
+        num_rows=blocks.rows.shape[0],
+        num_groups=groups,
+        shared=q.shape[1] // groups,
+        head_dim=q.shape[2],
+        element_size=q.element_size(),
+        max_count=max(blocks.counts),
+        multiprocessors=num_multiprocessors(q.device),
+    )
+    return attend_as(config, q, pages, blocks, mask, sinks)
+
+
+def attend_as(
+    config: Config, q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None
+) -> Tensor:
+    """The same, cut as asked."""
+    _check(q, pages, blocks, sinks)
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_tokens == 0:
+        return out
+    segments = min(MAX_SEGMENTS, -(-blocks.table.shape[1] * blocks.page_size // SEGMENT))
+    is_split = config.parts > 1
+    parts = (out, out, out)  # not touched without a merge
+    if is_split:
+        shape = (num_tokens, num_heads, segments)
+        kind = {"dtype": torch.float32, "device": q.device}
+        parts = (
+            torch.empty((*shape, head_dim), **kind),
+            torch.empty(shape, **kind),
+            torch.empty(shape, **kind),
+        )
+    constants = {
+        "HEADS": num_heads,
+        "DIM": head_dim,
+        "IS_CAUSAL": mask.is_causal,
+        "HAS_WINDOW": mask.window is not None,
+        "IS_ANCHORED": mask.is_anchored,
+        "HAS_SINKS": sinks is not None,
+        "IS_TURNED": pages.format.is_turned,
+        "ROW_BLOCK": ROW_BLOCK,
+        "SEGMENT": SEGMENT,
+        "MAX_SEGMENTS": MAX_SEGMENTS,
+        **overlap(q.device),
+    }
+    _launch(config, q, pages, blocks, mask, sinks, out, parts, segments, constants)
+    if is_split:
+        num_rows, max_count = blocks.rows.shape[0], max(blocks.counts)
+        _merge_kernel[(num_tokens, num_heads)](
+            *parts,
+            out,
+            blocks.starts,
+            blocks.offsets,
+            out if sinks is None else sinks,
+            signs(head_dim, q.device) if pages.format.is_turned else out,
+            mask.scale * LOG2_E,
+            0 if mask.window is None else mask.window,
+            num_rows,
+            max_count,
+            segments,
+            DIM_PAD=2 * _half(head_dim),
+            IS_EVEN=num_tokens == num_rows * max_count,
+            num_warps=1,
+            **constants,
+        )
+    return out
+
+
+def _launch(  # noqa: PLR0913
+    config: Config,
+    q: Tensor,
+    pages: ColdPages,
+    blocks: Blocks,
+    mask: Mask,
+    sinks: Tensor | None,
+    out: Tensor,
+    parts: tuple[Tensor, Tensor, Tensor],
+    segments: int,
+    constants: dict[str, int | bool],
+) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    num_groups, num_rows, tokens = pages.exact_keys.shape[1], blocks.rows.shape[0], config.tokens
+    assert blocks.exact_table is not None
+    tiles_per_row = -(-max(blocks.counts) // tokens)
+    is_even = num_rows * tiles_per_row <= num_tokens // tokens + num_rows
+    num_tiles = num_rows * tiles_per_row if is_even else num_tokens // tokens + num_rows
+    _attend_kernel[(num_tiles, num_groups, min(config.parts, segments))](
+        q,
+        pages.exact_keys,
+        pages.exact_values,
+        *pages.keys,
+        *pages.values,
+        out,
+        *parts,
+        blocks.table,
+        blocks.exact_table,
+        blocks.rows,
+        blocks.starts,
+        blocks.offsets,
+        out if sinks is None else sinks,
+        signs(head_dim, q.device) if pages.format.is_turned else out,
+        mask.scale * LOG2_E,  # exp2 takes the place of exp
+        0 if mask.window is None else mask.window,
+        pages.rule.window,
+        num_rows,
+        tiles_per_row,
+        blocks.table.stride(0),
+        blocks.exact_table.stride(0),
+        segments,
+        q.stride(0),
+        q.stride(1),
+        pages.exact_keys.stride(1),
+        pages.keys.codes.stride(1),
+        pages.values.codes.stride(1),
+        pages.keys.scale.stride(1),
+        TOKENS=tokens,
+        SHARED=num_heads // num_groups,
+        HALF=_half(head_dim),
+        N=TILE,
+        PAGE_SIZE=blocks.page_size,
+        BLOCK_M=config.block_m,
+        FOLDS=config.parts == 1,
+        IS_EVEN=is_even,
+        KEY_KIND=kind_of(pages.format.keys),
+        VALUE_KIND=kind_of(pages.format.values),
+        KEY_BYTES=pages.keys.codes.shape[-1],
+        VALUE_BYTES=pages.values.codes.shape[-1],
+        HAS_ASM=q.device.type == "cuda" and torch.version.hip is None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        STAGES=config.stages,
+        EXACT_STAGES=config.exact_stages,
+        UNROLL=config.unroll,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **constants,
+    )
+
+
+def _half(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim // 2))
+
+
+def _check(q: Tensor, pages: ColdPages, blocks: Blocks, sinks: Tensor | None) -> None:
+    exact = (pages.exact_keys, pages.exact_values)
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or any(
+        x.dtype != q.dtype for x in exact
+    ):
+        raise ValueError(
+            f"attention over compressed pages in {q.dtype}, with exact keys in {exact[0].dtype} and values in "
+            f"{exact[1].dtype}: it wants one of bfloat16, float16 and float32 for all three"
+        )
+    assert pages.rule.stride == pages.rule.sinks == TILE
+    assert q.shape[2] % 2 == 0
+    assert len(pages.exact_keys) == 1, "one layer"
+    assert all(x[0].is_contiguous() for x in (*exact, *pages.keys, *pages.values))
+    assert pages.keys.scale.stride(1) == pages.values.scale.stride(1)
+    assert q.stride(2) == 1
+    assert blocks.table.stride(1) == 1
+    assert blocks.exact_table is not None
+    assert blocks.exact_table.stride(1) == 1
+    assert q.shape[1] % pages.exact_keys.shape[1] == 0
+    assert sinks is None or (sinks.shape == q.shape[1:2] and sinks.is_contiguous())
+
+
+def choose(
+    *,
+    num_rows: int,
+    num_groups: int,
+    shared: int,
+    head_dim: int,
+    element_size: int,
+    max_count: int,
+    multiprocessors: int,
+) -> Config:
+    """The whole block in one tile where it fits; several programs for a tile where tiles are too few."""
+    if shared > 128:
+        raise DoesNotFit(f"{shared} query heads share a key/value head: paged attention takes at most 128")
+    row_bytes = 2 * _half(head_dim) * element_size
+    widest = max(16 if element_size == 4 else 64, triton.next_power_of_2(shared))
+    block_m = min(max(16, triton.next_power_of_2(max_count * shared)), widest)
+    tokens = min(block_m // shared, TILE)
+    num_tiles = num_rows * -(-max_count // tokens) * num_groups
+    parts = 1
+    if max_count <= MAX_SPLIT_COUNT:
+        while parts < MAX_SEGMENTS and 2 * parts * num_tiles <= 4 * multiprocessors:
+            parts *= 2
+    warps = 8 if block_m > 64 or block_m * row_bytes >= 32768 or element_size == 4 else 4
+    is_large = row_bytes > 256 or element_size == 4
+    return Config(tokens, block_m, warps, 2 if is_large else 3, parts, exact_stages=1 if is_large else 2)
