@@ -57,7 +57,9 @@ def test_heads_are_turned_last_of_all(dim, dtype):
     plain = write(torch.float32, None)
     expected = [turned(x, turn, turn.centre if n == 1 else None) for n, x in enumerate(plain)]
     for got, wanted in zip(write(dtype, turn), expected, strict=True):
-        torch.testing.assert_close(got, wanted.to(dtype), atol=1e-5, rtol=0.008 if dtype.itemsize == 2 else 1e-5)
+        torch.testing.assert_close(
+            got, wanted.to(dtype), atol=1e-5, rtol=0.008 if dtype.itemsize == 2 else 1e-5
+        )
 
 
 # ---- attention
@@ -118,7 +120,9 @@ def test_formats_and_heads_agree_with_the_reference(form, dim, page_size):
 
 
 def test_half_precision_agrees_with_the_reference():
-    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter's dot has no bfloat16
+    dtype = (
+        torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+    )  # the interpreter's dot has no bfloat16
     assert_agrees(small(form="tq4", dim=64, lengths=(210,), dtype=dtype), SPLIT)
 
 
@@ -205,7 +209,9 @@ def test_vectors_become_the_reference_s_bytes(form, dim, dtype):
     REFERENCE.compress(wanted.pages, wanted.tiles)
     there = cold_case.on(case, DEVICE)
     tiles = case.tiles
-    moved = {name: getattr(tiles, name).to(DEVICE) for name in ("table", "exact_table", "rows", "begins", "ends")}
+    moved = {
+        name: getattr(tiles, name).to(DEVICE) for name in ("table", "exact_table", "rows", "begins", "ends")
+    }
     compress(there.pages, replace(tiles, **moved))
     for got, expected in ((there.pages.keys, wanted.pages.keys), (there.pages.values, wanted.pages.values)):
         is_same = got.codes.cpu() == expected.codes

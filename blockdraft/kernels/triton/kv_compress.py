@@ -61,7 +61,9 @@ def _rounded(x, scale, KIND: tl.constexpr):
         return whole.to(tl.int32).to(tl.uint8)
     ratio = tl.minimum(tl.maximum(_quotient(x, tl.broadcast_to(scale, x.shape)), -448.0), 448.0)
     exponent = tl.maximum((tl.abs(ratio).to(tl.int32, bitcast=True) >> 23) - 127, -6)
-    coarse = ((exponent + 21 + 127) << 23).to(tl.float32, bitcast=True) * 0.75  # 3 places of the number are left
+    coarse = ((exponent + 21 + 127) << 23).to(
+        tl.float32, bitcast=True
+    ) * 0.75  # 3 places of the number are left
     return ((ratio + coarse) - coarse).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
