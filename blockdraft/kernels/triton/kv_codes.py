@@ -89,7 +89,7 @@ def levels_of(first, second, column, DIM: tl.constexpr, KIND: tl.constexpr, DTYP
               HAS_ASM: tl.constexpr):  # fmt: skip
     """The two halves [N, HALF] of what `load_codes` returned."""
     if KIND == "bits4":
-        if HAS_ASM and DTYPE == tl.bfloat16:
+        if HAS_ASM and tl.bfloat16 == DTYPE:
             return tl.inline_asm_elementwise(
                 _ASM4, "=r,=r,=r,=r,r", [first], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
             )

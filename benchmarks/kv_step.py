@@ -1,0 +1,370 @@
+"""Attention over compressed keys and values on a card, right and fast: `python -m benchmarks.kv_step`.
+
+First the compiled kernels against the references, and their promise on bits; then the time of a step's
+attention, all layers in one CUDA graph, each with memory of its own, against the exact kernel's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HEADS, GROUPS, DIM = 32, 8, 128  # Qwen3-8B
+FORMS = ("tq4", "tq4v3", "int8", "fp8")
+SHAPES = ((1, 1024), (1, 32 * 1024), (8, 32 * 1024), (1, 128 * 1024))  # rows, tokens of each
+PAGE_SIZE = 16
+
+
+@dataclass
+class Report:
+    """Lines printed as they come, and what goes into the file."""
+
+    seconds: float
+    began: float
+    results: list[dict[str, object]]
+
+    def item(self, name: str, work: Callable[[], dict[str, object]]) -> dict[str, object]:
+        """One result; whatever goes wrong is printed, and the next one has its turn."""
+        if time.monotonic() - self.began > self.seconds:
+            result: dict[str, object] = {"status": "SKIP"}
+        else:
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001
+                while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+                    error = error.__cause__
+                lines = traceback.format_exception_only(error)
+                result = {"status": "FAIL", "error": "".join(lines)[:600]}
+        result = {"name": name, **result}
+        self.results.append(result)
+        print({key: value for key, value in result.items() if key != "config"}, flush=True)
+        return result
+
+
+# ---- right
+
+
+def check(report: Report, device: torch.device) -> None:
+    for form in FORMS:
+        report.item(f"compress {form}", lambda form=form: _check_compress(form, device))
+        report.item(f"attend {form}", lambda form=form: _check_attend(form, device))
+    report.item("heads turned", lambda: _check_heads(device))
+
+
+def _case(form: str, device: torch.device, lengths: tuple[int, ...], width: int) -> object:
+    from tests.kernels import cold_case
+
+    case = cold_case.make(
+        form=form,
+        lengths=lengths,
+        counts=(width,) * len(lengths),
+        heads=HEADS,
+        groups=GROUPS,
+        dim=DIM,
+        dtype=torch.bfloat16,
+    )
+    return case, cold_case.on(case, device)
+
+
+def _moved(tiles: object, device: torch.device) -> object:
+    names = ("table", "exact_table", "rows", "begins", "ends")
+    return replace(tiles, **{name: getattr(tiles, name).to(device) for name in names})
+
+
+def _check_compress(form: str, device: torch.device) -> dict[str, object]:
+    from blockdraft.kernels.kv_cold import reference_compress
+    from blockdraft.kernels.triton.kv_compress import compress
+
+    case, there = _case(form, device, (1000, 300), 16)
+    tiles = _moved(case.tiles, device)
+    wanted = copy.deepcopy(there)
+    reference_compress(wanted.pages, tiles)
+    compress(there.pages, tiles)
+    result: dict[str, object] = {}
+    is_good = True
+    for name in ("keys", "values"):
+        got, expected = getattr(there.pages, name), getattr(wanted.pages, name)
+        other = (got.codes != expected.codes).float().mean().item()
+        scale = (got.scale.float() - expected.scale.float()).abs().nan_to_num().max().item()
+        is_good &= other < 1e-4 and scale < 1e-3
+        result |= {f"{name} other bytes": other, f"{name} scale": scale}
+    return {"status": "PASS" if is_good else "FAIL", **result}
+
+
+def _check_attend(form: str, device: torch.device) -> dict[str, object]:
+    from blockdraft.kernels.attention import Blocks
+    from blockdraft.kernels.kv_cold import reference_attend_cold_paged, reference_compress
+    from blockdraft.kernels.triton.kv_attention import attend_as, attend_cold
+
+    case, there = _case(form, device, (1290, 203), 16)  # both have their border in the block
+    pages, blocks, mask = there.pages, there.blocks, there.mask
+    reference_compress(pages, _moved(case.tiles, device))
+    wide = pages._replace(exact_keys=pages.exact_keys.float(), exact_values=pages.exact_values.float())
+    expected = reference_attend_cold_paged(there.q.float(), wide, blocks, mask)
+    out = attend_cold(there.q, pages, blocks, mask)
+    error = ((out.float() - expected).norm() / expected.norm()).item()
+    folded = attend_as(replace(_config(2, 16), parts=1), there.q, pages, blocks, mask, None)
+    narrow = torch.empty_like(out).view(2, 16, HEADS, DIM)
+    for column in range(16):
+        one = Blocks(
+            pages=blocks.table,
+            exact_pages=blocks.exact_table,
+            starts=blocks.starts + column,
+            counts=(1, 1),
+            page_size=blocks.page_size,
+        )
+        q = there.q.view(2, 16, HEADS, DIM)[:, column].contiguous()
+        narrow[:, column] = attend_cold(q, pages, one, mask)
+    is_folded, is_narrow = torch.equal(folded, out), torch.equal(narrow.view_as(out), out)
+    is_good = error < 1e-2 and is_folded and is_narrow
+    return {
+        "status": "PASS" if is_good else "FAIL",
+        "error": error,
+        "folded has equal bits": is_folded,
+        "width 1 has equal bits": is_narrow,
+    }
+
+
+def _check_heads(device: torch.device) -> dict[str, object]:
+    from blockdraft.kernels import kv_codec
+    from blockdraft.kernels.heads import HeadNorms, Slots, Turn, turned
+    from blockdraft.kernels.triton.rows import norm_rope_write
+
+    rng = torch.Generator(device).manual_seed(0)
+    q, k, v = (torch.randn(5, n, DIM, generator=rng, device=device) for n in (HEADS, GROUPS, GROUPS))
+    norms = HeadNorms(*(torch.rand(DIM, generator=rng, device=device) for _ in range(2)), 1e-6)
+    angle = torch.randn(5, 1, DIM // 2, generator=rng, device=device)
+    turn = Turn(kv_codec.signs(DIM, device), torch.randn(GROUPS, DIM, generator=rng, device=device))
+    place = torch.tensor([3, 0, 7, 1, 4], device=device)
+
+    def write(dtype: torch.dtype, turn: Turn | None) -> list[Tensor]:
+        store = [torch.zeros(GROUPS, 9, DIM, dtype=dtype, device=device) for _ in range(2)]
+        parts = [x.bfloat16().to(dtype) for x in (q, k, v)]
+        out = norm_rope_write(*parts, norms, (angle.cos(), angle.sin()), Slots(*store, place, turn))
+        return [out, *(x[:, place].transpose(0, 1) for x in store)]
+
+    plain = write(torch.float32, None)
+    expected = [turned(x, turn, turn.centre if n == 1 else None) for n, x in enumerate(plain)]
+    pairs = zip(write(torch.bfloat16, turn), expected, strict=True)
+    errors = [((got.float() - wanted).norm() / wanted.norm()).item() for got, wanted in pairs]
+    return {"status": "PASS" if max(errors) < 4e-3 else "FAIL", "errors": errors}
+
+
+# ---- fast
+
+
+def _config(num_rows: int, width: int) -> object:
+    from blockdraft.kernels.triton.kv_attention import choose
+
+    return choose(
+        num_rows=num_rows,
+        num_groups=GROUPS,
+        shared=HEADS // GROUPS,
+        head_dim=DIM,
+        element_size=2,
+        max_count=width,
+        multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
+    )
+
+
+class Step:
+    """A step's attention over rows that are as long as asked with their block."""
+
+    def __init__(self, rows: int, tokens: int, layers: int, device: torch.device) -> None:
+        self.rows, self.tokens, self.layers, self.device = rows, tokens, layers, device
+        per_row = -(-tokens // PAGE_SIZE)
+        self.num_pages = rows * per_row
+        self.table = torch.randperm(self.num_pages, device=device).view(rows, per_row)
+        self.exact_pages = min(self.num_pages, 1024)
+        self._kept: object = None
+
+    def blocks(self, width: int) -> object:
+        from blockdraft.kernels.attention import Blocks
+
+        return Blocks(
+            pages=self.table,
+            exact_pages=self.table % self.exact_pages,
+            starts=torch.full((self.rows,), self.tokens - width, device=self.device),
+            counts=(width,) * self.rows,
+            page_size=PAGE_SIZE,
+        )
+
+    def queries(self, width: int) -> Tensor:
+        return torch.randn(self.rows * width, HEADS, DIM, device=self.device, dtype=torch.bfloat16)
+
+    def exact(self) -> Callable[[int], Callable[[], None]]:
+        from blockdraft.kernels.attention import Mask
+        from blockdraft.kernels.triton.attention import attend
+
+        slots = self.num_pages * PAGE_SIZE
+        stores = self._noise((self.layers, 2, GROUPS, slots, DIM))
+
+        def at(width: int) -> Callable[[], None]:
+            blocks, q = self.blocks(width), self.queries(width)
+            options = {
+                "page_table": blocks.table,
+                "rows": blocks.rows,
+                "starts": blocks.starts,
+                "offsets": blocks.offsets,
+                "max_count": width,
+                "max_length": self.tokens,
+                "page_size": PAGE_SIZE,
+                "mask": Mask(scale=DIM**-0.5),
+            }
+            return lambda: [attend(q, keys, values, **options) for keys, values in stores]
+
+        return at
+
+    def cold(self, form: str) -> Callable[..., Callable[[], None]]:
+        from blockdraft.kernels.attention import Mask
+        from blockdraft.kernels.kv_codec import FORMATS
+        from blockdraft.kernels.kv_cold import Codes, ColdPages
+        from blockdraft.kernels.kv_positions import PositionRule
+        from blockdraft.kernels.triton.kv_attention import attend_as
+
+        slots, format = self.num_pages * PAGE_SIZE, FORMATS[form]
+        exact = self._noise((2, self.layers, GROUPS, self.exact_pages * PAGE_SIZE, DIM))
+        stores = [
+            Codes(
+                torch.randint(
+                    0,
+                    120,
+                    (self.layers, GROUPS, slots, codec.num_bytes(DIM) - 2),
+                    dtype=torch.uint8,
+                    device=self.device,
+                ),
+                torch.rand((self.layers, GROUPS, slots), dtype=torch.float16, device=self.device) * 0.01,
+            )
+            for codec in (format.keys, format.values)
+        ]
+        pages = ColdPages(format, PositionRule(), *exact, *stores)
+        layers = [pages.layer(index) for index in range(self.layers)]
+
+        def at(width: int, **changes: int) -> Callable[[], None]:
+            blocks, q = self.blocks(width), self.queries(width)
+            config = replace(_config(self.rows, width), **changes)
+            mask = Mask(scale=DIM**-0.5)
+            return lambda: [attend_as(config, q, layer, blocks, mask, None) for layer in layers]
+
+        return at
+
+    def _noise(self, shape: tuple[int, ...]) -> Tensor:
+        x = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        return x.normal_()
+
+
+def graph_us(call: Callable[[], object], layers: int) -> dict[str, object]:
+    """Microseconds of a layer, in replays of a graph of all of them."""
+    began = time.monotonic()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    stream.synchronize()
+    compiled = time.monotonic() - began
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    times = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * begin.elapsed_time(end) / layers)
+    times.sort()
+    return {
+        "status": "TIME",
+        "us": round(times[3], 2),
+        "best us": round(times[0], 2),
+        "first s": round(compiled, 1),
+    }
+
+
+VARIANTS: tuple[dict[str, int], ...] = (
+    {"warps": 4, "stages": 2},
+    {"warps": 4, "stages": 4},
+    {"warps": 8, "stages": 3},
+    {"warps": 8, "stages": 4},
+    {"warps": 4, "stages": 3, "unroll": 2},
+    {"warps": 4, "stages": 3, "exact_stages": 1},
+    {"warps": 2, "stages": 3},
+    {"warps": 4, "stages": 3, "parts": 16},
+)
+
+
+def times(report: Report, layers: int, device: torch.device) -> None:
+    for rows, tokens in SHAPES:
+        step = Step(rows, tokens, layers, device)
+        where = f"{rows}x{tokens // 1024}k"
+        for kind in ("exact", *FORMS):
+            made: list[Callable[..., Callable[[], None]]] = []
+
+            def make(
+                kind: str = kind, made: list[Callable[..., Callable[[], None]]] = made
+            ) -> dict[str, object]:
+                made.append(step.exact() if kind == "exact" else step.cold(kind))
+                return {"status": "MADE"}
+
+            report.item(f"memory {kind} {where}", make)
+            for name, width, changes in _variants(kind, rows, tokens) if made else ():
+                report.item(
+                    f"{kind} {where} width {width}{name}",
+                    lambda width=width, changes=changes, made=made: graph_us(
+                        made[0](width, **changes), layers
+                    ),
+                )
+            made.clear()
+            torch.cuda.empty_cache()
+
+
+def _variants(kind: str, rows: int, tokens: int) -> Iterator[tuple[str, int, dict[str, int]]]:
+    for width in (1, 16):
+        yield "", width, {}
+    if kind == "tq4" and (rows, tokens) == (1, 128 * 1024):
+        for changes in VARIANTS:
+            for width in (1, 16) if changes["warps"] == 8 else (1,):
+                yield " " + " ".join(f"{key}={value}" for key, value in changes.items()), width, changes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument(
+        "--seconds", type=float, default=220, help="items that would begin later are left out"
+    )
+    parser.add_argument("--only", choices=("check", "times"))
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA device")
+    device = torch.device("cuda")
+    report = Report(asked.seconds, time.monotonic(), [])
+    if asked.only != "times":
+        check(report, device)
+    if asked.only != "check":
+        times(report, asked.layers, device)
+    out = os.environ.get("OUT")
+    if out:
+        text = json.dumps(
+            {"layers": asked.layers, "chosen": asdict(_config(1, 1)), "results": report.results}, indent=1
+        )
+        (Path(out) / "kv_step.json").write_text(text)
+    print()
+    for result in report.results:
+        if result["status"] != "MADE":
+            print(f"{result['status']:5} {result['name']:44} {result.get('us', '')}")
+
+
+if __name__ == "__main__":
+    main()
