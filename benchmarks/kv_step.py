@@ -267,6 +267,7 @@ def graph_us(call: Callable[[], object], layers: int) -> dict[str, object]:
     """Microseconds of a layer, in replays of a graph of all of them."""
     began = time.monotonic()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which still fills the memory
     with torch.cuda.stream(stream):
         call()
     stream.synchronize()
