@@ -136,7 +136,7 @@ def cold_attention(
                 following = state.places + (CHUNK - (chunk & CHUNK))
                 find(exact_pages, page_size, following, chunk + CHUNK, low, high, dim)
             num_exact_vectors = exact_vectors(ends, count, chunk)
-            first = chunk * 0
+            first = count * 0
             while first < count:
                 is_exact, is_cold = first < num_exact_vectors, first >= num_exact_vectors
                 k, v, at, after = keys + exact_head, values + exact_head, places, following
