@@ -61,8 +61,10 @@ def assert_near(out, expected):
 # --------------------------------------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+SIZES = [(32, torch.float64), *((dim, torch.float32) for dim in (32, 64, 96, 128))]
+
+
+@pytest.mark.parametrize(("dim", "dtype"), SIZES, ids=str)
 @pytest.mark.parametrize("form", kv_codec.FORMATS)
 def test_ragged_rows_agree_with_the_reference(form, dim, dtype):
     case = compressed(form=form, lengths=(300, 17, 640), counts=(16, 5, 100), dim=dim, dtype=dtype)
@@ -70,13 +72,13 @@ def test_ragged_rows_agree_with_the_reference(form, dim, dtype):
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
-@pytest.mark.parametrize("dim", [4, 20, 6])
+@pytest.mark.parametrize("dim", [20, 6])
 def test_heads_of_other_sizes_agree_too(form, dim):
     case = compressed(form=form, lengths=(300,), dim=dim, dtype=torch.float64)
     assert_near(attend(case), reference(case))
 
 
-@pytest.mark.parametrize("dim", [16, 48, 64, 80])
+@pytest.mark.parametrize("dim", [16, 64, 80])
 @pytest.mark.parametrize("form", ["tq4", "tq4v3"])
 def test_levels_are_the_same_by_either_instruction(form, dim):
     case = compressed(form=form, lengths=(300,), dim=dim)
@@ -141,20 +143,37 @@ def test_bits_do_not_depend_on_width_chunks_or_the_other_rows(name, dtype):
             assert torch.equal(out, whole[begin : begin + count])
 
 
+def moved(case, page_size):
+    """The same rows and queries in pages of another size."""
+    counts = case.blocks.counts
+    lengths = tuple(len(k) for k, _ in case.exact)
+    new = cold_case.make(
+        form=case.pages.format.name, lengths=lengths, counts=counts, page_size=page_size, dim=case.q.shape[-1]
+    )
+    for row, (k, v) in enumerate(case.exact):
+        position = torch.arange(len(k))
+        place = new.blocks.exact_table[row, position // page_size] * page_size + position % page_size
+        new.pages.exact_keys[0][:, place] = k.transpose(0, 1)
+        new.pages.exact_values[0][:, place] = v.transpose(0, 1)
+    REFERENCE.compress(new.pages, new.tiles)
+    return new
+
+
 @pytest.mark.parametrize("form", ["int8", "tq4v3"])
 def test_bits_do_not_depend_on_pages_or_threads(form):
-    outs, threads = [], torch.get_num_threads()
+    case, threads = compressed(form=form, lengths=(700, 400), counts=(300, 16)), torch.get_num_threads()
+    expected = attend(case)
     try:
-        for page_size, count in ((16, 1), (16, 2), (24, 3), (64, 2)):
+        for page_size, count in ((16, 1), (16, 2), (24, 3), (64, 2), (5, 1)):
             torch.set_num_threads(count)
-            case = compressed(form=form, lengths=(700, 400), counts=(300, 16), page_size=page_size)
-            values = [torch.cat([x.flatten() for x in pair]) for pair in case.exact]
-            outs.append((torch.cat(values), attend(case)))
+            other = case if page_size == 16 else moved(case, page_size)
+            blocks = Blocks(  # units follow from the number of threads
+                pages=other.blocks.table, exact_pages=other.blocks.exact_table, starts=case.blocks.starts,
+                counts=case.blocks.counts, page_size=page_size,
+            )  # fmt: skip
+            assert torch.equal(attend(other, blocks=blocks, q=case.q), expected)
     finally:
         torch.set_num_threads(threads)
-    same = [out for given, out in outs if torch.equal(given, outs[0][0])]
-    assert len(same) >= 2
-    assert all(torch.equal(out, same[0]) for out in same)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -195,8 +214,7 @@ def stored(case):
             for codes in (case.pages.keys, case.pages.values) for part in codes]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [16, 32, 64, 96, 128])
+@pytest.mark.parametrize(("dim", "dtype"), SIZES, ids=str)
 @pytest.mark.parametrize("form", kv_codec.FORMATS)
 def test_compressed_bytes_are_the_references(form, dim, dtype):
     ours, theirs = (

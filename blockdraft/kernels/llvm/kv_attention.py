@@ -136,22 +136,23 @@ def cold_attention(
                 following = state.places + (CHUNK - (chunk & CHUNK))
                 find(exact_pages, page_size, following, chunk + CHUNK, low, high, dim)
             num_exact_vectors = exact_vectors(ends, count, chunk)
-            i = 0
-            while i < count:
-                is_exact, is_cold = i < num_exact_vectors, i >= num_exact_vectors
+            first = count * 0
+            while first < count:
+                is_exact, is_cold = first < num_exact_vectors, first >= num_exact_vectors
                 k, v, at, after = keys + exact_head, values + exact_head, places, following
                 if is_cold:
                     k, v, at, after = near_keys, near_values, near, near
-                    if i == num_exact_vectors:
+                    if first == num_exact_vectors:
                         bring(
-                            pages, page_size, chunk, state.lo[i], high,
+                            pages, page_size, chunk, state.lo[first], high,
                             key_codes + head * num_bytes(form.keys, dim), key_scale + head,
                             value_codes + head * num_bytes(form.values, dim), value_scale + head,
                             near_keys, near_values, dim, form, permute,
                         )  # fmt: skip
-                size = smallest(select(is_exact, num_exact_vectors, count) - i, MAX_TILE)
-                attend(state, i, size, chunk, at, after, q, out, k, v, scale, is_exact and i == 0, dim)
-                i = i + size
+                size = smallest(select(is_exact, num_exact_vectors, count) - first, MAX_TILE)
+                leads = is_exact and first == 0
+                attend(state, first, size, chunk, at, after, q, out, k, v, scale, leads, dim)
+                first = first + size
         divided(state, count, out, dim)
         if form.is_turned:
             turn_back(state, count, out, signs, dim)
@@ -160,7 +161,7 @@ def cold_attention(
 @inlined
 def exact_vectors(ends: Longs, count: Int, chunk: Int) -> Int:
     """How many vectors read the chunk as it is: the first ones, since ends do not fall."""
-    found = 0
+    found = chunk * 0
     for i in range(count):
         found = found + select(ends[i] <= chunk, 1, chunk * 0)
     return select(chunk < TILE, count, found)
