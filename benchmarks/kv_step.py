@@ -23,6 +23,7 @@ HEADS, GROUPS, DIM = 32, 8, 128  # Qwen3-8B
 FORMS = ("tq4", "tq4v3", "int8", "fp8")
 SHAPES = ((1, 1024), (1, 32 * 1024), (8, 32 * 1024), (1, 128 * 1024))  # rows, tokens of each
 PAGE_SIZE = 16
+Calls = Callable[..., Callable[[], None]]
 
 
 @dataclass
@@ -186,7 +187,6 @@ class Step:
         self.num_pages = rows * per_row
         self.table = torch.randperm(self.num_pages, device=device).view(rows, per_row)
         self.exact_pages = min(self.num_pages, 1024)
-        self._kept: object = None
 
     def blocks(self, width: int) -> object:
         from blockdraft.kernels.attention import Blocks
@@ -294,14 +294,15 @@ def graph_us(call: Callable[[], object], layers: int) -> dict[str, object]:
 
 
 VARIANTS: tuple[dict[str, int], ...] = (
-    {"warps": 4, "stages": 2},
-    {"warps": 4, "stages": 4},
-    {"warps": 8, "stages": 3},
-    {"warps": 8, "stages": 4},
-    {"warps": 4, "stages": 3, "unroll": 2},
-    {"warps": 4, "stages": 3, "exact_stages": 1},
-    {"warps": 2, "stages": 3},
-    {"warps": 4, "stages": 3, "parts": 16},
+    {"warps": 4, "registers": 168},
+    {"warps": 4, "registers": 128},
+    {"warps": 8},
+    {"warps": 8, "registers": 128},
+    {"warps": 2},
+    {"warps": 4, "unroll": 2},
+    {"warps": 4, "stages": 1},
+    {"warps": 4, "stages": 1, "registers": 168},
+    {"warps": 4, "parts": 16},
 )
 
 
@@ -310,11 +311,9 @@ def times(report: Report, layers: int, device: torch.device) -> None:
         step = Step(rows, tokens, layers, device)
         where = f"{rows}x{tokens // 1024}k"
         for kind in ("exact", *FORMS):
-            made: list[Callable[..., Callable[[], None]]] = []
+            made: list[Calls] = []
 
-            def make(
-                kind: str = kind, made: list[Callable[..., Callable[[], None]]] = made
-            ) -> dict[str, object]:
+            def make(step: Step = step, kind: str = kind, made: list[Calls] = made) -> dict[str, object]:
                 made.append(step.exact() if kind == "exact" else step.cold(kind))
                 return {"status": "MADE"}
 
@@ -335,7 +334,7 @@ def _variants(kind: str, rows: int, tokens: int) -> Iterator[tuple[str, int, dic
         yield "", width, {}
     if kind == "tq4" and (rows, tokens) == (1, 128 * 1024):
         for changes in VARIANTS:
-            for width in (1, 16) if changes["warps"] == 8 else (1,):
+            for width in (1, 16) if changes["warps"] == 8 or "stages" in changes else (1,):
                 yield " " + " ".join(f"{key}={value}" for key, value in changes.items()), width, changes
 
 

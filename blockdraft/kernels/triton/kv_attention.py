@@ -34,8 +34,14 @@ from blockdraft.kernels.triton.attention import (
     segment_length,
     visible_keys,
 )
-from blockdraft.kernels.triton.kv_codes import kind_of, levels_of, load_codes
-from blockdraft.kernels.triton.launch import let_next_start, num_multiprocessors, overlap, wait_for_previous
+from blockdraft.kernels.triton.kv_codes import has_words, kind_of, levels_of, load_codes
+from blockdraft.kernels.triton.launch import (
+    has_pdl,
+    let_next_start,
+    num_multiprocessors,
+    overlap,
+    wait_for_previous,
+)
 from blockdraft.kernels.triton.turning import signs, turn_blocks
 
 MAX_SEGMENTS = 32  # of a query; twice the exact kernel's: its sums take longer than its loads
@@ -51,10 +57,10 @@ class Config:
     tokens: int  # queries of one row in a tile, at most TILE
     block_m: int  # those times the query heads of a key/value head, padded to a power of two
     warps: int
-    stages: int  # chunks of codes under way
+    stages: int  # exact chunks under way; of compressed ones it is the next one
     parts: int  # programs that share the segments of a tile
-    exact_stages: int = 2
-    unroll: int = 1  # chunks of a turn of the loop
+    unroll: int = 1  # compressed chunks of a turn of the loop
+    registers: int | None = None  # of a thread at most
 
 
 @triton.jit
@@ -161,23 +167,32 @@ def _cold_page(table, chunk, last_chunk, tile_lo, N: tl.constexpr, PAGE_SIZE: tl
 
 
 @triton.jit
-def _scales(scale, page, chunk, is_read, N: tl.constexpr, PAGE_SIZE: tl.constexpr):
+def _stored(
+    codes, scales, page, chunk, is_read, N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr,
+    HALF: tl.constexpr, HAS_LO: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of a chunk's keys, or values. Past the tile's last chunk they are no one's."""
     slot = page.to(tl.int64) * PAGE_SIZE + (chunk * N + tl.arange(0, N)) % PAGE_SIZE
-    return tl.load(scale + slot, mask=is_read, other=0.0)
+    scale = tl.load(scales + slot, mask=is_read, other=0.0)
+    in_reach = is_read if HAS_LO else None
+    first, second = load_codes(codes, slot, in_reach, DIM, HALF, KIND, BYTES, WORDS)
+    return first, second, scale
 
 
 @triton.jit
-def _levels(is_true, first, second, column, DIM: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr,
-            HAS_ASM: tl.constexpr):  # fmt: skip
+def _levels(
+    is_true, first, second, N: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr,
+    DTYPE: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     """`levels_of`, behind a condition that always holds.
 
-    A compiler that sees bytes become a low tile's operand adds up its products in another order than a high
-    tile's: the condition hides them from it, and is gone from the code.
+    A compiler that sees bytes become an operand adds up the products of a low tile in another order than
+    those of a high one. The condition hides them, and is gone from the code.
     """
-    lo = tl.zeros(first.shape, DTYPE)
-    hi = tl.zeros(first.shape, DTYPE)
+    lo = tl.zeros([N, HALF], DTYPE)
+    hi = tl.zeros([N, HALF], DTYPE)
     if is_true:
-        lo, hi = levels_of(first, second, column, DIM, KIND, DTYPE, HAS_ASM)
+        lo, hi = levels_of(first, second, DIM, HALF, KIND, DTYPE, WORDS)
     return lo, hi
 
 
@@ -187,36 +202,38 @@ def _attend_cold(
     cold_end, length, scale,
     N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, FOLDS: tl.constexpr,
     HAS_LO: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr,
-    VALUE_BYTES: tl.constexpr, HAS_ASM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
+    VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over compressed chunks, each seen whole (but for a window) by those with a later c."""
-    column = tl.arange(0, HALF)[None, :]
     ones = tl.full([N, SUMS], 1.0, q_lo.dtype)
-    # Page ids are loaded two turns ahead and scales one: what waits for them is loaded ahead, too.
+    # Page ids are loaded two turns ahead, codes and scales one: into registers, which these few bytes fit.
     page, is_read = _cold_page(table, first_chunk, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
     next_page, is_next = _cold_page(table, first_chunk + 1, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
-    k_scale = _scales(key_scale, page, first_chunk, is_read, N, PAGE_SIZE)
-    v_scale = _scales(value_scale, page, first_chunk, is_read, N, PAGE_SIZE)
-    for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES, loop_unroll_factor=UNROLL):
+    k_first, k_second, k_scale = _stored(
+        keys, key_scale, page, first_chunk, is_read,
+        N, PAGE_SIZE, DIM, HALF, HAS_LO, KEY_KIND, KEY_BYTES, WORDS,
+    )  # fmt: skip
+    v_first, v_second, v_scale = _stored(
+        values, value_scale, page, first_chunk, is_read,
+        N, PAGE_SIZE, DIM, HALF, HAS_LO, VALUE_KIND, VALUE_BYTES, WORDS,
+    )  # fmt: skip
+    for chunk in tl.range(first_chunk, last_chunk, num_stages=1, loop_unroll_factor=UNROLL):
         key = chunk * N + tl.arange(0, N)
-        slot = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE)[:, None]
-        in_tile = column < DIM // 2
-        if HAS_LO:
-            in_tile = in_tile & (key >= tile_lo)[:, None]
-        k_first, k_second = load_codes(keys, slot * KEY_BYTES, in_tile, column, DIM, KEY_KIND)
-        v_first, v_second = load_codes(values, slot * VALUE_BYTES, in_tile, column, DIM, VALUE_KIND)
-        # The scales of the next chunk, and the pages of that after it.
-        next_k_scale = _scales(key_scale, next_page, chunk + 1, is_next, N, PAGE_SIZE)
-        next_v_scale = _scales(value_scale, next_page, chunk + 1, is_next, N, PAGE_SIZE)
-        page = next_page
+        next_k_first, next_k_second, next_k_scale = _stored(
+            keys, key_scale, next_page, chunk + 1, is_next,
+            N, PAGE_SIZE, DIM, HALF, HAS_LO, KEY_KIND, KEY_BYTES, WORDS,
+        )  # fmt: skip
+        next_v_first, next_v_second, next_v_scale = _stored(
+            values, value_scale, next_page, chunk + 1, is_next,
+            N, PAGE_SIZE, DIM, HALF, HAS_LO, VALUE_KIND, VALUE_BYTES, WORDS,
+        )  # fmt: skip
         next_page, is_next = _cold_page(table, chunk + 2, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
         is_colder = chunk * N < cold_end  # [M]
         if FOLDS:
             is_new = ((chunk * N & (length - 1)) == 0) & is_colder
             if tl.max(is_new.to(tl.int32), 0) > 0:
                 whole, acc = _segments_begun(whole, acc, is_new, scale, HALF)
-        k_lo, k_hi = _levels(chunk < last_chunk, k_first, k_second, column, DIM, KEY_KIND, q_lo.dtype, HAS_ASM)
+        k_lo, k_hi = _levels(chunk < last_chunk, k_first, k_second, N, DIM, HALF, KEY_KIND, q_lo.dtype, WORDS)
         scores = tl.dot(q_lo, tl.trans(k_lo), input_precision=PRECISION)
         scores = tl.dot(q_hi, tl.trans(k_hi), scores, input_precision=PRECISION)
         scores = scores * k_scale.to(tl.float32)[None, :]
@@ -226,12 +243,15 @@ def _attend_cold(
         scores = tl.where(is_seen, scores, float("-inf"))
         new_top, weights, shrink = _weighed(acc, scores, scale)
         scaled = (weights * v_scale.to(tl.float32)[None, :]).to(q_lo.dtype)
-        v_lo, v_hi = _levels(chunk < last_chunk, v_first, v_second, column, DIM, VALUE_KIND, q_lo.dtype, HAS_ASM)
+        v_lo, v_hi = _levels(
+            chunk < last_chunk, v_first, v_second, N, DIM, HALF, VALUE_KIND, q_lo.dtype, WORDS
+        )
         total = tl.dot(weights.to(q_lo.dtype), ones, acc[3] * shrink, input_precision=PRECISION)
         sums_lo = tl.dot(scaled, v_lo, acc[0] * shrink, input_precision=PRECISION)
         sums_hi = tl.dot(scaled, v_hi, acc[1] * shrink, input_precision=PRECISION)
         acc = sums_lo, sums_hi, new_top, total
-        k_scale, v_scale = next_k_scale, next_v_scale
+        k_first, k_second, k_scale = next_k_first, next_k_second, next_k_scale
+        v_first, v_second, v_scale = next_v_first, next_v_second, next_v_scale
     return whole, acc
 
 
@@ -265,11 +285,11 @@ def _attend_kernel(
     tiles_per_row, table_stride, exact_table_stride, num_segments, q_stride, q_head_stride, exact_stride,
     key_stride, value_stride, scale_stride,
     TOKENS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    N: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, FOLDS: tl.constexpr, IS_EVEN: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    N: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, FOLDS: tl.constexpr,
+    IS_EVEN: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr, HAS_SINKS: tl.constexpr,
     IS_TURNED: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr,
-    VALUE_BYTES: tl.constexpr, HAS_ASM: tl.constexpr, PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr,
+    VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, STAGES: tl.constexpr,
     UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, key/value heads, parts), as the exact kernel's."""
@@ -354,12 +374,12 @@ def _attend_kernel(
                 whole, acc, q_lo, q_hi, keys, key_scale, values, value_scale, table, tl.maximum(begin, 1),
                 tl.minimum(end, cold_chunk), tile_lo, lo, cold_end, length, scale,
                 N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, KEY_KIND, VALUE_KIND, KEY_BYTES, VALUE_BYTES,
-                HAS_ASM, PRECISION, STAGES, UNROLL,
+                WORDS, PRECISION, UNROLL,
             )  # fmt: skip
             whole, acc = _attend_exact(
                 whole, acc, q_lo, q_hi, exact_keys, exact_values, exact_table,
                 tl.maximum(begin, exact_chunk), end, tile_lo, tile_hi, lo, hi, cold_end, length, scale,
-                N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, False, PRECISION, EXACT_STAGES,
+                N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, False, PRECISION, STAGES,
             )  # fmt: skip
             if FOLDS:
                 sink = lane * 0.0
@@ -571,15 +591,22 @@ def _launch(
         VALUE_KIND=kind_of(pages.format.values),
         KEY_BYTES=pages.keys.codes.shape[-1],
         VALUE_BYTES=pages.values.codes.shape[-1],
-        HAS_ASM=q.device.type == "cuda" and torch.version.hip is None,
+        WORDS=_has_words(q, pages),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         STAGES=config.stages,
-        EXACT_STAGES=config.exact_stages,
         UNROLL=config.unroll,
         num_warps=config.warps,
         num_stages=config.stages,
+        maxnreg=config.registers,
         **constants,
     )
+
+
+def _has_words(q: Tensor, pages: ColdPages) -> bool:
+    """Whether four codes at a time become levels: by instructions that Hopper has first, for bfloat16."""
+    if q.device.type != "cuda" or q.dtype != torch.bfloat16 or not has_pdl(q.device):
+        return False
+    return all(has_words(codec, q.shape[2]) for codec in (pages.format.keys, pages.format.values))
 
 
 def _half(head_dim: int) -> int:
@@ -632,4 +659,5 @@ def choose(
             parts *= 2
     warps = 8 if block_m > 64 or block_m * row_bytes >= 32768 or element_size == 4 else 4
     is_large = row_bytes > 256 or element_size == 4
-    return Config(tokens, block_m, warps, 2 if is_large else 3, parts, exact_stages=1 if is_large else 2)
+    registers = 168 if block_m == 16 and not is_large else None  # three programs on a multiprocessor
+    return Config(tokens, block_m, warps, 1 if is_large else 2, parts, registers=registers)

@@ -1,7 +1,11 @@
 """From the bytes of `kv_codec` to levels, inside of kernels: each format's two halves of a head.
 
-Bytes come as tiles [N, HALF]: an element has what coordinates j and j + D / 2 need, so that no value moves
-between lanes. Levels are numbers of bfloat16, whichever dtype they are wanted in; scales are not in them.
+Bytes come as two tiles: an element has what coordinates j and j + D / 2 need, so that no value moves between
+lanes. Levels are numbers of bfloat16, whichever dtype they are wanted in; scales are not in them.
+
+For bfloat16 on a card, four bytes come as one word (tiles [N, HALF / 4]) and levels are computed two at a
+time. Words also hide from the compiler that bytes are an operand: it would add up a low tile's products in
+another order than a high tile's.
 """
 
 from __future__ import annotations
@@ -11,53 +15,105 @@ import triton.language as tl
 
 from blockdraft.kernels.kv_codec import Codec, EightBits, Turned
 
-# Four bytes, b0 b1 b2 b3, in one register. The byte in the middle change places: then what lies 16 bits apart
-# are neighbours. A nibble n in bits 3 to 6 under the exponent of 16 is 16 + n; u = n - 7.5 is exact, and so is
-# u². The constants are 23.5 and the curve's, twice each.
-_ASM4 = tl.constexpr(
-    """
-    {
-    .reg .b32 r, s, t, k16, half, a, b, c, u, w;
-    mov.b32 k16, 0x41804180;
+
+def _curve4(shifts: tuple[str, ...]) -> str:
+    """u (a + u² (b + c u²)) of a nibble in bits 3 to 6 under the exponent of 16: 16 + n, u = n - 7.5."""
+    return "\n".join(
+        f"""
+        {shift}
+        lop3.b32 s, s, 0x00780078, base, 0xEA;
+        sub.rn.bf16x2 u, s, half;
+        mul.rn.bf16x2 w, u, u;
+        fma.rn.bf16x2 t, w, c, b;
+        fma.rn.bf16x2 t, w, t, a;
+        mul.rn.bf16x2 ${number}, u, t;
+        """
+        for number, shift in enumerate(shifts)
+    )
+
+
+# Of a word's bytes b0 b1 b2 b3 the middle ones change places: what lies 16 bits apart are neighbours then.
+# The constants are those of CURVES[4], twice each. Four results: b0 b1 and b2 b3 of both halves.
+_BITS4 = tl.constexpr(
+    """{
+    .reg .b32 r, s, t, u, w, base, half, a, b, c;
+    mov.b32 base, 0x41804180;
     mov.b32 half, 0x41BC41BC;
     mov.b32 a, 0x3E853E85;
     mov.b32 b, 0x399E399E;
     mov.b32 c, 0x37DF37DF;
     prmt.b32 r, $4, 0, 0x3120;
-
-    shl.b32 s, r, 3;
-    lop3.b32 s, s, 0x00780078, k16, 0xEA;
-    sub.rn.bf16x2 u, s, half;
-    mul.rn.bf16x2 w, u, u;
-    fma.rn.bf16x2 t, w, c, b;
-    fma.rn.bf16x2 t, w, t, a;
-    mul.rn.bf16x2 $0, u, t;
-
-    shr.u32 s, r, 5;
-    lop3.b32 s, s, 0x00780078, k16, 0xEA;
-    sub.rn.bf16x2 u, s, half;
-    mul.rn.bf16x2 w, u, u;
-    fma.rn.bf16x2 t, w, c, b;
-    fma.rn.bf16x2 t, w, t, a;
-    mul.rn.bf16x2 $1, u, t;
-
-    shr.u32 s, r, 1;
-    lop3.b32 s, s, 0x00780078, k16, 0xEA;
-    sub.rn.bf16x2 u, s, half;
-    mul.rn.bf16x2 w, u, u;
-    fma.rn.bf16x2 t, w, c, b;
-    fma.rn.bf16x2 t, w, t, a;
-    mul.rn.bf16x2 $2, u, t;
-
-    shr.u32 s, r, 9;
-    lop3.b32 s, s, 0x00780078, k16, 0xEA;
-    sub.rn.bf16x2 u, s, half;
-    mul.rn.bf16x2 w, u, u;
-    fma.rn.bf16x2 t, w, c, b;
-    fma.rn.bf16x2 t, w, t, a;
-    mul.rn.bf16x2 $3, u, t;
-    }
     """
+    + _curve4(("shl.b32 s, r, 3;", "shr.u32 s, r, 5;", "shr.u32 s, r, 1;", "shr.u32 s, r, 9;"))
+    + "}"
+)
+
+
+def _curve3(shifts: tuple[str, ...]) -> str:
+    """u (a + b u²) of 3 bits in 4 to 6 under the exponent of 8: 8 + n, u = n - 3.5."""
+    return "\n".join(
+        f"""
+        {shift}
+        lop3.b32 s, s, 0x00700070, base, 0xEA;
+        sub.rn.bf16x2 u, s, half;
+        mul.rn.bf16x2 w, u, u;
+        fma.rn.bf16x2 t, w, b, a;
+        mul.rn.bf16x2 ${number}, u, t;
+        """
+        for number, shift in enumerate(shifts)
+    )
+
+
+# $4: the low two bits of codes in bits 0 and 1 of each byte, the other half's in bits 4 and 5; $5: the high
+# ones in bit 0, and bit 4. Together, nibbles as above.
+_BITS3 = tl.constexpr(
+    """{
+    .reg .b32 r, s, t, u, w, base, half, a, b;
+    mov.b32 base, 0x41004100;
+    mov.b32 half, 0x41384138;
+    mov.b32 a, 0x3EF23EF2;
+    mov.b32 b, 0x3C3D3C3D;
+    shl.b32 s, $5, 2;
+    and.b32 s, s, 0x44444444;
+    lop3.b32 r, $4, 0x33333333, s, 0xEA;
+    prmt.b32 r, r, 0, 0x3120;
+    """
+    + _curve3(("shl.b32 s, r, 4;", "shr.u32 s, r, 4;", "mov.b32 s, r;", "shr.u32 s, r, 8;"))
+    + "}"
+)
+
+# A whole number's low seven bits under the exponent of 128, less 128, or 256 where it is below zero.
+_INT8 = tl.constexpr(
+    """{
+    .reg .b32 s, t, w, base;
+    mov.b32 base, 0x43004300;
+    prmt.b32 s, $2, 0, 0x4140;
+    lop3.b32 t, s, 0x007F007F, base, 0xEA;
+    lop3.b32 w, s, 0x00800080, base, 0xEA;
+    sub.rn.bf16x2 $0, t, w;
+    prmt.b32 s, $2, 0, 0x4342;
+    lop3.b32 t, s, 0x007F007F, base, 0xEA;
+    lop3.b32 w, s, 0x00800080, base, 0xEA;
+    sub.rn.bf16x2 $1, t, w;
+    }"""
+)
+
+# Exponent and places of float8 in those of bfloat16, times 2 ** 120, the distance of their biases.
+_FP8 = tl.constexpr(
+    """{
+    .reg .b32 s, t, base;
+    mov.b32 base, 0x7B807B80;
+    prmt.b32 s, $2, 0, 0x1404;
+    and.b32 t, s, 0x80008000;
+    shr.u32 s, s, 4;
+    lop3.b32 t, s, 0x07F007F0, t, 0xEA;
+    mul.rn.bf16x2 $0, t, base;
+    prmt.b32 s, $2, 0, 0x3424;
+    and.b32 t, s, 0x80008000;
+    shr.u32 s, s, 4;
+    lop3.b32 t, s, 0x07F007F0, t, 0xEA;
+    mul.rn.bf16x2 $1, t, base;
+    }"""
 )
 
 
@@ -69,41 +125,104 @@ def kind_of(codec: Codec) -> str:
     return f"bits{codec.bits}"
 
 
+def has_words(codec: Codec, head_dim: int) -> bool:
+    """Whether four neighbours of a half are stored, and shifted, alike."""
+    return head_dim % (32 if kind_of(codec) == "bits3" else 8) == 0
+
+
 @triton.jit
-def load_codes(codes, where, is_read, column, DIM: tl.constexpr, KIND: tl.constexpr):
-    """Two tiles [N, HALF] of bytes of the vectors that begin at `where` [N, 1]; `column` [1, HALF]."""
-    if KIND == "bits4":
-        first = tl.load(codes + where + column, mask=is_read, other=0)
-        return first, first
+def load_codes(
+    codes, slot, is_read, DIM: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """Two tiles of codes of the vectors in `slot` [N], BYTES each; zeros where is_read [N], if given, is not.
+
+    WORDS: [N, HALF / 4] of four bytes each, else [N, HALF] of one.
+    """
+    SIZE: tl.constexpr = 4 if WORDS else 1
+    column = tl.arange(0, HALF // SIZE)[None, :]
+    if WORDS:
+        codes = codes.to(tl.pointer_type(tl.int32))
+    at = codes + slot[:, None] * (BYTES // SIZE)
     if KIND == "bits3":
-        low = tl.load(codes + where + column % (DIM // 4), mask=is_read, other=0)
-        high = tl.load(codes + where + DIM // 4 + column % (DIM // 8), mask=is_read, other=0)
-        return low, high
-    first = tl.load(codes + where + column, mask=is_read, other=0)
-    second = tl.load(codes + where + DIM // 2 + column, mask=is_read, other=0)
+        one = at + column % (DIM // (4 * SIZE))
+        two = at + (DIM // (4 * SIZE) + column % (DIM // (8 * SIZE)))
+    else:
+        one = at + column
+        two = at + (DIM // (2 * SIZE) + column)
+    if is_read is not None:
+        in_tile = (column < DIM // (2 * SIZE)) & is_read[:, None]
+        first = tl.load(one, mask=in_tile, other=0)
+        second = first if KIND == "bits4" else tl.load(two, mask=in_tile, other=0)
+    elif DIM // 2 < HALF:
+        in_tile = column < DIM // (2 * SIZE)
+        first = tl.load(one, mask=in_tile, other=0)
+        second = first if KIND == "bits4" else tl.load(two, mask=in_tile, other=0)
+    else:
+        first = tl.load(one)
+        second = first if KIND == "bits4" else tl.load(two)
     return first, second
 
 
 @triton.jit
-def levels_of(first, second, column, DIM: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr,
-              HAS_ASM: tl.constexpr):  # fmt: skip
+def levels_of(
+    first, second, DIM: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
     """The two halves [N, HALF] of what `load_codes` returned."""
+    if WORDS:
+        lo, hi = _levels_of_words(first, second, DIM, HALF, KIND)
+    else:
+        column = tl.arange(0, HALF)[None, :]
+        if KIND == "bits4":
+            lo, hi = level4((first & 15).to(tl.int32)), level4((first >> 4).to(tl.int32))
+        elif KIND == "bits3":
+            low = first.to(tl.int32) >> 2 * (column // (DIM // 4))
+            high = second.to(tl.int32) >> column // (DIM // 8)
+            lo = level3((low & 3) | (high & 1) << 2)
+            hi = level3((low >> 4 & 3) | (high >> 4 & 1) << 2)
+        elif KIND == "int8":
+            lo, hi = first.to(tl.int8, bitcast=True), second.to(tl.int8, bitcast=True)
+        else:
+            lo, hi = first.to(tl.float8e4nv, bitcast=True), second.to(tl.float8e4nv, bitcast=True)
+        lo, hi = lo.to(DTYPE), hi.to(DTYPE)
+    return lo, hi
+
+
+@triton.jit
+def _levels_of_words(first, second, DIM: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr):
     if KIND == "bits4":
-        if HAS_ASM and tl.bfloat16 == DTYPE:
-            return tl.inline_asm_elementwise(
-                _ASM4, "=r,=r,=r,=r,r", [first], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-            )
-        return level4((first & 15).to(tl.int32)).to(DTYPE), level4((first >> 4).to(tl.int32)).to(DTYPE)
-    if KIND == "bits3":
-        quarter = 2 * (column // (DIM // 4))
-        eighth = column // (DIM // 8)
-        low, high = first.to(tl.int32), second.to(tl.int32)
-        one = ((low >> quarter) & 3) | ((high >> eighth) & 1) << 2
-        other = ((low >> (quarter + 4)) & 3) | ((high >> (eighth + 4)) & 1) << 2
-        return level3(one).to(DTYPE), level3(other).to(DTYPE)
-    if KIND == "int8":
-        return first.to(tl.int8, bitcast=True).to(DTYPE), second.to(tl.int8, bitcast=True).to(DTYPE)
-    return first.to(tl.float8e4nv, bitcast=True).to(DTYPE), second.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        lo_1, lo_2, hi_1, hi_2 = tl.inline_asm_elementwise(
+            _BITS4, "=r,=r,=r,=r,r", [first], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    elif KIND == "bits3":
+        column = tl.arange(0, HALF // 4)[None, :]
+        low = first >> 2 * (column // (DIM // 16))
+        high = second >> column // (DIM // 32)
+        lo_1, lo_2, hi_1, hi_2 = tl.inline_asm_elementwise(
+            _BITS3, "=r,=r,=r,=r,r,r", [low, high], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        CODE: tl.constexpr = _INT8 if KIND == "int8" else _FP8
+        lo_1, lo_2 = tl.inline_asm_elementwise(
+            CODE, "=r,=r,r", [first], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        hi_1, hi_2 = tl.inline_asm_elementwise(
+            CODE, "=r,=r,r", [second], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    return _spread(lo_1, lo_2, HALF), _spread(hi_1, hi_2, HALF)
+
+
+@triton.jit
+def _spread(one, two, HALF: tl.constexpr):
+    """Pairs of bfloat16 in words, two after two, as [N, HALF]."""
+    N: tl.constexpr = one.shape[0]
+    pairs = tl.reshape(tl.join(one, two), (N, HALF // 2))
+    even = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    odd = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(tl.join(even, odd), (N, HALF))
 
 
 @triton.jit

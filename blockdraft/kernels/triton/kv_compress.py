@@ -1,4 +1,4 @@
-"""Tiles of exact keys and values into the bytes of `kv_codec`, on the device: the contract of `kv_cold.compress`.
+"""Exact keys and values into the bytes of `kv_codec`, on the device: the contract of `kv_cold.compress`.
 
 A program encodes the keys and the values of one head in one tile. All vectors go through the same operations
 in float32, so that a vector's bytes follow from the vector alone.
@@ -65,13 +65,6 @@ def _rounded(x, scale, KIND: tl.constexpr):
         tl.float32, bitcast=True
     ) * 0.75  # 3 places of the number are left
     return ((ratio + coarse) - coarse).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-
-
-@triton.jit
-def _unit(x, peak, stretch):
-    """Coordinates of a vector of length sqrt(D): x over its peak, times `stretch`; and x over its peak."""
-    y = _quotient(x, tl.broadcast_to(peak, x.shape))
-    return y * stretch, y
 
 
 @triton.jit
