@@ -288,7 +288,8 @@ def _attend_kernel(
     N: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, FOLDS: tl.constexpr,
     IS_EVEN: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr,
     HAS_SINKS: tl.constexpr, IS_TURNED: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr,
-    KEY_BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    KEY_BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr,
+    PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, STAGES: tl.constexpr,
     UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
