@@ -286,9 +286,10 @@ def _attend_kernel(
     key_stride, value_stride, scale_stride,
     TOKENS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     N: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, FOLDS: tl.constexpr,
-    IS_EVEN: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IS_TURNED: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr,
-    VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    IS_EVEN: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr,
+    HAS_SINKS: tl.constexpr, IS_TURNED: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr,
+    KEY_BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr,
+    PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, STAGES: tl.constexpr,
     UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -490,11 +491,10 @@ def attend_as(
     parts = (out, out, out)  # not touched without a merge
     if is_split:
         shape = (num_tokens, num_heads, segments)
-        kind = {"dtype": torch.float32, "device": q.device}
         parts = (
-            torch.empty((*shape, head_dim), **kind),
-            torch.empty(shape, **kind),
-            torch.empty(shape, **kind),
+            torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device),
+            torch.empty(shape, dtype=torch.float32, device=q.device),
+            torch.empty(shape, dtype=torch.float32, device=q.device),
         )
     constants = {
         "HEADS": num_heads,
@@ -610,7 +610,7 @@ def _has_words(q: Tensor, pages: ColdPages) -> bool:
 
 
 def _half(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim // 2))
+    return max(16, int(triton.next_power_of_2(head_dim // 2)))
 
 
 def _check(q: Tensor, pages: ColdPages, blocks: Blocks, sinks: Tensor | None) -> None:
@@ -619,8 +619,8 @@ def _check(q: Tensor, pages: ColdPages, blocks: Blocks, sinks: Tensor | None) ->
         x.dtype != q.dtype for x in exact
     ):
         raise ValueError(
-            f"attention over compressed pages in {q.dtype}, with exact keys in {exact[0].dtype} and values in "
-            f"{exact[1].dtype}: it wants one of bfloat16, float16 and float32 for all three"
+            f"attention over compressed pages in {q.dtype}, with exact keys in {exact[0].dtype} and values "
+            f"in {exact[1].dtype}: it wants one of bfloat16, float16 and float32 for all three"
         )
     assert pages.rule.stride == pages.rule.sinks == TILE
     assert q.shape[2] % 2 == 0
