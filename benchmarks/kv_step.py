@@ -295,14 +295,9 @@ def graph_us(call: Callable[[], object], layers: int) -> dict[str, object]:
 
 VARIANTS: tuple[dict[str, int], ...] = (
     {"warps": 4, "registers": 168},
-    {"warps": 4, "registers": 128},
-    {"warps": 8},
-    {"warps": 8, "registers": 128},
-    {"warps": 2},
-    {"warps": 4, "unroll": 2},
+    {"warps": 4, "registers": 255},
     {"warps": 4, "stages": 1},
-    {"warps": 4, "stages": 1, "registers": 168},
-    {"warps": 4, "parts": 16},
+    {"warps": 4, "parts": 32},
 )
 
 

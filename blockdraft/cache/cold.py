@@ -82,7 +82,7 @@ class ColdLayer:
         self.group.compress(tiles, self._layer)
 
     def centre_on(self, mean: Tensor) -> None:
-        """Keys are stored less `mean` [G, D] from now on, where they are rotated; none is in the cache yet."""
+        """Rotated keys are stored less `mean` [G, D] from now on; none is in the cache yet."""
         if self.pages.format.is_turned:
             self.group.centre[self._layer] = kv_codec.rotate(mean)
 

@@ -15,7 +15,7 @@ import torch
 
 from blockdraft.kernels.cpu import has_permute
 from blockdraft.kernels.kv_codec import KvFormat, signs
-from blockdraft.kernels.kv_positions import TILE
+from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.llvm.attention import _SERIAL_OPS, attend, divided, find, prepare
 from blockdraft.kernels.llvm.attention_tile import CHUNK, GROUP, MAX_TILE, MAX_VECTORS, State, room
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken

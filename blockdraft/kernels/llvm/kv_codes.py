@@ -9,7 +9,8 @@ from __future__ import annotations
 import platform
 import struct
 
-from blockdraft.kernels.kv_codec import LEVELS, Codec, EightBits, Turned, blocks
+from blockdraft.kernels.kv_codec import LEVELS, Codec, EightBits, Turned
+from blockdraft.kernels.kv_formats import blocks
 from blockdraft.kernels.llvm.compiler import inlined
 from blockdraft.kernels.llvm.int8 import turn
 from blockdraft.kernels.llvm.language import (

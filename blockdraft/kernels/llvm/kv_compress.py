@@ -14,7 +14,7 @@ import torch
 
 from blockdraft.kernels.cpu import has_permute
 from blockdraft.kernels.kv_codec import LEVELS, Codec, EightBits, KvFormat, Turned
-from blockdraft.kernels.kv_positions import TILE
+from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit, real_type
 from blockdraft.kernels.llvm.kv_codes import LANES, lanes_in, levels_of, num_bytes

@@ -22,7 +22,7 @@ from torch import Tensor
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.failure import DoesNotFit
 from blockdraft.kernels.kv_cold import ColdPages
-from blockdraft.kernels.kv_positions import TILE
+from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.triton.attention import (
     LOG2_E,
     MAX_SPLIT_COUNT,
@@ -44,8 +44,9 @@ from blockdraft.kernels.triton.launch import (
 )
 from blockdraft.kernels.triton.turning import signs, turn_blocks
 
-MAX_SEGMENTS = 32  # of a query; twice the exact kernel's: its sums take longer than its loads
-SEGMENT = 128  # keys of the shortest ones. Both are part of the result's bits
+# Of a query, four times the exact kernel's: codes become levels so slowly that a row needs more programs.
+MAX_SEGMENTS = 64
+SEGMENT = 64  # keys of the shortest ones. Both are part of the result's bits
 
 _MERGED = tl.constexpr(8)  # segments whose sums are loaded together
 
@@ -653,11 +654,12 @@ def choose(
     block_m = min(max(16, triton.next_power_of_2(max_count * shared)), widest)
     tokens = min(block_m // shared, TILE)
     num_tiles = num_rows * -(-max_count // tokens) * num_groups
-    parts = 1
-    if max_count <= MAX_SPLIT_COUNT:
-        while parts < MAX_SEGMENTS and 2 * parts * num_tiles <= 4 * multiprocessors:
-            parts *= 2
     warps = 8 if block_m > 64 or block_m * row_bytes >= 32768 or element_size == 4 else 4
     is_large = row_bytes > 256 or element_size == 4
-    registers = 168 if block_m == 16 and not is_large else None  # three programs on a multiprocessor
+    is_small = block_m == 16 and not is_large
+    registers = 128 if is_small else None  # four programs on a multiprocessor
+    parts, programs = 1, (8 if is_small else 4) * multiprocessors
+    if max_count <= MAX_SPLIT_COUNT:
+        while parts < MAX_SEGMENTS and 2 * parts * num_tiles <= programs:
+            parts *= 2
     return Config(tokens, block_m, warps, 1 if is_large else 2, parts, registers=registers)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from blockdraft.kernels.kv_codec import EightBits, Turned
 from blockdraft.kernels.kv_cold import ColdPages, Tiles
-from blockdraft.kernels.kv_positions import TILE
+from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.triton.kv_codes import kind_of, level3, level4
 from blockdraft.kernels.triton.launch import overlap, start_and_wait
 

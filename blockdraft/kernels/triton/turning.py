@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels import kv_codec
+from blockdraft.kernels import kv_codec, kv_formats
 
-assert kv_codec.LARGEST_HEAD == 1 << 9  # the largest block below
+assert kv_formats.LARGEST_HEAD == 1 << 9  # the largest block below
 
 
 @triton.jit
