@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.spec import LayerSpec, Paged, SharedWith
+from blockdraft.check.kv_needles import Likeliest
 from blockdraft.check.whole_view import WholeView
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import ModelError
@@ -171,6 +172,17 @@ def log_probabilities(models: Models, hidden: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
 
 
+def likeliest(models: Models, arm: Arm) -> Likeliest:
+    """What finds needles as the arm would."""
+
+    @torch.inference_mode()
+    def of_text(text: Sequence[int]) -> Tensor:
+        parts = hidden_states(models, text, arm).split(SLICE)
+        return torch.cat([models.target.logits(part).argmax(dim=-1) for part in parts])
+
+    return of_text
+
+
 # ---- what is counted
 
 
@@ -185,7 +197,9 @@ class Tally:
 
 
 @torch.inference_mode()
-def count_text(models: Models, text: Sequence[int], arms: Sequence[Arm], tallies: Mapping[str, Tally]) -> None:
+def count_text(
+    models: Models, text: Sequence[int], arms: Sequence[Arm], tallies: Mapping[str, Tally]
+) -> None:
     """Read a text by all arms, of which the first is exact, and add what counts to their tallies."""
     begin = tallies[arms[0].name].begin
     hidden = [hidden_states(models, text, arm)[begin - 1 : -1] for arm in arms]
