@@ -9,7 +9,7 @@ divergence, in nats), and whether the likeliest token is the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,7 @@ CENTRED = 512  # tokens whose keys make a centre
 BLOCK = 64  # tokens whose mean counts once in an error: neighbours are surprised together
 FIRST_DEPTH = 512  # the first class of depths ends at twice this, the next ones at twice that
 
+DEFAULT = PositionRule()
 Centres = Mapping[int, Tensor]  # [G, D] of each layer
 Compress = Callable[[int, Tensor, Tensor], KeysValues]  # a layer, its keys and values; how they come back
 
@@ -41,7 +42,7 @@ class Arm:
     name: str
     compress: Compress
     num_bytes: Callable[[int], float]
-    rule: PositionRule = PositionRule()
+    rule: PositionRule = DEFAULT
 
 
 def exact_arm(element_bytes: int) -> Arm:
@@ -53,7 +54,7 @@ def of_format(
     name: str | None = None,
     *,
     centres: Centres | None = None,
-    rule: PositionRule = PositionRule(),  # noqa: B008
+    rule: PositionRule = DEFAULT,
 ) -> Arm:
     """As the format keeps them; keys less the constants `centres` of their layers, where there are some."""
 
@@ -177,7 +178,7 @@ def likeliest(models: Models, arm: Arm) -> Likeliest:
 
     @torch.inference_mode()
     def of_text(text: Sequence[int]) -> Tensor:
-        parts = hidden_states(models, text, arm).split(SLICE)
+        parts = torch.split(hidden_states(models, text, arm), SLICE)
         return torch.cat([models.target.logits(part).argmax(dim=-1) for part in parts])
 
     return of_text
@@ -225,16 +226,6 @@ def _of_slice(logs: Tensor, truth: Tensor, wanted: Tensor) -> Tensor:
     return torch.stack((loss, divergence, (logs.argmax(dim=1) == truth.argmax(dim=1)).to(loss.dtype)))
 
 
-def measure(
-    models: Models, texts: Iterable[Sequence[int]], arms: Sequence[Arm], *, begin: int
-) -> Iterator[dict[str, Tally]]:
-    """The tallies so far, after each text; the first arm is the exact one."""
-    tallies = {arm.name: Tally(begin) for arm in arms}
-    for text in texts:
-        count_text(models, text, arms, tallies)
-        yield tallies
-
-
 @dataclass(frozen=True, slots=True)
 class Loss:
     """What an arm loses over some tokens. Divergences are in thousandths of a nat."""
@@ -255,7 +246,7 @@ def loss_of(tally: Tally, base: Tally, first: int = 0, end: int | None = None) -
         torch.cat([x[part] for x in listed]) for listed in (tally.losses, tally.divergence, tally.is_same)
     )
     change = losses - torch.cat([x[part] for x in base.losses])
-    blocks = torch.stack([block.mean() for block in change.split(BLOCK)])
+    blocks = torch.stack([block.mean() for block in torch.split(change, BLOCK)])
     error = blocks.std().item() / math.sqrt(len(blocks)) if len(blocks) > 1 else math.inf
     return Loss(
         num_tokens=len(change),
@@ -308,7 +299,7 @@ def formats_for(models: Models, names: Sequence[str] | None) -> tuple[list[KvFor
     found, refused = [], []
     for name in FORMATS if names is None else names:
         try:
-            found.append([kv_format(name, size) for size in sizes][0])
+            found += list({kv_format(name, size) for size in sizes})
         except ModelError:
             if names is not None:
                 raise

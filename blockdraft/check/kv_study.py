@@ -1,4 +1,4 @@
-"""A study of formats of keys and values on one model: texts and needles read by all arms, and the verdicts."""
+"""A study of formats of keys and values on one model: texts and needles read by all arms, and verdicts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from blockdraft.check.kv_quality import (
     Loss,
     Tally,
     bytes_of,
+    count_text,
     depths,
     exact_arm,
     likeliest,
     loss_of,
-    measure,
     of_format,
 )
 from blockdraft.check.kv_texts import built_in
@@ -70,8 +70,9 @@ def study(
     """`texts` are all of one length; `num_needles` more have needles."""
     exact = exact_of(models)
     arms = [exact, *map(of_format, formats)]
-    tallies: dict[str, Tally] = {}
-    for number, tallies in enumerate(measure(models, texts, arms, begin=begin), 1):
+    tallies = {arm.name: Tally(begin) for arm in arms}
+    for number, text in enumerate(texts, 1):
+        count_text(models, text, arms, tallies)
         note(f"text {number} of {len(texts)} read by {len(arms)} arms")
     length, base = len(texts[0]), tallies[exact.name]
     needles = count_needles(models, arms, num_needles, length=length, note=note)

@@ -30,7 +30,7 @@ DESCRIPTION = (
     "whole, by references: this needs no kernel, and says nothing about speed."
 )
 # Tokens that count, a text's length, and texts with needles: a minute or two on two cores; less on a card.
-SMALL, LARGE = (2048, 1536, 1), (65_536, 4096, 8)
+SMALL, LARGE = (1024, 1536, 1), (65_536, 4096, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--needles", type=int, metavar="N", help=needles_help)
     add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
     add("--dtype", default="auto", choices=DTYPES, help="of the model (default: auto)")
-    add("--quantization", default="auto", choices=QUANTIZATIONS, help="of its weights (default: auto)")
+    weights_help = "of its weights (default: auto; none on a CPU, whose int8 products hide what is small)"
+    add("--quantization", default="auto", choices=QUANTIZATIONS, help=weights_help)
     add("--json", type=Path, metavar="FILE", help="write everything that was measured there, too")
     add("--quiet", action="store_true", help="do not say on stderr how far it is")
 
@@ -102,12 +103,15 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
+    from blockdraft.start.loading import resolve_device
+
+    is_cpu = resolve_device(args.device) == "cpu"
     return Settings(
         model=args.model,
         draft="none",
         device=args.device,
         dtype=args.dtype,
-        quantization=args.quantization,
+        quantization="none" if is_cpu and args.quantization == "auto" else args.quantization,
         graphs=False,
         **({} if args.length is None else {"max_context": args.length}),
     )
