@@ -34,6 +34,8 @@ def built_in(encode: Encode, length: int) -> Iterator[list[int]]:
     """Without end: the text's paragraphs in another order each time, again where it is too short."""
     paragraphs = BUILT_IN.read_text(encoding="utf-8").split("\n\n")
     choice = random.Random("kv")
+    if not encode(paragraphs[0]):
+        raise SettingsError("This model's tokenizer knows no English text: give texts of your own (--texts).")
     while True:
         ids = list[int]()
         while len(ids) < length:

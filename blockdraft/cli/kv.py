@@ -29,6 +29,8 @@ DESCRIPTION = (
     "which depth, and which hidden facts (needles) are still found; and whether to use it. Texts are read "
     "whole, by references: this needs no kernel, and says nothing about speed."
 )
+FORMATS = ("int8", "fp8", "tq4", "tq4v3")  # kernels/kv_codec.py has what they are; it imports torch
+NEEDLES_FROM = 1024  # tokens: shorter texts have no needles unless they are asked for
 # Tokens that count, a text's length, and texts with needles: a minute or two on two cores; less on a card.
 SMALL, LARGE = (1024, 1536, 1), (65_536, 4096, 8)
 
@@ -38,8 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "model", nargs="?", default="default", metavar="MODEL", help="folder, hub id, GGUF file, or 'default'"
     )
-    formats_help = "measure this one: int8, fp8, tq4 or tq4v3; may be repeated (default: all)"
-    add("--kv-dtype", dest="formats", action="append", metavar="NAME", help=formats_help)
+    formats_help = f"measure this one of {', '.join(FORMATS)}; may be repeated (default: all)"
+    add(
+        "--kv-dtype",
+        dest="formats",
+        action="append",
+        choices=FORMATS,
+        metavar="NAME",
+        help=formats_help,
+    )
     texts_help = "a text per line (JSON lines of prompts, .gz or .xz too) (default: a few pages of our own)"
     add("--texts", type=Path, metavar="FILE", help=texts_help)
     add("--tokens", type=int, metavar="N", help=f"tokens that count (default: {LARGE[0]}, CPU: {SMALL[0]})")
@@ -120,7 +129,8 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _sizes(args: argparse.Namespace, models: Models) -> tuple[int, int, int]:
     """Tokens, length and needles: what was asked for, else what this device does in a few minutes."""
     tokens, length, needles = SMALL if models.device.type == "cpu" else LARGE
-    length = min(length, models.plan.max_positions) if args.length is None else args.length
+    length = min(length, models.plan.max_context) if args.length is None else args.length
+    needles = needles if length >= NEEDLES_FROM else 0
     return args.tokens or tokens, length, needles if args.needles is None else args.needles
 
 
