@@ -36,7 +36,7 @@ from benchmarks import kvarn, record  # noqa: E402
 from blockdraft.check import kv_quality as quality  # noqa: E402
 from blockdraft.check import kv_study as study  # noqa: E402
 from blockdraft.check import kv_texts  # noqa: E402
-from blockdraft.check.kv_quality import Arm, Centres, Tally, of_format  # noqa: E402
+from blockdraft.check.kv_quality import Arm, Centres, LossTally, of_format  # noqa: E402
 from blockdraft.cli.kv import texts_of  # noqa: E402
 from blockdraft.engine.loaded import Models  # noqa: E402
 from blockdraft.errors import BenchError  # noqa: E402
@@ -140,7 +140,7 @@ def calibrations(models: Models, other: list[int]) -> dict[str, Centres]:
 # ---- what is shown
 
 
-def line_of(arm: Arm, tally: Tally, base: Tally, head_dim: int, length: int) -> dict[str, object]:
+def line_of(arm: Arm, tally: LossTally, base: LossTally, head_dim: int, length: int) -> dict[str, object]:
     loss = quality.loss_of(tally, base)
     classes = quality.depths(base.begin, length)
     return {
@@ -220,7 +220,7 @@ def main() -> None:
     exact = study.exact_of(models)
     heads = quality.kept_heads(models.config.layer_specs())
     arms = [exact, *chosen_arms(args.arms, arms_of(calibrations(models, other), models.config.num_layers))]
-    tallies = {arm.name: Tally(begin) for arm in arms}
+    tallies = {arm.name: LossTally(begin) for arm in arms}
     words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
     result: dict[str, object] = {
         "settings": vars(args) | {"texts": args.texts.name},

@@ -188,7 +188,7 @@ def likeliest(models: Models, arm: Arm) -> Likeliest:
 
 
 @dataclass(slots=True)
-class Tally:
+class LossTally:
     """Of every token that counts: surprise and divergence in nats, and whether the likeliest is the same."""
 
     begin: int  # the first token of a text that counts
@@ -199,7 +199,7 @@ class Tally:
 
 @torch.inference_mode()
 def count_text(
-    models: Models, text: Sequence[int], arms: Sequence[Arm], tallies: Mapping[str, Tally]
+    models: Models, text: Sequence[int], arms: Sequence[Arm], tallies: Mapping[str, LossTally]
 ) -> None:
     """Read a text by all arms, of which the first is exact, and add what counts to their tallies."""
     begin = tallies[arms[0].name].begin
@@ -239,7 +239,7 @@ class Loss:
     divergence_99th: float
 
 
-def loss_of(tally: Tally, base: Tally, first: int = 0, end: int | None = None) -> Loss:
+def loss_of(tally: LossTally, base: LossTally, first: int = 0, end: int | None = None) -> Loss:
     """Over tokens at depths [first, end)."""
     part = slice(max(0, first - tally.begin), None if end is None else end - tally.begin)
     losses, divergence, is_same = (

@@ -10,7 +10,7 @@ from blockdraft.check.kv_needles import PER_TEXT, NeedleText, found, hide
 from blockdraft.check.kv_quality import (
     Arm,
     Loss,
-    Tally,
+    LossTally,
     bytes_of,
     count_text,
     depths,
@@ -70,7 +70,7 @@ def study(
     """`texts` are all of one length; `num_needles` more have needles."""
     exact = exact_of(models)
     arms = [exact, *map(of_format, formats)]
-    tallies = {arm.name: Tally(begin) for arm in arms}
+    tallies = {arm.name: LossTally(begin) for arm in arms}
     for number, text in enumerate(texts, 1):
         count_text(models, text, arms, tallies)
         note(f"text {number} of {len(texts)} read by {len(arms)} arms")

@@ -10,7 +10,7 @@ from blockdraft.cache.spec import Paged
 from blockdraft.check import kv_needles, kv_study, kv_texts
 from blockdraft.check.kv_quality import (
     Loss,
-    Tally,
+    LossTally,
     attend_mixed,
     centres,
     depths,
@@ -126,9 +126,9 @@ def test_a_centre_that_keys_have_in_common_helps():
 
 
 def test_a_loss_has_the_error_of_its_blocks():
-    base = Tally(10, [torch.zeros(128)], [torch.zeros(128)], [torch.ones(128)])
+    base = LossTally(10, [torch.zeros(128)], [torch.zeros(128)], [torch.ones(128)])
     change = torch.cat((torch.full((64,), 0.02), torch.full((64,), 0.04)))
-    loss = loss_of(Tally(10, [change], [change], [torch.ones(128)]), base)
+    loss = loss_of(LossTally(10, [change], [change], [torch.ones(128)]), base)
     assert loss.perplexity_percent == pytest.approx(3.0455, abs=1e-3)
     assert loss.error_percent == pytest.approx(1.0, rel=1e-3)
     assert loss_of(base, base, 74).num_tokens == 64
