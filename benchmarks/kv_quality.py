@@ -9,7 +9,7 @@ token ids. The file has a prompt per line; texts that are too short are left out
 
 On a card, in about three minutes for SmolLM2-135M (float32: in bfloat16 rounding alone moves what is small):
 
-    python -m benchmarks.kv_quality --texts FILE.jsonl.gz --tokens 100000 --length 4096 --needles 20 \
+    python -m benchmarks.kv_quality --texts FILE.jsonl.gz --tokens 100000 --length 4096 --needles 10 \
         --device cuda --dtype float32 --quantization none --json kv-quality.json
 
 The result is written after each text, so a run that is stopped early has a result, too: of fewer texts.

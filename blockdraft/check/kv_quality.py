@@ -246,8 +246,9 @@ def loss_of(tally: LossTally, base: LossTally, first: int = 0, end: int | None =
         torch.cat([x[part] for x in listed]) for listed in (tally.losses, tally.divergence, tally.is_same)
     )
     change = losses - torch.cat([x[part] for x in base.losses])
-    blocks = torch.stack([block.mean() for block in torch.split(change, BLOCK)])
-    error = blocks.std().item() / math.sqrt(len(blocks)) if len(blocks) > 1 else math.inf
+    size = BLOCK if len(change) >= 2 * BLOCK else 1
+    blocks = change[: len(change) // size * size].view(-1, size).mean(dim=1)
+    error = blocks.std(correction=min(1, len(blocks) - 1)).item() / math.sqrt(len(blocks))
     return Loss(
         num_tokens=len(change),
         same_percent=100 * is_same.mean().item(),
