@@ -3,9 +3,11 @@
     python -m benchmarks.kv_quality --texts FILE.jsonl.gz [--tokens 100000] [--length 4096] [--json FILE]
 
 Beside the formats that are served: KVarN's scheme (benchmarks/kvarn.py), 2-bit values, other windows and
-sinks, the first and last layer at int8, keys less the mean of their tile, and keys less a constant that comes
-from one of several calibration texts: another text of the file, our own prose, our own code, or random
-token ids. The file has a prompt per line; texts that are too short are left out, the others are cut.
+sinks, the first and last layer at int8, keys less the mean of their tile, keys less a mean from before rope
+that is turned to their tile, and keys less a constant that comes from one of several calibration texts:
+another text of the file, our own prose, our own code, random token ids, or 4,096 tokens of prose and code.
+
+The file has a prompt per line; texts that are too short are left out, the others are cut.
 
 On a card, in about three minutes for SmolLM2-135M (float32: in bfloat16 rounding alone moves what is small):
 
@@ -22,6 +24,7 @@ import functools
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,6 +45,7 @@ from blockdraft.engine.loaded import Models  # noqa: E402
 from blockdraft.errors import BenchError  # noqa: E402
 from blockdraft.kernels.kv_codec import FORMATS, KvFormat, Turned  # noqa: E402
 from blockdraft.kernels.kv_positions import KeysValues, PositionRule  # noqa: E402
+from blockdraft.kernels.rows import Angles, reference_rotate  # noqa: E402
 from blockdraft.settings.settings import Settings  # noqa: E402
 from blockdraft.start.loading import load_models  # noqa: E402
 
@@ -49,6 +53,7 @@ DEFAULT = PositionRule()
 TQ4, TQ4V3 = FORMATS["tq4"], FORMATS["tq4v3"]
 TQ4V2 = KvFormat("tq4v2", Turned(4, "unbiased"), Turned(2, "matched"))
 FENCE = "```"
+LONG = 4096  # tokens of the longest calibration
 
 
 # ---- arms
@@ -97,16 +102,54 @@ def with_boundary(form: KvFormat, num_layers: int) -> Arm:
     return Arm(f"{form.name} boundary int8", compress, num_bytes)
 
 
+def of_turned_centre(form: KvFormat, models: Models, text: list[int], tile: int = 64) -> Arm:
+    """Keys less a mean of keys before rope, of another text, as rope turns it in the middle of their tile.
+
+    It follows from the position: nothing is kept for a token, and depth does not wear it out.
+    """
+    means = {
+        layer: _before_rope(models, layer, keys) for layer, keys in quality.keys_of(models, text).items()
+    }
+
+    def compress(layer: int, k: Tensor, v: Tensor) -> KeysValues:
+        position = torch.arange(len(k), device=k.device)
+        turned = reference_rotate(means[layer].expand(len(k), -1, -1), angles_of(models, layer, position))
+        parts = [
+            part.mean(dim=0, keepdim=True).expand(len(part), -1, -1) for part in torch.split(turned, tile)
+        ]
+        centre = torch.cat(parts).to(k.dtype)
+        return form.keys_back(k - centre) + centre, form.values_back(v)
+
+    return Arm(f"{form.name} centred before rope", compress, form.bytes_per_token)
+
+
+def _before_rope(models: Models, layer: int, keys: Tensor) -> Tensor:
+    """[G, D], the mean of keys turned back from positions 0, 1 and so on."""
+    cos, sin = angles_of(models, layer, torch.arange(len(keys), device=keys.device))
+    return reference_rotate(keys.float(), (cos, -sin)).mean(dim=0)
+
+
+def angles_of(models: Models, layer: int, position: Tensor) -> Angles:
+    rotary = models.target._rotary_of[layer]
+    if rotary is None:
+        raise BenchError("A layer without rope has no centre before it: leave that arm out (--arms).")
+    cos, sin = models.target.angles(position)[rotary]
+    return cos.float(), sin.float()
+
+
 def rounded() -> Arm:
     return Arm("bf16", lambda _, k, v: (k.bfloat16(), v.bfloat16()), lambda head_dim: 4 * head_dim)
 
 
-def arms_of(calibrated: dict[str, Centres], num_layers: int) -> list[Arm]:
+def arms_of(models: Models, calibrated: dict[str, Centres], num_layers: int) -> list[Arm]:
+    prose = models.tokenizer.encode(kv_texts.BUILT_IN.read_text(encoding="utf-8"))[: quality.CENTRED]
     return [
         rounded(),
         *map(of_format, FORMATS.values()),
         *(of_format(TQ4, f"tq4 centred by {name}", centres=means) for name, means in calibrated.items()),
         of_format(TQ4V3, "tq4v3 centred by our prose", centres=calibrated["our prose"]),
+        of_turned_centre(TQ4, models, prose),
+        of_turned_centre(TQ4V3, models, prose),
         of_tiles(TQ4),
         of_tiles(TQ4V3),
         of_kvarn(4, 2),
@@ -129,12 +172,18 @@ def calibrations(models: Models, other: list[int]) -> dict[str, Centres]:
     generator = torch.Generator().manual_seed(24)
     # Below 256 are special tokens and single bytes in many vocabularies.
     ids = torch.randint(256, models.config.vocab_size, (quality.CENTRED,), generator=generator)
+    ours = next(kv_texts.built_in(models.tokenizer.encode, min(LONG, models.plan.max_context)))
     return {
         "another text": quality.centres(models, other),
         "our prose": quality.centres(models, models.tokenizer.encode(prose)),
         "our code": quality.centres(models, models.tokenizer.encode(code)),
+        "4096 tokens": _means(quality.keys_of(models, ours)),
         "random ids": quality.centres(models, ids.tolist()),
     }
+
+
+def _means(keys: Mapping[int, Tensor]) -> Centres:
+    return {layer: one.float().mean(dim=0) for layer, one in keys.items()}
 
 
 # ---- what is shown
@@ -219,7 +268,8 @@ def main() -> None:
     texts = rest[args.skip :][: max(1, -(-args.tokens // (args.length - begin)))]
     exact = study.exact_of(models)
     heads = quality.kept_heads(models.config.layer_specs())
-    arms = [exact, *chosen_arms(args.arms, arms_of(calibrations(models, other), models.config.num_layers))]
+    every = arms_of(models, calibrations(models, other), models.config.num_layers)
+    arms = [exact, *chosen_arms(args.arms, every)]
     tallies = {arm.name: LossTally(begin) for arm in arms}
     words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
     result: dict[str, object] = {

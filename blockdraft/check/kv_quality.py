@@ -159,12 +159,16 @@ def hidden_states(models: Models, text: Sequence[int], arm: Arm) -> Tensor:
 
 
 @torch.inference_mode()
+def keys_of(models: Models, text: Sequence[int]) -> dict[int, Tensor]:
+    """[N, G, D] of each layer, as attention reads them."""
+    view = ArmView(models, len(text), exact_arm(4))
+    models.target(torch.tensor(text, device=models.device), view)
+    return {layer: keys for layer, (keys, _) in view.kept.items()}
+
+
 def centres(models: Models, text: Sequence[int]) -> Centres:
     """Means of the keys of a text's first tokens."""
-    tokens = torch.tensor(text[:CENTRED], device=models.device)
-    view = WholeView(models.config.layer_specs(), count=len(tokens), device=models.device)
-    models.target(tokens, view)
-    return {layer: keys.float().mean(dim=0) for layer, (keys, _) in view.kept.items()}
+    return {layer: keys.float().mean(dim=0) for layer, keys in keys_of(models, text[:CENTRED]).items()}
 
 
 def log_probabilities(models: Models, hidden: Tensor) -> Tensor:
