@@ -9,7 +9,7 @@ another text of the file, our own prose, our own code, random token ids, or 4,09
 
 The file has a prompt per line; texts that are too short are left out, the others are cut.
 
-On a card, in about three minutes for SmolLM2-135M (float32: in bfloat16 rounding alone moves what is small):
+On a card (float32: in bfloat16 rounding alone moves what is small):
 
     python -m benchmarks.kv_quality --texts FILE.jsonl.gz --tokens 100000 --length 4096 --needles 10 \
         --device cuda --dtype float32 --quantization none --json kv-quality.json
