@@ -1,11 +1,18 @@
-"""What compressed keys and values do to a model: against the same model, on the same texts, with exact ones.
+"""What compressed keys and values do to a model, as `blockdraft kv` measures it, with more ways to keep them.
 
-    python -m benchmarks.kv_quality --texts FILE.jsonl.gz [--count 8] [--length 2048] [--json FILE]
+    python -m benchmarks.kv_quality --texts FILE.jsonl.gz [--tokens 100000] [--length 4096] [--json FILE]
 
-Every arm reads every text whole, without a cache, by the rule of positions (kernels/kv_positions.py): what a
-serving engine would compute, by references. Counted are tokens at depth 512 and beyond. The file has a prompt
-per line ("messages" or "prompt"); texts that are too short are left out, the others are cut. Key centres are
-means over the first tokens of a text that is not among those that count.
+Beside the formats that are served: KVarN's scheme (benchmarks/kvarn.py), 2-bit values, other windows and
+sinks, the first and last layer at int8, keys less the mean of their tile, keys less a mean from before rope
+that is turned to their tile, and keys less a constant that comes from one of several calibration texts:
+another text of the file, our own prose, our own code, random token ids, or 4,096 tokens of prose and code.
+
+The file has a prompt per line; texts that are too short are left out, the others are cut.
+
+On a card (float32: in bfloat16 rounding alone moves what is small):
+
+    python -m benchmarks.kv_quality --texts FILE.jsonl.gz --tokens 100000 --length 4096 --needles 10 \
+        --device cuda --dtype float32 --quantization none --json kv-quality.json
 
 The result is written after each text, so a run that is stopped early has a result, too: of fewer texts.
 """
@@ -14,13 +21,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
-import math
-import random
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from blockdraft.settings.settings import pin_threads
@@ -31,235 +36,266 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks import kvarn, record  # noqa: E402
-from blockdraft.bench import prompt_files  # noqa: E402
-from blockdraft.check.whole_view import WholeView  # noqa: E402
+from blockdraft.check import kv_quality as quality  # noqa: E402
+from blockdraft.check import kv_study as study  # noqa: E402
+from blockdraft.check import kv_texts  # noqa: E402
+from blockdraft.check.kv_quality import Arm, Centres, LossTally, of_format  # noqa: E402
+from blockdraft.cli.kv import texts_of  # noqa: E402
 from blockdraft.engine.loaded import Models  # noqa: E402
 from blockdraft.errors import BenchError  # noqa: E402
-from blockdraft.kernels.attention import Mask  # noqa: E402
 from blockdraft.kernels.kv_codec import FORMATS, KvFormat, Turned  # noqa: E402
-from blockdraft.kernels.kv_positions import PositionRule, reference_attend_cold  # noqa: E402
+from blockdraft.kernels.kv_positions import KeysValues, PositionRule  # noqa: E402
+from blockdraft.kernels.rows import Angles, reference_rotate  # noqa: E402
 from blockdraft.settings.settings import Settings  # noqa: E402
 from blockdraft.start.loading import load_models  # noqa: E402
-from blockdraft.text.tokenizer import Tokenizer  # noqa: E402
-
-SHALLOW, DEEP = 512, 1024  # counted from here; the totals from there
-DEPTHS = 512  # tokens of one class of depths
-CENTRED = 512  # tokens whose keys make a centre
-SLICE = 128  # tokens whose logits are there at a time
-TQ4V2 = KvFormat("tq4v2", Turned(4, "unbiased"), Turned(2, "matched"))
 
 DEFAULT = PositionRule()
-Back = Callable[[Tensor], Tensor]  # keys or values [L, G, D], as they come back
-Centres = Mapping[int, Tensor]  # [G, D] of each layer
+TQ4, TQ4V3 = FORMATS["tq4"], FORMATS["tq4v3"]
+TQ4V2 = KvFormat("tq4v2", Turned(4, "unbiased"), Turned(2, "matched"))
+FENCE = "```"
+LONG = 4096  # tokens of the longest calibration
 
 
 # ---- arms
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One way to keep keys and values. Bytes are one token's, of one head, compressed."""
-
-    name: str
-    keys_back: Callable[[Tensor, Tensor | None], Tensor]
-    values_back: Back
-    num_bytes: Callable[[int], float]
-    rule: PositionRule = DEFAULT
-    is_centred: bool = False
-
-
-def of_format(form: KvFormat, name: str = "", **options: object) -> Arm:
-    return Arm(name or form.name, form.keys_back, form.values_back, form.bytes_per_token, **options)  # type: ignore[arg-type]
-
-
 def of_tiles(form: KvFormat, tile: int = 64) -> Arm:
     """Keys less the mean of each `tile` positions, which is kept beside them in float16."""
 
-    def keys_back(k: Tensor, _: Tensor | None) -> Tensor:
-        centre = [part.mean(dim=0).half().float() for part in torch.split(k, tile)]
-        parts = zip(torch.split(k, tile), centre, strict=True)
-        return torch.cat([form.keys_back(part, mean) for part, mean in parts])
+    def compress(_: int, k: Tensor, v: Tensor) -> KeysValues:
+        parts = torch.split(k, tile)
+        means = torch.cat([part.mean(dim=0, keepdim=True).half().to(k.dtype) for part in parts])
+        mean = means.repeat_interleave(tile, dim=0)[: len(k)]
+        return form.keys_back(k - mean) + mean, form.values_back(v)
 
     def num_bytes(head_dim: int) -> float:
         return form.bytes_per_token(head_dim) + 2 * head_dim / tile
 
-    rule = PositionRule(stride=tile)
-    return Arm(f"{form.name} centred by tile", keys_back, form.values_back, num_bytes, rule)
+    return Arm(f"{form.name} centred by tile", compress, num_bytes, PositionRule(stride=tile))
 
 
 def of_kvarn(key_bits: int, value_bits: int) -> Arm:
     """Its first tile is exact. Behind it as many tokens are, on average, as by the default rule."""
+
+    def compress(_: int, k: Tensor, v: Tensor) -> KeysValues:
+        return kvarn.keys_back(k, bits=key_bits), kvarn.values_back(v, bits=value_bits)
+
     window = DEFAULT.window + DEFAULT.stride // 2 - kvarn.TILE // 2
-    return Arm(
-        f"kvarn k{key_bits}v{value_bits}",
-        lambda k, _: kvarn.keys_back(k, bits=key_bits),
-        functools.partial(kvarn.values_back, bits=value_bits),
-        functools.partial(kvarn.bytes_per_token, key_bits=key_bits, value_bits=value_bits),
-        PositionRule(window=window, stride=kvarn.TILE, sinks=kvarn.TILE),
-    )
+    num_bytes = functools.partial(kvarn.bytes_per_token, key_bits=key_bits, value_bits=value_bits)
+    rule = PositionRule(window=window, stride=kvarn.TILE, sinks=kvarn.TILE)
+    return Arm(f"kvarn k{key_bits}v{value_bits}", compress, num_bytes, rule)
 
 
-EXACT = Arm("exact", lambda k, _: k, lambda v: v, lambda head_dim: 4 * head_dim)
-_TQ4 = FORMATS["tq4"]
-ARMS = [
-    Arm("bf16", lambda k, _: k.bfloat16(), lambda v: v.bfloat16(), lambda head_dim: 4 * head_dim),
-    *map(of_format, FORMATS.values()),
-    of_format(TQ4V2),
-    of_kvarn(4, 2),
-    of_kvarn(4, 4),
-    of_format(_TQ4, "tq4 centred", is_centred=True),
-    of_format(FORMATS["tq4v3"], "tq4v3 centred", is_centred=True),
-    of_tiles(_TQ4),
-    of_tiles(FORMATS["tq4v3"]),
-    of_format(_TQ4, "tq4 sinks 0", rule=PositionRule(sinks=0)),
-    of_format(_TQ4, "tq4 sinks 16", rule=PositionRule(sinks=16)),
-    of_format(_TQ4, "tq4 window 64", rule=PositionRule(window=64)),
-]
+def with_boundary(form: KvFormat, num_layers: int) -> Arm:
+    """The first and the last layer at int8. Bytes are the mean of all layers."""
+    int8 = FORMATS["int8"]
+    ends = (0, num_layers - 1)
+
+    def compress(layer: int, k: Tensor, v: Tensor) -> KeysValues:
+        here = int8 if layer in ends else form
+        return here.keys_back(k), here.values_back(v)
+
+    def num_bytes(head_dim: int) -> float:
+        share = 2 / num_layers
+        return share * int8.bytes_per_token(head_dim) + (1 - share) * form.bytes_per_token(head_dim)
+
+    return Arm(f"{form.name} boundary int8", compress, num_bytes)
 
 
-class ArmView(WholeView):
-    """A whole text whose queries read keys and values as an arm keeps them."""
+def of_turned_centre(form: KvFormat, models: Models, text: list[int], tile: int = 64) -> Arm:
+    """Keys less a mean of keys before rope, of another text, as rope turns it in the middle of their tile.
 
-    def __init__(self, models: Models, count: int, arm: Arm, centres: Centres) -> None:
-        super().__init__(models.config.layer_specs(), count=count, device=models.device)
-        self._arm, self._centres = arm, centres
+    It follows from the position: nothing is kept for a token, and depth does not wear it out.
+    """
+    means = {
+        layer: _before_rope(models, layer, keys) for layer, keys in quality.keys_of(models, text).items()
+    }
 
-    def _attend_row(
-        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None
-    ) -> Tensor:
-        if sinks is not None:
-            raise BenchError("A model whose attention has sink logits is not measured here.")
-        centre = self._centres.get(layer) if self._arm.is_centred else None
-        compressed = self._arm.keys_back(k, centre), self._arm.values_back(v)
-        return reference_attend_cold(q, (k, v), compressed, self._arm.rule, mask)
+    def compress(layer: int, k: Tensor, v: Tensor) -> KeysValues:
+        position = torch.arange(len(k), device=k.device)
+        turned = reference_rotate(means[layer].expand(len(k), -1, -1), angles_of(models, layer, position))
+        parts = [
+            part.mean(dim=0, keepdim=True).expand(len(part), -1, -1) for part in torch.split(turned, tile)
+        ]
+        centre = torch.cat(parts).to(k.dtype)
+        return form.keys_back(k - centre) + centre, form.values_back(v)
 
-
-# ---- what is read
-
-
-def texts(path: Path, tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
-    """Those of at least `length` tokens, in an order that is the same every time, cut there."""
-    prompts = prompt_files.prompts_of(prompt_files.read(path).rows, name="kv", category="kv")
-    for prompt in random.Random("kv").sample(prompts, len(prompts)):
-        ids = tokenizer.encode_chat(prompt.messages(), add_generation_prompt=False)
-        if len(ids) >= length:
-            yield ids[:length]
+    return Arm(f"{form.name} centred before rope", compress, form.bytes_per_token)
 
 
-@torch.inference_mode()
-def centres(models: Models, text: Sequence[int]) -> Centres:
-    tokens = torch.tensor(text[:CENTRED], device=models.device)
-    view = ArmView(models, len(tokens), EXACT, {})
-    models.target(tokens, view)
-    return {layer: keys.float().mean(dim=0) for layer, (keys, _) in view.kept.items()}
+def _before_rope(models: Models, layer: int, keys: Tensor) -> Tensor:
+    """[G, D], the mean of keys turned back from positions 0, 1 and so on."""
+    cos, sin = angles_of(models, layer, torch.arange(len(keys), device=keys.device))
+    return reference_rotate(keys.float(), (cos, -sin)).mean(dim=0)
 
 
-@torch.inference_mode()
-def read(models: Models, text: Sequence[int], arm: Arm, means: Centres) -> Iterator[Tensor]:
-    """Logarithms of probabilities [SLICE, V] after each token from SHALLOW on, in slices."""
-    tokens = torch.tensor(text, device=models.device)
-    hidden, _ = models.target(tokens, ArmView(models, len(text), arm, means))
-    for part in torch.split(hidden[SHALLOW - 1 : -1], SLICE):
-        yield models.target.logits(part).float().log_softmax(dim=-1)
+def angles_of(models: Models, layer: int, position: Tensor) -> Angles:
+    rotary = models.target._rotary_of[layer]
+    if rotary is None:
+        raise BenchError("A layer without rope has no centre before it: leave that arm out (--arms).")
+    cos, sin = models.target.angles(position)[rotary]
+    return cos.float(), sin.float()
 
 
-# ---- what is counted
+def rounded() -> Arm:
+    return Arm("bf16", lambda _, k, v: (k.bfloat16(), v.bfloat16()), lambda head_dim: 4 * head_dim)
 
 
-@dataclass(slots=True)
-class Tally:
-    """Of every token that counts: surprise and divergence in nats, and whether the likeliest is the same."""
+def arms_of(models: Models, calibrated: dict[str, Centres], num_layers: int) -> list[Arm]:
+    prose = models.tokenizer.encode(kv_texts.BUILT_IN.read_text(encoding="utf-8"))[: quality.CENTRED]
+    return [
+        rounded(),
+        *map(of_format, FORMATS.values()),
+        *(of_format(TQ4, f"tq4 centred by {name}", centres=means) for name, means in calibrated.items()),
+        of_format(TQ4V3, "tq4v3 centred by our prose", centres=calibrated["our prose"]),
+        of_turned_centre(TQ4, models, prose),
+        of_turned_centre(TQ4V3, models, prose),
+        of_tiles(TQ4),
+        of_tiles(TQ4V3),
+        of_kvarn(4, 2),
+        of_kvarn(4, 4),
+        of_format(TQ4V2),
+        of_format(TQ4, "tq4 window 64", rule=PositionRule(window=64)),
+        of_format(TQ4, "tq4 window 256", rule=PositionRule(window=256)),
+        of_format(TQ4, "tq4 sinks 0", rule=PositionRule(sinks=0)),
+        with_boundary(TQ4, num_layers),
+    ]
 
-    losses: list[Tensor] = field(default_factory=list)  # a tensor for each text, as long as it is deep
-    divergence: list[Tensor] = field(default_factory=list)
-    is_same: list[Tensor] = field(default_factory=list)
 
-    def add(self, parts: Iterator[Tensor], exact: Sequence[Tensor], wanted: Tensor) -> None:
-        losses, divergence, is_same = [], [], []
-        for logs, truth, token in zip(parts, exact, torch.split(wanted, SLICE), strict=True):
-            losses.append(-logs.gather(1, token[:, None])[:, 0].double())
-            divergence.append((truth.exp() * (truth - logs)).sum(dim=1).double())
-            is_same.append((logs.argmax(dim=1) == truth.argmax(dim=1)).double())
-        self.losses.append(torch.cat(losses).cpu())
-        self.divergence.append(torch.cat(divergence).cpu())
-        self.is_same.append(torch.cat(is_same).cpu())
+# ---- calibration
 
 
-def line_of(arm: Arm, tally: Tally, base: Tally, head_dim: int) -> dict[str, object]:
-    """Totals of tokens at depth DEEP and beyond, and divergence by depth."""
-    losses, divergence, is_same = (torch.stack(x) for x in (tally.losses, tally.divergence, tally.is_same))
-    change = (losses - torch.stack(base.losses))[:, DEEP - SHALLOW :].flatten()
-    deep = divergence[:, DEEP - SHALLOW :].flatten()
+def calibrations(models: Models, other: list[int]) -> dict[str, Centres]:
+    """Centres by the text that they are means over; none of those counts."""
+    text = kv_texts.BUILT_IN.read_text(encoding="utf-8")
+    prose, code = text.split(FENCE, 1)
+    generator = torch.Generator().manual_seed(24)
+    # Below 256 are special tokens and single bytes in many vocabularies.
+    ids = torch.randint(256, models.config.vocab_size, (quality.CENTRED,), generator=generator)
+    ours = next(kv_texts.built_in(models.tokenizer.encode, min(LONG, models.plan.max_context)))
+    return {
+        "another text": quality.centres(models, other),
+        "our prose": quality.centres(models, models.tokenizer.encode(prose)),
+        "our code": quality.centres(models, models.tokenizer.encode(code)),
+        "4096 tokens": _means(quality.keys_of(models, ours)),
+        "random ids": quality.centres(models, ids.tolist()),
+    }
+
+
+def _means(keys: Mapping[int, Tensor]) -> Centres:
+    return {layer: one.float().mean(dim=0) for layer, one in keys.items()}
+
+
+# ---- what is shown
+
+
+def line_of(arm: Arm, tally: LossTally, base: LossTally, head_dim: int, length: int) -> dict[str, object]:
+    loss = quality.loss_of(tally, base)
+    classes = quality.depths(base.begin, length)
     return {
         "arm": arm.name,
         "rule": f"window {arm.rule.window}, stride {arm.rule.stride}, sinks {arm.rule.sinks}",
         "bytes": arm.num_bytes(head_dim),
-        "ratio": 4 * head_dim / arm.num_bytes(head_dim),
-        "tokens": len(deep),
-        "same_likeliest_percent": 100 * is_same[:, DEEP - SHALLOW :].mean().item(),
-        "perplexity": math.exp(losses[:, DEEP - SHALLOW :].mean().item()),
-        "perplexity_change_percent": 100 * math.expm1(change.mean().item()),
-        "error_percent": 100 * change.std().item() / math.sqrt(len(change)),
-        "divergence_milli": 1000 * deep.mean().item(),
-        "divergence_99th_milli": 1000 * deep.quantile(0.99).item(),
-        "divergence_milli_by_depth": {
-            SHALLOW + i * DEPTHS: 1000 * part.mean().item()
-            for i, part in enumerate(divergence.split(DEPTHS, dim=1))
-        },
+        "ratio_to_bf16": 4 * head_dim / arm.num_bytes(head_dim),
+        **asdict(loss),
+        "by_depth": {first: asdict(quality.loss_of(tally, base, first, end)) for first, end in classes},
     }
 
 
 COLUMNS = {
     "arm": "keys and values",
     "bytes": "bytes",
-    "ratio": "ratio",
-    "same_likeliest_percent": "same likeliest, %",
-    "perplexity_change_percent": "perplexity, %",
+    "ratio_to_bf16": "ratio",
+    "same_percent": "same, %",
+    "perplexity_percent": "perplexity, %",
     "error_percent": "+-",
-    "divergence_milli": "KL, 1/1000 nat",
-    "divergence_99th_milli": "99th",
+    "divergence": "KL, 1/1000 nat",
+    "divergence_99th": "99th",
 }
 
 
-def main() -> None:
+def show(lines: list[dict[str, object]]) -> str:
+    rows = []
+    for line in lines:
+        by_depth = line["by_depth"]
+        assert isinstance(by_depth, dict)
+        rows.append([line[key] for key in COLUMNS] + [each["divergence"] for each in by_depth.values()])
+    deep = lines[0]["by_depth"]
+    assert isinstance(deep, dict)
+    return record.table([*COLUMNS.values(), *(f"from {first}" for first in deep)], rows)
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--texts", type=Path, required=True, help="a file of prompts, one per line")
-    parser.add_argument("--count", type=int, default=8, help="texts that are read (default: %(default)s)")
-    parser.add_argument("--skip", type=int, default=0, help="texts that are left out first")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of each (default: %(default)s)")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="only these, by name")
-    parser.add_argument("--model", default="default")
-    parser.add_argument("--quantization", default="auto", help="of the weights, as for serving")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--json")
-    args = parser.parse_args()
-    arms = [arm for arm in ARMS if args.arms is None or arm.name in args.arms]
+    add = parser.add_argument
+    add("--texts", type=Path, required=True, help="a file of prompts, one per line")
+    add("--tokens", type=int, default=8192, help="that count (default: %(default)s)")
+    add("--skip", type=int, default=0, help="texts that are left out first")
+    add("--length", type=int, default=2048, help="tokens of each text (default: %(default)s)")
+    add("--needles", type=int, default=0, help="texts with ten needles each (default: %(default)s)")
+    add("--arms", nargs="+", metavar="ARM", help="only these, by name")
+    add("--model", default="default")
+    add("--dtype", default="auto")
+    add("--quantization", default="auto", help="of the weights, as for serving")
+    add("--device", default="auto")
+    add("--json")
+    return parser.parse_args()
+
+
+def chosen_arms(names: list[str] | None, arms: list[Arm]) -> list[Arm]:
+    known = [arm.name for arm in arms]
+    for name in names or ():
+        if name not in known:
+            raise BenchError(f"'{name}' is no arm: use some of {', '.join(known)}.")
+    return [arm for arm in arms if names is None or arm.name in names]
+
+
+def main() -> None:
+    args, begun_s = arguments(), time.monotonic()
     settings = Settings(
-        model=args.model, draft="none", device=args.device, quantization=args.quantization, graphs=False
+        model=args.model,
+        draft="none",
+        device=args.device,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        graphs=False,
     )
     models = load_models(settings, print)
-    head_dim = models.target.layers[0].mixer.head_dim
-    found = texts(args.texts, models.tokenizer, args.length)
-    means = centres(models, next(found))
-    tallies = {arm.name: Tally() for arm in (EXACT, *arms)}
-    result: dict[str, object] = {"settings": vars(args) | {"texts": args.texts.name}, **record.context()}
+    begin = kv_texts.begin_of(args.length)
+    other, *rest = kv_texts.long_enough(texts_of(args.texts, models.tokenizer), args.length, args.texts.name)
+    texts = rest[args.skip :][: max(1, -(-args.tokens // (args.length - begin)))]
+    exact = study.exact_of(models)
+    heads = quality.kept_heads(models.config.layer_specs())
+    every = arms_of(models, calibrations(models, other), models.config.num_layers)
+    arms = [exact, *chosen_arms(args.arms, every)]
+    tallies = {arm.name: LossTally(begin) for arm in arms}
     words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
-    result["command"] = shlex.join(["python", "-m", "benchmarks.kv_quality", *words])
-    result["weights"] = f"{models.device}, {models.plan.dtype}, {models.plan.quantization}"
-    for number, text in enumerate(itertools.islice(found, args.skip, args.skip + args.count), 1):
-        wanted = torch.tensor(text[SHALLOW:], device=models.device)
-        exact = list(read(models, text, EXACT, means))
-        tallies[EXACT.name].add(iter(exact), exact, wanted)
-        for arm in arms:
-            tallies[arm.name].add(read(models, text, arm, means), exact, wanted)
-        base = tallies[EXACT.name]
-        lines = [line_of(arm, tallies[arm.name], base, head_dim) for arm in (EXACT, *arms)]
-        record.save(args.json, result | {"texts": number, "arms": lines})
-        print(f"\n{number} texts of {args.length} tokens, depth {DEEP} and beyond")
-        rows = [[line[key] for key in COLUMNS] for line in lines]
-        print(record.table(list(COLUMNS.values()), rows), flush=True)
+    result: dict[str, object] = {
+        "settings": vars(args) | {"texts": args.texts.name},
+        **record.context(),
+        "command": shlex.join(["python", "-m", "benchmarks.kv_quality", *words]),
+        "weights": f"{models.device}, {models.plan.dtype}, {models.plan.quantization}",
+    }
+    for number, text in enumerate(texts, 1):
+        quality.count_text(models, text, arms, tallies)
+        lines = [
+            line_of(arm, tallies[arm.name], tallies[exact.name], heads[0][1], args.length) for arm in arms
+        ]
+        result |= {"texts": number, "seconds": time.monotonic() - begun_s, "arms": lines}
+        record.save(args.json, result)
+        print(f"{number} of {len(texts)} texts, {time.monotonic() - begun_s:.0f} s", flush=True)
+        if number in (1, len(texts)):
+            print(show(lines), flush=True)
+    if args.needles:
+        found = study.count_needles(models, arms, args.needles, length=args.length, note=print)
+        result |= {"needles": {name: asdict(each) for name, each in found.items()}}
+        result["seconds"] = time.monotonic() - begun_s
+        record.save(args.json, result)
+        header = ["needles", "hidden", "found", "of exact's"]
+        rows = [[name, one.num_hidden, one.num_found, one.num_both] for name, one in found.items()]
+        print(record.table(header, [list[object](row) for row in rows]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,312 @@
+"""What compressed keys and values do to a model: against the same model, on the same texts, with exact ones.
+
+Every arm, a way to keep keys and values, reads every text whole and without a cache, by the rule of positions
+(kernels/kv_positions.py): what serving would compute, by references. Counted is what comes after each token
+from a depth on: how surprising the next one is, how far the distribution is from the exact one (the KL
+divergence, in nats), and whether the likeliest token is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.spec import LayerSpec, Paged, SharedWith
+from blockdraft.check.kv_needles import Likeliest
+from blockdraft.check.whole_view import WholeView
+from blockdraft.engine.loaded import Models
+from blockdraft.errors import ModelError
+from blockdraft.kernels.attention import Mask
+from blockdraft.kernels.kv_codec import FORMATS, KvFormat, kv_format
+from blockdraft.kernels.kv_positions import KeysValues, PositionRule
+
+QUERIES = 512  # whose scores are there at a time: few large operations, which cards like
+SLICE = 256  # tokens whose logits are there at a time
+CENTRED = 512  # tokens whose keys make a centre
+BLOCK = 64  # tokens whose mean counts once in an error: neighbours are surprised together
+FIRST_DEPTH = 512  # the first class of depths ends at twice this, the next ones at twice that
+
+DEFAULT = PositionRule()
+Centres = Mapping[int, Tensor]  # [G, D] of each layer
+Compress = Callable[[int, Tensor, Tensor], KeysValues]  # a layer, its keys and values; how they come back
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to keep keys and values. Bytes are a compressed token's, of a head of so many values."""
+
+    name: str
+    compress: Compress
+    num_bytes: Callable[[int], float]
+    rule: PositionRule = DEFAULT
+
+
+def exact_arm(element_bytes: int) -> Arm:
+    return Arm("exact", lambda layer, k, v: (k, v), lambda head_dim: 2 * element_bytes * head_dim)
+
+
+def of_format(
+    form: KvFormat,
+    name: str | None = None,
+    *,
+    centres: Centres | None = None,
+    rule: PositionRule = DEFAULT,
+) -> Arm:
+    """As the format keeps them; keys less the constants `centres` of their layers, where there are some."""
+
+    def compress(layer: int, k: Tensor, v: Tensor) -> KeysValues:
+        return form.keys_back(k, None if centres is None else centres[layer]), form.values_back(v)
+
+    return Arm(name or form.name, compress, form.bytes_per_token, rule)
+
+
+# ---- attention
+
+
+class ArmView(WholeView):
+    """A whole text whose queries read keys and values as an arm keeps them."""
+
+    def __init__(self, models: Models, count: int, arm: Arm) -> None:
+        super().__init__(models.config.layer_specs(), count=count, device=models.device)
+        self._arm = arm
+
+    def _attend_row(
+        self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None
+    ) -> Tensor:
+        spec = self._specs[layer]
+        owner = spec.layer if isinstance(spec, SharedWith) else layer
+        return attend_mixed(q, (k, v), self._arm.compress(owner, k, v), self._arm.rule, mask, sinks)
+
+
+def attend_mixed(
+    q: Tensor,
+    exact: KeysValues,
+    compressed: KeysValues,
+    rule: PositionRule,
+    mask: Mask,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `reference_attend_cold`, of whole texts and not to the bit: many groups of queries at a time.
+
+    q [N, H, D] are all N positions. In a part of the queries, keys that some of them read exact and others
+    compressed, a strip, are there twice.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    stores = [[x.to(wide).transpose(0, 1) for x in pair] for pair in (exact, compressed)]  # [G, L, D]
+    count, num_heads, dim = q.shape
+    num_groups = exact[0].shape[1]
+    rows = (q.to(wide) * mask.scale).view(count, num_groups, -1, dim).permute(1, 2, 0, 3)
+    sink = None if sinks is None else sinks.to(wide).view(num_groups, -1, 1, 1)
+    out = torch.empty_like(rows)  # [G, shared, N, D]
+    for begin in range(0, count, QUERIES):
+        end = min(begin + QUERIES, count)
+        out[:, :, begin:end] = _attend_part(rows[:, :, begin:end], stores, rule, mask, begin, sink)
+    return out.permute(2, 0, 1, 3).reshape(count, num_heads, dim).to(q.dtype)
+
+
+def _attend_part(
+    rows: Tensor, stores: list[list[Tensor]], rule: PositionRule, mask: Mask, begin: int, sink: Tensor | None
+) -> Tensor:
+    """Queries [G, shared, n, D] from `begin` on."""
+    (exact_k, exact_v), (cold_k, cold_v) = stores
+    groups, shared, count, dim = rows.shape
+    end, flat = begin + count, rows.reshape(groups, shared * count, dim)
+    query = torch.arange(begin, end, device=rows.device)[:, None]
+    first = max(rule.cold_end(begin), rule.sinks)  # keys [sinks, first) are compressed for all,
+    last = max(rule.cold_end(end - 1), first)  # [first, last) for some, and others for none
+
+    def mixed(exact: Tensor, cold: Tensor) -> Tensor:
+        return torch.cat((exact[:, : rule.sinks], cold[:, rule.sinks : first], exact[:, first:end]), dim=1)
+
+    def scores_of(keys: Tensor) -> Tensor:
+        return (flat @ keys.mT).view(groups, shared, count, -1)
+
+    scores = scores_of(mixed(exact_k, cold_k))
+    key = torch.arange(end, device=rows.device)
+    is_cold = key[first:last] < rule.cold_end(query)
+    if last > first:
+        strip = scores[..., first:last]
+        strip.copy_(torch.where(is_cold, scores_of(cold_k[:, first:last]), strip))
+    hidden = key > query
+    if mask.window is not None:
+        hidden |= key <= query - mask.window
+    scores.masked_fill_(hidden, float("-inf"))
+    if sink is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        column = sink.expand(groups, shared, count, 1)
+        weights = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+    strip = weights[..., first:last].masked_fill(~is_cold, 0)
+    weights[..., first:last] -= strip
+    read = weights.reshape(groups, shared * count, -1) @ mixed(exact_v, cold_v)
+    read += strip.reshape(groups, shared * count, -1) @ cold_v[:, first:last]
+    return read.view(groups, shared, count, dim)
+
+
+# ---- what is read
+
+
+@torch.inference_mode()
+def hidden_states(models: Models, text: Sequence[int], arm: Arm) -> Tensor:
+    """[N, E], before the head."""
+    tokens = torch.tensor(text, device=models.device)
+    hidden: Tensor = models.target(tokens, ArmView(models, len(text), arm))[0]
+    return hidden
+
+
+@torch.inference_mode()
+def keys_of(models: Models, text: Sequence[int]) -> dict[int, Tensor]:
+    """[N, G, D] of each layer, as attention reads them."""
+    view = ArmView(models, len(text), exact_arm(4))
+    models.target(torch.tensor(text, device=models.device), view)
+    return {layer: keys for layer, (keys, _) in view.kept.items()}
+
+
+def centres(models: Models, text: Sequence[int]) -> Centres:
+    """Means of the keys of a text's first tokens."""
+    return {layer: keys.float().mean(dim=0) for layer, keys in keys_of(models, text[:CENTRED]).items()}
+
+
+def log_probabilities(models: Models, hidden: Tensor) -> Tensor:
+    """[N, V] in float32 or wider."""
+    logits = models.target.logits(hidden)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+
+
+def likeliest(models: Models, arm: Arm) -> Likeliest:
+    """What finds needles as the arm would."""
+
+    @torch.inference_mode()
+    def of_text(text: Sequence[int]) -> Tensor:
+        parts = torch.split(hidden_states(models, text, arm), SLICE)
+        return torch.cat([models.target.logits(part).argmax(dim=-1) for part in parts])
+
+    return of_text
+
+
+# ---- what is counted
+
+
+@dataclass(slots=True)
+class LossTally:
+    """Of every token that counts: surprise and divergence in nats, and whether the likeliest is the same."""
+
+    begin: int  # the first token of a text that counts
+    losses: list[Tensor] = field(default_factory=list)  # a tensor for each text
+    divergence: list[Tensor] = field(default_factory=list)
+    is_same: list[Tensor] = field(default_factory=list)
+
+
+@torch.inference_mode()
+def count_text(
+    models: Models, text: Sequence[int], arms: Sequence[Arm], tallies: Mapping[str, LossTally]
+) -> None:
+    """Read a text by all arms, of which the first is exact, and add what counts to their tallies."""
+    begin = tallies[arms[0].name].begin
+    hidden = [hidden_states(models, text, arm)[begin - 1 : -1] for arm in arms]
+    wanted = torch.tensor(text[begin:], device=models.device)
+    found: dict[str, list[Tensor]] = {arm.name: [] for arm in arms}
+    for place in range(0, len(wanted), SLICE):
+        part = slice(place, place + SLICE)
+        truth = log_probabilities(models, hidden[0][part])
+        for arm, states in zip(arms, hidden, strict=True):
+            logs = truth if arm is arms[0] else log_probabilities(models, states[part])
+            found[arm.name].append(_of_slice(logs, truth, wanted[part]))
+    for name, parts in found.items():
+        losses, divergence, is_same = torch.cat(parts, dim=1).double().cpu()
+        tallies[name].losses.append(losses)
+        tallies[name].divergence.append(divergence)
+        tallies[name].is_same.append(is_same)
+
+
+def _of_slice(logs: Tensor, truth: Tensor, wanted: Tensor) -> Tensor:
+    """[3, N]"""
+    loss = -logs.gather(1, wanted[:, None])[:, 0]
+    divergence = (truth.exp() * (truth - logs)).sum(dim=1)
+    return torch.stack((loss, divergence, (logs.argmax(dim=1) == truth.argmax(dim=1)).to(loss.dtype)))
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What an arm loses over some tokens. Divergences are in thousandths of a nat."""
+
+    num_tokens: int
+    same_percent: float  # of the tokens have the same likeliest next one
+    perplexity: float
+    perplexity_percent: float  # more than with exact ones
+    error_percent: float  # of that, a standard error
+    divergence: float
+    divergence_99th: float
+
+
+def loss_of(tally: LossTally, base: LossTally, first: int = 0, end: int | None = None) -> Loss:
+    """Over tokens at depths [first, end)."""
+    part = slice(max(0, first - tally.begin), None if end is None else end - tally.begin)
+    losses, divergence, is_same = (
+        torch.cat([x[part] for x in listed]) for listed in (tally.losses, tally.divergence, tally.is_same)
+    )
+    change = losses - torch.cat([x[part] for x in base.losses])
+    size = BLOCK if len(change) >= 2 * BLOCK else 1
+    blocks = change[: len(change) // size * size].view(-1, size).mean(dim=1)
+    error = blocks.std(correction=min(1, len(blocks) - 1)).item() / math.sqrt(len(blocks))
+    return Loss(
+        num_tokens=len(change),
+        same_percent=100 * is_same.mean().item(),
+        perplexity=math.exp(losses.mean().item()),
+        perplexity_percent=100 * math.expm1(change.mean().item()),
+        error_percent=100 * error,
+        divergence=1000 * divergence.mean().item(),
+        divergence_99th=1000 * _quantile(divergence, 0.99),
+    )
+
+
+def _quantile(x: Tensor, share: float) -> float:
+    """torch.quantile takes 16 million values at most, and interpolates."""
+    return x.kthvalue(max(1, math.ceil(share * len(x)))).values.item()
+
+
+def depths(begin: int, length: int) -> list[tuple[int, int]]:
+    """Classes of depths between the first token that counts and a text's length: 512 to 1,023, then twice."""
+    edges = [begin]
+    edge = FIRST_DEPTH
+    while edge < length:
+        if edge > begin:
+            edges.append(edge)
+        edge *= 2
+    return list(zip(edges, [*edges[1:], length], strict=True))
+
+
+# ---- what a model keeps
+
+
+def kept_heads(specs: Iterable[LayerSpec]) -> list[tuple[int, int]]:
+    """Key/value heads and their size, of every layer that keeps keys and values."""
+    return [(spec.num_kv_heads, spec.head_dim) for spec in specs if isinstance(spec, Paged)]
+
+
+def bytes_of(arm: Arm, models: Models) -> float:
+    """Of one token, compressed, in all layers."""
+    return sum(count * arm.num_bytes(dim) for count, dim in kept_heads(models.config.layer_specs()))
+
+
+def formats_for(models: Models, names: Sequence[str] | None) -> tuple[list[KvFormat], list[str]]:
+    """The formats of those names, or all; then without, and with, those that do not fit this model's heads.
+
+    ModelError or SettingsError: a name is unknown, or what was asked for does not fit.
+    """
+    sizes = {dim for _, dim in kept_heads(models.config.layer_specs())}
+    if not sizes:
+        raise ModelError(f"'{models.config.name}' keeps no keys and values: there is nothing to compress.")
+    found, refused = [], []
+    for name in FORMATS if names is None else names:
+        try:
+            found += list({kv_format(name, size) for size in sizes})
+        except ModelError:
+            if names is not None:
+                raise
+            refused.append(name)
+    return found, refused

@@ -1,0 +1,181 @@
+"""blockdraft kv: what do compressed keys and values do to this model?"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockdraft.cli.flags import table
+from blockdraft.errors import SettingsError
+from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
+
+if TYPE_CHECKING:
+    from blockdraft.check.kv_study import FormatReport, KvReport
+    from blockdraft.engine.loaded import Models
+    from blockdraft.text.tokenizer import Tokenizer
+
+SUMMARY = "say what compressed keys and values (int8, fp8, tq4, tq4v3) do to a model"
+USAGE = "blockdraft kv [MODEL] [flags]"
+DESCRIPTION = (
+    "Read texts with exact and with compressed keys and values, and say for each format what a token takes, "
+    "how often the likeliest next token stays the same, how much perplexity and the distribution change, at "
+    "which depth, and which hidden facts (needles) are still found; and whether to use it. Texts are read "
+    "whole, by references: this needs no kernel, and says nothing about speed."
+)
+FORMATS = ("int8", "fp8", "tq4", "tq4v3")  # kernels/kv_codec.py has what they are; it imports torch
+NEEDLES_FROM = 1024  # tokens: shorter texts have no needles unless they are asked for
+# Tokens that count, a text's length, and texts with needles: a minute or two on two cores; less on a card.
+SMALL, LARGE = (1024, 1536, 1), (65_536, 4096, 8)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "model", nargs="?", default="default", metavar="MODEL", help="folder, hub id, GGUF file, or 'default'"
+    )
+    formats_help = f"measure this one of {', '.join(FORMATS)}; may be repeated (default: all)"
+    add(
+        "--kv-dtype",
+        dest="formats",
+        action="append",
+        choices=FORMATS,
+        metavar="NAME",
+        help=formats_help,
+    )
+    texts_help = "a text per line (JSON lines of prompts, .gz or .xz too) (default: a few pages of our own)"
+    add("--texts", type=Path, metavar="FILE", help=texts_help)
+    add("--tokens", type=int, metavar="N", help=f"tokens that count (default: {LARGE[0]}, CPU: {SMALL[0]})")
+    add("--length", type=int, metavar="N", help=f"of each text (default: {LARGE[1]}, CPU: {SMALL[1]})")
+    needles_help = f"texts with ten needles each (default: {LARGE[2]}, CPU: {SMALL[2]})"
+    add("--needles", type=int, metavar="N", help=needles_help)
+    add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
+    add("--dtype", default="auto", choices=DTYPES, help="of the model (default: auto)")
+    weights_help = "of its weights (default: auto; none on a CPU, whose int8 products hide what is small)"
+    add("--quantization", default="auto", choices=QUANTIZATIONS, help=weights_help)
+    add("--json", type=Path, metavar="FILE", help="write everything that was measured there, too")
+    add("--quiet", action="store_true", help="do not say on stderr how far it is")
+
+
+def run(args: argparse.Namespace) -> int:
+    from blockdraft.start.preflight import pin_cpu_threads
+    from blockdraft.start.while_importing import quick_imports
+
+    _check(args)
+    pin_cpu_threads(Settings(device=args.device))
+    with quick_imports():
+        from blockdraft.check.kv_quality import formats_for
+        from blockdraft.check.kv_study import study
+        from blockdraft.check.kv_texts import begin_of, built_in, long_enough
+        from blockdraft.start.loading import load_models
+
+    def note(line: str) -> None:
+        if not args.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    models = load_models(_settings(args), note)
+    formats, refused = formats_for(models, args.formats)
+    tokens, length, num_needles = _sizes(args, models)
+    begin = begin_of(length)
+    if args.texts is None:
+        texts: Iterator[list[int]] = built_in(models.tokenizer.encode, length)
+    else:
+        read = texts_of(args.texts, models.tokenizer)
+        texts = iter(long_enough(read, length, str(args.texts)))
+    chosen = list(itertools.islice(texts, max(1, -(-tokens // (length - begin)))))
+    report = study(models, formats, chosen, begin=begin, num_needles=num_needles, note=note)
+    for line in lines(report, args):
+        print(line)
+    for name in refused:
+        print(f"{name}: heads of this model cannot be rotated: use int8 or fp8.")
+    if args.json is not None:
+        args.json.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for flag, value, least in (
+        ("--tokens", args.tokens, 1),
+        ("--length", args.length, 1),
+        ("--needles", args.needles, 0),
+    ):
+        if value is not None and value < least:
+            raise SettingsError(f"{flag} {value} is not at least {least}.")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise SettingsError(f"cannot write --json {args.json}: there is no such folder.")
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    from blockdraft.start.loading import resolve_device
+
+    is_cpu = resolve_device(args.device) == "cpu"
+    return Settings(
+        model=args.model,
+        draft="none",
+        device=args.device,
+        dtype=args.dtype,
+        quantization="none" if is_cpu and args.quantization == "auto" else args.quantization,
+        graphs=False,
+        **({} if args.length is None else {"max_context": args.length}),
+    )
+
+
+def _sizes(args: argparse.Namespace, models: Models) -> tuple[int, int, int]:
+    """Tokens, length and needles: what was asked for, else what this device does in a few minutes."""
+    tokens, length, needles = SMALL if models.device.type == "cpu" else LARGE
+    length = min(length, models.plan.max_context) if args.length is None else args.length
+    needles = needles if length >= NEEDLES_FROM else 0
+    return args.tokens or tokens, length, needles if args.needles is None else args.needles
+
+
+def texts_of(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Prompts of a file as the model reads them, in an order that is the same every time."""
+    from blockdraft.bench import prompt_files
+
+    prompts = prompt_files.prompts_of(prompt_files.read(path).rows, name="kv", category="kv")
+    for prompt in random.Random("kv").sample(prompts, len(prompts)):
+        if tokenizer.has_chat_template:
+            yield tokenizer.encode_chat(prompt.messages(), add_generation_prompt=False)
+        else:
+            yield tokenizer.encode("\n\n".join(prompt.turns))
+
+
+def lines(report: KvReport, args: argparse.Namespace) -> Iterator[str]:
+    """The report as text."""
+    source = "our own text" if args.texts is None else str(args.texts)
+    yield (
+        f"{args.model}, {report.dtype}: {report.num_texts} texts of {report.length} tokens ({source}), "
+        f"{report.num_tokens} tokens counted from depth {report.begin} on"
+    )
+    yield f"exact: {report.exact_bytes:.0f} bytes per token, perplexity {report.perplexity:.2f}"
+    yield ""
+    deep = [f"from {first}" for first, _ in report.depths]
+    header = ("format", "bytes", "ratio", "same, %", "perplexity, %", "KL", "99th", *deep, "needles")
+    yield from table([header, *(_row(one) for one in report.formats)])
+    yield "KL: 1/1000 nat per token; its 99th percentile; its mean by depth."
+    yield ""
+    yield from (str(one.sentence) for one in report.formats)
+
+
+def _row(one: FormatReport) -> tuple[str, ...]:
+    loss, needles = one.loss, one.needles
+    found = (
+        "-" if needles is None else f"{needles.num_found} (exact {needles.num_exact}) of {needles.num_hidden}"
+    )
+    return (
+        one.name,
+        f"{one.num_bytes:.0f}",
+        f"{one.ratio:.2f}x",
+        f"{loss.same_percent:.2f}",
+        f"{loss.perplexity_percent:+.2f} ±{loss.error_percent:.2f}",
+        f"{loss.divergence:.2f}",
+        f"{loss.divergence_99th:.1f}",
+        *(f"{each.divergence:.2f}" for each in one.by_depth),
+        found,
+    )

@@ -1,0 +1,64 @@
+"""blockdraft kv on the tiny pair, whose heads are too small to be rotated: its table, files and refusals."""
+
+import json
+import random
+import re
+
+import pytest
+
+from blockdraft.cli import kv
+from blockdraft.cli.main import main
+from blockdraft.kernels.kv_codec import FORMATS
+from tests.cli.test_cli import TARGET
+
+TINY = ["kv", TARGET, "--device", "cpu", "--length", "400", "--quiet"]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    choice = random.Random(0)
+    rows = [{"text": " ".join(f"t{choice.randrange(60)}" for _ in range(420))} for _ in range(3)]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_it_prints_a_table_and_a_sentence_for_each_format(capsys, tmp_path, texts):
+    report = tmp_path / "kv.json"
+    assert main([*TINY, "--texts", texts, "--tokens", "300", "--json", str(report)]) == 0
+    out = capsys.readouterr().out
+    assert "2 texts of 400 tokens" in out
+    assert "400 tokens counted from depth 200 on" in out
+    for name in ("int8", "fp8"):
+        assert re.search(rf"^{name}: \d+\.\d % same likeliest token, .+: .+\.$", out, re.M)
+    assert "tq4v3: heads of this model cannot be rotated: use int8 or fp8." in out
+    saved = json.loads(report.read_text())
+    assert [one["name"] for one in saved["formats"]] == ["int8", "fp8"]
+    assert saved["formats"][0]["num_bytes"] == 4 * 2 * (2 * 8 + 4)
+    assert saved["exact_bytes"] == 4 * 2 * (2 * 8 * 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kv-dtype", "tq4"], "Heads of 8 values cannot be rotated"),
+        (["--tokens", "0"], "--tokens 0 is not at least 1"),
+        (["--json", "/no/such/folder/kv.json"], "there is no such folder"),
+        (["--length", "300"], "nothing is compressed long enough to be read: use --length 320 or more"),
+        (["--length", "430"], "the longest has 420: use a lower --length"),
+        (["--length", "9000"], "knows 512 positions"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(capsys, texts, flags, words):
+    assert main([*TINY, "--texts", texts, *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_unknown_format_is_refused_with_a_suggestion(capsys):
+    with pytest.raises(SystemExit):
+        main(["kv", "--kv-dtype", "tq"])
+    assert "tq4" in capsys.readouterr().err
+
+
+def test_the_command_knows_every_format():
+    assert tuple(FORMATS) == kv.FORMATS
