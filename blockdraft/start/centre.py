@@ -2,18 +2,25 @@
 
 A constant that is taken from every key of a head moves all scores of a query alike and no weight. But it
 would take up levels where keys are compressed. It is read off a text that ships here, so it is the same at
-every start: keys of a model differ far more from head to head than their means do from text to text.
+every start: any text will do, but positions turn what keys have in common. What the mean of the first tokens
+becomes at each depth is therefore averaged over depths, which leaves what hardly turns
+(benchmarks/log.md, 2026-11-17).
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from blockdraft.cache.cold import ColdLayer
 from blockdraft.check.whole_view import WholeView
 from blockdraft.engine.engine import Engine
+from blockdraft.kernels.kernels import REFERENCE
+from blockdraft.models.config import AttentionConfig
+from blockdraft.models.rotary import inverse_frequencies
 
 TOKENS = 384  # at most
+DEPTH = 8192  # tokens, at most, over which the mean is averaged
 FIRST = 4  # the first tokens' keys, which all queries look at, are unlike the others
 TEXT = """The lighthouse keeper wrote down what he saw every evening: the wind, the colour of the water and
 the names of the ships that passed. On the third of March there were eleven of them. "Eleven," he said, "and
@@ -53,5 +60,15 @@ def centre_keys(engine: Engine) -> None:
     models.target(torch.tensor(token_ids, device=models.device), view)
     for layer, (keys, _) in view.kept.items():
         storage = engine.cache.storage[layer]
-        if isinstance(storage, ColdLayer):
-            storage.centre_on(keys[FIRST:].float().mean(dim=0))
+        mixer = models.config.layers[layer].mixer
+        if isinstance(storage, ColdLayer) and isinstance(mixer, AttentionConfig):
+            mean = keys[FIRST:].float().mean(dim=0)
+            storage.centre_on(over_depths(mean, mixer, min(DEPTH, models.plan.max_context)))
+
+
+def over_depths(mean: Tensor, attention: AttentionConfig, depth: int) -> Tensor:
+    """The mean of keys [G, D] of the first tokens, averaged over what `depth` positions make of it."""
+    turns = inverse_frequencies(attention.rope, attention.head_dim).to(mean.device)
+    angle = torch.outer(torch.arange(depth, device=mean.device, dtype=torch.float32), turns)
+    angles = angle.cos().mean(dim=0)[None, None], angle.sin().mean(dim=0)[None, None]
+    return REFERENCE.rotate(mean[None], angles)[0]
