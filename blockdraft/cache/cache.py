@@ -7,6 +7,8 @@ slot. Page 1 belongs to the scratch row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -133,6 +135,13 @@ class Cache:
             tiles = self._tiles(rows, starts, num_committed, max_count=self._rule.block)
             for cold in self._cold.values():
                 cold.compress(tiles)
+
+    def centre_keys(self, centres: Mapping[int, Tensor]) -> None:
+        """Store rotated keys less a constant [G, D] of their layer, from now on: nothing is in the cache yet."""
+        for layer, centre in centres.items():
+            storage = self.storage[layer]
+            if isinstance(storage, ColdLayer):
+                storage.centre_on(centre)
 
     @property
     def cold(self) -> tuple[ColdKV, ...]:

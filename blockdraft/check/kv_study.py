@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from blockdraft.check.kv_centre import served_centres
 from blockdraft.check.kv_needles import PER_TEXT, NeedleText, found, hide
 from blockdraft.check.kv_quality import (
     Arm,
@@ -69,7 +70,8 @@ def study(
 ) -> KvReport:
     """`texts` are all of one length; `num_needles` more have needles."""
     exact = exact_of(models)
-    arms = [exact, *map(of_format, formats)]
+    centres = served_centres(models)
+    arms = [exact, *(of_format(form, centres=centres if form.is_turned else None) for form in formats)]
     tallies = {arm.name: LossTally(begin) for arm in arms}
     for number, text in enumerate(texts, 1):
         count_text(models, text, arms, tallies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from blockdraft.check.kv_centre import served_centres
 from blockdraft.check.selfcheck import Verification, captured, without_drafter
 from blockdraft.check.verified import verify_changes
 from blockdraft.engine.engine import Engine
@@ -18,7 +19,6 @@ from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
 from blockdraft.start.block_width import known_acceptance, may_choose_width, plan_with_width
 from blockdraft.start.card_errors import unused_gpu
-from blockdraft.start.centre import centre_keys
 from blockdraft.start.compile_ahead import CompileAhead, compile_steps, compiling_for
 from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.loading import Opened, open_models, read_weights, resolve_device
@@ -104,8 +104,10 @@ def _plain(
 
 
 def _new_engine(models: Models) -> Engine:
+    """Keys that are rotated are stored less what they have in common."""
     engine = Engine(models)
-    centre_keys(engine)
+    if any(cold.pages.format.is_turned for cold in engine.cache.cold):
+        engine.cache.centre_keys(served_centres(models))
     return engine
 
 

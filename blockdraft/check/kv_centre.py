@@ -1,4 +1,4 @@
-"""What all keys of a head have in common, found once at the start: rotated keys are stored without it.
+"""What all keys of a head have in common: rotated keys are stored without it.
 
 A constant that is taken from every key of a head moves all scores of a query alike and no weight. But it
 would take up levels where keys are compressed. It is read off a text that ships here, so it is the same at
@@ -12,9 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockdraft.cache.cold import ColdLayer
 from blockdraft.check.whole_view import WholeView
-from blockdraft.engine.engine import Engine
+from blockdraft.engine.loaded import Models
 from blockdraft.kernels.kernels import REFERENCE
 from blockdraft.models.config import AttentionConfig
 from blockdraft.models.rotary import inverse_frequencies
@@ -50,20 +49,17 @@ people often guess wrong which of the two it is.
 
 
 @torch.inference_mode()
-def centre_keys(engine: Engine) -> None:
-    """For layers that rotate keys; the engine is new, and nothing is in its cache."""
-    models = engine.models
-    if not any(cold.pages.format.is_turned for cold in engine.cache.cold):
-        return
+def served_centres(models: Models) -> dict[int, Tensor]:
+    """[G, D] in float32 for every layer that has keys of its own, before they are rotated for storage."""
     token_ids = models.tokenizer.encode(TEXT)[: min(TOKENS, models.plan.max_context)]
     view = WholeView(models.config.layer_specs(), count=len(token_ids), device=models.device)
     models.target(torch.tensor(token_ids, device=models.device), view)
+    centres, depth = {}, min(DEPTH, models.plan.max_context)
     for layer, (keys, _) in view.kept.items():
-        storage = engine.cache.storage[layer]
         mixer = models.config.layers[layer].mixer
-        if isinstance(storage, ColdLayer) and isinstance(mixer, AttentionConfig):
-            mean = keys[FIRST:].float().mean(dim=0)
-            storage.centre_on(over_depths(mean, mixer, min(DEPTH, models.plan.max_context)))
+        assert isinstance(mixer, AttentionConfig)
+        centres[layer] = over_depths(keys[FIRST:].float().mean(dim=0), mixer, depth)
+    return centres
 
 
 def over_depths(mean: Tensor, attention: AttentionConfig, depth: int) -> Tensor:
