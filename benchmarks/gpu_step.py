@@ -9,6 +9,7 @@ tokens chose), and the keys and values of its context.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -55,6 +56,7 @@ def load(
     """Random weights of a published shape."""
     with tempfile.TemporaryDirectory() as folder:
         target, draft = write_shape(shape, Path(folder))
+        _stretch(target / "config.json", max_context)
         wanted = Settings(
             model=str(target),
             draft=str(draft) if has_drafter else None,
@@ -69,6 +71,13 @@ def load(
         models = load_models(wanted, lambda line: None)
     num_pages = max_rows * (-(-(max_context + 2 * models.plan.block) // PAGE_SIZE) + 1)
     return replace(models, plan=replace(models.plan, num_pages=num_pages))
+
+
+def _stretch(config: Path, max_context: int) -> None:
+    """So many positions, whatever the model was trained for: a step takes the same time."""
+    raw = json.loads(config.read_text())
+    raw["max_position_embeddings"] = max(raw["max_position_embeddings"], max_context)
+    config.write_text(json.dumps(raw))
 
 
 def copy_ceiling() -> float:
@@ -106,10 +115,11 @@ class Step:
         for row in range(self.num_rows):
             rows.place(row, [1] * (self.context + 1), self.context, RowSampling(temperature=self.temperature))
             rows.set_pages([(row, 0, range(first + row * pages, first + (row + 1) * pages)[: _table(rows)])])
-        for storage in self.engine.cache.storage:
-            for tensor in vars(storage).values():
-                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                    tensor.normal_(std=0.1)  # never time on zeros
+            if rows.exact_table is not None:  # what is read of them are the last few
+                each = self.engine.models.plan.num_exact_pages // self.num_rows
+                own = [first + row * each + place % each for place in range(_table(rows))]
+                rows.set_exact_pages([(row, 0, own)])
+        self._fill()
         begin = time.perf_counter()
         self.engine.capture([self.num_rows], [self.width])
         torch.cuda.synchronize()
@@ -118,6 +128,19 @@ class Step:
         graph = self.engine.graphs.find(self.num_rows, self.width)
         assert graph is not None
         self.replay = graph.replay
+
+    def _fill(self) -> None:
+        """Never time on zeros."""
+        for storage in self.engine.cache.storage:
+            for tensor in vars(storage).values():
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                    tensor.normal_(std=0.1)
+        for cold in self.engine.cache.cold:
+            cold.pages.exact_keys.normal_(std=0.1)
+            cold.pages.exact_values.normal_(std=0.1)
+            for codes, scale in (cold.pages.keys, cold.pages.values):
+                codes.random_(0, 120)  # also of fp8 a number
+                scale.uniform_(0, 0.01)
 
     def rewind(self) -> None:
         """Every row back at `context` tokens: a step's time depends on it."""
@@ -187,9 +210,8 @@ def bytes_read(step: Step) -> int:
 
 def _state_bytes(engine: Engine, step: Step, *, has_drafter: bool) -> int:
     """Keys and values of the context (within the window), and recurrent states, read once."""
-    config, draft = engine.models.config, engine.models.draft_config
-    specs = config.layer_specs() + (draft.layer_specs() if has_drafter and draft is not None else ())
-    total = 0
+    config, total = engine.models.config, 0
+    specs = engine.models.cache_specs()[: None if has_drafter else config.num_layers]
     for spec in specs:
         window = getattr(spec, "window", None)
         tokens = step.context if window is None else min(step.context, window)
@@ -350,6 +372,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--draft-quantization", default="none")
+    parser.add_argument("--kv-dtype", default="auto", help="of the target's keys and values")
     parser.add_argument("--committed", type=float, help="tokens committed per step, to say tokens per second")
     parser.add_argument("--engine", action="store_true", help="also serve requests through Engine.step")
     parser.add_argument(
@@ -376,6 +399,7 @@ def main() -> None:
         max_context=args.context + 1024,
         quantization=args.quantization,
         draft_quantization=args.draft_quantization,
+        kv_dtype=args.kv_dtype,
     )
     found = [
         freed(time_step, models, num_rows=rows, width=width, context=args.context, ceiling=ceiling)

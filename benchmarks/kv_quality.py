@@ -39,6 +39,7 @@ from benchmarks import kvarn, record  # noqa: E402
 from blockdraft.check import kv_quality as quality  # noqa: E402
 from blockdraft.check import kv_study as study  # noqa: E402
 from blockdraft.check import kv_texts  # noqa: E402
+from blockdraft.check.kv_centre import served_centres  # noqa: E402
 from blockdraft.check.kv_quality import Arm, Centres, LossTally, of_format  # noqa: E402
 from blockdraft.cli.kv import texts_of  # noqa: E402
 from blockdraft.engine.loaded import Models  # noqa: E402
@@ -146,6 +147,8 @@ def arms_of(models: Models, calibrated: dict[str, Centres], num_layers: int) -> 
     return [
         rounded(),
         *map(of_format, FORMATS.values()),
+        of_format(TQ4, "tq4 as served", centres=served_centres(models)),
+        of_format(TQ4V3, "tq4v3 as served", centres=served_centres(models)),
         *(of_format(TQ4, f"tq4 centred by {name}", centres=means) for name, means in calibrated.items()),
         of_format(TQ4V3, "tq4v3 centred by our prose", centres=calibrated["our prose"]),
         of_turned_centre(TQ4, models, prose),

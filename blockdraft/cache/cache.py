@@ -137,7 +137,7 @@ class Cache:
                 cold.compress(tiles)
 
     def centre_keys(self, centres: Mapping[int, Tensor]) -> None:
-        """Store rotated keys less a constant [G, D] of their layer, from now on: nothing is in the cache yet."""
+        """Store rotated keys less a constant [G, D] of their layer; nothing is in the cache yet."""
         for layer, centre in centres.items():
             storage = self.storage[layer]
             if isinstance(storage, ColdLayer):
