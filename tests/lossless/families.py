@@ -134,7 +134,8 @@ def engine(models, drafter="own", *, chunks=None, is_captured=False, **plan):
     elif drafter == "own":
         drafter = models.drafter
     plan = {"num_pages": 1024, "chunk": 64, **plan}
-    made = Engine(replace(models, drafter=drafter, plan=replace(models.plan, **plan)))
+    plan = tiny.with_exact_pages(replace(models.plan, **plan))
+    made = Engine(replace(models, drafter=drafter, plan=plan))
     if is_captured:
         tiny.capture(made)
     return made if chunks is None else tiny.with_any_chunks(made, chunks)

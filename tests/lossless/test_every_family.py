@@ -365,3 +365,36 @@ def test_any_schedule_emits_the_tokens_of_plain_decoding(name, case):
 @given(family=st.sampled_from(sorted(CONFIGS)), seed=st.integers(0, 10**6), case=cases())
 def test_many_more_configurations_and_schedules(family, seed, case):
     check_case(families.drawn_models(family, seed), case)
+
+
+# ---- compressed keys and values
+
+COLD_NAMES = {
+    "llama-llama3": ("tq4", "tq4v3"),
+    "qwen3-slides": ("int8",),
+    "qwen3_next-whole": ("tq4v3", "fp8"),
+    "gemma4-shared": ("int8",),
+    "gpt_oss-whole": ("fp8",),
+}
+
+
+@functools.cache
+def long_models(name):
+    return families.make_models(*CASES[name], seed=1, max_context=300)
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [(name, kind) for name, kinds in COLD_NAMES.items() for kind in kinds]
+)
+def test_compressed_keys_give_the_tokens_of_plain_decoding_through_them(name, kv_dtype):
+    """By the rule of positions, two schedules that share nothing agree with one token at a time."""
+    models = long_models(name)
+    kept = {"kv_dtype": kv_dtype, "kv_window": 16}
+    requests = families.make_requests(lengths=(230, 9, 170), max_tokens=24)
+    expected = []
+    for prompt, params in requests:
+        expected += tiny.run(families.plain_engine(models, **kept), [(prompt, replace(params, width=1))])
+    for schedule in (SCHEDULES[3], SCHEDULES[4]):
+        plan = {**schedule, "chunk": 100 if schedule["chunk"] == 64 else 19, "page_size": 16, **kept}
+        drafter = families.hinted(models, requests, expected)
+        assert tiny.run(families.engine(models, drafter, **plan), requests) == expected
