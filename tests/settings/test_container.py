@@ -361,8 +361,8 @@ def test_a_first_word_that_is_no_flag_is_a_command(place):
             "MAX_MODEL_LEN: '64k' is not a whole number or 'auto'.",
         ),
         (
-            {"MODEL_PATH": "default", "KV_CACHE_DTYPE": "fp8"},
-            "kv_dtype = 'fp8' is not for the native engine",
+            {"MODEL_PATH": "default", "EXTRA_ARGS": "--tensor-parallel=2"},
+            "tensor_parallel = 2 is not for the native engine",
         ),
         ({"MODEL_PATH": "default", "EXTRA_ARGS": "--gpu-layers 3"}, "unknown flag --gpu-layers"),
         ({"MODEL_PATH": "default", "PORT": "http"}, "PORT: 'http' is not a number"),
