@@ -266,7 +266,7 @@ def test_no_more_than_the_tiles_asked_for_are_compressed():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("dim", [32, 96, 128])
+@pytest.mark.parametrize("dim", [8, 24, 32, 96, 128])
 def test_rotated_heads_have_the_references_bits(dim, has_norms, dtype):
     rng = torch.Generator().manual_seed(dim)
 
