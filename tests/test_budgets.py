@@ -12,31 +12,31 @@ from tests.test_architecture import ROOT
 
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
-    "kernels": 10_150,
+    "kernels": 12_300,
     "bench": 6_300,
     "checkpoints": 4_700,
-    "server": 8_250,
+    "server": 8_300,
     "training": 3_450,
-    "planner": 2_750,
-    "engine": 3_500,
-    "cli": 3_650,
+    "planner": 3_000,
+    "engine": 3_800,
+    "cli": 3_700,
     "launch": 2_250,
     "models": 2_200,
-    "check": 3_200,
-    "start": 1_700,
-    "doctor": 1_150,
-    "settings": 1_450,
+    "check": 3_300,
+    "start": 1_850,
+    "doctor": 1_200,
+    "settings": 1_550,
     "tools": 1_900,
     "text": 1_050,
     "grammar": 600,
-    "cache": 800,
+    "cache": 1_000,
     "machine": 850,
     "step": 800,
     **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases"), 250),
     **dict.fromkeys(("fp4_kernels", "prometheus_text"), 250),
 }
 CORE = ("engine", "step", "cache", "models")
-CORE_BUDGET = 7_200
+CORE_BUDGET = 7_750
 MAX_FUNCTION = 60
 MAX_STEP = 25
 LONG_BY_NATURE = ("kernels/triton/", "kernels/llvm/")  # a kernel is one function

@@ -73,6 +73,7 @@ class Endpoint:
     title: str | None = None  # what people call the model; None: nothing better than `model`
     drafter: str | None = None  # its name
     drafter_hash: str | None = None
+    kv_dtype: str | None = None  # of keys and values, where our engine says it
     notices: tuple[str, ...] = ()  # what a reader of any number must know
     fp4_kernels: tuple[str, ...] = ()  # that another engine's log names; only where we started it
 
@@ -150,6 +151,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
             title=_text(engine, "target_title"),
             drafter=drafter if isinstance(drafter, str) else None,
             drafter_hash=_text(engine, "draft_hash"),
+            kv_dtype=_text(engine, "kv_dtype"),
             notices=_texts(engine, "notices"),
             fp4_kernels=_texts(engine, "fp4_kernels"),
         )

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import SettingsError
-from blockdraft.kernels.kv_positions import TILE, PositionRule
+from blockdraft.kernels.kv_formats import TILE
+from blockdraft.kernels.kv_positions import PositionRule
 
 NAMES = (
     *("Alden", "Bertha", "Cyrus", "Dora", "Edmund", "Flora", "Gideon", "Harriet", "Isaac", "Judith"),

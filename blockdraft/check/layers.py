@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from blockdraft.cache.cold import ColdLayer
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import RowSampling
@@ -394,28 +395,57 @@ def _borrowed_rows(engine: Engine, lengths: list[int]) -> Iterator[None]:
     """Rows with pages for `lengths` tokens and a block each, without a number in them: a stale one shows."""
     allocator, rows, block = engine.scheduler.pages, engine.rows, engine.models.plan.block
     sizes = [-(-(length + block) // allocator.page_size) for length in lengths]
+    exact_pages = engine.scheduler.exact
     pages = allocator.allocate(sum(sizes))
+    exact = [] if exact_pages is None else exact_pages.allocate(sum(sizes))
     try:
-        _spoil(engine, pages, len(lengths))
+        _spoil(engine, pages, exact, len(lengths))
         first = 0
         for row, size in enumerate(sizes):
             rows.place(row, [0], 0, RowSampling())
             rows.set_pages([(row, 0, pages[first : first + size])])
+            if exact:
+                rows.set_exact_pages([(row, 0, exact[first : first + size])])
             first += size
-        yield
+        with _all_exact(engine):
+            yield
     finally:
         allocator.release(pages)
+        if exact_pages is not None:
+            exact_pages.release(exact)
 
 
-def _spoil(engine: Engine, pages: list[int], num_rows: int) -> None:
-    size = engine.models.plan.page_size
-    slots = torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages])
-    slots = slots.to(engine.models.device)
+@contextlib.contextmanager
+def _all_exact(engine: Engine) -> Iterator[None]:
+    """Layers that compress read what they have exact: what compression does to keys is no fault of theirs."""
+    layers = [storage for storage in engine.cache.storage if isinstance(storage, ColdLayer)]
+    before = [layer.pages for layer in layers]
+    for layer in layers:
+        rule = replace(layer.pages.rule, window=1 + engine.models.plan.max_positions)
+        layer.pages = layer.pages._replace(rule=rule)
+    try:
+        yield
+    finally:
+        for layer, pages in zip(layers, before, strict=True):
+            layer.pages = pages
+
+
+def _spoil(engine: Engine, pages: list[int], exact: list[int], num_rows: int) -> None:
+    slots, exact_slots = _slots_of(engine, pages), _slots_of(engine, exact)
     for storage in engine.cache.storage:
         if isinstance(storage, PagedKV):
             storage.keys[:, slots] = math.nan
             storage.values[:, slots] = math.nan
+        elif isinstance(storage, ColdLayer):
+            storage.pages.exact_keys[:, :, exact_slots] = math.nan
+            storage.pages.exact_values[:, :, exact_slots] = math.nan
         else:
             assert isinstance(storage, RecurrentState)
             storage.state[:num_rows] = math.nan
             storage.tail[:num_rows] = math.nan
+
+
+def _slots_of(engine: Engine, pages: list[int]) -> Tensor:
+    size = engine.models.plan.page_size
+    firsts = torch.tensor(pages, dtype=torch.int64) * size
+    return (firsts[:, None] + torch.arange(size)).flatten().to(engine.models.device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from blockdraft.cache.cold import ColdLayer
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.rows import Rows, RowSampling
@@ -24,6 +25,16 @@ from blockdraft.engine.engine import Engine
 from blockdraft.kernels import gated_delta, heads, linear, moe, rows, sampling
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
 from blockdraft.kernels.kernels import Kernels
+from blockdraft.kernels.kv_codec import kv_format
+from blockdraft.kernels.kv_cold import (
+    Codes,
+    ColdPages,
+    Tiles,
+    reference_attend_cold_paged,
+    reference_compress,
+)
+from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
+from blockdraft.kernels.kv_positions import PositionRule
 from blockdraft.kernels.sampling_tables import Real
 from blockdraft.models.dflash import DFlashLayer
 from blockdraft.models.gated_delta import GatedAttention, GatedDelta
@@ -197,6 +208,7 @@ class _Heads(NamedTuple):
     dim: int
     mask: Mask
     has_sinks: bool
+    format: str | None  # of compressed keys and values; None: exact
     norm_dtype: torch.dtype | None  # of the weights of the heads' norms; None: no norms
     is_written: bool  # `norm_rope_write` normalises, rotates and writes them
     has_context: bool  # keys and values also come alone
@@ -212,20 +224,24 @@ def _heads(engine: Engine, model: nn.Module) -> list[_Heads]:
         mask, children = vars(part).get("mask"), dict(part.named_children())
         if isinstance(mask, Mask):
             storage, out = engine.cache.storage[vars(part)["layer"]], children["out"]
-            assert isinstance(storage, PagedKV)
+            assert isinstance(storage, PagedKV | ColdLayer)
             assert isinstance(out, Linear)
-            (num_kv_heads, _, dim), norm = storage.keys.shape, children.get("q_norm")
+            keys = storage.keys if isinstance(storage, PagedKV) else storage.pages.exact_keys[0]
+            format = None if isinstance(storage, PagedKV) else storage.pages.format.name
+            (num_kv_heads, _, dim), norm = keys.shape, children.get("q_norm")
             has_sinks = "sinks" in dict(part.named_parameters(recurse=False))
             norm_dtype = norm.weight.dtype if isinstance(norm, RMSNorm) else None
             kind = (norm_dtype, not isinstance(part, GemmaAttention), isinstance(part, DFlashLayer))
-            found.append(_Heads(out.weight.shape[1] // dim, num_kv_heads, dim, mask, has_sinks, *kind))
+            num_heads = out.weight.shape[1] // dim
+            found.append(_Heads(num_heads, num_kv_heads, dim, mask, has_sinks, format, *kind))
     return found
 
 
 def _compare_attention(engine: Engine, numbers: Numbers) -> Comparisons:
     width, page_size = engine.models.plan.width, engine.models.plan.page_size
     found = [kind for model in models_of(engine) for kind in _heads(engine, model)]
-    for kind in distinct(found, lambda kind: kind[:5]):
+    exact = [kind for kind in found if kind.format is None]
+    for kind in distinct(exact, lambda kind: kind[:5]):
         window = kind.mask.window
         longest = CONTEXT if window is None or window > MAX_WINDOW else max(CONTEXT, window + 40)
         pieces = [((longest, 5), (width, width)), ((40, 0), (1, 20))]
@@ -255,6 +271,63 @@ def _attention_inputs(
     q = numbers.normal(sum(counts), kind.num_heads, kind.dim)
     sinks = numbers.normal(kind.num_heads) if kind.has_sinks else None
     return q, keys, values, blocks, kind.mask, sinks
+
+
+def _compare_cold(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Attention over keys of which most are compressed, and compression: nearly all bytes are the same."""
+    plan = engine.models.plan
+    found = [kind for model in models_of(engine) for kind in _heads(engine, model)]
+    for kind in distinct([kind for kind in found if kind.format is not None], lambda kind: kind[:6]):
+        assert kind.format is not None
+        rule = engine.cache.cold[0].pages.rule
+        starts, counts = (rule.window + CONTEXT, 5), (plan.width, plan.width)
+        blocks, tiles = _cold_places(numbers, rule, starts=starts, counts=counts, page_size=plan.page_size)
+        num_slots = (blocks.table.numel() + 1) * plan.page_size
+        exact = [numbers.normal(1, kind.num_kv_heads, num_slots, kind.dim) for _ in range(2)]
+        stores = [_no_codes(kind, num_slots, which, numbers.device) for which in range(2)]
+        pages = ColdPages(kv_format(kind.format, kind.dim), rule, exact[0], exact[1], stores[0], stores[1])
+        reference_compress(pages, tiles)
+        written = pages._replace(keys=_emptied(pages.keys), values=_emptied(pages.values))
+        numbers.kernels.compress(written, tiles)
+        for name, got, expected in (
+            ("keys", written.keys, pages.keys),
+            ("values", written.values, pages.values),
+        ):
+            # Next to a border of two levels, a sum in another order decides.
+            same = (got.codes == expected.codes).double().mean().to(numbers.dtype)
+            yield Comparison(f"{kind.format} {name}, {kind}", same, torch.ones_like(same).double(), 20)
+        q = numbers.normal(sum(counts), kind.num_heads, kind.dim)
+        sinks = numbers.normal(kind.num_heads) if kind.has_sinks else None
+        where = f"{kind.format}, {kind}, {counts} tokens after {starts}"
+        attend = (numbers.kernels.attend_cold, reference_attend_cold_paged)
+        yield run(where, *attend, q, pages, blocks, kind.mask, sinks, num_steps=2)
+
+
+def _cold_places(
+    numbers: Numbers, rule: PositionRule, *, starts: tuple[int, int], counts: tuple[int, int], page_size: int
+) -> tuple[Blocks, Tiles]:
+    """Two rows in pages dealt at random, twice, and all of them that is read compressed."""
+    num_pages = -(-(max(starts) + max(counts)) // page_size)  # of a row
+    table, exact = ((numbers.order(2 * num_pages) + 1).view(2, num_pages) for _ in range(2))
+    begun = numbers.whole(*starts)
+    blocks = Blocks(pages=table, exact_pages=exact, starts=begun, counts=counts, page_size=page_size)
+    ends = rule.compressed_end(begun)
+    most = max(1, -(-max(starts) // TILE))
+    return blocks, Tiles(table, exact, blocks.rows, torch.zeros_like(ends), ends, most, page_size)
+
+
+def _no_codes(kind: _Heads, num_slots: int, which: int, device: torch.device) -> Codes:
+    """Of keys (0) or values (1)."""
+    assert kind.format is not None
+    form = kv_format(kind.format, kind.dim)
+    num_bytes = (form.keys, form.values)[which].num_bytes(kind.dim) - SCALE_BYTES
+    shape = (1, kind.num_kv_heads, num_slots)
+    codes = torch.zeros((*shape, num_bytes), dtype=torch.uint8, device=device)
+    return Codes(codes, torch.zeros(shape, dtype=torch.float16, device=device))
+
+
+def _emptied(codes: Codes) -> Codes:
+    return Codes(*(torch.zeros_like(part) for part in codes))
 
 
 # ---- the small steps of a layer
@@ -303,7 +376,7 @@ def _compare_activations(engine: Engine, numbers: Numbers) -> Comparisons:
 
 def _compare_heads(engine: Engine, numbers: Numbers) -> Comparisons:
     """Queries, and all of a small cache: a write beside its slots shows as well."""
-    for kind, angles in _rotated(engine, numbers, lambda kind: (*kind[:3], *kind[5:])):
+    for kind, angles in _rotated(engine, numbers, lambda kind: (*kind[:3], *kind[6:])):
         if kind.is_written:
             yield from _compare_writing(kind, angles, numbers)
 
@@ -662,6 +735,7 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "linear": _compare_linear,
     "packed product": _compare_packed,
     "attention": _compare_attention,
+    "compressed attention": _compare_cold,
     "norm": _compare_norms,
     "rotation": _compare_rotations,
     "activation": _compare_activations,

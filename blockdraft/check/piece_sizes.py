@@ -74,7 +74,8 @@ def pieces_for(engine: Engine) -> tuple[Piece, ...]:
 def _room(engine: Engine, num_rows: int) -> int:
     """Tokens that each of so many rows can hold, beside a block."""
     plan = engine.models.plan
-    pages = plan.num_pages // num_rows * plan.page_size
+    num_pages = min(plan.num_pages, plan.num_exact_pages or plan.num_pages)
+    pages = num_pages // num_rows * plan.page_size
     return min(plan.max_context - 1, pages - plan.block)
 
 

@@ -141,10 +141,17 @@ def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Merged
     if quantization is not None:
         settings["quantization"] = quantization
     if engine == "native":
+        settings |= wanted.turboquant
         extra = list(wanted.extra_args)
         if settings.pop("attention_backend", None) is not None:
             notes.append("ATTENTION_BACKEND: left out, the native engine has one of its own")
     else:
+        if wanted.turboquant:
+            raise SettingsError(
+                "ENABLE_TURBOQUANT: our own engine compresses keys and values, "
+                f"{engine} does not with a drafter (its turboquant_* repeat text, vllm#53180). "
+                "Leave it out and set KV_CACHE_DTYPE=fp8, or leave out BLOCKDRAFT_ENGINE."
+            )
         passed_on = [*wanted.extra_args, *engine_words]
         extra = [f"--engine-args={shlex.join(passed_on)}"] if passed_on else []
     flags = [f"{flag_of(name)}={text}" for name, text in settings.items()]

@@ -11,6 +11,7 @@ from functools import partial
 
 from blockdraft.cli.flags import add_model, add_settings, given_settings, noted, table
 from blockdraft.errors import SettingsError
+from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.launch.issues import Issue, check_settings
 from blockdraft.machine.cards import Card, card_by_key, card_named
 from blockdraft.machine.machine import Machine, read_machine
@@ -165,13 +166,15 @@ def _memory(report: Report) -> Iterator[str]:
     weights = {name: size for name, size in sizes.items() if name.endswith("weights")}
     working = {name: size for name, size in sizes.items() if name in _WORKING and size >= _WORTH_NAMING}
     cache = fit.num_bytes - sum(weights.values()) - sum(sizes.get(name, 0) for name in _WORKING)
-    states = sizes.get("recurrent states", 0)
+    states, windows = sizes.get("recurrent states", 0), sizes.get("exact windows", 0)
     rows = [
         ("weights", _gb(sum(weights.values())), _listed(weights, " weights")),
-        ("cache", _gb(cache - states), _cache_note(report)),
+        ("cache", _gb(cache - states - windows), _cache_note(report)),
     ]
     if states:
         rows.append(("states", _gb(states), f"of {fit.max_rows} rows: recurrent layers"))
+    if windows:
+        rows.append(("windows", _gb(windows), f"of {fit.max_rows} rows: what is not compressed yet"))
     listed = f"about: {_listed(working, '')}" if working else "tables and activations, about"
     rows.append(("working", _gb(sum(sizes.get(name, 0) for name in _WORKING)), listed))
     rows.append(("in all", _gb(fit.num_bytes), f"of {_gb(fit.budget)} ({fit.budget_how})"))
@@ -185,6 +188,9 @@ def _cache_note(report: Report) -> str:
         for kinds in report.caches.values()
     )
     text = f"{_kb(footprint.per_token)} a token{' past the windows' if footprint.windows else ''}"
+    plan = report.fit.plan
+    if plan is not None and plan.kv_dtype != EXACT:
+        text += f" ({plan.kv_dtype})"
     if draft:
         text += f", {_kb(footprint.per_token * draft // (target + draft))} of them the drafter's"
     return f"{text}; {_gb(footprint.at(context))} for {context:,} tokens" if context else text

@@ -189,6 +189,7 @@ def _models(shape: ProbeShape, device_name: str) -> Models:
             load_format="dummy",
             quantization=shape.quantization,
             draft_quantization=shape.quantization,
+            kv_dtype=shape.kv_dtype,
             width=8 if device_name == "cpu" else 16,
             max_context=1024,
             max_rows=4,

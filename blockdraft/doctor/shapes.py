@@ -16,13 +16,14 @@ Config = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ProbeShape:
-    """One model to build: config.json of target and drafter, and how their weights are kept."""
+    """One model to build: config.json of target and drafter, and how weights, keys and values are kept."""
 
     name: str
     covers: str
     target: Config
     draft: Config | None = None
     quantization: str = "none"
+    kv_dtype: str = "auto"
 
 
 def _read_shapes() -> tuple[ProbeShape, ...]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import EngineInfo
-from blockdraft.planner.plan import Plan
+from blockdraft.engine.loaded import Models
+from blockdraft.kernels.kv_formats import EXACT
+from blockdraft.planner.plan import ELEMENT_BYTES, Plan
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.text.system_prompt import inserted_system_prompt
 
@@ -43,6 +47,11 @@ def engine_info(engine: Engine) -> EngineInfo:
         num_pages=plan.num_pages,
         page_size=plan.page_size,
         num_cache_bytes=engine.cache.num_bytes,
+        kv_dtype=_kv_dtype(plan.kv_dtype, plan),
+        draft_kv_dtype=None if draft is None else _kv_dtype(plan.draft_kv_dtype, plan),
+        kv_window=plan.kv_window if plan.num_exact_pages else None,
+        kv_bytes_per_token=kv_bytes_per_token(models),
+        kv_compression=kv_compression(models),
         has_prefix_cache=plan.prefix_cache,
         same_bits=plan.same_bits,
         same_bits_reason=plan.reasons.get("same_bits", ""),
@@ -52,6 +61,33 @@ def engine_info(engine: Engine) -> EngineInfo:
         system_prompt=inserted_system_prompt(models.tokenizer),
         notices=models.labels.notices,
     )
+
+
+def kv_bytes_per_token(models: Models) -> int:
+    """Of all layers of both models, as compressed as they are; what is still exact has room of its own."""
+    return bytes_per_token(models.cache_specs(), ELEMENT_BYTES[models.plan.dtype])
+
+
+def kv_compression(models: Models) -> float:
+    """How many times fewer that is than without compression."""
+    plain = replace(models.plan, kv_dtype=EXACT, draft_kv_dtype=EXACT)
+    taken = kv_bytes_per_token(models)
+    return kv_bytes_per_token(replace(models, plan=plain)) / taken if taken else 1.0
+
+
+def kv_text(models: Models) -> str:
+    """For the log: "keys and values in tq4 (3.9x)"; empty where nothing is compressed."""
+    plan = models.plan
+    if not plan.num_exact_pages:
+        return ""
+    kept = _kv_dtype(plan.kv_dtype, plan)
+    draft = plan.draft_kv_dtype
+    kept += f", the drafter's in {draft}" if draft not in (EXACT, plan.kv_dtype) else ""
+    return f"keys and values in {kept} ({kv_compression(models):.1f}x)"
+
+
+def _kv_dtype(format: str, plan: Plan) -> str:
+    return plan.dtype if format == EXACT else format
 
 
 def _computed(plan: Plan, *, has_whole_numbers: bool) -> str:

@@ -33,6 +33,11 @@ class EngineInfo:
     num_pages: int
     page_size: int
     num_cache_bytes: int
+    kv_dtype: str  # of the target's keys and values: how they are compressed, or the dtype
+    draft_kv_dtype: str | None
+    kv_window: int | None  # tokens that each position reads exact, at least; None: nothing is compressed
+    kv_bytes_per_token: int  # of both models
+    kv_compression: float  # how many times fewer than in the dtype; 1: nothing is compressed
     has_prefix_cache: bool
     same_bits: bool  # a token is computed alike however it arrives, and whoever is beside it
     same_bits_reason: str

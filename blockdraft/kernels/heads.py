@@ -63,12 +63,14 @@ def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> No
         from blockdraft.kernels.triton.rows import norm_rope_write as kernel
 
         return named("heads", kernel)
-    if at.has_llvm():
-        return _llvm_heads(at.dtype).norm_rope_write
+    llvm = _llvm_heads(at.dtype).norm_rope_write if at.has_llvm() else None
 
     def norm_rope_write(
         q: Tensor | None, k: Tensor, v: Tensor, norms: HeadNorms | None, angles: Angles, slots: Slots
     ) -> Tensor | None:
+        # Its rotation has registers of 16 values, and writes whole ones.
+        if llvm is not None and (slots.turn is None or k.shape[-1] % 16 == 0):
+            return llvm(q, k, v, norms, angles, slots)
         if norms is not None:
             q = None if q is None else rms_norm(q, norms.q, norms.eps)
             k = rms_norm(k, norms.k, norms.eps)

@@ -96,11 +96,16 @@ def pick_compress(at: Available) -> Compress:
     return _llvm_compress(at.dtype) if at.has_llvm() else reference_compress
 
 
+def _llvm_lanes(form: KvFormat) -> int:
+    """What a head must be a multiple of."""
+    return 16 if form.is_turned else 4
+
+
 def _llvm_attend_cold(dtype: torch.dtype) -> AttendCold:
     def attend_cold(
         q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
     ) -> Tensor:
-        if q.shape[-1] % 4 != 0:
+        if q.shape[-1] % _llvm_lanes(pages.format) != 0:
             return reference_attend_cold_paged(q, pages, blocks, mask, sinks)
         return _llvm_attention(dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
 
@@ -117,7 +122,7 @@ def _llvm_attention(dtype: torch.dtype, head_dim: int, form: KvFormat) -> ColdAt
 def _llvm_compress(dtype: torch.dtype) -> Compress:
     def compress(pages: ColdPages, tiles: Tiles) -> None:
         head_dim = pages.exact_keys.shape[-1]
-        if head_dim % 4 != 0:
+        if head_dim % _llvm_lanes(pages.format) != 0:
             reference_compress(pages, tiles)
         else:
             _llvm_tiles(dtype, head_dim, pages.format)(pages, tiles)

@@ -20,6 +20,7 @@ MEETING_PORT = 29501  # where machines meet when --head-address names no port; v
 TRUST_FLAG = "--trust-remote-code"  # the same word in both engines
 HYBRID_NAMES = ("*qwen3.5-*", "*qwen3.6-*", "*qwen3.8-*", "*qwen3-next*", "*qwen3-coder-next*")
 SPARK: Capability = (12, 1)  # the GB10 of a DGX Spark
+OUR_KV_DTYPES = ("tq4", "tq4v3")
 SECRET_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
 
 Raw = Mapping[str, object]
@@ -203,6 +204,11 @@ def _check(order: Order) -> None:
         raise order.refusal("model", "a single GGUF file is for the native engine; name a folder or a hub id")
     if settings.max_stall_ms is not None:
         raise order.refusal("max_stall_ms", "it has no such limit; use --chunk")
+    for name in ("draft_kv_dtype", "kv_window"):
+        if order.changed(name) is not None:
+            raise order.refusal(name, "it is for compressed keys and values of our engine; use --kv-dtype")
+    if settings.kv_dtype in OUR_KV_DTYPES:
+        raise order.refusal("kv_dtype", "it is a format of our engine; leave out --engine, or use fp8")
     if settings.tool_format != "auto":
         raise order.refusal("tool_format", "it has names of its own; --engine-args=--tool-call-parser=NAME")
     if settings.dtype == "float64":

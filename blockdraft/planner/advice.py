@@ -21,6 +21,8 @@ FLEET_ROWS, FLEET_MIN, FLEET_CONTEXT = 128, 32, 16_384
 LONG_CONTEXT = 32_768
 TYPICAL_CONTEXT = 1024  # what most requests have behind them while they decode
 LEAST_CONTEXT = 4096  # where nobody says how much: less is hardly of use
+CROWD_ROWS = (32, 16, 8, 4)
+KV_DTYPES = ("int8", "tq4")  # of our engine, what is worth trying: gentler first
 _MAX_FIXES = 6
 _WORTH_SAYING = 50e6  # bytes
 
@@ -120,8 +122,8 @@ def _speed_text(speed: Speed | None, rows: int) -> str:
 
 
 def advise(case: Case) -> tuple[Advice, ...]:
-    """Five kinds of users; a line that cannot be had says what would have to change."""
-    lines = (_single(case), _team(case), _fleet(case), _long(case), _out_of_memory(case))
+    """Six kinds of users; a line that cannot be had says what would have to change."""
+    lines = (_single(case), _team(case), _fleet(case), _long(case), _crowd(case), _out_of_memory(case))
     return tuple(line for line in lines if line is not None)
 
 
@@ -200,6 +202,34 @@ def _long(case: Case) -> Advice | None:
     return Advice("long context", flags, f"{longest:,} tokens{_speed_text(speed, 1)} at the end{note}")
 
 
+def _crowd(case: Case) -> Advice | None:
+    """How many more of what was asked for our engine serves where it compresses keys and values."""
+    if case.settings.engine != "native" or case.settings.kv_dtype != "auto":
+        return None
+    fit = _tried(case)
+    context = wanted(case)[0] if fit is None or case.settings.max_context != "auto" else fit.max_context
+    case = _with(case, max_context=context)
+    (before, _), *after = (_most(_with(case, kv_dtype=name), context) for name in ("auto", *KV_DTYPES))
+    found = {name: most for name, most in zip(KV_DTYPES, after, strict=True) if most[0] > before}
+    if not found:
+        return None
+    best = max(found, key=lambda name: found[name][0])
+    count, flag = found.pop(best)
+    others = "".join(f", {other} with {name}" for name, (other, _) in found.items())
+    result = f"{count} sequences of {context:,} tokens{others} (as it is, {before})"
+    return Advice("more at once", f"--kv-dtype {best}{flag}", f"{result}; `blockdraft kv` says what it costs")
+
+
+def _most(case: Case, context: int) -> tuple[int, str]:
+    """Sequences at once, and the flag that it takes: what each row has from the start is room of others."""
+    found = [(0, "")]
+    for rows in (case.settings.max_rows, *(CROWD_ROWS if case.settings.max_rows == "auto" else ())):
+        fit = _tried(_with(case, max_rows=rows))
+        if fit is not None:
+            found.append((fit.sequences(context), "" if rows == "auto" else f" --max-rows {rows}"))
+    return max(found, key=lambda one: one[0])
+
+
 def _out_of_memory(case: Case) -> Advice | None:
     """The changes that free most, as they stand."""
     before, freed = _fixed_bytes(case), []
@@ -274,8 +304,9 @@ def _savings(case: Case) -> Iterator[tuple[str, Case]]:
         yield "--quantization keep", _with(case, quantization="keep")
     if pair.draft is not None and pair.draft.stored.method is None and is_native:
         yield f"--draft-quantization {fewer_bits}", _with(case, draft_quantization=fewer_bits)
-    if not is_native and case.settings.kv_dtype == "auto":
-        yield "--kv-dtype fp8", _with(case, kv_dtype="fp8")
+    if case.settings.kv_dtype == "auto":
+        for kv_dtype in KV_DTYPES if is_native else ("fp8",):
+            yield f"--kv-dtype {kv_dtype}", _with(case, kv_dtype=kv_dtype)
     if case.settings.max_rows == "auto":
         yield f"--max-rows {TEAM_ROWS}", _with(case, max_rows=TEAM_ROWS)
     if case.settings.chunk == "auto":

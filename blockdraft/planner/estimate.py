@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from blockdraft.cache.spec import Recurrent, Windowed
 from blockdraft.machine.cards import Card
 from blockdraft.planner.kv_formats import token_bytes
+from blockdraft.planner.memory import cache_specs
 from blockdraft.planner.memory_fit import Fit
 from blockdraft.planner.pair import Pair
 from blockdraft.planner.shape import Shape
@@ -59,7 +60,8 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
         )
         read_s += UNPACK_BYTES * unpacked / _stream(card, is_packed=False)
     flops = 2.0 * tokens * _active_values(fit.parts[0], target)
-    cache_bytes = rows * _cache_bytes(target, context, fit.kv_dtype)
+    sizes = _token_bytes(fit, pair)
+    cache_bytes = rows * _cache_bytes(target, context, sizes[0])
     kernels = target.num_layers * (_PLAIN_LAUNCHES if target.is_plain else _OTHER_LAUNCHES)
     if has_draft:
         assert pair.draft is not None
@@ -72,7 +74,7 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
         flops += (
             2.0 * rows * pair.block * (_layer_values(parts, draft) + draft.vocab_size * draft.hidden_size)
         )
-        cache_bytes += rows * _cache_bytes(draft, context, fit.kv_dtype)
+        cache_bytes += rows * _cache_bytes(draft, context, sizes[1])
         kernels += draft.num_layers * _DRAFT_LAUNCHES
     read_s += cache_bytes / (_stream(card, is_packed=False) * CACHE_SHARE)
     compute_s = flops / (card.bf16_flops * COMPUTE_SHARE)
@@ -145,10 +147,17 @@ def _layer_values(parts: WeightParts, shape: Shape) -> float:
     return parts.layers / 2 if shape.values is None else shape.values.projections
 
 
-def _cache_bytes(shape: Shape, context: int, kv_dtype: str) -> int:
+def _token_bytes(fit: Fit, pair: Pair) -> list[tuple[int, ...]]:
+    """Of one token, of each model layer by layer, in two bytes where nothing is compressed."""
+    if fit.plan is None:
+        return [token_bytes(model.shape.specs, fit.kv_dtype) for model in pair.models]
+    return [tuple(spec.bytes_per_token(2) for spec in specs) for specs in cache_specs(pair, fit.plan)]
+
+
+def _cache_bytes(shape: Shape, context: int, sizes: tuple[int, ...]) -> int:
     """What one row's attention reads, and its states."""
     total = 0
-    for spec, size in zip(shape.specs, token_bytes(shape.specs, kv_dtype), strict=True):
+    for spec, size in zip(shape.specs, sizes, strict=True):
         tokens = min(context, spec.window) if isinstance(spec, Windowed) else context
         total += tokens * size
         if isinstance(spec, Recurrent):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockdraft.cache.spec import LayerSpec, Paged, compressed
-from blockdraft.errors import SettingsError
+from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.kv_formats import BITS, EXACT, TURNED, WIDEST_BLOCK, check_format, exact_tokens
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig
@@ -60,12 +60,12 @@ def kv_choice(
             raise SettingsError(
                 f"kv_dtype = {target}, but {EIGHT_BITS_ONLY[model.family]}: use --kv-dtype int8 or fp8."
             )
-        _check(model.layer_specs(), target)
+        _check(model.layer_specs(), "kv_dtype", target)
     drafted = EXACT
     if draft is not None:
         drafted, reasons["draft_kv_dtype"] = _format(settings, "draft_kv_dtype", dtype)
         if drafted != EXACT:
-            _check(draft.layer_specs(), drafted)
+            _check(draft.layer_specs(), "draft_kv_dtype", drafted)
     choice = KvChoice(target, drafted, reasons)
     least = max(block, WIDEST_BLOCK)
     if choice.is_compressed and settings.kv_window < least:
@@ -91,7 +91,10 @@ def _format(settings: Settings, name: str, dtype: str) -> tuple[str, str]:
     )
 
 
-def _check(specs: tuple[LayerSpec, ...], format: str) -> None:
+def _check(specs: tuple[LayerSpec, ...], name: str, format: str) -> None:
     for spec in specs:
         if isinstance(spec, Paged):
-            check_format(format, spec.head_dim)
+            try:
+                check_format(format, spec.head_dim)
+            except ModelError as error:
+                raise ModelError(f"{name} = {format}: {error}") from None

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blockdraft.cache.spec import NUM_RESERVED_PAGES, row_table_bytes
+from blockdraft.cache.spec import (
+    NUM_RESERVED_PAGES,
+    LayerSpec,
+    compressed,
+    exact_bytes_per_token,
+    row_table_bytes,
+)
 from blockdraft.models.config import Storage
 from blockdraft.planner.pair import Model, Pair
 from blockdraft.planner.plan import LOGIT_BYTES, Plan
@@ -65,6 +71,25 @@ def weight_how(values: Values | None, parts: WeightParts, note: str) -> str:
     return f"{count}{note}: {parts.text:,} bytes"
 
 
+def cache_specs(pair: Pair, plan: Plan) -> tuple[tuple[LayerSpec, ...], ...]:
+    """The layers of target and drafter as our engine's cache keeps them, compressed where it does."""
+    assert pair.config is not None, "our engine computes no such model"
+    target = compressed(pair.config.layer_specs(), plan.kv_dtype)
+    if pair.draft_config is None:
+        return (target,)
+    return target, compressed(pair.draft_config.layer_specs(), plan.draft_kv_dtype)
+
+
+def window_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) -> Item | None:
+    """What is still exact in layers that compress, which is there from the start; None: no layer does."""
+    per_token = exact_bytes_per_token(specs, element_bytes)
+    if not per_token:
+        return None
+    tokens = (plan.num_exact_pages + NUM_RESERVED_PAGES) * plan.page_size
+    how = f"{tokens:,} tokens of {plan.max_rows} rows and their prompts x {per_token:,} bytes, not compressed"
+    return Item("exact windows", tokens * per_token, how)
+
+
 def cache_item(name: str, specs: tuple[CacheSpec, ...], element_bytes: int, num_tokens: int) -> Item:
     """Pages of one model for `num_tokens` slots."""
     found = [kind for kind in kinds(specs, element_bytes, 1) if kind.bytes_per_token]
@@ -88,7 +113,8 @@ def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
     """Angles by position, and what each row keeps beside its cache."""
     angles = sum(model.shape.rope_bytes for model in pair.models) * element_bytes
     vocab_size, rows = pair.target.shape.vocab_size, plan.max_rows + 1
-    per_row = row_table_bytes(vocab_size, plan.pages_of(plan.max_positions))
+    num_tables = 2 if plan.num_exact_pages else 1
+    per_row = row_table_bytes(vocab_size, num_tables * plan.pages_of(plan.max_positions))
     return [
         Item(
             "position tables",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from blockdraft.cache.spec import bytes_per_token
 from blockdraft.errors import CapacityError, ModelError, SettingsError
 from blockdraft.machine.cards import Card, has_bf16
 from blockdraft.machine.machine import Gpu, Machine
@@ -12,11 +13,13 @@ from blockdraft.planner.memory import (
     Item,
     cache_item,
     cache_slots,
+    cache_specs,
     held_parts,
     state_item,
     step_items,
     table_items,
     weight_how,
+    window_item,
 )
 from blockdraft.planner.pair import Pair
 from blockdraft.planner.plan import (
@@ -190,9 +193,9 @@ def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
         how = weight_how(model.shape.values, parts, notes.get(storage, storage))
         items.append(Item(name, parts.text, how))
     items += table_items(plan, pair, element_bytes)
-    specs = tuple(spec for model in pair.models for spec in model.shape.specs)
-    states = state_item(plan, specs, element_bytes)
-    items += [] if states is None else [states]
+    specs = tuple(spec for specs in cache_specs(pair, plan) for spec in specs)
+    beside = (state_item(plan, specs, element_bytes), window_item(plan, specs, element_bytes))
+    items += [item for item in beside if item is not None]
     return items + step_items(
         pair,
         tokens=plan.chunk,
@@ -205,16 +208,14 @@ def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
 def _cache_items(pair: Pair, plan: Plan) -> list[Item]:
     names, slots = ("target cache", "drafter cache"), cache_slots(plan)
     return [
-        cache_item(name, model.shape.specs, ELEMENT_BYTES[plan.dtype], slots)
-        for name, model in zip(names, pair.models, strict=False)
+        cache_item(name, specs, ELEMENT_BYTES[plan.dtype], slots)
+        for name, specs in zip(names, cache_specs(pair, plan), strict=False)
     ]
 
 
 def _footprint(pair: Pair, plan: Plan) -> Footprint:
     element_bytes = ELEMENT_BYTES[plan.dtype]
-    per_token = sum(
-        spec.bytes_per_token(element_bytes) for model in pair.models for spec in model.shape.specs
-    )
+    per_token = sum(bytes_per_token(specs, element_bytes) for specs in cache_specs(pair, plan))
     return Footprint(per_token, scratch=plan.scratch, page_size=plan.page_size)
 
 

@@ -120,6 +120,21 @@ class Plan:
         return plan, is_enough
 
 
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """Bytes of the cache, of all layers together."""
+
+    token: int
+    exact_token: int  # where layers compress, of one that is not compressed yet
+    row: int  # states, and the tape of a block
+
+    @staticmethod
+    def of(specs: tuple[LayerSpec, ...], element_bytes: int, block: int) -> _Needs:
+        exact = exact_bytes_per_token(specs, element_bytes)
+        row = bytes_per_row(specs, element_bytes, block)
+        return _Needs(bytes_per_token(specs, element_bytes), exact, row)
+
+
 class _Resolver:
     """Settings with "auto" replaced, and the reason of each value."""
 
@@ -150,36 +165,27 @@ def make_plan(
     usual = "the default on a CPU" if is_cpu else "the default on a GPU"
     dtype_reason = "the CPU's kernels are fastest in it" if is_cpu else "GPUs multiply it natively"
     dtype = resolver.take("dtype", "float32" if is_cpu else "bfloat16", dtype_reason)
-    element_bytes = ELEMENT_BYTES[dtype]
     memory = machine.memory_bytes if is_cpu else gpu_budget(settings, machine)
-    unpackable = int(memory * UNPACK_SHARE) // element_bytes
     whole = _whole_numbers(settings, dtype) if is_cpu else None
-    quantization = _storage(resolver, settings, "quantization", weights, unpackable, whole)
-    draft_weights = draft_weights or Weights(0)
-    draft_quantization = _storage(resolver, settings, "draft_quantization", draft_weights, unpackable, whole)
+    both = (weights, draft_weights or Weights(0))
+    quantization, draft_quantization, held = _storages(resolver, settings, both, memory, dtype, whole)
     if draft is None:
         del resolver.reasons["draft_quantization"]
     width = _width(resolver, settings, draft, is_cpu=is_cpu)
     block = max(width, draft.block if draft else 1)
     kv = kv_choice(settings, dtype, model, draft, block)
     resolver.reasons.update(kv.reasons)
-    specs = kv.specs(model, draft)
+    needs = _Needs.of(kv.specs(model, draft), ELEMENT_BYTES[dtype], block)
     overlap = resolver.take("overlap", not is_cpu, NO_GAIN if is_cpu else "it hides the host's work")
     chunk = resolver.take("chunk", 256 if is_cpu else 2048, usual)
-    row_bytes = bytes_per_row(specs, element_bytes, block)
-    row_bytes += kv.row_tokens(settings, block) * exact_bytes_per_token(specs, element_bytes)
-    max_rows = resolver.take("max_rows", *_rows(memory, row_bytes, block * model.vocab_size, is_cpu=is_cpu))
-    held = _weight_bytes(weights, quantization, element_bytes)
-    held += _weight_bytes(draft_weights, draft_quantization, element_bytes)
+    each = needs.row + kv.row_tokens(settings, block) * needs.exact_token
+    max_rows = resolver.take("max_rows", *_rows(memory, each, block * model.vocab_size, is_cpu=is_cpu))
     num_exact_pages = kv.num_exact_pages(settings, max_rows, block, chunk * (2 if overlap else 1))
-    state_bytes = (max_rows + 1) * bytes_per_row(specs, element_bytes, block)
-    state_bytes += num_exact_pages * settings.page_size * exact_bytes_per_token(specs, element_bytes)
-    contexts = 2 * model.max_positions * bytes_per_token(specs, element_bytes) + state_bytes
+    beside = (max_rows + 1) * needs.row + num_exact_pages * settings.page_size * needs.exact_token
+    contexts = 2 * model.max_positions * needs.token + beside
     room_bytes = _cpu_room(memory, contexts) if is_cpu else _gpu_room(settings, machine, held)
-    room = _cache_tokens(settings, room_bytes, specs, element_bytes, state_bytes)
+    room = _cache_tokens(settings, room_bytes, needs.token, beside)
     max_context, num_pages = _cache(resolver, settings, model, room, max_rows, block, is_cpu=is_cpu)
-    if settings.prefix_cache and model.is_hybrid:
-        resolver.reasons["prefix_cache"] = "layers with a state cannot take up a found prefix"
     return Plan(
         dtype=dtype,
         quantization=quantization,
@@ -197,13 +203,19 @@ def make_plan(
         kv_window=settings.kv_window,
         num_exact_pages=num_exact_pages,
         chunk=chunk,
-        # A state holds everything before it: a page found again does not bring it back.
-        prefix_cache=settings.prefix_cache and not model.is_hybrid,
+        prefix_cache=_prefix_cache(resolver, settings, model),
         overlap=overlap,
         seed=settings.seed,
         same_bits=_same_bits(resolver, settings, is_cpu=is_cpu),
         reasons=resolver.reasons,
     )
+
+
+def _prefix_cache(resolver: _Resolver, settings: Settings, model: ModelConfig) -> bool:
+    # A state holds everything before it: a page found again does not bring it back.
+    if settings.prefix_cache and model.is_hybrid:
+        resolver.reasons["prefix_cache"] = "layers with a state cannot take up a found prefix"
+    return settings.prefix_cache and not model.is_hybrid
 
 
 def _rows(budget: int, state_bytes: int, logits: int, *, is_cpu: bool) -> tuple[int, str]:
@@ -273,6 +285,23 @@ def _whole_numbers(settings: Settings, dtype: str) -> _WholeNumbers | None:
     if dtype != "float32" or why_not_here() is not None:
         return None
     return _WholeNumbers(measured_quality(settings.model))
+
+
+def _storages(
+    resolver: _Resolver,
+    settings: Settings,
+    both: tuple[Weights, Weights],
+    memory: int,
+    dtype: str,
+    whole: _WholeNumbers | None,
+) -> tuple[Storage, Storage, int]:
+    """How the weights of target and drafter are held, and the bytes of both."""
+    element_bytes = ELEMENT_BYTES[dtype]
+    unpackable = int(memory * UNPACK_SHARE) // element_bytes
+    target = _storage(resolver, settings, "quantization", both[0], unpackable, whole)
+    draft = _storage(resolver, settings, "draft_quantization", both[1], unpackable, whole)
+    held = sum(_weight_bytes(*one, element_bytes) for one in zip(both, (target, draft), strict=True))
+    return target, draft, held
 
 
 def _storage(
@@ -345,21 +374,15 @@ def _gpu_room(settings: Settings, machine: Machine, weight_bytes: int) -> int:
     return room
 
 
-def _cache_tokens(
-    settings: Settings,
-    room_bytes: int,
-    specs: tuple[LayerSpec, ...],
-    element_bytes: int,
-    state_bytes: int,
-) -> int:
+def _cache_tokens(settings: Settings, room_bytes: int, token_bytes: int, beside: int) -> int:
     """How many tokens the cache holds beside what every row has from the start: states, exact windows."""
     total = room_bytes if settings.cache_bytes == "auto" else settings.cache_bytes
-    if state_bytes and state_bytes >= total:
+    if beside and beside >= total:
         raise CapacityError(
-            f"the states and exact windows of all rows take {state_bytes:,} bytes, but the cache has "
+            f"the states and exact windows of all rows take {beside:,} bytes, but the cache has "
             f"{total:,}: raise --cache-bytes or lower --max-rows."
         )
-    return (total - state_bytes) // max(bytes_per_token(specs, element_bytes), 1)
+    return (total - beside) // max(token_bytes, 1)
 
 
 def _cache(

@@ -23,8 +23,9 @@ from blockdraft.planner.advice import (
 )
 from blockdraft.planner.estimate import unpacks_weights
 from blockdraft.planner.kv_formats import token_bytes
+from blockdraft.planner.memory import cache_specs
 from blockdraft.planner.memory_fit import Fit
-from blockdraft.planner.pair import Model, Pair
+from blockdraft.planner.pair import Pair
 from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.planner.shape import Kind, kinds
 from blockdraft.settings.settings import Settings
@@ -101,15 +102,13 @@ def _verdict(case: Case, fit: Fit) -> tuple[Verdict, str]:
 
 
 def _caches(pair: Pair, fit: Fit) -> dict[str, tuple[Kind, ...]]:
-    def of(model: Model | None) -> tuple[Kind, ...]:
-        if model is None:
-            return ()
-        specs = model.shape.specs
-        if fit.plan is None:
-            return kinds(specs, 2, fit.width, token_bytes(specs, fit.kv_dtype))
-        return kinds(specs, ELEMENT_BYTES[fit.plan.dtype], fit.plan.block)
-
-    return {"target": of(pair.target), "drafter": of(pair.draft)}
+    plan = fit.plan
+    if plan is None:
+        all_specs = [model.shape.specs for model in pair.models]
+        found = [kinds(specs, 2, fit.width, token_bytes(specs, fit.kv_dtype)) for specs in all_specs]
+    else:
+        found = [kinds(specs, ELEMENT_BYTES[plan.dtype], plan.block) for specs in cache_specs(pair, plan)]
+    return {"target": found[0], "drafter": found[1] if pair.draft is not None else ()}
 
 
 def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from blockdraft.cache.spec import LayerSpec, Paged, Recurrent, SharedWith, Windowed
+from blockdraft.cache.spec import Cold, LayerSpec, Paged, Recurrent, SharedWith, Windowed
 from blockdraft.checkpoints.config_fields import Fields, read_heads
 from blockdraft.models.config import DeltaConfig, ModelConfig
 from blockdraft.models.draft_config import DraftConfig
@@ -63,7 +63,7 @@ class Shape:
 class Kind:
     """Layers of one model that remember in the same way."""
 
-    name: str  # "full", "sliding", "recurrent", "latent", "shared"
+    name: str  # "full", "sliding", "recurrent", "latent", "shared", or how it is compressed
     num_layers: int
     bytes_per_token: int  # all of them together
     bytes_per_row: int = 0  # a state and the tape of a block
@@ -84,7 +84,8 @@ def kinds(
         token = sum(size for other, size in zip(specs, sizes, strict=True) if other == spec)
         row = count * spec.bytes_per_row(element_bytes, width) if isinstance(spec, Recurrent) else 0
         window = spec.window if isinstance(spec, Windowed) else None
-        found.append(Kind(_KIND_NAMES[type(spec)], count, token, row, window))
+        name = spec.format if isinstance(spec, Cold) else _KIND_NAMES[type(spec)]
+        found.append(Kind(name, count, token, row, window))
     shared = [kind for kind in found if kind.name == "shared"]
     own = [kind for kind in found if kind.name != "shared"]
     return (*own, *([Kind("shared", sum(kind.num_layers for kind in shared), 0)] if shared else []))

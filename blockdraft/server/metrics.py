@@ -138,11 +138,13 @@ def _info(info: EngineInfo, labels: Labels) -> Iterator[Metric]:
     cache = {
         "block_size": str(info.page_size),
         "num_gpu_blocks": str(info.num_pages),
-        "cache_dtype": info.dtype,
+        "cache_dtype": info.kv_dtype,
         "num_cache_bytes": str(info.num_cache_bytes),
         "engine": ENGINE,
     }
     yield _gauge("vllm:cache_config_info", "The cache, in vLLM's words: its blocks are pages.", 1, cache)
+    text = "What one token takes in the cache, of target and drafter together."
+    yield _gauge("blockdraft:kv_bytes_per_token", text, info.kv_bytes_per_token, labels)
     text = "Tokens verified in the first steps of a request that does not ask for a width; 1: plain."
     yield _gauge("blockdraft:width", text, info.width, labels)
     text = "1 where weights or acceptance are not real: what is measured then is time, and nothing else."

@@ -44,6 +44,12 @@ TURBOQUANT = (
     "TQ_RING_CAPACITY",
     "TQ_INITIAL_LAYERS",
 )
+TQ_DEFAULTS = {"TQ_MODE": "hybrid", "TQ_KEY_BITS": "4", "TQ_VALUE_BITS": "3"}  # of the documents' container
+COMPRESSING = ("hybrid", "full_tq")
+MEASURING = "capture_only"
+# Our format by bits of a key and of a value.
+KV_DTYPES = {("4", "3"): "tq4v3", ("4", "4"): "tq4", ("8", "8"): "int8"}
+LEAST_RING = 16  # tokens: a block must not be compressed before it is verified
 VARIABLES = (*OTHERS, *SAME, *TURBOQUANT)
 OUR_PREFIXES = ("DFLASH_", "TQ_")  # a name that begins so and is not known was misspelt
 OTHER_PREFIXES = ("BLOCKDRAFT_", "SGLANG_", "VLLM_")  # read by somebody else
@@ -77,6 +83,7 @@ class Wanted:
     port: int
     extra_args: tuple[str, ...]
     quantization: str | None
+    turboquant: Mapping[str, str]  # settings of our own engine; empty: nothing is compressed
     api_key: str | None
     notes: tuple[str, ...]
 
@@ -88,7 +95,7 @@ def read_container(environment: Mapping[str, str]) -> Wanted:
     """Raises SettingsError, which names the variable and never shows a key."""
     _check_names(environment)
     given = {name: environment[name].strip() for name in VARIABLES if name in environment}
-    _check_turboquant(given)
+    turboquant, notes = _turboquant(given)
     settings = {
         SAME[name]: _readable(name, SAME[name], text) for name, text in given.items() if name in SAME and text
     }
@@ -106,8 +113,9 @@ def read_container(environment: Mapping[str, str]) -> Wanted:
         port=_port(given.get("PORT") or str(PORT)),
         extra_args=_words(given.get("EXTRA_ARGS", "")),
         quantization=given.get("QUANTIZATION") or None,
+        turboquant=turboquant,
         api_key=_api_key(given, environment),
-        notes=_unused(given),
+        notes=notes,
     )
 
 
@@ -212,17 +220,56 @@ def _check_names(environment: Mapping[str, str]) -> None:
             raise SettingsError(f"{name} is no variable of this container{hint}")
 
 
-def _check_turboquant(given: Mapping[str, str]) -> None:
-    if given.get("ENABLE_TURBOQUANT", "").lower() not in OFF:
-        raise SettingsError(
-            f"ENABLE_TURBOQUANT = {given['ENABLE_TURBOQUANT']}: not yet. This version does not compress the "
-            "KV cache: leave it out; fewer MAX_NUM_SEQS or a shorter MAX_MODEL_LEN need less memory."
+def _turboquant(given: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What TurboQuant's variables are as settings, and what is to be said of them."""
+    is_on = given.get("ENABLE_TURBOQUANT", "").lower() not in OFF
+    if not is_on:
+        names = [name for name in TURBOQUANT if name.startswith("TQ_") and given.get(name)]
+        return {}, (f"{', '.join(names)}: no effect without ENABLE_TURBOQUANT=1",) if names else ()
+    asked = TQ_DEFAULTS | {name: text.lower() for name, text in given.items() if name in TQ_DEFAULTS and text}
+    mode, bits = asked["TQ_MODE"], (asked["TQ_KEY_BITS"], asked["TQ_VALUE_BITS"])
+    if mode in OFF:
+        return {}, (f"TQ_MODE = {mode}: keys and values are not compressed",)
+    if mode == MEASURING:
+        what = (
+            "served with exact keys and values; `blockdraft kv MODEL` measures what compression does to them"
         )
+        return {}, (f"TQ_MODE = {MEASURING}: {what}",)
+    if mode not in COMPRESSING:
+        known = ", ".join((*COMPRESSING, MEASURING, "off"))
+        raise SettingsError(f"TQ_MODE = {mode} is unknown: use one of {known}.")
+    if bits not in KV_DTYPES:
+        known = ", ".join(f"{'/'.join(both)} ({name})" for both, name in KV_DTYPES.items())
+        raise SettingsError(
+            f"TQ_KEY_BITS = {bits[0]} with TQ_VALUE_BITS = {bits[1]}: there is no such format. Bits of keys "
+            f"and values may be {known}."
+        )
+    found = {"kv_dtype": KV_DTYPES[bits]}
+    other = given.get("KV_CACHE_DTYPE") or "auto"
+    if other not in ("auto", found["kv_dtype"]):
+        raise SettingsError(
+            f"KV_CACHE_DTYPE = {other}, but TurboQuant is {found['kv_dtype']}: set one of them."
+        )
+    if given.get("TQ_RING_CAPACITY"):
+        found["kv_window"] = _ring(given["TQ_RING_CAPACITY"])
+    return found, _unused(given)
+
+
+def _ring(text: str) -> str:
+    if not text.isdigit() or int(text) < LEAST_RING:
+        raise SettingsError(
+            f"TQ_RING_CAPACITY: '{text}' is not a whole number of at least {LEAST_RING}, which a block has."
+        )
+    return text
 
 
 def _unused(given: Mapping[str, str]) -> tuple[str, ...]:
-    names = [name for name in TURBOQUANT if name.startswith("TQ_") and given.get(name)]
-    return (f"{', '.join(names)}: no effect, there is no TurboQuant yet",) if names else ()
+    reasons = {
+        "TQ_INITIAL_LAYERS": "all layers are kept alike, since what keys have in common is not stored at all",
+        "TQ_VALUE_GROUP_SIZE": "each key and each value has one scale",
+    }
+    names = [name for name in reasons if given.get(name, "0") not in ("", "0")]
+    return tuple(f"{name} = {given[name]}: no effect, {reasons[name]}" for name in names)
 
 
 def _readable(variable: str, setting: str, text: str) -> str:

@@ -69,13 +69,15 @@ OTHERWISE = {
     "n_gpu_layers": ("llama.cpp", "{device}: cpu, or cuda for all layers"),
     "threads": ("llama.cpp", "OMP_NUM_THREADS, a variable of the environment"),
     "batch_size": ("llama.cpp", "{chunk}: most prompt tokens of a step"),
-    "cache_type_k": ("llama.cpp", "{kv_dtype}, of other engines only; our own keeps the model's"),
+    "cache_type_k": ("llama.cpp", "{kv_dtype}, of keys and values alike: int8 for q8_0, tq4 for q4_0"),
+    "cache_type_v": ("llama.cpp", "{kv_dtype}, of keys and values alike: int8 for q8_0, tq4 for q4_0"),
     "flash_attn": ("llama.cpp", "only way: leave it out"),
     "tokenizer": ("vLLM", "{model}, which brings its own: leave it out"),
     "swap_space": ("vLLM", "{cache_bytes}: what is put off is computed again, not swapped. Leave it out"),
     "hf_repo": ("llama.cpp", "{model}, which takes hub ids"),
 }
 _OTHER_SHORT = {"-ngl": "n_gpu_layers", "-t": "threads", "-b": "batch_size", "-fa": "flash_attn"}
+_OTHER_SHORT |= {"-ctk": "cache_type_k", "-ctv": "cache_type_v"}
 
 
 def as_our_flags(words: Iterable[str], ours: Container[str]) -> tuple[list[str], list[str]]:

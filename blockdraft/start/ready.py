@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from blockdraft.check.kv_centre import served_centres
 from blockdraft.check.selfcheck import Verification, captured, without_drafter
 from blockdraft.check.verified import verify_changes
+from blockdraft.engine.describe import kv_text
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.governor import widths_for
 from blockdraft.engine.loaded import Models
@@ -145,9 +146,8 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
         engine = _new_engine(models)
         problem = f"; kernels were not all compiled ahead ({ahead.problem})" if ahead.problem else ""
         most = "at most " if models.device.type == "cpu" else ""  # where memory is taken as it is used
-        startup.note(
-            f"{most}{engine.cache.num_bytes / 1e9:.2f} GB of cache, {models.plan.num_pages} pages{problem}"
-        )
+        size = f"{most}{engine.cache.num_bytes / 1e9:.2f} GB of cache, {models.plan.num_pages} pages"
+        startup.note(", ".join(part for part in (size, kv_text(models)) if part) + problem)
     reason = why_no_graphs(models, settings)
     if reason is None:
         with startup.phase("capture"), _captured_or_not(engine, startup.note):

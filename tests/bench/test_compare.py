@@ -167,10 +167,17 @@ def test_salts_of_two_runs_forbid_nothing():
 
 
 def test_another_drafter_or_engine_is_what_one_compares():
-    endpoint = facts()["endpoint"] | {"kind": "vllm", "version": "0.32", "drafter_hash": "ffff"}
+    endpoint = facts()["endpoint"] | {
+        "kind": "vllm",
+        "version": "0.32",
+        "drafter_hash": "ffff",
+        "kv_dtype": "tq4",
+    }
     comparison = compare(report(timed(1.0)), report(timed(1.0), endpoint=endpoint))
     assert comparison.warnings == ()
-    assert [line.split(":")[0] for line in comparison.differences] == ["kind", "version", "drafter_hash"]
+    assert [line.split(":")[0] for line in comparison.differences] == [
+        *("kind", "version", "drafter_hash", "kv_dtype")
+    ]
 
 
 def test_the_comparison_is_rendered_two_ways():

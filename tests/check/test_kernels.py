@@ -71,7 +71,7 @@ def slightly(result, *arguments, **options):
 
 def test_a_right_engine_has_every_operation_checked(engine, plain):
     found = [result.operation for result in check_kernels(engine)]
-    assert set(found) == set(operations.OPERATIONS) - {"packed product"}
+    assert set(found) == set(operations.OPERATIONS) - {"packed product", "compressed attention"}
     assert failed(engine) == {}
     assert failed(plain) == {}
 
@@ -91,6 +91,18 @@ def test_a_product_that_forgets_the_stream(engine):
     right = engine.models.target.kernels.linear
     forgetful = with_kernels(engine, linear=lambda x, weight, bias, onto: right(x, weight, bias, None))
     assert "onto the stream" in failed(forgetful)["linear"]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "tq4v3"])
+def test_compressed_keys_that_are_a_little_off(kv_dtype):
+    engine = tiny.engine(dtype="float32", num_pages=64, kv_dtype=kv_dtype, draft_kv_dtype=kv_dtype)
+    assert not failed_at("compressed attention", engine)
+    assert failed(wrong_kernel(engine, "attend_cold", slightly)).keys() == {"compressed attention"}
+
+    def beside(result, pages, tiles):
+        pages.keys.codes.add_(1)
+
+    assert failed(wrong_kernel(engine, "compress", beside)).keys() == {"compressed attention"}
 
 
 def test_a_gated_product(engine, monkeypatch):

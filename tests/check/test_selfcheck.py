@@ -405,3 +405,16 @@ def test_prompts_are_a_chat_plain_text_or_ids():
     plain = selfcheck.prompts_of(models(False))
     assert plain[0] == [5, 6, 7, 8]
     assert all(len(set(ids)) >= 4 and max(ids) < 50 for ids in plain)
+
+
+@pytest.mark.parametrize(
+    "kept", [{"kv_dtype": "int8"}, {"kv_dtype": "tq4", "draft_kv_dtype": "tq4"}], ids=str
+)
+def test_a_right_engine_that_compresses_keys_passes_and_is_left_as_it_was(kept):
+    engine = tiny.engine(dtype="float32", num_pages=128, **kept)
+    rules = [layer.pages.rule for layer in engine.cache.storage if hasattr(layer, "pages")]
+    free = engine.scheduler.exact.num_free
+    found = verify_engine(engine, lambda text: None)
+    assert all(check.is_passed for check in found.checks)
+    assert engine.scheduler.exact.num_free == free
+    assert [layer.pages.rule for layer in engine.cache.storage if hasattr(layer, "pages")] == rules

@@ -119,7 +119,7 @@ def test_a_shape_that_crashes_costs_itself_only():
 
 
 def test_a_crash_in_the_last_shape_starts_no_other_process():
-    run = FakeProbe(int8=("", None))
+    run = FakeProbe(**{SHAPE_NAMES[-1].replace(" ", "_"): ("", None)})
     probe = probe_torch("auto", run=run)
     assert len(run.asked) == 1
     assert probe.failures[0].how == f"it did not end within {probe_runner.TIMEOUT_S:.0f} s"

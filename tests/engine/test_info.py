@@ -1,5 +1,6 @@
 """EngineInfo: what runs, and which weights draft."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from blockdraft.check.selfcheck import without_drafter
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.stored_form import StoredForm, stored_form
-from blockdraft.engine.describe import engine_info, fingerprint
+from blockdraft.engine.describe import engine_info, fingerprint, kv_text
 from blockdraft.engine.engine import Engine
 from blockdraft.settings.settings import cache_dir
 from tests import tiny
@@ -36,6 +37,23 @@ def test_a_pair_has_names_formats_and_sizes():
     )
     alone = engine_info(Engine(without_drafter(tiny.engine().models)))
     assert (alone.draft_title, alone.draft_format, alone.draft_bytes) == (None, None, None)
+
+
+def test_how_keys_and_values_are_kept_is_told():
+    exact, small = (
+        engine_info(tiny.engine(dtype="float32", num_pages=16, **kept)) for kept in ({}, {"kv_dtype": "int8"})
+    )
+    assert (exact.kv_dtype, exact.draft_kv_dtype, exact.kv_window) == ("float32", "float32", None)
+    assert exact.kv_compression == 1.0
+    assert (small.kv_dtype, small.draft_kv_dtype, small.kv_window) == ("int8", "float32", 128)
+    assert small.kv_compression == pytest.approx(exact.kv_bytes_per_token / small.kv_bytes_per_token)
+    assert small.kv_compression > 1
+
+
+def test_the_log_names_compressed_keys_and_values():
+    assert kv_text(tiny.engine(dtype="float32").models) == ""
+    both = tiny.engine(dtype="float32", num_pages=16, kv_dtype="int8", draft_kv_dtype="fp8").models
+    assert re.fullmatch(r"keys and values in int8, the drafter's in fp8 \(\d\.\dx\)", kv_text(both))
 
 
 def test_a_folder_is_named_by_how_it_is_quantised():

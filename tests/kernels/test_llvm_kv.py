@@ -78,6 +78,13 @@ def test_heads_of_other_sizes_agree_too(form, dim):
     assert_near(attend(case), reference(case))
 
 
+@pytest.mark.parametrize("dim", [8, 24, 40])
+@pytest.mark.parametrize("form", ["tq4", "tq4v3"])
+def test_rotated_heads_that_do_not_fill_a_register_are_the_references(form, dim):
+    case = compressed(form=form, lengths=(300,), dim=dim)
+    assert_near(attend(case), reference(case))
+
+
 @pytest.mark.parametrize("dim", [16, 64, 80])
 @pytest.mark.parametrize("form", ["tq4", "tq4v3"])
 def test_levels_are_the_same_by_either_instruction(form, dim):
@@ -259,7 +266,7 @@ def test_no_more_than_the_tiles_asked_for_are_compressed():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("dim", [32, 96, 128])
+@pytest.mark.parametrize("dim", [8, 24, 32, 96, 128])
 def test_rotated_heads_have_the_references_bits(dim, has_norms, dtype):
     rng = torch.Generator().manual_seed(dim)
 

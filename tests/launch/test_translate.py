@@ -390,6 +390,12 @@ def test_switches_are_bare_flags(values, vllm, sglang):
         ("sglang", {"quantization": "none"}),
         ("vllm", {"draft_quantization": "int8"}),
         ("sglang", {"draft_quantization": "int8"}),
+        ("vllm", {"kv_dtype": "tq4"}),
+        ("sglang", {"kv_dtype": "tq4v3"}),
+        ("vllm", {"draft_kv_dtype": "tq4"}),
+        ("sglang", {"draft_kv_dtype": "int8"}),
+        ("vllm", {"kv_window": 256}),
+        ("sglang", {"kv_window": 256}),
         ("vllm", {"tool_format": "hermes"}),
         ("vllm", {"max_stall_ms": 50}),
         ("sglang", {"max_stall_ms": 50}),
@@ -424,6 +430,7 @@ def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
     elsewhere = {"model", "width", "device", "attention_backend", "draft_attention_backend", "max_queue"}
     elsewhere |= {"synthetic_acceptance", "draft_quantization", "max_stall_ms", "engine_args", "engine_env"}
     elsewhere |= {"prefix_cache", "overlap", "graphs", "tool_format", "trust_remote_code"}
+    elsewhere |= {"draft_kv_dtype", "kv_window"}
     tested = {name for values, _ in VLLM.values() for name in values}
     assert {item.name for item in dataclasses.fields(Settings)} == ours | elsewhere | tested
 

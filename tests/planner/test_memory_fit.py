@@ -245,11 +245,18 @@ def test_what_is_known_to_go_wrong_is_not_advised():
     assert not any("vllm" in fix.flags for fix in fixes(careful))
 
 
-def test_five_kinds_of_users_are_advised_and_each_advice_starts():
+def test_six_kinds_of_users_are_advised_and_each_advice_starts():
     settings, pair = opened("qwen3-8b")
     case = case_of(settings, pair, on("h200"), "h200")
     found = {advice.who: advice for advice in advise(case)}
-    assert list(found) == ["one user, chat", "4-16 users", "agent fleet", "long context", "out of memory"]
+    assert list(found) == [
+        "one user, chat",
+        "4-16 users",
+        "agent fleet",
+        "long context",
+        "more at once",
+        "out of memory",
+    ]
     for advice in found.values():
         fit = fit_pair(parsed(settings, advice.flags), on("h200"), pair)
         assert fit.problem is None

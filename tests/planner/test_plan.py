@@ -275,7 +275,7 @@ def test_states_that_fill_the_cache_are_refused_with_both_ways_out():
     states = 17 * state_bytes(1)
     for cache_bytes in (states - 1, states):
         message = refusal(CapacityError, model=make_hybrid(), max_rows=16, cache_bytes=cache_bytes)
-        assert f"the recurrent states of all rows take {states:,} bytes" in message
+        assert f"the states and exact windows of all rows take {states:,} bytes" in message
         assert f"the cache has {cache_bytes:,}" in message
         assert "raise --cache-bytes or lower --max-rows" in message
     assert plan(model=make_hybrid(), max_rows=16, cache_bytes=states + 128 * 100).max_context == 100 - 2 - 16

@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from blockdraft.cache.spec import row_table_bytes
 from blockdraft.checkpoints.fetch import SMOLLM2
+from blockdraft.engine.engine import Engine
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.memory_fit import fit_native
 from blockdraft.planner.pair import open_pair
@@ -53,6 +55,7 @@ def cases():
     found = {
         "smollm2": dummy | {"device": "cpu", "max_rows": 4, "max_context": 2048},
         "pair": pair,
+        "pair-tq4": pair | {"kv_dtype": "tq4", "draft_kv_dtype": "int8"},
         "pair-int8": pair | {"quantization": "int8", "draft_quantization": "int8"},
     }
     if (cache_dir() / SMOLLM2.gguf).exists():
@@ -69,7 +72,7 @@ def allocated():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "pair", "pair-int8", "default", "default-packed"])
+@pytest.mark.parametrize("name", ["smollm2", "pair", "pair-tq4", "pair-int8", "default", "default-packed"])
 def test_an_engine_takes_what_was_planned(allocated, name):
     if name not in allocated:
         pytest.skip("default model not fetched: blockdraft fetch")
@@ -116,3 +119,25 @@ def test_planning_does_not_depend_on_how_torch_counts():
     on_gpu = fit_native(wanted, Machine(8 * GIB, gpu_bytes=80 * GIB, gpu_free_bytes=80 * GIB), pair)
     assert on_cpu.parts[0].text == 2 * on_gpu.parts[0].text
     assert torch.float32.itemsize == 2 * torch.bfloat16.itemsize
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "tq4"},
+        {"kv_dtype": "tq4v3", "draft_kv_dtype": "tq4", "kv_window": 40},
+        {"draft_kv_dtype": "fp8"},
+    ],
+)
+def test_a_compressed_cache_takes_what_was_planned_to_the_byte(kept):
+    given = {"model": tiny.TARGET, "draft": tiny.DRAFT, "device": "cpu", "max_rows": 2, "max_context": 256}
+    settings = Settings(**given, **kept)
+    fit = fit_native(settings, MACHINE, open_pair(settings))
+    engine = Engine(replace(loading.load_models(settings, lambda line: None), plan=fit.plan))
+    caches = ("target cache", "drafter cache", "exact windows")
+    planned = {item.name: item.num_bytes for item in fit.items}
+    assert sum(planned[name] for name in caches) == engine.cache.num_bytes
+    tables = (engine.rows.page_table, engine.rows.exact_table)
+    per_row = row_table_bytes(engine.models.config.vocab_size, sum(table.shape[1] for table in tables))
+    assert planned["row tables"] == (fit.plan.max_rows + 1) * per_row

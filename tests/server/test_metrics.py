@@ -19,7 +19,8 @@ class Info:
     page_size: int = 16
     num_pages: int = 512
     width: int = 8
-    dtype: str = "float64"
+    kv_dtype: str = "float64"
+    kv_bytes_per_token: int = 2048
     num_cache_bytes: int = 1 << 20
     is_dummy: bool = False
     synthetic_acceptance: str | None = None
@@ -184,6 +185,14 @@ def test_the_cache_and_the_start_are_described(served):
     assert samples["blockdraft:ready", ()] == 1
     info = next(dict(labels) for name, labels in samples if name == "vllm:cache_config_info")
     assert (info["block_size"], info["num_gpu_blocks"], info["cache_dtype"]) == ("16", "512", "float64")
+    assert samples["blockdraft:kv_bytes_per_token", ()] == 2048
+
+
+def test_a_compressed_cache_is_told_by_its_dtype(served):
+    samples, _ = scrape(served[0].snapshot(), info=Info(kv_dtype="tq4", kv_bytes_per_token=528))
+    info = next(dict(labels) for name, labels in samples if name == "vllm:cache_config_info")
+    assert info["cache_dtype"] == "tq4"
+    assert samples["blockdraft:kv_bytes_per_token", ()] == 528
 
 
 def test_before_the_engine_is_there_everything_is_zero():

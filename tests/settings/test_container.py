@@ -342,7 +342,10 @@ def test_a_first_word_that_is_no_flag_is_a_command(place):
             {"MODEL_PATH": "default", "DFLASH_DRAFTER": "tmp/x"},
             "DFLASH_DRAFTER = 'tmp/x' looks like a folder",
         ),
-        ({"MODEL_PATH": "default", "ENABLE_TURBOQUANT": "1"}, "ENABLE_TURBOQUANT = 1: not yet."),
+        (
+            {"MODEL_PATH": "default", "ENABLE_TURBOQUANT": "1", "BLOCKDRAFT_ENGINE": "vllm"},
+            "ENABLE_TURBOQUANT: our own engine compresses keys and values, vllm does not with a drafter",
+        ),
         (
             {"MODEL_PATH": "default", "DFLASH_DRAFTR": "x"},
             "DFLASH_DRAFTR is no variable of this container: did you mean",
@@ -361,8 +364,8 @@ def test_a_first_word_that_is_no_flag_is_a_command(place):
             "MAX_MODEL_LEN: '64k' is not a whole number or 'auto'.",
         ),
         (
-            {"MODEL_PATH": "default", "KV_CACHE_DTYPE": "fp8"},
-            "kv_dtype = 'fp8' is not for the native engine",
+            {"MODEL_PATH": "default", "EXTRA_ARGS": "--tensor-parallel=2"},
+            "tensor_parallel = 2 is not for the native engine",
         ),
         ({"MODEL_PATH": "default", "EXTRA_ARGS": "--gpu-layers 3"}, "unknown flag --gpu-layers"),
         ({"MODEL_PATH": "default", "PORT": "http"}, "PORT: 'http' is not a number"),
@@ -431,9 +434,72 @@ def test_variables_of_others_are_none_of_ours():
 
 def test_turboquant_without_its_switch_has_no_effect_and_says_so():
     wanted = read_container({"TQ_MODE": "hybrid", "TQ_KEY_BITS": "4"})
-    assert wanted.notes == ("TQ_MODE, TQ_KEY_BITS: no effect, there is no TurboQuant yet",)
+    assert wanted.notes == ("TQ_MODE, TQ_KEY_BITS: no effect without ENABLE_TURBOQUANT=1",)
+    assert wanted.turboquant == {}
     with pytest.raises(SettingsError, match=r"TQ_BITS is no variable of this container"):
         read_container({"TQ_BITS": "4"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings"),
+    [
+        ({}, {"kv_dtype": "tq4v3"}),  # as in the documents' container
+        ({"TQ_MODE": "hybrid", "TQ_KEY_BITS": "4", "TQ_VALUE_BITS": "3"}, {"kv_dtype": "tq4v3"}),
+        ({"TQ_MODE": "FULL_TQ", "TQ_VALUE_BITS": "4"}, {"kv_dtype": "tq4"}),
+        ({"TQ_KEY_BITS": "8", "TQ_VALUE_BITS": "8"}, {"kv_dtype": "int8"}),
+        ({"TQ_RING_CAPACITY": "256"}, {"kv_dtype": "tq4v3", "kv_window": "256"}),
+        ({"TQ_INITIAL_LAYERS": "0", "KV_CACHE_DTYPE": "auto"}, {"kv_dtype": "tq4v3"}),
+    ],
+)
+def test_turboquant_is_a_format_of_our_engine(variables, settings):
+    wanted = read_container({"ENABLE_TURBOQUANT": "1", **variables})
+    assert (wanted.turboquant, wanted.notes) == (settings, ())
+
+
+@pytest.mark.parametrize(
+    ("variables", "note"),
+    [
+        ({"TQ_MODE": "off"}, "TQ_MODE = off: keys and values are not compressed"),
+        ({"TQ_MODE": "capture_only"}, "TQ_MODE = capture_only: served with exact .* `blockdraft kv MODEL`"),
+        ({"TQ_INITIAL_LAYERS": "4"}, "TQ_INITIAL_LAYERS = 4: no effect, all layers are kept alike"),
+        (
+            {"TQ_VALUE_GROUP_SIZE": "32"},
+            "TQ_VALUE_GROUP_SIZE = 32: no effect, each key and each value has one",
+        ),
+    ],
+)
+def test_what_turboquant_does_not_do_here_is_said(variables, note):
+    wanted = read_container({"ENABLE_TURBOQUANT": "1", **variables})
+    assert re.match(note, wanted.notes[0])
+    assert bool(wanted.turboquant) == ("TQ_MODE" not in variables)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"TQ_MODE": "fast"}, "TQ_MODE = fast is unknown: use one of hybrid, full_tq, capture_only, off"),
+        ({"TQ_KEY_BITS": "3"}, r"TQ_KEY_BITS = 3 with TQ_VALUE_BITS = 3: .* 4/3 \(tq4v3\), 4/4 \(tq4\), 8/8"),
+        ({"TQ_VALUE_BITS": "2"}, "TQ_KEY_BITS = 4 with TQ_VALUE_BITS = 2: there is no such format"),
+        ({"TQ_RING_CAPACITY": "8"}, "TQ_RING_CAPACITY: '8' is not a whole number of at least 16"),
+        ({"TQ_RING_CAPACITY": "many"}, "TQ_RING_CAPACITY: 'many' is not"),
+        ({"KV_CACHE_DTYPE": "fp8"}, "KV_CACHE_DTYPE = fp8, but TurboQuant is tq4v3: set one of them"),
+    ],
+)
+def test_turboquant_that_does_not_exist_is_refused_with_what_does(variables, message):
+    with pytest.raises(SettingsError, match=message):
+        read_container({"ENABLE_TURBOQUANT": "1", **variables})
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags"),
+    [
+        ({"ENABLE_TURBOQUANT": "1", "TQ_RING_CAPACITY": "64"}, {"--kv-dtype=tq4v3", "--kv-window=64"}),
+        ({"KV_CACHE_DTYPE": "int8"}, {"--kv-dtype=int8"}),
+    ],
+)
+def test_our_engine_is_told_how_to_keep_keys_and_values(variables, flags):
+    argv, _, _ = serve_words(read_container({"MODEL_PATH": "org/name", **variables}), [])
+    assert flags <= set(argv)
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,11 @@ def test_a_recipe_may_have_settings_for_another_engine_in_that_ones_words(tmp_pa
     assert merge_settings({"recipe": str(path), "engine": "sglang", "max_rows": 2}).settings.max_rows == 2
 
 
-def test_an_error_says_which_layer_to_mend(recipe, monkeypatch):
-    with pytest.raises(SettingsError, match=r"kv_dtype = 'fp8' .* \(kv_dtype is from recipe "):
-        merge_settings({"recipe": recipe, "engine": "native"})
+def test_an_error_says_which_layer_to_mend(tmp_path, monkeypatch):
+    path = tmp_path / "two.toml"
+    path.write_text(VLLM.replace("max_rows = 4", "max_rows = 4\ntensor_parallel = 2"))
+    with pytest.raises(SettingsError, match=r"tensor_parallel = 2 .* \(tensor_parallel is from recipe "):
+        merge_settings({"recipe": str(path), "engine": "native"})
     monkeypatch.setenv("BLOCKDRAFT_MAX_ROWS", "0")
     with pytest.raises(SettingsError, match=r"max_rows is from BLOCKDRAFT_MAX_ROWS"):
         merge_settings({})

@@ -203,13 +203,16 @@ const ENGINE_ROWS = [
   ["width_reason", "Why this width"], ["block", "Drafter's block"], ["dtype", "Computed in"], ["device", "Device"],
   ["quantization", "Weights held as"], ["max_context", "Context"], ["max_rows", "Requests at once"],
   ["same_bits", "Same bits in any company"], ["same_bits_reason", "How that is known"],
-  ["page_size", "Tokens per page"], ["num_cache_bytes", "Cache"], ["is_dummy", "Random weights"],
-  ["synthetic_acceptance", "Synthetic acceptance"],
+  ["page_size", "Tokens per page"], ["num_cache_bytes", "Cache"],
+  ["kv_dtype", "Keys and values in"], ["kv_bytes_per_token", "Bytes per token"], ["kv_window", "Tokens kept exact"],
+  ["is_dummy", "Random weights"], ["synthetic_acceptance", "Synthetic acceptance"],
 ];
 const HELD = { none: "no quantisation", keep: "as stored" };
 
-function engineValue(name, value) {
+function engineValue(name, value, engine) {
+  if (name === "kv_window" && value === null) return ""; // nothing is compressed
   if (value === null || value === undefined) return "none";
+  if (name === "kv_dtype" && engine.kv_compression > 1) return `${value}, ${engine.kv_compression.toFixed(1)}× smaller`;
   if (typeof value === "boolean") return value ? "yes" : "no";
   if (name === "num_cache_bytes") return size(value);
   if (name === "quantization") return HELD[value] ?? value;
@@ -221,7 +224,7 @@ export function showEngine(engine) {
   const rows = [["Model", names.target], ["Its files", names.targetFiles], ["Drafter", names.draft ?? "none"]];
   rows.push(["Its files", names.draftFiles]);
   const isTold = ([name]) => name in engine && engine[name] !== "";
-  rows.push(...ENGINE_ROWS.filter(isTold).map(([name, label]) => [label, engineValue(name, engine[name])]));
+  rows.push(...ENGINE_ROWS.filter(isTold).map(([name, label]) => [label, engineValue(name, engine[name], engine)]));
   const shown = rows.filter(([, value]) => value !== "");
   $("engine").replaceChildren(...shown.flatMap(([label, value]) => [make("dt", "", label), make("dd", "", value)]));
 }

@@ -1,0 +1,121 @@
+"""Which formats of keys and values a pair may have, what they take, and what is said of those it may not."""
+
+from dataclasses import replace
+
+import pytest
+
+from blockdraft.cache.spec import Paged, bytes_per_token, compressed, exact_bytes_per_token
+from blockdraft.errors import BlockdraftError, SettingsError
+from blockdraft.kernels.kv_formats import EXACT, exact_tokens
+from blockdraft.planner.advice import Case, advise
+from blockdraft.planner.kv_choice import kv_choice
+from blockdraft.planner.memory_fit import fit_native
+from blockdraft.planner.report import _acceptance, make_report
+from blockdraft.settings.settings import Settings
+from tests.planner.shapes import on, opened
+
+LAYER = Paged(num_kv_heads=8, head_dim=128)  # of Qwen3-8B and of its drafter
+BF16 = 2
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "least"), [("tq4v3", 4.4), ("tq4", 3.85), ("int8", 1.95), ("fp8", 1.95)]
+)
+def test_a_layer_takes_so_many_times_less(kv_dtype, least):
+    (layer,) = compressed((LAYER,), kv_dtype)
+    assert LAYER.bytes_per_token(BF16) / layer.bytes_per_token(BF16) >= least
+
+
+@pytest.mark.parametrize(("draft_kv_dtype", "least"), [(EXACT, 3.0), ("tq4v3", 3.9)])
+def test_a_pair_of_32k_tokens_takes_so_many_times_less_with_its_window(draft_kv_dtype, least):
+    plain = (LAYER,) * 41
+    specs = compressed((LAYER,) * 36, "tq4v3") + compressed((LAYER,) * 5, draft_kv_dtype)
+    taken = 32768 * bytes_per_token(specs, BF16)
+    taken += exact_tokens(128, 16, 16) * exact_bytes_per_token(specs, BF16)
+    assert 32768 * bytes_per_token(plain, BF16) / taken >= least
+
+
+def test_a_plan_counts_compressed_layers_and_their_windows():
+    settings, pair = opened("qwen3-8b", max_context=32768, max_rows=16)
+    exact, small = (
+        fit_native(replace(settings, kv_dtype=name), on("h100"), pair) for name in ("auto", "tq4v3")
+    )
+    assert exact.footprint.per_token == 41 * LAYER.bytes_per_token(BF16)
+    assert small.footprint.per_token == 36 * 8 * 116 + 5 * LAYER.bytes_per_token(BF16)
+    windows = next(item for item in small.items if item.name == "exact windows")
+    tokens = (small.plan.num_exact_pages + 2) * small.plan.page_size
+    assert windows.num_bytes == tokens * 36 * LAYER.bytes_per_token(BF16)
+    assert all(item.name != "exact windows" for item in exact.items)
+    assert sum(item.num_bytes for item in small.items) <= small.budget
+
+
+def test_bytes_of_a_token_are_shown_by_kind():
+    settings, pair = opened("qwen3-8b", max_context=32768, kv_dtype="tq4", draft_kv_dtype="int8")
+    report = make_report(settings, on("h100"), pair, card=None)
+    kinds = [(kind.name, kind.num_layers, kind.bytes_per_token) for kind in report.caches["target"]]
+    assert kinds == [("tq4", 36, 36 * 8 * 132)]
+    assert [kind.name for kind in report.caches["drafter"]] == ["int8"]
+
+
+def test_what_compression_would_serve_is_advised_until_it_is_chosen():
+    settings, pair = opened("qwen3-8b", max_context=32768)
+    case = Case(settings, on("rtx-5090"), pair, None, _acceptance(pair))
+    (line,) = (line for line in advise(case) if line.who == "more at once")
+    assert line.flags.startswith("--kv-dtype tq4")
+    count, before = int(line.result.split()[0]), int(line.result.split("(as it is, ")[1].split(")")[0])
+    assert count >= 3 * before
+    chosen = replace(case, settings=replace(settings, kv_dtype="tq4"))
+    assert all(line.who != "more at once" for line in advise(chosen))
+
+
+# ---- what is refused
+
+
+def choice(shape, **settings):
+    wanted, pair = opened(shape, **settings)
+    return kv_choice(wanted, "bfloat16", pair.config, pair.draft_config, pair.block)
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "message"),
+    [
+        ("qwen3-8b", {"kv_dtype": "tq3"}, "kv_dtype = tq3, .* use auto or bfloat16 .* int8, fp8, tq4, tq4v3"),
+        ("qwen3-8b", {"kv_dtype": "int4"}, "kv_dtype = int4, which our engine does not know"),
+        ("qwen3-8b", {"kv_dtype": "float16"}, "kv_dtype = float16, .* use auto or bfloat16"),
+        ("qwen3-8b", {"draft_kv_dtype": "tq2"}, "draft_kv_dtype = tq2, which our engine does not know"),
+        ("qwen3-8b", {"kv_dtype": "turboquant_4bit_nc"}, "kv_dtype = turboquant_4bit_nc, .* tq4"),
+        ("gpt-oss-20b", {"kv_dtype": "tq4"}, "kv_dtype = tq4, but gpt-oss .* use --kv-dtype int8 or fp8"),
+        ("gpt-oss-20b", {"kv_dtype": "tq4v3"}, "kv_dtype = tq4v3, but gpt-oss"),
+        ("qwen3-8b", {"kv_dtype": "tq4", "kv_window": 15}, "kv_window = 15, .* use --kv-window 16 or more"),
+        ("qwen3-8b", {"draft_kv_dtype": "int8", "kv_window": 8}, "kv_window = 8, .* use --kv-window 16"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name_with_what_can(shape, settings, message):
+    with pytest.raises(SettingsError, match=message):
+        choice(shape, **settings)
+
+
+def test_gemma_has_eight_bits_only():
+    settings, pair = opened("qwen3-8b", has_draft=False, kv_dtype="tq4")
+    gemma = replace(pair.config, family="gemma4")
+    with pytest.raises(SettingsError, match=r"kv_dtype = tq4, but Gemma 4.* use --kv-dtype int8 or fp8"):
+        kv_choice(settings, "bfloat16", gemma, None, 1)
+    assert kv_choice(replace(settings, kv_dtype="int8"), "bfloat16", gemma, None, 1).target == "int8"
+
+
+def test_heads_that_cannot_be_rotated_are_named_with_the_setting():
+    settings, pair = opened("qwen3-8b", has_draft=False, kv_dtype="tq4")
+    layers = tuple(
+        replace(layer, mixer=replace(layer.mixer, head_dim=100)) for layer in pair.config.layers[:1]
+    )
+    odd = replace(pair.config, layers=layers)
+    with pytest.raises(BlockdraftError, match=r"kv_dtype = tq4.*[Hh]eads of 100 values.* int8 or fp8"):
+        kv_choice(settings, "bfloat16", odd, None, 1)
+    assert kv_choice(replace(settings, kv_dtype="int8"), "bfloat16", odd, None, 1).target == "int8"
+
+
+@pytest.mark.parametrize("name", ["auto", "bfloat16", "bf16"])
+def test_the_models_own_dtype_is_no_compression(name):
+    found = choice("qwen3-8b", kv_dtype=name, kv_window=1)  # of which nobody reads the window
+    assert (found.target, found.draft, found.is_compressed) == (EXACT, EXACT, False)
+    assert found.num_exact_pages(Settings(), 16, 16, 2048) == 0
