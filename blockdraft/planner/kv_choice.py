@@ -12,7 +12,8 @@ from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.settings.settings import Settings
 
-SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# Words of others for the same.
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8_e4m3": "fp8"}
 EIGHT_BITS_ONLY = {
     "gpt_oss": "gpt-oss attends to sink logits, which keys that are stored less a constant would not meet",
     "gemma4": "Gemma 4's layers share keys of few heads, and nobody has measured what 4 bits do to them",
@@ -78,10 +79,10 @@ def kv_choice(
 
 def _format(settings: Settings, name: str, dtype: str) -> tuple[str, str]:
     """What a setting asks for, and why it is so."""
-    asked = getattr(settings, name)
+    asked = SHORT_NAMES.get(getattr(settings, name), getattr(settings, name))
     if asked == "auto":
         return EXACT, f"{dtype}, the model's own" if name == "kv_dtype" else f"{dtype}: it is small"
-    if SHORT_NAMES.get(asked, asked) == dtype:
+    if asked == dtype:
         return EXACT, "asked for"
     if asked in BITS:
         return asked, "asked for"

@@ -79,7 +79,7 @@ def test_tails_make_room_for_whoever_runs():
 
 def test_nothing_is_lost_whatever_happens():
     rng, pages, held = random.Random(1), exact_pages(), []
-    for turn in range(2_000):
+    for _ in range(2_000):
         if held and rng.random() < 0.5:
             pages.release(held.pop(rng.randrange(len(held))))
         elif pages.num_free >= 6:

@@ -85,7 +85,7 @@ def test_rotated_heads_that_do_not_fill_a_register_are_the_references(form, dim)
     assert_near(attend(case), reference(case))
 
 
-@pytest.mark.parametrize("dim", [16, 64, 80])
+@pytest.mark.parametrize("dim", [64, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (16, 80))])
 @pytest.mark.parametrize("form", ["tq4", "tq4v3"])
 def test_levels_are_the_same_by_either_instruction(form, dim):
     case = compressed(form=form, lengths=(300,), dim=dim)

@@ -126,7 +126,9 @@ def test_half_precision_agrees_with_the_reference():
     assert_agrees(small(form="tq4", dim=64, lengths=(210,), dtype=dtype), SPLIT)
 
 
-@pytest.mark.parametrize("length", [60, 81, 144, 147, 152, 211])
+@pytest.mark.parametrize(
+    "length", [147, *(pytest.param(length, marks=pytest.mark.slow) for length in (60, 81, 144, 152, 211))]
+)
 def test_the_border_may_lie_at_every_offset(length):
     assert_agrees(small(lengths=(length,)), TWO)
 
@@ -154,7 +156,7 @@ def test_masks_and_sinks_agree_with_the_reference(mask):
     assert_agrees(case, WHOLE, sinks)
 
 
-@pytest.mark.parametrize("length", [147, 275])
+@pytest.mark.parametrize("length", [147, pytest.param(275, marks=pytest.mark.slow)])
 def test_bits_depend_neither_on_the_block_nor_on_who_folds(length):
     case = small(lengths=(length,), form="tq4v3")
     whole = attend(case)

@@ -169,6 +169,7 @@ def test_where_only_models_are_named_vllm_gets_what_the_documents_tuned(place):
     assert plan[plan.index("--max-context") + 1] == "65536", "the plan is made of what will be served"
 
 
+@pytest.mark.slow  # a process each
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -188,6 +189,7 @@ def test_the_tuned_values_give_way_to_model_memory_and_user(place, variables, ex
     assert tuned(place, **variables) == {**expected, "attention-backend": "flash_attn"}
 
 
+@pytest.mark.slow  # a process each
 @pytest.mark.parametrize(
     "variables",
     [{"DFLASH_DRAFTER": "off"}, {"BLOCKDRAFT_ENGINE": "sglang"}, {"BLOCKDRAFT_ENGINE": "native"}, {}],
@@ -197,6 +199,7 @@ def test_other_starts_are_as_they_were(place, variables):
     assert tuned(place, **variables, **planned) == {}
 
 
+@pytest.mark.slow  # a process each
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4_text", "gpt_oss"])
 def test_models_made_for_another_backend_keep_it(place, kind):
     assert "attention-backend" not in tuned(place, kind, PLANNED='{"32768": 4096}')
@@ -204,6 +207,7 @@ def test_models_made_for_another_backend_keep_it(place, kind):
     assert found["attention-backend"] == "triton_attn"
 
 
+@pytest.mark.slow  # a process each
 @pytest.mark.parametrize(
     ("engine", "asked", "expected"),
     [
@@ -325,6 +329,7 @@ def test_a_first_word_that_is_no_flag_is_a_command(place):
     assert place.calls() == []
 
 
+@pytest.mark.slow  # a process each
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
