@@ -12,7 +12,7 @@ EXACT = "exact"  # no compression: the model's own dtype
 BITS: dict[str, tuple[int, int]] = {"int8": (8, 8), "fp8": (8, 8), "tq4": (4, 4), "tq4v3": (4, 3)}
 TURNED = frozenset({"tq4", "tq4v3"})  # rotated before they are stored
 SCALE_BYTES = 2  # of each vector
-SMALLEST_BLOCK = 16  # values turned together, at least: fewer do not look normal
+SMALLEST_BLOCK = 8  # values turned together, at least: fewer do not look normal
 LARGEST_HEAD = 512
 
 TILE = 64  # tokens that are compressed at a time; the first of them, which all queries look at, never are

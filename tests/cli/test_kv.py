@@ -1,4 +1,4 @@
-"""blockdraft kv on the tiny pair, whose heads are too small to be rotated: its table, files and refusals."""
+"""blockdraft kv on the tiny pair, as if its heads were too small to be rotated: table, files and refusals."""
 
 import json
 import random
@@ -8,10 +8,16 @@ import pytest
 
 from blockdraft.cli import kv
 from blockdraft.cli.main import main
+from blockdraft.kernels import kv_formats
 from blockdraft.kernels.kv_codec import FORMATS
 from tests.cli.test_cli import TARGET
 
 TINY = ["kv", TARGET, "--device", "cpu", "--length", "400", "--quiet"]
+
+
+@pytest.fixture(autouse=True)
+def small_heads(monkeypatch):
+    monkeypatch.setattr(kv_formats, "SMALLEST_BLOCK", 16)
 
 
 @pytest.fixture

@@ -25,7 +25,10 @@ from blockdraft.kernels.triton.rows import norm_rope_write  # noqa: E402
 from tests.kernels import cold_case  # noqa: E402
 
 # The interpreter computes with NumPy, which warns where hidden scores are subtracted.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+pytestmark = [
+    pytest.mark.slow,  # it interprets a minute long, and a start on a card refuses what it is about
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
 
 
 def normal(*shape, dtype=torch.float32, seed=0):

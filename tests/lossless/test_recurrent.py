@@ -225,7 +225,10 @@ def test_layers_of_several_shapes_are_committed_together_and_do_not_meet():
         kernels=kernels_for(torch.float64, CPU),
     )
     rows = SimpleNamespace(
-        active=torch.tensor(ROWS), length=torch.tensor([3, 0, 3, 0]), page_table=torch.zeros(4, 9).long()
+        active=torch.tensor(ROWS),
+        length=torch.tensor([3, 0, 3, 0]),
+        page_table=torch.zeros(4, 9).long(),
+        exact_table=None,
     )
     assert cache.num_bytes == sum(layer.storage.num_bytes for layer in alone)
     begin, block = cache.view(rows, 3, is_known=True), cache.view(rows, 6)
