@@ -106,13 +106,6 @@ def _plain(
 
 def _new_engine(models: Models) -> Engine:
     """Keys that are rotated are stored less what they have in common."""
-    plan = models.plan
-    if plan.num_exact_pages and models.device.type == "cuda":
-        raise SettingsError(
-            f"kv_dtype = {plan.kv_dtype}, draft_kv_dtype = {plan.draft_kv_dtype}: compressed keys and values "
-            "are served on a CPU only, so far. On a card their kernels pass their own checks, but a run with "
-            "many long prompts failed there (benchmarks/log.md): use --kv-dtype auto, or --device cpu."
-        )
     engine = Engine(models)
     if any(cold.pages.format.is_turned for cold in engine.cache.cold):
         engine.cache.centre_keys(served_centres(models))
