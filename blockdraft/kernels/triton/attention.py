@@ -2,8 +2,8 @@
 
 A tile is up to `tokens` queries of one row times the query heads that share one key/value head, so that keys
 and values are read once for all of them. The keys that a query sees are cut by position alone: into chunks of
-BLOCK_N, and into at most 16 segments of equal length, the least power of two (at least `segment`) that is
-enough for the position of its last key. An online softmax runs through the chunks of a segment, and segments
+BLOCK_N, and into at most 16 segments of equal length, a multiple of `segment` that follows from the position
+of its last key (`segment_length`). An online softmax runs through the chunks of a segment, and segments
 are folded together in order: by the program that computes them all, where there are tiles enough to fill the
 device; else by a second kernel, behind several programs that take some segments each. Both do the same
 operations in the same order. A chunk or segment that shows a query nothing changes no bit of it.
@@ -43,7 +43,6 @@ MAX_SEGMENTS = 16  # of a query: enough for one row to fill the device
 MAX_STAGES = 3
 ROW_BLOCK = 256  # rows looked at together when a tile searches its own
 
-_MAX_SEGMENTS = tl.constexpr(MAX_SEGMENTS)
 SUMS = tl.constexpr(8)  # columns of the product that sums weights, all the same: what a tensor core takes
 
 
@@ -62,10 +61,18 @@ class Config:
 
 @triton.jit
 def segment_length(hi, SEGMENT: tl.constexpr, MAX: tl.constexpr):
-    """Of a query that sees the keys before `hi`, at least 1 and below 2 ** 24: SEGMENT times a power of 2."""
-    beyond = tl.cast((hi - 1) // (MAX * SEGMENT), tl.float32)  # exact
-    exponent = (beyond.to(tl.int32, bitcast=True) >> 23) - 127
-    return SEGMENT << tl.maximum(exponent + 1, 0)
+    """Of a query that sees the keys before `hi`, at least 1 and below 2 ** 24: keys of each of its segments.
+
+    The least multiple of SEGMENT that is enough for MAX segments, rounded up to one of three significant bits
+    (SEGMENT times 1 to 8, 10, 12, 14, 16, 20, ...). A query that sees more than 4 * MAX * SEGMENT keys has
+    more than four fifths of MAX segments. Two lengths are at least MAX * SEGMENT queries apart, more than a
+    tile has: its queries have at most two lengths.
+    """
+    multiple = (hi - 1) // (MAX * SEGMENT) + 1
+    # As float32 it is exact. Of its 23 bits behind the leading one, two stay; a carry raises the exponent.
+    bits = tl.cast(multiple, tl.float32).to(tl.int32, bitcast=True)
+    bits = ((bits + 0x1FFFFF) >> 21) << 21
+    return bits.to(tl.float32, bitcast=True).to(tl.int32) * SEGMENT
 
 
 @triton.jit
@@ -133,19 +140,19 @@ def divided(whole, sink, scale, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def _attend_chunks(
-    whole, acc, q, keys, values, table, first_chunk, last_chunk, tile_lo, tile_hi, lo, hi, length,
-    scale,
+    whole, acc, q, keys, values, table, first_chunk, last_chunk, tile_lo, tile_hi, lo, hi, length, shortest,
+    longest, scale,
     PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     FOLDS: tl.constexpr, HAS_LO: tl.constexpr, IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the chunks [first_chunk, last_chunk), in powers of 2.
 
     FOLDS: where a query's segment begins, each of `length` [M] keys, the one before is folded into `whole`.
+    Every length is `shortest` or `longest`.
     Not IS_MASKED: every query of the tile sees all keys of these chunks.
     """
     dim = tl.arange(0, DIM_PAD)
     ones = tl.full([BLOCK_N, SUMS], 1.0, q.dtype)
-    shortest = tl.min(length, 0)
     key = first_chunk * BLOCK_N + tl.arange(0, BLOCK_N)
     # Page ids are loaded a turn ahead: the keys and values wait for them, and are loaded ahead themselves.
     page = tl.load(table + key // PAGE_SIZE, mask=(key >= tile_lo) & (key < tile_hi), other=0).to(tl.int32)
@@ -165,10 +172,13 @@ def _attend_chunks(
         else:
             k = tl.load(keys + where)
             v = tl.load(values + where)
-        if FOLDS and (chunk * BLOCK_N & (shortest - 1)) == 0:  # lengths are powers of 2
-            is_new = (chunk * BLOCK_N & (length - 1)) == 0
-            whole = _where(is_new, fold(whole, acc, scale), whole)
-            acc = _where(is_new, nothing(q.shape[0], DIM_PAD, SUMS), acc)
+        if FOLDS:
+            is_short_new = chunk * BLOCK_N % shortest == 0
+            is_long_new = chunk * BLOCK_N % longest == 0
+            if is_short_new | is_long_new:
+                is_new = tl.where(length == shortest, is_short_new, is_long_new)
+                whole = _where(is_new, fold(whole, acc, scale), whole)
+                acc = _where(is_new, nothing(q.shape[0], DIM_PAD, SUMS), acc)
         sums, top, total = acc
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if IS_MASKED:
@@ -212,7 +222,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLDS: tl.constexpr,
     IS_EVEN: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_BODY: tl.constexpr, PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    SEGMENT: tl.constexpr, PDL: tl.constexpr,
+    SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, key/value heads, parts). The last tiles of a row have most to read and go first.
 
@@ -246,9 +256,12 @@ def _attend_kernel(
     is_live = (lane < TOKENS * SHARED) & (token < count)
     last = tl.minimum(first + TOKENS, count) - 1
     lo, hi = visible_keys(start, tl.minimum(token, last), count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
-    tile_lo, _ = visible_keys(start, first, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    tile_lo, first_hi = visible_keys(start, first, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
     _, tile_hi = visible_keys(start, last, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
-    length = segment_length(hi, SEGMENT, _MAX_SEGMENTS)
+    length = segment_length(hi, SEGMENT, MAX_SEGMENTS)
+    # The queries of a tile have segments of at most two lengths: the first query's and the last one's.
+    shortest = segment_length(first_hi, SEGMENT, MAX_SEGMENTS)
+    longest = segment_length(tile_hi, SEGMENT, MAX_SEGMENTS)
 
     dim = tl.arange(0, DIM_PAD)
     in_tile = is_live[:, None] & (dim < DIM)[None, :]
@@ -265,13 +278,13 @@ def _attend_kernel(
         if HAS_BODY:  # without a window: the chunks that every query of the tile sees whole
             whole, acc = _attend_chunks(
                 whole, acc, queries, keys, values, table, first_chunk, body,
-                tile_lo, tile_hi, lo, hi, length, scale,
+                tile_lo, tile_hi, lo, hi, length, shortest, longest, scale,
                 PAGE_SIZE, DIM, DIM_PAD, BLOCK_N, FOLDS, False, False, PRECISION,
             )  # fmt: skip
             first_chunk = body
         whole, acc = _attend_chunks(
             whole, acc, queries, keys, values, table, first_chunk, last_chunk,
-            tile_lo, tile_hi, lo, hi, length, scale,
+            tile_lo, tile_hi, lo, hi, length, shortest, longest, scale,
             PAGE_SIZE, DIM, DIM_PAD, BLOCK_N, FOLDS, HAS_WINDOW, True, PRECISION,
         )  # fmt: skip
         sink = lane * 0.0
@@ -280,12 +293,11 @@ def _attend_kernel(
         outputs = divided(fold(whole, acc, scale), sink, scale, HAS_SINKS)
         tl.store(out + result[:, None] * DIM + dim[None, :], outputs.to(out.dtype.element_ty), mask=in_tile)
     else:
-        # The queries of a tile may have segments of two lengths, the second twice the first: two turns then.
-        shortest = tl.min(length, 0)
-        for turn in range(tl.max(length, 0) // shortest):
-            turn_length = shortest << turn
+        num_turns = tl.where(shortest == longest, 1, 2)  # one for each length
+        for turn in range(num_turns):
+            turn_length = tl.where(turn == 0, shortest, longest)
             is_mine = is_live & (length == turn_length)
-            turn_hi = tl.minimum(tile_hi, turn_length * _MAX_SEGMENTS)  # the other turn's queries see more
+            turn_hi = tl.minimum(tile_hi, turn_length * MAX_SEGMENTS)  # the other turn's queries see more
             each = tl.cdiv(tl.cdiv(turn_hi, turn_length), tl.num_programs(2))
             last = tl.minimum(tl.cdiv(turn_hi, turn_length), (tl.program_id(2) + 1) * each)
             for segment in range(tl.maximum(tile_lo // turn_length, tl.program_id(2) * each), last):
@@ -294,7 +306,7 @@ def _attend_kernel(
                 acc = nothing(BLOCK_M, DIM_PAD, SUMS)
                 acc = _attend_chunks(
                     acc, acc, queries, keys, values, table, begin, end,
-                    tile_lo, tile_hi, lo, hi, length, scale,
+                    tile_lo, tile_hi, lo, hi, length, shortest, longest, scale,
                     PAGE_SIZE, DIM, DIM_PAD, BLOCK_N, FOLDS, HAS_WINDOW, True, PRECISION,
                 )[1]  # fmt: skip
                 sums, top, total = acc
@@ -310,7 +322,8 @@ def _merge_kernel(
     part, part_top, part_total, out, starts, offsets, sinks, scale, window, num_rows, tokens_per_row,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, IS_EVEN: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr, HAS_SINKS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, NUM_SEGMENTS: tl.constexpr, PDL: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, query heads): the segments that hold keys of a token, folded in order."""
     let_next_start(PDL)
@@ -325,7 +338,7 @@ def _merge_kernel(
         return
     token = number - stream.to(tl.int32)
     lo, hi = visible_keys(start, token, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
-    length = segment_length(hi, SEGMENT, _MAX_SEGMENTS)
+    length = segment_length(hi, SEGMENT, MAX_SEGMENTS)
     result = number.to(tl.int64) * HEADS + head
     lane = tl.arange(0, 1)
     dim = tl.arange(0, DIM_PAD)[None, :]
@@ -471,6 +484,7 @@ def _attend(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         ROW_BLOCK=ROW_BLOCK,
         SEGMENT=config.segment,
+        MAX_SEGMENTS=MAX_SEGMENTS,
         num_warps=config.warps,
         num_stages=config.stages,
         **masks,
@@ -496,6 +510,7 @@ def _attend(
             IS_EVEN=is_even,
             ROW_BLOCK=ROW_BLOCK,
             SEGMENT=config.segment,
+            MAX_SEGMENTS=MAX_SEGMENTS,
             NUM_SEGMENTS=segments,
             num_warps=1,
             **masks,

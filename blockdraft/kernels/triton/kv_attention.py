@@ -112,11 +112,14 @@ def _weighed(acc, scores, scale):
 @triton.jit
 def _attend_exact(
     whole, acc, q_lo, q_hi, keys, values, table, first_chunk, last_chunk, tile_lo, tile_hi, lo, hi, cold_end,
-    length, scale,
+    length, shortest, longest, scale,
     N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, FOLDS: tl.constexpr,
     HAS_LO: tl.constexpr, IS_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over exact chunks. IS_FIRST: that is chunk 0, exact for all queries."""
+    """Online softmax over exact chunks. IS_FIRST: that is chunk 0, exact for all queries.
+
+    Segments are folded as in the exact kernel's `_attend_chunks`.
+    """
     column = tl.arange(0, HALF)
     ones = tl.full([N, SUMS], 1.0, q_lo.dtype)
     key = first_chunk * N + tl.arange(0, N)
@@ -133,10 +136,12 @@ def _attend_exact(
         v_lo = tl.load(values + where, mask=is_read, other=0.0)
         v_hi = tl.load(values + DIM // 2 + where, mask=is_read, other=0.0)
         if FOLDS:
-            is_new = (chunk * N & (length - 1)) == 0  # lengths are powers of 2
-            if not IS_FIRST:
-                is_new = is_new & (chunk * N >= cold_end)  # else it began when the chunk came compressed
-            if tl.max(is_new.to(tl.int32), 0) > 0:
+            is_short_new = chunk * N % shortest == 0
+            is_long_new = chunk * N % longest == 0
+            if is_short_new | is_long_new:
+                is_new = tl.where(length == shortest, is_short_new, is_long_new)
+                if not IS_FIRST:
+                    is_new = is_new & (chunk * N >= cold_end)  # else it began when the chunk came compressed
                 whole, acc = _segments_begun(whole, acc, is_new, scale, HALF)
         scores = tl.dot(q_lo, tl.trans(k_lo), input_precision=PRECISION)
         scores = tl.dot(q_hi, tl.trans(k_hi), scores, input_precision=PRECISION)
@@ -200,7 +205,7 @@ def _levels(
 @triton.jit
 def _attend_cold(
     whole, acc, q_lo, q_hi, keys, key_scale, values, value_scale, table, first_chunk, last_chunk, tile_lo, lo,
-    cold_end, length, scale,
+    cold_end, length, shortest, longest, scale,
     N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, FOLDS: tl.constexpr,
     HAS_LO: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr,
     VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr, UNROLL: tl.constexpr,
@@ -231,8 +236,10 @@ def _attend_cold(
         next_page, is_next = _cold_page(table, chunk + 2, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
         is_colder = chunk * N < cold_end  # [M]
         if FOLDS:
-            is_new = ((chunk * N & (length - 1)) == 0) & is_colder
-            if tl.max(is_new.to(tl.int32), 0) > 0:
+            is_short_new = chunk * N % shortest == 0
+            is_long_new = chunk * N % longest == 0
+            if is_short_new | is_long_new:
+                is_new = tl.where(length == shortest, is_short_new, is_long_new) & is_colder
                 whole, acc = _segments_begun(whole, acc, is_new, scale, HALF)
         k_lo, k_hi = _levels(chunk < last_chunk, k_first, k_second, N, DIM, HALF, KEY_KIND, q_lo.dtype, WORDS)
         scores = tl.dot(q_lo, tl.trans(k_lo), input_precision=PRECISION)
@@ -329,9 +336,12 @@ def _attend_kernel(
     is_live = (lane < TOKENS * SHARED) & (token < count)
     last = tl.minimum(first + TOKENS, count) - 1
     lo, hi = visible_keys(start, tl.minimum(token, last), count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
-    tile_lo, _ = visible_keys(start, first, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
+    tile_lo, first_hi = visible_keys(start, first, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
     _, tile_hi = visible_keys(start, last, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
     length = segment_length(hi, SEGMENT, MAX_SEGMENTS)
+    # The queries of a tile have segments of at most two lengths: the first query's and the last one's.
+    shortest = segment_length(first_hi, SEGMENT, MAX_SEGMENTS)
+    longest = segment_length(tile_hi, SEGMENT, MAX_SEGMENTS)
     cold_end = tl.maximum(start + tl.minimum(token, last) - cold_window, 0) // N * N
     cold_chunk = tl.maximum(start + last - cold_window, 0) // N  # the first that is compressed for no query
     exact_chunk = tl.maximum(tl.maximum(start + first - cold_window, 0) // N, 1)  # the first exact for some
@@ -346,11 +356,10 @@ def _attend_kernel(
     first_chunk = tile_lo // N
     last_chunk = (tile_hi + N - 1) // N
     num_turns = 1
-    shortest = tl.min(length, 0)
-    if not FOLDS:  # the queries of a tile may have segments of two lengths, the second twice the first
-        num_turns = tl.max(length, 0) // shortest
+    if not FOLDS:
+        num_turns = tl.where(shortest == longest, 1, 2)  # one for each length
     for turn in range(num_turns):
-        turn_length = shortest << turn
+        turn_length = tl.where(turn == 0, shortest, longest)
         if FOLDS:
             begin_segment = 0
             end_segment = 1
@@ -369,18 +378,19 @@ def _attend_kernel(
             acc = _nothing_yet(BLOCK_M, HALF)
             whole, acc = _attend_exact(
                 whole, acc, q_lo, q_hi, exact_keys, exact_values, exact_table, begin, tl.minimum(end, 1),
-                tile_lo, tile_hi, lo, hi, cold_end, length, scale,
+                tile_lo, tile_hi, lo, hi, cold_end, length, shortest, longest, scale,
                 N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, True, PRECISION, 1,
             )  # fmt: skip
             whole, acc = _attend_cold(
                 whole, acc, q_lo, q_hi, keys, key_scale, values, value_scale, table, tl.maximum(begin, 1),
-                tl.minimum(end, cold_chunk), tile_lo, lo, cold_end, length, scale,
+                tl.minimum(end, cold_chunk), tile_lo, lo, cold_end, length, shortest, longest, scale,
                 N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, KEY_KIND, VALUE_KIND, KEY_BYTES, VALUE_BYTES,
                 WORDS, PRECISION, UNROLL,
             )  # fmt: skip
             whole, acc = _attend_exact(
                 whole, acc, q_lo, q_hi, exact_keys, exact_values, exact_table,
-                tl.maximum(begin, exact_chunk), end, tile_lo, tile_hi, lo, hi, cold_end, length, scale,
+                tl.maximum(begin, exact_chunk), end,
+                tile_lo, tile_hi, lo, hi, cold_end, length, shortest, longest, scale,
                 N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, False, PRECISION, STAGES,
             )  # fmt: skip
             if FOLDS:
