@@ -12,9 +12,12 @@ if not torch.cuda.is_available():
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton")  # reads the environment when it is imported
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged  # noqa: E402
 from blockdraft.kernels.triton import attention as kernel  # noqa: E402
-from blockdraft.kernels.triton.attention import Config, _attend, _config  # noqa: E402
+from blockdraft.kernels.triton.attention import Config, _attend, _config, segment_length  # noqa: E402
 
 on_the_card = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 H200 = {"multiprocessors": 132, "shared_memory": 228 * 1024}
@@ -239,6 +242,66 @@ def test_bits_do_not_depend_on_who_folds_the_segments(name):
         (long,) = rows.attend(MASKS[name], [(0, 250, 20)], config=ONE_TILE["whole"], sinks=rows.sinks)
         assert torch.equal(long[15:], split[0])
         assert torch.equal(long[3:8], split[1])
+
+
+@triton.jit
+def lengths_kernel(out, hi, SEGMENT: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, segment_length(tl.load(hi + at), SEGMENT, MAX))
+
+
+def lengths_of(hi, segment, most):
+    """`segment_length` of all positions hi, a multiple of 4096 of them."""
+    out = torch.empty(len(hi), dtype=torch.int32, device=DEVICE)
+    lengths_kernel[(len(hi) // 4096,)](out, hi.int().to(DEVICE), segment, most, 4096)
+    return out.cpu().long()
+
+
+def expected_length(hi, segment, most):
+    multiple = -(-hi // (most * segment))
+    step = 1
+    while multiple > 8 * step:  # 8, 10, 12, 14, 16, 20, ...: four steps for each doubling
+        step *= 2
+    return -(-multiple // step) * step * segment
+
+
+@pytest.mark.parametrize(("segment", "most"), [(128, 16), (64, 64), (16, 2), (1, 1)])
+def test_the_length_of_segments_follows_its_rule(segment, most):
+    border = [(2**i + j) * segment * most for i in range(24) for j in (0, 1, 2, 3, 2**i // 2, 2**i // 4)]
+    near = [hi + d for hi in border for d in (-1, 0, 1, 2) if hi + d < 2**24]
+    hi = torch.tensor([*range(1, 16 * 1024 + 1), *near, 2**24 - 1])
+    hi = torch.nn.functional.pad(hi, (0, -len(hi) % 4096), value=1)
+    expected = torch.tensor([expected_length(one, segment, most) for one in hi.tolist()])
+    assert torch.equal(lengths_of(hi, segment, most), expected)
+
+
+@pytest.mark.parametrize(("segment", "most"), [(128, 16), (64, 64)])
+def test_segments_are_enough_and_the_queries_of_a_tile_have_two_lengths_at_most(segment, most):
+    hi = torch.arange(1, 2**18 + 1)
+    length = lengths_of(hi, segment, most)
+    num_segments = -(-hi // length)
+    assert num_segments.max() == most
+    assert (5 * num_segments > 4 * most)[hi > 4 * most * segment].all()
+    change = length.diff()
+    assert (change >= 0).all()
+    assert change.nonzero().flatten().diff().min() >= 128  # no tile has more queries
+
+
+@pytest.mark.parametrize(("border", "window"), [(64, None), (256, None), (320, 200)])
+def test_bits_do_not_depend_on_the_width_where_segments_become_longer(border, window, monkeypatch):
+    monkeypatch.setattr(kernel, "MAX_SEGMENTS", 2)  # lengths change behind 32 times 1 to 8, 10, 12, ...
+    mask = Mask(scale=0.3, window=window)
+    rows = Rows([border + 8], heads=1, dtype=torch.float16)
+    first = border - 8
+    whole = Config(tokens=16, block_m=16, block_n=16, warps=4, stages=2, parts=1, segment=16)
+    split = replace(whole, parts=2)
+    wide = [(0, first, 16)]
+    assert_agrees(rows, mask, wide, config=whole)
+    (folded,) = rows.attend(mask, wide, config=whole)
+    assert torch.equal(rows.attend(mask, wide, config=split)[0], folded)
+    columns = [7, 8]  # the last query with short segments, and the first with long ones
+    alone = rows.attend(mask, [(0, first + column, 1) for column in columns], config=split)
+    assert torch.equal(torch.cat(alone), folded[columns])
 
 
 @pytest.mark.parametrize("splits", ["whole", "split"])

@@ -19,6 +19,7 @@ from blockdraft.kernels.heads import HeadNorms, Slots, Turn, turned  # noqa: E40
 from blockdraft.kernels.kernels import REFERENCE  # noqa: E402
 from blockdraft.kernels.kv_codec import FORMATS  # noqa: E402
 from blockdraft.kernels.kv_positions import PositionRule  # noqa: E402
+from blockdraft.kernels.triton import kv_attention as kernel  # noqa: E402
 from blockdraft.kernels.triton.kv_attention import Config, attend_as, attend_cold  # noqa: E402
 from blockdraft.kernels.triton.kv_compress import compress  # noqa: E402
 from blockdraft.kernels.triton.rows import norm_rope_write  # noqa: E402
@@ -170,6 +171,19 @@ def test_bits_depend_neither_on_the_block_nor_on_who_folds(length):
         assert torch.equal(alone, whole[column : column + 1])
 
 
+@pytest.mark.parametrize("border", [256, 512])
+def test_bits_do_not_depend_on_the_width_where_segments_become_longer(border, monkeypatch):
+    monkeypatch.setattr(kernel, "MAX_SEGMENTS", 2)  # lengths change behind 128 times 1 to 8, 10, 12, ...
+    case = small(heads=1, lengths=(border + 8,), counts=(16,), dtype=torch.float16)
+    whole = replace(WHOLE, tokens=16)
+    folded = attend(case, whole)
+    torch.testing.assert_close(folded.float(), reference(case), atol=2e-2, rtol=2e-2)
+    assert torch.equal(attend(case, replace(whole, parts=2)), folded)
+    for column in (7, 8):  # the last query with short segments, and the first with long ones
+        alone = attend(part_of(case, column, column + 1), replace(whole, tokens=1, parts=2))
+        assert torch.equal(alone, folded[column : column + 1])
+
+
 def test_bits_do_not_depend_on_how_a_prompt_is_cut():
     case = small(lengths=(100,), counts=(100,))
     wide = replace(WHOLE, tokens=64, block_m=128)
@@ -193,6 +207,23 @@ def test_what_no_query_reads_is_not_loaded():
     for store in (pages.keys.scale, pages.values.scale):
         store[:, :, cold[~is_cold]] = float("nan")
     assert torch.equal(attend(replace(case, pages=pages), TWO), before)
+
+
+@pytest.mark.parametrize("count", [1, 16, 2048])
+@pytest.mark.parametrize("shared", [1, 4, 7, 16, 33, 100])
+def test_tiles_of_64_rows_are_for_many_heads_and_have_8_warps(shared, count):
+    config = kernel.choose(
+        num_rows=4,
+        num_groups=2,
+        shared=shared,
+        head_dim=128,
+        element_size=2,
+        max_count=count,
+        multiprocessors=132,
+    )
+    assert (config.block_m >= 64) == (shared > 32)
+    assert config.warps == (8 if config.block_m >= 64 else 4)
+    assert 1 <= config.tokens <= config.block_m // shared
 
 
 def test_it_cuts_its_work_itself():
