@@ -660,11 +660,13 @@ def choose(
     if shared > 128:
         raise DoesNotFit(f"{shared} query heads share a key/value head: paged attention takes at most 128")
     row_bytes = 2 * _half(head_dim) * element_size
-    widest = max(16 if element_size == 4 else 64, triton.next_power_of_2(shared))
+    # At most 32 rows, which mma.sync multiplies: 64 rows take Hopper's wgmma, where a ragged batch died of an
+    # illegal memory access. Where `shared` needs 64, there are 8 warps, with which they ran well.
+    widest = max(16 if element_size == 4 else 32, triton.next_power_of_2(shared))
     block_m = min(max(16, triton.next_power_of_2(max_count * shared)), widest)
     tokens = min(block_m // shared, TILE)
     num_tiles = num_rows * -(-max_count // tokens) * num_groups
-    warps = 8 if block_m > 64 or block_m * row_bytes >= 32768 or element_size == 4 else 4
+    warps = 8 if block_m >= 64 or block_m * row_bytes >= 32768 or element_size == 4 else 4
     is_large = row_bytes > 256 or element_size == 4
     is_small = block_m == 16 and not is_large
     registers = 128 if is_small else None  # four programs on a multiprocessor
