@@ -44,8 +44,9 @@ def setup(form: str, layers: int, length: int) -> Setup:
 
 
 def tiles(table: torch.Tensor, begin: int, end: int) -> Tiles:
-    row = torch.zeros(1, dtype=torch.int64)
-    return Tiles(table, table, row, row + begin, row + end, max(1, (end - begin) // TILE), PAGE)
+    row, rule, count = torch.zeros(1, dtype=torch.int64), PositionRule(), end - begin
+    start = begin + rule.window - rule.block + 1
+    return Tiles(table, table, row, row + start, row + count, rule, max(1, count // TILE), PAGE)
 
 
 def fastest(rounds: int, *runs: Callable[[], object]) -> list[float]:

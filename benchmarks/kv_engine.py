@@ -73,13 +73,15 @@ def measure(args: argparse.Namespace, kv_dtype: str) -> dict[str, object]:
     greedy = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, width=llm.engine.models.plan.block)
     prompts = prompts_of(llm, args.prompts, args.rows, args.max_tokens)
     short = both_ways(llm, prompts, greedy)
-    long = replace(greedy, max_tokens=args.long_tokens, ignore_eos=True, temperature=0.8, seed=1)
-    begins = [ids[:LONG_PROMPT] for ids in prompts]
+    long = None
+    if args.long_tokens:
+        random = replace(greedy, max_tokens=args.long_tokens, ignore_eos=True, temperature=0.8, seed=1)
+        long = both_ways(llm, [ids[:LONG_PROMPT] for ids in prompts], random)
     return {
         "format": kv_dtype,
         "cache_bytes": llm.engine.cache.num_bytes,
         "short": short,
-        "long": both_ways(llm, begins, long) if args.long_tokens else None,
+        "long": long,
     }
 
 

@@ -78,7 +78,7 @@ def _case(form: str, device: torch.device, lengths: tuple[int, ...], width: int)
 
 
 def _moved(tiles: object, device: torch.device) -> object:
-    names = ("table", "exact_table", "rows", "begins", "ends")
+    names = ("table", "exact_table", "rows", "starts", "counts")
     return replace(tiles, **{name: getattr(tiles, name).to(device) for name in names})
 
 

@@ -97,6 +97,5 @@ def tiles_behind(
 ) -> Tiles:
     """What falls behind as the active rows, of lengths starts [R], grow by counts [R], none above a limit."""
     assert rows.exact_table is not None
-    begins, ends = rule.compressed_end(starts), rule.compressed_end(starts + counts)
     most = -(-max_count // TILE) + (0 if max_count < TILE else 1)
-    return Tiles(rows.page_table, rows.exact_table, rows.active, begins, ends, most, page_size)
+    return Tiles(rows.page_table, rows.exact_table, rows.active, starts, counts, rule, most, page_size)

@@ -311,9 +311,8 @@ def _cold_places(
     table, exact = ((numbers.order(2 * num_pages) + 1).view(2, num_pages) for _ in range(2))
     begun = numbers.whole(*starts)
     blocks = Blocks(pages=table, exact_pages=exact, starts=begun, counts=counts, page_size=page_size)
-    ends = rule.compressed_end(begun)
     most = max(1, -(-max(starts) // TILE))
-    return blocks, Tiles(table, exact, blocks.rows, torch.zeros_like(ends), ends, most, page_size)
+    return blocks, Tiles(table, exact, blocks.rows, torch.zeros_like(begun), begun, rule, most, page_size)
 
 
 def _no_codes(kind: _Heads, num_slots: int, which: int, device: torch.device) -> Codes:

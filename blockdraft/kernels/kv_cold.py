@@ -62,17 +62,28 @@ class ColdPages(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tiles:
-    """What to compress: of row r the positions [begins[r], ends[r]), whole tiles, at most `most` of them."""
+    """What to compress as rows of `starts` tokens grow by `counts`: whole tiles, at most `most` of a row."""
 
     table: Tensor  # [.., P]: row r reads table[rows[r]]
     exact_table: Tensor  # likewise
     rows: Tensor  # [R]
-    begins: Tensor  # [R]
-    ends: Tensor  # [R]
+    starts: Tensor  # [R]
+    counts: Tensor  # [R]
+    rule: PositionRule
     most: int
     page_size: int
+
+    @functools.cached_property
+    def begins(self) -> Tensor:
+        """[R] the first position of each row's; a card's kernel finds it by itself."""
+        return self.rule.compressed_end(self.starts)
+
+    @functools.cached_property
+    def ends(self) -> Tensor:
+        """[R] the one behind its last."""
+        return self.rule.compressed_end(self.starts + self.counts)
 
 
 AttendCold = Callable[[Tensor, ColdPages, Blocks, Mask, Tensor | None], Tensor]

@@ -24,11 +24,18 @@ class Case:
     def tiles(self):
         """All that the rows' queries, and those of the next block, read compressed."""
         rule, blocks = self.pages.rule, self.blocks
-        ends = rule.compressed_end(blocks.starts + torch.tensor(blocks.counts))
-        begins = torch.zeros_like(ends)
-        most = int(ends.max()) // 64
+        lengths = blocks.starts + torch.tensor(blocks.counts)
+        nothing = torch.zeros_like(lengths)
+        most = int(rule.compressed_end(lengths).max()) // 64
         return Tiles(
-            blocks.table, blocks.exact_table, blocks.rows, begins, ends, max(most, 1), blocks.page_size
+            blocks.table,
+            blocks.exact_table,
+            blocks.rows,
+            nothing,
+            lengths,
+            rule,
+            max(most, 1),
+            blocks.page_size,
         )
 
     def rows(self):

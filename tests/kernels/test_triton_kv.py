@@ -246,7 +246,7 @@ def test_vectors_become_the_reference_s_bytes(form, dim, dtype):
     there = cold_case.on(case, DEVICE)
     tiles = case.tiles
     moved = {
-        name: getattr(tiles, name).to(DEVICE) for name in ("table", "exact_table", "rows", "begins", "ends")
+        name: getattr(tiles, name).to(DEVICE) for name in ("table", "exact_table", "rows", "starts", "counts")
     }
     compress(there.pages, replace(tiles, **moved))
     for got, expected in ((there.pages.keys, wanted.pages.keys), (there.pages.values, wanted.pages.values)):

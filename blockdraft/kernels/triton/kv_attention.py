@@ -23,6 +23,7 @@ from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.failure import DoesNotFit
 from blockdraft.kernels.kv_cold import ColdPages
 from blockdraft.kernels.kv_formats import TILE
+from blockdraft.kernels.triton import kv_mma
 from blockdraft.kernels.triton.attention import (
     LOG2_E,
     MAX_SPLIT_COUNT,
@@ -475,6 +476,9 @@ def attend_cold(
 
     Outputs past the last of blocks.offsets are undefined.
     """
+    _check(q, pages, blocks, sinks)
+    if kv_mma.serves(q, pages, blocks, mask):
+        return kv_mma.attend(q, pages, blocks, mask, sinks)
     groups = pages.exact_keys.shape[1]
     config = choose(
         num_rows=blocks.rows.shape[0],

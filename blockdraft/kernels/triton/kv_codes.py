@@ -16,8 +16,11 @@ import triton.language as tl
 from blockdraft.kernels.kv_codec import Codec, EightBits, Turned
 
 
-def _curve4(shifts: tuple[str, ...]) -> str:
-    """u (a + u² (b + c u²)) of a nibble in bits 3 to 6 under the exponent of 16: 16 + n, u = n - 7.5."""
+def _curve4(first: int, shifts: tuple[str, ...]) -> str:
+    """u (a + u² (b + c u²)) of a nibble in bits 3 to 6 under the exponent of 16: 16 + n, u = n - 7.5.
+
+    Results from number `first` on, of the words in r.
+    """
     return "\n".join(
         f"""
         {shift}
@@ -28,24 +31,64 @@ def _curve4(shifts: tuple[str, ...]) -> str:
         fma.rn.bf16x2 t, w, t, a;
         mul.rn.bf16x2 ${number}, u, t;
         """
-        for number, shift in enumerate(shifts)
+        for number, shift in enumerate(shifts, first)
     )
 
 
-# Of a word's bytes b0 b1 b2 b3 the middle ones change places: what lies 16 bits apart are neighbours then.
-# The constants are those of CURVES[4], twice each. Four results: b0 b1 and b2 b3 of both halves.
-_BITS4 = tl.constexpr(
-    """{
+_LOW = ("shl.b32 s, r, 3;", "shr.u32 s, r, 5;")  # nibbles of a word's bytes 0 and 1, and of 2 and 3
+_HIGH = ("shr.u32 s, r, 1;", "shr.u32 s, r, 9;")
+# The constants are those of CURVES[4], twice each.
+_CURVE4 = """
     .reg .b32 r, s, t, u, w, base, half, a, b, c;
     mov.b32 base, 0x41804180;
     mov.b32 half, 0x41BC41BC;
     mov.b32 a, 0x3E853E85;
     mov.b32 b, 0x399E399E;
     mov.b32 c, 0x37DF37DF;
-    prmt.b32 r, $4, 0, 0x3120;
     """
-    + _curve4(("shl.b32 s, r, 3;", "shr.u32 s, r, 5;", "shr.u32 s, r, 1;", "shr.u32 s, r, 9;"))
-    + "}"
+
+# Of a word's bytes b0 b1 b2 b3 the middle ones change places: what lies 16 bits apart are neighbours then.
+# Four results: b0 b1 and b2 b3 of both halves.
+_BITS4 = tl.constexpr(f"{{ {_CURVE4} prmt.b32 r, $4, 0, 0x3120; {_curve4(0, _LOW)} {_curve4(2, _HIGH)} }}")
+
+# Two words, of neighbours among tokens, whose numbers become pairs: bytes 0 to 3 of both, the halves in turn.
+PAIR_BY_CURVE = tl.constexpr(
+    f"""{{ {_CURVE4}
+    prmt.b32 r, $8, $9, 0x5410; {_curve4(0, _LOW)} {_curve4(4, _HIGH)}
+    prmt.b32 r, $8, $9, 0x7632; {_curve4(2, _LOW)} {_curve4(6, _HIGH)} }}"""
+)
+
+
+def _by_table(outputs: tuple[str, ...], halves: tuple[str, str], signs: str) -> str:
+    """Of four nibbles in i, the size of each: its low byte, its high one, the sign; then two pairs."""
+    return f"""
+    prmt.b32 l, low_1, low_2, i;
+    prmt.b32 h, high_1, high_2, i;
+    prmt.b32 m, y, $4, {signs};
+    lop3.b32 h, h, m, 0x80808080, 0xF2;
+    prmt.b32 {outputs[0]}, l, h, {halves[0]};
+    prmt.b32 {outputs[1]}, l, h, {halves[1]};
+    """
+
+
+# The same as _BITS4 by instructions of another pipe: sizes of levels are picked from tables of 8 bytes. Codes
+# below 8 are those of negative numbers, the largest first: what their low bits lack of 7 is their size.
+WORD_BY_TABLE = tl.constexpr(
+    f"""{{
+    .reg .b32 n, d, i, y, l, h, m, low_1, low_2, high_1, high_2;
+    mov.b32 low_1, 0x7028C805;
+    mov.b32 low_2, 0x2D05CEA0;
+    mov.b32 high_1, 0x3F3F3E3E;
+    mov.b32 high_2, 0x40403F3F;
+    lop3.b32 n, $4, 0x88888888, 0, 0x0C;
+    shr.u32 d, n, 3;
+    sub.u32 d, n, d;
+    lop3.b32 i, $4, d, 0x77777777, 0x28;
+    shl.b32 y, $4, 4;
+    {_by_table(("$0", "$2"), ("0x6240", "0x7351"), "0xD9C8")}
+    shr.u32 i, i, 16;
+    {_by_table(("$1", "$3"), ("0x6240", "0x7351"), "0xFBEA")}
+    }}"""
 )
 
 

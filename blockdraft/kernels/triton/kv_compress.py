@@ -131,19 +131,26 @@ def _store_planes(exact, place, source, peak, stretch, DIM: tl.constexpr, HALF: 
     tl.store(place + DIM // 4 + column, high.to(tl.uint8), mask=is_in)
 
 
-@triton.jit(do_not_specialize=["most", "num_groups", "table_stride", "exact_table_stride"])
+@triton.jit
+def _compressed_end(length, window, block):
+    """`PositionRule.compressed_end`"""
+    return tl.maximum(length + block - 1 - window, 0) // _N * _N
+
+
+@triton.jit(do_not_specialize=["most", "window", "block", "num_groups", "table_stride", "exact_table_stride"])
 def _compress_kernel(
     exact_keys, exact_values, keys, key_scale, values, value_scale, page_table, exact_page_table, rows,
-    begins, ends, most, num_groups, table_stride, exact_table_stride, exact_layer, exact_group, key_layer,
-    key_group, value_layer, value_group, scale_layer, scale_group,
+    starts, counts, window, block, most, num_groups, table_stride, exact_table_stride, exact_layer,
+    exact_group, key_layer, key_group, value_layer, value_group, scale_layer, scale_group,
     DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, KEY_KIND: tl.constexpr,
     VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows times tiles of each, layers times key/value heads)."""
     start_and_wait(PDL)
     row = tl.program_id(0) // most
-    begin = tl.load(begins + row) + tl.program_id(0) % most * _N
-    if begin >= tl.load(ends + row):
+    start = tl.load(starts + row)
+    begin = _compressed_end(start, window, block) + tl.program_id(0) % most * _N
+    if begin >= _compressed_end(start + tl.load(counts + row), window, block):
         return
     layer = (tl.program_id(1) // num_groups).to(tl.int64)
     group = (tl.program_id(1) % num_groups).to(tl.int64)
@@ -177,8 +184,10 @@ def compress(pages: ColdPages, tiles: Tiles) -> None:
         tiles.table,
         tiles.exact_table,
         tiles.rows,
-        tiles.begins,
-        tiles.ends,
+        tiles.starts,
+        tiles.counts,
+        tiles.rule.window,
+        tiles.rule.block,
         tiles.most,
         num_groups,
         tiles.table.stride(0),
@@ -208,5 +217,6 @@ def _check(pages: ColdPages, tiles: Tiles) -> None:
     stores = (pages.exact_keys, *pages.keys, *pages.values)
     assert all(x.stride(-1) == 1 for x in stores)
     assert all(x.stride(2) == x.shape[3] for x in stores if x.dim() == 4)
+    assert tiles.rule.stride == TILE
     assert tiles.table.stride(1) == tiles.exact_table.stride(1) == 1
     assert torch.float16 == pages.keys.scale.dtype == pages.values.scale.dtype

@@ -1,0 +1,765 @@
+"""Attention over exact and 4-bit keys and values in Gluon: codes become operands without leaving registers.
+
+It serves what `serves` says, in place of `kv_attention`, whose contract it shares. Scores are computed
+transposed, keys by queries: few queries make small tiles then, and no value has to change lanes between the
+bytes that a lane loads and the operand that it gives to a tensor core. So the coordinates of a head are taken
+in an order of their own (`_column_dims`, `_dim_rows`), which no sum notices but by its rounding.
+
+The keys that a query sees are cut by position alone: chunks of TILE, at most MAX_SEGMENTS segments of equal
+length (`segment_length`), and runs of RUN segments. An online softmax runs through the chunks of a segment,
+segments are folded into their run in order, and runs into the result. Who does the folding has no part in the
+bits: LEVEL 0 leaves each segment for the merge, 1 each run, 2 (a prefill) folds everything itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from blockdraft.kernels.attention import Blocks, Mask
+from blockdraft.kernels.kv_cold import ColdPages
+from blockdraft.kernels.kv_formats import TILE
+from blockdraft.kernels.triton.attention import (
+    LOG2_E,
+    MAX_SPLIT_COUNT,
+    ROW_BLOCK,
+    divided,
+    fold,
+    row_of,
+    segment_length,
+    visible_keys,
+)
+from blockdraft.kernels.triton.kv_codes import PAIR_BY_CURVE, WORD_BY_TABLE, kind_of
+from blockdraft.kernels.triton.launch import has_pdl, let_next_start, overlap, wait_for_previous
+from blockdraft.kernels.triton.turning import signs, turn_blocks
+
+# All three are part of the result's bits.
+SEGMENT = 64  # keys of the shortest segments
+MAX_SEGMENTS = 128  # enough for one row to fill the device
+RUN = 4  # segments
+
+HEAD_DIMS = (64, 128)
+_N = gl.constexpr(TILE)
+_RUN = gl.constexpr(RUN)
+_SEGMENT = gl.constexpr(SEGMENT)
+_MAX_SEGMENTS = gl.constexpr(MAX_SEGMENTS)
+MERGED_RUNS = 4  # whose sums are loaded together
+MERGE_WARPS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the work is cut: a function of host-known shapes only, and no part of the result's bits."""
+
+    tokens: int  # queries of one row in a tile
+    columns: int  # those times the query heads of a key/value head, padded
+    warps: int  # each has all keys of some columns; several decode codes for each other
+    level: int  # what a program leaves for the merge: segments, runs or the whole
+    parts: int  # programs that share the segments of a tile
+
+
+# ---- layouts: who has what of a tensor. A quad is four lanes, g its number, t a lane's number in it.
+
+
+@gluon.constexpr_function
+def _basis(rank, axis, bit):
+    return [(1 << bit) if at == axis else 0 for at in range(rank)]
+
+
+@gluon.constexpr_function
+def _bits(count):
+    return count.bit_length() - 1
+
+
+@gluon.constexpr_function
+def _layout(shape, registers, lanes, warps, splits):
+    """Registers: (axis, first bit, number of bits), the fastest first; lanes: five (axis, bit), None: alike.
+
+    The first axis has groups of 16 keys. `splits`: each warp has its share of them, else all of them.
+    """
+    rank = len(shape)
+    log_warps = _bits(warps)
+    split = min(log_warps, 2) if splits else 0
+    return gl.DistributedLinearLayout(
+        reg_bases=[_basis(rank, axis, bit + i) for axis, bit, count in registers for i in range(count)]
+        + [_basis(rank, 0, bit) for bit in range(split, 2)],
+        lane_bases=[[0] * rank if one is None else _basis(rank, one[0], one[1]) for one in lanes],
+        warp_bases=[_basis(rank, 0, bit) if bit < split else [0] * rank for bit in range(log_warps)],
+        block_bases=[],
+        shape=shape,
+    )
+
+
+@gluon.constexpr_function
+def _key_layout(size, halves, warps, splits):
+    """[4, 16, size] parts of keys: the lanes of quad g have keys g and g + 8, a quarter of each half."""
+    each = _bits(size) - _bits(halves) - 2
+    lanes = [(2, each), (2, each + 1), (1, 0), (1, 1), (1, 2)]
+    registers = [(2, 0, each), (2, each + 2, _bits(halves)), (1, 3, 1)]
+    return _layout([4, 16, size], registers, lanes, warps, splits)
+
+
+@gluon.constexpr_function
+def _value_layout(size, halves, warps, splits):
+    """[4, 8, size] parts of every other value: lanes t have t and t + 4, quad g an eighth of each half."""
+    each = _bits(size) - _bits(halves) - 3
+    lanes = [(1, 0), (1, 1), (2, each), (2, each + 1), (2, each + 2)]
+    registers = [(2, 0, each), (2, each + 3, _bits(halves)), (1, 2, 1)]
+    return _layout([4, 8, size], registers, lanes, warps, splits)
+
+
+@gluon.constexpr_function
+def _scale_layout(warps):
+    """[4, 16] as the rows of a tile of scores."""
+    lanes = [None, None, (1, 0), (1, 1), (1, 2)]
+    return _layout([4, 16], [(1, 3, 1)], lanes, warps, False)
+
+
+@gluon.jit
+def _column_dims(column, DIM: gl.constexpr):
+    """Which coordinate a product's column is: of a half, 16 i + 8 h + 2 t + e is lane t's 4 i + 2 h + e."""
+    c = column % (DIM // 2)
+    return column - c + c // 2 % 4 * (DIM // 8) + c // 16 * 4 + c // 8 % 2 * 2 + c % 2
+
+
+@triton.jit
+def _dim_rows(dim, DIM: tl.constexpr):
+    """Which row of the sums a coordinate is: of a half, quad g's number j is 8 j + g."""
+    d = dim % (DIM // 2)
+    return dim - d + d % (DIM // 16) * 8 + d // (DIM // 16)
+
+
+# ---- loads
+
+
+@gluon.jit
+def _slots(table, chunk, end, PAGE_SIZE: gl.constexpr, layout: gl.constexpr):
+    """First slots [4] of a chunk's groups of 16 keys; 0, which is never written, for those from `end` on."""
+    key = chunk * _N + 16 * gl.arange(0, 4, layout)
+    page = gl.load(table + key // PAGE_SIZE, mask=key < end, other=0)
+    return page * PAGE_SIZE + key % PAGE_SIZE
+
+
+@gluon.jit
+def _places(slot, first, STEP: gl.constexpr, SIZE: gl.constexpr, layout: gl.constexpr):
+    """Offsets [4, .., SIZE] of what slots hold, of every STEP-th of a group's 16 from `first` on."""
+    key = gl.arange(0, 16 // STEP, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * STEP + first
+    part = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    slot = gl.expand_dims(gl.expand_dims(slot, 1), 2)
+    inside = gl.expand_dims(gl.expand_dims(key, 0), 2) * SIZE + gl.expand_dims(gl.expand_dims(part, 0), 1)
+    return slot * SIZE + inside
+
+
+@gluon.jit
+def _load_scales(scales, slot, layout: gl.constexpr):
+    key = gl.arange(0, 16, gl.SliceLayout(0, layout))
+    return gl.load(scales + gl.expand_dims(slot, 1) + gl.expand_dims(key, 0))
+
+
+@gluon.jit
+def _chunk_slots(table, chunk, end, PAGE_SIZE: gl.constexpr, WORDS: gl.constexpr, WARPS: gl.constexpr,
+                 SPLITS: gl.constexpr):  # fmt: skip
+    """First slots of a compressed chunk's groups: as codes are loaded, and as scales are."""
+    K: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _key_layout(WORDS, 1, WARPS, SPLITS)))
+    SCALES: gl.constexpr = gl.SliceLayout(1, _scale_layout(WARPS))
+    slot = _slots(table, chunk, end, PAGE_SIZE, K)
+    if SPLITS:
+        scale_slot = _slots(table, chunk, end, PAGE_SIZE, SCALES)
+    else:
+        scale_slot = gl.convert_layout(slot, SCALES, assert_trivial=True)
+    return slot, scale_slot
+
+
+@gluon.jit
+def _load_chunk(keys, key_scale, values, value_scale, slots, WORDS: gl.constexpr, WARPS: gl.constexpr,
+                SPLITS: gl.constexpr):  # fmt: skip
+    """Words of codes, and scales, of a compressed chunk."""
+    K: gl.constexpr = _key_layout(WORDS, 1, WARPS, SPLITS)
+    V: gl.constexpr = _value_layout(WORDS, 1, WARPS, SPLITS)
+    SCALES: gl.constexpr = _scale_layout(WARPS)
+    slot, scale_slot = slots
+    v_slot = gl.convert_layout(slot, gl.SliceLayout(1, gl.SliceLayout(2, V)), assert_trivial=True)
+    k = gl.load(keys + _places(slot, 0, 1, WORDS, K))
+    even = gl.load(values + _places(v_slot, 0, 2, WORDS, V))
+    odd = gl.load(values + _places(v_slot, 1, 2, WORDS, V))
+    k_scale = _load_scales(key_scale, scale_slot, SCALES)
+    return k, even, odd, k_scale, _load_scales(value_scale, scale_slot, SCALES)
+
+
+# ---- operands
+
+
+@gluon.jit
+def _operand(x, SPLITS: gl.constexpr, layout: gl.constexpr):
+    """What `_loaded` makes an operand of. Where the warps have shared the work, they exchange it."""
+    if SPLITS:
+        PHASES: gl.constexpr = 8 if x.shape[1] >= 64 else 4
+        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 8 // PHASES, PHASES, [1, 0])
+        x = gl.allocate_shared_memory(x.dtype, x.shape, swizzled, x)
+    else:
+        x = gl.convert_layout(x, layout, assert_trivial=True)  # nothing moves
+    return x
+
+
+@gluon.jit
+def _loaded(x, SPLITS: gl.constexpr, layout: gl.constexpr):
+    if SPLITS:
+        x = x.load(layout)
+    return x
+
+
+@gluon.jit
+def _pairs(x):
+    """Words [..] as two numbers of bfloat16 each [.., 2]."""
+    even = x.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    odd = (x >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return gl.join(even, odd)
+
+
+@gluon.jit
+def _key_levels(word, DIM: gl.constexpr):
+    """Words [4, 16, DIM / 8] of codes as [64, DIM], columns in `_column_dims`."""
+    lo_1, lo_2, hi_1, hi_2 = gl.inline_asm_elementwise(
+        WORD_BY_TABLE, "=r,=r,=r,=r,r", [word], dtype=(gl.int32,) * 4, is_pure=True, pack=1
+    )
+    x = _pairs(gl.join(gl.join(lo_1, lo_2), gl.join(hi_1, hi_2)))
+    x = gl.reshape(x, [_N, 4, DIM // 32, 2, 2, 2])  # key, t, i, h, half, e
+    return gl.reshape(gl.permute(x, [0, 4, 2, 3, 1, 5]), [_N, DIM])
+
+
+@gluon.jit
+def _exact_keys(x, DIM: gl.constexpr):
+    """Keys [4, 16, DIM] likewise."""
+    x = gl.reshape(x, [_N, 2, 4, DIM // 32, 2, 2])  # key, half, t, i, h, e
+    return gl.reshape(gl.permute(x, [0, 1, 3, 4, 2, 5]), [_N, DIM])
+
+
+@gluon.jit
+def _value_levels(even, odd, DIM: gl.constexpr):
+    """Words [4, 8, DIM / 8] of codes, of every other value, as [DIM, 64], rows as `_dim_rows` says."""
+    l0, l1, l2, l3, h0, h1, h2, h3 = gl.inline_asm_elementwise(
+        PAIR_BY_CURVE, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [even, odd], dtype=(gl.int32,) * 8, is_pure=True, pack=1
+    )
+    low = gl.join(gl.join(l0, l2), gl.join(l1, l3))
+    high = gl.join(gl.join(h0, h2), gl.join(h1, h3))
+    x = gl.reshape(_pairs(gl.join(low, high)), [_N // 2, 8, DIM // 16, 2, 2])  # pair of values, g, j, half, e
+    return gl.reshape(gl.permute(x, [3, 2, 1, 0, 4]), [DIM, _N])
+
+
+@gluon.jit
+def _exact_values(even, odd, DIM: gl.constexpr):
+    """Values [4, 8, DIM] likewise."""
+    x = gl.reshape(gl.join(even, odd), [_N // 2, 2, 8, DIM // 16, 2])  # pair of values, half, g, j, e
+    return gl.reshape(gl.permute(x, [1, 3, 2, 0, 4]), [DIM, _N])
+
+
+@gluon.jit
+def _weights_operand(weights, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Weights [64, COLUMNS], as scores lie, in bfloat16 as an operand lies: tiles of 8 x 8 are transposed."""
+    even, odd = gl.split(gl.reshape(weights, [_N, COLUMNS // 2, 2]))
+    x = gl.inline_asm_elementwise(
+        "{ .reg .b32 r; cvt.rn.bf16x2.f32 r, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, r; }",
+        "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    x = gl.reshape(_pairs(x), [8, 8, COLUMNS // 8, 4, 2])  # now tile, column, tile, pair of keys, e
+    x = gl.reshape(gl.permute(x, [0, 3, 4, 2, 1]), [_N, COLUMNS])
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+# ---- sums: of DIM by COLUMNS, with tops and totals of each column
+
+
+@gluon.jit
+def _nothing(DIM: gl.constexpr, COLUMNS: gl.constexpr, mma: gl.constexpr):
+    column: gl.constexpr = gl.SliceLayout(0, mma)
+    top = gl.full([COLUMNS], float("-inf"), gl.float32, column)
+    return gl.zeros([DIM, COLUMNS], gl.float32, mma), top, gl.zeros([COLUMNS], gl.float32, column)
+
+
+@gluon.jit
+def _folded(whole, acc, scale):
+    """What the keys of a segment add to those before it, as `attention.fold`."""
+    top = gl.maximum(whole[1], acc[1])
+    base = gl.where(top == float("-inf"), 0.0, top)
+    before = gl.exp2((whole[1] - base) * scale)
+    after = gl.exp2((acc[1] - base) * scale)
+    total = gl.fma(acc[2], after, whole[2] * before)
+    sums = whole[0] * gl.expand_dims(before, 0)
+    return gl.fma(acc[0], gl.expand_dims(after, 0) + gl.zeros_like(sums), sums), top, total
+
+
+@gluon.jit
+def _with_chunk(acc, scores, is_seen, value_scale, v, scale, COLUMNS: gl.constexpr, SPLITS: gl.constexpr,
+                mma: gl.constexpr):  # fmt: skip
+    """Online softmax: what a chunk with scores [64, COLUMNS] adds, in powers of 2."""
+    sums, top, total = acc
+    scores = gl.where(is_seen, scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 0))
+    # A query that has seen nothing yet keeps its sums at zero.
+    base = gl.where(new_top == float("-inf"), 0.0, new_top)
+    offset = gl.expand_dims(-(base * scale), 0) + gl.zeros_like(scores)
+    weights = gl.exp2(gl.fma(scores, gl.zeros_like(scores) + scale, offset))
+    shrink = gl.exp2((top - base) * scale)
+    total = gl.fma(total, shrink, gl.sum(weights, 0))
+    weights = _weights_operand(weights * value_scale, COLUMNS, gl.DotOperandLayout(1, mma, 2))
+    v = _loaded(v, SPLITS, gl.DotOperandLayout(0, mma, 2))
+    return mma_v2(v, weights, sums * gl.expand_dims(shrink, 0)), new_top, total
+
+
+# ---- chunks
+
+
+@gluon.jit
+def _folds_now(whole, run, acc, chunk, length, scale, LEVEL: gl.constexpr, DIM: gl.constexpr,
+               COLUMNS: gl.constexpr, mma: gl.constexpr):  # fmt: skip
+    """Where a segment of `length` chunks begins, the one before is folded into its run; so are runs."""
+    if LEVEL > 0:  # noqa: SIM102  # the one is known to the compiler
+        if chunk % length == 0:
+            run = _folded(run, acc, scale)
+            acc = _nothing(DIM, COLUMNS, mma)
+            if LEVEL > 1:  # noqa: SIM102
+                if chunk % (length * _RUN) == 0:
+                    whole = _run_added(whole, run, scale, mma)
+                    run = _nothing(DIM, COLUMNS, mma)
+    return whole, run, acc
+
+
+@gluon.jit
+def _run_added(whole, run, scale, mma: gl.constexpr):
+    """The sums of all runs are in shared memory: they are needed rarely."""
+    kept, top, total = whole
+    sums, top, total = _folded((kept.load(mma), top, total), run, scale)
+    kept.store(sums)
+    return kept, top, total
+
+
+@gluon.jit
+def _attend_cold(
+    whole, run, acc, q, keys, key_scale, values, value_scale, table, first_chunk, last_chunk, cold_end,
+    length, scale,
+    DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr,
+    WARPS: gl.constexpr, SPLITS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Compressed chunks: each is seen whole by the queries with a later c(t), and by no other."""
+    WORDS: gl.constexpr = DIM // 8
+    A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, mma)
+    end = last_chunk * _N
+    slots = _chunk_slots(table, first_chunk, end, PAGE_SIZE, WORDS, WARPS, SPLITS)
+    for chunk in range(first_chunk, last_chunk):
+        k, even, odd, k_scale, v_scale = _load_chunk(
+            keys, key_scale, values, value_scale, slots, WORDS, WARPS, SPLITS
+        )
+        slots = _chunk_slots(table, chunk + 1, end, PAGE_SIZE, WORDS, WARPS, SPLITS)  # a turn ahead
+        whole, run, acc = _folds_now(whole, run, acc, chunk, length, scale, LEVEL, DIM, COLUMNS, mma)
+        k = _operand(_key_levels(k, DIM), SPLITS, A)
+        if SPLITS:  # before the others wait for the keys
+            v = _operand(_value_levels(even, odd, DIM), SPLITS, A)
+        scores = mma_v2(_loaded(k, SPLITS, A), q, gl.zeros([_N, COLUMNS], gl.float32, mma))
+        if not SPLITS:
+            v = _operand(_value_levels(even, odd, DIM), SPLITS, A)
+        by_key = gl.convert_layout(gl.reshape(k_scale, [_N]), ROWS, assert_trivial=True)
+        by_value = gl.convert_layout(gl.reshape(v_scale, [_N]), ROWS, assert_trivial=True)
+        scores = scores * gl.expand_dims(by_key.to(gl.float32), 1)
+        is_colder = gl.expand_dims(chunk * _N < cold_end, 0)
+        value_scale_now = gl.expand_dims(by_value.to(gl.float32), 1)
+        acc = _with_chunk(acc, scores, is_colder, value_scale_now, v, scale, COLUMNS, SPLITS, mma)
+    return whole, run, acc
+
+
+@gluon.jit
+def _keys_left(left, COUNT: gl.constexpr, layout: gl.constexpr):
+    """[4, COUNT, 1]: whether every (16 / COUNT)-th of a chunk's keys is one of the first `left`."""
+    group = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout))) * 16
+    inside = gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * (16 // COUNT)
+    key = gl.expand_dims(gl.expand_dims(group, 1), 2) + gl.expand_dims(gl.expand_dims(inside, 0), 2)
+    return key < left
+
+
+@gluon.jit
+def _attend_exact(
+    whole, run, acc, q, keys, values, table, first_chunk, last_chunk, folds_from, tile_hi, hi, cold_end,
+    length, scale,
+    DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr,
+    WARPS: gl.constexpr, SPLITS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Exact chunks: of those from c(t) on, and of chunk 0, a query sees the keys before `hi` [COLUMNS].
+
+    Before `folds_from`, segments have begun already, when the chunk came compressed.
+    """
+    A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    K: gl.constexpr = _key_layout(DIM, 2, WARPS, SPLITS)
+    V: gl.constexpr = _value_layout(DIM, 2, WARPS, SPLITS)
+    row = gl.arange(0, _N, gl.SliceLayout(1, mma))
+    for chunk in range(first_chunk, last_chunk):
+        left = tile_hi - chunk * _N  # what lies behind is nobody's yet
+        k_slot = _slots(table, chunk, tile_hi, PAGE_SIZE, gl.SliceLayout(1, gl.SliceLayout(2, K)))
+        v_slot = gl.convert_layout(k_slot, gl.SliceLayout(1, gl.SliceLayout(2, V)), assert_trivial=True)
+        k = gl.load(keys + _places(k_slot, 0, 1, DIM, K), mask=_keys_left(left, 16, K), other=0.0)
+        even = gl.load(values + _places(v_slot, 0, 2, DIM, V), mask=_keys_left(left, 8, V), other=0.0)
+        odd = gl.load(values + _places(v_slot, 1, 2, DIM, V), mask=_keys_left(left - 1, 8, V), other=0.0)
+        if LEVEL > 0:  # noqa: SIM102
+            if chunk >= folds_from:
+                whole, run, acc = _folds_now(whole, run, acc, chunk, length, scale, LEVEL, DIM, COLUMNS, mma)
+        k = _operand(_exact_keys(k, DIM), SPLITS, A)
+        v = _operand(_exact_values(even, odd, DIM), SPLITS, A)
+        scores = mma_v2(_loaded(k, SPLITS, A), q, gl.zeros([_N, COLUMNS], gl.float32, mma))
+        is_warmer = (chunk * _N >= cold_end) | (chunk == 0)
+        is_seen = gl.expand_dims(row + chunk * _N, 1) < gl.expand_dims(hi, 0)
+        is_seen = is_seen & gl.expand_dims(is_warmer, 0)
+        acc = _with_chunk(acc, scores, is_seen, 1.0, v, scale, COLUMNS, SPLITS, mma)
+    return whole, run, acc
+
+
+# ---- the kernels
+
+
+@gluon.jit
+def _row_of(offsets, num_rows, tile, TOKENS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """As `attention.row_of`."""
+    row = -1
+    for begin in range(0, num_rows, ROWS):
+        r = begin + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32 // WARPS], [32], [WARPS], [0]))
+        first = gl.load(offsets + r, mask=r < num_rows, other=0) // TOKENS + r
+        row += gl.sum(((first <= tile) & (r < num_rows)).to(gl.int32), 0)
+    return row
+
+
+@gluon.jit
+def _segment_chunks(hi):
+    """`attention.segment_length` in chunks."""
+    multiple = (hi - 1) // (_MAX_SEGMENTS * _SEGMENT) + 1
+    bits = multiple.to(gl.float32).to(gl.int32, bitcast=True)
+    bits = ((bits + 0x1FFFFF) >> 21) << 21
+    return bits.to(gl.float32, bitcast=True).to(gl.int32) * (_SEGMENT // _N)
+
+
+@gluon.jit(
+    do_not_specialize=["num_rows", "tiles_per_row", "cold_window", "table_stride", "exact_table_stride",
+                       "num_units"]
+)  # fmt: skip
+def _attend_kernel(
+    q, exact_keys, exact_values, keys, key_scale, values, value_scale, part, part_top, part_total,
+    page_table, exact_page_table, rows, starts, offsets, scale, cold_window, num_rows, tiles_per_row,
+    table_stride, exact_table_stride, num_units, q_stride, q_head_stride, exact_stride, key_stride,
+    value_stride, scale_stride,
+    TOKENS: gl.constexpr, SHARED: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr,
+    COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr, IS_EVEN: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, ROW_BLOCK: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, key/value heads, parts), as `kv_attention`'s."""
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32,
+                                  is_pure=False, pack=1)  # fmt: skip
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+                                  pack=1)  # fmt: skip
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[1, WARPS], instr_shape=[16, 8]
+    )
+    B: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    tile = gl.num_programs(0) - 1 - gl.program_id(0)
+    group = gl.program_id(1)
+    if IS_EVEN:
+        row = tile // tiles_per_row
+        tile = tile % tiles_per_row
+    else:
+        row = _row_of(offsets, num_rows, tile, TOKENS, ROW_BLOCK, WARPS)
+        tile -= (gl.load(offsets + row) // TOKENS + row).to(gl.int32)
+    stream = gl.load(offsets + row)
+    count = (gl.load(offsets + row + 1) - stream).to(gl.int32)
+    start = gl.load(starts + row).to(gl.int32)
+    home = gl.load(rows + row)
+    first = tile * TOKENS
+    if first >= count:  # not before the loads: they are under way together
+        return
+    table = page_table + home * table_stride
+    exact_table = exact_page_table + home * exact_table_stride
+    wide = group.to(gl.int64)
+    exact_keys += wide * exact_stride
+    exact_values += wide * exact_stride
+    keys = (keys + wide * key_stride).to(gl.pointer_type(gl.int32))
+    values = (values + wide * value_stride).to(gl.pointer_type(gl.int32))
+    key_scale += wide * scale_stride
+    value_scale += wide * scale_stride
+
+    # Each query, and then the tile, sees keys before `hi`; compressed ones before `cold_end`.
+    last = gl.minimum(first + TOKENS, count) - 1
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))
+    token = gl.minimum(first + column // SHARED, last)
+    hi = start + (token + 1 if IS_CAUSAL else token * 0 + count)
+    tile_hi = start + (last + 1 if IS_CAUSAL else count)
+    cold_end = gl.maximum(start + token - cold_window, 0) // _N * _N
+    cold_chunk = gl.maximum(start + last - cold_window, 0) // _N  # the first that is compressed for no query
+    exact_chunk = gl.maximum(gl.maximum(start + first - cold_window, 0) // _N, 1)  # the first exact for some
+    last_chunk = (tile_hi + _N - 1) // _N
+
+    q_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, B))
+    q_token = first + q_column // SHARED
+    is_live = (q_column < TOKENS * SHARED) & (q_token < count)
+    q_dim = gl.expand_dims(_column_dims(gl.arange(0, DIM, gl.SliceLayout(1, B)), DIM), 1)
+    q_at = (stream + q_token) * q_stride + (group * SHARED + q_column % SHARED) * q_head_stride
+    in_tile = gl.expand_dims(is_live, 0) & (q_dim >= 0)
+    query = gl.load(q + gl.expand_dims(q_at, 0) + q_dim, mask=in_tile, other=0.0)
+
+    lengths = _segment_chunks(hi)  # of a tile's queries there are one or two
+    shortest = _segment_chunks(start + first + 1 if IS_CAUSAL else tile_hi)
+    longest = _segment_chunks(tile_hi)
+    out_row = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(1, mma)), 1)
+    result = (stream + first + column // SHARED) * HEADS + group * SHARED + column % SHARED
+    is_kept = (column < TOKENS * SHARED) & (first + column // SHARED < count)
+    for turn in range(1 + (longest != shortest).to(gl.int32)):
+        length = gl.where(turn == 0, shortest, longest)
+        turn_last = gl.minimum(last_chunk, length * _MAX_SEGMENTS)  # the other turn's queries see more
+        unit_length = turn_last
+        num_mine = 1
+        if LEVEL < 2:
+            unit_length = length if LEVEL == 0 else length * _RUN
+            num_mine = (turn_last + unit_length - 1) // unit_length
+        each = (num_mine + gl.num_programs(2) - 1) // gl.num_programs(2)
+        begin_unit = gl.program_id(2) * each
+        for unit in range(begin_unit, gl.minimum(begin_unit + each, num_mine)):
+            begin = unit * unit_length
+            end = gl.minimum(turn_last, begin + unit_length)
+            acc = _nothing(DIM, COLUMNS, mma)
+            run = acc
+            whole = acc
+            if LEVEL == 2:
+                flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+                whole = gl.allocate_shared_memory(gl.float32, [DIM, COLUMNS], flat, acc[0]), acc[1], acc[2]
+            whole, run, acc = _attend_exact(
+                whole, run, acc, query, exact_keys, exact_values, exact_table, begin,
+                gl.minimum(end, 1), 1, tile_hi, hi, cold_end, length, scale,
+                DIM, COLUMNS, PAGE_SIZE, LEVEL, WARPS, SPLITS, mma,
+            )  # fmt: skip
+            whole, run, acc = _attend_cold(
+                whole, run, acc, query, keys, key_scale, values, value_scale, table,
+                gl.maximum(begin, 1), gl.minimum(end, cold_chunk), cold_end, length, scale,
+                DIM, COLUMNS, PAGE_SIZE, LEVEL, WARPS, SPLITS, mma,
+            )  # fmt: skip
+            whole, run, acc = _attend_exact(
+                whole, run, acc, query, exact_keys, exact_values, exact_table,
+                gl.maximum(begin, exact_chunk), end, cold_chunk, tile_hi, hi, cold_end, length, scale,
+                DIM, COLUMNS, PAGE_SIZE, LEVEL, WARPS, SPLITS, mma,
+            )  # fmt: skip
+            if LEVEL > 0:
+                acc = _folded(run, acc, scale)
+            if LEVEL == 2:
+                whole = _run_added(whole, acc, scale, mma)
+                acc = whole[0].load(mma), whole[1], whole[2]
+            is_mine = is_kept & (lengths == length)
+            at = result * num_units + unit
+            gl.store(part_top + at, acc[1], mask=is_mine)
+            gl.store(part_total + at, acc[2], mask=is_mine)
+            place = part + gl.expand_dims(at, 0) * DIM + out_row
+            gl.store(place, acc[0], mask=gl.expand_dims(is_mine, 0) & (out_row >= 0))
+
+
+@triton.jit
+def _part(part, part_top, part_total, at, is_there, DIM: tl.constexpr):
+    """Sums, top and total of a unit, or of nothing."""
+    dim = tl.arange(0, DIM)[None, :]
+    at = at + tl.arange(0, 1)
+    top = tl.load(part_top + at, mask=is_there, other=float("-inf"))
+    total = tl.load(part_total + at, mask=is_there, other=0.0)[:, None]
+    return tl.load(part + at[:, None] * DIM + dim, mask=is_there, other=0.0), top, total
+
+
+@triton.jit(do_not_specialize=["num_rows", "tokens_per_row", "num_units"])
+def _merge_kernel(
+    part, part_top, part_total, out, starts, offsets, sinks, sign, scale, num_rows, tokens_per_row, num_units,
+    HEADS: tl.constexpr, DIM: tl.constexpr, LEVEL: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_SINKS: tl.constexpr, ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, query heads): the units that hold keys of a token, folded in order, and turned back."""
+    let_next_start(PDL)
+    head = tl.program_id(1)
+    number = tl.program_id(0)
+    wait_for_previous(PDL)
+    row = number // tokens_per_row if IS_EVEN else row_of(offsets, num_rows, number, 0, ROW_BLOCK)
+    stream = tl.load(offsets + row)
+    count = (tl.load(offsets + row + 1) - stream).to(tl.int32)
+    start = tl.load(starts + row).to(tl.int32)
+    if number >= tl.load(offsets + num_rows):  # not before the loads: they are under way together
+        return
+    _, hi = visible_keys(start, number - stream.to(tl.int32), count, 0, IS_CAUSAL, False, False)
+    length = segment_length(hi, SEGMENT, MAX_SEGMENTS)
+    result = number.to(tl.int64) * HEADS + head
+    at = result * num_units
+    dim = tl.arange(0, DIM)
+    sums = tl.zeros([1, DIM], tl.float32)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1, 1], tl.float32)
+    whole = sums, top, total
+    if LEVEL == 2:
+        whole = _part(part, part_top, part_total, at, True, DIM)
+    else:
+        for first in range(0, tl.cdiv(hi, length * RUN), RUNS):
+            for run in tl.static_range(RUNS):
+                begin = (first + run) * RUN  # the run's first segment
+                if LEVEL == 1:
+                    acc = _part(part, part_top, part_total, at + first + run, begin * length < hi, DIM)
+                else:
+                    acc = sums, top, total
+                    for segment in tl.static_range(RUN):
+                        is_there = (begin + segment) * length < hi
+                        one = _part(part, part_top, part_total, at + begin + segment, is_there, DIM)
+                        acc = fold(acc, one, scale)
+                whole = fold(whole, acc, scale)
+    sink = tl.zeros([1], tl.float32)
+    if HAS_SINKS:
+        sink += tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+    outputs = divided(whole, sink, scale, HAS_SINKS)
+    outputs = tl.gather(outputs, _dim_rows(dim, DIM)[None, :], 1)
+    outputs = turn_blocks(outputs, DIM, DIM) * tl.load(sign + dim)[None, :]
+    tl.store(out + result * DIM + dim[None, :], outputs.to(out.dtype.element_ty))
+
+
+# ---- the host's side
+
+
+def serves(q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask) -> bool:
+    """Whether this kernel computes that layer: a question of the model and the card, not of the batch."""
+    return (
+        q.device.type == "cuda"
+        and has_pdl(q.device)
+        and q.dtype == torch.bfloat16
+        and q.shape[2] in HEAD_DIMS
+        and q.shape[1] // pages.exact_keys.shape[1] <= 64
+        and {kind_of(pages.format.keys), kind_of(pages.format.values)} == {"bits4"}
+        and mask.window is None
+        and blocks.page_size % 16 == 0
+    )
+
+
+def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int) -> Config:
+    """Few columns: a warp for a segment. Many: four warps that decode for each other, for runs or for all."""
+    wanted = max_count * shared
+    columns = 8 if wanted <= 8 else 16 if wanted <= 16 else 32 if wanted <= 32 else 64
+    tokens = min(columns // shared, TILE)
+    warps = max(1, columns // 16)
+    num_tiles = num_rows * -(-max_count // tokens) * num_groups
+    level = 0 if columns <= 16 and num_tiles < 64 else 1
+    if max_count > MAX_SPLIT_COUNT:
+        level = 2
+    parts = (MAX_SEGMENTS, MAX_SEGMENTS // RUN, 1)[level]
+    return Config(tokens, columns, warps, level, parts)
+
+
+def attend(q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None) -> Tensor:
+    """Attention of q [N, H, D] over one layer's ColdPages, as `kv_attention.attend_cold`."""
+    num_groups = pages.exact_keys.shape[1]
+    config = choose(
+        num_rows=blocks.rows.shape[0],
+        num_groups=num_groups,
+        shared=q.shape[1] // num_groups,
+        max_count=max(blocks.counts),
+    )
+    return attend_as(config, q, pages, blocks, mask, sinks)
+
+
+def attend_as(
+    config: Config, q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None
+) -> Tensor:
+    """The same, cut as asked."""
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_tokens == 0:
+        return out
+    segments = min(MAX_SEGMENTS, -(-blocks.table.shape[1] * blocks.page_size // SEGMENT))
+    units = (segments, -(-segments // RUN), 1)[config.level]
+    shape = (num_tokens, num_heads, units)
+    parts = [torch.empty(s, dtype=torch.float32, device=q.device) for s in ((*shape, head_dim), shape, shape)]
+    _launch(config, q, pages, blocks, mask, parts, units)
+    num_rows, max_count = blocks.rows.shape[0], max(blocks.counts)
+    _merge_kernel[(num_tokens, num_heads)](
+        *parts,
+        out,
+        blocks.starts,
+        blocks.offsets,
+        out if sinks is None else sinks,
+        signs(head_dim, q.device),
+        mask.scale * LOG2_E,
+        num_rows,
+        max_count,
+        units,
+        HEADS=num_heads,
+        DIM=head_dim,
+        LEVEL=config.level,
+        IS_EVEN=num_tokens == num_rows * max_count,
+        IS_CAUSAL=mask.is_causal,
+        HAS_SINKS=sinks is not None,
+        ROW_BLOCK=ROW_BLOCK,
+        SEGMENT=SEGMENT,
+        MAX_SEGMENTS=MAX_SEGMENTS,
+        RUN=RUN,
+        RUNS=MERGED_RUNS,
+        num_warps=MERGE_WARPS,
+        **overlap(q.device),
+    )
+    return out
+
+
+def _launch(
+    config: Config,
+    q: Tensor,
+    pages: ColdPages,
+    blocks: Blocks,
+    mask: Mask,
+    parts: list[Tensor],
+    units: int,
+) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    num_groups, num_rows, tokens = pages.exact_keys.shape[1], blocks.rows.shape[0], config.tokens
+    assert blocks.exact_table is not None
+    tiles_per_row = -(-max(blocks.counts) // tokens)
+    is_even = num_rows * tiles_per_row <= num_tokens // tokens + num_rows
+    num_tiles = num_rows * tiles_per_row if is_even else num_tokens // tokens + num_rows
+    _attend_kernel[(num_tiles, num_groups, min(config.parts, units))](
+        q,
+        pages.exact_keys,
+        pages.exact_values,
+        *pages.keys,
+        *pages.values,
+        *parts,
+        blocks.table,
+        blocks.exact_table,
+        blocks.rows,
+        blocks.starts,
+        blocks.offsets,
+        mask.scale * LOG2_E,  # exp2 takes the place of exp
+        pages.rule.window,
+        num_rows,
+        tiles_per_row,
+        blocks.table.stride(0),
+        blocks.exact_table.stride(0),
+        units,
+        q.stride(0),
+        q.stride(1),
+        pages.exact_keys.stride(1),
+        pages.keys.codes.stride(1),
+        pages.values.codes.stride(1),
+        pages.keys.scale.stride(1),
+        TOKENS=tokens,
+        SHARED=num_heads // num_groups,
+        HEADS=num_heads,
+        DIM=head_dim,
+        COLUMNS=config.columns,
+        PAGE_SIZE=blocks.page_size,
+        LEVEL=config.level,
+        IS_EVEN=is_even,
+        IS_CAUSAL=mask.is_causal,
+        ROW_BLOCK=ROW_BLOCK,
+        WARPS=config.warps,
+        SPLITS=config.warps > 1,
+        num_warps=config.warps,
+        **overlap(q.device),
+    )
