@@ -9,6 +9,7 @@ tokens chose), and the keys and values of its context.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -372,7 +373,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--draft-quantization", default="none")
-    parser.add_argument("--kv-dtype", default="auto", help="of the target's keys and values")
+    parser.add_argument(
+        "--kv-dtype",
+        nargs="+",
+        default=["auto"],
+        help="of the target's keys and values; served requests have the last of several",
+    )
     parser.add_argument("--committed", type=float, help="tokens committed per step, to say tokens per second")
     parser.add_argument("--engine", action="store_true", help="also serve requests through Engine.step")
     parser.add_argument(
@@ -392,20 +398,21 @@ def main() -> None:
     ceiling = copy_ceiling()
     release()  # its 8 GiB
     has_drafter = max(args.width) > 1
-    models = load(
-        args.shape,
-        has_drafter=has_drafter,
-        max_rows=max(args.rows),
-        max_context=args.context + 1024,
-        quantization=args.quantization,
-        draft_quantization=args.draft_quantization,
-        kv_dtype=args.kv_dtype,
-    )
-    found = [
-        freed(time_step, models, num_rows=rows, width=width, context=args.context, ceiling=ceiling)
-        for rows in args.rows
-        for width in args.width
-    ]
+    found: list[dict[str, object]] = []
+    for kv_dtype in args.kv_dtype:
+        release()
+        models = load(
+            args.shape,
+            has_drafter=has_drafter,
+            max_rows=max(args.rows),
+            max_context=args.context + 1024,
+            quantization=args.quantization,
+            draft_quantization=args.draft_quantization,
+            kv_dtype=kv_dtype,
+        )
+        for rows, width in itertools.product(args.rows, args.width):
+            how = {"num_rows": rows, "width": width, "context": args.context, "ceiling": ceiling}
+            found.append({"kv_dtype": kv_dtype, **freed(time_step, models, **how)})
     if args.committed is not None and has_drafter:
         rates = acceptance_rates(f"mean:{args.committed}", width=models.plan.width, block=models.plan.block)
         models = replace(models, rates=rates)
@@ -452,7 +459,7 @@ def _print(result: dict[str, object], found: list[dict[str, object]], committed:
             [[kernel["name"][:60], kernel["launches"], kernel["ms"]] for kernel in slowest["kernels"][:12]],
         )
     )
-    plain = {step["rows"]: step["ms"] for step in found if step["width"] == 1}
+    plain = {(step["kv_dtype"], step["rows"]): step["ms"] for step in found if step["width"] == 1}
     rows = []
     for step in found:
         speed = (
@@ -460,10 +467,11 @@ def _print(result: dict[str, object], found: list[dict[str, object]], committed:
             if committed is None or step["width"] == 1
             else f"{committed * step['rows'] / step['ms'] * 1e3:,.0f}"
         )
-        ratio = plain[step["rows"]] / step["ms"] if step["rows"] in plain else float("nan")
+        ratio = plain.get((step["kv_dtype"], step["rows"]), float("nan")) / step["ms"]
         numbers = [step[key] for key in ("ms", "floor_ms", "share_of_ceiling")]
         counts = [step[key] for key in ("num_kernels", "capture_s")]
-        rows.append([f"{step['rows']} rows, width {step['width']}", *numbers, ratio, *counts, speed])
+        name = f"{step['rows']} rows, width {step['width']}, {step['kv_dtype']}"
+        rows.append([name, *numbers, ratio, *counts, speed])
     # Step efficiency: the speedup over plain decoding per token committed; 1: draft and verify are free.
     header = ["step", "ms", "floor ms", "of ceiling", "efficiency", "kernels", "capture s", "tok/s"]
     print(record.table(header, rows))

@@ -12,8 +12,8 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -59,7 +59,55 @@ def check(report: Report, device: torch.device) -> None:
     for form in FORMS:
         report.item(f"compress {form}", lambda form=form: _check_compress(form, device))
         report.item(f"attend {form}", lambda form=form: _check_attend(form, device))
+    for number, shape in enumerate(RAGGED):
+        report.item(f"bits {number}", lambda shape=shape: _check_bits(shape, device))
     report.item("heads turned", lambda: _check_heads(device))
+
+
+# Rows of unequal lengths and counts: a border of segments inside a block, a prefill, few and many columns.
+RAGGED: tuple[dict[str, object], ...] = (
+    {"lengths": (8200, 8193, 64, 300), "counts": (16, 16, 16, 16), "heads": 9, "groups": 3, "dim": 64},
+    {"lengths": (8200, 100, 5000), "counts": (20, 1, 7), "heads": 8, "groups": 1, "dim": 128},
+    {"lengths": (8136, 8091), "counts": (968, 923), "heads": 9, "groups": 3, "dim": 64},
+    {"lengths": (1000, 400), "counts": (5, 5), "heads": 32, "groups": 2, "dim": 64, "page_size": 64},
+)
+
+
+def _check_bits(shape: dict[str, object], device: torch.device) -> dict[str, object]:
+    """tq4: each query alone, and all ways to cut the work, against all rows at once."""
+    from blockdraft.kernels.attention import Blocks
+    from blockdraft.kernels.kv_cold import reference_compress
+    from blockdraft.kernels.triton import kv_mma
+    from tests.kernels import cold_case
+
+    case = cold_case.make(form="tq4", dtype=torch.bfloat16, **shape)
+    there = cold_case.on(case, device)
+    reference_compress(there.pages, _moved(case.tiles, device))
+    blocks, shared = there.blocks, shape["heads"] // shape["groups"]
+    out = kv_mma.attend(there.q, there.pages, blocks, there.mask, None)
+    result: dict[str, object] = {}
+    for level, parts in enumerate((kv_mma.MAX_SEGMENTS, kv_mma.MAX_SEGMENTS // kv_mma.RUN, 1)):
+        for columns, warps in ((16, 1), (32, 2), (64, 4)):
+            if columns < shared or (level == 0 and sum(blocks.counts) > 200):
+                continue
+            config = kv_mma.Config(min(columns // shared, 64), columns, warps, level, parts)
+            got = kv_mma.attend_as(config, there.q, there.pages, blocks, there.mask, None)
+            result[f"level {level}, {columns} columns"] = torch.equal(got, out)
+    begin = 0
+    for row, count in enumerate(blocks.counts):
+        for column in range(max(0, count - 16), count):
+            one = Blocks(
+                pages=blocks.table[row : row + 1],
+                exact_pages=blocks.exact_table[row : row + 1],
+                starts=blocks.starts[row : row + 1] + column,
+                counts=(1,),
+                page_size=blocks.page_size,
+            )
+            at = slice(begin + column, begin + column + 1)
+            got = kv_mma.attend(there.q[at].contiguous(), there.pages, one, there.mask, None)
+            result[f"row {row} alone"] = torch.equal(got, out[at]) and result.get(f"row {row} alone", True)
+        begin += count
+    return {"status": "PASS" if all(result.values()) else "FAIL", **result}
 
 
 def _case(form: str, device: torch.device, lengths: tuple[int, ...], width: int) -> object:
@@ -114,7 +162,9 @@ def _check_attend(form: str, device: torch.device) -> dict[str, object]:
     expected = reference_attend_cold_paged(there.q.float(), wide, blocks, mask)
     out = attend_cold(there.q, pages, blocks, mask)
     error = ((out.float() - expected).norm() / expected.norm()).item()
-    folded = attend_as(replace(_config(2, 16), parts=1), there.q, pages, blocks, mask, None)
+    folded = out  # `_check_bits` has those of tq4
+    if form != "tq4":
+        folded = attend_as(replace(_config(2, 16), parts=1), there.q, pages, blocks, mask, None)
     narrow = torch.empty_like(out).view(2, 16, HEADS, DIM)
     for column in range(16):
         one = Blocks(
@@ -230,7 +280,7 @@ class Step:
         from blockdraft.kernels.kv_codec import FORMATS
         from blockdraft.kernels.kv_cold import Codes, ColdPages
         from blockdraft.kernels.kv_positions import PositionRule
-        from blockdraft.kernels.triton.kv_attention import attend_as
+        from blockdraft.kernels.triton.kv_attention import attend_cold
 
         slots, format = self.num_pages * PAGE_SIZE, FORMATS[form]
         exact = self._noise((2, self.layers, GROUPS, self.exact_pages * PAGE_SIZE, DIM))
@@ -250,11 +300,10 @@ class Step:
         pages = ColdPages(format, PositionRule(), *exact, *stores)
         layers = [pages.layer(index) for index in range(self.layers)]
 
-        def at(width: int, **changes: int) -> Callable[[], None]:
+        def at(width: int) -> Callable[[], None]:
             blocks, q = self.blocks(width), self.queries(width)
-            config = replace(_config(self.rows, width), **changes)
             mask = Mask(scale=DIM**-0.5)
-            return lambda: [attend_as(config, q, layer, blocks, mask, None) for layer in layers]
+            return lambda: [attend_cold(q, layer, blocks, mask) for layer in layers]
 
         return at
 
@@ -293,14 +342,6 @@ def graph_us(call: Callable[[], object], layers: int) -> dict[str, object]:
     }
 
 
-VARIANTS: tuple[dict[str, int], ...] = (
-    {"warps": 4, "registers": 168},
-    {"warps": 4, "registers": 255},
-    {"warps": 4, "stages": 1},
-    {"warps": 4, "parts": 32},
-)
-
-
 def times(report: Report, layers: int, device: torch.device) -> None:
     for rows, tokens in SHAPES:
         step = Step(rows, tokens, layers, device)
@@ -313,24 +354,13 @@ def times(report: Report, layers: int, device: torch.device) -> None:
                 return {"status": "MADE"}
 
             report.item(f"memory {kind} {where}", make)
-            for name, width, changes in _variants(kind, rows, tokens) if made else ():
+            for width in (1, 16) if made else ():
                 report.item(
-                    f"{kind} {where} width {width}{name}",
-                    lambda width=width, changes=changes, made=made: graph_us(
-                        made[0](width, **changes), layers
-                    ),
+                    f"{kind} {where} width {width}",
+                    lambda width=width, made=made: graph_us(made[0](width), layers),
                 )
             made.clear()
             torch.cuda.empty_cache()
-
-
-def _variants(kind: str, rows: int, tokens: int) -> Iterator[tuple[str, int, dict[str, int]]]:
-    for width in (1, 16):
-        yield "", width, {}
-    if kind == "tq4" and (rows, tokens) == (1, 128 * 1024):
-        for changes in VARIANTS:
-            for width in (1, 16) if changes["warps"] == 8 or "stages" in changes else (1,):
-                yield " " + " ".join(f"{key}={value}" for key, value in changes.items()), width, changes
 
 
 def main() -> None:
@@ -351,9 +381,7 @@ def main() -> None:
         times(report, asked.layers, device)
     out = os.environ.get("OUT")
     if out:
-        text = json.dumps(
-            {"layers": asked.layers, "chosen": asdict(_config(1, 1)), "results": report.results}, indent=1
-        )
+        text = json.dumps({"layers": asked.layers, "results": report.results}, indent=1)
         (Path(out) / "kv_step.json").write_text(text)
     print()
     for result in report.results:

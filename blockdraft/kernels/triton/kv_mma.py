@@ -50,8 +50,8 @@ _N = gl.constexpr(TILE)
 _RUN = gl.constexpr(RUN)
 _SEGMENT = gl.constexpr(SEGMENT)
 _MAX_SEGMENTS = gl.constexpr(MAX_SEGMENTS)
-MERGED_RUNS = 4  # whose sums are loaded together
-MERGE_WARPS = 1
+_SHORT = gl.constexpr(2)  # chunks of a segment whose code is worth keeping small
+MERGED_RUNS = 2  # whose sums are loaded together
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +79,17 @@ def _bits(count):
 
 
 @gluon.constexpr_function
-def _layout(shape, registers, lanes, warps, splits):
+def _layout(shape, registers, lanes, warps, splits, groups=4):
     """Registers: (axis, first bit, number of bits), the fastest first; lanes: five (axis, bit), None: alike.
 
     The first axis has groups of 16 keys. `splits`: each warp has its share of them, else all of them.
     """
     rank = len(shape)
     log_warps = _bits(warps)
-    split = min(log_warps, 2) if splits else 0
+    split = min(log_warps, _bits(groups)) if splits else 0
     return gl.DistributedLinearLayout(
         reg_bases=[_basis(rank, axis, bit + i) for axis, bit, count in registers for i in range(count)]
-        + [_basis(rank, 0, bit) for bit in range(split, 2)],
+        + [_basis(rank, 0, bit) for bit in range(split, _bits(groups))],
         lane_bases=[[0] * rank if one is None else _basis(rank, one[0], one[1]) for one in lanes],
         warp_bases=[_basis(rank, 0, bit) if bit < split else [0] * rank for bit in range(log_warps)],
         block_bases=[],
@@ -113,6 +113,22 @@ def _value_layout(size, halves, warps, splits):
     lanes = [(1, 0), (1, 1), (2, each), (2, each + 1), (2, each + 2)]
     registers = [(2, 0, each), (2, each + 3, _bits(halves)), (1, 2, 1)]
     return _layout([4, 8, size], registers, lanes, warps, splits)
+
+
+@gluon.constexpr_function
+def _group_key_layout(words):
+    """[16, words]: one group of the same, for a warp alone."""
+    each = _bits(words) - 2
+    lanes = [(1, each), (1, each + 1), (0, 0), (0, 1), (0, 2)]
+    return _layout([16, words], [(1, 0, each), (0, 3, 1)], lanes, 1, False, 1)
+
+
+@gluon.constexpr_function
+def _group_value_layout(words):
+    """[8, words] likewise."""
+    each = _bits(words) - 3
+    lanes = [(0, 0), (0, 1), (1, each), (1, each + 1), (1, each + 2)]
+    return _layout([8, words], [(1, 0, each), (0, 2, 1)], lanes, 1, False, 1)
 
 
 @gluon.constexpr_function
@@ -224,14 +240,14 @@ def _pairs(x):
 
 
 @gluon.jit
-def _key_levels(word, DIM: gl.constexpr):
-    """Words [4, 16, DIM / 8] of codes as [64, DIM], columns in `_column_dims`."""
+def _key_levels(word, KEYS: gl.constexpr, DIM: gl.constexpr):
+    """Words of codes, DIM / 8 of each key, as [KEYS, DIM], columns in `_column_dims`."""
     lo_1, lo_2, hi_1, hi_2 = gl.inline_asm_elementwise(
         WORD_BY_TABLE, "=r,=r,=r,=r,r", [word], dtype=(gl.int32,) * 4, is_pure=True, pack=1
     )
     x = _pairs(gl.join(gl.join(lo_1, lo_2), gl.join(hi_1, hi_2)))
-    x = gl.reshape(x, [_N, 4, DIM // 32, 2, 2, 2])  # key, t, i, h, half, e
-    return gl.reshape(gl.permute(x, [0, 4, 2, 3, 1, 5]), [_N, DIM])
+    x = gl.reshape(x, [KEYS, 4, DIM // 32, 2, 2, 2])  # key, t, i, h, half, e
+    return gl.reshape(gl.permute(x, [0, 4, 2, 3, 1, 5]), [KEYS, DIM])
 
 
 @gluon.jit
@@ -242,15 +258,16 @@ def _exact_keys(x, DIM: gl.constexpr):
 
 
 @gluon.jit
-def _value_levels(even, odd, DIM: gl.constexpr):
-    """Words [4, 8, DIM / 8] of codes, of every other value, as [DIM, 64], rows as `_dim_rows` says."""
+def _value_levels(even, odd, KEYS: gl.constexpr, DIM: gl.constexpr):
+    """Words of codes, DIM / 8 of every other value, as [DIM, KEYS], rows as `_dim_rows` says."""
     l0, l1, l2, l3, h0, h1, h2, h3 = gl.inline_asm_elementwise(
         PAIR_BY_CURVE, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [even, odd], dtype=(gl.int32,) * 8, is_pure=True, pack=1
     )
     low = gl.join(gl.join(l0, l2), gl.join(l1, l3))
     high = gl.join(gl.join(h0, h2), gl.join(h1, h3))
-    x = gl.reshape(_pairs(gl.join(low, high)), [_N // 2, 8, DIM // 16, 2, 2])  # pair of values, g, j, half, e
-    return gl.reshape(gl.permute(x, [3, 2, 1, 0, 4]), [DIM, _N])
+    x = _pairs(gl.join(low, high))
+    x = gl.reshape(x, [KEYS // 2, 8, DIM // 16, 2, 2])  # pair of values, g, j, half, e
+    return gl.reshape(gl.permute(x, [3, 2, 1, 0, 4]), [DIM, KEYS])
 
 
 @gluon.jit
@@ -296,10 +313,9 @@ def _folded(whole, acc, scale):
 
 
 @gluon.jit
-def _with_chunk(acc, scores, is_seen, value_scale, v, scale, COLUMNS: gl.constexpr, SPLITS: gl.constexpr,
-                mma: gl.constexpr):  # fmt: skip
-    """Online softmax: what a chunk with scores [64, COLUMNS] adds, in powers of 2."""
-    sums, top, total = acc
+def _weighed(acc, scores, is_seen, scale):
+    """Online softmax in powers of 2: weights of scores [64, COLUMNS], what shrinks sums, tops and totals."""
+    _, top, total = acc
     scores = gl.where(is_seen, scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 0))
     # A query that has seen nothing yet keeps its sums at zero.
@@ -307,10 +323,17 @@ def _with_chunk(acc, scores, is_seen, value_scale, v, scale, COLUMNS: gl.constex
     offset = gl.expand_dims(-(base * scale), 0) + gl.zeros_like(scores)
     weights = gl.exp2(gl.fma(scores, gl.zeros_like(scores) + scale, offset))
     shrink = gl.exp2((top - base) * scale)
-    total = gl.fma(total, shrink, gl.sum(weights, 0))
+    return weights, gl.expand_dims(shrink, 0), new_top, gl.fma(total, shrink, gl.sum(weights, 0))
+
+
+@gluon.jit
+def _with_chunk(acc, scores, is_seen, value_scale, v, scale, COLUMNS: gl.constexpr, SPLITS: gl.constexpr,
+                mma: gl.constexpr):  # fmt: skip
+    """What a chunk with scores [64, COLUMNS] adds."""
+    weights, shrink, top, total = _weighed(acc, scores, is_seen, scale)
     weights = _weights_operand(weights * value_scale, COLUMNS, gl.DotOperandLayout(1, mma, 2))
     v = _loaded(v, SPLITS, gl.DotOperandLayout(0, mma, 2))
-    return mma_v2(v, weights, sums * gl.expand_dims(shrink, 0)), new_top, total
+    return mma_v2(v, weights, acc[0] * shrink), top, total
 
 
 # ---- chunks
@@ -359,12 +382,12 @@ def _attend_cold(
         )
         slots = _chunk_slots(table, chunk + 1, end, PAGE_SIZE, WORDS, WARPS, SPLITS)  # a turn ahead
         whole, run, acc = _folds_now(whole, run, acc, chunk, length, scale, LEVEL, DIM, COLUMNS, mma)
-        k = _operand(_key_levels(k, DIM), SPLITS, A)
+        k = _operand(_key_levels(k, _N, DIM), SPLITS, A)
         if SPLITS:  # before the others wait for the keys
-            v = _operand(_value_levels(even, odd, DIM), SPLITS, A)
+            v = _operand(_value_levels(even, odd, _N, DIM), SPLITS, A)
         scores = mma_v2(_loaded(k, SPLITS, A), q, gl.zeros([_N, COLUMNS], gl.float32, mma))
         if not SPLITS:
-            v = _operand(_value_levels(even, odd, DIM), SPLITS, A)
+            v = _operand(_value_levels(even, odd, _N, DIM), SPLITS, A)
         by_key = gl.convert_layout(gl.reshape(k_scale, [_N]), ROWS, assert_trivial=True)
         by_value = gl.convert_layout(gl.reshape(v_scale, [_N]), ROWS, assert_trivial=True)
         scores = scores * gl.expand_dims(by_key.to(gl.float32), 1)
@@ -372,6 +395,103 @@ def _attend_cold(
         value_scale_now = gl.expand_dims(by_value.to(gl.float32), 1)
         acc = _with_chunk(acc, scores, is_colder, value_scale_now, v, scale, COLUMNS, SPLITS, mma)
     return whole, run, acc
+
+
+@gluon.jit
+def _group_slot(table, group, end, PAGE_SIZE: gl.constexpr):
+    """The first slot of a group of 16 keys; 0 from key `end` on."""
+    key = group * 16
+    page = gl.load(table + key // PAGE_SIZE, mask=key < end, other=0)
+    return page * PAGE_SIZE + key % PAGE_SIZE
+
+
+@gluon.jit
+def _load_group(codes, slot, first, STEP: gl.constexpr, WORDS: gl.constexpr, layout: gl.constexpr):
+    """Words of every STEP-th of 16 keys."""
+    key = gl.arange(0, 16 // STEP, gl.SliceLayout(1, layout)) * STEP + first
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))
+    return gl.load(codes + slot * WORDS + (gl.expand_dims(key * WORDS, 1) + gl.expand_dims(word, 0)))
+
+
+@gluon.jit
+def _load_group_keys(keys, key_scale, table, group, end, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+                     mma: gl.constexpr):  # fmt: skip
+    slot = _group_slot(table, group, end, PAGE_SIZE)
+    scales = gl.load(key_scale + slot + gl.arange(0, 16, gl.SliceLayout(1, mma)))
+    return _load_group(keys, slot, 0, 1, WORDS, _group_key_layout(WORDS)), scales
+
+
+@gluon.jit
+def _load_group_values(values, table, group, end, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    V: gl.constexpr = _group_value_layout(WORDS)
+    slot = _group_slot(table, group, end, PAGE_SIZE)
+    return _load_group(values, slot, 0, 2, WORDS, V), _load_group(values, slot, 1, 2, WORDS, V)
+
+
+@gluon.jit
+def _attend_cold_alone(
+    run, acc, q, keys, key_scale, values, value_scale, table, first_chunk, last_chunk, cold_end, length,
+    scale,
+    DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr,
+    mma: gl.constexpr,
+):  # fmt: skip
+    """The same for a warp alone and short segments, in loops over groups of 16 keys, with equal bits.
+
+    A model's weights drive code out of all caches between two layers: what runs once is read first, and a
+    third of the code takes less time. Where a segment is long, the code of `_attend_cold` is faster.
+    """
+    WORDS: gl.constexpr = DIM // 8
+    A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    SCALES: gl.constexpr = _scale_layout(1)
+    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    pairs: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])  # as an operand takes them
+    all_scores = gl.allocate_shared_memory(gl.float32, [4, 16, COLUMNS], rows)
+    all_weights = gl.allocate_shared_memory(gl.bfloat16, [4, 16, COLUMNS], pairs)
+    end = last_chunk * _N
+    first = first_chunk * 4
+    k, k_scale = _load_group_keys(keys, key_scale, table, first, end, WORDS, PAGE_SIZE, mma)
+    even, odd = _load_group_values(values, table, first, end, WORDS, PAGE_SIZE)
+    next_k, next_scale = _load_group_keys(keys, key_scale, table, first + 1, end, WORDS, PAGE_SIZE, mma)
+    next_even, next_odd = _load_group_values(values, table, first + 1, end, WORDS, PAGE_SIZE)
+    for chunk in range(first_chunk, last_chunk):
+        slot = _slots(table, chunk, end, PAGE_SIZE, gl.SliceLayout(1, SCALES))
+        by_value = gl.reshape(_load_scales(value_scale, slot, SCALES), [_N])
+        if LEVEL > 0:  # noqa: SIM102  # the one is known to the compiler
+            if chunk % length == 0:
+                run = _folded(run, acc, scale)
+                acc = _nothing(DIM, COLUMNS, mma)
+        for group in range(4):
+            far_k, far_scale = _load_group_keys(
+                keys, key_scale, table, chunk * 4 + group + 2, end, WORDS, PAGE_SIZE, mma
+            )
+            levels = gl.convert_layout(_key_levels(k, 16, DIM), A, assert_trivial=True)
+            scores = mma_v2(levels, q, gl.zeros([16, COLUMNS], gl.float32, mma))
+            all_scores.index(group).store(scores * gl.expand_dims(k_scale.to(gl.float32), 1))
+            k, k_scale, next_k, next_scale = next_k, next_scale, far_k, far_scale
+        scores = all_scores._reinterpret(gl.float32, [_N, COLUMNS], rows).load(mma)
+        is_colder = gl.expand_dims(chunk * _N < cold_end, 0)
+        weights, shrink, top, total = _weighed(acc, scores, is_colder, scale)
+        by_value = gl.convert_layout(by_value, gl.SliceLayout(1, mma), assert_trivial=True).to(gl.float32)
+        weights = (weights * gl.expand_dims(by_value, 1)).to(gl.bfloat16)
+        weights = gl.permute(gl.reshape(weights, [2, 2, 16, COLUMNS]), [2, 3, 0, 1])
+        lower, upper = gl.split(weights)
+        first_group, third_group = gl.split(lower)
+        second_group, fourth_group = gl.split(upper)
+        all_weights.index(0).store(first_group)
+        all_weights.index(1).store(second_group)
+        all_weights.index(2).store(third_group)
+        all_weights.index(3).store(fourth_group)
+        sums = acc[0] * shrink
+        for group in range(4):
+            far_even, far_odd = _load_group_values(
+                values, table, chunk * 4 + group + 2, end, WORDS, PAGE_SIZE
+            )
+            levels = gl.convert_layout(_value_levels(even, odd, 16, DIM), A, assert_trivial=True)
+            sums = mma_v2(levels, all_weights.index(group).load(B), sums)
+            even, odd, next_even, next_odd = next_even, next_odd, far_even, far_odd
+        acc = sums, top, total
+    return run, acc
 
 
 @gluon.jit
@@ -534,21 +654,31 @@ def _attend_kernel(
             if LEVEL == 2:
                 flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
                 whole = gl.allocate_shared_memory(gl.float32, [DIM, COLUMNS], flat, acc[0]), acc[1], acc[2]
-            whole, run, acc = _attend_exact(
-                whole, run, acc, query, exact_keys, exact_values, exact_table, begin,
-                gl.minimum(end, 1), 1, tile_hi, hi, cold_end, length, scale,
-                DIM, COLUMNS, PAGE_SIZE, LEVEL, WARPS, SPLITS, mma,
-            )  # fmt: skip
-            whole, run, acc = _attend_cold(
-                whole, run, acc, query, keys, key_scale, values, value_scale, table,
-                gl.maximum(begin, 1), gl.minimum(end, cold_chunk), cold_end, length, scale,
-                DIM, COLUMNS, PAGE_SIZE, LEVEL, WARPS, SPLITS, mma,
-            )  # fmt: skip
-            whole, run, acc = _attend_exact(
-                whole, run, acc, query, exact_keys, exact_values, exact_table,
-                gl.maximum(begin, exact_chunk), end, cold_chunk, tile_hi, hi, cold_end, length, scale,
-                DIM, COLUMNS, PAGE_SIZE, LEVEL, WARPS, SPLITS, mma,
-            )  # fmt: skip
+            # Chunk 0, compressed chunks, then exact ones: each kind once in the code.
+            for phase in range(2):
+                whole, run, acc = _attend_exact(
+                    whole, run, acc, query, exact_keys, exact_values, exact_table,
+                    gl.where(phase == 0, begin, gl.maximum(begin, exact_chunk)),
+                    gl.where(phase == 0, gl.minimum(end, 1), end),
+                    gl.where(phase == 0, 1, cold_chunk), tile_hi, hi, cold_end, length, scale,
+                    DIM, COLUMNS, PAGE_SIZE, LEVEL, WARPS, SPLITS, mma,
+                )  # fmt: skip
+                first_cold = gl.maximum(begin, 1)
+                last_cold = gl.where(phase == 0, gl.minimum(end, cold_chunk), 0)
+                if WARPS == 1 and LEVEL < 2:  # noqa: SIM102  # the one is known to the compiler
+                    if (first_cold < last_cold) & (length <= _SHORT):
+                        run, acc = _attend_cold_alone(
+                            run, acc, query, keys, key_scale, values, value_scale, table, first_cold,
+                            last_cold, cold_end, length, scale,
+                            DIM, COLUMNS, PAGE_SIZE, LEVEL, mma,
+                        )  # fmt: skip
+                        last_cold = 0
+                if first_cold < last_cold:
+                    whole, run, acc = _attend_cold(
+                        whole, run, acc, query, keys, key_scale, values, value_scale, table, first_cold,
+                        last_cold, cold_end, length, scale,
+                        DIM, COLUMNS, PAGE_SIZE, LEVEL, WARPS, SPLITS, mma,
+                    )  # fmt: skip
             if LEVEL > 0:
                 acc = _folded(run, acc, scale)
             if LEVEL == 2:
@@ -702,7 +832,7 @@ def attend_as(
         MAX_SEGMENTS=MAX_SEGMENTS,
         RUN=RUN,
         RUNS=MERGED_RUNS,
-        num_warps=MERGE_WARPS,
+        num_warps=1,
         **overlap(q.device),
     )
     return out
