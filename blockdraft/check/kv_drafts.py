@@ -20,7 +20,8 @@ from blockdraft.planner.kv_choice import kv_choice
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
 
-ANSWER = 96  # tokens at most
+PASSAGE = 384  # tokens of a text, at most: enough that answers read compressed ones
+ANSWER = 64  # tokens at most
 QUESTIONS = (  # of a passage, so that most of what answers read is compressed
     "What is this text about? Answer in one paragraph.",
     "Write a Python function that counts how often each word of such a text occurs.",
@@ -32,11 +33,11 @@ QUESTIONS = (  # of a passage, so that most of what answers read is compressed
 def prompts_behind(
     models: Models, texts: Sequence[Sequence[int]], *, begin: int, count: int
 ) -> list[list[int]]:
-    """`count` questions, each behind the first `begin` tokens of a text."""
-    found = []
+    """`count` questions, each behind the beginning of a text."""
+    found, passage = [], min(begin, PASSAGE)
     asked = itertools.cycle(itertools.product(texts, QUESTIONS))
     for text, question in itertools.islice(asked, count):
-        content = f"{models.tokenizer.decode(text[:begin])}\n\n{question}\n"
+        content = f"{models.tokenizer.decode(text[:passage])}\n\n{question}\n"
         if models.tokenizer.has_chat_template:
             messages = [{"role": "user", "content": content}]
             found.append(models.tokenizer.encode_chat(messages, add_generation_prompt=True))
@@ -47,7 +48,7 @@ def prompts_behind(
 
 
 def committed_per_step(models: Models, format: str, prompts: Sequence[Sequence[int]]) -> float | None:
-    """Tokens by steps, of greedy answers in full blocks; None: the engine has no such cache for it."""
+    """Tokens by steps, of greedy answers at the plan's width; None: the engine has no such cache for it."""
     plan = _plan(models, format, prompts)
     if plan is None:
         return None
@@ -85,7 +86,7 @@ def _answers(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[tuple
     plan = engine.models.plan
     for ids in prompts:
         most = min(ANSWER, plan.max_context - len(ids))
-        engine.add(ids, SamplingParams(temperature=0.0, max_tokens=most, width=plan.block))
+        engine.add(ids, SamplingParams(temperature=0.0, max_tokens=most, width=plan.width))
     while engine.has_work:
         for delta in engine.step():
             if delta.metrics is not None:
