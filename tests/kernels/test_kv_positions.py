@@ -51,7 +51,7 @@ def test_the_boundary_is_where_the_rule_says():
     [RULE, PositionRule(16, 1, 0), PositionRule(17, 7, 3), PositionRule(40, 16, 0), PositionRule(16, 32, 50)],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.float64], torch.float64))
 def test_every_query_reads_by_the_rule(rule, dtype):
     """Every position is one, so the boundary lies at every offset of a stride."""
     q, k, v = drawn(dtype)
