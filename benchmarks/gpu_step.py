@@ -9,7 +9,6 @@ tokens chose), and the keys and values of its context.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import tempfile
@@ -400,7 +399,6 @@ def main() -> None:
     has_drafter = max(args.width) > 1
     found: list[dict[str, object]] = []
     for kv_dtype in args.kv_dtype:
-        release()
         models = load(
             args.shape,
             has_drafter=has_drafter,
@@ -410,9 +408,14 @@ def main() -> None:
             draft_quantization=args.draft_quantization,
             kv_dtype=kv_dtype,
         )
-        for rows, width in itertools.product(args.rows, args.width):
-            how = {"num_rows": rows, "width": width, "context": args.context, "ceiling": ceiling}
-            found.append({"kv_dtype": kv_dtype, **freed(time_step, models, **how)})
+        found += [
+            {
+                "kv_dtype": kv_dtype,
+                **freed(time_step, models, num_rows=rows, width=width, context=args.context, ceiling=ceiling),
+            }
+            for rows in args.rows
+            for width in args.width
+        ]
     if args.committed is not None and has_drafter:
         rates = acceptance_rates(f"mean:{args.committed}", width=models.plan.width, block=models.plan.block)
         models = replace(models, rates=rates)

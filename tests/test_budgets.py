@@ -22,7 +22,7 @@ BUDGETS = {
     "cli": 3_700,
     "launch": 2_250,
     "models": 2_200,
-    "check": 3_400,
+    "check": 3_500,
     "start": 1_850,
     "doctor": 1_200,
     "settings": 1_550,

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # decides close calls (docs/lossless.md).
 QUESTION = "Write a Python function is_even(n)."
 MAX_TOKENS = 24
+LONG_PROMPT = 320  # tokens: from here on some are read compressed, where keys are (docs/kv-cache.md)
+LONG_TOKENS = 48
 TIMEOUT_S = 120.0
 
 
@@ -106,6 +108,28 @@ def _check_form(client: OpenAI) -> None:
         raise Failure(f"of a form, with drafts {found[0]!r}, without {found[1]!r}")
     if set(_loaded(found[0])) != {"city", "is_capital"}:
         raise Failure(f"the answer {found[0]!r} has not the form it was asked for")
+
+
+def check_drafts(client: OpenAI, text: str) -> str:
+    """The greedy answer behind a long `text`, which must be the same with drafts and without."""
+    from openai import OpenAIError
+
+    messages = [{"role": "user", "content": f"{text}\n\nWhat is this text about? Say it in a few sentences."}]
+    try:
+        drafted, plain = (
+            _ask(client, messages=messages, max_tokens=LONG_TOKENS, extra_body={"speculative": is_drafted})
+            for is_drafted in (True, False)
+        )
+    except OpenAIError as error:
+        raise Failure(f"{type(error).__name__}: {error}") from None
+    if drafted.usage.prompt_tokens < LONG_PROMPT:
+        raise Failure(f"the long prompt has {drafted.usage.prompt_tokens} tokens: none is read compressed")
+    said = [one.choices[0].message.content or "" for one in (drafted, plain)]
+    if said[0] != said[1]:
+        raise Failure(f"behind a long prompt, with drafts {said[0]!r}, without {said[1]!r}")
+    if not said[0].strip():
+        raise Failure("the answer behind a long prompt is empty")
+    return said[0]
 
 
 def _check_tool(client: OpenAI) -> None:

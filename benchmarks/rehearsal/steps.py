@@ -8,16 +8,20 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.rehearsal import client, memory, serving
 from benchmarks.rehearsal.children import Children, Done, fresh_environment
 from benchmarks.rehearsal.compare import Last, Measured
 from benchmarks.rehearsal.sheet import Failure, Found, Step
 from blockdraft.bench.workloads import load
+from blockdraft.check.kv_texts import BUILT_IN
 from blockdraft.settings.shipped import shipped_drafter
 
 MODEL = "default"
 STREAMS = (1, 16)
+COMPRESSED = ("--kv-dtype", "tq4")
+LONG_TEXT = 4000  # characters: some hundred tokens are read compressed
 OUR_WARNING = re.compile(r"\bwarning:", re.IGNORECASE)  # not a UserWarning of a compiler
 NO_BETTER = "no better than"  # what `train` warns of after so short a training
 TRAINED_CLASSES = ("qa", "reasoning")
@@ -63,7 +67,7 @@ class Stage:
     device: str  # "cpu", "cuda", "cuda:1"
     sizes: Sizes
     last: Last | None = None  # what this rehearsal is compared with
-    plan: dict[str, object] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
     free_before: int | None = None  # bytes of the card before anything was started
     answer: str | None = None  # greedy, of `generate`
     started: dict[str, serving.Server] = field(default_factory=dict)  # that got to ready
@@ -110,6 +114,7 @@ def steps_of(stage: Stage) -> Sequence[Step]:
         step("openai client", ask, "serve, warm"),
         step("bench", bench, "serve, warm"),
         step("end of server", end_server, "serve, warm"),
+        step("compressed keys", serve_compressed),
         step("fit", fit),
         step("train", train),
         step("trained drafter", use_trained, "train"),
@@ -137,15 +142,19 @@ def examine(stage: Stage) -> Found:
 
 def plan(stage: Stage) -> Found:
     stage.free_before = memory.free_bytes(stage.device)
-    done = stage.children.blockdraft(
-        "plan", MODEL, "--json", *stage.on_device, env=stage.before, timeout_s=stage.sizes.timeout_s
-    )
-    found = json.loads(done.out)
-    if not found["draft"]:
-        raise Failure("the plan has no drafter: the shipped one is not in blockdraft/drafters")
-    stage.plan = found
+    found = stage.plan = _planned(stage)
     total = found["memory"]["total_bytes"]
     return Found(f"{found['verdict']}: {total / 1e9:.2f} GB, {found['reason']}", {"memory": found["memory"]})
+
+
+def _planned(stage: Stage, *flags: str) -> dict[str, Any]:
+    done = stage.children.blockdraft(
+        "plan", MODEL, "--json", *flags, *stage.on_device, env=stage.before, timeout_s=stage.sizes.timeout_s
+    )
+    found: dict[str, Any] = json.loads(done.out)
+    if not found["draft"]:
+        raise Failure("the plan has no drafter: the shipped one is not in blockdraft/drafters")
+    return found
 
 
 def generate(stage: Stage) -> Found:
@@ -195,10 +204,11 @@ def serve_warm(stage: Stage) -> Found:
     return ready(stage, f"{MODEL}, warm", stage.server)
 
 
-def _start(stage: Stage, name: str) -> serving.Server:
+def _start(stage: Stage, name: str, *flags: str) -> serving.Server:
     server = serving.start(
         stage.children,
         MODEL,
+        *flags,
         *stage.on_device,
         env=stage.served,
         log=stage.path(f"serve-{name}.log"),
@@ -291,6 +301,25 @@ def end_server(stage: Stage) -> Found:
         raise Failure("/health is not well after the benchmark")
     end(stage, server)
     return Found("healthy to the end, exit code 0")
+
+
+def serve_compressed(stage: Stage) -> Found:
+    """A server that compresses: its memory against its plan, and its answer behind a long prompt.
+
+    On a CPU the process is not compared again: exact windows are not there until they are written, and the
+    kernels that this start compiles are, which no plan counts.
+    """
+    planned, free_before = _planned(stage, *COMPRESSED), memory.free_bytes(stage.device)
+    server = _start(stage, "compressed", *COMPRESSED)
+    if said := serving.complaints(server):
+        raise Failure("; ".join(said))
+    taken = memory.compare(planned, server.engine, pid=None, free_before=free_before)
+    text = client.check_drafts(client.connect(server.url), BUILT_IN.read_text(encoding="utf-8")[:LONG_TEXT])
+    end(stage, server)
+    started = ready(stage, f"{MODEL}, compressed", server)
+    kept = f"{server.engine['kv_dtype']}, {server.engine['kv_compression']:.1f}x fewer bytes per token"
+    says = f"{kept}; {taken.says}; with drafts and without {text!r}"
+    return Found(says, {"text": text, "memory": taken.values, **started.values})
 
 
 def end(stage: Stage, server: serving.Server) -> None:

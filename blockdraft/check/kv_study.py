@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from blockdraft.check.kv_centre import served_centres
+from blockdraft.check.kv_drafts import committed_per_step, prompts_behind
 from blockdraft.check.kv_needles import PER_TEXT, NeedleText, found, hide
 from blockdraft.check.kv_quality import (
     Arm,
@@ -24,6 +25,7 @@ from blockdraft.check.kv_texts import built_in
 from blockdraft.check.kv_verdict import Needles, Verdict, instead_of, sentence, verdict_of
 from blockdraft.engine.loaded import Models
 from blockdraft.kernels.kv_codec import KvFormat
+from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.planner.plan import ELEMENT_BYTES
 
 Note = Callable[[str], None]
@@ -39,6 +41,7 @@ class FormatReport:
     loss: Loss
     by_depth: tuple[Loss, ...]
     needles: Needles | None
+    committed: float | None  # tokens per step, of drafts through such a cache; None: nobody drafts
     verdict: Verdict
     sentence: str
 
@@ -55,6 +58,8 @@ class KvReport:
     num_tokens: int
     exact_bytes: float
     perplexity: float  # with exact keys and values
+    committed: float | None  # likewise
+    num_answers: int  # in which it was counted
     depths: tuple[tuple[int, int], ...]
     formats: tuple[FormatReport, ...]
 
@@ -66,9 +71,10 @@ def study(
     *,
     begin: int,
     num_needles: int,
+    num_answers: int,
     note: Note,
 ) -> KvReport:
-    """`texts` are all of one length; `num_needles` more have needles."""
+    """`texts` are all of one length; `num_needles` more have needles, `num_answers` questions follow them."""
     exact = exact_of(models)
     centres = served_centres(models)
     arms = [exact, *(of_format(form, centres=centres if form.is_turned else None) for form in formats)]
@@ -78,6 +84,8 @@ def study(
         note(f"text {number} of {len(texts)} read by {len(arms)} arms")
     length, base = len(texts[0]), tallies[exact.name]
     needles = count_needles(models, arms, num_needles, length=length, note=note)
+    prompts = _prompts(models, texts, begin=begin, count=num_answers)
+    committed = count_committed(models, [arm.name for arm in arms], prompts, note=note)
     classes = depths(begin, length)
     losses = {arm.name: loss_of(tallies[arm.name], base) for arm in arms}
     verdicts = {arm.name: verdict_of(losses[arm.name], needles.get(arm.name)) for arm in arms[1:]}
@@ -94,6 +102,7 @@ def study(
                 loss=loss,
                 by_depth=tuple(loss_of(tallies[arm.name], base, *each) for each in classes),
                 needles=hidden,
+                committed=committed.get(arm.name),
                 verdict=verdict,
                 sentence=sentence(arm.name, loss, hidden, verdict, instead),
             )
@@ -107,6 +116,8 @@ def study(
         num_tokens=losses[exact.name].num_tokens,
         exact_bytes=sizes[exact.name],
         perplexity=losses[exact.name].perplexity,
+        committed=committed.get(exact.name),
+        num_answers=len(prompts),
         depths=tuple(classes),
         formats=tuple(reports),
     )
@@ -114,6 +125,22 @@ def study(
 
 def exact_of(models: Models) -> Arm:
     return exact_arm(ELEMENT_BYTES[models.plan.dtype])
+
+
+def _prompts(models: Models, texts: Sequence[Sequence[int]], *, begin: int, count: int) -> list[list[int]]:
+    has_drafter = models.draft_config is not None
+    return prompts_behind(models, texts, begin=begin, count=count) if has_drafter else []
+
+
+def count_committed(
+    models: Models, names: Sequence[str], prompts: Sequence[Sequence[int]], *, note: Note
+) -> dict[str, float | None]:
+    """Tokens per step of each arm, the first of which is exact; none where nothing is asked."""
+    results: dict[str, float | None] = {}
+    for name in names if prompts else ():
+        results[name] = committed_per_step(models, EXACT if name == names[0] else name, prompts)
+        note(f"{len(prompts)} answers with drafts, {name}")
+    return results
 
 
 def count_needles(

@@ -27,12 +27,13 @@ DESCRIPTION = (
     "Read texts with exact and with compressed keys and values, and say for each format what a token takes, "
     "how often the likeliest next token stays the same, how much perplexity and the distribution change, at "
     "which depth, and which hidden facts (needles) are still found; and whether to use it. Texts are read "
-    "whole, by references: this needs no kernel, and says nothing about speed."
+    "whole, by references: this needs no kernel, and says nothing about speed. Where the model has a "
+    "drafter, the engine also answers questions through each cache, and a column says what a step commits."
 )
 FORMATS = ("int8", "fp8", "tq4", "tq4v3")  # kernels/kv_codec.py has what they are; it imports torch
 NEEDLES_FROM = 1024  # tokens: shorter texts have no needles unless they are asked for
-# Tokens that count, a text's length, and texts with needles: a minute or two on two cores; less on a card.
-SMALL, LARGE = (1024, 1536, 1), (65_536, 4096, 8)
+# Tokens that count, a text's length, texts with needles, and answers: minutes on two cores; less on a card.
+SMALL, LARGE = (1024, 1536, 1, 4), (65_536, 4096, 8, 32)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--length", type=int, metavar="N", help=f"of each text (default: {LARGE[1]}, CPU: {SMALL[1]})")
     needles_help = f"texts with ten needles each (default: {LARGE[2]}, CPU: {SMALL[2]})"
     add("--needles", type=int, metavar="N", help=needles_help)
+    answers_help = f"questions answered with drafts, 0: none (default: {LARGE[3]}, CPU: {SMALL[3]})"
+    add("--answers", type=int, metavar="N", help=answers_help)
+    draft_help = (
+        "the drafter: folder, hub id, none, or auto, the one that ships for the model (default: auto)"
+    )
+    add("--draft", default="auto", metavar="NAME", help=draft_help)
     add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
     add("--dtype", default="auto", choices=DTYPES, help="of the model (default: auto)")
     weights_help = "of its weights (default: auto; none on a CPU, whose int8 products hide what is small)"
@@ -81,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     models = load_models(_settings(args), note)
     formats, refused = formats_for(models, args.formats)
-    tokens, length, num_needles = _sizes(args, models)
+    tokens, length, num_needles, num_answers = _sizes(args, models)
     begin = begin_of(length)
     if args.texts is None:
         texts: Iterator[list[int]] = built_in(models.tokenizer.encode, length)
@@ -89,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
         read = texts_of(args.texts, models.tokenizer)
         texts = iter(long_enough(read, length, str(args.texts)))
     chosen = list(itertools.islice(texts, max(1, -(-tokens // (length - begin)))))
-    report = study(models, formats, chosen, begin=begin, num_needles=num_needles, note=note)
+    report = study(
+        models, formats, chosen, begin=begin, num_needles=num_needles, num_answers=num_answers, note=note
+    )
     for line in lines(report, args):
         print(line)
     for name in refused:
@@ -104,6 +113,7 @@ def _check(args: argparse.Namespace) -> None:
         ("--tokens", args.tokens, 1),
         ("--length", args.length, 1),
         ("--needles", args.needles, 0),
+        ("--answers", args.answers, 0),
     ):
         if value is not None and value < least:
             raise SettingsError(f"{flag} {value} is not at least {least}.")
@@ -117,7 +127,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     is_cpu = resolve_device(args.device) == "cpu"
     return Settings(
         model=args.model,
-        draft="none",
+        draft="none" if args.answers == 0 else args.draft,
         device=args.device,
         dtype=args.dtype,
         quantization="none" if is_cpu and args.quantization == "auto" else args.quantization,
@@ -126,12 +136,13 @@ def _settings(args: argparse.Namespace) -> Settings:
     )
 
 
-def _sizes(args: argparse.Namespace, models: Models) -> tuple[int, int, int]:
-    """Tokens, length and needles: what was asked for, else what this device does in a few minutes."""
-    tokens, length, needles = SMALL if models.device.type == "cpu" else LARGE
+def _sizes(args: argparse.Namespace, models: Models) -> tuple[int, int, int, int]:
+    """Tokens, length, needles and answers: what was asked for, else what this device does in minutes."""
+    tokens, length, needles, answers = SMALL if models.device.type == "cpu" else LARGE
     length = min(length, models.plan.max_context) if args.length is None else args.length
     needles = needles if length >= NEEDLES_FROM else 0
-    return args.tokens or tokens, length, needles if args.needles is None else args.needles
+    needles = needles if args.needles is None else args.needles
+    return args.tokens or tokens, length, needles, answers if args.answers is None else args.answers
 
 
 def texts_of(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
@@ -153,17 +164,23 @@ def lines(report: KvReport, args: argparse.Namespace) -> Iterator[str]:
         f"{args.model}, {report.dtype}: {report.num_texts} texts of {report.length} tokens ({source}), "
         f"{report.num_tokens} tokens counted from depth {report.begin} on"
     )
-    yield f"exact: {report.exact_bytes:.0f} bytes per token, perplexity {report.perplexity:.2f}"
+    exact = f"exact: {report.exact_bytes:.0f} bytes per token, perplexity {report.perplexity:.2f}"
+    drafts = "" if report.committed is None else f", {report.committed:.2f} tokens committed per step"
+    yield exact + drafts
     yield ""
     deep = [f"from {first}" for first, _ in report.depths]
     header = ("format", "bytes", "ratio", "same, %", "perplexity, %", "KL", "99th", *deep, "needles")
-    yield from table([header, *(_row(one) for one in report.formats)])
+    has_drafts = report.committed is not None
+    header = (*header, "committed") if has_drafts else header
+    yield from table([header, *(_row(one, has_drafts=has_drafts) for one in report.formats)])
     yield "KL: 1/1000 nat per token; its 99th percentile; its mean by depth."
+    if has_drafts:
+        yield f"committed: tokens per step of {report.num_answers} greedy answers with drafts by that cache."
     yield ""
     yield from (str(one.sentence) for one in report.formats)
 
 
-def _row(one: FormatReport) -> tuple[str, ...]:
+def _row(one: FormatReport, *, has_drafts: bool) -> tuple[str, ...]:
     loss, needles = one.loss, one.needles
     found = (
         "-" if needles is None else f"{needles.num_found} (exact {needles.num_exact}) of {needles.num_hidden}"
@@ -178,4 +195,5 @@ def _row(one: FormatReport) -> tuple[str, ...]:
         f"{loss.divergence_99th:.1f}",
         *(f"{each.divergence:.2f}" for each in one.by_depth),
         found,
+        *(["-" if one.committed is None else f"{one.committed:.2f}"] if has_drafts else []),
     )

@@ -5,8 +5,9 @@ It is one pure function of settings, machine and models. What a start measures b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar, cast
 
 from blockdraft.cache.spec import LayerSpec, bytes_per_row, bytes_per_token, exact_bytes_per_token
@@ -15,7 +16,7 @@ from blockdraft.kernels.cpu import why_not_here
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig, Storage
 from blockdraft.models.draft_config import DraftConfig
-from blockdraft.planner.kv_choice import kv_choice
+from blockdraft.planner.kv_choice import KvChoice, kv_choice
 from blockdraft.planner.quality import Quality, measured_quality
 from blockdraft.settings.settings import DEFAULTS, Settings
 
@@ -23,6 +24,8 @@ ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CPU_WIDTH = 8  # widest verify that costs little more than a narrow one (docs/benchmarks.md)
 CPU_ROWS = 16
 GPU_ROWS = (256, 192, 128, 64)
+FEWER_ROWS = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8)  # where the exact windows of more would take too much
+WINDOW_SHARE = 0.25  # of the cache, for what all rows keep exact where keys are compressed
 ROWS_SHARE = 0.05  # of a GPU's budget, for the logits of every row's block and the rows' recurrent states
 LOGIT_BYTES = 8  # for each logit of the largest step: the target's and the drafter's, and what samples them
 CACHE_SHARE = 0.25  # of the free memory at most, on a machine that has other work too
@@ -125,14 +128,32 @@ class _Needs:
     """Bytes of the cache, of all layers together."""
 
     token: int
-    exact_token: int  # where layers compress, of one that is not compressed yet
     row: int  # states, and the tape of a block
+    window: int  # where layers compress, of what a row keeps exact
+    exact_page: int
+    num_exact_pages: Callable[[int], int]  # by the number of rows
 
     @staticmethod
-    def of(specs: tuple[LayerSpec, ...], element_bytes: int, block: int) -> _Needs:
-        exact = exact_bytes_per_token(specs, element_bytes)
-        row = bytes_per_row(specs, element_bytes, block)
-        return _Needs(bytes_per_token(specs, element_bytes), exact, row)
+    def of(
+        kv: KvChoice, specs: tuple[LayerSpec, ...], settings: Settings, dtype: str, block: int, chunk: int
+    ) -> _Needs:
+        """`chunk`: prompt tokens of all steps in flight."""
+        exact = exact_bytes_per_token(specs, ELEMENT_BYTES[dtype])
+        return _Needs(
+            bytes_per_token(specs, ELEMENT_BYTES[dtype]),
+            bytes_per_row(specs, ELEMENT_BYTES[dtype], block),
+            kv.row_tokens(settings, block) * exact,
+            settings.page_size * exact,
+            partial(kv.num_exact_pages, settings, block=block, chunk=chunk),
+        )
+
+    def windows(self, max_rows: int) -> int:
+        """What all rows keep exact, with the prompt tokens of a step and the tails of prefixes."""
+        return self.num_exact_pages(max_rows) * self.exact_page
+
+    def beside(self, max_rows: int) -> int:
+        """What is there from the start, beside the pages of tokens."""
+        return (max_rows + 1) * self.row + self.windows(max_rows)
 
 
 class _Resolver:
@@ -175,16 +196,16 @@ def make_plan(
     block = max(width, draft.block if draft else 1)
     kv = kv_choice(settings, dtype, model, draft, block)
     resolver.reasons.update(kv.reasons)
-    needs = _Needs.of(kv.specs(model, draft), ELEMENT_BYTES[dtype], block)
     overlap = resolver.take("overlap", not is_cpu, NO_GAIN if is_cpu else "it hides the host's work")
     chunk = resolver.take("chunk", 256 if is_cpu else 2048, usual)
-    each = needs.row + kv.row_tokens(settings, block) * needs.exact_token
-    max_rows = resolver.take("max_rows", *_rows(memory, each, block * model.vocab_size, is_cpu=is_cpu))
-    num_exact_pages = kv.num_exact_pages(settings, max_rows, block, chunk * (2 if overlap else 1))
-    beside = (max_rows + 1) * needs.row + num_exact_pages * settings.page_size * needs.exact_token
-    contexts = 2 * model.max_positions * needs.token + beside
-    room_bytes = _cpu_room(memory, contexts) if is_cpu else _gpu_room(settings, machine, held)
-    room = _cache_tokens(settings, room_bytes, needs.token, beside)
+    in_flight = chunk * (2 if overlap else 1)
+    needs = _Needs.of(kv, kv.specs(model, draft), settings, dtype, block, in_flight)
+    contexts = 2 * model.max_positions * needs.token
+    total = partial(_cache_bytes, settings, machine, held, is_cpu=is_cpu)
+    rows = _rows(memory, needs, total(contexts), block * model.vocab_size, is_cpu=is_cpu)
+    max_rows = resolver.take("max_rows", *rows)
+    beside = needs.beside(max_rows)
+    room = _cache_tokens(total(contexts + beside), needs.token, beside)
     max_context, num_pages = _cache(resolver, settings, model, room, max_rows, block, is_cpu=is_cpu)
     return Plan(
         dtype=dtype,
@@ -201,7 +222,7 @@ def make_plan(
         kv_dtype=kv.target,
         draft_kv_dtype=kv.draft,
         kv_window=settings.kv_window,
-        num_exact_pages=num_exact_pages,
+        num_exact_pages=needs.num_exact_pages(max_rows),
         chunk=chunk,
         prefix_cache=_prefix_cache(resolver, settings, model),
         overlap=overlap,
@@ -218,11 +239,23 @@ def _prefix_cache(resolver: _Resolver, settings: Settings, model: ModelConfig) -
     return settings.prefix_cache and not model.is_hybrid
 
 
-def _rows(budget: int, state_bytes: int, logits: int, *, is_cpu: bool) -> tuple[int, str]:
-    """The most that take no more than their share of the budget, by one row's states and logits, and why."""
+def _rows(budget: int, needs: _Needs, total: int, logits: int, *, is_cpu: bool) -> tuple[int, str]:
+    """As many as are usual, or as keep their exact windows to a share of the cache's bytes, and why."""
+    rows, why = _usual_rows(budget, needs.row + needs.window, logits, is_cpu=is_cpu)
+    if needs.windows(rows) <= WINDOW_SHARE * total:
+        return rows, why
+    fewer = [count for count in FEWER_ROWS if count < rows]
+    for count in fewer:
+        if needs.windows(count) <= WINDOW_SHARE * total:
+            return count, f"exact windows of more would take over {WINDOW_SHARE:.0%} of the cache"
+    return fewer[-1], f"the least, though their exact windows take over {WINDOW_SHARE:.0%} of the cache"
+
+
+def _usual_rows(budget: int, row_bytes: int, logits: int, *, is_cpu: bool) -> tuple[int, str]:
+    """The most that take no more than their share of the budget, by one row's bytes and logits, and why."""
     if is_cpu:
         return CPU_ROWS, "the default on a CPU"
-    each = state_bytes + 2 * LOGIT_BYTES * logits  # while a step runs, and in what graphs keep
+    each = row_bytes + 2 * LOGIT_BYTES * logits  # while a step runs, and in what graphs keep
     for rows in GPU_ROWS:
         if rows * each <= ROWS_SHARE * budget:
             return rows, f"logits and states of so many take at most {ROWS_SHARE:.0%} of the memory"
@@ -355,16 +388,22 @@ def _weight_bytes(weights: Weights, storage: Storage, element_bytes: int) -> int
     return int(weights.num_values * each)
 
 
-def _cpu_room(memory: int, contexts: int) -> int:
-    """Bytes for a cache that may have to hold `contexts` bytes."""
-    return min(int(memory * CACHE_SHARE), max(CPU_CACHE_BYTES, contexts))
+def _cache_bytes(
+    settings: Settings, machine: Machine, weight_bytes: int, contexts: int, *, is_cpu: bool
+) -> int:
+    """What the cache may take: as asked for, or what there is room for; on a CPU two full `contexts`."""
+    if settings.cache_bytes != "auto":
+        return settings.cache_bytes
+    if is_cpu:
+        return min(int(machine.memory_bytes * CACHE_SHARE), max(CPU_CACHE_BYTES, contexts))
+    return _gpu_room(settings, machine, weight_bytes)
 
 
 def _gpu_room(settings: Settings, machine: Machine, weight_bytes: int) -> int:
     """For the cache, before anything is measured (start/memory.py does that once the weights are there)."""
     budget = gpu_budget(settings, machine)
     room = budget - weight_bytes - WORK_BYTES
-    if room <= 0 and settings.cache_bytes == "auto":
+    if room <= 0:
         share = f"--gpu-memory-utilization {settings.gpu_memory_utilization}"
         raise CapacityError(
             f"weights of {weight_bytes / 1e9:.1f} GB and about {WORK_BYTES / 1e9:.1f} GB for a step: the "
@@ -374,9 +413,8 @@ def _gpu_room(settings: Settings, machine: Machine, weight_bytes: int) -> int:
     return room
 
 
-def _cache_tokens(settings: Settings, room_bytes: int, token_bytes: int, beside: int) -> int:
+def _cache_tokens(total: int, token_bytes: int, beside: int) -> int:
     """How many tokens the cache holds beside what every row has from the start: states, exact windows."""
-    total = room_bytes if settings.cache_bytes == "auto" else settings.cache_bytes
     if beside and beside >= total:
         raise CapacityError(
             f"the states and exact windows of all rows take {beside:,} bytes, but the cache has "

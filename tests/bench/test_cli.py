@@ -586,6 +586,7 @@ def check_pair(found, num):
     assert found["warnings"] == [] or all("late" in line for line in found["warnings"])
 
 
+@pytest.mark.slow
 def test_our_own_server_is_started_eager_and_not_and_paired_with_itself(monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("BLOCKDRAFT_API_KEY", KEY)  # of the server and of the client

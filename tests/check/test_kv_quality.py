@@ -51,6 +51,7 @@ class Target:
 def models_of(head_dim=HEAD):
     return SimpleNamespace(
         config=SimpleNamespace(name="fake", layer_specs=lambda: (Paged(1, head_dim),)),
+        draft_config=None,
         device=CPU,
         target=Target(),
         plan=SimpleNamespace(dtype="float32"),
@@ -92,8 +93,15 @@ def test_exact_keys_lose_nothing_and_fewer_bits_lose_more(monkeypatch):
     monkeypatch.setattr(kv_study, "served_centres", lambda models: {0: torch.zeros(1, HEAD)})
     formats = [FORMATS["int8"], FORMATS["tq4"], FORMATS["tq4v3"]]
     report = kv_study.study(
-        models_of(), formats, [text_of(0), text_of(1)], begin=350, num_needles=0, note=lambda line: None
+        models_of(),
+        formats,
+        [text_of(0), text_of(1)],
+        begin=350,
+        num_needles=0,
+        num_answers=4,
+        note=lambda line: None,
     )
+    assert report.committed is report.formats[0].committed is None  # nobody drafts
     int8, tq4, tq4v3 = report.formats
     assert report.num_tokens == 700
     assert report.exact_bytes == 2 * 4 * HEAD

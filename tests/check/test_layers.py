@@ -18,6 +18,7 @@ from blockdraft.start.loading import load_models
 from tests import tiny
 from tests.faults import FAULTS, engine, prompt, worst
 from tests.lossless.families import NAMES
+from tests.matrix import slow_but
 
 DTYPES = ["float32", "bfloat16", "float16"]
 ROOM = 0.6  # of the bound: what a sound model may use of it here, so that it has room elsewhere
@@ -26,7 +27,7 @@ ROOM = 0.6  # of the bound: what a sound model may use of it here, so that it ha
 # ---- what passes
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(DTYPES, "float32", "bfloat16"))
 @pytest.mark.parametrize("name", ["pair", "int8", "fp8", *NAMES])
 def test_sound_models_pass(name, dtype):
     found = worst(engine(name, dtype))
@@ -80,7 +81,7 @@ def dummy(shape, dtype, folder, device="cpu"):
     return Engine(load_models(Settings(**settings, **limits), lambda text: None))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_random_weights_of_real_shapes_pass(shape, dtype, tmp_path):
     found = worst(dummy(shape, dtype, tmp_path))
@@ -123,7 +124,7 @@ def test_drafters_with_windows_pass(is_anchored, is_causal):
 # ---- what does not
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(DTYPES, "bfloat16"))  # whose bound is the widest
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_refused(name, dtype, monkeypatch):
     which, inject = FAULTS[name]

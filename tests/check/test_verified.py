@@ -14,6 +14,7 @@ from blockdraft.check.verified import verify_changes
 from blockdraft.engine.engine import Engine
 from blockdraft.errors import ModelError
 from tests import tiny
+from tests.matrix import slow_but
 
 KERNELS, MODELS = "the kernels", "the models"
 
@@ -143,6 +144,9 @@ def test_another_number_of_pages_is_no_change(checked):
     assert checked == []
 
 
+DAMAGED = (b"", b"{}", b"\xff\xfe", b'["a list"]', None)  # None: as it was, but for a day
+
+
 def test_every_line_of_the_package_is_part_of_the_key(tmp_path, monkeypatch):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "a.py").write_text("x = 1\n")
@@ -152,8 +156,15 @@ def test_every_line_of_the_package_is_part_of_the_key(tmp_path, monkeypatch):
     assert verified.sources() != before
 
 
-@pytest.mark.parametrize("kind", ["kernels", "models"])
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'["a list"]', None], ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    slow_but(
+        [(kind, content) for kind in ("kernels", "models") for content in DAMAGED],
+        *(("kernels", content) for content in DAMAGED),
+        ("models", None),
+    ),
+    ids=repr,
+)
 def test_a_damaged_record_has_everything_checked(checked, folder, kind, content):
     verify(tiny.engine())
     checked.clear()

@@ -26,6 +26,7 @@ from tests.checkpoints.quantised import (
     write_pair,
 )
 from tests.fixtures import make_pair
+from tests.matrix import slow_but
 from tests.models.checkpoints import Bench, load, write_target
 from tests.models.families import BASE, CONFIGS, GPT_OSS, HYBRID, MOE, SHARED_EXPERT
 from tests.start.load_memory import resident_bytes
@@ -82,7 +83,7 @@ def pair(request, tmp_path_factory):
     return write_pair(tmp_path_factory.mktemp("pair"), request.param)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))
 def test_packed_and_unpacked_logits_are_those_of_the_dense_weights(pair, dtype):
     expected = logits(loaded(pair.dense, dtype=dtype))
     assert expected.isfinite().all()

@@ -10,7 +10,7 @@ from blockdraft.cli import kv
 from blockdraft.cli.main import main
 from blockdraft.kernels import kv_formats
 from blockdraft.kernels.kv_codec import FORMATS
-from tests.cli.test_cli import TARGET
+from tests.cli.test_cli import DRAFT, TARGET
 
 TINY = ["kv", TARGET, "--device", "cpu", "--length", "400", "--quiet"]
 
@@ -42,6 +42,23 @@ def test_it_prints_a_table_and_a_sentence_for_each_format(capsys, tmp_path, text
     assert [one["name"] for one in saved["formats"]] == ["int8", "fp8"]
     assert saved["formats"][0]["num_bytes"] == 4 * 2 * (2 * 8 + 4)
     assert saved["exact_bytes"] == 4 * 2 * (2 * 8 * 4)
+
+
+def test_with_a_drafter_a_column_says_what_a_step_commits_through_each_cache(capsys, tmp_path, texts):
+    report = tmp_path / "kv.json"
+    flags = ["--texts", texts, "--draft", DRAFT, "--answers", "3", "--kv-dtype", "int8"]
+    assert main([*TINY, *flags, "--tokens", "200", "--json", str(report)]) == 0
+    out, saved = capsys.readouterr().out, json.loads(report.read_text())
+    (int8,) = saved["formats"]
+    assert saved["num_answers"] == 3
+    assert 1 <= saved["committed"] <= 8
+    assert f"{saved['committed']:.2f} tokens committed per step" in out
+    assert re.search(rf"^ *int8 .* {int8['committed']:.2f}$", out, re.M)
+
+
+def test_without_one_there_is_no_such_column(capsys, texts):
+    assert main([*TINY, "--texts", texts, "--tokens", "200", "--kv-dtype", "int8"]) == 0
+    assert "committed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -94,15 +94,21 @@ def test_two_halves_give_the_same_answers(models, expected):
     check(list(bulk.answer(asked)), asked, expected)
 
 
-@pytest.mark.parametrize("count", [1, 3, ROUND - 1, ROUND, 2 * ROUND])
-def test_an_answer_that_runs_in_circles_is_cut_where_it_has_repeated_enough(tmp_path, count):
-    folder = pairs.write_ending_target(tmp_path, 63)  # an end that is rare, and greedy circles
+@pytest.fixture(scope="module")
+def circles(tmp_path_factory):
+    """Models, questions whose greedy answers run in circles, and their whole answers."""
+    folder = pairs.write_ending_target(tmp_path_factory.mktemp("circles"), 63)  # an end that is rare
     models = pairs.load_target(folder, max_rows=3, max_context=200, chunk=24, page_size=16)
     asked = [
         Question(key=number, prompt_ids=(number, 7), max_tokens=5 * ROUND + 3, temperature=0.8 * (number % 2))
         for number in range(9)
     ]
-    whole = {answer.question.key: answer for answer in make_bulk(models).answer(asked)}
+    return models, asked, {answer.question.key: answer for answer in make_bulk(models).answer(asked)}
+
+
+@pytest.mark.parametrize("count", [1, 3, ROUND - 1, ROUND, 2 * ROUND])
+def test_an_answer_that_runs_in_circles_is_cut_where_it_has_repeated_enough(circles, count):
+    models, asked, whole = circles
     cuts = 0
     for answer in make_bulk(models).answer([replace(one, max_repeat=count) for one in asked]):
         alone = whole[answer.question.key]

@@ -5,6 +5,7 @@ from blockdraft.errors import SettingsError
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.kv_codec import FORMATS
 from blockdraft.kernels.kv_positions import WIDEST_BLOCK, PositionRule, reference_attend_cold
+from tests.matrix import slow_but
 
 RULE = PositionRule(window=16, stride=8, sinks=4)
 LENGTH, HEADS, GROUPS, DIM = 90, 6, 2, 64
@@ -50,7 +51,7 @@ def test_the_boundary_is_where_the_rule_says():
     [RULE, PositionRule(16, 1, 0), PositionRule(17, 7, 3), PositionRule(40, 16, 0), PositionRule(16, 32, 50)],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.float64], torch.float64))
 def test_every_query_reads_by_the_rule(rule, dtype):
     """Every position is one, so the boundary lies at every offset of a stride."""
     q, k, v = drawn(dtype)
@@ -71,7 +72,7 @@ def test_a_sliding_window_hides_what_is_behind_it():
         assert torch.allclose(whole[position], one_query(q, k, v, position, RULE, mask), atol=1e-12)
 
 
-@pytest.mark.parametrize("width", range(1, WIDEST_BLOCK + 1))
+@pytest.mark.parametrize("width", slow_but(range(1, WIDEST_BLOCK + 1), 1, 2, 7, 8, 15, WIDEST_BLOCK))
 def test_blocks_of_any_width_are_one_model(width):
     """A block from every position on, with nothing known behind it, has the bits of one long prefill."""
     q, k, v = drawn()

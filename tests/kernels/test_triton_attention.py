@@ -18,6 +18,7 @@ import triton.language as tl  # noqa: E402
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged  # noqa: E402
 from blockdraft.kernels.triton import attention as kernel  # noqa: E402
 from blockdraft.kernels.triton.attention import Config, _attend, _config, segment_length  # noqa: E402
+from tests.matrix import slow_but  # noqa: E402
 
 on_the_card = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 H200 = {"multiprocessors": 132, "shared_memory": 228 * 1024}
@@ -129,9 +130,17 @@ def assert_agrees(rows, mask, parts, **options):
     )
 
 
-@pytest.mark.parametrize("splits", ["whole", "split"])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_blocks_of_any_start_agree_with_the_reference(mask, splits):
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    slow_but(
+        [(name, splits) for name in MASKS for splits in ("whole", "split")],
+        *((name, "whole") for name in MASKS),
+        ("causal", "split"),
+        ("anchored block", "split"),
+    ),
+)
+def test_blocks_of_any_start_agree_with_the_reference(name, splits):
+    mask = MASKS[name]
     rows = Rows([75, 5, 40])
     parts = [(0, 71, 4), (2, 40, 0), (1, 0, 3), (2, 37, 1)]
     assert_agrees(rows, mask, parts, config=ONE_TILE[splits], sinks=rows.sinks)
@@ -144,7 +153,7 @@ def test_blocks_of_any_start_agree_with_the_reference(mask, splits):
         ("causal", "split"),
         ("block", "whole"),
         ("block window", "whole"),
-        ("anchored", "split"),
+        pytest.param("anchored", "split", marks=pytest.mark.slow),
     ],
 )
 def test_rows_of_many_tiles_agree_with_the_reference(name, splits):
@@ -206,9 +215,14 @@ def test_queries_may_be_a_view_of_something_wider():
     )
 
 
-@pytest.mark.parametrize("splits", ["whole", "split"])
-@pytest.mark.parametrize("mask", [MASKS["causal"], Mask(scale=0.3, window=70)], ids=["causal", "window"])
-def test_bits_do_not_depend_on_the_column_or_the_block(mask, splits):
+@pytest.mark.parametrize(
+    ("window", "splits"),
+    slow_but(
+        [(None, "whole"), (None, "split"), (70, "whole"), (70, "split")], (None, "whole"), (70, "split")
+    ),
+)
+def test_bits_do_not_depend_on_the_column_or_the_block(window, splits):
+    mask = Mask(scale=0.3, window=window)
     rows = Rows([120])
     options = {"config": ONE_TILE[splits], "sinks": rows.sinks, "max_count": 5}
     (whole,) = rows.attend(mask, [(0, 99, 5)], **options)
@@ -227,7 +241,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(name, splits):
     assert torch.equal(torch.cat(rows.attend(MASKS[name], parts, config=ONE_TILE[splits])), whole)
 
 
-@pytest.mark.parametrize("name", ["causal", "block", "window"])
+@pytest.mark.parametrize("name", slow_but(["causal", "block", "window"], "causal"))
 def test_bits_do_not_depend_on_who_folds_the_segments(name):
     rows = Rows([275], dtype=torch.float16)  # segments have 16 keys up to 256, then 32
     parts = [(0, 265, 5), (0, 253, 5), (0, 31, 2)]
@@ -304,8 +318,20 @@ def test_bits_do_not_depend_on_the_width_where_segments_become_longer(border, wi
     assert torch.equal(torch.cat(alone), folded[columns])
 
 
-@pytest.mark.parametrize("splits", ["whole", "split"])
-@pytest.mark.parametrize("name", ["causal", "block", "block window", "anchored"])
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    slow_but(
+        [
+            (name, how)
+            for name in ("causal", "block", "block window", "anchored")
+            for how in ("whole", "split")
+        ],
+        ("causal", "split"),
+        ("block", "whole"),
+        ("block window", "split"),
+        ("anchored", "whole"),
+    ),
+)
 def test_bits_depend_neither_on_neighbours_nor_on_what_scratch_holds(name, splits):
     rows = Rows([60, 90, 7], dtype=torch.float16)
     options = {"config": ONE_TILE[splits], "max_count": 5}

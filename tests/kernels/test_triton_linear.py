@@ -19,6 +19,7 @@ from blockdraft.kernels.kernels import kernels_for  # noqa: E402
 from blockdraft.kernels.rows import reference_gate_mul  # noqa: E402
 from blockdraft.kernels.triton import linear as module  # noqa: E402
 from blockdraft.kernels.triton.linear import Config, choose, choose_split, counters, linear  # noqa: E402
+from tests.matrix import slow_but  # noqa: E402
 
 # The interpreter computes with NumPy, which warns where an exponential overflows as it should.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -207,9 +208,26 @@ def test_a_token_may_be_part_of_a_wider_row(gate):
 # ---- bits
 
 
-@pytest.mark.parametrize("gate", ["none", "silu"])
-@pytest.mark.parametrize("config", [Config(16, 16, 1, 1, 2), Config(16, 32, 3, 1, 2), None], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+CONFIGS = (Config(16, 16, 1, 1, 2), Config(16, 32, 3, 1, 2), None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "config", "gate"),
+    slow_but(
+        [
+            (dtype, one, gate)
+            for dtype in (torch.float32, HALF)
+            for one in CONFIGS
+            for gate in ("none", "silu")
+        ],
+        (torch.float32, CONFIGS[0], "silu"),
+        (HALF, CONFIGS[1], "none"),
+        (torch.float32, CONFIGS[1], "silu"),
+        (HALF, None, "silu"),
+        (torch.float32, None, "none"),
+    ),
+    ids=str,
+)
 def test_a_token_s_bits_depend_neither_on_its_place_nor_on_the_number_of_tokens(dtype, config, gate):
     x, weight = make(18, 163, dtype, num_tokens=16)
     bias = normal(18, dtype=dtype, seed=2)

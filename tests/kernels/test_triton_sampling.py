@@ -16,8 +16,10 @@ from blockdraft.kernels.sampling import Allowed, reference_choose, reference_for
 from blockdraft.kernels.sampling_tables import Real, Whole  # noqa: E402
 from blockdraft.kernels.triton.forbid import forbid  # noqa: E402
 from blockdraft.kernels.triton.sampling import CHUNK, choose  # noqa: E402
+from tests.matrix import slow_but  # noqa: E402
 
 HAS_CARD = torch.cuda.is_available()
+HALF = torch.bfloat16 if HAS_CARD else torch.float16
 DEVICE = torch.device("cuda" if HAS_CARD else "cpu")
 # The interpreter computes with NumPy, which warns where unsigned words wrap as they should, and of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -259,8 +261,15 @@ def test_a_graph_serves_rows_of_every_rule():
         assert torch.equal(out, check(logits, rows, block))
 
 
-@pytest.mark.parametrize("vocab_size", [61, 64, 2500])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if HAS_CARD else torch.float16])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    slow_but(
+        [(size, dtype) for size in (61, 64, 2500) for dtype in (torch.float32, HALF)],
+        (61, HALF),
+        (64, torch.float32),
+        (2500, HALF),
+    ),
+)
 def test_what_a_form_forbids_is_never_chosen(vocab_size, dtype):
     """In the bound columns alone, and nothing else changes; under every rule that is not penalised."""
     names = ["greedy", "random", "bias", "top_k", "top_p", "filters"]

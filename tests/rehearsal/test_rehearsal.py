@@ -221,6 +221,19 @@ def test_memory_beyond_the_plan_is_a_failure(monkeypatch, taken, is_well):
         memory.compare(plan | {"plan": {"num_pages": 9}}, engine, pid=0, free_before=5000)
 
 
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_exact_windows_are_part_of_the_cache_and_resident_on_a_card_alone(monkeypatch, device):
+    sizes = {"target weights": 600, "target cache": 320, memory.WINDOWS: 100}
+    items = [{"name": name, "num_bytes": size} for name, size in sizes.items()]
+    plan = {"memory": {"items": items}, "cache": {"bytes_per_token": 2}, "plan": {"num_pages": 8}}
+    engine = {"device": device, "num_pages": 8, "page_size": 16, "num_cache_bytes": 10 * 16 * 2 + 100}
+    planned = 1020 if device != "cpu" else 600
+    monkeypatch.setattr(memory, "_taken", lambda *_: planned)
+    assert memory.compare(plan, engine, pid=0, free_before=None).values["planned_bytes"] == planned
+    with pytest.raises(Failure, match="8 pages take 320 bytes, the plan's arithmetic says 420"):
+        memory.compare(plan, engine | {"num_cache_bytes": 320}, pid=0, free_before=None)
+
+
 # ---- the real one
 
 

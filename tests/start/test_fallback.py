@@ -169,7 +169,7 @@ def start(monkeypatch, **changes):
     [
         ("attention", "attend", "attention"),
         ("rows", "rms_norm", "norms"),
-        ("acceptance", "advance", "acceptance"),
+        pytest.param("acceptance", "advance", "acceptance", marks=pytest.mark.slow),
     ],
 )
 def test_a_start_goes_on_without_a_kernel_that_does_not_compile(monkeypatch, broken, module, name, operation):
