@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from blockdraft.kernels.attention import Blocks, Mask
+from blockdraft.kernels.kv_codec import KvFormat
 from blockdraft.kernels.kv_cold import ColdPages
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.triton.attention import (
@@ -756,18 +757,22 @@ def _merge_kernel(
 # ---- the host's side
 
 
-def serves(q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask) -> bool:
-    """Whether this kernel computes that layer: a question of the model and the card, not of the batch."""
+def fits(form: KvFormat, head_dim: int, dtype: torch.dtype, page_size: int, device: torch.device) -> bool:
+    """Whether this kernel is for such keys and values, and for that card."""
     return (
-        q.device.type == "cuda"
-        and has_pdl(q.device)
-        and q.dtype == torch.bfloat16
-        and q.shape[2] in HEAD_DIMS
-        and q.shape[1] // pages.exact_keys.shape[1] <= 64
-        and {kind_of(pages.format.keys), kind_of(pages.format.values)} == {"bits4"}
-        and mask.window is None
-        and blocks.page_size % 16 == 0
+        device.type == "cuda"
+        and has_pdl(device)
+        and dtype == torch.bfloat16
+        and head_dim in HEAD_DIMS
+        and {kind_of(form.keys), kind_of(form.values)} == {"bits4"}
+        and page_size % 16 == 0
     )
+
+
+def serves(q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask) -> bool:
+    """Whether it computes that layer: a question of the model and the card, not of the batch."""
+    is_kind = fits(pages.format, q.shape[2], q.dtype, blocks.page_size, q.device)
+    return is_kind and q.shape[1] // pages.exact_keys.shape[1] <= 64 and mask.window is None
 
 
 def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int) -> Config:
