@@ -13,7 +13,6 @@ from blockdraft.errors import SettingsError
 from blockdraft.kernels.triton import kv_mma
 from blockdraft.start.ready import _check_compressed_on_card
 
-
 HEADS_OF_64 = Paged(3, 64)
 
 
