@@ -56,7 +56,14 @@ def test_words_become_levels_by_tables():
 
 @pytest.mark.parametrize(
     ("rows", "width", "columns", "warps", "level"),
-    [(1, 1, 8, 1, 0), (1, 4, 16, 1, 0), (8, 1, 8, 1, 1), (1, 16, 64, 4, 1), (2, 2048, 64, 4, 2)],
+    [
+        (1, 1, 8, 1, 0),
+        (1, 4, 16, 1, 0),
+        (8, 1, 8, 1, 1),
+        (1, 16, 64, 4, 1),
+        (64, 16, 64, 4, 2),
+        (2, 2048, 64, 4, 2),
+    ],
 )
 def test_the_work_is_cut_by_the_number_of_queries(rows, width, columns, warps, level):
     config = kv_mma.choose(num_rows=rows, max_count=width, **SHAPE)

@@ -47,6 +47,7 @@ MAX_SEGMENTS = 128  # enough for one row to fill the device
 RUN = 4  # segments
 
 HEAD_DIMS = (64, 128)
+ENOUGH_WARPS = 1024  # that large cards are busy with
 _N = gl.constexpr(TILE)
 _RUN = gl.constexpr(RUN)
 _SEGMENT = gl.constexpr(SEGMENT)
@@ -783,8 +784,8 @@ def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int) -> Co
     warps = max(1, columns // 16)
     num_tiles = num_rows * -(-max_count // tokens) * num_groups
     level = 0 if columns <= 16 and num_tiles < 64 else 1
-    if max_count > MAX_SPLIT_COUNT:
-        level = 2
+    if max_count > MAX_SPLIT_COUNT or num_tiles * warps >= ENOUGH_WARPS:
+        level = 2  # nothing is left to share, and much would be stored
     parts = (MAX_SEGMENTS, MAX_SEGMENTS // RUN, 1)[level]
     return Config(tokens, columns, warps, level, parts)
 
