@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from blockdraft.check.kv_card import check_served_on_card
 from blockdraft.check.kv_centre import served_centres
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
@@ -49,10 +50,12 @@ def prompts_behind(
 
 def committed_per_step(models: Models, format: str, prompts: Sequence[Sequence[int]]) -> float | None:
     """Tokens by steps, of greedy answers at the plan's width; None: the engine has no such cache for it."""
-    plan = _plan(models, format, prompts)
-    if plan is None:
+    try:
+        kept = replace(models, plan=_plan(models, format, prompts))
+        check_served_on_card(kept)
+    except (ModelError, SettingsError):
         return None
-    engine = Engine(replace(models, plan=plan))
+    engine = Engine(kept)
     if any(cold.pages.format.is_turned for cold in engine.cache.cold):
         engine.cache.centre_keys(served_centres(models))
     num_tokens = num_steps = 0
@@ -61,14 +64,11 @@ def committed_per_step(models: Models, format: str, prompts: Sequence[Sequence[i
     return num_tokens / num_steps
 
 
-def _plan(models: Models, format: str, prompts: Sequence[Sequence[int]]) -> Plan | None:
+def _plan(models: Models, format: str, prompts: Sequence[Sequence[int]]) -> Plan:
     """The models' own plan with another cache, for these prompts alone."""
     plan, rows = models.plan, min(len(prompts), models.plan.max_rows)
     settings = Settings(kv_dtype="auto" if format == EXACT else format, page_size=plan.page_size)
-    try:
-        kv = kv_choice(settings, plan.dtype, models.config, models.draft_config, plan.block)
-    except (ModelError, SettingsError):
-        return None
+    kv = kv_choice(settings, plan.dtype, models.config, models.draft_config, plan.block)
     longest = max(map(len, prompts)) + ANSWER + plan.scratch
     in_flight = plan.chunk * (2 if plan.overlap else 1)
     return replace(

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-
-from blockdraft.cache.spec import Paged, Windowed
+from blockdraft.check.kv_card import check_served_on_card
 from blockdraft.check.kv_centre import served_centres
 from blockdraft.check.selfcheck import Verification, captured, without_drafter
 from blockdraft.check.verified import verify_changes
@@ -16,9 +14,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.governor import widths_for
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import SettingsError
-from blockdraft.kernels import kv_codec
 from blockdraft.kernels.choice import Operation
-from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.kernels.llvm.tape import NotRecordable
 from blockdraft.phases import StartProgress
 from blockdraft.planner.plan import Plan
@@ -111,37 +107,11 @@ def _plain(
 
 def _new_engine(models: Models) -> Engine:
     """Keys that are rotated are stored less what they have in common."""
-    if models.plan.num_exact_pages and models.device.type == "cuda":
-        _check_compressed_on_card(models)
+    check_served_on_card(models)
     engine = Engine(models)
     if any(cold.pages.format.is_turned for cold in engine.cache.cold):
         engine.cache.centre_keys(served_centres(models))
     return engine
-
-
-def _check_compressed_on_card(models: Models) -> None:
-    """What no engine has served on a card yet is refused: kernels pass their checks, and one did crash."""
-    from blockdraft.kernels.triton.kv_mma import fits
-
-    plan, paged = models.plan, [spec for spec in models.config.layer_specs() if isinstance(spec, Paged)]
-    is_known = plan.draft_kv_dtype == EXACT and all(
-        not isinstance(spec, Windowed)
-        and fits(
-            kv_codec.kv_format(plan.kv_dtype, spec.head_dim),
-            spec.head_dim,
-            getattr(torch, plan.dtype),
-            plan.page_size,
-            models.device,
-        )
-        for spec in paged
-    )
-    if not is_known:
-        raise SettingsError(
-            f"kv_dtype = {plan.kv_dtype}, draft_kv_dtype = {plan.draft_kv_dtype}: on a card, compressed keys "
-            "and values are served as tq4 so far, in bfloat16, for heads of 64 or 128 values without a "
-            "sliding window, on Hopper or later, with the drafter's own exact. Use --kv-dtype tq4 where "
-            "that is so, else --kv-dtype auto, or --device cpu."
-        )
 
 
 def _rounds(models: Models, settings: Settings) -> Callable[[Plan], Rounds]:

@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from blockdraft.cache.spec import Paged, Windowed
+from blockdraft.check.kv_card import check_served_on_card
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.triton import kv_mma
-from blockdraft.start.ready import _check_compressed_on_card
 
 HEADS_OF_64 = Paged(3, 64)
 
@@ -24,12 +24,13 @@ class Case:
     page_size: int = 16
     spec: Paged = HEADS_OF_64
     has_pdl: bool = True
+    num_exact_pages: int = 100
 
 
 def check(case, monkeypatch):
     monkeypatch.setattr(kv_mma, "has_pdl", lambda device: case.has_pdl)
     config = SimpleNamespace(layer_specs=lambda: (case.spec,))
-    _check_compressed_on_card(SimpleNamespace(plan=case, config=config, device=torch.device("cuda")))
+    check_served_on_card(SimpleNamespace(plan=case, config=config, device=torch.device("cuda")))
 
 
 def test_four_bits_start(monkeypatch):

@@ -1,0 +1,34 @@
+"""Which compressed keys and values an engine serves on a card: those that one has served there."""
+
+from __future__ import annotations
+
+import torch
+
+from blockdraft.cache.spec import Paged, Windowed
+from blockdraft.engine.loaded import Models
+from blockdraft.errors import SettingsError
+from blockdraft.kernels import kv_codec
+from blockdraft.kernels.kv_formats import EXACT
+
+
+def check_served_on_card(models: Models) -> None:
+    """Raises for what no engine has run on a card yet: kernels pass their checks, and one did crash."""
+    plan = models.plan
+    if not plan.num_exact_pages or models.device.type != "cuda":
+        return
+    paged = [spec for spec in models.config.layer_specs() if isinstance(spec, Paged)]
+    if plan.draft_kv_dtype != EXACT or not all(_is_served(models, spec) for spec in paged):
+        raise SettingsError(
+            f"kv_dtype = {plan.kv_dtype}, draft_kv_dtype = {plan.draft_kv_dtype}: on a card, compressed keys "
+            "and values are served as tq4 so far, in bfloat16, for heads of 64 or 128 values without a "
+            "sliding window, on Hopper or later, with the drafter's own exact. Use --kv-dtype tq4 where "
+            "that is so, else --kv-dtype auto, or --device cpu."
+        )
+
+
+def _is_served(models: Models, spec: Paged) -> bool:
+    from blockdraft.kernels.triton.kv_mma import fits
+
+    plan, form = models.plan, kv_codec.kv_format(models.plan.kv_dtype, spec.head_dim)
+    dtype = getattr(torch, plan.dtype)
+    return not isinstance(spec, Windowed) and fits(form, spec.head_dim, dtype, plan.page_size, models.device)
