@@ -93,10 +93,16 @@ Compress = Callable[[ColdPages, Tiles], None]
 def pick_attend_cold(at: Available) -> AttendCold:
     """Attention of q [N, H, D] over one layer's ColdPages (L = 1); sinks [H]. Returns [N, H, D]."""
     if at.has_triton("attention"):
-        from blockdraft.kernels.triton.kv_attention import attend_cold
-
-        return named("attention", attend_cold)
+        return named("attention", _triton_attend_cold)
     return _llvm_attend_cold(at.dtype) if at.has_llvm() else reference_attend_cold_paged
+
+
+def _triton_attend_cold(
+    q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+) -> Tensor:
+    from blockdraft.kernels.triton.kv_attention import attend_cold  # Gluon's import takes a while
+
+    return attend_cold(q, pages, blocks, mask, sinks)
 
 
 def pick_compress(at: Available) -> Compress:

@@ -136,7 +136,7 @@ def test_many_more_schedules(case):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperature):
     """A drafter that never gets a full block accepted would hide half the bugs."""
-    params = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, max_tokens=120, ignore_eos=True)
     requests = [([i, i + 1, i + 2, i + 3], replace(params, seed=i)) for i in range(12)]
     engine = tiny.engine("trained", width=tiny.BLOCK)
     for prompt, params in requests:

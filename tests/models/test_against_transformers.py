@@ -114,7 +114,7 @@ def test_token_by_token_gives_the_logits_of_transformers(case):
 def test_greedy_text_is_that_of_transformers(case):
     models = case.models(torch.float64)
     engine = Engine(replace(models, plan=replace(models.plan, num_pages=60)))
-    num_tokens = 7
+    num_tokens = 10
     prompts = [case.tokens(11), case.tokens(1), case.tokens(9)]
     greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     ids = [engine.add(prompt.tolist(), greedy) for prompt in prompts]

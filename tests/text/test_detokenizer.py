@@ -134,7 +134,7 @@ def streams(draw: st.DrawFn, kind: str) -> tuple[list[int], list[list[int]]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_streamed_text_is_what_decode_adds_to_the_prompt(kind: str, data: st.DataObject, skip: bool):
     tokenizer = tokenizer_of(kind)
@@ -219,7 +219,7 @@ def test_a_broken_byte_does_not_take_the_characters_before_it_along(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_decode_is_tokenizers_decode_unless_bytes_are_broken(kind: str, data: st.DataObject):
     tokenizer = tokenizer_of(kind)
@@ -253,7 +253,7 @@ def pieces_of(draw: st.DrawFn, text: str) -> Iterator[str]:
         text = text[size:]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(data=st.data(), text=LETTERS, stops=STOPS, include=st.booleans())
 def test_stop_strings_cut_where_a_search_in_the_whole_text_does(
     data: st.DataObject, text: str, stops: tuple[str, ...], include: bool
@@ -274,7 +274,7 @@ def test_stop_strings_cut_where_a_search_in_the_whole_text_does(
         assert (out, stream.stop_reason) == (text[: end if include else start], stop)
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=LETTERS, stops=STOPS)
 def test_only_a_possible_beginning_of_a_stop_string_is_held_back(text: str, stops: tuple[str, ...]):
     stream = StopStrings(stops, include=False)
@@ -302,7 +302,7 @@ def test_a_long_repetitive_stop_string_costs_linear_time():
     assert stream.push("a" * 200_000) == "a" * 150_000
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=LETTERS, stops=STOPS, num_protected=st.integers(0, 12))
 def test_stop_strings_that_end_under_protection_are_plain_text(
     text: str, stops: tuple[str, ...], num_protected: int
@@ -332,7 +332,7 @@ def feed(stream: TextStream, ids: list[int], num_protected: int = 0) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), include=st.booleans())
 def test_a_text_stream_cuts_after_the_first_token_that_completes_a_stop(
     kind: str, data: st.DataObject, include: bool

@@ -19,7 +19,6 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource, make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from blockdraft.kernels.triton.cache_keys import own_functions, settle_cache_keys
@@ -56,7 +55,11 @@ def compile_kernel(module: str, specialization: str, target: GPUTarget) -> None:
     attributes = dict(zip(map(tuple, found["attrs_keys"]), found["attrs_vals"], strict=True))
     signature = {name: _tuples(kind) for name, kind in found["signature"].items()}
     options = {name: _tuples(value) for name, value in found["options"].items()}
-    source = GluonASTSource if function.is_gluon() else ASTSource
+    source = ASTSource
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource
     kernel = triton.compile(
         source(function, signature, constants, attributes),
         target=target,

@@ -476,8 +476,8 @@ def attend_cold(
 
     Outputs past the last of blocks.offsets are undefined.
     """
-    _check(q, pages, blocks, sinks)
     if kv_mma.serves(q, pages, blocks, mask):
+        _check(q, pages, blocks, sinks)
         return kv_mma.attend(q, pages, blocks, mask, sinks)
     groups = pages.exact_keys.shape[1]
     config = choose(
