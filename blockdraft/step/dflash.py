@@ -46,22 +46,30 @@ class DFlashDrafter:
             return anchor
         num_columns = width if self.is_causal else self.block
         own = view if width == num_columns else cache.view(rows, num_columns)
-        logits = self.block_logits(anchor, own, num_columns, num_drafts=width - 1)
-        proposals = rows.kernels.choose(logits, view.starts, anchor, rows.sampling())
-        return torch.cat((anchor, proposals), dim=1)
+        hidden = self.block_hidden(anchor, own, num_columns)[:, : width - 1]
+        return torch.cat((anchor, self.propose(hidden, anchor, view.starts, rows)), dim=1)
 
-    def block_logits(
-        self, anchor: Tensor, view: View, num_columns: int | None = None, num_drafts: int | None = None
-    ) -> Tensor:
-        """[R, B - 1, V]: what the drafter believes of columns 1 … B - 1, given column 0 [R, 1].
+    def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
+        """Drafts [R, D] of columns with hidden states [R, D, E], behind the anchor [R, 1] at `starts` [R]."""
+        return rows.kernels.choose(self.column_logits(hidden), starts, anchor, rows.sampling())
 
-        B, for which `view` is made, is `num_columns`, or the whole block; of the first `num_drafts` columns.
+    def block_hidden(self, anchor: Tensor, view: View, num_columns: int | None = None) -> Tensor:
+        """[R, B - 1, E]: hidden states of columns 1 … B - 1, given column 0 [R, 1].
+
+        B, for which `view` is made, is `num_columns`, or the whole block.
         """
         num_masks = (self.block if num_columns is None else num_columns) - 1
         masks = anchor.new_full((len(anchor), num_masks), self.model.config.mask_token_id)
         block = torch.cat((anchor, masks), dim=1)  # [R, B]
         hidden = self.model(self.embed(block.flatten()), view)
-        hidden = hidden.unflatten(0, block.shape)[:, 1:][:, :num_drafts]
+        return hidden.view(*block.shape, -1)[:, 1:]  # type: ignore[no-any-return]
+
+    def block_logits(self, anchor: Tensor, view: View) -> Tensor:
+        """[R, B - 1, V]: what the drafter believes of columns 1 … B - 1, given column 0 [R, 1]."""
+        return self.column_logits(self.block_hidden(anchor, view))
+
+    def column_logits(self, hidden: Tensor) -> Tensor:
+        """[R, D, V] of hidden states [R, D, E]."""
         return self.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -42,9 +42,9 @@ def whole_block(narrow):
 
 def watched(one):
     """The number of columns that each of its forwards has."""
-    seen, run = [], one.block_logits
-    one.block_logits = lambda anchor, view, *counts, **more: (
-        seen.append(len(view.positions)) or run(anchor, view, *counts, **more)
+    seen, run = [], one.block_hidden
+    one.block_hidden = lambda anchor, view, *counts: (
+        seen.append(len(view.positions)) or run(anchor, view, *counts)
     )
     return seen
 
@@ -102,8 +102,12 @@ def test_only_where_every_layer_is_causal(is_causal, num_columns):
 class WholeHead(DFlashDrafter):
     """Its head runs on all columns."""
 
-    def block_logits(self, anchor, view, num_columns=None, num_drafts=None):
-        return super().block_logits(anchor, view, num_columns)[:, :num_drafts]
+    def block_hidden(self, *block):
+        self.whole = super().block_hidden(*block)
+        return self.whole
+
+    def column_logits(self, hidden):
+        return super().column_logits(self.whole)[:, : hidden.shape[1]]
 
 
 @pytest.mark.parametrize("kernels", [None, REFERENCE], ids=["kernels", "reference"])
