@@ -61,7 +61,7 @@ class DFlashDrafter:
         num_masks = (self.block if num_columns is None else num_columns) - 1
         masks = anchor.new_full((len(anchor), num_masks), self.model.config.mask_token_id)
         block = torch.cat((anchor, masks), dim=1)  # [R, B]
-        hidden = self.model(self.embed(block.flatten()), view)
+        hidden = self.model(self.embed(block.flatten()), view, block.shape[1])
         return hidden.view(*block.shape, -1)[:, 1:]  # type: ignore[no-any-return]
 
     def block_logits(self, anchor: Tensor, view: View) -> Tensor:

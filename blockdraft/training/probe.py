@@ -105,7 +105,8 @@ class _Trial(DFlashDrafter):
         masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}
         view = TrainView(batch.block_positions(), kept, num_rows=len(batch.tokens), masks=masks)
         ids = batch.block_ids(self.model.config.mask_token_id)
-        hidden = self.model(self.embed(ids.flatten()), view).view(len(batch.tokens), batch.block, -1)
+        hidden = self.model(self.embed(ids.flatten()), view, batch.block)
+        hidden = hidden.view(len(batch.tokens), batch.block, -1)
         runs = [0] * len(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far
         for column in range(1, width):

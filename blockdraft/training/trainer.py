@@ -95,7 +95,8 @@ def block_hidden(
     """Hidden states [R * A * B, E] of blocks that begin as x, over the context that `features` make."""
     kept: Kept = {}
     model.absorb(features, TrainView(context_positions, kept, num_rows=num_rows, masks=masks))
-    hidden: Tensor = model(x, TrainView(block_positions, kept, num_rows=num_rows, masks=masks))
+    view = TrainView(block_positions, kept, num_rows=num_rows, masks=masks)
+    hidden: Tensor = model(x, view, model.config.block)
     return hidden
 
 
