@@ -3,7 +3,7 @@
 A column keeps the `top_k` best tokens of what `sampling` would choose from. A candidate b behind a token a is
 worth its own score and the pair's, sum over k of A[a]_k m_k B[b]_k, with m the column's own mixture. Drafts
 are then walked from the anchor on: greedily, or with the temperature, the filters and the noise of the
-request, over the candidates alone. Noise is keyed by position and token, so the target will draw with the same.
+request, over the candidates alone. Noise is keyed by position and token: the target will draw with the same.
 
 Whatever a column chooses depends on the candidate before it and on nothing else, so all choices are made at
 once, for every candidate that may come before; the walk only follows them.
@@ -80,6 +80,13 @@ def reference_walk(
         place = best[:, column].gather(1, place)
         places.append(place)
     return ids.gather(2, torch.stack(places, dim=1)).squeeze(2)
+
+
+def best_behind(logits: Tensor, pairs: PairScores, before: Tensor) -> Tensor:
+    """Greedy drafts [N] of logits [N, V], each behind its token of `before` [N]; pairs of [N, 1] columns."""
+    unary, ids = best_tokens(logits[:, None], pairs.top_k)
+    scores = unary + pair_scores(pairs, before[:, None, None], ids).squeeze(2).to(unary.dtype)
+    return ids.gather(2, scores.argmax(dim=-1, keepdim=True)).flatten()
 
 
 def best_tokens(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from blockdraft.cache.rows import Rows
+from blockdraft.kernels.candidates import best_behind
 from blockdraft.models.dflash2 import DFlash2
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.step.dflash import DFlashDrafter
@@ -18,6 +19,10 @@ class DFlash2Drafter(DFlashDrafter):
     def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
         pairs = self.model.candidate_selector.pairs(hidden)
         return rows.kernels.walk(self.column_logits(hidden), pairs, starts, anchor, rows.sampling())
+
+    def likeliest(self, hidden: Tensor, before: Tensor) -> Tensor:
+        pairs = self.model.candidate_selector.pairs(hidden[:, None])
+        return best_behind(self.logits(hidden), pairs, before)
 
 
 def drafter_type(config: DraftConfig) -> type[DFlashDrafter]:
