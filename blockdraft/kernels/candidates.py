@@ -91,10 +91,11 @@ def best_behind(logits: Tensor, pairs: PairScores, before: Tensor) -> Tensor:
 
 def best_tokens(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The largest `top_k` of scores [R, C, V] and their ids, by id; of equal ones those with the lowest."""
-    found = scores.topk(top_k, dim=-1)
-    least = found.values[..., -1:]
-    ids = found.indices.sort(dim=-1).values
-    if int((scores >= least).sum()) != ids.numel():  # some that are as large were left out
+    found = scores.topk(min(top_k + 1, scores.shape[-1]), dim=-1)
+    least, others = found.values[..., top_k - 1 : top_k], found.values[..., top_k:]
+    if bool((others < least).all()):  # none that is as large was left out
+        ids = found.indices[..., :top_k].sort(dim=-1).values
+    else:
         ids = _lowest_ids(scores, least, top_k)
     return scores.gather(-1, ids), ids
 
