@@ -1,4 +1,4 @@
-"""An independent DFlash: the dossier's equations, written once more with no cache, no pages and no rows.
+"""An independent DFlash and DFlash2: the dossier's equations, once more, with no cache, no pages and no rows.
 
 Weights are read by their checkpoint names; nothing of the package is used. Also the trainer of the fixture.
 """
@@ -34,8 +34,54 @@ def visible(num_context, block, *, causal, window, anchored=False):
     return seen & ((query - key).abs() < window)
 
 
-def block_logits(weights, config, embedding, head, features, anchor, masks=None):
-    """Logits [block - 1, V] for one sequence.
+def convolved(x, base, delta):
+    """x [block, E] by base [taps, E] and delta [block, taps, groups], column by column."""
+    block, size = x.shape
+    taps, groups = delta.shape[1:]
+    group = torch.arange(size) // (size // groups)
+    rows = []
+    for t in range(block):
+        row = torch.zeros_like(x[0])
+        for i in range(taps):
+            if t - i >= 0:  # nothing comes before the block
+                row = row + (base[i] + delta[t, i][group]) * x[t - i]
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def around(w, conv, normed):
+    """The two convolutions of a DFlash2 sublayer, given its normed input; nothing where there are none."""
+    if f"{conv}.base_kernel" not in w:
+        return lambda x: x, lambda x: x
+    base = w[f"{conv}.base_kernel"]
+    delta = (normed @ w[f"{conv}.kernel_projection.weight"].T).view(len(normed), 2, base.shape[1], -1)
+    return (lambda x: convolved(x, base[0], delta[:, 0])), (lambda x: convolved(x, base[1], delta[:, 1]))
+
+
+def walk(weights, logits, hidden, anchor, top_k, temperature=0.0, noise=None):
+    """DFlash2's drafts for one block: logits [block - 1, V], hidden [block - 1, E], noise [block - 1, V]."""
+    a, b = (weights[f"candidate_selector.{side}_codebook"] for side in ("predecessor", "successor"))
+    mixture = hidden @ weights["candidate_selector.hidden_projection.weight"].T
+    drafts, before = [], int(anchor)
+    for column, scores in enumerate(logits):
+        best = sorted(range(len(scores)), key=lambda token: (-float(scores[token]), token))[:top_k]
+        found = {}
+        for token in best:
+            found[token] = float(scores[token] + (a[before] * mixture[column] * b[token]).sum())
+            if temperature > 0:
+                found[token] = found[token] / temperature + float(noise[column, token])
+        before = min(found, key=lambda token: (-found[token], token))
+        drafts.append(before)
+    return drafts
+
+
+def block_logits(*args, **kwargs):
+    """Logits [block - 1, V] for one sequence; see `block_hidden`."""
+    return block_hidden(*args, **kwargs)[0]
+
+
+def block_hidden(weights, config, embedding, head, features, anchor, masks=None):
+    """Logits [block - 1, V] for one sequence, and the hidden states [block - 1, E] that they come from.
 
     features [C, taps * E] belong to positions 0 … C - 1; the anchor sits at position C.
     """
@@ -51,6 +97,8 @@ def block_logits(weights, config, embedding, head, features, anchor, masks=None)
     for layer in range(config["num_hidden_layers"]):
         w = {k.split(".", 2)[2]: v for k, v in weights.items() if k.startswith(f"layers.{layer}.")}
         h = rms(x, w["input_layernorm.weight"], eps)
+        before, after = around(w, "attention_conv", h)
+        h = before(h)
         both = torch.cat([context, h])
         q = rms(
             (h @ w["self_attn.q_proj.weight"].T).view(block, heads, dim),
@@ -70,10 +118,13 @@ def block_logits(weights, config, embedding, head, features, anchor, masks=None)
         seen = visible(count, block, causal=False, window=None) if masks is None else masks[layer](count)
         p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         attended = torch.einsum("hqk,khd->qhd", p, v).reshape(block, -1)
-        x = x + attended @ w["self_attn.o_proj.weight"].T
+        x = x + after(attended @ w["self_attn.o_proj.weight"].T)
         h = rms(x, w["post_attention_layernorm.weight"], eps)
+        before, after = around(w, "mlp_conv", h)
+        h = before(h)
         inner = F.silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
-        x = x + inner @ w["mlp.down_proj.weight"].T
-    logits = rms(x, weights["norm.weight"], eps)[1:] @ head.T * dflash.get("output_multiplier", 1.0)
+        x = x + after(inner @ w["mlp.down_proj.weight"].T)
+    hidden = rms(x, weights["norm.weight"], eps)[1:]
+    logits = hidden @ head.T * dflash.get("output_multiplier", 1.0)
     cap = dflash.get("final_logit_softcapping")
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    return (logits if cap is None else torch.tanh(logits / cap) * cap), hidden

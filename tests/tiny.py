@@ -1,12 +1,17 @@
 """Engines over the fixture pair: loaded once per dtype, then replanned for each test."""
 
 import functools
+import json
 import random
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.chunks import Chunks, share
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels.llvm.tape import repeat
@@ -14,9 +19,10 @@ from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.planner.kv_choice import KvChoice
 from blockdraft.settings.settings import Settings
-from blockdraft.start.loading import load_models
+from blockdraft.start.loading import load_dflash, load_models
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
+from tests.fixtures import make_pair
 
 PAIR = Path(__file__).parent / "fixtures" / "pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
@@ -51,6 +57,27 @@ def random_drafter(dtype, device="cpu"):
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
     model = model.to(device=device, dtype=getattr(torch, dtype)).requires_grad_(False)
     return DFlashDrafter(with_kernels(model, trained.target.kernels), trained.target)
+
+
+@functools.cache
+def dflash2_drafter(dtype, device="cpu"):
+    """The trained drafter with convolutions that disturb it a little and pairs that have a say."""
+    config = make_pair.dflash2_config()
+    weights = load_file(f"{DRAFT}/model.safetensors")
+    extra = make_pair.dflash2_weights(config, torch.Generator().manual_seed(4))
+    for name, weight in extra.items():
+        if name.endswith("base_kernel"):
+            weight.sub_(weight * 0.9).select(1, 0).add_(0.9)  # nearer to the identity
+        elif "kernel_projection" in name:
+            weight.mul_(0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(weights | extra, f"{folder}/model.safetensors")
+        Path(folder, "config.json").write_text(json.dumps(config))
+        trained = load(dtype, device)
+        checkpoint = open_checkpoint(folder)
+        read = read_draft_config(checkpoint.config, name="dflash2")
+        plan = replace(trained.plan, max_positions=512)
+        return load_dflash(checkpoint, read, trained.target, plan, trained.device)
 
 
 def asked_again(draft, rows, width):
@@ -142,6 +169,8 @@ def engine(
         drafter = NoDrafter(BLOCK)
     elif drafter == "random":
         drafter = random_drafter(dtype, device)
+    elif drafter == "dflash2":
+        drafter = dflash2_drafter(dtype, device)
     elif drafter == "trained":
         drafter = models.drafter
     plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
@@ -192,9 +221,12 @@ def drain(engine):
 def to_speculators(config, extra):
     """The same drafter in the other layout."""
     body = {k: v for k, v in config.items() if k not in ("architectures", "block_size", "dflash_config")}
+    dflash = config["dflash_config"]
+    own = {key: value for key, value in dflash.items() if key.startswith(("conv_", "selector_"))}
     return {
-        "speculators_model_type": "dflash",
-        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash2" if own else "dflash",
+        "architectures": config["architectures"],
+        **own,
         "transformer_layer_config": body,
         "block_size": config["block_size"],
         "mask_token_id": config["dflash_config"]["mask_token_id"],

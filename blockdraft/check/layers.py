@@ -276,10 +276,10 @@ class _Check:
             rough_view = self._behind(oracle, lengths, self._dtype)
         for number, (layer, same) in enumerate(zip(model.layers, oracle.model.layers, strict=True)):
             with _exactly():
-                exact = same(x.to(self._wide), angles, exact_view)
-                rough = same(x.clone(), angles, rough_view)
+                exact = same(x.to(self._wide), angles, exact_view, block)
+                rough = same(x.clone(), angles, rough_view, block)
             part = self._part(f"layer {number} of the drafter", exact, rough, stream=x)
-            part.compare(layer(x.clone(), angles, view), index, where * len(lengths))
+            part.compare(layer(x.clone(), angles, view, block), index, where * len(lengths))
             self.draft_parts.append(part)
             x = exact.to(self._dtype)
         heads = (functools.partial(_draft_logits, one) for one in (oracle, drafter))

@@ -24,6 +24,8 @@ from blockdraft.check.comparison import Comparison, Numbers, distinct, models_of
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels import gated_delta, heads, linear, moe, rows, sampling
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
+from blockdraft.kernels.block_conv import reference_block_conv
+from blockdraft.kernels.candidates import PairScores, reference_walk
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_codec import kv_format
 from blockdraft.kernels.kv_cold import (
@@ -37,6 +39,7 @@ from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
 from blockdraft.kernels.kv_positions import PositionRule
 from blockdraft.kernels.sampling_tables import Real
 from blockdraft.models.dflash import DFlashLayer
+from blockdraft.models.dflash2 import BlockConv, CandidateSelector
 from blockdraft.models.gated_delta import GatedAttention, GatedDelta
 from blockdraft.models.gemma4 import GemmaAttention, GemmaFeedForward
 from blockdraft.models.gpt_oss import GptOssMoE
@@ -649,6 +652,29 @@ def _compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
     yield Comparison("forms", forms[0].isfinite().long(), forms[1].isfinite().long())
 
 
+def _compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
+    """In the models' own dtype: a draft that rounding decides is followed by others."""
+    for part in parts_of(engine, CandidateSelector):
+        vocab_size, rank = part.predecessor_codebook.shape
+        table = _rows_of_rules(vocab_size, numbers)
+        mixture = numbers.normal(len(RULES), 3, rank)
+        pairs = PairScores(part.predecessor_codebook, part.successor_codebook, mixture, part.top_k)
+        starts, anchor = table.length[table.active], numbers.integers(vocab_size, len(RULES), 1)
+        inputs = (3 * numbers.normal(len(RULES), 3, vocab_size), pairs, starts, anchor, table.sampling())
+        got = numbers.kernels.walk(*inputs)
+        yield Comparison(f"{part.top_k} of {vocab_size} tokens", got, reference_walk(*inputs))
+
+
+def _compare_block_conv(engine: Engine, numbers: Numbers) -> Comparisons:
+    for part in distinct(parts_of(engine, BlockConv), lambda part: tuple(part.base_kernel.shape)):
+        size, block = part.base_kernel.shape[2], engine.models.plan.block
+        x, deltas = numbers.normal(2 * block, size), numbers.normal(2 * block, *part.shape)
+        for side, onto in ((0, None), (1, numbers.normal(2 * block, size))):
+            inputs = (x, part.base_kernel[side], deltas[:, side], block, onto)
+            where = f"{size} channels, 2 blocks of {block}"
+            yield run(where, part.kernels.block_conv, reference_block_conv, *inputs, num_steps=2)
+
+
 def _rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:
     """A row for each of RULES, all active."""
     count, device = len(RULES), numbers.device
@@ -748,4 +774,6 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "places": _compare_places,
     "sampling": _compare_sampling,
     "acceptance": _compare_acceptance,
+    "block convolution": _compare_block_conv,
+    "walk": _compare_walk,
 }

@@ -90,6 +90,11 @@ DRAFT_LAYER: Names = {
     "out": ("self_attn.o_proj",),
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
+    **{  # of DFlash2
+        name: (name,)
+        for conv in ("attention_conv", "mlp_conv")
+        for name in (conv, f"{conv}.kernel_projection")
+    },
 }
 
 # Where a decoder's own tensors begin: alone, or as the text part of a model that also sees.

@@ -11,11 +11,15 @@ from typing import NamedTuple
 
 from blockdraft.checkpoints.config_fields import Fields, read_heads, read_rope, read_softcap, read_windows
 from blockdraft.errors import ModelError
-from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.draft_config import Dflash2Head, DraftConfig
 
 # Where a config.json names no block.
 ZLAB_BLOCK = 16
 SPECULATORS_BLOCK = 8
+
+# What DFlash2 adds, in the order of Dflash2Head, with the defaults of both layouts.
+_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+MAX_CANDIDATES = 64  # that a kernel holds at once, and all pairs of them; published drafters have 16
 
 
 def read_draft_config(raw: Mapping[str, object], *, name: str) -> DraftConfig:
@@ -46,13 +50,15 @@ def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
 
 def _zlab(fields: Fields) -> DraftConfig:
     architectures = fields.items("architectures", str) or ()
-    if "DFlashDraftModel" not in architectures:
+    is_dflash2 = "DFlash2DraftModel" in architectures
+    if "DFlashDraftModel" not in architectures and not is_dflash2:
         raise ModelError(
             f"'{fields.owner}': {', '.join(architectures) or 'no architecture'} is not a DFlash drafter "
-            "that this version runs (DFlashDraftModel, or speculators 'dflash'). See docs/models.md."
+            "that this version runs (DFlashDraftModel, DFlash2DraftModel, or speculators 'dflash' and "
+            "'dflash2'). See docs/models.md."
         )
     dflash = fields.section("dflash_config")
-    _refuse_variants(fields, dflash)
+    _refuse_variants(fields, dflash, is_dflash2=is_dflash2)
     num_target_layers = fields.optional("num_target_layers", int)
     windows = _zlab_windows(fields, dflash)
     taps = dflash.items("target_layer_ids", int)
@@ -68,7 +74,7 @@ def _zlab(fields: Fields) -> DraftConfig:
     for key in ("causal", "causal_head"):
         causal = dflash.optional(key, bool) if causal is None else causal
     return _draft(
-        _Source(fields, dflash=dflash, body=fields),
+        _Source(fields, dflash=dflash, body=fields, is_dflash2=is_dflash2),
         block=block,
         mask_token_id=mask,
         taps=taps,
@@ -87,20 +93,21 @@ def _zlab_windows(fields: Fields, dflash: Fields) -> tuple[int | None, ...]:
 
 def _speculators(fields: Fields) -> DraftConfig:
     kind = fields.get("speculators_model_type", str)
-    if kind != "dflash":
+    if kind not in ("dflash", "dflash2"):
         raise ModelError(
-            f"'{fields.owner}': speculators model type '{kind}' is not supported; supported: dflash. "
-            "See docs/models.md."
+            f"'{fields.owner}': speculators model type '{kind}' is not supported; supported: dflash, "
+            "dflash2. See docs/models.md."
         )
-    _refuse_variants(fields, fields)
+    is_dflash2 = kind == "dflash2"
+    _refuse_variants(fields, fields, is_dflash2=is_dflash2)
     body = fields.section("transformer_layer_config")
     windows = read_windows(body, body.positive("num_hidden_layers"))
     ids = fields.items("aux_hidden_state_layer_ids", int)
     if not ids:
         raise fields.error("has no 'aux_hidden_state_layer_ids'")
-    is_bidirectional = fields.get("sliding_window_non_causal", bool, False)
+    is_bidirectional = fields.get("sliding_window_non_causal", bool, is_dflash2)
     return _draft(
-        _Source(fields, dflash=fields, body=body),
+        _Source(fields, dflash=fields, body=body, is_dflash2=is_dflash2),
         block=fields.positive("block_size", SPECULATORS_BLOCK),
         mask_token_id=fields.get("mask_token_id", int),
         taps=tuple(layer - 1 for layer in ids),
@@ -116,6 +123,7 @@ class _Source(NamedTuple):
     fields: Fields  # the whole file
     dflash: Fields  # what is particular to DFlash
     body: Fields  # the Qwen3-style decoder
+    is_dflash2: bool
 
 
 def _draft(
@@ -129,7 +137,7 @@ def _draft(
     num_target_layers: int | None,
 ) -> DraftConfig:
     """What both layouts share."""
-    fields, dflash, body = source
+    fields, dflash, body, is_dflash2 = source
     if block < 2:
         raise fields.error(f"says block_size = {block}, but a block is an anchor and at least one draft")
     if not taps or min(taps) < 0:
@@ -139,6 +147,13 @@ def _draft(
     hidden_size = body.positive("hidden_size")
     num_heads, num_kv_heads, head_dim = read_heads(body, hidden_size)
     vocab_size = body.positive("vocab_size")
+    draft_vocab_size = fields.positive("draft_vocab_size", vocab_size)
+    head = None
+    if is_dflash2:
+        if draft_vocab_size != vocab_size:
+            why = f"but a DFlash2 drafter has all {vocab_size} tokens of its target"
+            raise fields.wrong("draft_vocab_size", draft_vocab_size, why)
+        head = _dflash2_head(dflash, hidden_size=hidden_size, vocab_size=vocab_size)
     softcap = read_softcap(dflash)
     return DraftConfig(
         name=fields.owner,
@@ -146,7 +161,7 @@ def _draft(
         mask_token_id=mask_token_id,
         taps=taps,
         vocab_size=vocab_size,
-        draft_vocab_size=fields.positive("draft_vocab_size", vocab_size),
+        draft_vocab_size=draft_vocab_size,
         hidden_size=hidden_size,
         intermediate_size=body.positive("intermediate_size"),
         num_heads=num_heads,
@@ -162,10 +177,24 @@ def _draft(
         logit_softcap=softcap or read_softcap(fields),
         target_hidden_size=fields.positive("target_hidden_size", hidden_size),
         num_target_layers=num_target_layers,
+        dflash2=head,
     )
 
 
-def _refuse_variants(fields: Fields, dflash: Fields) -> None:
+def _dflash2_head(dflash: Fields, *, hidden_size: int, vocab_size: int) -> Dflash2Head:
+    values = [dflash.positive(key, default) for key, default in _DFLASH2.items()]
+    head = Dflash2Head(*values)
+    if hidden_size % head.conv_group:
+        why = f"which does not divide the hidden size of {hidden_size}"
+        raise dflash.wrong("conv_group_size", head.conv_group, why)
+    if head.top_k > min(MAX_CANDIDATES, vocab_size):
+        raise dflash.wrong(
+            "selector_top_k", head.top_k, f"but at most {min(MAX_CANDIDATES, vocab_size)} are walked"
+        )
+    return head
+
+
+def _refuse_variants(fields: Fields, dflash: Fields, *, is_dflash2: bool) -> None:
     """Refuse relatives of DFlash that would load and then propose nonsense."""
     fields.refuse("use_gemma_norm", False)
     fields.refuse("rope_is_neox_style", True)
@@ -173,6 +202,7 @@ def _refuse_variants(fields: Fields, dflash: Fields) -> None:
     dflash.refuse("attention_sink_bias", False)
     dflash.refuse("attention_value_scale", 1, 1.0)
     dflash.refuse("projector_type")
+    known = _DFLASH2 if is_dflash2 else ()
     for key in dflash.raw:
-        if key.startswith(("lilicorr_", "conv_", "selector_")):
+        if key.startswith(("lilicorr_", "conv_", "selector_")) and key not in known:
             dflash.refuse(key)

@@ -40,7 +40,7 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.models.config import Storage
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
-from blockdraft.models.layers import Embedding, Linear, RMSNorm
+from blockdraft.models.layers import Embedding, Linear, PlainLinear, RMSNorm
 from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Dense, Packed, Scaled, join_rows, quantise_fp8, quantise_int8, stack_each
 from blockdraft.models.packed_gguf import GgufPacked
@@ -97,7 +97,8 @@ class Slot:
     @property
     def may_be_quantised(self) -> bool:
         """A router or a gate decides what runs and is tiny: its values are always plain."""
-        return self.is_projection and not any(is_router(piece.source) for piece in self.pieces)
+        is_plain = isinstance(self.module, PlainLinear) or any(is_router(one.source) for one in self.pieces)
+        return self.is_projection and not is_plain
 
     def may_be_whole(self, storage: Storage, device: torch.device) -> bool:
         """Whether products with it are in whole numbers: on a CPU with kernels for that, heads included."""

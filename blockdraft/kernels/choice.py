@@ -33,11 +33,13 @@ Operation = Literal[
     "experts",
     "sampling",
     "acceptance",
+    "block convolutions",
+    "candidates",
 ]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 # Their references ask the device for numbers, or branch on what the host knows of the rows of one step: a
 # CUDA graph would keep the answer of its capture. Those of experts do too, which `moe.why_no_kernel` says.
-HOST_BOUND = frozenset[Operation]({"attention", "places", "sampling", "acceptance"})
+HOST_BOUND = frozenset[Operation]({"attention", "places", "sampling", "acceptance", "candidates"})
 _ON_CPU = frozenset[Operation](
     {"attention", "places", "products", "norms", "activations", "heads", "gated delta"}
 )

@@ -6,7 +6,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from blockdraft.kernels import acceptance, attention, gated_delta, heads, int8, kv_cold, moe, rows, sampling
+from blockdraft.kernels import (
+    acceptance,
+    attention,
+    block_conv,
+    candidates,
+    gated_delta,
+    heads,
+    int8,
+    kv_cold,
+    moe,
+    rows,
+    sampling,
+)
 from blockdraft.kernels import linear as products
 from blockdraft.kernels.choice import OPERATIONS, Available, Operation
 
@@ -45,6 +57,8 @@ class Kernels:
     count_accepted: acceptance.CountAccepted
     draw_accepted: acceptance.DrawAccepted
     advance: acceptance.Advance
+    block_conv: block_conv.BlockConvolve
+    walk: candidates.Walk
 
     @property
     def is_reference(self) -> bool:
@@ -119,6 +133,8 @@ def _assembled(at: Available) -> Kernels:
         count_accepted=count_accepted,
         draw_accepted=draw_accepted,
         advance=advance,
+        block_conv=block_conv.pick_block_conv(at),
+        walk=candidates.pick_walk(at),
     )
 
 

@@ -10,6 +10,16 @@ from blockdraft.models.config import ModelConfig, Rope, layer_spec
 
 
 @dataclass(frozen=True, slots=True)
+class Dflash2Head:
+    """What DFlash2 adds: convolutions around every sublayer, and a choice among candidates by pairs."""
+
+    conv_taps: int
+    conv_group: int  # channels that share what the convolution adds to its kernel
+    rank: int  # of the pair scores
+    top_k: int  # candidates per column
+
+
+@dataclass(frozen=True, slots=True)
 class DraftConfig:
     """The shape of a drafter, in our words."""
 
@@ -34,6 +44,7 @@ class DraftConfig:
     logit_softcap: float | None
     target_hidden_size: int
     num_target_layers: int | None
+    dflash2: Dflash2Head | None = None
 
     @property
     def num_layers(self) -> int:

@@ -52,6 +52,11 @@ def draft_values(config: DraftConfig, *, has_head: bool) -> Values:
     layer += _dense(hidden, MLPConfig(config.intermediate_size))
     layer += Values(plain=2 * hidden + 2 * config.head_dim)
     count = _linear(len(config.taps) * config.target_hidden_size, hidden) + Values(plain=2 * hidden)
+    if config.dflash2 is not None:
+        head = config.dflash2
+        kernels = 2 * head.conv_taps * hidden * (1 + hidden // head.conv_group)
+        layer += Values(plain=2 * kernels)  # around attention, and around the feed-forward part
+        count += Values(plain=head.rank * (2 * config.vocab_size + hidden))
     for _ in range(config.num_layers):
         count += layer
     return count + Values(head=config.draft_vocab_size * hidden if has_head else 0)

@@ -27,7 +27,7 @@ from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import read_machine
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
-from blockdraft.models.dflash import DFlash
+from blockdraft.models.dflash2 import body_type
 from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.models.kernel_module import bind
 from blockdraft.models.registry import build_decoder
@@ -40,6 +40,7 @@ from blockdraft.settings.shipped import with_drafter
 from blockdraft.start.card_errors import unusable, usage
 from blockdraft.start.chat_template import read_chat_template
 from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.dflash2 import drafter_type
 from blockdraft.step.drafter import Drafter, NoDrafter
 from blockdraft.text.tokenizer import Tokenizer
 
@@ -128,7 +129,8 @@ def _open_drafter(
     config = read_draft_config(checkpoint.config, name=checkpoint.name)
     check_pair(config, target.config, target.tokenizer.eos_ids)
     acceptance = read_fit(checkpoint.fit_file, name=checkpoint.name)
-    build = functools.partial(DFlash, config, first_layer=0, max_positions=1, has_head=False, device=device)
+    model = body_type(config)
+    build = functools.partial(model, config, first_layer=0, max_positions=1, has_head=False, device=device)
     return OpenedDrafter(checkpoint, config, _weights(checkpoint, build), acceptance)
 
 
@@ -308,7 +310,7 @@ def load_dflash(
     else:
         has_head = "lm_head.weight" in checkpoint.tensors()
     build = functools.partial(
-        DFlash,
+        body_type(config),
         config,
         first_layer=target.config.num_layers,
         max_positions=plan.max_positions,
@@ -323,7 +325,7 @@ def load_dflash(
         load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
         ids = _vocab_map(checkpoint, config, has_head, device)
     model = bind(model.requires_grad_(False).eval(), target.kernels)
-    return DFlashDrafter(model, target, ids)
+    return drafter_type(config)(model, target, ids)
 
 
 def _empty(build: Callable[[], Module], dtype: str) -> Module:

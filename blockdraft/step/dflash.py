@@ -53,6 +53,10 @@ class DFlashDrafter:
         """Drafts [R, D] of columns with hidden states [R, D, E], behind the anchor [R, 1] at `starts` [R]."""
         return rows.kernels.choose(self.column_logits(hidden), starts, anchor, rows.sampling())
 
+    def likeliest(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Greedy drafts [N] of columns with hidden states [N, E], each behind its token of `before` [N]."""
+        return self.logits(hidden).argmax(dim=-1)
+
     def block_hidden(self, anchor: Tensor, view: View, num_columns: int | None = None) -> Tensor:
         """[R, B - 1, E]: hidden states of columns 1 … B - 1, given column 0 [R, 1].
 
@@ -61,7 +65,7 @@ class DFlashDrafter:
         num_masks = (self.block if num_columns is None else num_columns) - 1
         masks = anchor.new_full((len(anchor), num_masks), self.model.config.mask_token_id)
         block = torch.cat((anchor, masks), dim=1)  # [R, B]
-        hidden = self.model(self.embed(block.flatten()), view)
+        hidden = self.model(self.embed(block.flatten()), view, block.shape[1])
         return hidden.view(*block.shape, -1)[:, 1:]  # type: ignore[no-any-return]
 
     def block_logits(self, anchor: Tensor, view: View) -> Tensor:

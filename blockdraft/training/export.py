@@ -1,6 +1,6 @@
 """A trained drafter as a folder in z-lab's layout, which this engine, vLLM and SGLang load.
 
-config.json          DFlashDraftModel
+config.json          DFlashDraftModel, or DFlash2DraftModel
 model.safetensors    bfloat16, without embedding and head: those are the target's
 fit.json             tokens committed per step and acceptance by position, for each category
 README.md            the model card: data, recipe, numbers
@@ -85,6 +85,7 @@ def card_text(
     num_values = sum(weight.numel() for weight in weights.values())
     dflash = config["dflash_config"]
     assert isinstance(dflash, Mapping)
+    kind = "DFlash2" if "selector_rank" in dflash else "DFlash"
     rows = [
         f"| {name} | {fit.num_documents} | **{fit.committed:.2f}** | "
         + " | ".join(f"{fit.by_position[place]:.0%}" for place in _shown(fit))
@@ -97,7 +98,7 @@ def card_text(
 library_name: blockdraft
 tags: [dflash, speculative-decoding, block-diffusion]
 ---
-# A DFlash drafter for {card.target}
+# A {kind} drafter for {card.target}
 
 It proposes blocks of {config["block_size"]} tokens (the anchor included) in one forward, from the target's
 own hidden states; the target verifies them. It changes how fast the target answers, never what it says.

@@ -84,6 +84,8 @@ class _Trial(DFlashDrafter):
         model: DFlash = copy.copy(drafter.model)
         model.config = config
         super().__init__(model, drafter.target, drafter.vocab_map)
+        self._drafter = copy.copy(drafter)  # which knows what it drafts, whatever it is configured as
+        self._drafter.model = model
         layers = [one for one in model.layers if isinstance(one, DFlashLayer)]
         self._masks = {
             one.layer: replace(one.mask, is_causal=is_causal)
@@ -105,12 +107,14 @@ class _Trial(DFlashDrafter):
         masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}
         view = TrainView(batch.block_positions(), kept, num_rows=len(batch.tokens), masks=masks)
         ids = batch.block_ids(self.model.config.mask_token_id)
-        hidden = self.model(self.embed(ids.flatten()), view).view(len(batch.tokens), batch.block, -1)
-        runs = [0] * len(hidden)
+        hidden = self.model(self.embed(ids.flatten()), view, batch.block)
+        hidden = hidden.view(len(batch.tokens), batch.block, -1)
+        runs, before = [0] * len(hidden), ids[:, 0, 0]  # the anchors
         rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far
         for column in range(1, width):
-            best = self.logits(hidden[rows, column]).argmax(dim=-1)
-            rows = rows[best == batch.labels[rows, 0, column - 1]]
+            best = self._drafter.likeliest(hidden[rows, column], before[rows])
+            before = batch.labels[:, 0, column - 1]  # of the rows whose drafts were right
+            rows = rows[best == before[rows]]
             for row in rows.tolist():
                 runs[row] = column
             if not len(rows):

@@ -32,7 +32,7 @@ from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
 from blockdraft.training.announce import left, plan_lines, verdict_lines
 from blockdraft.training.answers import Document, first_of_each, read_conversations, read_shard
-from blockdraft.training.drafter import draft_json, load_weights, new_drafter
+from blockdraft.training.drafter import dflash2_json, draft_json, load_weights, new_drafter, train_only
 from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate
 from blockdraft.training.export import DrafterCard, export
 from blockdraft.training.job import Job
@@ -322,6 +322,8 @@ def _drafter_config(
     else:
         own = open_checkpoint(job.model).config
         raw = draft_json(job.shape, models.config, own, _mask_id(job, models, documents))
+    if job.shape.kind == "dflash2" and read_draft_config(raw, name=job.model).dflash2 is None:
+        raw = dflash2_json(raw, job.shape)
     config = read_draft_config(raw, name=job.start_from or "the new drafter")
     check_pair(config, models.config, models.tokenizer.eos_ids)
     if config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None:
@@ -359,6 +361,7 @@ def _trainer(job: Job, models: Models, documents: list[Document], config: DraftC
     )
     if job.start_from is not None:
         load_weights(model, job.start_from, models.device)
+    train_only(model, job.recipe.trained)
     rows, _ = pack(documents, job.length)
     if not len(rows):
         raise SettingsError(f"--length {job.length}: every answer is longer. Raise it.")

@@ -19,6 +19,7 @@ from blockdraft.engine.engine import mix
 from blockdraft.kernels.transfer import to_device
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
+from blockdraft.models.dflash2 import DFlash2
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.training.anchor_walk import Walk
 from blockdraft.training.features import FeatureReader, KeptFeatures
@@ -26,6 +27,7 @@ from blockdraft.training.job import TrainingRecipe
 from blockdraft.training.objective import Head, Scores, Teacher, block_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at
 from blockdraft.training.packing import PackedRows, TrainingBatch, draw
+from blockdraft.training.selector_loss import selector_loss
 from blockdraft.training.view import Kept, Seen, TrainView, block_masks
 
 
@@ -79,11 +81,12 @@ class BlockForward:
                 batch.block_positions(),
                 len(batch.tokens),
                 masks,
+                batch.block,
             )
         return hidden.view(-1, batch.block, x.shape[1])[:, 1:]
 
 
-def block_hidden(
+def block_hidden(  # noqa: PLR0913
     model: DFlash,
     features: Tensor,
     x: Tensor,
@@ -91,11 +94,13 @@ def block_hidden(
     block_positions: Tensor,
     num_rows: int,
     masks: dict[int, Seen],
+    num_columns: int,
 ) -> Tensor:
     """Hidden states [R * A * B, E] of blocks that begin as x, over the context that `features` make."""
     kept: Kept = {}
     model.absorb(features, TrainView(context_positions, kept, num_rows=num_rows, masks=masks))
-    hidden: Tensor = model(x, TrainView(block_positions, kept, num_rows=num_rows, masks=masks))
+    view = TrainView(block_positions, kept, num_rows=num_rows, masks=masks)
+    hidden: Tensor = model(x, view, num_columns)
     return hidden
 
 
@@ -174,13 +179,14 @@ class Trainer:
     def _draft(self, chosen: list[int], batch: TrainingBatch) -> Scores:
         """How every block of the rows `chosen` fares."""
         hidden, features = self.features.read(chosen)
-        return block_loss(
-            self.forward(batch, features),
-            batch.labels.flatten(0, 1),
-            self._head,
-            self.recipe.objective,
-            self._teacher(batch, hidden),
-        )
+        drafted, labels = self.forward(batch, features), batch.labels.flatten(0, 1)
+        objective = self.recipe.objective
+        scores = block_loss(drafted, labels, self._head, objective, self._teacher(batch, hidden))
+        if not isinstance(self.model, DFlash2):
+            return scores
+        anchors = batch.tokens.gather(1, batch.anchors).flatten()
+        pairs = selector_loss(drafted, labels, anchors, self._head, self.model.candidate_selector, objective)
+        return Scores(scores.loss + objective.selector * pairs.loss, pairs.matches)
 
     def _rehearse(self) -> None:
         """Steps that move nothing: all is compiled and has its memory, and the rest is for features."""

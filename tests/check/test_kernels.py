@@ -71,9 +71,21 @@ def slightly(result, *arguments, **options):
 
 def test_a_right_engine_has_every_operation_checked(engine, plain):
     found = [result.operation for result in check_kernels(engine)]
-    assert set(found) == set(operations.OPERATIONS) - {"packed product", "compressed attention"}
+    others = {"packed product", "compressed attention", "block convolution", "walk"}
+    assert set(found) == set(operations.OPERATIONS) - others
     assert failed(engine) == {}
     assert failed(plain) == {}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_what_dflash2_adds_is_checked(dtype):
+    engine = tiny.engine("dflash2", dtype=dtype)
+    assert {"block convolution", "walk"} <= {result.operation for result in check_kernels(engine)}
+    assert failed(engine) == {}
+    assert list(failed(wrong_kernel(engine, "walk", lambda drafts, *_: drafts + 1))) == ["walk"]
+    assert list(failed(wrong_kernel(engine, "block_conv", slightly))) == (
+        [] if dtype == "bfloat16" else ["block convolution"]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])

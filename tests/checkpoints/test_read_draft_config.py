@@ -10,7 +10,7 @@ from blockdraft.checkpoints.read_draft_config import default_taps, read_draft_co
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
 from blockdraft.models.config import Rope
-from blockdraft.models.draft_config import check_pair
+from blockdraft.models.draft_config import Dflash2Head, check_pair
 
 NAME = "some/drafter"
 BODY = {
@@ -171,7 +171,6 @@ def test_scales_and_softcap_are_read_from_either_place():
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        (zlab(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"),
         (zlab(architectures=["LiLiCorrDraftModel"]), "LiLiCorrDraftModel"),
         (zlab(architectures=["Qwen3ForCausalLM"]), "Qwen3ForCausalLM"),
         (zlab(architectures=None), "no architecture"),
@@ -190,7 +189,6 @@ def test_scales_and_softcap_are_read_from_either_place():
         (zlab(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
         (zlab(num_key_value_heads=3), "4 query heads for 3 key/value heads"),
         (zlab(head_dim=7), "head_dim = 7"),
-        (speculators(speculators_model_type="dflash2"), "'dflash2'"),
         (speculators(speculators_model_type="dspark"), "'dspark'"),
         (speculators(speculators_model_type="eagle3"), "'eagle3'"),
         (speculators(sample_from_anchor=True), "sample_from_anchor = True"),
@@ -201,6 +199,46 @@ def test_scales_and_softcap_are_read_from_either_place():
 )
 def test_relatives_and_variants_are_refused_by_name(raw, named):
     assert named in refusal(raw)
+
+
+def dflash2(layout, **fields):
+    if layout is zlab:
+        return zlab(architectures=["DFlash2DraftModel"], **SLIDING, dflash=fields)
+    return speculators(speculators_model_type="dflash2", body=SLIDING, **fields)
+
+
+def test_dflash2_is_read_in_both_layouts_with_the_defaults_of_both():
+    head = Dflash2Head(conv_taps=2, conv_group=16, rank=256, top_k=16)
+    assert read(dflash2(zlab)).dflash2 == read(dflash2(speculators)).dflash2 == head
+    own = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 6}
+    for layout in (zlab, speculators):
+        assert read(dflash2(layout, **own)).dflash2 == Dflash2Head(3, 4, 5, 6)
+        assert read(layout()).dflash2 is None
+    assert read(dflash2(speculators)).is_causal == (False, False)
+    assert read(dflash2(speculators, sliding_window_non_causal=False)).is_causal == (True, False)
+    assert read(dflash2(zlab)).is_causal == (True, False)
+
+
+@pytest.mark.parametrize("layout", [zlab, speculators])
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("conv_group_size", 5, "does not divide the hidden size of 32"),
+        ("selector_top_k", 65, "at most 64 are walked"),
+        ("selector_rank", 0, "expected a positive number"),
+        ("conv_kernel_size", 2.5, "expected int"),
+        ("selector_head", "gated", "does not implement"),
+        ("lilicorr_top_k", 8, "does not implement"),
+    ],
+)
+def test_what_a_dflash2_drafter_must_not_say_is_refused_by_name(layout, key, value, why):
+    message = refusal(dflash2(layout, **{key: value}))
+    assert f"{key} = {value!r}" in message
+    assert why in message
+
+
+def test_a_dflash2_drafter_has_the_whole_vocabulary():
+    assert "draft_vocab_size = 50" in refusal(dflash2(speculators, draft_vocab_size=50))
 
 
 @pytest.mark.parametrize("layout", [zlab, speculators])

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():  # before anything imports Triton, which other
 
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.kernels import attention, choice, cpu, gated_delta, heads, linear, rows
+from blockdraft.kernels.candidates import PairScores
 from blockdraft.kernels.choice import OPERATIONS, Available
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from blockdraft.models.dflash import DFlash
@@ -114,6 +115,16 @@ CALLS = {
         torch.ones(3), torch.tensor([1]), _rows().sampling()
     ),
     "advance": _advance,
+    "block_conv": lambda kernels: kernels.block_conv(
+        torch.randn(4, 6), torch.randn(2, 6), torch.randn(4, 2, 3), 2, None
+    ),
+    "walk": lambda kernels: kernels.walk(
+        torch.randn(1, 2, 8),
+        PairScores(torch.randn(8, 3), torch.randn(8, 3), torch.randn(1, 2, 3), 4),
+        torch.tensor([1]),
+        torch.tensor([[2]]),
+        _rows().sampling(),
+    ),
 }
 ON_CPU = ["linear", "attend", "rms_norm", "silu", "gelu", "rotate", "scan", "fold", "convolve"]
 ON_CPU += ["norm_rope_write", "norm_rope_write of a context"]
@@ -133,6 +144,8 @@ ON_GPU = {  # the kernel's module and name, and the operation that it belongs to
     "count_accepted": ("acceptance", "count_accepted", "acceptance"),
     "draw_accepted": ("acceptance", "draw_accepted", "acceptance"),
     "advance": ("acceptance", "advance", "acceptance"),
+    "block_conv": ("block_conv", "block_conv", "block convolutions"),
+    "walk": ("candidates", "walk", "candidates"),
 }
 
 
@@ -284,7 +297,7 @@ def test_a_frozen_model_on_kernels_refuses_what_wants_a_gradient(part):
     wanted = torch.ones(2, models.config.hidden_size, requires_grad=True)
     calls = {
         "logits": lambda target, drafter: target.logits(wanted),
-        "draft": lambda target, drafter: drafter(wanted, None),
+        "draft": lambda target, drafter: drafter(wanted, None, 1),
         "absorb": lambda target, drafter: drafter.absorb(wanted, None),
     }
     with pytest.raises(ValueError, match="gradient"):

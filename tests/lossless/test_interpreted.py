@@ -42,16 +42,17 @@ REQUESTS = [
 ]
 
 
-def answers(kernels):
+def answers(kernels, drafter):
     # A short page table: attention then has one split of the keys to interpret.
     plan = {"width": WIDTH, "page_size": 4, "num_pages": 24, "max_rows": 2, "max_context": 16}
-    engine = tiny.engine("trained", dtype="float32", kernels=kernels, max_positions=32, **plan)
+    engine = tiny.engine(drafter, dtype="float32", kernels=kernels, max_positions=32, **plan)
     return engine, tiny.run(pin(engine, is_captured=False), REQUESTS)
 
 
-def test_tokens_and_lengths_are_those_of_the_reference():
-    reference, expected = answers(REFERENCE)
-    engine, got = answers(kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True))
+@pytest.mark.parametrize("drafter", ["trained", "dflash2"])
+def test_tokens_and_lengths_are_those_of_the_reference(drafter):
+    reference, expected = answers(REFERENCE, drafter)
+    engine, got = answers(kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True), drafter)
     assert got == expected
     assert [len(tokens) for [(tokens, _, _)] in got] == [2, 4]
     assert engine.rows.length[:2].tolist() == reference.rows.length[:2].tolist()

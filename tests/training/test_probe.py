@@ -91,7 +91,7 @@ def test_features_are_read_once_and_only_blocks_of_steps_are_drafted(llm, monkey
         probe_module.FeatureReader, "read", lambda *args: (num_read.append(1), read(*args))[1]
     )
     monkeypatch.setattr(
-        DFlash, "forward", lambda self, x, view: (num_drafted.append(len(x)), forward(self, x, view))[1]
+        DFlash, "forward", lambda self, x, *rest: (num_drafted.append(len(x)), forward(self, x, *rest))[1]
     )
     models = llm.engine.models
     probe = AcceptanceProbe(models.drafter, documents, range(4))
