@@ -14,7 +14,7 @@ from tests.test_architecture import ROOT
 BUDGETS = {
     "kernels": 13_300,
     "bench": 6_300,
-    "checkpoints": 4_700,
+    "checkpoints": 4_850,
     "server": 8_300,
     "training": 3_450,
     "planner": 3_000,

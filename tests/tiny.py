@@ -53,6 +53,30 @@ def random_drafter(dtype, device="cpu"):
     return DFlashDrafter(with_kernels(model, trained.target.kernels), trained.target)
 
 
+@functools.cache
+def changed_drafter(dtype, device="cpu", **config):
+    """The trained weights under a configuration that differs in these fields."""
+    trained = load(dtype, device).drafter
+    model = type(trained.model)(
+        replace(trained.model.config, **config),
+        first_layer=4,
+        max_positions=512,
+        has_head=False,
+        device=torch.device("cpu"),
+    )
+    model.load_state_dict(trained.model.state_dict())
+    model = model.to(device=device, dtype=getattr(torch, dtype)).requires_grad_(False)
+    return DFlashDrafter(with_kernels(model, trained.target.kernels), trained.target)
+
+
+# Kinds of drafters, as the trained one would be if its config.json said so.
+KINDS = {
+    "causal": {"is_causal": (True, True)},
+    "from the anchor": {"drafts_from_anchor": True},
+    "causal, from the anchor": {"is_causal": (True, True), "drafts_from_anchor": True},
+}
+
+
 def asked_again(draft, rows, width):
     """A block of the active rows whose drafts Python writes, at every replay of a captured step too."""
     active, block = rows.active, torch.empty(len(rows.active), width, dtype=torch.int64)
@@ -144,6 +168,8 @@ def engine(
         drafter = random_drafter(dtype, device)
     elif drafter == "trained":
         drafter = models.drafter
+    elif isinstance(drafter, str):
+        drafter = changed_drafter(dtype, device, **KINDS[drafter])
     plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
     models = replace(models, drafter=drafter, plan=with_exact_pages(replace(models.plan, **plan)))
     made = Engine(models if kernels is None else models.with_kernels(kernels))
@@ -192,13 +218,30 @@ def drain(engine):
 def to_speculators(config, extra):
     """The same drafter in the other layout."""
     body = {k: v for k, v in config.items() if k not in ("architectures", "block_size", "dflash_config")}
+    dflash = dict(config["dflash_config"])
+    taps = dflash.pop("target_layer_ids")
     return {
         "speculators_model_type": "dflash",
         "architectures": ["DFlashDraftModel"],
         "transformer_layer_config": body,
         "block_size": config["block_size"],
-        "mask_token_id": config["dflash_config"]["mask_token_id"],
-        "aux_hidden_state_layer_ids": [k + 1 for k in config["dflash_config"]["target_layer_ids"]],
+        "aux_hidden_state_layer_ids": [k + 1 for k in taps],
         "draft_vocab_size": config["vocab_size"],
+        **dflash,
         **extra,
     }
+
+
+def to_deepspec(config):
+    """A drafter that drafts from the anchor, as DeepSpec writes it: everything at the top."""
+    body = {k: v for k, v in config.items() if k != "dflash_config"}
+    dflash = {k: v for k, v in config["dflash_config"].items() if k != "sample_from_anchor"}
+    heads = {"markov_rank": 0, "enable_confidence_head": False}
+    return body | {"architectures": ["Qwen3DSparkModel"]} | heads | dflash
+
+
+def to_specforge(config):
+    """The same as SpecForge writes it: everything in dflash_config."""
+    dflash = {k: v for k, v in config["dflash_config"].items() if k != "sample_from_anchor"}
+    dflash |= {"projector_type": "dspark", "attention_mode": "gqa"}
+    return config | {"architectures": ["DSparkDraftModel"], "dflash_config": dflash}

@@ -40,6 +40,7 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.models.config import Storage
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
+from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.layers import Embedding, Linear, RMSNorm
 from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Dense, Packed, Scaled, join_rows, quantise_fp8, quantise_int8, stack_each
@@ -146,6 +147,23 @@ def load_drafter(model: DFlash, checkpoint: Checkpoint, *, storage: Storage, dev
     if isinstance(checkpoint, FolderCheckpoint) and _is_whole(storage, device):
         kept = KeptInt8(checkpoint.files, {})
     _Reader(checkpoint, checkpoint.tensors(), storage, device, kept=kept).load(model)
+
+
+def check_copies(checkpoint: Checkpoint, config: DraftConfig) -> None:
+    """Copies of the target's embedding and head are not read, but they must be of such a target."""
+    if not config.copies_head:
+        return
+    tensors, rows = (
+        checkpoint.tensors(),
+        {"embed_tokens": config.vocab_size, "lm_head": config.draft_vocab_size},
+    )
+    for name, num_rows in rows.items():
+        info, shape = tensors.get(f"{name}.weight"), (num_rows, config.hidden_size)
+        if info is not None and info.shape != shape:
+            raise ModelError(
+                f"'{checkpoint.name}': tensor '{name}.weight' has shape {list(info.shape)}, but config.json "
+                f"asks for {list(shape)}. Check that the files belong together."
+            )
 
 
 def _is_whole(storage: Storage, device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from blockdraft.checkpoints.read_draft_config import draft_block
+from blockdraft.checkpoints.read_draft_config import draft_block, is_dspark
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import NEWEST, EngineVersion, read_version
 from blockdraft.launch.order import Combination, Raw
@@ -199,6 +199,8 @@ def _draft_kind(found: Combination) -> str | None:
     kind = found.draft.get("speculators_model_type")
     if isinstance(kind, str):
         return kind
+    if is_dspark(found.draft):
+        return "dspark"
     names = found.draft.get("architectures")
     first = names[0] if isinstance(names, list) and names else ""
     return {"DFlash2DraftModel": "dflash2", "LiLiCorrDraftModel": "lilicorr"}.get(first, "dflash")

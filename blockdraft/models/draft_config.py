@@ -34,10 +34,26 @@ class DraftConfig:
     logit_softcap: float | None
     target_hidden_size: int
     num_target_layers: int | None
+    drafts_from_anchor: bool = False  # a column predicts the position behind its own, the anchor's too
+    copies_head: bool = False  # a head in its file is a frozen copy of the target's
 
     @property
     def num_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def first_column(self) -> int:
+        """Of those of its forward that predict a draft."""
+        return 0 if self.drafts_from_anchor else 1
+
+    @property
+    def num_columns(self) -> int:
+        """Of its forward over a whole block."""
+        return self.first_column + self.block - 1
+
+    def has_own_head(self, *, is_stored: bool) -> bool:
+        """Whether its logits are by a head of its own, given whether its file holds one."""
+        return is_stored and not (self.copies_head and self.draft_vocab_size == self.vocab_size)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         return tuple(layer_spec(self.num_kv_heads, self.head_dim, window) for window in self.windows)

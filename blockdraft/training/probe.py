@@ -39,13 +39,12 @@ class AcceptanceProbe:
         """What the drafter commits in steps of `width`, with `config` instead of its own."""
         trial = _Trial(self._drafter, config)
         kept = trial.keep(self._features[:, :, [self._taps.index(tap) for tap in config.taps]])
-        num_columns = width if trial.is_causal else trial.block  # as it drafts when it serves
         anchors = [len(one.prompt_ids) - 1 for one in self._documents]
         lasts = [len(one.prompt_ids) + len(one.answer_ids) - 1 for one in self._documents]
         steps: list[list[int]] = [[] for _ in self._documents]
         while rows := [row for row, last in enumerate(lasts) if anchors[row] < last]:
             places = torch.tensor([[anchors[row]] for row in rows], device=self._features.device)
-            batch = with_anchors(self._rows, rows, places, num_columns)
+            batch = with_anchors(self._rows, rows, places, trial.num_labels(width) + 1)
             runs = trial.runs(batch, _of_rows(kept, rows, len(lasts)), width)
             for row, run in zip(rows, runs, strict=True):
                 committed = min(run + 1, lasts[row] - anchors[row])
@@ -90,6 +89,10 @@ class _Trial(DFlashDrafter):
             for one, is_causal in zip(layers, config.is_causal, strict=True)
         }
 
+    def num_labels(self, width: int) -> int:
+        """Of a batch whose forward has as many columns as the drafter's has when it serves."""
+        return self.columns_for(width) - self.model.config.first_column
+
     def keep(self, features: Tensor) -> Kept:
         """Keys and values of the context that features [R, L, taps, E] make."""
         kept: Kept = {}
@@ -101,18 +104,20 @@ class _Trial(DFlashDrafter):
 
     def runs(self, batch: TrainingBatch, kept: Kept, width: int) -> list[int]:
         """How many of the width - 1 drafts match after the anchor of each row of `batch`."""
+        batch = replace(batch, first_column=self.model.config.first_column)
         kinds = {kind: dense_mask(batch, sees(batch, kind)) for kind in set(self._masks.values())}
         masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}
         view = TrainView(batch.block_positions(), kept, num_rows=len(batch.tokens), masks=masks)
         ids = batch.block_ids(self.model.config.mask_token_id)
-        hidden = self.model(self.embed(ids.flatten()), view).view(len(batch.tokens), batch.block, -1)
+        hidden = self.model(self.embed(ids.flatten()), view).view(len(batch.tokens), batch.num_columns, -1)
+        hidden = hidden[:, batch.first_column :]
         runs = [0] * len(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far
-        for column in range(1, width):
-            best = self.logits(hidden[rows, column]).argmax(dim=-1)
-            rows = rows[best == batch.labels[rows, 0, column - 1]]
+        for draft in range(width - 1):
+            best = self.logits(hidden[rows, draft]).argmax(dim=-1)
+            rows = rows[best == batch.labels[rows, 0, draft]]
             for row in rows.tolist():
-                runs[row] = column
+                runs[row] = draft + 1
             if not len(rows):
                 break
         return runs

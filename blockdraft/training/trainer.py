@@ -10,7 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,8 @@ class BlockForward:
         return Head(module.weight.data, config.logit_scale, cap)
 
     def __call__(self, batch: TrainingBatch, features: Tensor) -> Tensor:
-        """[R * A, B - 1, E]: what the drafter makes of columns 1 … B - 1 of every block."""
+        """[R * A, B - 1, E]: what the drafter makes of the columns of every block that draft."""
+        batch = replace(batch, first_column=self.model.config.first_column)
         ids = batch.block_ids(self.model.config.mask_token_id)
         x = self._drafter.embed(ids.flatten())
         masks = block_masks(batch, self._masks)
@@ -80,7 +81,7 @@ class BlockForward:
                 len(batch.tokens),
                 masks,
             )
-        return hidden.view(-1, batch.block, x.shape[1])[:, 1:]
+        return hidden.view(-1, batch.num_columns, x.shape[1])[:, batch.first_column :]
 
 
 def block_hidden(
@@ -92,7 +93,7 @@ def block_hidden(
     num_rows: int,
     masks: dict[int, Seen],
 ) -> Tensor:
-    """Hidden states [R * A * B, E] of blocks that begin as x, over the context that `features` make."""
+    """Hidden states [R * A * C, E] of blocks that begin as x, over the context that `features` make."""
     kept: Kept = {}
     model.absorb(features, TrainView(context_positions, kept, num_rows=num_rows, masks=masks))
     hidden: Tensor = model(x, TrainView(block_positions, kept, num_rows=num_rows, masks=masks))

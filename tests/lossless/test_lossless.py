@@ -99,7 +99,7 @@ def cases(draw):
             "kv_window": draw(st.sampled_from([16, 40])),
             "draft_kv_dtype": draw(st.sampled_from(["exact", kv_dtype])),
         }
-    drafter = draw(st.sampled_from(["trained", "trained", "random", "none", "hinted"]))
+    drafter = draw(st.sampled_from(["trained", "trained", "random", "none", "hinted", *tiny.KINDS]))
     return requests, plan, drafter, draw(st.floats(0.5, 1.0))
 
 
@@ -148,6 +148,19 @@ def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperat
     else:
         assert tiny.BLOCK - 1 in counts
     assert tiny.run(tiny.engine("trained", width=tiny.BLOCK), requests) == plain(requests)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_kind_of_drafter_at_every_width_emits_plain_decodings_tokens(kind, temperature, is_captured):
+    params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True)
+    requests = [
+        ([i, i + 1, i + 2, i + 3], replace(params, seed=i, width=width))
+        for i, width in enumerate((None, 2, 3, 5, tiny.BLOCK))
+    ]
+    engine = tiny.engine(kind, width=tiny.BLOCK, max_rows=3, page_size=3, is_captured=is_captured)
+    assert tiny.run(engine, requests) == plain(requests)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
