@@ -17,9 +17,10 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
+from blockdraft.step.spark import SparkDrafter
 
 PAIR = Path(__file__).parent / "fixtures" / "pair"
-TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+TARGET, DRAFT, SPARK = (str(PAIR / name) for name in ("target", "draft", "spark"))
 BLOCK = 8
 
 
@@ -69,12 +70,37 @@ def changed_drafter(dtype, device="cpu", **config):
     return DFlashDrafter(with_kernels(model, trained.target.kernels), trained.target)
 
 
-# Kinds of drafters, as the trained one would be if its config.json said so.
-KINDS = {
+@functools.cache
+def spark_drafter(dtype, device="cpu", kind="vanilla"):
+    """The trained DSpark drafter; of another kind than vanilla, with gates that know nothing."""
+    models = load(dtype, device)
+    settings = Settings(model=TARGET, draft=SPARK, dtype=dtype, device=device, max_context=200, width=BLOCK)
+    trained = load_models(settings, lambda _: None).drafter
+    if kind == "vanilla":
+        return trained.beside(models.target)
+    config = trained.model.config
+    config = replace(config, spark=replace(config.spark, kind=kind))
+    model = type(trained.model)(
+        config, first_layer=4, max_positions=512, has_head=False, device=torch.device("cpu")
+    ).to(device=device, dtype=getattr(torch, dtype))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if name in trained.model.state_dict():
+            parameter.data = trained.model.state_dict()[name]
+        else:
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.3
+    model = with_kernels(model.requires_grad_(False), models.target.kernels)
+    return SparkDrafter(model, models.target)
+
+
+# Kinds of drafters: DSpark's, and what the trained one would be if its config.json said so.
+CHANGED = {
     "causal": {"is_causal": (True, True)},
     "from the anchor": {"drafts_from_anchor": True},
     "causal, from the anchor": {"is_causal": (True, True), "drafts_from_anchor": True},
 }
+SPARKS = {"DSpark": "vanilla", "gated DSpark": "gated", "recurrent DSpark": "rnn"}
+KINDS = (*CHANGED, *SPARKS)
 
 
 def asked_again(draft, rows, width):
@@ -168,8 +194,10 @@ def engine(
         drafter = random_drafter(dtype, device)
     elif drafter == "trained":
         drafter = models.drafter
+    elif isinstance(drafter, str) and drafter in SPARKS:
+        drafter = spark_drafter(dtype, device, SPARKS[drafter])
     elif isinstance(drafter, str):
-        drafter = changed_drafter(dtype, device, **KINDS[drafter])
+        drafter = changed_drafter(dtype, device, **CHANGED[drafter])
     plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
     models = replace(models, drafter=drafter, plan=with_exact_pages(replace(models.plan, **plan)))
     made = Engine(models if kernels is None else models.with_kernels(kernels))
@@ -238,6 +266,13 @@ def to_deepspec(config):
     dflash = {k: v for k, v in config["dflash_config"].items() if k != "sample_from_anchor"}
     heads = {"markov_rank": 0, "enable_confidence_head": False}
     return body | {"architectures": ["Qwen3DSparkModel"]} | heads | dflash
+
+
+def to_dspark_speculators(config):
+    """The same as speculators writes it."""
+    heads = {"markov_rank": 0, "enable_confidence_head": False}
+    dflash = {k: v for k, v in config["dflash_config"].items() if k != "sample_from_anchor"}
+    return to_speculators(config | {"dflash_config": heads | dflash}, {"speculators_model_type": "dspark"})
 
 
 def to_specforge(config):

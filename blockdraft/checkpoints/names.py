@@ -92,6 +92,14 @@ DRAFT_LAYER: Names = {
     "k_norm": ("self_attn.k_norm",),
 }
 
+DRAFT_HEADS = {
+    "markov.before": "markov_head.markov_w1",
+    "markov.after": "markov_head.markov_w2",
+    "markov.gate": "markov_head.gate_proj",
+    "markov.joint": "markov_head.joint_proj",
+    "confidence.proj": "confidence_head.proj",
+}
+
 # Where a decoder's own tensors begin: alone, or as the text part of a model that also sees.
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 

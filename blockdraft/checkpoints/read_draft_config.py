@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from blockdraft.checkpoints.config_fields import Fields, read_heads, read_rope, read_softcap, read_windows
+from blockdraft.checkpoints.read_spark_config import read_spark
 from blockdraft.errors import ModelError
 from blockdraft.models.draft_config import DraftConfig
 
@@ -68,8 +69,8 @@ def _zlab(fields: Fields) -> DraftConfig:
     architectures = fields.items("architectures", str) or ()
     if not {"DFlashDraftModel", *DSPARK} & set(architectures):
         raise ModelError(
-            f"'{fields.owner}': {', '.join(architectures) or 'no architecture'} is not a drafter that this "
-            f"version runs. {SERVED}"
+            f"'{fields.owner}': {', '.join(architectures) or 'no architecture'} is not a DFlash drafter that "
+            f"this version runs. {SERVED}"
         )
     dflash = fields.section("dflash_config")
     from_anchor = _drafts_from_anchor(fields, dflash)
@@ -191,6 +192,7 @@ def _draft(
         num_target_layers=num_target_layers,
         drafts_from_anchor=from_anchor,
         copies_head=is_dspark(fields.raw),
+        spark=read_spark(dflash, fields, is_dspark=is_dspark(fields.raw)),
     )
 
 
@@ -199,9 +201,6 @@ def _refuse_variants(fields: Fields, dflash: Fields, from_anchor: bool) -> None:
     fields, dflash = replace(fields, remedy=SERVED), replace(dflash, remedy=SERVED)
     fields.refuse("use_gemma_norm", False)
     fields.refuse("rope_is_neox_style", True)
-    for place in (fields, dflash):
-        place.refuse("markov_rank", 0)
-        place.refuse("enable_confidence_head", False)
     dflash.refuse("shift_label", from_anchor)
     dflash.refuse("attention_mode", "gqa")
     dflash.refuse("dspark_backbone_conv_enabled", False)

@@ -24,6 +24,7 @@ from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.checkpoints.kept_int8 import KeptInt8
 from blockdraft.checkpoints.names import (
+    DRAFT_HEADS,
     DRAFT_LAYER,
     DRAFT_SKIPPED,
     PREFIXES,
@@ -206,7 +207,7 @@ def slots_of(model: Decoder | DFlash, tensors: Mapping[str, TensorInfo]) -> list
     else:
         prefix = next((one for one in PREFIXES if f"{one}embed_tokens.weight" in tensors), PREFIXES[0])
         tables = [layer_names(model.config, index) for index in range(model.config.num_layers)]
-    top = {"embedding": f"{prefix}embed_tokens", "head": _head_name(tensors)}
+    top = {"embedding": f"{prefix}embed_tokens", "head": _head_name(tensors), **DRAFT_HEADS}
     slots = []
     for path, module in model.named_modules():
         in_layer = re.fullmatch(r"layers\.(\d+)\.?(.*)", path)

@@ -6,7 +6,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from blockdraft.kernels import acceptance, attention, gated_delta, heads, int8, kv_cold, moe, rows, sampling
+from blockdraft.kernels import (
+    acceptance,
+    attention,
+    gated_delta,
+    heads,
+    int8,
+    kv_cold,
+    moe,
+    rows,
+    sampling,
+    walk,
+)
 from blockdraft.kernels import linear as products
 from blockdraft.kernels.choice import OPERATIONS, Available, Operation
 
@@ -42,6 +53,7 @@ class Kernels:
     experts: moe.RunExperts
     choose: sampling.Choose
     forbid: sampling.Forbid
+    walk: walk.Walk
     count_accepted: acceptance.CountAccepted
     draw_accepted: acceptance.DrawAccepted
     advance: acceptance.Advance
@@ -116,6 +128,7 @@ def _assembled(at: Available) -> Kernels:
         experts=moe.pick_experts(at, gate_mul),
         choose=sampling.pick_choose(at),
         forbid=sampling.pick_forbid(at),
+        walk=walk.pick_walk(at),
         count_accepted=count_accepted,
         draw_accepted=draw_accepted,
         advance=advance,

@@ -19,6 +19,7 @@ from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
 from blockdraft.models.rotary import Rotary
+from blockdraft.models.spark import ConfidenceHead, MarkovHead
 
 
 class DFlashLayer(nn.Module):
@@ -83,6 +84,11 @@ class DFlash(KernelModule):
         self.norm = RMSNorm(hidden, config.norm_eps)
         self.rotary = Rotary(config.rope, config.head_dim, max_positions, device)
         self.head = Linear(hidden, config.draft_vocab_size) if has_head else None
+        spark = config.spark
+        self.markov = MarkovHead(config, spark) if spark is not None and spark.rank else None
+        self.confidence = (
+            ConfidenceHead(config, spark) if spark is not None and spark.has_confidence else None
+        )
 
     def absorb(self, features: Tensor, view: View) -> None:
         """Leave the context's keys and values of these positions in the cache: features [N, taps * E]."""

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from blockdraft.cache.spec import LayerSpec
 from blockdraft.errors import ModelError
 from blockdraft.models.config import ModelConfig, Rope, layer_spec
+
+MarkovKind = Literal["vanilla", "gated", "rnn"]
+MARKOV_KINDS: tuple[MarkovKind, ...] = get_args(MarkovKind)
+
+
+@dataclass(frozen=True, slots=True)
+class SparkConfig:
+    """DSpark's heads (models/spark.py)."""
+
+    rank: int  # of the Markov head; 0: there is none
+    kind: MarkovKind
+    has_confidence: bool
+    confidence_reads_token: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +50,7 @@ class DraftConfig:
     num_target_layers: int | None
     drafts_from_anchor: bool = False  # a column predicts the position behind its own, the anchor's too
     copies_head: bool = False  # a head in its file is a frozen copy of the target's
+    spark: SparkConfig | None = None
 
     @property
     def num_layers(self) -> int:

@@ -41,6 +41,7 @@ from blockdraft.start.card_errors import unusable, usage
 from blockdraft.start.chat_template import read_chat_template
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter, NoDrafter
+from blockdraft.step.spark import SparkDrafter
 from blockdraft.text.tokenizer import Tokenizer
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -324,7 +325,7 @@ def load_dflash(
         load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
         ids = _vocab_map(checkpoint, config, has_head, device)
     model = bind(model.requires_grad_(False).eval(), target.kernels)
-    return DFlashDrafter(model, target, ids)
+    return (DFlashDrafter if model.markov is None else SparkDrafter)(model, target, ids)
 
 
 def _empty(build: Callable[[], Module], dtype: str) -> Module:

@@ -89,17 +89,29 @@ class DFlashDrafter:
     def absorb(self, features: Tensor, view: View) -> None:
         self.model.absorb(features, view)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def hints(self, hidden: Tensor, before: Tensor) -> Tensor | None:
+        """What the tokens `before` [R, D] say of the drafts of hidden states [R, D, E]; None: nothing."""
+        return None
+
+    def logits(self, hidden: Tensor, hints: Tensor | None = None) -> Tensor:
         """[..., V] of the target's vocabulary for hidden states [..., E]; NEVER where the head has no row."""
+        assert hints is None
+        return self.spread(self.head_logits(hidden))
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """[..., rows of the head] for hidden states [..., E]."""
         config = self.model.config
         head = self.target.head_logits if self.model.head is None else self.model.head
         cap = config.logit_softcap if config.logit_softcap is not None else self.target.config.logit_softcap
         logits = head(hidden)
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
-        logits = softcap(logits, cap)
+        return softcap(logits, cap)
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits of the head's rows at the tokens that they are for."""
         if self.vocab_map is None:
             return logits
-        full = logits.new_full((*logits.shape[:-1], config.vocab_size), NEVER)
+        full = logits.new_full((*logits.shape[:-1], self.model.config.vocab_size), NEVER)
         full[..., self.vocab_map] = logits
         return full

@@ -50,7 +50,7 @@ class AcceptanceProbe:
                 committed = min(run + 1, lasts[row] - anchors[row])
                 steps[row].append(committed)
                 anchors[row] += committed
-        return fit_of_steps(steps, trial.block)
+        return fit_of_steps(steps, config.block)
 
     def _read(self) -> Tensor:
         """The features [R, L, taps, E]. They are read row by row: prompts may be long, and a target large."""
@@ -73,7 +73,7 @@ def _of_rows(kept: Kept, rows: Sequence[int], num_rows: int) -> Kept:
     return {layer: (chosen(k), chosen(v)) for layer, (k, v) in kept.items()}
 
 
-class _Trial(DFlashDrafter):
+class _Trial:
     """A drafter as it serves, its weights shared, under another configuration.
 
     Few blocks are tried, so masks are spelled out on a GPU too: nothing has to be compiled.
@@ -82,7 +82,8 @@ class _Trial(DFlashDrafter):
     def __init__(self, drafter: DFlashDrafter, config: DraftConfig) -> None:
         model: DFlash = copy.copy(drafter.model)
         model.config = config
-        super().__init__(model, drafter.target, drafter.vocab_map)
+        self.drafter = type(drafter)(model, drafter.target, drafter.vocab_map)
+        self.config = config
         layers = [one for one in model.layers if isinstance(one, DFlashLayer)]
         self._masks = {
             one.layer: replace(one.mask, is_causal=is_causal)
@@ -91,7 +92,7 @@ class _Trial(DFlashDrafter):
 
     def num_labels(self, width: int) -> int:
         """Of a batch whose forward has as many columns as the drafter's has when it serves."""
-        return self.columns_for(width) - self.model.config.first_column
+        return self.drafter.columns_for(width) - self.config.first_column
 
     def keep(self, features: Tensor) -> Kept:
         """Keys and values of the context that features [R, L, taps, E] make."""
@@ -99,22 +100,25 @@ class _Trial(DFlashDrafter):
         num_rows, length = features.shape[:2]
         positions = torch.arange(length, device=features.device).repeat(num_rows)
         view = TrainView(positions, kept, num_rows=num_rows, masks={})
-        self.absorb(features.flatten(2).flatten(0, 1), view)
+        self.drafter.absorb(features.flatten(2).flatten(0, 1), view)
         return kept
 
     def runs(self, batch: TrainingBatch, kept: Kept, width: int) -> list[int]:
         """How many of the width - 1 drafts match after the anchor of each row of `batch`."""
-        batch = replace(batch, first_column=self.model.config.first_column)
+        drafter, batch = self.drafter, replace(batch, first_column=self.config.first_column)
         kinds = {kind: dense_mask(batch, sees(batch, kind)) for kind in set(self._masks.values())}
         masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}
         view = TrainView(batch.block_positions(), kept, num_rows=len(batch.tokens), masks=masks)
-        ids = batch.block_ids(self.model.config.mask_token_id)
-        hidden = self.model(self.embed(ids.flatten()), view).view(len(batch.tokens), batch.num_columns, -1)
-        hidden = hidden[:, batch.first_column :]
+        ids = batch.block_ids(self.config.mask_token_id)
+        hidden = drafter.model(drafter.embed(ids.flatten()), view)
+        hidden = hidden.view(len(batch.tokens), batch.num_columns, -1)[:, batch.first_column :]
+        # Whoever is still asked for a draft was right with all before it.
+        hints = drafter.hints(hidden, torch.cat((ids[:, 0, :1], batch.labels[:, 0, :-1].clamp(min=0)), dim=1))
         runs = [0] * len(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far
         for draft in range(width - 1):
-            best = self.logits(hidden[rows, draft]).argmax(dim=-1)
+            said = None if hints is None else hints[rows, draft]
+            best = drafter.logits(hidden[rows, draft], said).argmax(dim=-1)
             rows = rows[best == batch.labels[rows, 0, draft]]
             for row in rows.tolist():
                 runs[row] = draft + 1

@@ -326,6 +326,8 @@ def _drafter_config(
     check_pair(config, models.config, models.tokenizer.eos_ids)
     if config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None:
         raise ModelError(f"'{config.name}' has a head or an embedding scale of its own: not trained here.")
+    if config.spark is not None:
+        raise ModelError(f"'{config.name}' has DSpark's heads: it is served, but not trained here.")
     if job.recipe.short_blocks and not (all(config.is_causal) and config.block >= 4):
         raise SettingsError(
             f"--short-blocks {job.recipe.short_blocks} is for causal drafters with blocks of 4 or more: the "

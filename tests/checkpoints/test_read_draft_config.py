@@ -10,7 +10,7 @@ from blockdraft.checkpoints.read_draft_config import default_taps, draft_block, 
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
 from blockdraft.models.config import Rope
-from blockdraft.models.draft_config import check_pair
+from blockdraft.models.draft_config import SparkConfig, check_pair
 
 NAME = "some/drafter"
 BODY = {
@@ -279,6 +279,62 @@ def test_a_copy_of_the_targets_head_is_no_head_of_its_own():
     assert read(zlab()).has_own_head(is_stored=True)
     assert read(deepspec(draft_vocab_size=10)).has_own_head(is_stored=True)
     assert not read(zlab()).has_own_head(is_stored=False)
+
+
+HEADS = {
+    "markov_rank": 8,
+    "markov_head_type": "gated",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+WITH_HEADS = SparkConfig(rank=8, kind="gated", has_confidence=True, confidence_reads_token=True)
+
+
+@pytest.mark.parametrize(
+    ("raw", "spark"),
+    [
+        (zlab(), None),
+        (deepspec(), None),
+        (deepspec(**HEADS), WITH_HEADS),
+        (deepspec(**HEADS | {"markov_head_type": "rnn"}), replace(WITH_HEADS, kind="rnn")),
+        (deepspec(**HEADS | {"markov_head_type": None}), replace(WITH_HEADS, kind="vanilla")),
+        (
+            deepspec(**HEADS | {"enable_confidence_head": False}),
+            SparkConfig(8, "gated", has_confidence=False, confidence_reads_token=False),
+        ),
+        (
+            deepspec(enable_confidence_head=True, confidence_head_with_markov=False),
+            SparkConfig(0, "vanilla", has_confidence=True, confidence_reads_token=False),
+        ),
+        (specforge(dflash=HEADS), WITH_HEADS),
+        (
+            specforge(dflash=HEADS | {"enable_confidence_head": None, "confidence_head_alpha": 1.0}),
+            WITH_HEADS,
+        ),
+        (zlab(sample_from_anchor=False, **HEADS), WITH_HEADS),
+        (zlab(dflash=HEADS | {"sample_from_anchor": True}), WITH_HEADS),
+        (speculators(speculators_model_type="dspark", **HEADS), WITH_HEADS),
+        (speculators(speculators_model_type="dspark"), replace(WITH_HEADS, rank=256, kind="vanilla")),
+    ],
+)
+def test_dsparks_heads_are_read_where_each_layout_keeps_them(raw, spark):
+    assert read(raw).spark == spark
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (deepspec(**HEADS | {"markov_head_type": "fir"}), "markov_head_type = 'fir'"),
+        (deepspec(**HEADS | {"markov_rank": -1}), "markov_rank = -1"),
+        (deepspec(**HEADS | {"markov_rank": 0}), "confidence_head_with_markov = True, but markov_rank = 0"),
+        (deepspec(**HEADS | {"markov_rank": "8"}), "markov_rank = '8', expected int"),
+        (specforge(dflash=HEADS | {"markov_head_type": "fir"}), "dflash_config.markov_head_type = 'fir'"),
+        (zlab(**HEADS), "set dflash_config.sample_from_anchor to false or true"),
+        (speculators(**HEADS), "sample_from_anchor"),
+    ],
+)
+def test_heads_that_cannot_be_are_named(raw, named):
+    assert named in refusal(raw)
 
 
 @pytest.mark.parametrize("layout", [zlab, speculators])

@@ -133,12 +133,13 @@ def test_many_more_schedules(case):
     assert got == expected
 
 
+@pytest.mark.parametrize("drafter", ["trained", "DSpark"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperature):
+def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperature, drafter):
     """A drafter that never gets a full block accepted would hide half the bugs."""
     params = SamplingParams(temperature=temperature, max_tokens=120, ignore_eos=True)
     requests = [([i, i + 1, i + 2, i + 3], replace(params, seed=i)) for i in range(12)]
-    engine = tiny.engine("trained", width=tiny.BLOCK)
+    engine = tiny.engine(drafter, width=tiny.BLOCK)
     for prompt, params in requests:
         engine.add(prompt, params)
     deltas = tiny.drain(engine)
@@ -147,7 +148,7 @@ def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperat
         assert counts == set(range(tiny.BLOCK))
     else:
         assert tiny.BLOCK - 1 in counts
-    assert tiny.run(tiny.engine("trained", width=tiny.BLOCK), requests) == plain(requests)
+    assert tiny.run(tiny.engine(drafter, width=tiny.BLOCK), requests) == plain(requests)
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
@@ -179,9 +180,9 @@ def test_full_blocks_in_every_step_with_a_step_in_flight(page_size):
 def test_float32_is_bit_equal_at_pinned_rows_and_width(width, temperature):
     """Same shapes, other drafts: the committed tokens and their log-probabilities are the same bits."""
     answers = []
-    for drafter in ("none", "trained"):
+    for drafter in ("none", "trained", "DSpark"):
         engine = tiny.engine(drafter, dtype="float32", width=width, max_rows=1)
         engine.add([2, 4, 6, 8], SamplingParams(temperature=temperature, seed=5, max_tokens=90, logprobs=1))
         deltas = tiny.drain(engine)
         answers.append([(item.token_id, item.logprob) for delta in deltas for item in delta.logprobs])
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]

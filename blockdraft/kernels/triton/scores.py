@@ -97,7 +97,24 @@ def noise_of(first, seed, position, SIZE: tl.constexpr):
     key_low = (seed & 0xFFFFFFFF).to(tl.uint32)
     key_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox_impl(counter, low, high, zero, key_low, key_high, 10)
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [SIZE])  # in the order of the ids
+    return _gumbel(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [SIZE]))  # in the order of the ids
+
+
+@triton.jit
+def noise_at(ids, seed, position):
+    """The same of any ids."""
+    zero = (ids * 0).to(tl.uint32)
+    low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    high = zero + (position >> 32).to(tl.uint32)
+    key_low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    key_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl((ids >> 2).to(tl.uint32), low, high, zero, key_low, key_high, 10)
+    lane = ids & 3
+    return _gumbel(tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3))))
+
+
+@triton.jit
+def _gumbel(words):
     # 1 + word / 2**23, less 1 - 2**-24: every step is exact.
     uniform = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
     return -_log(-_log(uniform))
