@@ -22,7 +22,7 @@ BUDGETS = {
     "cli": 3_700,
     "launch": 2_250,
     "models": 2_350,
-    "check": 3_500,
+    "check": 3_550,
     "start": 1_850,
     "doctor": 1_200,
     "settings": 1_550,

@@ -142,7 +142,8 @@ def skipped(config: ModelConfig) -> dict[str, str]:
 
 DRAFT_SKIPPED = {
     r".*rotary_emb\.inv_freq": "derived from config.json",
-    r"(embed_tokens|lm_head)\.weight": "the target's is used",
+    r"embed_tokens\.weight": "the target's is used",
     r"d2t|t2d": "read with the drafter's vocabulary",
     r"verifier_.*": "the target's is used",
 }
+COPIED_HEAD = {r"lm_head\.weight": "a copy of the target's, which is used"}

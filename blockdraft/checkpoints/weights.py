@@ -24,6 +24,7 @@ from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.checkpoints.kept_int8 import KeptInt8
 from blockdraft.checkpoints.names import (
+    COPIED_HEAD,
     DRAFT_HEADS,
     DRAFT_LAYER,
     DRAFT_SKIPPED,
@@ -193,7 +194,10 @@ def match_tensors(
             else slot
             for slot in slots
         ]
-    skips = DRAFT_SKIPPED if isinstance(model, DFlash) else skipped(model.config)
+    if isinstance(model, DFlash):
+        skips = DRAFT_SKIPPED | (COPIED_HEAD if model.config.copies_head else {})
+    else:
+        skips = skipped(model.config)
     return slots, _check(name, tensors, slots, skips, is_zero)
 
 

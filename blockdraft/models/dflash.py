@@ -99,6 +99,12 @@ class DFlash(KernelModule):
             assert isinstance(layer, DFlashLayer)
             view.write(layer.layer, *layer.keys_values(context), angles=angles, norms=layer.norms())
 
+    def confidences(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """[N]: how likely drafts of hidden states [N, E], behind the tokens [N], are right if those are."""
+        assert self.confidence is not None
+        own = None if self.markov is None else self.markov.before.weight[before]
+        return torch.sigmoid(self.confidence(hidden, own).float())
+
     def forward(self, x: Tensor, view: View) -> Tensor:
         """Hidden states [N, E] of a block whose embeddings are x [N, E]."""
         self.check_no_gradient(x)

@@ -247,6 +247,17 @@ def test_samples_as_good_as_equal_pass_and_others_do_not():
     assert greedy.tolist() == [3]
 
 
+def test_a_wrong_walk_where_drafts_know_of_each_other(plain):
+    def change(ids, *_):
+        ids[3, 2] = (ids[3, 2] + 1) % 64
+        return ids
+
+    spark = tiny.engine("DSpark", dtype="float32")
+    assert failed(spark) == {}
+    assert failed_at("sampling", wrong_kernel(spark, "walk", change)) == {"walks over 32 candidates"}
+    assert failed_at("sampling", wrong_kernel(plain, "walk", change)) == set()
+
+
 def test_a_wrong_count(engine):
     clamped = wrong_kernel(engine, "count_accepted", lambda counts, *_: counts.clamp(max=3))
     assert list(failed(clamped)) == ["acceptance"]

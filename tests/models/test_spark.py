@@ -167,6 +167,8 @@ def test_confidence_is_the_references(target, tmp_path, with_markov):
     expected = confidences(one.weights, hidden, before, with_markov=with_markov)
     rows = one.drafter.markov.before.weight[before]
     torch.testing.assert_close(one.drafter.model.confidence(hidden, rows), expected, rtol=0, atol=1e-12)
+    chances = one.drafter.model.confidences(hidden, before)
+    torch.testing.assert_close(chances, expected.sigmoid().float(), rtol=0, atol=1e-6)
 
 
 def test_copies_of_the_targets_embedding_and_head_are_not_read(target, tmp_path):
