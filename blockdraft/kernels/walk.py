@@ -15,7 +15,7 @@ from torch import Tensor
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
 from blockdraft.kernels.noise import gumbel
-from blockdraft.kernels.sampling import NEVER, Noise, SamplingBatch, native_noise, reference_choose
+from blockdraft.kernels.sampling import NEVER, Needs, Noise, SamplingBatch, native_noise, reference_choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,10 @@ def _repeated_walk() -> Walk:
         drafts = torch.empty(found.scores.shape[:2], dtype=torch.int64)
 
         def run() -> None:
-            drafts.copy_(reference_walk(found, path, starts, batch, transition, noise))
+            if batch.needs == Needs():
+                drafts.copy_(_greedy_walk(found, path, transition))
+            else:
+                drafts.copy_(reference_walk(found, path, starts, batch, transition, noise))
 
         repeat(run)
         return drafts
@@ -86,14 +89,8 @@ def reference_walk(
     Each is what `choose` makes of its candidates alone, once the token before it has added to their scores.
     """
     vocab_size, num_before = batch.prompt_seen.shape[1], path.shape[1]
-    half = (torch.bfloat16, torch.float16)
     for draft in range(found.scores.shape[1]):
-        scores, token_ids = found.scores[:, draft], found.token_ids[:, draft]
-        scores = scores.float() if scores.dtype in half else scores
-        if transition is not None:
-            own = transition.before[path[:, -1]].to(scores.dtype)
-            rows = transition.after[transition.places[:, draft]].to(scores.dtype)
-            scores = scores + (rows * own[:, None]).sum(dim=-1)
+        scores, token_ids = _scores(found, transition, draft, path[:, -1]), found.token_ids[:, draft]
         full = scores.new_full((len(scores), 1, vocab_size), NEVER)
         full.scatter_(2, token_ids[:, None], scores[:, None])
         if batch.has_penalty:  # counts what is on the path: as the last of as many columns
@@ -102,3 +99,24 @@ def reference_walk(
             chosen = reference_choose(full, starts + path.shape[1] - 1, path, batch, noise)
         path = torch.cat((path, chosen), dim=1)
     return path[:, num_before:]
+
+
+def _greedy_walk(found: Candidates, path: Tensor, transition: Transition | None) -> Tensor:
+    """The same where no row asks for anything: the best of each draft, of equal ones the lowest id."""
+    token, chosen = path[:, -1], []
+    for draft in range(found.scores.shape[1]):
+        scores = _scores(found, transition, draft, token)
+        is_best = scores == scores.amax(dim=1, keepdim=True)
+        token = torch.where(is_best, found.token_ids[:, draft], torch.iinfo(torch.int64).max).amin(dim=1)
+        chosen.append(token)
+    return torch.stack(chosen, dim=1)
+
+
+def _scores(found: Candidates, transition: Transition | None, draft: int, token: Tensor) -> Tensor:
+    """[R, K] of a draft's candidates behind the tokens [R], in float32 or wider."""
+    scores = found.scores[:, draft]
+    scores = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
+    if transition is None:
+        return scores
+    rows = transition.after[transition.places[:, draft]].to(scores.dtype)
+    return scores + (rows @ transition.before[token].to(scores.dtype)[..., None])[..., 0]
