@@ -16,7 +16,7 @@ BUDGETS = {
     "bench": 6_300,
     "checkpoints": 4_850,
     "server": 8_300,
-    "training": 3_450,
+    "training": 3_700,
     "planner": 3_000,
     "engine": 3_800,
     "cli": 3_700,

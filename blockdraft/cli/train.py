@@ -73,6 +73,10 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
     add, number = group.add_argument, numbers_of(group)
+    kind_help = (
+        "dspark: drafts know the one before, and how sure they are (default: that of --from, or dflash)"
+    )
+    add("--kind", choices=("dflash", "dspark"), help=kind_help)
     number("--block", int, 16, "anchor included (default: 16)")
     number("--layers", int, 5, "(default: 5)", dest="num_layers")
     taps_help = "target layers to read, from 0 (default: 5, evenly)"

@@ -59,8 +59,10 @@ class SparkDrafter(DFlashDrafter):
     def logits(self, hidden: Tensor, hints: Tensor | None = None) -> Tensor:
         """With hints [..., rank], those that a draft is chosen by; without, the head's own."""
         logits = self.head_logits(hidden)
-        if hints is not None:
-            places = logits.topk(self.num_candidates, dim=-1).indices
-            whole = logits + hints @ self.markov.after.weight.T
-            logits = torch.full_like(whole, NEVER).scatter(-1, places, whole.gather(-1, places))
-        return self.spread(logits)
+        return self.spread(logits if hints is None else self.hinted(logits, hints))
+
+    def hinted(self, logits: Tensor, hints: Tensor) -> Tensor:
+        """The head's logits [..., rows] of candidates with what hints [..., rank] add; NEVER elsewhere."""
+        places = logits.topk(self.num_candidates, dim=-1).indices
+        whole = logits + hints.to(logits.dtype) @ self.markov.after.weight.to(logits.dtype).T
+        return torch.full_like(whole, NEVER).scatter(-1, places, whole.gather(-1, places))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from blockdraft.checkpoints.opening import open_checkpoint
-from blockdraft.checkpoints.read_draft_config import default_taps
+from blockdraft.checkpoints.read_draft_config import default_taps, read_draft_config
 from blockdraft.checkpoints.weights import load_drafter
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.config import AttentionConfig, ModelConfig
@@ -16,6 +16,7 @@ from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
+from blockdraft.training import spark
 from blockdraft.training.job import DrafterShape
 
 
@@ -86,6 +87,7 @@ def new_drafter(
             weight = _plain(module)
             noise = torch.randn(weight.shape, generator=generator)
             weight.data.copy_(noise * weight.shape[1] ** -0.5)
+    spark.begin(model, generator)
     for layer in model.layers:
         assert isinstance(layer, DFlashLayer)
         nn.init.zeros_(_plain(layer.out))
@@ -97,9 +99,17 @@ def new_drafter(
 
 
 def load_weights(model: DFlash, source: str, device: torch.device) -> None:
-    """The weights of a drafter of the same shape, as float32 that can be trained."""
+    """The weights of a drafter of the same shape, as float32 that can be trained.
+
+    DSpark's heads stay as they are where that drafter has none.
+    """
     trained = {name: one.requires_grad for name, one in model.named_parameters()}
-    load_drafter(model, open_checkpoint(source), storage="none", device=device)
+    checkpoint = open_checkpoint(source)
+    markov, confidence = model.markov, model.confidence
+    if read_draft_config(checkpoint.config, name=source).spark is None:
+        model.markov = model.confidence = None
+    load_drafter(model, checkpoint, storage="none", device=device)
+    model.markov, model.confidence = markov, confidence
     for name, one in model.named_parameters():
         one.requires_grad_(trained[name])
 

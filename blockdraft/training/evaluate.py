@@ -205,7 +205,11 @@ def _runs(
             # Not under no_grad: what was compiled for training serves here, too.
             hidden = forward(batch, features).detach()
             blocks = torch.split(torch.arange(len(hidden), device=hidden.device), SLICE)
-            drafts = torch.cat([choose(head.logits(hidden[part]), batch, chosen, part) for part in blocks])
+            before = batch.tokens_before()  # those of drafts that count were all right
+            logits = (forward.draft_logits(head, hidden[part], before[part]).detach() for part in blocks)
+            drafts = torch.cat(
+                [choose(one, batch, chosen, part) for one, part in zip(logits, blocks, strict=True)]
+            )
             matches = drafts == batch.labels.flatten(0, 1)
             found = matches.long().cumprod(dim=1).sum(dim=1).view(batch.anchors.shape)
             row = torch.tensor(chosen)[:, None].expand(batch.anchors.shape)

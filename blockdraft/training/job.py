@@ -83,6 +83,7 @@ class Job:
     held_out: tuple[tuple[str | None, Path], ...] = ()  # with a name: the category of them all
     model: str = "default"
     start_from: str | None = None  # a drafter to continue from
+    kind: Literal["dflash", "dspark"] | None = None  # None: that of `start_from`, else dflash
     device: str = "auto"
     dtype: str = "auto"
     steps: int | None = None

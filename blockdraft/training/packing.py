@@ -67,6 +67,11 @@ class TrainingBatch:
         offset = torch.arange(self.num_columns, device=self.anchors.device)
         return ((self.anchors - self.block_starts)[..., None] + offset).flatten()
 
+    def tokens_before(self) -> Tensor:
+        """[R * A, B - 1]: the true token before that of each label; 0 past the document's end."""
+        anchor = self.tokens.gather(1, self.anchors)[..., None]
+        return torch.cat((anchor, self.labels[..., :-1]), dim=2).flatten(0, 1).clamp(min=0)
+
     def block_ids(self, mask_id: int) -> Tensor:
         """[R, A, C]: the anchor, then masks."""
         anchor = self.tokens.gather(1, self.anchors)[..., None]

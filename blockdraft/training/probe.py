@@ -112,8 +112,7 @@ class _Trial:
         ids = batch.block_ids(self.config.mask_token_id)
         hidden = drafter.model(drafter.embed(ids.flatten()), view)
         hidden = hidden.view(len(batch.tokens), batch.num_columns, -1)[:, batch.first_column :]
-        # Whoever is still asked for a draft was right with all before it.
-        hints = drafter.hints(hidden, torch.cat((ids[:, 0, :1], batch.labels[:, 0, :-1].clamp(min=0)), dim=1))
+        hints = drafter.hints(hidden, batch.tokens_before())  # whoever is asked was right so far
         runs = [0] * len(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far
         for draft in range(width - 1):

@@ -20,12 +20,14 @@ from blockdraft.kernels.transfer import to_device
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.spark import SparkDrafter
 from blockdraft.training.anchor_walk import Walk
 from blockdraft.training.features import FeatureReader, KeptFeatures
 from blockdraft.training.job import TrainingRecipe
 from blockdraft.training.objective import Head, Scores, Teacher, block_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at
 from blockdraft.training.packing import PackedRows, TrainingBatch, draw
+from blockdraft.training.spark import SparkColumns, spark_columns, spark_loss
 from blockdraft.training.view import Kept, Seen, TrainView, block_masks
 
 
@@ -53,7 +55,7 @@ class BlockForward:
         assert model.kernels.is_reference, "only the references have gradients, and can be compiled"
         self.model, self.target = model, target
         self.block = model.config.block
-        self._drafter = DFlashDrafter(model, target)
+        self._drafter = DFlashDrafter(model, target) if model.markov is None else SparkDrafter(model, target)
         self._masks = {one.layer: one.mask for one in model.layers if isinstance(one, DFlashLayer)}
         self._run = _compiled() if next(model.parameters()).is_cuda else block_hidden
 
@@ -64,6 +66,20 @@ class BlockForward:
         assert isinstance(module.weight, nn.Parameter), "a training target is loaded unpacked"
         cap = config.logit_softcap if config.logit_softcap is not None else target.config.logit_softcap
         return Head(module.weight.data, config.logit_scale, cap)
+
+    def columns(self, batch: TrainingBatch, features: Tensor) -> SparkColumns:
+        """What a drafter with DSpark's heads makes of the columns of every block."""
+        hidden = self(batch, features)
+        with _half(hidden):
+            return spark_columns(self.model, hidden, batch.tokens_before())
+
+    def draft_logits(self, head: Head, hidden: Tensor, before: Tensor) -> Tensor:
+        """[n, B - 1, V]: what drafts of hidden states [n, B - 1, E] are chosen by, behind those tokens."""
+        logits = head.logits(hidden)
+        if not isinstance(self._drafter, SparkDrafter):
+            return logits
+        with _half(hidden):
+            return self._drafter.hinted(logits, self._drafter.hints(hidden, before))
 
     def __call__(self, batch: TrainingBatch, features: Tensor) -> Tensor:
         """[R * A, B - 1, E]: what the drafter makes of the columns of every block that draft."""
@@ -123,7 +139,8 @@ class Trainer:
         self._head = self.forward.head()
         self.device = rows.tokens.device
         reader = FeatureReader(target, num_rows=recipe.rows_per_step, length=rows.tokens.shape[1])
-        self.features = KeptFeatures(reader, rows, has_hidden=recipe.objective.distill > 0)
+        self._has_teacher = recipe.objective.distill > 0 or model.markov is not None
+        self.features = KeptFeatures(reader, rows, has_hidden=self._has_teacher)
         self._optimizers = make_optimizers(
             model, name=recipe.optimizer, rate=recipe.rate, weight_decay=recipe.weight_decay
         )
@@ -175,6 +192,13 @@ class Trainer:
     def _draft(self, chosen: list[int], batch: TrainingBatch) -> Scores:
         """How every block of the rows `chosen` fares."""
         hidden, features = self.features.read(chosen)
+        markov = self.model.markov
+        if markov is not None:
+            teacher = self._teacher(batch, hidden)
+            assert teacher is not None
+            columns, labels = self.forward.columns(batch, features), batch.labels.flatten(0, 1)
+            after, objective = markov.after.weight, self.recipe.objective
+            return spark_loss(columns, after, labels, self._head, objective, teacher)
         return block_loss(
             self.forward(batch, features),
             batch.labels.flatten(0, 1),
@@ -230,7 +254,7 @@ class Trainer:
         return deep if weights is None else deep * weights
 
     def _teacher(self, batch: TrainingBatch, hidden: Tensor) -> Teacher | None:
-        if self.recipe.objective.distill == 0:
+        if not self._has_teacher:
             return None
         offset = torch.arange(batch.block - 1, device=self.device)
         place = (batch.anchors[..., None] + offset).clamp(max=batch.tokens.shape[1] - 1)
