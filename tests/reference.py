@@ -1,4 +1,4 @@
-"""An independent DFlash and DFlash2: the dossier's equations, once more, with no cache, no pages and no rows.
+"""Independent DFlash, DFlash2 and DSpark: the dossier's equations, once more: no cache, no pages, no rows.
 
 Weights are read by their checkpoint names; nothing of the package is used. Also the trainer of the fixture.
 """
@@ -58,33 +58,21 @@ def around(w, conv, normed):
     return (lambda x: convolved(x, base[0], delta[:, 0])), (lambda x: convolved(x, base[1], delta[:, 1]))
 
 
-def walk(weights, logits, hidden, anchor, top_k, temperature=0.0, noise=None):
-    """DFlash2's drafts for one block: logits [block - 1, V], hidden [block - 1, E], noise [block - 1, V]."""
-    a, b = (weights[f"candidate_selector.{side}_codebook"] for side in ("predecessor", "successor"))
-    mixture = hidden @ weights["candidate_selector.hidden_projection.weight"].T
-    drafts, before = [], int(anchor)
-    for column, scores in enumerate(logits):
-        best = sorted(range(len(scores)), key=lambda token: (-float(scores[token]), token))[:top_k]
-        found = {}
-        for token in best:
-            found[token] = float(scores[token] + (a[before] * mixture[column] * b[token]).sum())
-            if temperature > 0:
-                found[token] = found[token] / temperature + float(noise[column, token])
-        before = min(found, key=lambda token: (-found[token], token))
-        drafts.append(before)
-    return drafts
-
-
-def block_logits(*args, **kwargs):
-    """Logits [block - 1, V] for one sequence; see `block_hidden`."""
-    return block_hidden(*args, **kwargs)[0]
-
-
-def block_hidden(weights, config, embedding, head, features, anchor, masks=None):
-    """Logits [block - 1, V] for one sequence, and the hidden states [block - 1, E] that they come from.
+def block_logits(weights, config, embedding, head, features, anchor, masks=None):
+    """Logits for one sequence: [block - 1, V], or [block, V] where rows predict the next position.
 
     features [C, taps * E] belong to positions 0 … C - 1; the anchor sits at position C.
     """
+    dflash = config["dflash_config"]
+    first = 0 if dflash.get("sample_from_anchor") else 1
+    hidden = block_hidden(weights, config, embedding, features, anchor, masks)[first:]
+    logits = hidden @ head.T * dflash.get("output_multiplier", 1.0)
+    cap = dflash.get("final_logit_softcapping")
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def block_hidden(weights, config, embedding, features, anchor, masks=None):
+    """Hidden states [block, E] of [anchor, mask, mask, …], after the last norm."""
     dflash = config["dflash_config"]
     block, eps = config["block_size"], config["rms_norm_eps"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
@@ -124,7 +112,52 @@ def block_hidden(weights, config, embedding, head, features, anchor, masks=None)
         h = before(h)
         inner = F.silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
         x = x + after(inner @ w["mlp.down_proj.weight"].T)
-    hidden = rms(x, weights["norm.weight"], eps)[1:]
-    logits = hidden @ head.T * dflash.get("output_multiplier", 1.0)
-    cap = dflash.get("final_logit_softcapping")
-    return (logits if cap is None else torch.tanh(logits / cap) * cap), hidden
+    return rms(x, weights["norm.weight"], eps)
+
+
+def pair_walk(weights, logits, hidden, anchor, top_k, temperature=0.0, noise=None):
+    """DFlash2's drafts for one block: logits [block - 1, V], hidden [block - 1, E], noise [block - 1, V]."""
+    a, b = (weights[f"candidate_selector.{side}_codebook"] for side in ("predecessor", "successor"))
+    mixture = hidden @ weights["candidate_selector.hidden_projection.weight"].T
+    drafts, before = [], int(anchor)
+    for column, scores in enumerate(logits):
+        best = sorted(range(len(scores)), key=lambda token: (-float(scores[token]), token))[:top_k]
+        found = {}
+        for token in best:
+            found[token] = float(scores[token] + (a[before] * mixture[column] * b[token]).sum())
+            if temperature > 0:
+                found[token] = found[token] / temperature + float(noise[column, token])
+        before = min(found, key=lambda token: (-found[token], token))
+        drafts.append(before)
+    return drafts
+
+
+def markov_walk(weights, kind, logits, hidden, anchor):
+    """DSpark's greedy walk over one sequence: drafts [N], and the logits [N, V] that each was chosen by.
+
+    logits [N, V] and hidden [N, E] are those of the N predictions; the first follows the anchor.
+    """
+    w1, w2 = weights["markov_head.markov_w1.weight"], weights["markov_head.markov_w2.weight"]
+    before, state, drafts, biased = int(anchor), w1.new_zeros(w1.shape[1]), [], []
+    for row, h in zip(logits, hidden, strict=True):
+        e = w1[before]
+        if kind == "gated":
+            joint = weights["markov_head.gate_proj.weight"] @ torch.cat([h, e])
+            e = torch.sigmoid(joint + weights["markov_head.gate_proj.bias"]) * e
+        elif kind == "rnn":
+            joint = weights["markov_head.joint_proj.weight"] @ torch.cat([state, e, h])
+            gate, new, out = (joint + weights["markov_head.joint_proj.bias"]).chunk(3)
+            state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * torch.tanh(new)
+            e = torch.tanh(out)
+        biased.append(row + w2 @ e)
+        before = int(biased[-1].argmax())
+        drafts.append(before)
+    return torch.tensor(drafts), torch.stack(biased)
+
+
+def confidences(weights, hidden, before, *, with_markov):
+    """Logits [N] of a confidence head for hidden [N, E], behind the tokens `before` [N]."""
+    x = hidden
+    if with_markov:
+        x = torch.cat([hidden, weights["markov_head.markov_w1.weight"][before]], -1)
+    return (x @ weights["confidence_head.proj.weight"].T + weights["confidence_head.proj.bias"])[:, 0]

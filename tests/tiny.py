@@ -22,10 +22,11 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_dflash, load_models
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
+from blockdraft.step.spark import SparkDrafter
 from tests.fixtures import make_pair
 
 PAIR = Path(__file__).parent / "fixtures" / "pair"
-TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+TARGET, DRAFT, SPARK = (str(PAIR / name) for name in ("target", "draft", "spark"))
 BLOCK = 8
 
 
@@ -78,6 +79,55 @@ def dflash2_drafter(dtype, device="cpu"):
         read = read_draft_config(checkpoint.config, name="dflash2")
         plan = replace(trained.plan, max_positions=512)
         return load_dflash(checkpoint, read, trained.target, plan, trained.device)
+
+
+@functools.cache
+def changed_drafter(dtype, device="cpu", **config):
+    """The trained weights under a configuration that differs in these fields."""
+    trained = load(dtype, device).drafter
+    model = type(trained.model)(
+        replace(trained.model.config, **config),
+        first_layer=4,
+        max_positions=512,
+        has_head=False,
+        device=torch.device("cpu"),
+    )
+    model.load_state_dict(trained.model.state_dict())
+    model = model.to(device=device, dtype=getattr(torch, dtype)).requires_grad_(False)
+    return DFlashDrafter(with_kernels(model, trained.target.kernels), trained.target)
+
+
+@functools.cache
+def spark_drafter(dtype, device="cpu", kind="vanilla"):
+    """The trained DSpark drafter; of another kind than vanilla, with gates that know nothing."""
+    models = load(dtype, device)
+    settings = Settings(model=TARGET, draft=SPARK, dtype=dtype, device=device, max_context=200, width=BLOCK)
+    trained = load_models(settings, lambda _: None).drafter
+    if kind == "vanilla":
+        return trained.beside(models.target)
+    config = trained.model.config
+    config = replace(config, spark=replace(config.spark, kind=kind))
+    model = type(trained.model)(
+        config, first_layer=4, max_positions=512, has_head=False, device=torch.device("cpu")
+    ).to(device=device, dtype=getattr(torch, dtype))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if name in trained.model.state_dict():
+            parameter.data = trained.model.state_dict()[name]
+        else:
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.3
+    model = with_kernels(model.requires_grad_(False), models.target.kernels)
+    return SparkDrafter(model, models.target)
+
+
+# Kinds of drafters: DFlash2, DSpark's, and what the trained one would be if its config.json said so.
+CHANGED = {
+    "causal": {"is_causal": (True, True)},
+    "from the anchor": {"drafts_from_anchor": True},
+    "causal, from the anchor": {"is_causal": (True, True), "drafts_from_anchor": True},
+}
+SPARKS = {"DSpark": "vanilla", "gated DSpark": "gated", "recurrent DSpark": "rnn"}
+KINDS = ("DFlash2", *CHANGED, *SPARKS)
 
 
 def asked_again(draft, rows, width):
@@ -169,10 +219,14 @@ def engine(
         drafter = NoDrafter(BLOCK)
     elif drafter == "random":
         drafter = random_drafter(dtype, device)
-    elif drafter == "dflash2":
+    elif drafter == "DFlash2":
         drafter = dflash2_drafter(dtype, device)
     elif drafter == "trained":
         drafter = models.drafter
+    elif isinstance(drafter, str) and drafter in SPARKS:
+        drafter = spark_drafter(dtype, device, SPARKS[drafter])
+    elif isinstance(drafter, str):
+        drafter = changed_drafter(dtype, device, **CHANGED[drafter])
     plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
     models = replace(models, drafter=drafter, plan=with_exact_pages(replace(models.plan, **plan)))
     made = Engine(models if kernels is None else models.with_kernels(kernels))
@@ -221,16 +275,37 @@ def drain(engine):
 def to_speculators(config, extra):
     """The same drafter in the other layout."""
     body = {k: v for k, v in config.items() if k not in ("architectures", "block_size", "dflash_config")}
-    dflash = config["dflash_config"]
-    own = {key: value for key, value in dflash.items() if key.startswith(("conv_", "selector_"))}
+    dflash = dict(config["dflash_config"])
+    taps = dflash.pop("target_layer_ids")
     return {
-        "speculators_model_type": "dflash2" if own else "dflash",
+        "speculators_model_type": "dflash2" if "selector_rank" in dflash else "dflash",
         "architectures": config["architectures"],
-        **own,
         "transformer_layer_config": body,
         "block_size": config["block_size"],
-        "mask_token_id": config["dflash_config"]["mask_token_id"],
-        "aux_hidden_state_layer_ids": [k + 1 for k in config["dflash_config"]["target_layer_ids"]],
+        "aux_hidden_state_layer_ids": [k + 1 for k in taps],
         "draft_vocab_size": config["vocab_size"],
+        **dflash,
         **extra,
     }
+
+
+def to_deepspec(config):
+    """A drafter that drafts from the anchor, as DeepSpec writes it: everything at the top."""
+    body = {k: v for k, v in config.items() if k != "dflash_config"}
+    dflash = {k: v for k, v in config["dflash_config"].items() if k != "sample_from_anchor"}
+    heads = {"markov_rank": 0, "enable_confidence_head": False}
+    return body | {"architectures": ["Qwen3DSparkModel"]} | heads | dflash
+
+
+def to_dspark_speculators(config):
+    """The same as speculators writes it."""
+    heads = {"markov_rank": 0, "enable_confidence_head": False}
+    dflash = {k: v for k, v in config["dflash_config"].items() if k != "sample_from_anchor"}
+    return to_speculators(config | {"dflash_config": heads | dflash}, {"speculators_model_type": "dspark"})
+
+
+def to_specforge(config):
+    """The same as SpecForge writes it: everything in dflash_config."""
+    dflash = {k: v for k, v in config["dflash_config"].items() if k != "sample_from_anchor"}
+    dflash |= {"projector_type": "dspark", "attention_mode": "gqa"}
+    return config | {"architectures": ["DSparkDraftModel"], "dflash_config": dflash}

@@ -22,7 +22,7 @@ from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import Recurrent
 from blockdraft.check.comparison import Comparison, Numbers, distinct, models_of, parts_of, run, wide
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels import gated_delta, heads, linear, moe, rows, sampling
+from blockdraft.kernels import gated_delta, heads, linear, moe, rows, sampling, walk
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
 from blockdraft.kernels.block_conv import reference_block_conv
 from blockdraft.kernels.candidates import PairScores, reference_walk
@@ -49,6 +49,7 @@ from blockdraft.models.moe import ExpertLinear, Experts, MoE, SharedExpert
 from blockdraft.models.packed import Packed, Scaled, Stacked
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.models.rotary import Rotary
+from blockdraft.step.spark import SparkDrafter
 
 MAX_OUTPUTS = 512  # weight rows whose products are recomputed; all of them are multiplied
 EVERY_TILE = (1, 2, 3, 4, 5, 6, 7, 8, 19)  # tokens: each has code of its own in the CPU's matrix product
@@ -650,9 +651,32 @@ def _compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
     numbers.kernels.forbid(forms[0], allowed)
     sampling.reference_forbid(forms[1], allowed)
     yield Comparison("forms", forms[0].isfinite().long(), forms[1].isfinite().long())
+    yield from _compare_walk(engine, numbers)
 
 
 def _compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Drafts one after another, each behind those that the kernel itself has chosen."""
+    drafter = engine.models.drafter
+    if not isinstance(drafter, SparkDrafter):
+        return
+    size, vocab_size = drafter.model.config.draft_vocab_size, drafter.model.config.vocab_size
+    table = _rows_of_rules(vocab_size, numbers)
+    starts, batch = table.length[table.active], table.sampling()
+    anchor = numbers.integers(vocab_size, len(RULES), 1)
+    places = numbers.normal(len(RULES), 3, size).topk(drafter.num_candidates).indices
+    token_ids = places if drafter.vocab_map is None else drafter.vocab_map[places]
+    scores = 3 * numbers.normal(*places.shape)
+    before, after = numbers.normal(vocab_size, 24), numbers.normal(size, 24)
+    found = walk.Candidates(scores, token_ids)
+    got = numbers.kernels.walk(found, anchor, starts, batch, walk.Transition(before, after, places))
+    path = torch.cat((anchor, got.clamp(0, vocab_size - 1)), dim=1)[:, :-1]
+    wide = scores.double() + (after[places].double() * before[path][:, :, None].double()).sum(dim=-1)
+    logits = wide.new_full((*places.shape[:2], vocab_size), sampling.NEVER).scatter(2, token_ids, wide)
+    expected = _nearest(got, logits, starts, path, batch)
+    yield Comparison(f"walks over {drafter.num_candidates} candidates", got, expected)
+
+
+def _compare_pairs(engine: Engine, numbers: Numbers) -> Comparisons:
     """In the models' own dtype: a draft that rounding decides is followed by others."""
     for part in parts_of(engine, CandidateSelector):
         vocab_size, rank = part.predecessor_codebook.shape
@@ -661,7 +685,7 @@ def _compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
         pairs = PairScores(part.predecessor_codebook, part.successor_codebook, mixture, part.top_k)
         starts, anchor = table.length[table.active], numbers.integers(vocab_size, len(RULES), 1)
         inputs = (3 * numbers.normal(len(RULES), 3, vocab_size), pairs, starts, anchor, table.sampling())
-        got = numbers.kernels.walk(*inputs)
+        got = numbers.kernels.walk_pairs(*inputs)
         yield Comparison(f"{part.top_k} of {vocab_size} tokens", got, reference_walk(*inputs))
 
 
@@ -775,5 +799,5 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "sampling": _compare_sampling,
     "acceptance": _compare_acceptance,
     "block convolution": _compare_block_conv,
-    "walk": _compare_walk,
+    "pairs": _compare_pairs,
 }

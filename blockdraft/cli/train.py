@@ -10,6 +10,7 @@ from pathlib import Path
 
 from blockdraft.cli.flags import dataclass_from, numbers_of
 from blockdraft.errors import SettingsError
+from blockdraft.models.draft_config import KIND_NAMES
 from blockdraft.training.job import CPU_ROWS, AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 
 SUMMARY = "train a drafter for a target"
@@ -73,10 +74,13 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
     add, number = group.add_argument, numbers_of(group)
-    kind_help = "dflash2 adds convolutions and a choice among candidates; with --from, to a DFlash drafter"
-    add("--kind", choices=("dflash", "dflash2"), default="dflash", help=f"{kind_help} (default: dflash)")
+    kind_help = (
+        "dflash2: convolutions, and a choice among candidates; dspark: drafts know the one before, and how "
+        "sure they are; with --from, added to a DFlash drafter (default: that of --from, or dflash)"
+    )
+    add("--kind", choices=tuple(KIND_NAMES), help=kind_help)
     shape = DrafterShape()
-    number("--rank", int, shape.rank, f"of dflash2's pairs (default: {shape.rank})")
+    number("--rank", int, shape.rank, f"of pairs of tokens, dflash2 and dspark (default: {shape.rank})")
     candidates_help = f"of dflash2, per column (default: {shape.num_candidates})"
     number("--candidates", int, shape.num_candidates, candidates_help, dest="num_candidates")
     number("--block", int, 16, "anchor included (default: 16)")

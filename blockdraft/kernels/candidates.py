@@ -82,13 +82,6 @@ def reference_walk(
     return ids.gather(2, torch.stack(places, dim=1)).squeeze(2)
 
 
-def best_behind(logits: Tensor, pairs: PairScores, before: Tensor) -> Tensor:
-    """Greedy drafts [N] of logits [N, V], each behind its token of `before` [N]; pairs of [N, 1] columns."""
-    unary, ids = best_tokens(logits[:, None], pairs.top_k)
-    scores = unary + pair_scores(pairs, before[:, None, None], ids).squeeze(2).to(unary.dtype)
-    return ids.gather(2, scores.argmax(dim=-1, keepdim=True)).flatten()
-
-
 def best_tokens(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The largest `top_k` of scores [R, C, V] and their ids, by id; of equal ones those with the lowest."""
     found = scores.topk(min(top_k + 1, scores.shape[-1]), dim=-1)

@@ -19,6 +19,7 @@ from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
 from blockdraft.models.rotary import Rotary
+from blockdraft.models.spark import ConfidenceHead, MarkovHead
 
 
 class DFlashLayer(nn.Module):
@@ -89,6 +90,11 @@ class DFlash(KernelModule):
         self.norm = RMSNorm(hidden, config.norm_eps)
         self.rotary = Rotary(config.rope, config.head_dim, max_positions, device)
         self.head = Linear(hidden, config.draft_vocab_size) if has_head else None
+        spark = config.spark
+        self.markov = MarkovHead(config, spark) if spark is not None and spark.rank else None
+        self.confidence = (
+            ConfidenceHead(config, spark) if spark is not None and spark.has_confidence else None
+        )
 
     def absorb(self, features: Tensor, view: View) -> None:
         """Leave the context's keys and values of these positions in the cache: features [N, taps * E]."""
@@ -98,6 +104,12 @@ class DFlash(KernelModule):
         for layer in self.layers:
             assert isinstance(layer, DFlashLayer)
             view.write(layer.layer, *layer.keys_values(context), angles=angles, norms=layer.norms())
+
+    def confidences(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """[N]: how likely drafts of hidden states [N, E], behind the tokens [N], are right if those are."""
+        assert self.confidence is not None
+        own = None if self.markov is None else self.markov.before.weight[before]
+        return torch.sigmoid(self.confidence(hidden, own).float())
 
     def forward(self, x: Tensor, view: View, num_columns: int) -> Tensor:
         """Hidden states [N, E] of blocks of `num_columns` whose embeddings are x [N, E]."""

@@ -131,7 +131,7 @@ def _draft(stored: Stored, *, is_native: bool) -> tuple[DraftConfig | None, Mode
         if is_native:
             raise
         return None, Model(stored, raw_shape(stored.config, name=stored.name))
-    has_head = "lm_head.weight" in stored.sizes or (
+    has_head = config.has_own_head(is_stored="lm_head.weight" in stored.sizes) or (
         stored.tensors is None and config.draft_vocab_size != config.vocab_size
     )
     return config, Model(stored, draft_shape(config, has_head=has_head))

@@ -17,7 +17,7 @@ from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.stored_form import stored_form
-from blockdraft.checkpoints.weights import load_decoder, load_drafter
+from blockdraft.checkpoints.weights import check_copies, load_decoder, load_drafter
 from blockdraft.engine.loaded import Labels, Models
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import CapacityError, ModelError
@@ -40,8 +40,8 @@ from blockdraft.settings.shipped import with_drafter
 from blockdraft.start.card_errors import unusable, usage
 from blockdraft.start.chat_template import read_chat_template
 from blockdraft.step.dflash import DFlashDrafter
-from blockdraft.step.dflash2 import drafter_type
 from blockdraft.step.drafter import Drafter, NoDrafter
+from blockdraft.step.kinds import drafter_type
 from blockdraft.text.tokenizer import Tokenizer
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -308,7 +308,8 @@ def load_dflash(
     if checkpoint is None:
         has_head = config.draft_vocab_size != config.vocab_size  # only then must it have its own
     else:
-        has_head = "lm_head.weight" in checkpoint.tensors()
+        has_head = config.has_own_head(is_stored="lm_head.weight" in checkpoint.tensors())
+        check_copies(checkpoint, config)
     build = functools.partial(
         body_type(config),
         config,

@@ -1,4 +1,8 @@
-"""DFlashDrafter: one forward over [anchor, mask, mask, …], sampled with the target's own noise."""
+"""DFlashDrafter: one forward over [anchor, mask, mask, …], sampled with the target's own noise.
+
+Column k drafts the token at column k, so the anchor's own column drafts nothing. Of a drafter that drafts
+from the anchor it does: column k drafts the token behind it, and there is one mask less.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ class DFlashDrafter:
         self.target = target
         self.vocab_map = vocab_map
         self.block = model.config.block
+        self.num_columns = model.config.num_columns
         # No column then reads a later one, so the later ones need not be there.
         self.is_causal = all(model.config.is_causal)
 
@@ -44,32 +49,32 @@ class DFlashDrafter:
         anchor = rows.anchor[rows.active][:, None]  # [R, 1]
         if width == 1:
             return anchor
-        num_columns = width if self.is_causal else self.block
+        num_columns = self.columns_for(width)
         own = view if width == num_columns else cache.view(rows, num_columns)
         hidden = self.block_hidden(anchor, own, num_columns)[:, : width - 1]
         return torch.cat((anchor, self.propose(hidden, anchor, view.starts, rows)), dim=1)
+
+    def columns_for(self, width: int) -> int:
+        """How many columns its forward has for the drafts of a step of `width`."""
+        return self.model.config.first_column + width - 1 if self.is_causal else self.num_columns
 
     def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
         """Drafts [R, D] of columns with hidden states [R, D, E], behind the anchor [R, 1] at `starts` [R]."""
         return rows.kernels.choose(self.column_logits(hidden), starts, anchor, rows.sampling())
 
-    def likeliest(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Greedy drafts [N] of columns with hidden states [N, E], each behind its token of `before` [N]."""
-        return self.logits(hidden).argmax(dim=-1)
-
     def block_hidden(self, anchor: Tensor, view: View, num_columns: int | None = None) -> Tensor:
-        """[R, B - 1, E]: hidden states of columns 1 … B - 1, given column 0 [R, 1].
+        """[R, D, E]: hidden states of the columns that draft, given the anchor [R, 1].
 
-        B, for which `view` is made, is `num_columns`, or the whole block.
+        `view` is made for as many columns as the forward has: `num_columns`, or those of a whole block.
         """
-        num_masks = (self.block if num_columns is None else num_columns) - 1
+        num_masks = (self.num_columns if num_columns is None else num_columns) - 1
         masks = anchor.new_full((len(anchor), num_masks), self.model.config.mask_token_id)
-        block = torch.cat((anchor, masks), dim=1)  # [R, B]
+        block = torch.cat((anchor, masks), dim=1)  # [R, columns]
         hidden = self.model(self.embed(block.flatten()), view, block.shape[1])
-        return hidden.view(*block.shape, -1)[:, 1:]  # type: ignore[no-any-return]
+        return hidden.view(*block.shape, -1)[:, self.model.config.first_column :]  # type: ignore[no-any-return]
 
     def block_logits(self, anchor: Tensor, view: View) -> Tensor:
-        """[R, B - 1, V]: what the drafter believes of columns 1 … B - 1, given column 0 [R, 1]."""
+        """[R, B - 1, V]: what the drafter believes of all drafts of a block, given the anchor [R, 1]."""
         return self.column_logits(self.block_hidden(anchor, view))
 
     def column_logits(self, hidden: Tensor) -> Tensor:
@@ -84,17 +89,41 @@ class DFlashDrafter:
     def absorb(self, features: Tensor, view: View) -> None:
         self.model.absorb(features, view)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def hints(self, hidden: Tensor, before: Tensor) -> Tensor | None:
+        """What the tokens `before` [R, D] say of the drafts of hidden states [R, D, E]; None: nothing."""
+        return None
+
+    def hinted(self, logits: Tensor, hints: Tensor) -> Tensor:
+        """The head's logits [..., rows] with what hints say, by which a draft is chosen."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor, hints: Tensor | None = None) -> Tensor:
         """[..., V] of the target's vocabulary for hidden states [..., E]; NEVER where the head has no row."""
+        logits = self.head_logits(hidden)
+        return self.spread(logits if hints is None else self.hinted(logits, hints))
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """[..., rows of the head] for hidden states [..., E]."""
         config = self.model.config
         head = self.target.head_logits if self.model.head is None else self.model.head
         cap = config.logit_softcap if config.logit_softcap is not None else self.target.config.logit_softcap
         logits = head(hidden)
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
-        logits = softcap(logits, cap)
+        return softcap(logits, cap)
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits of the head's rows at the tokens that they are for."""
         if self.vocab_map is None:
             return logits
-        full = logits.new_full((*logits.shape[:-1], config.vocab_size), NEVER)
+        full = logits.new_full((*logits.shape[:-1], self.model.config.vocab_size), NEVER)
         full[..., self.vocab_map] = logits
         return full
+
+
+def add_hints(logits: Tensor, hints: Tensor, after: Tensor, num_candidates: int) -> Tensor:
+    """Logits [..., rows] of the best, with hints [..., rank] for their rows of `after`; NEVER elsewhere."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    scores, places = logits.to(wide).topk(num_candidates, dim=-1)
+    scores = scores + (after[places].to(wide) @ hints.to(wide)[..., None])[..., 0]
+    return torch.full_like(logits, NEVER, dtype=wide).scatter(-1, places, scores)

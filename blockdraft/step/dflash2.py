@@ -5,10 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from blockdraft.cache.rows import Rows
-from blockdraft.kernels.candidates import best_behind
 from blockdraft.models.dflash2 import DFlash2
-from blockdraft.models.draft_config import DraftConfig
-from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.dflash import DFlashDrafter, add_hints
 
 
 class DFlash2Drafter(DFlashDrafter):
@@ -18,13 +16,12 @@ class DFlash2Drafter(DFlashDrafter):
 
     def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
         pairs = self.model.candidate_selector.pairs(hidden)
-        return rows.kernels.walk(self.column_logits(hidden), pairs, starts, anchor, rows.sampling())
+        return rows.kernels.walk_pairs(self.column_logits(hidden), pairs, starts, anchor, rows.sampling())
 
-    def likeliest(self, hidden: Tensor, before: Tensor) -> Tensor:
-        pairs = self.model.candidate_selector.pairs(hidden[:, None])
-        return best_behind(self.logits(hidden), pairs, before)
+    def hints(self, hidden: Tensor, before: Tensor) -> Tensor:
+        pairs = self.model.candidate_selector.pairs(hidden)
+        return pairs.predecessors[before] * pairs.mixture
 
-
-def drafter_type(config: DraftConfig) -> type[DFlashDrafter]:
-    """The class of the drafter that `config` describes."""
-    return DFlashDrafter if config.dflash2 is None else DFlash2Drafter
+    def hinted(self, logits: Tensor, hints: Tensor) -> Tensor:
+        selector = self.model.candidate_selector
+        return add_hints(logits, hints, selector.successor_codebook, selector.top_k)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,8 +16,9 @@ from blockdraft.models.config import AttentionConfig, ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.dflash2 import BlockConv, DFlash2, body_type
-from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.draft_config import KIND_NAMES, DraftConfig, DraftKind
 from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
+from blockdraft.training import spark
 from blockdraft.training.job import DrafterShape
 
 CONV_TAPS, CONV_GROUP = 2, 16  # of the published DFlash2 drafters
@@ -73,10 +73,24 @@ def draft_json(
     }
 
 
+def as_kind(
+    raw: Mapping[str, object], kind: DraftKind | None, shape: DrafterShape, *, name: str
+) -> Mapping[str, object]:
+    """config.json of the drafter of this kind that one with config.json `raw` becomes; None: of its own."""
+    own = read_draft_config(raw, name=name).kind
+    if kind in (None, own):
+        return raw
+    if own != "dflash":
+        raise SettingsError(f"'{name}' is a {KIND_NAMES[own]} drafter: leave --kind out to train it further.")
+    return dflash2_json(raw, shape) if kind == "dflash2" else spark.spark_json(raw, shape.rank)
+
+
 def dflash2_json(raw: Mapping[str, object], shape: DrafterShape) -> dict[str, object]:
     """config.json of the DFlash2 drafter that a DFlash drafter with config.json `raw` begins as."""
     if "speculators_model_type" in raw:
         raise SettingsError("--kind dflash2 begins with a drafter in z-lab's layout, not in speculators'.")
+    if read_draft_config(raw, name="the drafter").drafts_from_anchor:
+        raise SettingsError("--kind dflash2 does not begin with a drafter that drafts from the anchor.")
     own = {
         "conv_kernel_size": CONV_TAPS,
         "conv_group_size": CONV_GROUP,
@@ -109,6 +123,7 @@ def new_drafter(
             weight = _plain(module)
             noise = torch.randn(weight.shape, generator=generator)
             weight.data.copy_(noise * weight.shape[1] ** -0.5)
+    spark.begin(model, generator)
     for layer in model.layers:
         assert isinstance(layer, DFlashLayer)
         nn.init.zeros_(_plain(layer.out))
@@ -148,19 +163,16 @@ def train_only(model: DFlash, part: Literal["all", "added", "selector"]) -> None
 
 
 def load_weights(model: DFlash, source: str, device: torch.device) -> None:
-    """The weights of a drafter of the same shape, as float32 that can be trained."""
+    """The weights of a drafter of the same shape, as float32 that can be trained.
+
+    What another kind adds to it stays as it is.
+    """
     checkpoint = open_checkpoint(source)
-    if isinstance(model, DFlash2) and read_draft_config(checkpoint.config, name=source).dflash2 is None:
-        with torch.device(device):
-            config = replace(model.config, dflash2=None)
-            plain = DFlash(config, first_layer=0, max_positions=1, has_head=False, device=device)
-        load_drafter(plain, checkpoint, storage="none", device=device)
-        model.load_state_dict({**model.state_dict(), **plain.state_dict()})
-        return
-    trained = {name: one.requires_grad for name, one in model.named_parameters()}
-    load_drafter(model, checkpoint, storage="none", device=device)
-    for name, one in model.named_parameters():
-        one.requires_grad_(trained[name])
+    config = read_draft_config(checkpoint.config, name=source)
+    with torch.device(device):
+        stored = body_type(config)(config, first_layer=0, max_positions=1, has_head=False, device=device)
+    load_drafter(stored, checkpoint, storage="none", device=device)
+    model.load_state_dict({**model.state_dict(), **stored.state_dict()})
 
 
 def _plain(linear: Linear) -> nn.Parameter:

@@ -25,7 +25,6 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
 from blockdraft.kernels.transfer import to_device
-from blockdraft.models.dflash2 import DFlash2
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.settings.settings import Settings
@@ -90,9 +89,8 @@ def simulate(
     device = forward.head().weight.device
     rows, places = pack(documents, length)
     choose: Choice = _greedy
-    if sampling is not None or isinstance(forward.model, DFlash2):
-        asked = [RowSampling()] * len(documents) if sampling is None else sampling
-        choose = _Draw(forward, asked, rows, places)
+    if sampling is not None:
+        choose = _Draw(forward, sampling, rows, places)
     runs = _runs(forward, rows.to(device), rows_per_step, num_anchors, choose, report)
     steps: dict[str, list[list[int]]] = defaultdict(list)
     everything: list[list[int]] = []
@@ -209,8 +207,10 @@ def _runs(
             # Not under no_grad: what was compiled for training serves here, too.
             hidden = forward(batch, features).detach()
             blocks = torch.split(torch.arange(len(hidden), device=hidden.device), SLICE)
+            before = batch.tokens_before()  # those of drafts that count were all right
+            logits = (forward.draft_logits(head, hidden[part], before[part]).detach() for part in blocks)
             drafts = torch.cat(
-                [choose(hidden[part], head.logits(hidden[part]), batch, chosen, part) for part in blocks]
+                [choose(one, batch, chosen, part) for one, part in zip(logits, blocks, strict=True)]
             )
             matches = drafts == batch.labels.flatten(0, 1)
             found = matches.long().cumprod(dim=1).sum(dim=1).view(batch.anchors.shape)
@@ -221,13 +221,11 @@ def _runs(
     return out
 
 
-Choice = Callable[[Tensor, Tensor, TrainingBatch, list[int], Tensor], Tensor]
-"""Drafts [n, B - 1] for hidden states and logits [n, B - 1, E or V] of some blocks of a batch of rows."""
+Choice = Callable[[Tensor, TrainingBatch, list[int], Tensor], Tensor]
+"""Drafts [n, B - 1] for logits [n, B - 1, V] of some blocks of a batch of rows."""
 
 
-def _greedy(
-    hidden: Tensor, logits: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor
-) -> Tensor:
+def _greedy(logits: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
@@ -243,8 +241,6 @@ class _Draw:
     ) -> None:
         head = forward.head().weight
         self._kernels = forward.target.kernels
-        model = forward.model
-        self._selector = model.candidate_selector if isinstance(model, DFlash2) else None
         table = Rows(
             max_rows=len(sampling),
             max_pages=1,
@@ -261,18 +257,12 @@ class _Draw:
             owners[place.row, place.begin : end] = place.document
         self._owners = owners.to(head.device)  # the document of every place
 
-    def __call__(
-        self, hidden: Tensor, logits: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor
-    ) -> Tensor:
+    def __call__(self, logits: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor) -> Tensor:
         owners = self._owners[to_device(chosen, logits.device)].gather(1, batch.anchors)
         starts = (batch.anchors - batch.block_starts).flatten()[blocks]
         anchors = batch.tokens.gather(1, batch.anchors).flatten()[blocks]
         table = replace(self._table, rows=owners.flatten()[blocks])
-        if self._selector is None:
-            return self._kernels.choose(logits, starts, anchors[:, None], table)
-        with torch.no_grad():
-            pairs = self._selector.pairs(hidden.to(self._selector.predecessor_codebook.dtype))
-        return self._kernels.walk(logits, pairs, starts, anchors[:, None], table)
+        return self._kernels.choose(logits, starts, anchors[:, None], table)
 
 
 def _anchor_places(rows: PackedRows, chosen: list[int]) -> Tensor:

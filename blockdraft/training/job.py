@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from blockdraft.errors import SettingsError
+from blockdraft.models.draft_config import DraftKind
 
 CPU_ROWS = 2  # per step, where nobody says: a step of more takes minutes there
 
@@ -16,9 +17,8 @@ CPU_ROWS = 2  # per step, where nobody says: a step of more takes minutes there
 class DrafterShape:
     """What a drafter looks like; whatever is None follows the target."""
 
-    kind: Literal["dflash", "dflash2"] = "dflash"
-    rank: int = 256  # of DFlash2's pair scores
-    num_candidates: int = 16  # of its columns
+    rank: int = 256  # of what DFlash2 and DSpark know of pairs of tokens
+    num_candidates: int = 16  # of DFlash2's columns
     block: int = 16
     num_layers: int = 5
     taps: tuple[int, ...] | None = None  # 0-based target layers; None: `num_taps` evenly spaced
@@ -88,6 +88,7 @@ class Job:
     held_out: tuple[tuple[str | None, Path], ...] = ()  # with a name: the category of them all
     model: str = "default"
     start_from: str | None = None  # a drafter to continue from
+    kind: DraftKind | None = None  # None: that of `start_from`, else dflash
     device: str = "auto"
     dtype: str = "auto"
     steps: int | None = None

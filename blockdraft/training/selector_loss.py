@@ -19,8 +19,8 @@ from blockdraft.training.job import Objective
 from blockdraft.training.objective import CHUNK_BYTES, Head, Scores, column_weights
 
 
-class Candidates(NamedTuple):
-    """Of some blocks, without a gradient."""
+class Labelled(NamedTuple):
+    """Candidates of some blocks, the label among them, without a gradient."""
 
     ids: Tensor  # [n, B - 1, K]
     unary: Tensor  # [n, B - 1, K]
@@ -31,14 +31,13 @@ class Candidates(NamedTuple):
 def selector_loss(
     hidden: Tensor,
     labels: Tensor,
-    anchors: Tensor,
+    before: Tensor,
     head: Head,
     selector: CandidateSelector,
     objective: Objective,
 ) -> Scores:
-    """Of hidden states [blocks, B - 1, E], labels [blocks, B - 1], -1 where there is none, and anchors."""
+    """Of hidden states [blocks, B - 1, E], labels [blocks, B - 1], or -1, and the tokens before."""
     num_blocks, width, _ = hidden.shape
-    before = torch.cat((anchors[:, None], labels[:, :-1].clamp(min=0)), dim=1)  # as if all were right so far
     step = max(1, min(num_blocks, CHUNK_BYTES // (width * len(head.weight) * 4)))
     total, matches = [], []
     for part in torch.split(torch.arange(num_blocks, device=hidden.device), step):
@@ -53,7 +52,7 @@ def selector_loss(
 
 
 @torch.no_grad()
-def candidates(hidden: Tensor, labels: Tensor, head: Head, top_k: int) -> Candidates:
+def candidates(hidden: Tensor, labels: Tensor, head: Head, top_k: int) -> Labelled:
     logits = head.logits(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     best = logits.topk(top_k, dim=-1)  # best first
@@ -62,7 +61,7 @@ def candidates(hidden: Tensor, labels: Tensor, head: Head, top_k: int) -> Candid
     is_found = is_label.any(dim=-1)
     place = torch.where(is_found, is_label.long().argmax(dim=-1), top_k - 1)
     ids = torch.where(is_found[..., None], best.indices, best.indices.scatter(-1, place[..., None], label))
-    return Candidates(ids, logits.gather(-1, ids), place, is_found)
+    return Labelled(ids, logits.gather(-1, ids), place, is_found)
 
 
 def pair_part(selector: CandidateSelector, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
@@ -78,7 +77,7 @@ def _chunk(
     hidden: Tensor,
     labels: Tensor,
     before: Tensor,
-    found: Candidates,
+    found: Labelled,
     selector: CandidateSelector,
     objective: Objective,
 ) -> tuple[Tensor, Tensor]:

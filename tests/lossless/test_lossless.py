@@ -99,7 +99,7 @@ def cases(draw):
             "kv_window": draw(st.sampled_from([16, 40])),
             "draft_kv_dtype": draw(st.sampled_from(["exact", kv_dtype])),
         }
-    drafter = draw(st.sampled_from(["trained", "dflash2", "random", "none", "hinted"]))
+    drafter = draw(st.sampled_from(["trained", "trained", "random", "none", "hinted", *tiny.KINDS]))
     return requests, plan, drafter, draw(st.floats(0.5, 1.0))
 
 
@@ -133,7 +133,7 @@ def test_many_more_schedules(case):
     assert got == expected
 
 
-@pytest.mark.parametrize("drafter", ["trained", "dflash2"])
+@pytest.mark.parametrize("drafter", ["trained", "DFlash2", "DSpark"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperature, drafter):
     """A drafter that never gets a full block accepted would hide half the bugs."""
@@ -148,10 +148,20 @@ def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperat
         assert counts == set(range(tiny.BLOCK))
     else:
         assert tiny.BLOCK - 1 in counts
-    expected = plain(requests)
-    for is_captured in (False, True):
-        engine = tiny.engine(drafter, width=tiny.BLOCK, is_captured=is_captured)
-        assert tiny.run(engine, requests) == expected
+    assert tiny.run(tiny.engine(drafter, width=tiny.BLOCK), requests) == plain(requests)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_kind_of_drafter_at_every_width_emits_plain_decodings_tokens(kind, temperature, is_captured):
+    params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True)
+    requests = [
+        ([i, i + 1, i + 2, i + 3], replace(params, seed=i, width=width))
+        for i, width in enumerate((None, 2, 3, 5, tiny.BLOCK))
+    ]
+    engine = tiny.engine(kind, width=tiny.BLOCK, max_rows=3, page_size=3, is_captured=is_captured)
+    assert tiny.run(engine, requests) == plain(requests)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -170,7 +180,7 @@ def test_full_blocks_in_every_step_with_a_step_in_flight(page_size):
 def test_float32_is_bit_equal_at_pinned_rows_and_width(width, temperature):
     """Same shapes, other drafts: the committed tokens and their log-probabilities are the same bits."""
     answers = []
-    for drafter in ("none", "trained", "dflash2"):
+    for drafter in ("none", "trained", "DFlash2", "DSpark"):
         engine = tiny.engine(drafter, dtype="float32", width=width, max_rows=1)
         engine.add([2, 4, 6, 8], SamplingParams(temperature=temperature, seed=5, max_tokens=90, logprobs=1))
         deltas = tiny.drain(engine)

@@ -1,7 +1,5 @@
 """DFlash2 in pages against tests/reference.py on the same weights in float64: block logits, and the walk."""
 
-import functools
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,7 +25,7 @@ from tests.models.test_dflash import (
     random_features,
     sliding,
 )
-from tests.reference import block_hidden, walk
+from tests.reference import block_hidden, block_logits, pair_walk
 
 __all__ = ["make"]  # the fixture with its targets
 SPECULATORS_SWA = [sliding(6, causal=False, anchored=True)] * 2
@@ -74,7 +72,12 @@ def pair(make, tmp_path_factory):
             folder, config if speculators is None else tiny.to_speculators(config, speculators), weights
         )
         wide = {name: weight.double() for name, weight in weights.items()}
-        return target, folder, functools.partial(block_hidden, wide, config, embedding, head), wide, config
+
+        def reference(*args):
+            logits = block_logits(wide, config, embedding, head, *args)
+            return logits, block_hidden(wide, config, embedding, *args)[1:]
+
+        return target, folder, reference, wide, config
 
     return write
 
@@ -102,7 +105,7 @@ def test_block_logits_and_drafts_are_those_of_the_reference(pair, variant):
         positions = starts[:, None] + 1 + torch.arange(block - 1)
         noise = gumbel(torch.tensor([9, 10, 11]), positions, VOCAB, torch.float64)
         for row, (logits, hidden) in enumerate(expected):
-            drafts = walk(weights, logits, hidden, anchor[row], top_k, temperature, noise[row])
+            drafts = pair_walk(weights, logits, hidden, anchor[row], top_k, temperature, noise[row])
             assert got[row].tolist() == [int(anchor[row]), *drafts], temperature
 
 
@@ -110,8 +113,8 @@ def test_pairs_have_a_say_in_these_drafts(pair):
     """Else the test before this one would say nothing of them."""
     _, _, reference, weights, _ = pair()
     logits, hidden = reference(random_features()[0], 3)
-    assert walk(weights, logits, hidden, 3, 5) != logits.argmax(dim=-1).tolist()
-    assert walk(weights, logits, hidden, 3, 5) != walk(weights, logits, hidden, 4, 5)
+    assert pair_walk(weights, logits, hidden, 3, 5) != logits.argmax(dim=-1).tolist()
+    assert pair_walk(weights, logits, hidden, 3, 5) != pair_walk(weights, logits, hidden, 4, 5)
 
 
 @pytest.mark.parametrize("width", [2, 3, 5])

@@ -34,7 +34,7 @@ from tests.training.test_evaluate import prompts as some_prompts
 from tests.training.test_run import assert_same_run, make_job, prompts, target
 
 __all__ = ["prompts", "target"]  # fixtures
-SHAPE = DrafterShape(kind="dflash2", rank=6, num_candidates=5)
+SHAPE = DrafterShape(rank=6, num_candidates=5)
 PAIR_JSON = json.loads((tiny.PAIR / "draft" / "config.json").read_text())
 
 
@@ -71,7 +71,7 @@ def answered_documents():
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_simulated_steps_are_those_of_the_engine(temperature):
     """And those of `fit`, which walks one column after another: pairs, and the request's own noise."""
-    engine = tiny.engine("dflash2", max_rows=4)
+    engine = tiny.engine("DFlash2", max_rows=4)
     asked, steps = {}, {}
     for number, prompt in enumerate(some_prompts(10)):
         params = SamplingParams(temperature=temperature, seed=number, max_tokens=33, ignore_eos=True)
@@ -112,8 +112,9 @@ def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(monkeypatch, weight
     labels[0] = logits[0].argmax(dim=-1)  # candidates, which few of the others are
     labels[1, 4:] = -1
     anchors = torch.tensor([3, 4, 5, 6])
+    before = torch.cat((anchors[:, None], labels[:, :-1].clamp(min=0)), dim=1)
     objective = Objective(weighting=weighting)
-    got = selector_loss(hidden, labels, anchors, head, selector, objective)
+    got = selector_loss(hidden, labels, before, head, selector, objective)
     entropy, confidence = torch.zeros(4, 7, dtype=torch.float64), torch.zeros(4, 7, dtype=torch.float64)
     right = torch.zeros(4, 7, dtype=torch.bool)
     mixture = hidden @ selector.hidden_projection.weight.T
@@ -184,7 +185,7 @@ def test_training_teaches_pairs_and_more_is_committed():
 def test_a_run_makes_a_dflash2_drafter_of_a_dflash_one_and_resumes(prompts, target, tmp_path, monkeypatch):
     job = make_job(prompts, target, tmp_path / "run")
     recipe = replace(job.recipe, short_blocks=0.0, trained="added")
-    job = replace(job, start_from=tiny.DRAFT, shape=SHAPE, recipe=recipe)
+    job = replace(job, start_from=tiny.DRAFT, kind="dflash2", shape=SHAPE, recipe=recipe)
     fits = train(job, Listener())
     folder = job.out / "drafter"
     raw = json.loads((folder / "config.json").read_text())
@@ -211,14 +212,14 @@ def test_a_run_makes_a_dflash2_drafter_of_a_dflash_one_and_resumes(prompts, targ
             train(stopped, Listener())
     train(stopped, Listener(), resume=True)
     assert_same_run(stopped.out, job.out)
-    further = replace(job, out=tmp_path / "further", start_from=str(folder), shape=DrafterShape(), steps=1)
+    further = replace(job, out=tmp_path / "further", start_from=str(folder), kind=None, steps=1)
     train(further, Listener())
     assert json.loads((further.out / "drafter" / "config.json").read_text()) == raw
 
 
 def test_a_new_dflash2_drafter_with_short_blocks(prompts, target, tmp_path):
     job = make_job(prompts, target, tmp_path / "run")
-    train(replace(job, shape=replace(job.shape, kind="dflash2", rank=4, num_candidates=4)), Listener())
+    train(replace(job, kind="dflash2", shape=replace(job.shape, rank=4, num_candidates=4)), Listener())
     log = load_file(job.out / "drafter" / "model.safetensors")
     assert log["layers.1.mlp_conv.kernel_projection.weight"].any()
 
