@@ -17,6 +17,7 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
+from blockdraft.step.ngram import NgramDrafter
 
 PAIR = Path(__file__).parent / "fixtures" / "pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
@@ -144,6 +145,11 @@ def engine(
         drafter = random_drafter(dtype, device)
     elif drafter == "trained":
         drafter = models.drafter
+    least = plan.get("draft_ngram", 0)
+    if drafter == "ngram":
+        drafter = NgramDrafter(BLOCK, least)
+    elif drafter is models.drafter and least:
+        drafter = DFlashDrafter(drafter.model, drafter.target, draft_ngram=least)
     plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
     models = replace(models, drafter=drafter, plan=with_exact_pages(replace(models.plan, **plan)))
     made = Engine(models if kernels is None else models.with_kernels(kernels))

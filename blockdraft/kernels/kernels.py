@@ -8,6 +8,7 @@ import torch
 
 from blockdraft.kernels import acceptance, attention, gated_delta, heads, int8, kv_cold, moe, rows, sampling
 from blockdraft.kernels import linear as products
+from blockdraft.kernels import recall as recalling
 from blockdraft.kernels.choice import OPERATIONS, Available, Operation
 
 
@@ -45,6 +46,8 @@ class Kernels:
     count_accepted: acceptance.CountAccepted
     draw_accepted: acceptance.DrawAccepted
     advance: acceptance.Advance
+    recall: recalling.Recall
+    remember: recalling.Remember
 
     @property
     def is_reference(self) -> bool:
@@ -91,6 +94,7 @@ def _assembled(at: Available) -> Kernels:
     int8_linear, int8_look_up = int8.pick_int8(at)
     scan, fold = gated_delta.pick_scan(at)
     count_accepted, draw_accepted, advance = acceptance.pick_acceptance(at)
+    recall, remember = recalling.pick_recall(at)
     return Kernels(
         available=at,
         rms_norm=rms_norm,
@@ -119,6 +123,8 @@ def _assembled(at: Available) -> Kernels:
         count_accepted=count_accepted,
         draw_accepted=draw_accepted,
         advance=advance,
+        recall=recall,
+        remember=remember,
     )
 
 

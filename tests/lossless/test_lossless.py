@@ -99,7 +99,9 @@ def cases(draw):
             "kv_window": draw(st.sampled_from([16, 40])),
             "draft_kv_dtype": draw(st.sampled_from(["exact", kv_dtype])),
         }
-    drafter = draw(st.sampled_from(["trained", "trained", "random", "none", "hinted"]))
+    drafter = draw(st.sampled_from(["trained", "trained", "random", "none", "hinted", "ngram"]))
+    if drafter == "ngram" or (drafter == "trained" and draw(st.booleans())):
+        plan["draft_ngram"] = draw(st.sampled_from([1, 2, 4]))
     return requests, plan, drafter, draw(st.floats(0.5, 1.0))
 
 
