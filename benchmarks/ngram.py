@@ -1,6 +1,6 @@
 """What drafts from n-grams commit, alone and beside the default drafter, by how much must agree.
 
-    python -m benchmarks.ngram record --data EVAL --out FILE [--tokens 96 --limit 4]
+    python -m benchmarks.ngram record --data EVAL --out FILE [--tokens 96 --limit 4 --sets gsm8k,…]
     python -m benchmarks.ngram run --out FILE --json RESULT
 
 `record` lets the default pair answer prompts of the evaluation sets, plainly, and notes what the drafter
@@ -67,10 +67,10 @@ class Noted:
 
 
 def record(args: argparse.Namespace) -> None:
-    settings = Settings(device="cpu", max_rows=1, prefix_cache=False, draft_ngram=0)
+    settings = Settings(device=args.device, max_rows=1, prefix_cache=False, draft_ngram=0)
     models = load_models(settings, print)
-    prompts = list(_prompts(args.data, args.limit))
-    with args.out.open("w", encoding="utf-8") as file:
+    prompts = [one for one in _prompts(args.data, args.limit) if one.category in args.sets]
+    with args.out.open("a", encoding="utf-8") as file:
         for number, prompt in enumerate(prompts):
             begin = time.monotonic()
             noted = Noted(models.drafter)
@@ -193,11 +193,15 @@ def main() -> None:
     recording.add_argument("--data", type=Path, required=True, help="the folder of evaluation sets")
     recording.add_argument("--limit", type=int, default=4, help="prompts of each set")
     recording.add_argument("--tokens", type=int, default=96, help="of each answer, at most")
+    recording.add_argument("--sets", type=lambda text: text.split(","), default=[*SHORT, *LONG])
+    recording.add_argument("--device", default="cpu")
     recording.add_argument("--temperature", type=float, default=0.0)
     running = commands.add_parser("run")
     running.add_argument("--json", help="where the result goes")
     for command in (recording, running):
-        command.add_argument("--out", type=Path, required=True, help="the recorded answers")
+        command.add_argument(
+            "--out", type=Path, required=True, help="the recorded answers, which more are added to"
+        )
     args = parser.parse_args()
     {"record": record, "run": run}[args.command](args)
 

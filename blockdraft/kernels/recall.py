@@ -56,7 +56,7 @@ Remember = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def pick_recall(at: Available) -> tuple[Recall, Remember]:
-    if at.has_llvm():
+    if at.has_llvm(torch.float32):  # there are no others in it
         from blockdraft.kernels.llvm.recall import RecallKernels
 
         native = RecallKernels()

@@ -48,7 +48,7 @@ class Settings:
     )
     draft_ngram: int | Auto = _setting(
         "auto",
-        "draft what followed, where as many of the last tokens occurred before; auto: 2 with --draft ngram, "
+        "draft what followed, where as many of the last tokens occurred before; auto: 1 with --draft ngram, "
         "0 (never) beside a drafter",
         least=0,
     )

@@ -72,6 +72,18 @@ def _advance(kernels):
     return made.length
 
 
+def _recall(kernels):
+    history, block = torch.tensor([[1, 2, 1, 0]], dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int64)
+    kernels.recall(block, history, torch.tensor([0]), torch.tensor([2]), 1)
+    return block
+
+
+def _remember(kernels):
+    history = torch.zeros(1, 4, dtype=torch.int32)
+    kernels.remember(history, torch.tensor([[3, 4]]), torch.tensor([0]), torch.tensor([1]))
+    return history
+
+
 def _heads():
     slots = heads.Slots(torch.zeros(1, 4, 4), torch.zeros(1, 4, 4), torch.tensor([1, 3]))
     angles = torch.ones(2, 1, 2), torch.zeros(2, 1, 2)
@@ -114,6 +126,8 @@ CALLS = {
         torch.ones(3), torch.tensor([1]), _rows().sampling()
     ),
     "advance": _advance,
+    "recall": _recall,
+    "remember": _remember,
 }
 ON_CPU = ["linear", "attend", "rms_norm", "silu", "gelu", "rotate", "scan", "fold", "convolve"]
 ON_CPU += ["norm_rope_write", "norm_rope_write of a context"]
@@ -133,6 +147,8 @@ ON_GPU = {  # the kernel's module and name, and the operation that it belongs to
     "count_accepted": ("acceptance", "count_accepted", "acceptance"),
     "draw_accepted": ("acceptance", "draw_accepted", "acceptance"),
     "advance": ("acceptance", "advance", "acceptance"),
+    "recall": ("recall", "recall", "recall"),
+    "remember": ("recall", "remember", "recall"),
 }
 
 

@@ -35,13 +35,14 @@ def test_drawn_texts_are_recalled_as_by_plain_python(width):
 
 @pytest.mark.parametrize("last", [PIECE - 1, PIECE, PIECE + 1, 3 * PIECE - 5])
 def test_a_history_of_several_pieces(last):
-    """Matches end in one piece and begin in another; the table is longer than the texts."""
+    """Matches end in one piece and begin in another, with shorter ones behind; the table is longer."""
     rng = random.Random(last)
     phrase = [rng.randrange(1000) for _ in range(40)]
     texts = []
     for place in (0, PIECE // 2, PIECE - 20, last - 100):
         text = [rng.randrange(1000) for _ in range(last + 1)]
         text[place : place + 40] = phrase
+        text[last - 55 : last - 40] = phrase[15:30]
         text[-30:] = phrase[:30]
         texts.append(text)
     check(recall, texts, least=3, size=4 * PIECE, device=DEVICE)

@@ -72,7 +72,7 @@ def planned(**asked):
 
 def test_the_plan_has_a_block_and_says_how_much_must_agree():
     plan = planned(draft="ngram").plan
-    assert (plan.block, plan.draft_ngram) == (NGRAM_BLOCK, 2)
+    assert (plan.block, plan.draft_ngram) == (NGRAM_BLOCK, 1)
     assert planned(draft="ngram", draft_ngram=5).plan.draft_ngram == 5
     assert planned(draft="ngram", width=24).plan.block == 24, "nobody was trained for less"
     assert planned(draft="none").plan.draft_ngram == 0
@@ -96,7 +96,7 @@ def test_the_tokens_of_rows_are_planned_to_the_byte():
 
 def test_a_start_keeps_it_whatever_its_prompts_repeat():
     startup = StartProgress()
-    engine = start_engine(Settings(**SMALL, draft="ngram", verify="full"), startup)
+    engine = start_engine(Settings(**SMALL, draft="ngram", draft_ngram=MAX_NGRAM, verify="full"), startup)
     assert isinstance(engine.models.drafter, NgramDrafter)
     assert engine_info(engine).draft == "ngram"
     assert engine.models.plan.step_costs, "widths follow the text"
