@@ -1,5 +1,6 @@
 """Engines over the fixture pair: loaded once per dtype, then replanned for each test."""
 
+import copy
 import functools
 import json
 import random
@@ -22,6 +23,7 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_dflash, load_models
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
+from blockdraft.step.ngram import NgramDrafter
 from blockdraft.step.spark import SparkDrafter
 from tests.fixtures import make_pair
 
@@ -195,6 +197,22 @@ def with_exact_pages(plan):
     return replace(plan, num_exact_pages=count)
 
 
+def drafter_named(name, models, dtype, device, plan):
+    if name == "none":
+        return NoDrafter(BLOCK)
+    if name == "ngram":
+        return NgramDrafter(BLOCK, plan["draft_ngram"])
+    if name == "trained":
+        return models.drafter
+    if name == "random":
+        return random_drafter(dtype, device)
+    if name == "DFlash2":
+        return dflash2_drafter(dtype, device)
+    if name in SPARKS:
+        return spark_drafter(dtype, device, SPARKS[name])
+    return changed_drafter(dtype, device, **CHANGED[name])
+
+
 def engine(
     drafter="trained",
     *,
@@ -215,18 +233,11 @@ def engine(
     models = load(dtype, device, weights, max_context)
     if tokenizer is not None:
         models = replace(models, tokenizer=tokenizer)
-    if drafter == "none":
-        drafter = NoDrafter(BLOCK)
-    elif drafter == "random":
-        drafter = random_drafter(dtype, device)
-    elif drafter == "DFlash2":
-        drafter = dflash2_drafter(dtype, device)
-    elif drafter == "trained":
-        drafter = models.drafter
-    elif isinstance(drafter, str) and drafter in SPARKS:
-        drafter = spark_drafter(dtype, device, SPARKS[drafter])
-    elif isinstance(drafter, str):
-        drafter = changed_drafter(dtype, device, **CHANGED[drafter])
+    if isinstance(drafter, str):
+        drafter = drafter_named(drafter, models, dtype, device, plan)
+    if isinstance(drafter, DFlashDrafter) and "draft_ngram" in plan:
+        drafter = copy.copy(drafter)
+        drafter.draft_ngram = plan["draft_ngram"]
     plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
     models = replace(models, drafter=drafter, plan=with_exact_pages(replace(models.plan, **plan)))
     made = Engine(models if kernels is None else models.with_kernels(kernels))

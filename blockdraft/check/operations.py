@@ -22,7 +22,7 @@ from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import Recurrent
 from blockdraft.check.comparison import Comparison, Numbers, distinct, models_of, parts_of, run, wide
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels import gated_delta, heads, linear, moe, rows, sampling, walk
+from blockdraft.kernels import gated_delta, heads, linear, moe, recall, rows, sampling, walk
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
 from blockdraft.kernels.block_conv import reference_block_conv
 from blockdraft.kernels.candidates import PairScores, reference_walk
@@ -780,6 +780,24 @@ def _compare_places(engine: Engine, numbers: Numbers) -> Comparisons:
         yield Comparison(f"slots, {counts} tokens", blocks.write_slots, numbers.whole(*slots))
 
 
+def _compare_recall(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Texts of few words, which say much again, in a table of which some rows are asked."""
+    if not engine.models.plan.draft_ngram:
+        return
+    width, size = max(engine.models.plan.block, 2), 2500
+    history = numbers.integers(3, 5, size).to(torch.int32)
+    history[1, 1000:2000] = history[1, :1000]
+    order, starts = numbers.whole(4, 1, 0, 3), numbers.whole(2499 - width, 1700, 0, 40)
+    blocks = [history[order].gather(1, starts[:, None]).long().repeat(1, width) for _ in range(2)]
+    for block, call in zip(blocks, (numbers.kernels.recall, recall.reference_recall), strict=True):
+        call(block, history, order, starts, 2)
+    yield Comparison(f"blocks of {width}", blocks[0], blocks[1])
+    lengths, tables = numbers.whole(7, 1700, 3, 40, 2499 - width), (history.clone(), history.clone())
+    for table, note in zip(tables, (numbers.kernels.remember, recall.reference_remember), strict=True):
+        note(table, blocks[1], order, lengths)
+    yield Comparison(f"texts after blocks of {width}", tables[0].long(), tables[1].long())
+
+
 OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "linear": _compare_linear,
     "packed product": _compare_packed,
@@ -800,4 +818,5 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "acceptance": _compare_acceptance,
     "block convolution": _compare_block_conv,
     "pairs": _compare_pairs,
+    "recall": _compare_recall,
 }

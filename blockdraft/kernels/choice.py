@@ -35,6 +35,7 @@ Operation = Literal[
     "acceptance",
     "block convolutions",
     "candidates",
+    "recall",
 ]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 # Their references ask the device for numbers, or branch on what the host knows of the rows of one step: a
@@ -43,7 +44,8 @@ HOST_BOUND = frozenset[Operation]({"attention", "places", "sampling", "acceptanc
 _ON_CPU = frozenset[Operation](
     {"attention", "places", "products", "norms", "activations", "heads", "gated delta"}
 )
-_WHOLE_NUMBERS = frozenset[Operation]({"places", "acceptance"})  # exact, whatever the model computes in
+# Exact, whatever the model computes in.
+_WHOLE_NUMBERS = frozenset[Operation]({"places", "acceptance", "recall"})
 _CPU = torch.device("cpu")
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -21,6 +21,7 @@ from blockdraft.kernels import (
     walk,
 )
 from blockdraft.kernels import linear as products
+from blockdraft.kernels import recall as recalling
 from blockdraft.kernels.choice import OPERATIONS, Available, Operation
 
 
@@ -61,6 +62,8 @@ class Kernels:
     advance: acceptance.Advance
     block_conv: block_conv.BlockConvolve
     walk_pairs: candidates.Walk
+    recall: recalling.Recall
+    remember: recalling.Remember
 
     @property
     def is_reference(self) -> bool:
@@ -107,6 +110,7 @@ def _assembled(at: Available) -> Kernels:
     int8_linear, int8_look_up = int8.pick_int8(at)
     scan, fold = gated_delta.pick_scan(at)
     count_accepted, draw_accepted, advance = acceptance.pick_acceptance(at)
+    recall, remember = recalling.pick_recall(at)
     return Kernels(
         available=at,
         rms_norm=rms_norm,
@@ -138,6 +142,8 @@ def _assembled(at: Available) -> Kernels:
         advance=advance,
         block_conv=block_conv.pick_block_conv(at),
         walk_pairs=candidates.pick_walk(at),
+        recall=recall,
+        remember=remember,
     )
 
 

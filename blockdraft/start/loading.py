@@ -35,13 +35,14 @@ from blockdraft.planner.pair import read_target
 from blockdraft.planner.plan import Plan, Weights, make_plan
 from blockdraft.planner.quality import measured_quality
 from blockdraft.settings.acceptance_profile import acceptance_rates
-from blockdraft.settings.settings import Settings
+from blockdraft.settings.settings import NGRAM, Settings
 from blockdraft.settings.shipped import with_drafter
 from blockdraft.start.card_errors import unusable, usage
 from blockdraft.start.chat_template import read_chat_template
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter, NoDrafter
 from blockdraft.step.kinds import drafter_type
+from blockdraft.step.ngram import NGRAM_ACCEPTANCE, NgramDrafter
 from blockdraft.text.tokenizer import Tokenizer
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -121,7 +122,7 @@ def _open_target(settings: Settings, device: torch.device, report: Callable[[str
 def _open_drafter(
     settings: Settings, target: OpenedTarget, device: torch.device, report: Callable[[str], None]
 ) -> OpenedDrafter | None:
-    if settings.draft in (None, "none"):
+    if settings.draft in (None, "none", NGRAM):
         return None
     report(f"opening {settings.draft}")
     needs_weights = settings.load_format != "dummy"
@@ -230,6 +231,8 @@ def read_weights(
     stored = stored_form(source, checkpoint.name, opened.target.weights.method)
     target = load_target(source, config, draft_config, plan, device, progress)
     drafter: Drafter = NoDrafter(plan.width)
+    if plan.draft_ngram:
+        drafter = NgramDrafter(plan.block, plan.draft_ngram)
     draft_stored = None
     if draft is not None:
         draft_source = None if is_dummy else draft.checkpoint
@@ -247,11 +250,17 @@ def read_weights(
         device=device,
         rates=opened.rates,
         labels=opened.labels,
-        acceptance={} if draft is None else draft.acceptance,
+        acceptance=_acceptance(drafter, draft),
         sampling=opened.target.sampling,
         stored=stored,
         draft_stored=draft_stored,
     )
+
+
+def _acceptance(drafter: Drafter, draft: OpenedDrafter | None) -> Acceptance:
+    if draft is not None:
+        return draft.acceptance
+    return NGRAM_ACCEPTANCE if isinstance(drafter, NgramDrafter) else {}
 
 
 def _weights(checkpoint: Checkpoint, build: Callable[[], nn.Module]) -> Weights:
@@ -326,7 +335,7 @@ def load_dflash(
         load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
         ids = _vocab_map(checkpoint, config, has_head, device)
     model = bind(model.requires_grad_(False).eval(), target.kernels)
-    return drafter_type(config)(model, target, ids)
+    return drafter_type(config)(model, target, ids, draft_ngram=plan.draft_ngram)
 
 
 def _empty(build: Callable[[], Module], dtype: str) -> Module:

@@ -18,18 +18,23 @@ from blockdraft.kernels.sampling import NEVER
 from blockdraft.models.decoder import Decoder, softcap
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.kernel_module import with_kernels
+from blockdraft.step.ngram import recall
 
 
 class DFlashDrafter:
     """Drafts with `model`, whose embedding and (unless it brings its own) head are the target's.
 
-    `vocab_map` [draft vocabulary] gives the target's token id for each row of a reduced head.
+    `vocab_map` [draft vocabulary] gives the target's token id for each row of a reduced head. Where the last
+    `draft_ngram` tokens of a row have occurred before, what followed them is drafted instead; 0: nowhere.
     """
 
-    def __init__(self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None) -> None:
+    def __init__(
+        self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None, *, draft_ngram: int = 0
+    ) -> None:
         self.model = model
         self.target = target
         self.vocab_map = vocab_map
+        self.draft_ngram = draft_ngram
         self.block = model.config.block
         self.num_columns = model.config.num_columns
         # No column then reads a later one, so the later ones need not be there.
@@ -52,7 +57,10 @@ class DFlashDrafter:
         num_columns = self.columns_for(width)
         own = view if width == num_columns else cache.view(rows, num_columns)
         hidden = self.block_hidden(anchor, own, num_columns)[:, : width - 1]
-        return torch.cat((anchor, self.propose(hidden, anchor, view.starts, rows)), dim=1)
+        block = torch.cat((anchor, self.propose(hidden, anchor, view.starts, rows)), dim=1)
+        if self.draft_ngram:
+            recall(block, rows, view, self.draft_ngram)
+        return block
 
     def columns_for(self, width: int) -> int:
         """How many columns its forward has for the drafts of a step of `width`."""

@@ -19,8 +19,10 @@ NUM_CANDIDATES = 32
 class SparkDrafter(DFlashDrafter):
     """Drafts with a model that has a Markov head (models/spark.py)."""
 
-    def __init__(self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None) -> None:
-        super().__init__(model, target, vocab_map)
+    def __init__(
+        self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None, *, draft_ngram: int = 0
+    ) -> None:
+        super().__init__(model, target, vocab_map, draft_ngram=draft_ngram)
         self.num_candidates = min(NUM_CANDIDATES, model.config.draft_vocab_size)
 
     @property

@@ -71,8 +71,8 @@ def slightly(result, *arguments, **options):
 
 def test_a_right_engine_has_every_operation_checked(engine, plain):
     found = [result.operation for result in check_kernels(engine)]
-    others = {"packed product", "compressed attention", "block convolution", "pairs"}
-    assert set(found) == set(operations.OPERATIONS) - others
+    of_others = {"packed product", "compressed attention", "block convolution", "pairs", "recall"}
+    assert set(found) == set(operations.OPERATIONS) - of_others
     assert failed(engine) == {}
     assert failed(plain) == {}
 
@@ -115,6 +115,20 @@ def test_compressed_keys_that_are_a_little_off(kv_dtype):
         pages.keys.codes.add_(1)
 
     assert failed(wrong_kernel(engine, "compress", beside)).keys() == {"compressed attention"}
+
+
+def test_drafts_that_are_recalled_wrongly():
+    engine = tiny.engine("ngram", dtype="float32", draft_ngram=2)
+    assert not failed_at("recall", engine)
+
+    def late(result, block, *_):
+        block[0, -1] += 1
+
+    def beside(result, history, *_):
+        history[2, 9] += 1
+
+    assert failed(wrong_kernel(engine, "recall", late)).keys() == {"recall"}
+    assert failed(wrong_kernel(engine, "remember", beside)).keys() == {"recall"}
 
 
 def test_a_gated_product(engine, monkeypatch):

@@ -74,6 +74,18 @@ def _advance(kernels):
     return made.length
 
 
+def _recall(kernels):
+    history, block = torch.tensor([[1, 2, 1, 0]], dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int64)
+    kernels.recall(block, history, torch.tensor([0]), torch.tensor([2]), 1)
+    return block
+
+
+def _remember(kernels):
+    history = torch.zeros(1, 4, dtype=torch.int32)
+    kernels.remember(history, torch.tensor([[3, 4]]), torch.tensor([0]), torch.tensor([1]))
+    return history
+
+
 def _heads():
     slots = heads.Slots(torch.zeros(1, 4, 4), torch.zeros(1, 4, 4), torch.tensor([1, 3]))
     angles = torch.ones(2, 1, 2), torch.zeros(2, 1, 2)
@@ -133,6 +145,8 @@ CALLS = {
         torch.tensor([[2]]),
         _rows().sampling(),
     ),
+    "recall": _recall,
+    "remember": _remember,
 }
 ON_CPU = ["linear", "attend", "rms_norm", "silu", "gelu", "rotate", "scan", "fold", "convolve"]
 ON_CPU += ["norm_rope_write", "norm_rope_write of a context"]
@@ -155,6 +169,8 @@ ON_GPU = {  # the kernel's module and name, and the operation that it belongs to
     "advance": ("acceptance", "advance", "acceptance"),
     "block_conv": ("block_conv", "block_conv", "block convolutions"),
     "walk_pairs": ("candidates", "walk", "candidates"),
+    "recall": ("recall", "recall", "recall"),
+    "remember": ("recall", "remember", "recall"),
 }
 
 

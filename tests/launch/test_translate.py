@@ -430,6 +430,7 @@ def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
         "head_address",
         "num_nodes",
         "draft",
+        "draft_ngram",
     }
     elsewhere = {"model", "width", "device", "attention_backend", "draft_attention_backend", "max_queue"}
     elsewhere |= {"synthetic_acceptance", "draft_quantization", "max_stall_ms", "engine_args", "engine_env"}
