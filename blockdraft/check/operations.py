@@ -22,10 +22,10 @@ from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import Recurrent
 from blockdraft.check.comparison import Comparison, Numbers, distinct, models_of, parts_of, run, wide
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels import gated_delta, heads, linear, moe, recall, rows, sampling, walk
+from blockdraft.kernels import gated_delta, heads, linear, moe, recall, rows, sampling
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
 from blockdraft.kernels.block_conv import reference_block_conv
-from blockdraft.kernels.candidates import PairScores, reference_walk
+from blockdraft.kernels.candidates import reference_walk
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_codec import kv_format
 from blockdraft.kernels.kv_cold import (
@@ -39,7 +39,7 @@ from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
 from blockdraft.kernels.kv_positions import PositionRule
 from blockdraft.kernels.sampling_tables import Real
 from blockdraft.models.dflash import DFlashLayer
-from blockdraft.models.dflash2 import BlockConv, CandidateSelector
+from blockdraft.models.dflash2 import BlockConv
 from blockdraft.models.gated_delta import GatedAttention, GatedDelta
 from blockdraft.models.gemma4 import GemmaAttention, GemmaFeedForward
 from blockdraft.models.gpt_oss import GptOssMoE
@@ -49,7 +49,7 @@ from blockdraft.models.moe import ExpertLinear, Experts, MoE, SharedExpert
 from blockdraft.models.packed import Packed, Scaled, Stacked
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.models.rotary import Rotary
-from blockdraft.step.spark import SparkDrafter
+from blockdraft.step.pairs import PairDrafter
 
 MAX_OUTPUTS = 512  # weight rows whose products are recomputed; all of them are multiplied
 EVERY_TILE = (1, 2, 3, 4, 5, 6, 7, 8, 19)  # tokens: each has code of its own in the CPU's matrix product
@@ -651,42 +651,20 @@ def _compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
     numbers.kernels.forbid(forms[0], allowed)
     sampling.reference_forbid(forms[1], allowed)
     yield Comparison("forms", forms[0].isfinite().long(), forms[1].isfinite().long())
-    yield from _compare_walk(engine, numbers)
 
 
 def _compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Drafts one after another, each behind those that the kernel itself has chosen."""
-    drafter = engine.models.drafter
-    if not isinstance(drafter, SparkDrafter):
-        return
-    size, vocab_size = drafter.model.config.draft_vocab_size, drafter.model.config.vocab_size
-    table = _rows_of_rules(vocab_size, numbers)
-    starts, batch = table.length[table.active], table.sampling()
-    anchor = numbers.integers(vocab_size, len(RULES), 1)
-    places = numbers.normal(len(RULES), 3, size).topk(drafter.num_candidates).indices
-    token_ids = places if drafter.vocab_map is None else drafter.vocab_map[places]
-    scores = 3 * numbers.normal(*places.shape)
-    before, after = numbers.normal(vocab_size, 24), numbers.normal(size, 24)
-    found = walk.Candidates(scores, token_ids)
-    got = numbers.kernels.walk(found, anchor, starts, batch, walk.Transition(before, after, places))
-    path = torch.cat((anchor, got.clamp(0, vocab_size - 1)), dim=1)[:, :-1]
-    wide = scores.double() + (after[places].double() * before[path][:, :, None].double()).sum(dim=-1)
-    logits = wide.new_full((*places.shape[:2], vocab_size), sampling.NEVER).scatter(2, token_ids, wide)
-    expected = _nearest(got, logits, starts, path, batch)
-    yield Comparison(f"walks over {drafter.num_candidates} candidates", got, expected)
-
-
-def _compare_pairs(engine: Engine, numbers: Numbers) -> Comparisons:
     """In the models' own dtype: a draft that rounding decides is followed by others."""
-    for part in parts_of(engine, CandidateSelector):
-        vocab_size, rank = part.predecessor_codebook.shape
-        table = _rows_of_rules(vocab_size, numbers)
-        mixture = numbers.normal(len(RULES), 3, rank)
-        pairs = PairScores(part.predecessor_codebook, part.successor_codebook, mixture, part.top_k)
-        starts, anchor = table.length[table.active], numbers.integers(vocab_size, len(RULES), 1)
-        inputs = (3 * numbers.normal(len(RULES), 3, vocab_size), pairs, starts, anchor, table.sampling())
-        got = numbers.kernels.walk_pairs(*inputs)
-        yield Comparison(f"{part.top_k} of {vocab_size} tokens", got, reference_walk(*inputs))
+    drafter = engine.models.drafter
+    if not isinstance(drafter, PairDrafter):
+        return
+    vocab_size = drafter.model.config.vocab_size
+    table = _rows_of_rules(vocab_size, numbers)
+    pairs = drafter.pairs(numbers.normal(len(RULES), 3, drafter.model.config.hidden_size))
+    starts, anchor = table.length[table.active], numbers.integers(vocab_size, len(RULES), 1)
+    inputs = (3 * numbers.normal(len(RULES), 3, vocab_size), pairs, starts, anchor, table.sampling())
+    got = numbers.kernels.walk(*inputs)
+    yield Comparison(f"{pairs.top_k} of {vocab_size} tokens", got, reference_walk(*inputs))
 
 
 def _compare_block_conv(engine: Engine, numbers: Numbers) -> Comparisons:
@@ -817,6 +795,6 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "sampling": _compare_sampling,
     "acceptance": _compare_acceptance,
     "block convolution": _compare_block_conv,
-    "pairs": _compare_pairs,
+    "walk": _compare_walk,
     "recall": _compare_recall,
 }

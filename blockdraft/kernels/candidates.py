@@ -1,9 +1,10 @@
 """Drafts chosen among a few candidates of each column, by how well neighbours go together.
 
 A column keeps the `top_k` best tokens of what `sampling` would choose from. A candidate b behind a token a is
-worth its own score and the pair's, sum over k of A[a]_k m_k B[b]_k, with m the column's own mixture. Drafts
-are then walked from the anchor on: greedily, or with the temperature, the filters and the noise of the
-request, over the candidates alone. Noise is keyed by position and token: the target will draw with the same.
+worth its own score and the pair's, sum over k of A[a]_k m_k B[b]_k, with m the column's own mixture (DFlash2)
+or ones (DSpark). Drafts are then walked from the anchor on: greedily, or with the temperature, the filters
+and the noise of the request, over the candidates alone. Noise is keyed by position and token: the target will
+draw with the same.
 
 Whatever a column chooses depends on the candidate before it and on nothing else, so all choices are made at
 once, for every candidate that may come before; the walk only follows them.
@@ -27,10 +28,11 @@ from blockdraft.kernels.sampling_tables import Real, Whole
 class PairScores(NamedTuple):
     """What a selector knows of pairs of tokens in these columns."""
 
-    predecessors: Tensor  # A [V, K]
-    successors: Tensor  # B [V, K]
-    mixture: Tensor  # [R, C, K]
+    predecessors: Tensor  # A [V, rank]
+    successors: Tensor  # B [V or fewer, rank]
+    mixture: Tensor | None  # m [R, C, rank]; None: ones
     top_k: int
+    places: Tensor | None = None  # [V] int64: the tokens' rows of `successors`; None: their ids
 
 
 Walk = Callable[[Tensor, PairScores, Tensor, Tensor, SamplingBatch], Tensor]
@@ -105,9 +107,11 @@ def _lowest_ids(scores: Tensor, least: Tensor, top_k: int) -> Tensor:
 
 def pair_scores(pairs: PairScores, before: Tensor, ids: Tensor) -> Tensor:
     """[R, C, K before, K] of tokens [R, C, K] behind those of `before` [R, C, K]."""
-    wide = torch.promote_types(pairs.mixture.dtype, torch.float32)
-    mixed = pairs.predecessors[before].to(wide) * pairs.mixture[:, :, None].to(wide)
-    return mixed @ pairs.successors[ids].to(wide).mT
+    wide = torch.promote_types(pairs.predecessors.dtype, torch.float32)
+    mixed = pairs.predecessors[before].to(wide)
+    if pairs.mixture is not None:
+        mixed = mixed * pairs.mixture[:, :, None].to(wide)
+    return mixed @ pairs.successors[ids if pairs.places is None else pairs.places[ids]].to(wide).mT
 
 
 def _is_warm(batch: SamplingBatch) -> Tensor:

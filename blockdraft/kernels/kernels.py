@@ -18,7 +18,6 @@ from blockdraft.kernels import (
     moe,
     rows,
     sampling,
-    walk,
 )
 from blockdraft.kernels import linear as products
 from blockdraft.kernels import recall as recalling
@@ -56,12 +55,11 @@ class Kernels:
     experts: moe.RunExperts
     choose: sampling.Choose
     forbid: sampling.Forbid
-    walk: walk.Walk
     count_accepted: acceptance.CountAccepted
     draw_accepted: acceptance.DrawAccepted
     advance: acceptance.Advance
     block_conv: block_conv.BlockConvolve
-    walk_pairs: candidates.Walk
+    walk: candidates.Walk
     recall: recalling.Recall
     remember: recalling.Remember
 
@@ -136,12 +134,11 @@ def _assembled(at: Available) -> Kernels:
         experts=moe.pick_experts(at, gate_mul),
         choose=sampling.pick_choose(at),
         forbid=sampling.pick_forbid(at),
-        walk=walk.pick_walk(at),
         count_accepted=count_accepted,
         draw_accepted=draw_accepted,
         advance=advance,
         block_conv=block_conv.pick_block_conv(at),
-        walk_pairs=candidates.pick_walk(at),
+        walk=candidates.pick_walk(at),
         recall=recall,
         remember=remember,
     )

@@ -102,26 +102,17 @@ def pick_choose(at: Available) -> Choose:
     return named("sampling", choose)
 
 
-def native_noise() -> Noise:
-    """By the CPU's kernel where there is one for the dtype."""
-    from blockdraft.kernels.llvm.sampling import Gumbel
+def _repeated_choose() -> Choose:
+    """On a CPU: what the rows need is asked anew at each replay of a captured step."""
+    from blockdraft.kernels.llvm.sampling import ArgMax, Gumbel
+    from blockdraft.kernels.llvm.tape import repeat
 
-    native = Gumbel()
+    argmax, native_noise = ArgMax(), Gumbel()
 
     def noise(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
         if dtype == torch.float32:
-            return native(seeds, positions, vocab_size)
+            return native_noise(seeds, positions, vocab_size)
         return gumbel(seeds, positions, vocab_size, dtype)
-
-    return noise
-
-
-def _repeated_choose() -> Choose:
-    """On a CPU: what the rows need is asked anew at each replay of a captured step."""
-    from blockdraft.kernels.llvm.sampling import ArgMax
-    from blockdraft.kernels.llvm.tape import repeat
-
-    argmax, noise = ArgMax(), native_noise()
 
     def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
         chosen = torch.empty(logits.shape[:2], dtype=torch.int64)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.cache.view import View
-from blockdraft.kernels.candidates import PairScores
 from blockdraft.kernels.rows import Angles
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import Dflash2Head, DraftConfig
@@ -73,10 +72,9 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, head.rank))
         self.hidden_projection = PlainLinear(config.hidden_size, head.rank)
 
-    def pairs(self, hidden: Tensor) -> PairScores:
-        """For columns with hidden states [R, C, E]."""
-        mixture = self.hidden_projection(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
-        return PairScores(self.predecessor_codebook, self.successor_codebook, mixture, self.top_k)
+    def mixture(self, hidden: Tensor) -> Tensor:
+        """[R, C, rank] of columns with hidden states [R, C, E]."""
+        return self.hidden_projection(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)  # type: ignore[no-any-return]
 
 
 class DFlash2(DFlash):

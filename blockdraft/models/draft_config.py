@@ -11,6 +11,7 @@ from blockdraft.models.config import ModelConfig, Rope, layer_spec
 
 DraftKind = Literal["dflash", "dflash2", "dspark"]
 KIND_NAMES: dict[DraftKind, str] = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+SPARK_CANDIDATES = 32  # which DSpark itself does not limit. Arbitrary; vLLM's examples have 16
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 MARKOV_KINDS: tuple[MarkovKind, ...] = get_args(MarkovKind)
 
@@ -73,6 +74,11 @@ class DraftConfig:
     def kind(self) -> DraftKind:
         """By what it has, whatever its file is called."""
         return "dflash2" if self.dflash2 is not None else "dflash" if self.spark is None else "dspark"
+
+    @property
+    def num_candidates(self) -> int:
+        """Of a draft that is chosen by the token before it."""
+        return min(SPARK_CANDIDATES, self.draft_vocab_size) if self.dflash2 is None else self.dflash2.top_k
 
     @property
     def first_column(self) -> int:

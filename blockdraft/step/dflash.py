@@ -102,36 +102,20 @@ class DFlashDrafter:
         return None
 
     def hinted(self, logits: Tensor, hints: Tensor) -> Tensor:
-        """The head's logits [..., rows] with what hints say, by which a draft is chosen."""
+        """Logits [..., V] with what hints say, by which a draft is chosen."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, hints: Tensor | None = None) -> Tensor:
         """[..., V] of the target's vocabulary for hidden states [..., E]; NEVER where the head has no row."""
-        logits = self.head_logits(hidden)
-        return self.spread(logits if hints is None else self.hinted(logits, hints))
-
-    def head_logits(self, hidden: Tensor) -> Tensor:
-        """[..., rows of the head] for hidden states [..., E]."""
         config = self.model.config
         head = self.target.head_logits if self.model.head is None else self.model.head
         cap = config.logit_softcap if config.logit_softcap is not None else self.target.config.logit_softcap
         logits = head(hidden)
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
-        return softcap(logits, cap)
-
-    def spread(self, logits: Tensor) -> Tensor:
-        """Logits of the head's rows at the tokens that they are for."""
-        if self.vocab_map is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.model.config.vocab_size), NEVER)
-        full[..., self.vocab_map] = logits
-        return full
-
-
-def add_hints(logits: Tensor, hints: Tensor, after: Tensor, num_candidates: int) -> Tensor:
-    """Logits [..., rows] of the best, with hints [..., rank] for their rows of `after`; NEVER elsewhere."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    scores, places = logits.to(wide).topk(num_candidates, dim=-1)
-    scores = scores + (after[places].to(wide) @ hints.to(wide)[..., None])[..., 0]
-    return torch.full_like(logits, NEVER, dtype=wide).scatter(-1, places, scores)
+        logits = softcap(logits, cap)
+        if self.vocab_map is not None:
+            full = logits.new_full((*logits.shape[:-1], config.vocab_size), NEVER)
+            full[..., self.vocab_map] = logits
+            logits = full
+        return logits if hints is None else self.hinted(logits, hints)

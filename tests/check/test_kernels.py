@@ -71,7 +71,7 @@ def slightly(result, *arguments, **options):
 
 def test_a_right_engine_has_every_operation_checked(engine, plain):
     found = [result.operation for result in check_kernels(engine)]
-    of_others = {"packed product", "compressed attention", "block convolution", "pairs", "recall"}
+    of_others = {"packed product", "compressed attention", "block convolution", "walk", "recall"}
     assert set(found) == set(operations.OPERATIONS) - of_others
     assert failed(engine) == {}
     assert failed(plain) == {}
@@ -80,12 +80,19 @@ def test_a_right_engine_has_every_operation_checked(engine, plain):
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_what_dflash2_adds_is_checked(dtype):
     engine = tiny.engine("DFlash2", dtype=dtype)
-    assert {"block convolution", "pairs"} <= {result.operation for result in check_kernels(engine)}
+    assert {"block convolution", "walk"} <= {result.operation for result in check_kernels(engine)}
     assert failed(engine) == {}
-    assert list(failed(wrong_kernel(engine, "walk_pairs", lambda drafts, *_: drafts + 1))) == ["pairs"]
+    assert list(failed(wrong_kernel(engine, "walk", lambda drafts, *_: drafts + 1))) == ["walk"]
     assert list(failed(wrong_kernel(engine, "block_conv", slightly))) == (
         [] if dtype == "bfloat16" else ["block convolution"]
     )
+
+
+@pytest.mark.parametrize("drafter", tiny.SPARKS)
+def test_dsparks_walk_is_checked(drafter):
+    engine = tiny.engine(drafter, dtype="float32")
+    assert failed(engine) == {}
+    assert list(failed(wrong_kernel(engine, "walk", lambda drafts, *_: drafts + 1))) == ["walk"]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
@@ -271,17 +278,6 @@ def test_samples_as_good_as_equal_pass_and_others_do_not():
     logits[..., 5] -= 1e-3
     greedy = operations._nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
     assert greedy.tolist() == [3]
-
-
-def test_a_wrong_walk_where_drafts_know_of_each_other(plain):
-    def change(ids, *_):
-        ids[3, 2] = (ids[3, 2] + 1) % 64
-        return ids
-
-    spark = tiny.engine("DSpark", dtype="float32")
-    assert failed(spark) == {}
-    assert failed_at("sampling", wrong_kernel(spark, "walk", change)) == {"walks over 32 candidates"}
-    assert failed_at("sampling", wrong_kernel(plain, "walk", change)) == set()
 
 
 def test_a_wrong_count(engine):

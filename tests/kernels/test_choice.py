@@ -16,7 +16,6 @@ from blockdraft.kernels import attention, choice, cpu, gated_delta, heads, linea
 from blockdraft.kernels.candidates import PairScores
 from blockdraft.kernels.choice import OPERATIONS, Available
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
-from blockdraft.kernels.walk import Candidates
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.layers import GatedMLP, RMSNorm
@@ -123,13 +122,6 @@ CALLS = {
     "choose": lambda kernels: kernels.choose(
         torch.randn(1, 2, 8), torch.tensor([1]), torch.tensor([[2, 3]]), _rows().sampling()
     ),
-    "walk": lambda kernels: kernels.walk(
-        Candidates(torch.randn(1, 2, 4), torch.arange(8).view(1, 2, 4)),
-        torch.tensor([[2]]),
-        torch.tensor([1]),
-        _rows().sampling(),
-        None,
-    ),
     "count_accepted": lambda kernels: kernels.count_accepted(torch.tensor([[1, 2]]), torch.tensor([[0, 1]])),
     "draw_accepted": lambda kernels: kernels.draw_accepted(
         torch.ones(3), torch.tensor([1]), _rows().sampling()
@@ -138,7 +130,7 @@ CALLS = {
     "block_conv": lambda kernels: kernels.block_conv(
         torch.randn(4, 6), torch.randn(2, 6), torch.randn(4, 2, 3), 2, None
     ),
-    "walk_pairs": lambda kernels: kernels.walk_pairs(
+    "walk": lambda kernels: kernels.walk(
         torch.randn(1, 2, 8),
         PairScores(torch.randn(8, 3), torch.randn(8, 3), torch.randn(1, 2, 3), 4),
         torch.tensor([1]),
@@ -163,12 +155,11 @@ ON_GPU = {  # the kernel's module and name, and the operation that it belongs to
     "gated_norm": ("gated_delta", "gated_norm", "gated norms"),
     "route": ("routing", "route_and_group", "routing"),
     "choose": ("sampling", "choose", "sampling"),
-    "walk": ("walk", "walk", "sampling"),
     "count_accepted": ("acceptance", "count_accepted", "acceptance"),
     "draw_accepted": ("acceptance", "draw_accepted", "acceptance"),
     "advance": ("acceptance", "advance", "acceptance"),
     "block_conv": ("block_conv", "block_conv", "block convolutions"),
-    "walk_pairs": ("candidates", "walk", "candidates"),
+    "walk": ("candidates", "walk", "candidates"),
     "recall": ("recall", "recall", "recall"),
     "remember": ("recall", "remember", "recall"),
 }

@@ -28,9 +28,10 @@ def make_pairs(shape, *, top_k, rank, dtype=torch.float32, seed=1):
     return PairScores(*books, mixture.to(DEVICE, dtype), top_k)
 
 
-def drafts_of(logits, rows, pairs):
+def drafts_of(logits, rows, pairs, only=None):
     starts, anchor = rows.length[rows.active], rows.anchor[rows.active][:, None]
-    return [one(logits, pairs, starts, anchor, rows.sampling()) for one in (walk, reference_walk)]
+    ways = (walk, reference_walk) if only is None else (only,)
+    return [one(logits, pairs, starts, anchor, rows.sampling()) for one in ways]
 
 
 @pytest.mark.parametrize("vocab_size", slow_but([40, 2048, 5000], 40))
@@ -53,6 +54,19 @@ def test_any_number_of_candidates_ranks_and_columns(top_k, rank, num_columns):
     shape = (3, num_columns, 64)
     got, expected = drafts_of(make_logits(shape, 2.0), rows, make_pairs(shape, top_k=top_k, rank=rank))
     assert got.tolist() == expected.tolist()
+
+
+def test_pairs_without_a_mixture_and_rows_of_a_reduced_head():
+    rows, shape = place_rows([RULES["greedy"], RULES["filters"]], 64), (2, 3, 64)
+    logits, whole = make_logits(shape, 2.0), make_pairs(shape, top_k=17, rank=6)._replace(mixture=None)
+    places = torch.arange(64, device=DEVICE).flip(0) % 40
+    reduced = whole._replace(successors=whole.successors[:40].contiguous(), places=places)
+    spelled = whole._replace(successors=whole.successors[places])
+    ones = whole._replace(mixture=torch.ones(2, 3, 6, device=DEVICE))
+    for pairs, other in ((whole, ones), (reduced, spelled)):
+        got, expected = drafts_of(logits, rows, pairs)
+        assert got.tolist() == expected.tolist()
+        assert got.tolist() == drafts_of(logits, rows, other, only=reference_walk)[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])

@@ -142,8 +142,8 @@ def _filtered(scaled, top_k, row, real, whole, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=_VARYING)
 def _link(
-    scores, ids, recent, starts, rows, real, whole, predecessors, successors, mixture, RANK, C, J, top_k, out,
-    K: tl.constexpr, PDL: tl.constexpr,
+    scores, ids, recent, starts, rows, real, whole, predecessors, successors, mixture, places, RANK, C, J,
+    top_k, out, K: tl.constexpr, HAS_MIXTURE: tl.constexpr, HAS_PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_and_wait(PDL)
     index = tl.program_id(0).to(tl.int64)
@@ -157,14 +157,19 @@ def _link(
         before = tl.zeros([K], dtype=tl.int64) + tl.load(recent + r * J)
     else:
         before = tl.load(ids + (index - 1) * K + place, mask=is_one, other=0).to(tl.int64)
+    at = own
+    if HAS_PLACES:
+        at = tl.load(places + own)
     pairs = tl.zeros([K, K], dtype=tl.float32)
     for first in range(0, RANK, _RANKS):
         rank = first + tl.arange(0, _RANKS)
         is_rank = (rank < RANK)[None, :]
-        mixed = tl.load(mixture + index * RANK + rank, mask=rank < RANK, other=0.0).to(tl.float32)
         left = tl.load(predecessors + before[:, None] * RANK + rank[None, :], mask=is_rank, other=0.0)
-        right = tl.load(successors + own[:, None] * RANK + rank[None, :], mask=is_rank, other=0.0)
-        left = left.to(tl.float32) * mixed[None, :]
+        right = tl.load(successors + at[:, None] * RANK + rank[None, :], mask=is_rank, other=0.0)
+        left = left.to(tl.float32)
+        if HAS_MIXTURE:
+            mixed = tl.load(mixture + index * RANK + rank, mask=rank < RANK, other=0.0)
+            left = left * mixed.to(tl.float32)[None, :]
         pairs = tl.dot(left, tl.trans(right.to(tl.float32)), pairs, input_precision="ieee")
     unary = tl.load(scores + index * K + place, mask=is_one, other=NEVER)
     total = unary[None, :] + pairs
@@ -205,6 +210,8 @@ def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batc
     ids, links = torch.empty(2, count, size, dtype=torch.int32, device=device)
     out = torch.empty(num_rows, num_columns, dtype=torch.int64, device=device)
     anchor = anchor.contiguous()
+    mixture = pairs.predecessors if pairs.mixture is None else pairs.mixture.contiguous()  # or not read
+    places = ids if pairs.places is None else pairs.places
     # Fused multiply-adds would round penalties differently from the reference.
     options = {"K": size, **overlap(device), "enable_fp_fusion": False}
     _scan[(count, num_chunks)](
@@ -218,8 +225,10 @@ def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batc
     _merge[(count,)](keys, keys.shape[1], top_k, scores, ids, KEYS=padded, num_warps=4, **options)
     _link[(count,)](
         *(scores, ids, anchor, starts, batch.rows, batch.real, batch.whole),
-        *(pairs.predecessors, pairs.successors, pairs.mixture.contiguous(), pairs.mixture.shape[2]),
+        *(pairs.predecessors, pairs.successors, mixture, places, pairs.predecessors.shape[1]),
         *(num_columns, anchor.shape[1], top_k, links),
+        HAS_MIXTURE=pairs.mixture is not None,
+        HAS_PLACES=pairs.places is not None,
         num_warps=4,
         **options,
     )
