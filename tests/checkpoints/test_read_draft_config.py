@@ -249,6 +249,8 @@ def test_dflash2_is_read_in_both_layouts_with_the_defaults_of_both():
         ("conv_kernel_size", 2.5, "expected int"),
         ("selector_head", "gated", "does not implement"),
         ("lilicorr_top_k", 8, "does not implement"),
+        ("sample_from_anchor", True, "does not implement"),
+        ("markov_rank", 8, "does not implement"),
     ],
 )
 def test_what_a_dflash2_drafter_must_not_say_is_refused_by_name(layout, key, value, why):

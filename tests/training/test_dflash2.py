@@ -16,7 +16,7 @@ from blockdraft.kernels.kernels import REFERENCE
 from blockdraft.models.dflash2 import CandidateSelector
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.training.answers import Document
-from blockdraft.training.drafter import dflash2_json, load_weights, new_drafter, train_only
+from blockdraft.training.drafter import as_kind, dflash2_json, load_weights, new_drafter, train_only
 from blockdraft.training.evaluate import DrafterFit, simulate
 from blockdraft.training.job import DrafterShape, Objective, TrainingRecipe
 from blockdraft.training.objective import Head, column_weights
@@ -233,6 +233,10 @@ def test_what_makes_no_sense_is_refused(prompts, target, tmp_path, capsys):
         train(replace(job, start_from=tiny.DRAFT, recipe=replace(recipe, short_blocks=0.0)), Listener())
     with pytest.raises(SettingsError, match="z-lab's layout"):
         dflash2_json({"speculators_model_type": "dflash"}, SHAPE)
+    with pytest.raises(SettingsError, match="drafts from the anchor"):
+        dflash2_json(tiny.to_deepspec(PAIR_JSON), SHAPE)
+    with pytest.raises(SettingsError, match="is a DFlash2 drafter: leave --kind out"):
+        as_kind(dflash2_json(PAIR_JSON, SHAPE), "dspark", SHAPE, name="one")
     flags = ["--steps", "1", "--prompts", str(prompts), "--out", str(tmp_path / "x"), "--candidates", "65"]
     assert main(["train", target, *flags]) == 2
     assert "--candidates 65 is outside 2 to 64" in capsys.readouterr().err

@@ -205,9 +205,18 @@ def test_the_drafter_it_began_with_is_measured_as_it_drafts_by_itself(job, monke
     assert seen[0] == seen[1] > 2
 
 
-def test_a_dspark_drafter_is_not_made_a_dflash_one(job):
-    with pytest.raises(SettingsError, match="leave --kind out"):
-        train(replace(job, kind="dflash", start_from=tiny.SPARK), Listener())
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_a_dspark_drafter_is_not_made_one_of_another_kind(job, kind):
+    with pytest.raises(SettingsError, match="is a DSpark drafter: leave --kind out"):
+        train(replace(job, kind=kind, start_from=tiny.SPARK), Listener())
+
+
+@pytest.mark.parametrize("layout", [tiny.to_deepspec, tiny.to_specforge])
+def test_a_drafter_that_drafts_from_the_anchor_gets_heads(layout):
+    raw = layout(pairs.draft_json())
+    before, after = read_draft_config(raw, name="one"), read_draft_config(spark_json(raw, 4), name="one")
+    assert (before.kind, after.kind, after.spark.rank) == ("dflash", "dspark", 4)
+    assert replace(after, spark=None) == before
 
 
 def test_losses_fall():
