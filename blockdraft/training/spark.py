@@ -43,11 +43,8 @@ def spark_json(raw: Mapping[str, object], rank: int) -> dict[str, object]:
     config = read_draft_config(raw, name="the drafter")
     section = raw.get("dflash_config")
     other = {*heads, "sample_from_anchor", "shift_label"}  # what it says itself, or no longer does
-    own = (
-        {key: value for key, value in section.items() if key not in other}
-        if isinstance(section, Mapping)
-        else {}
-    )
+    said = section if isinstance(section, Mapping) else {}
+    own = {key: value for key, value in said.items() if key not in other}
     rest = {key: value for key, value in raw.items() if key not in {*other, "auto_map"}}
     places = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.taps)}
     return {
