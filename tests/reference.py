@@ -1,4 +1,4 @@
-"""An independent DFlash: the dossier's equations, written once more with no cache, no pages and no rows.
+"""Independent DFlash, DFlash2 and DSpark: the dossier's equations, once more: no cache, no pages, no rows.
 
 Weights are read by their checkpoint names; nothing of the package is used. Also the trainer of the fixture.
 """
@@ -34,11 +34,45 @@ def visible(num_context, block, *, causal, window, anchored=False):
     return seen & ((query - key).abs() < window)
 
 
+def convolved(x, base, delta):
+    """x [block, E] by base [taps, E] and delta [block, taps, groups], column by column."""
+    block, size = x.shape
+    taps, groups = delta.shape[1:]
+    group = torch.arange(size) // (size // groups)
+    rows = []
+    for t in range(block):
+        row = torch.zeros_like(x[0])
+        for i in range(taps):
+            if t - i >= 0:  # nothing comes before the block
+                row = row + (base[i] + delta[t, i][group]) * x[t - i]
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def around(w, conv, normed):
+    """The two convolutions of a DFlash2 sublayer, given its normed input; nothing where there are none."""
+    if f"{conv}.base_kernel" not in w:
+        return lambda x: x, lambda x: x
+    base = w[f"{conv}.base_kernel"]
+    delta = (normed @ w[f"{conv}.kernel_projection.weight"].T).view(len(normed), 2, base.shape[1], -1)
+    return (lambda x: convolved(x, base[0], delta[:, 0])), (lambda x: convolved(x, base[1], delta[:, 1]))
+
+
 def block_logits(weights, config, embedding, head, features, anchor, masks=None):
-    """Logits [block - 1, V] for one sequence.
+    """Logits for one sequence: [block - 1, V], or [block, V] where rows predict the next position.
 
     features [C, taps * E] belong to positions 0 … C - 1; the anchor sits at position C.
     """
+    dflash = config["dflash_config"]
+    first = 0 if dflash.get("sample_from_anchor") else 1
+    hidden = block_hidden(weights, config, embedding, features, anchor, masks)[first:]
+    logits = hidden @ head.T * dflash.get("output_multiplier", 1.0)
+    cap = dflash.get("final_logit_softcapping")
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def block_hidden(weights, config, embedding, features, anchor, masks=None):
+    """Hidden states [block, E] of [anchor, mask, mask, …], after the last norm."""
     dflash = config["dflash_config"]
     block, eps = config["block_size"], config["rms_norm_eps"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
@@ -51,6 +85,8 @@ def block_logits(weights, config, embedding, head, features, anchor, masks=None)
     for layer in range(config["num_hidden_layers"]):
         w = {k.split(".", 2)[2]: v for k, v in weights.items() if k.startswith(f"layers.{layer}.")}
         h = rms(x, w["input_layernorm.weight"], eps)
+        before, after = around(w, "attention_conv", h)
+        h = before(h)
         both = torch.cat([context, h])
         q = rms(
             (h @ w["self_attn.q_proj.weight"].T).view(block, heads, dim),
@@ -70,10 +106,58 @@ def block_logits(weights, config, embedding, head, features, anchor, masks=None)
         seen = visible(count, block, causal=False, window=None) if masks is None else masks[layer](count)
         p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         attended = torch.einsum("hqk,khd->qhd", p, v).reshape(block, -1)
-        x = x + attended @ w["self_attn.o_proj.weight"].T
+        x = x + after(attended @ w["self_attn.o_proj.weight"].T)
         h = rms(x, w["post_attention_layernorm.weight"], eps)
+        before, after = around(w, "mlp_conv", h)
+        h = before(h)
         inner = F.silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
-        x = x + inner @ w["mlp.down_proj.weight"].T
-    logits = rms(x, weights["norm.weight"], eps)[1:] @ head.T * dflash.get("output_multiplier", 1.0)
-    cap = dflash.get("final_logit_softcapping")
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+        x = x + after(inner @ w["mlp.down_proj.weight"].T)
+    return rms(x, weights["norm.weight"], eps)
+
+
+def pair_walk(weights, logits, hidden, anchor, top_k, temperature=0.0, noise=None):
+    """DFlash2's drafts for one block: logits [block - 1, V], hidden [block - 1, E], noise [block - 1, V]."""
+    a, b = (weights[f"candidate_selector.{side}_codebook"] for side in ("predecessor", "successor"))
+    mixture = hidden @ weights["candidate_selector.hidden_projection.weight"].T
+    drafts, before = [], int(anchor)
+    for column, scores in enumerate(logits):
+        best = sorted(range(len(scores)), key=lambda token: (-float(scores[token]), token))[:top_k]
+        found = {}
+        for token in best:
+            found[token] = float(scores[token] + (a[before] * mixture[column] * b[token]).sum())
+            if temperature > 0:
+                found[token] = found[token] / temperature + float(noise[column, token])
+        before = min(found, key=lambda token: (-found[token], token))
+        drafts.append(before)
+    return drafts
+
+
+def markov_walk(weights, kind, logits, hidden, anchor):
+    """DSpark's greedy walk over one sequence: drafts [N], and the logits [N, V] that each was chosen by.
+
+    logits [N, V] and hidden [N, E] are those of the N predictions; the first follows the anchor.
+    """
+    w1, w2 = weights["markov_head.markov_w1.weight"], weights["markov_head.markov_w2.weight"]
+    before, state, drafts, biased = int(anchor), w1.new_zeros(w1.shape[1]), [], []
+    for row, h in zip(logits, hidden, strict=True):
+        e = w1[before]
+        if kind == "gated":
+            joint = weights["markov_head.gate_proj.weight"] @ torch.cat([h, e])
+            e = torch.sigmoid(joint + weights["markov_head.gate_proj.bias"]) * e
+        elif kind == "rnn":
+            joint = weights["markov_head.joint_proj.weight"] @ torch.cat([state, e, h])
+            gate, new, out = (joint + weights["markov_head.joint_proj.bias"]).chunk(3)
+            state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * torch.tanh(new)
+            e = torch.tanh(out)
+        biased.append(row + w2 @ e)
+        before = int(biased[-1].argmax())
+        drafts.append(before)
+    return torch.tensor(drafts), torch.stack(biased)
+
+
+def confidences(weights, hidden, before, *, with_markov):
+    """Logits [N] of a confidence head for hidden [N, E], behind the tokens `before` [N]."""
+    x = hidden
+    if with_markov:
+        x = torch.cat([hidden, weights["markov_head.markov_w1.weight"][before]], -1)
+    return (x @ weights["confidence_head.proj.weight"].T + weights["confidence_head.proj.bias"])[:, 0]

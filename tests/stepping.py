@@ -523,6 +523,22 @@ def check_lossless(place, *, max_rows, temperature):
     assert engines[0].stats.num_blocks < 0.7 * engines[1].stats.num_blocks
 
 
+def check_ngrams(place, drafter, *, overlap):
+    """Drafts from the rows' own tokens, captured and kernel by kernel: the same steps and histories."""
+    plan = {"draft_ngram": 2, "overlap": overlap}
+    engines = [tiny_engine(place, drafter, is_captured=is_captured, **plan) for is_captured in (True, False)]
+    requests = make_requests(temperature=0.0, max_tokens=60)
+    got, eager = (serve(engine, requests) for engine in engines)
+    plain = serve(tiny_engine(place, NoDrafter(tiny.BLOCK)), requests)
+    assert tokens_of(got) == tokens_of(eager) == tokens_of(plain)
+    assert [result.columns for result in got] == [result.columns for result in eager]
+    assert engines[0].stats.num_blocks == engines[1].stats.num_blocks
+    histories = [engine.rows.history[:MAX_ROWS, : NUM_PROMPT + 59] for engine in engines]
+    assert torch.equal(*histories)
+    texts = [[*prompt, *one.token_ids] for (prompt, _), one in zip(requests, got, strict=True)]
+    assert sorted(histories[0].tolist()) == sorted(text[: NUM_PROMPT + 59] for text in texts)
+
+
 def check_columns(place, *, max_rows):
     """Through any pattern of accepted drafts a position has the same token and log-probabilities."""
     requests = make_requests(temperature=1.0, logprobs=3)

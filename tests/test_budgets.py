@@ -12,17 +12,17 @@ from tests.test_architecture import ROOT
 
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
-    "kernels": 13_450,
+    "kernels": 14_250,
     "bench": 6_300,
-    "checkpoints": 4_700,
+    "checkpoints": 4_900,
     "server": 8_300,
-    "training": 3_450,
+    "training": 3_900,
     "planner": 3_000,
     "engine": 3_800,
     "cli": 3_700,
     "launch": 2_250,
-    "models": 2_200,
-    "check": 3_500,
+    "models": 2_500,
+    "check": 3_600,
     "start": 1_850,
     "doctor": 1_200,
     "settings": 1_550,
@@ -31,12 +31,12 @@ BUDGETS = {
     "grammar": 600,
     "cache": 1_000,
     "machine": 850,
-    "step": 800,
+    "step": 1_000,
     **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases"), 250),
     **dict.fromkeys(("fp4_kernels", "prometheus_text"), 250),
 }
 CORE = ("engine", "step", "cache", "models")
-CORE_BUDGET = 7_750
+CORE_BUDGET = 8_200
 MAX_FUNCTION = 60
 MAX_STEP = 25
 LONG_BY_NATURE = ("kernels/triton/", "kernels/llvm/")  # a kernel is one function

@@ -1,12 +1,18 @@
 """Engines over the fixture pair: loaded once per dtype, then replanned for each test."""
 
+import copy
 import functools
+import json
 import random
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.chunks import Chunks, share
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels.llvm.tape import repeat
@@ -14,12 +20,15 @@ from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.planner.kv_choice import KvChoice
 from blockdraft.settings.settings import Settings
-from blockdraft.start.loading import load_models
+from blockdraft.start.loading import load_dflash, load_models
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
+from blockdraft.step.ngram import NgramDrafter
+from blockdraft.step.spark import SparkDrafter
+from tests.fixtures import make_pair
 
 PAIR = Path(__file__).parent / "fixtures" / "pair"
-TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+TARGET, DRAFT, SPARK = (str(PAIR / name) for name in ("target", "draft", "spark"))
 BLOCK = 8
 
 
@@ -51,6 +60,76 @@ def random_drafter(dtype, device="cpu"):
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
     model = model.to(device=device, dtype=getattr(torch, dtype)).requires_grad_(False)
     return DFlashDrafter(with_kernels(model, trained.target.kernels), trained.target)
+
+
+@functools.cache
+def dflash2_drafter(dtype, device="cpu"):
+    """The trained drafter with convolutions that disturb it a little and pairs that have a say."""
+    config = make_pair.dflash2_config()
+    weights = load_file(f"{DRAFT}/model.safetensors")
+    extra = make_pair.dflash2_weights(config, torch.Generator().manual_seed(4))
+    for name, weight in extra.items():
+        if name.endswith("base_kernel"):
+            weight.sub_(weight * 0.9).select(1, 0).add_(0.9)  # nearer to the identity
+        elif "kernel_projection" in name:
+            weight.mul_(0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(weights | extra, f"{folder}/model.safetensors")
+        Path(folder, "config.json").write_text(json.dumps(config))
+        trained = load(dtype, device)
+        checkpoint = open_checkpoint(folder)
+        read = read_draft_config(checkpoint.config, name="dflash2")
+        plan = replace(trained.plan, max_positions=512)
+        return load_dflash(checkpoint, read, trained.target, plan, trained.device)
+
+
+@functools.cache
+def changed_drafter(dtype, device="cpu", **config):
+    """The trained weights under a configuration that differs in these fields."""
+    trained = load(dtype, device).drafter
+    model = type(trained.model)(
+        replace(trained.model.config, **config),
+        first_layer=4,
+        max_positions=512,
+        has_head=False,
+        device=torch.device("cpu"),
+    )
+    model.load_state_dict(trained.model.state_dict())
+    model = model.to(device=device, dtype=getattr(torch, dtype)).requires_grad_(False)
+    return DFlashDrafter(with_kernels(model, trained.target.kernels), trained.target)
+
+
+@functools.cache
+def spark_drafter(dtype, device="cpu", kind="vanilla"):
+    """The trained DSpark drafter; of another kind than vanilla, with gates that know nothing."""
+    models = load(dtype, device)
+    settings = Settings(model=TARGET, draft=SPARK, dtype=dtype, device=device, max_context=200, width=BLOCK)
+    trained = load_models(settings, lambda _: None).drafter
+    if kind == "vanilla":
+        return trained.beside(models.target)
+    config = trained.model.config
+    config = replace(config, spark=replace(config.spark, kind=kind))
+    model = type(trained.model)(
+        config, first_layer=4, max_positions=512, has_head=False, device=torch.device("cpu")
+    ).to(device=device, dtype=getattr(torch, dtype))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if name in trained.model.state_dict():
+            parameter.data = trained.model.state_dict()[name]
+        else:
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.3
+    model = with_kernels(model.requires_grad_(False), models.target.kernels)
+    return SparkDrafter(model, models.target)
+
+
+# Kinds of drafters: DFlash2, DSpark's, and what the trained one would be if its config.json said so.
+CHANGED = {
+    "causal": {"is_causal": (True, True)},
+    "from the anchor": {"drafts_from_anchor": True},
+    "causal, from the anchor": {"is_causal": (True, True), "drafts_from_anchor": True},
+}
+SPARKS = {"DSpark": "vanilla", "gated DSpark": "gated", "recurrent DSpark": "rnn"}
+KINDS = ("DFlash2", *CHANGED, *SPARKS)
 
 
 def asked_again(draft, rows, width):
@@ -118,6 +197,22 @@ def with_exact_pages(plan):
     return replace(plan, num_exact_pages=count)
 
 
+def drafter_named(name, models, dtype, device, plan):
+    if name == "none":
+        return NoDrafter(BLOCK)
+    if name == "ngram":
+        return NgramDrafter(BLOCK, plan["draft_ngram"])
+    if name == "trained":
+        return models.drafter
+    if name == "random":
+        return random_drafter(dtype, device)
+    if name == "DFlash2":
+        return dflash2_drafter(dtype, device)
+    if name in SPARKS:
+        return spark_drafter(dtype, device, SPARKS[name])
+    return changed_drafter(dtype, device, **CHANGED[name])
+
+
 def engine(
     drafter="trained",
     *,
@@ -138,12 +233,11 @@ def engine(
     models = load(dtype, device, weights, max_context)
     if tokenizer is not None:
         models = replace(models, tokenizer=tokenizer)
-    if drafter == "none":
-        drafter = NoDrafter(BLOCK)
-    elif drafter == "random":
-        drafter = random_drafter(dtype, device)
-    elif drafter == "trained":
-        drafter = models.drafter
+    if isinstance(drafter, str):
+        drafter = drafter_named(drafter, models, dtype, device, plan)
+    if isinstance(drafter, DFlashDrafter) and "draft_ngram" in plan:
+        drafter = copy.copy(drafter)
+        drafter.draft_ngram = plan["draft_ngram"]
     plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
     models = replace(models, drafter=drafter, plan=with_exact_pages(replace(models.plan, **plan)))
     made = Engine(models if kernels is None else models.with_kernels(kernels))
@@ -192,13 +286,37 @@ def drain(engine):
 def to_speculators(config, extra):
     """The same drafter in the other layout."""
     body = {k: v for k, v in config.items() if k not in ("architectures", "block_size", "dflash_config")}
+    dflash = dict(config["dflash_config"])
+    taps = dflash.pop("target_layer_ids")
     return {
-        "speculators_model_type": "dflash",
-        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash2" if "selector_rank" in dflash else "dflash",
+        "architectures": config["architectures"],
         "transformer_layer_config": body,
         "block_size": config["block_size"],
-        "mask_token_id": config["dflash_config"]["mask_token_id"],
-        "aux_hidden_state_layer_ids": [k + 1 for k in config["dflash_config"]["target_layer_ids"]],
+        "aux_hidden_state_layer_ids": [k + 1 for k in taps],
         "draft_vocab_size": config["vocab_size"],
+        **dflash,
         **extra,
     }
+
+
+def to_deepspec(config):
+    """A drafter that drafts from the anchor, as DeepSpec writes it: everything at the top."""
+    body = {k: v for k, v in config.items() if k != "dflash_config"}
+    dflash = {k: v for k, v in config["dflash_config"].items() if k != "sample_from_anchor"}
+    heads = {"markov_rank": 0, "enable_confidence_head": False}
+    return body | {"architectures": ["Qwen3DSparkModel"]} | heads | dflash
+
+
+def to_dspark_speculators(config):
+    """The same as speculators writes it."""
+    heads = {"markov_rank": 0, "enable_confidence_head": False}
+    dflash = {k: v for k, v in config["dflash_config"].items() if k != "sample_from_anchor"}
+    return to_speculators(config | {"dflash_config": heads | dflash}, {"speculators_model_type": "dspark"})
+
+
+def to_specforge(config):
+    """The same as SpecForge writes it: everything in dflash_config."""
+    dflash = {k: v for k, v in config["dflash_config"].items() if k != "sample_from_anchor"}
+    dflash |= {"projector_type": "dspark", "attention_mode": "gqa"}
+    return config | {"architectures": ["DSparkDraftModel"], "dflash_config": dflash}

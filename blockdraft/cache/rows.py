@@ -56,7 +56,7 @@ class Rows:
     None of them ever moves: CUDA graphs hold their addresses.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         max_rows: int,
@@ -66,7 +66,9 @@ class Rows:
         device: torch.device,
         kernels: Kernels = REFERENCE,
         has_exact: bool = False,
+        history_size: int = 0,
     ) -> None:
+        """`history_size`: of how many positions the tokens themselves are kept, for drafts from them."""
         count = max_rows + 1
         self.kernels = kernels
         self.max_rows = max_rows
@@ -80,6 +82,9 @@ class Rows:
         self.page_table = self._integers(count, max_pages)
         self.page_table[max_rows] = scratch_page
         self.exact_table = self.page_table.clone() if has_exact else None  # where layers compress
+        self.history: Tensor | None = None  # [rows, positions]: [0, length] known, what is past it scratch
+        if history_size:
+            self.history = torch.zeros(count, history_size, dtype=torch.int32, device=device)
         self._real = torch.zeros(count, len(Real), dtype=torch.float32, device=device)
         self._whole = self._integers(count, len(Whole))
         self._stop_ids = self._integers(count, MAX_LISTED) - 1
@@ -96,7 +101,7 @@ class Rows:
     def place(self, row: int, token_ids: Items[int], length: int, sampling: RowSampling) -> None:
         """Give `row` to a sequence: `length` of its tokens are in the cache already.
 
-        Penalty counts are rebuilt from the tokens, so a preempted sequence resumes where it was.
+        Penalty counts and history are rebuilt from the tokens, so a preempted sequence resumes where it was.
         """
         self.place_all([(row, token_ids, length, sampling)])
 
@@ -118,6 +123,8 @@ class Rows:
             self._host[row] = sampling
             if sampling.is_penalised:
                 self._count(row, token_ids, sampling.output_start)
+            if self.history is not None:
+                self.history[row, : len(token_ids)] = self._tensor(token_ids, torch.int32)
 
     def _reals(self, sampling: RowSampling) -> list[float]:
         real = {
@@ -215,6 +222,8 @@ class Rows:
 
     def advance(self, block: Tensor, sampled: Tensor, num_committed: Tensor) -> None:
         """Commit the first `num_committed` [R] tokens of block [R, B]; the last sample is the new anchor."""
+        if self.history is not None:
+            self.kernels.remember(self.history, sampled, self.active, self.length)
         progress = Progress(self.length, self.anchor)
         self.kernels.advance(progress, block, sampled, num_committed, self.sampling())
 

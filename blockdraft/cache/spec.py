@@ -114,8 +114,9 @@ def bytes_per_row(specs: tuple[LayerSpec, ...], element_bytes: int, width: int) 
     return sum(spec.bytes_per_row(element_bytes, width) for spec in specs if isinstance(spec, Recurrent))
 
 
-def row_table_bytes(vocab_size: int, max_pages: int) -> int:
+def row_table_bytes(vocab_size: int, max_pages: int, history_size: int = 0) -> int:
     """What `cache.rows.Rows` holds for each row, in tensors of 8, 4 and 1 bytes; max_pages of all tables."""
     eights = 3 + max_pages + len(Whole) + 2 * MAX_LISTED  # active, length, anchor; stop and bias ids
     fours = len(Real) + MAX_LISTED + vocab_size  # bias values; how often the answer has each token
+    fours += history_size
     return 8 * eights + 4 * fours + vocab_size  # and whether the prompt has it

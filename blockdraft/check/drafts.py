@@ -113,7 +113,7 @@ def keeps_bits(models: Models, width: int) -> bool:
 
 
 def draft_name(models: Models) -> str:
-    return type(models.drafter).__name__ if models.draft_config is None else models.draft_config.name
+    return models.draft_name or type(models.drafter).__name__
 
 
 def _accepted(answers: list[CheckedAnswer]) -> tuple[float, ...]:

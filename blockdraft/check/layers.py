@@ -260,26 +260,26 @@ class _Check:
 
     def run_drafter(self, drafter: DFlashDrafter, lengths: list[int]) -> None:
         """A block for each row, behind the `lengths` tokens that the pieces have left there."""
-        model, block = drafter.model, drafter.block
+        model, num_columns = drafter.model, drafter.num_columns
         oracle = drafter.beside(with_kernels(drafter.target, self.oracle.kernels))
         anchors = self._ids[torch.tensor(lengths, device=self.device).clamp(max=len(self._ids) - 1)]
-        masks = anchors.new_full((len(lengths), block - 1), model.config.mask_token_id)
+        masks = anchors.new_full((len(lengths), num_columns - 1), model.config.mask_token_id)
         x = drafter.embed(torch.cat((anchors[:, None], masks), dim=1).flatten())
         rows = self.engine.rows
         rows.activate(range(len(lengths)))
-        view = self.engine.cache.view(rows, block)
+        view = self.engine.cache.view(rows, num_columns)
         angles = model.rotary(view.positions)
         index = torch.arange(len(x), device=self.device)
-        where = [f"in column {column} of a block of {len(lengths)} rows" for column in range(block)]
+        where = [f"in column {column} of a block of {len(lengths)} rows" for column in range(num_columns)]
         with _exactly():
             exact_view = self._behind(oracle, lengths, self._wide)
             rough_view = self._behind(oracle, lengths, self._dtype)
         for number, (layer, same) in enumerate(zip(model.layers, oracle.model.layers, strict=True)):
             with _exactly():
-                exact = same(x.to(self._wide), angles, exact_view)
-                rough = same(x.clone(), angles, rough_view)
+                exact = same(x.to(self._wide), angles, exact_view, num_columns)
+                rough = same(x.clone(), angles, rough_view, num_columns)
             part = self._part(f"layer {number} of the drafter", exact, rough, stream=x)
-            part.compare(layer(x.clone(), angles, view), index, where * len(lengths))
+            part.compare(layer(x.clone(), angles, view, num_columns), index, where * len(lengths))
             self.draft_parts.append(part)
             x = exact.to(self._dtype)
         heads = (functools.partial(_draft_logits, one) for one in (oracle, drafter))
@@ -291,7 +291,7 @@ class _Check:
         context = WholeView(self._specs, count=len(self._ids), device=self.device)
         drafter.model.absorb(features.to(dtype), context)
         return WholeView(
-            self._specs, count=drafter.block, device=self.device, starts=lengths, context=context.kept
+            self._specs, count=drafter.num_columns, device=self.device, starts=lengths, context=context.kept
         )
 
     # ---- the heads

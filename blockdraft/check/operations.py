@@ -22,8 +22,10 @@ from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import Recurrent
 from blockdraft.check.comparison import Comparison, Numbers, distinct, models_of, parts_of, run, wide
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels import gated_delta, heads, linear, moe, rows, sampling
+from blockdraft.kernels import gated_delta, heads, linear, moe, recall, rows, sampling
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
+from blockdraft.kernels.block_conv import reference_block_conv
+from blockdraft.kernels.candidates import reference_walk
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_codec import kv_format
 from blockdraft.kernels.kv_cold import (
@@ -37,6 +39,7 @@ from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
 from blockdraft.kernels.kv_positions import PositionRule
 from blockdraft.kernels.sampling_tables import Real
 from blockdraft.models.dflash import DFlashLayer
+from blockdraft.models.dflash2 import BlockConv
 from blockdraft.models.gated_delta import GatedAttention, GatedDelta
 from blockdraft.models.gemma4 import GemmaAttention, GemmaFeedForward
 from blockdraft.models.gpt_oss import GptOssMoE
@@ -46,6 +49,7 @@ from blockdraft.models.moe import ExpertLinear, Experts, MoE, SharedExpert
 from blockdraft.models.packed import Packed, Scaled, Stacked
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.models.rotary import Rotary
+from blockdraft.step.pairs import PairDrafter
 
 MAX_OUTPUTS = 512  # weight rows whose products are recomputed; all of them are multiplied
 EVERY_TILE = (1, 2, 3, 4, 5, 6, 7, 8, 19)  # tokens: each has code of its own in the CPU's matrix product
@@ -649,6 +653,30 @@ def _compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
     yield Comparison("forms", forms[0].isfinite().long(), forms[1].isfinite().long())
 
 
+def _compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
+    """In the models' own dtype: a draft that rounding decides is followed by others."""
+    drafter = engine.models.drafter
+    if not isinstance(drafter, PairDrafter):
+        return
+    vocab_size = drafter.model.config.vocab_size
+    table = _rows_of_rules(vocab_size, numbers)
+    pairs = drafter.pairs(numbers.normal(len(RULES), 3, drafter.model.config.hidden_size))
+    starts, anchor = table.length[table.active], numbers.integers(vocab_size, len(RULES), 1)
+    inputs = (3 * numbers.normal(len(RULES), 3, vocab_size), pairs, starts, anchor, table.sampling())
+    got = numbers.kernels.walk(*inputs)
+    yield Comparison(f"{pairs.top_k} of {vocab_size} tokens", got, reference_walk(*inputs))
+
+
+def _compare_block_conv(engine: Engine, numbers: Numbers) -> Comparisons:
+    for part in distinct(parts_of(engine, BlockConv), lambda part: tuple(part.base_kernel.shape)):
+        size, block = part.base_kernel.shape[2], engine.models.plan.block
+        x, deltas = numbers.normal(2 * block, size), numbers.normal(2 * block, *part.shape)
+        for side, onto in ((0, None), (1, numbers.normal(2 * block, size))):
+            inputs = (x, part.base_kernel[side], deltas[:, side], block, onto)
+            where = f"{size} channels, 2 blocks of {block}"
+            yield run(where, part.kernels.block_conv, reference_block_conv, *inputs, num_steps=2)
+
+
 def _rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:
     """A row for each of RULES, all active."""
     count, device = len(RULES), numbers.device
@@ -730,6 +758,24 @@ def _compare_places(engine: Engine, numbers: Numbers) -> Comparisons:
         yield Comparison(f"slots, {counts} tokens", blocks.write_slots, numbers.whole(*slots))
 
 
+def _compare_recall(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Texts of few words, which say much again, in a table of which some rows are asked."""
+    if not engine.models.plan.draft_ngram:
+        return
+    width, size = max(engine.models.plan.block, 2), 2500
+    history = numbers.integers(3, 5, size).to(torch.int32)
+    history[1, 1000:2000] = history[1, :1000]
+    order, starts = numbers.whole(4, 1, 0, 3), numbers.whole(2499 - width, 1700, 0, 40)
+    blocks = [history[order].gather(1, starts[:, None]).long().repeat(1, width) for _ in range(2)]
+    for block, call in zip(blocks, (numbers.kernels.recall, recall.reference_recall), strict=True):
+        call(block, history, order, starts, 2)
+    yield Comparison(f"blocks of {width}", blocks[0], blocks[1])
+    lengths, tables = numbers.whole(7, 1700, 3, 40, 2499 - width), (history.clone(), history.clone())
+    for table, note in zip(tables, (numbers.kernels.remember, recall.reference_remember), strict=True):
+        note(table, blocks[1], order, lengths)
+    yield Comparison(f"texts after blocks of {width}", tables[0].long(), tables[1].long())
+
+
 OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "linear": _compare_linear,
     "packed product": _compare_packed,
@@ -748,4 +794,7 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "places": _compare_places,
     "sampling": _compare_sampling,
     "acceptance": _compare_acceptance,
+    "block convolution": _compare_block_conv,
+    "walk": _compare_walk,
+    "recall": _compare_recall,
 }

@@ -24,6 +24,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import BlockdraftError, ModelError
 from blockdraft.step.drafter import NoDrafter
+from blockdraft.step.ngram import NgramDrafter
 
 # Tokens committed per step. A drafter that fits commits 3 to 6, one for another target 1.0 to 1.1; drafting
 # and verifying a block cost a fifth of a plain step or more, so below this speculation only slows down.
@@ -98,7 +99,8 @@ def _verify_pair(
     if labels.synthetic_acceptance is not None:  # its answers are wrong on purpose
         note("drafter: not checked, since acceptance is synthetic")
         return Verification(tuple(checks), tokens_per_step=None, keeps_drafter=True, reason=None)
-    if labels.is_dummy:  # it knows nothing; that it changes no token holds all the same
+    # Either knows nothing of these prompts; that it changes no token holds all the same.
+    if labels.is_dummy or isinstance(engine.models.drafter, NgramDrafter):
         min_tokens_per_step = 0.0
     check, accepted = _drafter(engine, min_tokens_per_step)
     note(f"{check.name}: {check.detail}")
@@ -122,7 +124,7 @@ def without_drafter(models: Models) -> Models:
     """The same target, decoding plainly. The cache can stay as large as it was planned."""
     target = copy.copy(models.target)  # shares the weights; only the taps differ
     target.taps = ()
-    plan = models.plan.changed({"width": "the drafter is not used"}, width=1, block=1)
+    plan = models.plan.changed({"width": "the drafter is not used"}, width=1, block=1, draft_ngram=0)
     return replace(models, target=target, draft_config=None, drafter=NoDrafter(), plan=plan)
 
 

@@ -40,6 +40,7 @@ _CONSTANTS = {
     "scale": 1.0,
     "expert_scale": 1.0,
     "decay_log": 0.0,
+    "base_kernel": 0.5,  # a mean of a column and the one before it
     "gate_bias": -2.0,  # with decay_log: a delta layer's state fades by an eighth per token
 }
 _INTO_STREAM = ("out", "down", "mixer_after", "after")  # what a layer's results pass through last

@@ -90,6 +90,19 @@ DRAFT_LAYER: Names = {
     "out": ("self_attn.o_proj",),
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
+    **{  # of DFlash2
+        name: (name,)
+        for conv in ("attention_conv", "mlp_conv")
+        for name in (conv, f"{conv}.kernel_projection")
+    },
+}
+
+DRAFT_HEADS = {
+    "markov.before": "markov_head.markov_w1",
+    "markov.after": "markov_head.markov_w2",
+    "markov.gate": "markov_head.gate_proj",
+    "markov.joint": "markov_head.joint_proj",
+    "confidence.proj": "confidence_head.proj",
 }
 
 # Where a decoder's own tensors begin: alone, or as the text part of a model that also sees.
@@ -138,3 +151,4 @@ DRAFT_SKIPPED = {
     r"d2t|t2d": "read with the drafter's vocabulary",
     r"verifier_.*": "the target's is used",
 }
+COPIED_HEAD = {r"lm_head\.weight": "a copy of the target's, which is used"}

@@ -24,6 +24,8 @@ from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.checkpoints.kept_int8 import KeptInt8
 from blockdraft.checkpoints.names import (
+    COPIED_HEAD,
+    DRAFT_HEADS,
     DRAFT_LAYER,
     DRAFT_SKIPPED,
     PREFIXES,
@@ -40,7 +42,8 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.models.config import Storage
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
-from blockdraft.models.layers import Embedding, Linear, RMSNorm
+from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.layers import Embedding, Linear, PlainLinear, RMSNorm
 from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Dense, Packed, Scaled, join_rows, quantise_fp8, quantise_int8, stack_each
 from blockdraft.models.packed_gguf import GgufPacked
@@ -97,7 +100,8 @@ class Slot:
     @property
     def may_be_quantised(self) -> bool:
         """A router or a gate decides what runs and is tiny: its values are always plain."""
-        return self.is_projection and not any(is_router(piece.source) for piece in self.pieces)
+        is_plain = isinstance(self.module, PlainLinear) or any(is_router(one.source) for one in self.pieces)
+        return self.is_projection and not is_plain
 
     def may_be_whole(self, storage: Storage, device: torch.device) -> bool:
         """Whether products with it are in whole numbers: on a CPU with kernels for that, heads included."""
@@ -148,6 +152,23 @@ def load_drafter(model: DFlash, checkpoint: Checkpoint, *, storage: Storage, dev
     _Reader(checkpoint, checkpoint.tensors(), storage, device, kept=kept).load(model)
 
 
+def check_copies(checkpoint: Checkpoint, config: DraftConfig) -> None:
+    """Copies of the target's embedding and head are not read, but they must be of such a target."""
+    if not config.copies_head:
+        return
+    tensors, rows = (
+        checkpoint.tensors(),
+        {"embed_tokens": config.vocab_size, "lm_head": config.draft_vocab_size},
+    )
+    for name, num_rows in rows.items():
+        info, shape = tensors.get(f"{name}.weight"), (num_rows, config.hidden_size)
+        if info is not None and info.shape != shape:
+            raise ModelError(
+                f"'{checkpoint.name}': tensor '{name}.weight' has shape {list(info.shape)}, but config.json "
+                f"asks for {list(shape)}. Check that the files belong together."
+            )
+
+
 def _is_whole(storage: Storage, device: torch.device) -> bool:
     """Whether matrices become whole numbers, whose packing is worth keeping."""
     return storage == "int8" and why_no_llvm(torch.float32, device) is None
@@ -174,7 +195,10 @@ def match_tensors(
             else slot
             for slot in slots
         ]
-    skips = DRAFT_SKIPPED if isinstance(model, DFlash) else skipped(model.config)
+    if isinstance(model, DFlash):
+        skips = DRAFT_SKIPPED | (COPIED_HEAD if model.config.copies_head else {})
+    else:
+        skips = skipped(model.config)
     return slots, _check(name, tensors, slots, skips, is_zero)
 
 
@@ -188,7 +212,7 @@ def slots_of(model: Decoder | DFlash, tensors: Mapping[str, TensorInfo]) -> list
     else:
         prefix = next((one for one in PREFIXES if f"{one}embed_tokens.weight" in tensors), PREFIXES[0])
         tables = [layer_names(model.config, index) for index in range(model.config.num_layers)]
-    top = {"embedding": f"{prefix}embed_tokens", "head": _head_name(tensors)}
+    top = {"embedding": f"{prefix}embed_tokens", "head": _head_name(tensors), **DRAFT_HEADS}
     slots = []
     for path, module in model.named_modules():
         in_layer = re.fullmatch(r"layers\.(\d+)\.?(.*)", path)

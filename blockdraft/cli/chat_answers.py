@@ -70,7 +70,7 @@ class LocalModel:
     def __init__(self, llm: LLM, sampling: SamplingParams, name: str) -> None:
         self._llm, self._sampling = llm, sampling
         self.name = name
-        self.has_drafts = llm.engine.models.draft_config is not None
+        self.has_drafts = llm.engine.models.draft_name is not None
 
     def answer(self, messages: Sequence[Message], *, with_drafts: bool) -> Iterator[ChatPiece]:
         from blockdraft.server.choices import DraftMarks

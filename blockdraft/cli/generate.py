@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         _tell_stopped(seen, time.monotonic() - begun_s)
         raise
     timing_only = f" (timing only: {settings.suffix})" if settings.suffix else ""
-    line = speed_line(seen, has_drafter=llm.engine.models.draft_config is not None)
+    line = speed_line(seen, has_drafter=llm.engine.models.draft_name is not None)
     print(line + timing_only, file=sys.stderr)
     return 0
 
@@ -219,7 +219,7 @@ def _print_json(llm: LLM, result: Result, warnings: list[str]) -> None:
     answer = {
         **choices[0],
         "model": models.config.name + llm.settings.suffix,
-        "draft": None if models.draft_config is None else models.draft_config.name,
+        "draft": models.draft_name,
         "width": models.plan.width,
     }
     if warnings:

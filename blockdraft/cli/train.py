@@ -10,6 +10,7 @@ from pathlib import Path
 
 from blockdraft.cli.flags import dataclass_from, numbers_of
 from blockdraft.errors import SettingsError
+from blockdraft.models.draft_config import KIND_NAMES
 from blockdraft.training.job import CPU_ROWS, AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 
 SUMMARY = "train a drafter for a target"
@@ -73,6 +74,15 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
     add, number = group.add_argument, numbers_of(group)
+    kind_help = (
+        "dflash2: convolutions, and a choice among candidates; dspark: drafts know the one before, and how "
+        "sure they are; with --from, added to a DFlash drafter (default: that of --from, or dflash)"
+    )
+    add("--kind", choices=tuple(KIND_NAMES), help=kind_help)
+    shape = DrafterShape()
+    number("--rank", int, shape.rank, f"of pairs of tokens, dflash2 and dspark (default: {shape.rank})")
+    candidates_help = f"of dflash2, per column (default: {shape.num_candidates})"
+    number("--candidates", int, shape.num_candidates, candidates_help, dest="num_candidates")
     number("--block", int, 16, "anchor included (default: 16)")
     number("--layers", int, 5, "(default: 5)", dest="num_layers")
     taps_help = "target layers to read, from 0 (default: 5, evenly)"
@@ -109,6 +119,10 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
     number("--hardness", float, objective.hardness, hardness_help)
     distill_help = "of the divergence from the target's distribution in the loss"
     number("--distill", float, objective.distill, distill_help, metavar="SHARE")
+    selector_help = "of dflash2: of its choice among candidates in the loss (default: 1)"
+    number("--selector-weight", float, objective.selector, selector_help, dest="selector")
+    train_help = "of dflash2, with --from: all, what it adds to DFlash, or its selector alone (default: all)"
+    add("--train", dest="trained", choices=("all", "added", "selector"), default="all", help=train_help)
     number("--average", float, recipe.average, "decay of averaged weights")
     # Not args.seed: the answers have a seed of their own, which no flag sets.
     number("--seed", int, recipe.seed, None, dest="training_seed")

@@ -29,7 +29,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         target_format=models.stored.format,
         target_bytes=models.stored.num_bytes,
         target_computed=_computed(plan, has_whole_numbers=models.target.kernels.available.path == "llvm"),
-        draft=None if models.draft_config is None else models.draft_config.name,
+        draft=models.draft_name,
         draft_title=None if draft is None else draft.title,
         draft_format=None if draft is None else draft.format,
         draft_bytes=None if draft is None else draft.num_bytes,

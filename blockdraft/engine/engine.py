@@ -83,6 +83,7 @@ class Engine:
             device=models.device,
             kernels=models.target.kernels,
             has_exact=bool(num_exact),
+            history_size=plan.max_positions if plan.draft_ngram else 0,
         )
         pages = PageAllocator(num_pages=num_pages, first=NUM_RESERVED_PAGES, page_size=plan.page_size)
         exact = None

@@ -23,8 +23,10 @@ from blockdraft.models.moe import Experts
 from blockdraft.models.packed import Packed, Scaled
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.planner.plan import Plan
+from blockdraft.settings.settings import NGRAM
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter
+from blockdraft.step.ngram import NgramDrafter
 from blockdraft.text.tokenizer import Tokenizer
 
 
@@ -57,6 +59,13 @@ class Models:
 
     def __post_init__(self) -> None:
         assert self.rates is None or len(self.rates) >= self.plan.block - 1, "a rate for each draft"
+
+    @property
+    def draft_name(self) -> str | None:
+        """None: there is no drafter."""
+        if self.draft_config is not None:
+            return self.draft_config.name
+        return NGRAM if isinstance(self.drafter, NgramDrafter) else None
 
     def cache_specs(self) -> tuple[LayerSpec, ...]:
         """What the cache remembers for each layer of the target, then of the drafter."""

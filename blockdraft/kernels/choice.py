@@ -33,15 +33,19 @@ Operation = Literal[
     "experts",
     "sampling",
     "acceptance",
+    "block convolutions",
+    "candidates",
+    "recall",
 ]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 # Their references ask the device for numbers, or branch on what the host knows of the rows of one step: a
 # CUDA graph would keep the answer of its capture. Those of experts do too, which `moe.why_no_kernel` says.
-HOST_BOUND = frozenset[Operation]({"attention", "places", "sampling", "acceptance"})
+HOST_BOUND = frozenset[Operation]({"attention", "places", "sampling", "acceptance", "candidates"})
 _ON_CPU = frozenset[Operation](
     {"attention", "places", "products", "norms", "activations", "heads", "gated delta"}
 )
-_WHOLE_NUMBERS = frozenset[Operation]({"places", "acceptance"})  # exact, whatever the model computes in
+# Exact, whatever the model computes in.
+_WHOLE_NUMBERS = frozenset[Operation]({"places", "acceptance", "recall"})
 _CPU = torch.device("cpu")
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

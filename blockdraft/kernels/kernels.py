@@ -6,8 +6,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from blockdraft.kernels import acceptance, attention, gated_delta, heads, int8, kv_cold, moe, rows, sampling
+from blockdraft.kernels import (
+    acceptance,
+    attention,
+    block_conv,
+    candidates,
+    gated_delta,
+    heads,
+    int8,
+    kv_cold,
+    moe,
+    rows,
+    sampling,
+)
 from blockdraft.kernels import linear as products
+from blockdraft.kernels import recall as recalling
 from blockdraft.kernels.choice import OPERATIONS, Available, Operation
 
 
@@ -45,6 +58,10 @@ class Kernels:
     count_accepted: acceptance.CountAccepted
     draw_accepted: acceptance.DrawAccepted
     advance: acceptance.Advance
+    block_conv: block_conv.BlockConvolve
+    walk: candidates.Walk
+    recall: recalling.Recall
+    remember: recalling.Remember
 
     @property
     def is_reference(self) -> bool:
@@ -91,6 +108,7 @@ def _assembled(at: Available) -> Kernels:
     int8_linear, int8_look_up = int8.pick_int8(at)
     scan, fold = gated_delta.pick_scan(at)
     count_accepted, draw_accepted, advance = acceptance.pick_acceptance(at)
+    recall, remember = recalling.pick_recall(at)
     return Kernels(
         available=at,
         rms_norm=rms_norm,
@@ -119,6 +137,10 @@ def _assembled(at: Available) -> Kernels:
         count_accepted=count_accepted,
         draw_accepted=draw_accepted,
         advance=advance,
+        block_conv=block_conv.pick_block_conv(at),
+        walk=candidates.pick_walk(at),
+        recall=recall,
+        remember=remember,
     )
 
 

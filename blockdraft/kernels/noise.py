@@ -28,8 +28,26 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype
         ),
         key=(seeds[:, None, None] & _WORD, (seeds[:, None, None] >> 32) & _WORD),
     )
-    lanes = torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size]
-    uniform = ((lanes >> 9).to(dtype) + 0.5) * 2.0**-23
+    return _gumbel(torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size], dtype)
+
+
+def gumbel_at(seeds: Tensor, positions: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same noise of some tokens only: [R, C, K] for token_ids [R, C, K]."""
+    words = philox(
+        (
+            token_ids // 4,
+            positions[..., None] & _WORD,
+            positions[..., None] >> 32,
+            torch.zeros_like(token_ids),
+        ),
+        key=(seeds[:, None, None] & _WORD, (seeds[:, None, None] >> 32) & _WORD),
+    )
+    lane = (token_ids % 4)[..., None]
+    return _gumbel(torch.stack(words, dim=-1).gather(-1, lane).squeeze(-1), dtype)
+
+
+def _gumbel(words: Tensor, dtype: torch.dtype) -> Tensor:
+    uniform = ((words >> 9).to(dtype) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 

@@ -154,16 +154,7 @@ def reference_choose(
     The tokens `recent` [R, J] sit at positions starts[r], starts[r] + 1, … and are not counted in the tables
     yet: column c counts the first min(c + 1, J) of them.
     """
-    scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    positions = starts[:, None] + 1 + torch.arange(scores.shape[1], device=scores.device)  # [R, C]
-    if batch.has_bias:
-        scores = _add_sparse(scores, batch.bias_ids[batch.rows], batch.bias_values[batch.rows][:, None])
-    if batch.has_min_end:
-        is_early = positions < batch.integers(Whole.MIN_END)[:, None]
-        ban = torch.where(is_early, NEVER, 0.0)  # [R, C]
-        scores = _add_sparse(scores, batch.stop_ids[batch.rows], ban[..., None])
-    if batch.has_penalty:
-        scores = penalise(scores, starts, recent, batch)
+    scores = adjusted(logits, starts, recent, batch)
     greedy = scores.argmax(dim=-1)
     if not batch.has_random:
         return greedy
@@ -172,8 +163,26 @@ def reference_choose(
     scaled = scores * (1.0 / torch.where(warm, temperature, 1.0).to(scores.dtype))[:, None, None]
     if batch.has_filter:
         scaled = keep_likely(scaled, batch)
+    positions = _positions(scores, starts)
     drawn = noise(batch.integers(Whole.SEED), positions, scores.shape[-1], scores.dtype)
     return torch.where(warm[:, None], (scaled + drawn).argmax(dim=-1), greedy)
+
+
+def adjusted(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
+    """The scores [R, C, V] that `reference_choose` chooses by: biases, bans and penalties, no temperature."""
+    scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    if batch.has_bias:
+        scores = _add_sparse(scores, batch.bias_ids[batch.rows], batch.bias_values[batch.rows][:, None])
+    if batch.has_min_end:
+        is_early = _positions(scores, starts) < batch.integers(Whole.MIN_END)[:, None]
+        ban = torch.where(is_early, NEVER, 0.0)  # [R, C]
+        scores = _add_sparse(scores, batch.stop_ids[batch.rows], ban[..., None])
+    return penalise(scores, starts, recent, batch) if batch.has_penalty else scores
+
+
+def _positions(scores: Tensor, starts: Tensor) -> Tensor:
+    """[R, C] of scores [R, C, V], behind `starts`."""
+    return starts[:, None] + 1 + torch.arange(scores.shape[1], device=scores.device)
 
 
 def penalise(scores: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:

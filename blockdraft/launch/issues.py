@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from blockdraft.checkpoints.read_draft_config import draft_block
+from blockdraft.checkpoints.read_draft_config import draft_block, draft_kind
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import NEWEST, EngineVersion, read_version
 from blockdraft.launch.order import Combination, Raw
@@ -196,12 +196,11 @@ def _draft_kind(found: Combination) -> str | None:
     if found.draft is None:
         name = (found.settings.draft or "").lower()
         return next((kind for kind in ("dflash2", "dspark") if kind in name), None)
-    kind = found.draft.get("speculators_model_type")
+    kind = found.draft.get("speculators_model_type") or draft_kind(found.draft)
     if isinstance(kind, str):
         return kind
     names = found.draft.get("architectures")
-    first = names[0] if isinstance(names, list) and names else ""
-    return {"DFlash2DraftModel": "dflash2", "LiLiCorrDraftModel": "lilicorr"}.get(first, "dflash")
+    return "lilicorr" if isinstance(names, list) and "LiLiCorrDraftModel" in names else "dflash"
 
 
 def _draft_has_windows(found: Combination) -> bool:

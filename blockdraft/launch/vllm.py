@@ -7,6 +7,7 @@ wheels on PyPI, 0.19.0 to 0.32.0.
 
 from __future__ import annotations
 
+from blockdraft.checkpoints.read_draft_config import draft_kind
 from blockdraft.launch.command import Command
 from blockdraft.launch.engine_versions import EngineVersion
 from blockdraft.launch.order import TRUST_FLAG, Flags, Order, write_command
@@ -110,7 +111,7 @@ def _speculation(order: Order) -> Flags:
             "0.19.1rc1.dev110 (https://github.com/vllm-project/vllm/pull/36847)",
         )
     config: dict[str, object] = {
-        "method": "dflash",
+        "method": "dspark" if order.draft is not None and draft_kind(order.draft) == "dspark" else "dflash",
         "model": drafter,
         "num_speculative_tokens": order.width - 1,
         "attention_backend": _draft_backend(order),

@@ -19,6 +19,7 @@ from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
 from blockdraft.models.rotary import Rotary
+from blockdraft.models.spark import ConfidenceHead, MarkovHead
 
 
 class DFlashLayer(nn.Module):
@@ -52,16 +53,22 @@ class DFlashLayer(nn.Module):
     def norms(self) -> HeadNorms:
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
-    def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
-        heads = self.qkv(x, norm=self.attention_norm).unflatten(1, (-1, self.head_dim))
-        q, k, v = heads.split(self.heads, dim=1)
+    def attend(self, projected: Tensor, angles: Angles, view: View) -> Tensor:
+        """What all heads found [N, H * D], of queries, keys and values side by side [N, (H + G + G) * D]."""
+        q, k, v = torch.split(projected.view(len(projected), -1, self.head_dim), list(self.heads), dim=1)
         attended = view.attend(self.layer, q, k, v, self.mask, angles=angles, norms=self.norms())
-        x = self.out(attended.flatten(1), x)
+        return attended.flatten(1)
+
+    def forward(self, x: Tensor, angles: Angles, view: View, num_columns: int) -> Tensor:
+        """The stream [N, E] behind this layer, of blocks of `num_columns`."""
+        x = self.out(self.attend(self.qkv(x, norm=self.attention_norm), angles, view), x)
         return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
 
 
 class DFlash(KernelModule):
     """The drafter's body; `first_layer` is where its layers begin in the shared cache."""
+
+    layer_type: type[DFlashLayer] = DFlashLayer
 
     def __init__(
         self,
@@ -78,11 +85,16 @@ class DFlash(KernelModule):
         self.fc = Linear(len(config.taps) * config.target_hidden_size, hidden)
         self.hidden_norm = RMSNorm(hidden, config.norm_eps)
         self.layers = nn.ModuleList(
-            DFlashLayer(config, index, first_layer + index) for index in range(config.num_layers)
+            self.layer_type(config, index, first_layer + index) for index in range(config.num_layers)
         )
         self.norm = RMSNorm(hidden, config.norm_eps)
         self.rotary = Rotary(config.rope, config.head_dim, max_positions, device)
         self.head = Linear(hidden, config.draft_vocab_size) if has_head else None
+        spark = config.spark
+        self.markov = MarkovHead(config, spark) if spark is not None and spark.rank else None
+        self.confidence = (
+            ConfidenceHead(config, spark) if spark is not None and spark.has_confidence else None
+        )
 
     def absorb(self, features: Tensor, view: View) -> None:
         """Leave the context's keys and values of these positions in the cache: features [N, taps * E]."""
@@ -93,10 +105,16 @@ class DFlash(KernelModule):
             assert isinstance(layer, DFlashLayer)
             view.write(layer.layer, *layer.keys_values(context), angles=angles, norms=layer.norms())
 
-    def forward(self, x: Tensor, view: View) -> Tensor:
-        """Hidden states [N, E] of a block whose embeddings are x [N, E]."""
+    def confidences(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """[N]: how likely drafts of hidden states [N, E], behind the tokens [N], are right if those are."""
+        assert self.confidence is not None
+        own = None if self.markov is None else self.markov.before.weight[before]
+        return torch.sigmoid(self.confidence(hidden, own).float())
+
+    def forward(self, x: Tensor, view: View, num_columns: int) -> Tensor:
+        """Hidden states [N, E] of blocks of `num_columns` whose embeddings are x [N, E]."""
         self.check_no_gradient(x)
         angles = self.rotary(view.positions)
         for layer in self.layers:
-            x = layer(x, angles, view)
+            x = layer(x, angles, view, num_columns)
         return self.norm(x)  # type: ignore[no-any-return]

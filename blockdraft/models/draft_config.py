@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from blockdraft.cache.spec import LayerSpec
 from blockdraft.errors import ModelError
 from blockdraft.models.config import ModelConfig, Rope, layer_spec
+
+DraftKind = Literal["dflash", "dflash2", "dspark"]
+KIND_NAMES: dict[DraftKind, str] = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+SPARK_CANDIDATES = 32  # which DSpark itself does not limit. Arbitrary; vLLM's examples have 16
+MarkovKind = Literal["vanilla", "gated", "rnn"]
+MARKOV_KINDS: tuple[MarkovKind, ...] = get_args(MarkovKind)
+
+
+@dataclass(frozen=True, slots=True)
+class SparkConfig:
+    """DSpark's heads (models/spark.py)."""
+
+    rank: int  # of the Markov head; 0: there is none
+    kind: MarkovKind
+    has_confidence: bool
+    confidence_reads_token: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Dflash2Head:
+    """What DFlash2 adds: convolutions around every sublayer, and a choice among candidates by pairs."""
+
+    conv_taps: int
+    conv_group: int  # channels that share what the convolution adds to its kernel
+    rank: int  # of the pair scores
+    top_k: int  # candidates per column
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +61,38 @@ class DraftConfig:
     logit_softcap: float | None
     target_hidden_size: int
     num_target_layers: int | None
+    dflash2: Dflash2Head | None = None
+    drafts_from_anchor: bool = False  # a column predicts the position behind its own, the anchor's too
+    copies_head: bool = False  # a head in its file is a frozen copy of the target's
+    spark: SparkConfig | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def kind(self) -> DraftKind:
+        """By what it has, whatever its file is called."""
+        return "dflash2" if self.dflash2 is not None else "dflash" if self.spark is None else "dspark"
+
+    @property
+    def num_candidates(self) -> int:
+        """Of a draft that is chosen by the token before it."""
+        return min(SPARK_CANDIDATES, self.draft_vocab_size) if self.dflash2 is None else self.dflash2.top_k
+
+    @property
+    def first_column(self) -> int:
+        """Of those of its forward that predict a draft."""
+        return 0 if self.drafts_from_anchor else 1
+
+    @property
+    def num_columns(self) -> int:
+        """Of its forward over a whole block."""
+        return self.first_column + self.block - 1
+
+    def has_own_head(self, *, is_stored: bool) -> bool:
+        """Whether its logits are by a head of its own, given whether its file holds one."""
+        return is_stored and not (self.copies_head and self.draft_vocab_size == self.vocab_size)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         return tuple(layer_spec(self.num_kv_heads, self.head_dim, window) for window in self.windows)

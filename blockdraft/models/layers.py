@@ -54,6 +54,10 @@ class Linear(KernelModule):
         return self.kernels.linear(x, self.weight[begin:], bias, None)
 
 
+class PlainLinear(Linear):
+    """One whose weight stays as it is: it decides, and is small beside what it decides about."""
+
+
 class Embedding(KernelModule):
     """A row per token, read by token id; a tied head multiplies by the same rows."""
 

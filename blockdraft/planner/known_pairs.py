@@ -32,7 +32,7 @@ class KnownPair:
 
     target: str
     drafter: str
-    layout: Literal["z-lab", "speculators", "other"]
+    layout: Literal["z-lab", "speculators", "DeepSpec", "SpecForge", "other"]
     family: str | None = None  # None: a family we do not compute
     block: int | None = None  # anchor included
     draft_layers: int | None = None

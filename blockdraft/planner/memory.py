@@ -114,7 +114,8 @@ def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
     angles = sum(model.shape.rope_bytes for model in pair.models) * element_bytes
     vocab_size, rows = pair.target.shape.vocab_size, plan.max_rows + 1
     num_tables = 2 if plan.num_exact_pages else 1
-    per_row = row_table_bytes(vocab_size, num_tables * plan.pages_of(plan.max_positions))
+    history = plan.max_positions if plan.draft_ngram else 0
+    per_row = row_table_bytes(vocab_size, num_tables * plan.pages_of(plan.max_positions), history)
     return [
         Item(
             "position tables",
@@ -124,7 +125,7 @@ def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
         Item(
             "row tables",
             rows * per_row,
-            f"{rows} rows x {per_row:,} bytes: what sampling reads, pages",
+            f"{rows} rows x {per_row:,} bytes: what sampling reads, pages{', tokens' if history else ''}",
         ),
     ]
 

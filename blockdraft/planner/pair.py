@@ -13,7 +13,7 @@ from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.planner.plan import Weights
 from blockdraft.planner.shape import Shape, draft_shape, raw_shape, target_shape
 from blockdraft.planner.stored import Stored, open_stored
-from blockdraft.settings.settings import Settings
+from blockdraft.settings.settings import NGRAM, Settings
 from blockdraft.settings.shipped import with_drafter
 
 
@@ -40,10 +40,13 @@ class Pair:
     config: ModelConfig | None
     draft_config: DraftConfig | None
     block: int  # 1: no drafter
+    is_ngram: bool = False  # drafts come from the text itself
 
     @property
     def draft_name(self) -> str:
-        return "none" if self.draft is None else self.draft.stored.name
+        if self.draft is None:
+            return NGRAM if self.is_ngram else "none"
+        return self.draft.stored.name
 
     @property
     def models(self) -> tuple[Model, ...]:
@@ -57,8 +60,8 @@ def open_pair(settings: Settings) -> Pair:
     stored = open_stored(settings.model, needs_weights=has_files)
     config, target = _target(stored, is_native=is_native)
     _check_size(target)
-    if settings.draft in (None, "none"):
-        return Pair(target, None, config, None, 1)
+    if settings.draft in (None, "none", NGRAM):
+        return Pair(target, None, config, None, 1, is_ngram=settings.draft == NGRAM)
     draft_stored = open_stored(settings.draft, needs_weights=has_files, what="drafter")
     draft_config, draft = _draft(draft_stored, is_native=is_native)
     _check_size(draft)
@@ -131,7 +134,7 @@ def _draft(stored: Stored, *, is_native: bool) -> tuple[DraftConfig | None, Mode
         if is_native:
             raise
         return None, Model(stored, raw_shape(stored.config, name=stored.name))
-    has_head = "lm_head.weight" in stored.sizes or (
+    has_head = config.has_own_head(is_stored="lm_head.weight" in stored.sizes) or (
         stored.tensors is None and config.draft_vocab_size != config.vocab_size
     )
     return config, Model(stored, draft_shape(config, has_head=has_head))

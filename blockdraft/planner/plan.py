@@ -18,11 +18,15 @@ from blockdraft.models.config import ModelConfig, Storage
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.planner.kv_choice import KvChoice, kv_choice
 from blockdraft.planner.quality import Quality, measured_quality
-from blockdraft.settings.settings import DEFAULTS, Settings
+from blockdraft.settings.settings import DEFAULTS, NGRAM, Settings
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CPU_WIDTH = 8  # widest verify that costs little more than a narrow one (docs/benchmarks.md)
 CPU_ROWS = 16
+NGRAM_BLOCK = 16  # tokens of a step that drafts from n-grams, at most: as most drafters' are
+# Tokens that must occur again: without a drafter, where a wrong draft costs nothing, and before one is
+# overruled: never, unless asked for. 12 gains 2.5 % with the default pair at width 16 (benchmarks/ngram.py).
+ALONE, BESIDE = 1, 0
 GPU_ROWS = (256, 192, 128, 64)
 FEWER_ROWS = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8)  # where the exact windows of more would take too much
 WINDOW_SHARE = 0.25  # of the cache, for what all rows keep exact where keys are compressed
@@ -71,6 +75,7 @@ class Plan:
     draft_quantization: Storage
     width: int
     block: int  # tokens a row may write in one step: drafter or verify
+    draft_ngram: int  # tokens that must occur again before what followed is drafted; 0: that is not done
     max_context: int
     max_positions: int  # rows of the rope and page tables, scratch included
     max_rows: int
@@ -192,8 +197,7 @@ def make_plan(
     quantization, draft_quantization, held = _storages(resolver, settings, both, memory, dtype, whole)
     if draft is None:
         del resolver.reasons["draft_quantization"]
-    width = _width(resolver, settings, draft, is_cpu=is_cpu)
-    block = max(width, draft.block if draft else 1)
+    width, block = _width(resolver, settings, draft, is_cpu=is_cpu)
     kv = kv_choice(settings, dtype, model, draft, block)
     resolver.reasons.update(kv.reasons)
     overlap = resolver.take("overlap", not is_cpu, NO_GAIN if is_cpu else "it hides the host's work")
@@ -213,6 +217,7 @@ def make_plan(
         draft_quantization=draft_quantization,
         width=width,
         block=block,
+        draft_ngram=_draft_ngram(resolver, settings, draft),
         max_context=max_context,
         max_positions=max_context + 2 * block,
         max_rows=max_rows,
@@ -294,23 +299,36 @@ def share_reason(settings: Settings, share: float, limit: str) -> str:
     return "the default" if is_default else ASKED
 
 
-def _width(resolver: _Resolver, settings: Settings, draft: DraftConfig | None, *, is_cpu: bool) -> int:
+def _draft_ngram(resolver: _Resolver, settings: Settings, draft: DraftConfig | None) -> int:
+    if settings.draft == NGRAM:
+        return resolver.take("draft_ngram", ALONE, "a wrong draft costs no more than none")
+    if draft is None:
+        return 0
+    return resolver.take("draft_ngram", BESIDE, "the drafter alone, unless asked for")
+
+
+def _width(
+    resolver: _Resolver, settings: Settings, draft: DraftConfig | None, *, is_cpu: bool
+) -> tuple[int, int]:
+    """What a step verifies, and the most that it may write."""
     if draft is not None and settings.width != "auto" and settings.width > draft.block:
         raise SettingsError(
             f"width = {settings.width}, but draft '{draft.name}' was trained for blocks of {draft.block}: "
             f"use --width {draft.block} or less."
         )
-    width = 1 if draft is None else min(draft.block, CPU_WIDTH) if is_cpu else draft.block
-    return resolver.take("width", width, width_reason(width, 1 if draft is None else draft.block))
+    block = draft.block if draft else NGRAM_BLOCK if settings.draft == NGRAM else 1
+    width = min(block, CPU_WIDTH) if is_cpu else block
+    width = resolver.take("width", width, width_reason(width, block, is_trained=draft is not None))
+    return width, max(width, block)
 
 
-def width_reason(width: int, block: int) -> str:
+def width_reason(width: int, block: int, *, is_trained: bool = True) -> str:
     """Why a width was planned; `block` is the drafter's, 1 without one."""
     if block == 1:
         return "no drafter: plain decoding"
     if width < block:
         return f"wider than {CPU_WIDTH} costs more than it commits on a CPU; a start measures it"
-    return f"the block that the drafter was trained for ({block})"
+    return f"the block that the drafter was trained for ({block})" if is_trained else "to begin with"
 
 
 def _whole_numbers(settings: Settings, dtype: str) -> _WholeNumbers | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 from blockdraft.models.config import AttentionConfig, DeltaConfig, MLPConfig, ModelConfig, MoEConfig
-from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.draft_config import DraftConfig, SparkConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,28 @@ def draft_values(config: DraftConfig, *, has_head: bool) -> Values:
     layer += _dense(hidden, MLPConfig(config.intermediate_size))
     layer += Values(plain=2 * hidden + 2 * config.head_dim)
     count = _linear(len(config.taps) * config.target_hidden_size, hidden) + Values(plain=2 * hidden)
+    if config.dflash2 is not None:
+        head = config.dflash2
+        kernels = 2 * head.conv_taps * hidden * (1 + hidden // head.conv_group)
+        layer += Values(plain=2 * kernels)  # around attention, and around the feed-forward part
+        count += Values(plain=head.rank * (2 * config.vocab_size + hidden))
     for _ in range(config.num_layers):
         count += layer
-    return count + Values(head=config.draft_vocab_size * hidden if has_head else 0)
+    count += Values(head=config.draft_vocab_size * hidden if has_head else 0)
+    return count if config.spark is None else count + _spark(config, config.spark)
+
+
+def _spark(config: DraftConfig, spark: SparkConfig) -> Values:
+    """DSpark's heads, which nobody quantises."""
+    hidden, rank = config.hidden_size, spark.rank
+    num = (config.vocab_size + config.draft_vocab_size) * rank
+    if rank and spark.kind == "gated":
+        num += (hidden + rank + 1) * rank
+    elif rank and spark.kind == "rnn":
+        num += (hidden + 2 * rank + 1) * 3 * rank
+    if spark.has_confidence:
+        num += hidden + (rank if spark.confidence_reads_token else 0) + 1
+    return Values(plain=num)
 
 
 def _linear(inputs: int, *parts: int, has_bias: bool = False) -> Values:

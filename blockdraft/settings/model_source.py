@@ -20,7 +20,7 @@ HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?",
 MOUNTS = re.compile(
     r"app|cache|data|home|media|mnt|models?|opt|root|srv|tmp|volumes?|weights|workspace", re.IGNORECASE
 )
-_OWN_WORDS = {"model": "'default'", "drafter": "'none'"}
+_OWN_WORDS = {"model": "or 'default'", "drafter": "'ngram', or 'none'"}
 DEFAULT_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the hub calls the default model
 
 
@@ -54,7 +54,7 @@ def find_source(source: str | Path, what: str = "model") -> Source:
     if hub_id is None or isinstance(source, Path) or name.endswith(".gguf"):
         raise ModelError(
             f"{what} '{name}' does not exist: give a folder, a .gguf file, a hub id (org/name or "
-            f"org/name@revision), or {_OWN_WORDS[what]}.{_mount_hint(name)}"
+            f"org/name@revision), {_OWN_WORDS[what]}.{_mount_hint(name)}"
         )
     if MOUNTS.fullmatch(name.partition("/")[0]):
         raise ModelError(

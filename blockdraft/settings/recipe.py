@@ -6,7 +6,7 @@
     model = "Qwen/Qwen3-8B"                   # any field of Settings but draft and engine, which are tables
     max_context = 32768
 
-    [draft]                                   # model, width, quantization, attention_backend
+    [draft]                                   # model, width, ngram, quantization, attention_backend
     model = "z-lab/Qwen3-8B-DFlash-b16"
 
     [engine]                                  # name, version, args, env
@@ -46,6 +46,7 @@ FOLDER = Path(__file__).parents[1] / "recipes"
 DRAFT_KEYS = {
     "model": "draft",
     "width": "width",
+    "ngram": "draft_ngram",
     "quantization": "draft_quantization",
     "attention_backend": "draft_attention_backend",
 }

@@ -17,6 +17,8 @@ Auto = Literal["auto"]
 T = TypeVar("T")
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 TOOL_FORMATS = ("auto", "hermes", "qwen_xml", "gemma", "harmony", "llama", "plain")
+NGRAM = "ngram"  # of a drafter: none that is stored
+MAX_NGRAM = 32  # tokens that are compared with earlier ones
 QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
 
 
@@ -40,7 +42,15 @@ class Settings:
 
     model: str = _setting("default", "target: folder, hub id, GGUF file, or 'default'")
     draft: str | None = _setting(
-        "auto", "drafter: folder or hub id; auto is the one that ships for the model, if any; or 'none'"
+        "auto",
+        "drafter: folder or hub id; auto is the one that ships for the model, if any; 'ngram' drafts from "
+        "what prompt and answer say again, for any model; or 'none'",
+    )
+    draft_ngram: int | Auto = _setting(
+        "auto",
+        "draft what followed, where as many of the last tokens occurred before; auto: 1 with --draft ngram, "
+        "0 (never) beside a drafter",
+        least=0,
     )
     width: int | Auto = _setting(
         "auto", "tokens verified per step, anchor included; 1 is plain decoding", least=1
@@ -159,6 +169,7 @@ class Settings:
             if (value := getattr(self, name)) not in known:
                 raise SettingsError(f"{name} '{value}' is unknown: use one of {', '.join(known)}.")
         self._check_engine()
+        self._check_ngram()
         if self.synthetic_acceptance is not None:
             read_profile(self.synthetic_acceptance)
             if self.draft in (None, "none"):
@@ -185,6 +196,25 @@ class Settings:
         if self.num_nodes > 1 and self.head_address is None:
             raise SettingsError(
                 f"num_nodes = {self.num_nodes}, but nobody says where they meet: add --head-address."
+            )
+
+    def _check_ngram(self) -> None:
+        """Drafts from the row's own tokens are our engine's, and need something to be told from chance by."""
+        asked = self.draft_ngram
+        if self.engine != "native" and (self.draft == NGRAM or asked not in ("auto", 0)):
+            raise SettingsError(
+                f"drafts from n-grams are the native engine's, not {self.engine}'s: leave out "
+                f"{'--draft ngram' if self.draft == NGRAM else '--draft-ngram'}."
+            )
+        if asked == "auto":
+            return
+        if asked > MAX_NGRAM:
+            raise SettingsError(f"draft_ngram = {asked}, but {MAX_NGRAM} tokens are compared: use fewer.")
+        if asked == 0 and self.draft == NGRAM:
+            raise SettingsError("draft_ngram = 0 leaves --draft ngram nothing to draft: use --draft none.")
+        if asked and self.draft in (None, "none"):
+            raise SettingsError(
+                f"draft_ngram = {asked}, but there is no drafter to go beside: use --draft ngram."
             )
 
     @property

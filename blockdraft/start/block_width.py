@@ -127,7 +127,7 @@ def may_choose_width(engine: Engine, settings: Settings) -> bool:
     """Whether a start chooses: nobody asked for a width, and drafts are accepted as they are, or by rates."""
     models = engine.models
     is_known = models.rates is not None or not models.labels.is_dummy
-    return settings.width == "auto" and models.draft_config is not None and is_known
+    return settings.width == "auto" and models.draft_name is not None and is_known
 
 
 def known_acceptance(models: Models) -> Acceptance:
@@ -150,8 +150,9 @@ def plan_with_width(
 ) -> Plan:
     """The idle engine's plan with the width that pays. `uses_stored`: by costs that were measured before."""
     file = cache_dir() / "widths" / f"{_key(engine, acceptance)}.json"
-    plan, is_cpu = engine.models.plan, engine.models.device.type == "cpu"
-    caution = CAUTION if engine.models.rates is None else 1.0  # by rates drafts are accepted exactly so often
+    models = engine.models
+    plan, is_cpu = models.plan, models.device.type == "cpu"
+    caution = CAUTION if models.rates is None else 1.0  # by rates drafts are accepted exactly so often
     costs = _stored(file) if uses_stored else None
     if costs is None:
         costs = _measured(engine, acceptance, caution)
@@ -162,7 +163,8 @@ def plan_with_width(
         if not is_cpu:  # a whole block costs little more than one token there: it stays
             return plan
     width, reason = choose_width(acceptance, costs, caution=caution)
-    if is_cpu and width == 1 and costs.is_steady:
+    is_sure = models.draft_config is not None  # of n-grams nobody knows before the text is there
+    if is_cpu and width == 1 and costs.is_steady and is_sure:
         return plan.changed({"width": reason}, width=1)
     chances = chances_of(acceptance, plan.block, caution=caution)
     return plan.changed({"width": reason}, width=width, step_costs=costs.by_place, draft_chances=chances)
@@ -291,11 +293,12 @@ def _context(engine: Engine) -> int:
 def _key(engine: Engine, acceptance: Acceptance) -> str:
     """Whatever a measurement depends on: the machine and its threads, both models as they are loaded."""
     models, machine = engine.models, read_machine()
-    assert isinstance(models.drafter, DFlashDrafter)
+    drafter = models.drafter
+    drafting = fingerprint(drafter.model) if isinstance(drafter, DFlashDrafter) else models.draft_name
     facts = [
         [machine.cpu.name, machine.cpu.num_cores, *(gpu.name for gpu in machine.gpus)],
         [__version__, torch.__version__, torch.get_num_threads()],
-        [fingerprint(models.target), fingerprint(models.drafter.model)],  # dtypes and packing included
+        [fingerprint(models.target), drafting, models.plan.draft_ngram],  # dtypes and packing included
         [str(models.device), models.plan.page_size, models.plan.block, models.plan.max_rows],
         [models.plan.kv_dtype, models.plan.draft_kv_dtype, models.plan.kv_window],
         [FORMAT, engine.graphs is not None],

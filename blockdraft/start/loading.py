@@ -17,7 +17,7 @@ from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.stored_form import stored_form
-from blockdraft.checkpoints.weights import load_decoder, load_drafter
+from blockdraft.checkpoints.weights import check_copies, load_decoder, load_drafter
 from blockdraft.engine.loaded import Labels, Models
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import CapacityError, ModelError
@@ -27,7 +27,7 @@ from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import read_machine
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
-from blockdraft.models.dflash import DFlash
+from blockdraft.models.dflash2 import body_type
 from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.models.kernel_module import bind
 from blockdraft.models.registry import build_decoder
@@ -35,12 +35,14 @@ from blockdraft.planner.pair import read_target
 from blockdraft.planner.plan import Plan, Weights, make_plan
 from blockdraft.planner.quality import measured_quality
 from blockdraft.settings.acceptance_profile import acceptance_rates
-from blockdraft.settings.settings import Settings
+from blockdraft.settings.settings import NGRAM, Settings
 from blockdraft.settings.shipped import with_drafter
 from blockdraft.start.card_errors import unusable, usage
 from blockdraft.start.chat_template import read_chat_template
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter, NoDrafter
+from blockdraft.step.kinds import drafter_type
+from blockdraft.step.ngram import NGRAM_ACCEPTANCE, NgramDrafter
 from blockdraft.text.tokenizer import Tokenizer
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -120,7 +122,7 @@ def _open_target(settings: Settings, device: torch.device, report: Callable[[str
 def _open_drafter(
     settings: Settings, target: OpenedTarget, device: torch.device, report: Callable[[str], None]
 ) -> OpenedDrafter | None:
-    if settings.draft in (None, "none"):
+    if settings.draft in (None, "none", NGRAM):
         return None
     report(f"opening {settings.draft}")
     needs_weights = settings.load_format != "dummy"
@@ -128,7 +130,8 @@ def _open_drafter(
     config = read_draft_config(checkpoint.config, name=checkpoint.name)
     check_pair(config, target.config, target.tokenizer.eos_ids)
     acceptance = read_fit(checkpoint.fit_file, name=checkpoint.name)
-    build = functools.partial(DFlash, config, first_layer=0, max_positions=1, has_head=False, device=device)
+    model = body_type(config)
+    build = functools.partial(model, config, first_layer=0, max_positions=1, has_head=False, device=device)
     return OpenedDrafter(checkpoint, config, _weights(checkpoint, build), acceptance)
 
 
@@ -228,6 +231,8 @@ def read_weights(
     stored = stored_form(source, checkpoint.name, opened.target.weights.method)
     target = load_target(source, config, draft_config, plan, device, progress)
     drafter: Drafter = NoDrafter(plan.width)
+    if plan.draft_ngram:
+        drafter = NgramDrafter(plan.block, plan.draft_ngram)
     draft_stored = None
     if draft is not None:
         draft_source = None if is_dummy else draft.checkpoint
@@ -245,11 +250,17 @@ def read_weights(
         device=device,
         rates=opened.rates,
         labels=opened.labels,
-        acceptance={} if draft is None else draft.acceptance,
+        acceptance=_acceptance(drafter, draft),
         sampling=opened.target.sampling,
         stored=stored,
         draft_stored=draft_stored,
     )
+
+
+def _acceptance(drafter: Drafter, draft: OpenedDrafter | None) -> Acceptance:
+    if draft is not None:
+        return draft.acceptance
+    return NGRAM_ACCEPTANCE if isinstance(drafter, NgramDrafter) else {}
 
 
 def _weights(checkpoint: Checkpoint, build: Callable[[], nn.Module]) -> Weights:
@@ -306,9 +317,10 @@ def load_dflash(
     if checkpoint is None:
         has_head = config.draft_vocab_size != config.vocab_size  # only then must it have its own
     else:
-        has_head = "lm_head.weight" in checkpoint.tensors()
+        has_head = config.has_own_head(is_stored="lm_head.weight" in checkpoint.tensors())
+        check_copies(checkpoint, config)
     build = functools.partial(
-        DFlash,
+        body_type(config),
         config,
         first_layer=target.config.num_layers,
         max_positions=plan.max_positions,
@@ -323,7 +335,7 @@ def load_dflash(
         load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
         ids = _vocab_map(checkpoint, config, has_head, device)
     model = bind(model.requires_grad_(False).eval(), target.kernels)
-    return DFlashDrafter(model, target, ids)
+    return drafter_type(config)(model, target, ids, draft_ngram=plan.draft_ngram)
 
 
 def _empty(build: Callable[[], Module], dtype: str) -> Module:

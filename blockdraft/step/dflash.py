@@ -1,4 +1,8 @@
-"""DFlashDrafter: one forward over [anchor, mask, mask, …], sampled with the target's own noise."""
+"""DFlashDrafter: one forward over [anchor, mask, mask, …], sampled with the target's own noise.
+
+Column k drafts the token at column k, so the anchor's own column drafts nothing. Of a drafter that drafts
+from the anchor it does: column k drafts the token behind it, and there is one mask less.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,25 @@ from blockdraft.kernels.sampling import NEVER
 from blockdraft.models.decoder import Decoder, softcap
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.kernel_module import with_kernels
+from blockdraft.step.ngram import recall
 
 
 class DFlashDrafter:
     """Drafts with `model`, whose embedding and (unless it brings its own) head are the target's.
 
-    `vocab_map` [draft vocabulary] gives the target's token id for each row of a reduced head.
+    `vocab_map` [draft vocabulary] gives the target's token id for each row of a reduced head. Where the last
+    `draft_ngram` tokens of a row have occurred before, what followed them is drafted instead; 0: nowhere.
     """
 
-    def __init__(self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None) -> None:
+    def __init__(
+        self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None, *, draft_ngram: int = 0
+    ) -> None:
         self.model = model
         self.target = target
         self.vocab_map = vocab_map
+        self.draft_ngram = draft_ngram
         self.block = model.config.block
+        self.num_columns = model.config.num_columns
         # No column then reads a later one, so the later ones need not be there.
         self.is_causal = all(model.config.is_causal)
 
@@ -44,28 +54,35 @@ class DFlashDrafter:
         anchor = rows.anchor[rows.active][:, None]  # [R, 1]
         if width == 1:
             return anchor
-        num_columns = width if self.is_causal else self.block
+        num_columns = self.columns_for(width)
         own = view if width == num_columns else cache.view(rows, num_columns)
         hidden = self.block_hidden(anchor, own, num_columns)[:, : width - 1]
-        return torch.cat((anchor, self.propose(hidden, anchor, view.starts, rows)), dim=1)
+        block = torch.cat((anchor, self.propose(hidden, anchor, view.starts, rows)), dim=1)
+        if self.draft_ngram:
+            recall(block, rows, view, self.draft_ngram)
+        return block
+
+    def columns_for(self, width: int) -> int:
+        """How many columns its forward has for the drafts of a step of `width`."""
+        return self.model.config.first_column + width - 1 if self.is_causal else self.num_columns
 
     def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
         """Drafts [R, D] of columns with hidden states [R, D, E], behind the anchor [R, 1] at `starts` [R]."""
         return rows.kernels.choose(self.column_logits(hidden), starts, anchor, rows.sampling())
 
     def block_hidden(self, anchor: Tensor, view: View, num_columns: int | None = None) -> Tensor:
-        """[R, B - 1, E]: hidden states of columns 1 … B - 1, given column 0 [R, 1].
+        """[R, D, E]: hidden states of the columns that draft, given the anchor [R, 1].
 
-        B, for which `view` is made, is `num_columns`, or the whole block.
+        `view` is made for as many columns as the forward has: `num_columns`, or those of a whole block.
         """
-        num_masks = (self.block if num_columns is None else num_columns) - 1
+        num_masks = (self.num_columns if num_columns is None else num_columns) - 1
         masks = anchor.new_full((len(anchor), num_masks), self.model.config.mask_token_id)
-        block = torch.cat((anchor, masks), dim=1)  # [R, B]
-        hidden = self.model(self.embed(block.flatten()), view)
-        return hidden.view(*block.shape, -1)[:, 1:]  # type: ignore[no-any-return]
+        block = torch.cat((anchor, masks), dim=1)  # [R, columns]
+        hidden = self.model(self.embed(block.flatten()), view, block.shape[1])
+        return hidden.view(*block.shape, -1)[:, self.model.config.first_column :]  # type: ignore[no-any-return]
 
     def block_logits(self, anchor: Tensor, view: View) -> Tensor:
-        """[R, B - 1, V]: what the drafter believes of columns 1 … B - 1, given column 0 [R, 1]."""
+        """[R, B - 1, V]: what the drafter believes of all drafts of a block, given the anchor [R, 1]."""
         return self.column_logits(self.block_hidden(anchor, view))
 
     def column_logits(self, hidden: Tensor) -> Tensor:
@@ -80,7 +97,15 @@ class DFlashDrafter:
     def absorb(self, features: Tensor, view: View) -> None:
         self.model.absorb(features, view)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def hints(self, hidden: Tensor, before: Tensor) -> Tensor | None:
+        """What the tokens `before` [R, D] say of the drafts of hidden states [R, D, E]; None: nothing."""
+        return None
+
+    def hinted(self, logits: Tensor, hints: Tensor) -> Tensor:
+        """Logits [..., V] with what hints say, by which a draft is chosen."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor, hints: Tensor | None = None) -> Tensor:
         """[..., V] of the target's vocabulary for hidden states [..., E]; NEVER where the head has no row."""
         config = self.model.config
         head = self.target.head_logits if self.model.head is None else self.model.head
@@ -89,8 +114,8 @@ class DFlashDrafter:
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
         logits = softcap(logits, cap)
-        if self.vocab_map is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], config.vocab_size), NEVER)
-        full[..., self.vocab_map] = logits
-        return full
+        if self.vocab_map is not None:
+            full = logits.new_full((*logits.shape[:-1], config.vocab_size), NEVER)
+            full[..., self.vocab_map] = logits
+            logits = full
+        return logits if hints is None else self.hinted(logits, hints)

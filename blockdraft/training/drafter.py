@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import nn
 
 from blockdraft.checkpoints.opening import open_checkpoint
-from blockdraft.checkpoints.read_draft_config import default_taps
+from blockdraft.checkpoints.read_draft_config import default_taps, read_draft_config
 from blockdraft.checkpoints.weights import load_drafter
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.config import AttentionConfig, ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
-from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.dflash2 import BlockConv, DFlash2, body_type
+from blockdraft.models.draft_config import KIND_NAMES, DraftConfig, DraftKind
 from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
+from blockdraft.training import spark
 from blockdraft.training.job import DrafterShape
+
+CONV_TAPS, CONV_GROUP = 2, 16  # of the published DFlash2 drafters
 
 
 def draft_json(
@@ -68,6 +73,36 @@ def draft_json(
     }
 
 
+def as_kind(
+    raw: Mapping[str, object], kind: DraftKind | None, shape: DrafterShape, *, name: str
+) -> Mapping[str, object]:
+    """config.json of the drafter of this kind that one with config.json `raw` becomes; None: of its own."""
+    own = read_draft_config(raw, name=name).kind
+    if kind in (None, own):
+        return raw
+    if own != "dflash":
+        raise SettingsError(f"'{name}' is a {KIND_NAMES[own]} drafter: leave --kind out to train it further.")
+    return dflash2_json(raw, shape) if kind == "dflash2" else spark.spark_json(raw, shape.rank)
+
+
+def dflash2_json(raw: Mapping[str, object], shape: DrafterShape) -> dict[str, object]:
+    """config.json of the DFlash2 drafter that a DFlash drafter with config.json `raw` begins as."""
+    if "speculators_model_type" in raw:
+        raise SettingsError("--kind dflash2 begins with a drafter in z-lab's layout, not in speculators'.")
+    if read_draft_config(raw, name="the drafter").drafts_from_anchor:
+        raise SettingsError("--kind dflash2 does not begin with a drafter that drafts from the anchor.")
+    own = {
+        "conv_kernel_size": CONV_TAPS,
+        "conv_group_size": CONV_GROUP,
+        "selector_rank": shape.rank,
+        "selector_top_k": shape.num_candidates,
+    }
+    kept = {key: value for key, value in raw.items() if key != "auto_map"}  # code for the other kind
+    dflash = raw.get("dflash_config")
+    dflash = {**(dflash if isinstance(dflash, Mapping) else {}), **own}
+    return {**kept, "architectures": ["DFlash2DraftModel"], "dflash_config": dflash}
+
+
 def new_drafter(
     config: DraftConfig, target: Decoder, *, max_positions: int, device: torch.device, init: str, seed: int
 ) -> DFlash:
@@ -77,7 +112,9 @@ def new_drafter(
     layer's for all layers.
     """
     with torch.device(device):
-        model = DFlash(config, first_layer=0, max_positions=max_positions, has_head=False, device=device)
+        model = body_type(config)(
+            config, first_layer=0, max_positions=max_positions, has_head=False, device=device
+        )
     generator = torch.Generator(device="cpu").manual_seed(seed)
     for module in model.modules():
         if isinstance(module, RMSNorm):
@@ -86,22 +123,56 @@ def new_drafter(
             weight = _plain(module)
             noise = torch.randn(weight.shape, generator=generator)
             weight.data.copy_(noise * weight.shape[1] ** -0.5)
+    spark.begin(model, generator)
     for layer in model.layers:
         assert isinstance(layer, DFlashLayer)
         nn.init.zeros_(_plain(layer.out))
         nn.init.zeros_(_plain(layer.mlp.down))
         layer.k_norm.weight.requires_grad_(False)
+    if isinstance(model, DFlash2):
+        _make_identity(model, generator)
     if init == "target":
         _copy_layers(model, target)
     return model
 
 
+def _make_identity(model: DFlash2, generator: torch.Generator) -> None:
+    """Convolutions that change nothing, and pairs that are worth nothing yet: DFlash, number for number."""
+    for module in model.modules():
+        if isinstance(module, BlockConv):
+            nn.init.zeros_(module.base_kernel)
+            nn.init.ones_(module.base_kernel[:, 0])
+            nn.init.zeros_(_plain(module.kernel_projection))
+    selector = model.candidate_selector
+    nn.init.zeros_(selector.successor_codebook)
+    first = selector.predecessor_codebook
+    first.data.copy_(torch.randn(first.shape, generator=generator) * first.shape[1] ** -0.5)
+
+
+def train_only(model: DFlash, part: Literal["all", "added", "selector"]) -> None:
+    """Leave the rest of a DFlash2 drafter as it is."""
+    if part == "all":
+        return
+    if not isinstance(model, DFlash2):
+        raise SettingsError(f"--train {part} is for DFlash2 drafters: add --kind dflash2.")
+    convs = [one for one in model.modules() if isinstance(one, BlockConv)]
+    kept = [model.candidate_selector, *(convs if part == "added" else [])]
+    moved = {id(one) for module in kept for one in module.parameters()}
+    for one in model.parameters():
+        one.requires_grad_(id(one) in moved)
+
+
 def load_weights(model: DFlash, source: str, device: torch.device) -> None:
-    """The weights of a drafter of the same shape, as float32 that can be trained."""
-    trained = {name: one.requires_grad for name, one in model.named_parameters()}
-    load_drafter(model, open_checkpoint(source), storage="none", device=device)
-    for name, one in model.named_parameters():
-        one.requires_grad_(trained[name])
+    """The weights of a drafter of the same shape, as float32 that can be trained.
+
+    What another kind adds to it stays as it is.
+    """
+    checkpoint = open_checkpoint(source)
+    config = read_draft_config(checkpoint.config, name=source)
+    with torch.device(device):
+        stored = body_type(config)(config, first_layer=0, max_positions=1, has_head=False, device=device)
+    load_drafter(stored, checkpoint, storage="none", device=device)
+    model.load_state_dict({**model.state_dict(), **stored.state_dict()})
 
 
 def _plain(linear: Linear) -> nn.Parameter:

@@ -88,7 +88,9 @@ def simulate(
     """
     device = forward.head().weight.device
     rows, places = pack(documents, length)
-    choose = _greedy if sampling is None else _Draw(forward, sampling, rows, places)
+    choose: Choice = _greedy
+    if sampling is not None:
+        choose = _Draw(forward, sampling, rows, places)
     runs = _runs(forward, rows.to(device), rows_per_step, num_anchors, choose, report)
     steps: dict[str, list[list[int]]] = defaultdict(list)
     everything: list[list[int]] = []
@@ -205,7 +207,11 @@ def _runs(
             # Not under no_grad: what was compiled for training serves here, too.
             hidden = forward(batch, features).detach()
             blocks = torch.split(torch.arange(len(hidden), device=hidden.device), SLICE)
-            drafts = torch.cat([choose(head.logits(hidden[part]), batch, chosen, part) for part in blocks])
+            before = batch.tokens_before()  # those of drafts that count were all right
+            logits = (forward.draft_logits(head, hidden[part], before[part]).detach() for part in blocks)
+            drafts = torch.cat(
+                [choose(one, batch, chosen, part) for one, part in zip(logits, blocks, strict=True)]
+            )
             matches = drafts == batch.labels.flatten(0, 1)
             found = matches.long().cumprod(dim=1).sum(dim=1).view(batch.anchors.shape)
             row = torch.tensor(chosen)[:, None].expand(batch.anchors.shape)
@@ -216,7 +222,7 @@ def _runs(
 
 
 Choice = Callable[[Tensor, TrainingBatch, list[int], Tensor], Tensor]
-"""Drafts [n, B - 1] for the logits [n, B - 1, V] of some blocks of a batch of rows."""
+"""Drafts [n, B - 1] for logits [n, B - 1, V] of some blocks of a batch of rows."""
 
 
 def _greedy(logits: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor) -> Tensor:
@@ -234,7 +240,7 @@ class _Draw:
         places: Sequence[DocumentPlace],
     ) -> None:
         head = forward.head().weight
-        self._choose = forward.target.kernels.choose
+        self._kernels = forward.target.kernels
         table = Rows(
             max_rows=len(sampling),
             max_pages=1,
@@ -256,7 +262,7 @@ class _Draw:
         starts = (batch.anchors - batch.block_starts).flatten()[blocks]
         anchors = batch.tokens.gather(1, batch.anchors).flatten()[blocks]
         table = replace(self._table, rows=owners.flatten()[blocks])
-        return self._choose(logits, starts, anchors[:, None], table)
+        return self._kernels.choose(logits, starts, anchors[:, None], table)
 
 
 def _anchor_places(rows: PackedRows, chosen: list[int]) -> Tensor:

@@ -1,6 +1,6 @@
 """A trained drafter as a folder in z-lab's layout, which this engine, vLLM and SGLang load.
 
-config.json          DFlashDraftModel
+config.json          DFlashDraftModel, or DFlash2DraftModel
 model.safetensors    bfloat16, without embedding and head: those are the target's
 fit.json             tokens committed per step and acceptance by position, for each category
 README.md            the model card: data, recipe, numbers
@@ -18,8 +18,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from blockdraft.checkpoints.fit_file import FIT_FILE
+from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.weights import slots_of
 from blockdraft.models.dflash import DFlash
+from blockdraft.models.draft_config import KIND_NAMES
 from blockdraft.training.evaluate import DrafterFit
 
 
@@ -83,8 +85,7 @@ def card_text(
     card: DrafterCard,
 ) -> str:
     num_values = sum(weight.numel() for weight in weights.values())
-    dflash = config["dflash_config"]
-    assert isinstance(dflash, Mapping)
+    shape = read_draft_config(config, name=card.target)
     rows = [
         f"| {name} | {fit.num_documents} | **{fit.committed:.2f}** | "
         + " | ".join(f"{fit.by_position[place]:.0%}" for place in _shown(fit))
@@ -97,20 +98,20 @@ def card_text(
 library_name: blockdraft
 tags: [dflash, speculative-decoding, block-diffusion]
 ---
-# A DFlash drafter for {card.target}
+# A {KIND_NAMES[shape.kind]} drafter for {card.target}
 
-It proposes blocks of {config["block_size"]} tokens (the anchor included) in one forward, from the target's
+It proposes blocks of {shape.block} tokens (the anchor included) in one forward, from the target's
 own hidden states; the target verifies them. It changes how fast the target answers, never what it says.
 
     blockdraft generate --model {card.target} --draft PATH_OF_THIS_FOLDER "…"
 
-{num_values / 1e6:.1f} M parameters in bfloat16, {config["num_hidden_layers"]} layers, taps
-{dflash["target_layer_ids"]} (0-based target layers), mask token {dflash["mask_token_id"]},
-{"causal" if config.get("is_causal") else "bidirectional"} inside the block. Embedding and head are the
+{num_values / 1e6:.1f} M parameters in bfloat16, {shape.num_layers} layers, taps
+{list(shape.taps)} (0-based target layers), mask token {shape.mask_token_id},
+{"causal" if all(shape.is_causal) else "bidirectional"} inside the block. Embedding and head are the
 target's.
 
 ## What it commits
-Tokens per step, the target's own included, on held-out prompts: greedy, width {config["block_size"]}, and
+Tokens per step, the target's own included, on held-out prompts: greedy, width {shape.block}, and
 the share of steps in which the draft at a position was accepted.
 
 | prompts | documents | per step | {head} |

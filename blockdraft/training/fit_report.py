@@ -10,6 +10,7 @@ from pathlib import Path
 from blockdraft import __version__
 from blockdraft.errors import SettingsError
 from blockdraft.models.draft_config import DraftConfig
+from blockdraft.settings.settings import NGRAM
 from blockdraft.training.evaluate import DrafterFit
 
 FITS = 1.2  # tokens committed per step: below it no width pays anywhere
@@ -44,8 +45,8 @@ class FitQuestion:
                 raise SettingsError(f"{name} {value} is not at least 1.")
         if self.width is not None and self.width < 2:
             raise SettingsError(f"--width {self.width} drafts nothing: give 2 or more.")
-        if self.drafter == "none":
-            raise SettingsError("'none' is no drafter: give a folder or a hub id.")
+        if self.drafter in ("none", NGRAM):
+            raise SettingsError(f"'{self.drafter}' is no drafter with weights: give a folder or a hub id.")
 
     @property
     def source(self) -> str:

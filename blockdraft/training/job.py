@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from blockdraft.errors import SettingsError
+from blockdraft.models.draft_config import DraftKind
 
 CPU_ROWS = 2  # per step, where nobody says: a step of more takes minutes there
 
@@ -16,6 +17,8 @@ CPU_ROWS = 2  # per step, where nobody says: a step of more takes minutes there
 class DrafterShape:
     """What a drafter looks like; whatever is None follows the target."""
 
+    rank: int = 256  # of what DFlash2 and DSpark know of pairs of tokens
+    num_candidates: int = 16  # of DFlash2's columns
     block: int = 16
     num_layers: int = 5
     taps: tuple[int, ...] | None = None  # 0-based target layers; None: `num_taps` evenly spaced
@@ -49,6 +52,7 @@ class Objective:
     gamma: float = 7.0
     hardness: float = 0.0  # of dpace: how much more a block counts where drafts end early
     distill: float = 0.0  # share of the divergence from the target's own distribution
+    selector: float = 1.0  # of DFlash2: how much the choice among candidates counts beside the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class TrainingRecipe:
     clip: float = 1.0
     average: float = 0.0  # decay of a moving average of the weights, which is then what counts; 0: none
     objective: Objective = field(default_factory=Objective)
+    trained: Literal["all", "added", "selector"] = "all"  # of DFlash2: what it adds, or of that the selector
     seed: int = 0
 
 
@@ -83,6 +88,7 @@ class Job:
     held_out: tuple[tuple[str | None, Path], ...] = ()  # with a name: the category of them all
     model: str = "default"
     start_from: str | None = None  # a drafter to continue from
+    kind: DraftKind | None = None  # None: that of `start_from`, else dflash
     device: str = "auto"
     dtype: str = "auto"
     steps: int | None = None
@@ -130,6 +136,11 @@ class Job:
         if objective.hardness and objective.weighting != "dpace":
             raise SettingsError(f"--hardness {objective.hardness} is for --weighting dpace. Leave it out.")
         _check("--distill", objective.distill, 0, 1)
+        _check("--selector-weight", objective.selector, 0)
+        _check("--rank", self.shape.rank, 1)
+        _check("--candidates", self.shape.num_candidates, 2, 64)
+        if recipe.trained != "all" and self.start_from is None:
+            raise SettingsError(f"--train {recipe.trained} leaves noise as it is: give --from DRAFTER, too.")
 
     def fingerprint(self) -> dict[str, object]:
         """What must be the same for a run to be continued."""

@@ -85,7 +85,9 @@ def make_optimizers(
     matrices = [
         (module.weight, module.parts)
         for module in model.modules()
-        if isinstance(module, Linear) and isinstance(module.weight, nn.Parameter)
+        if isinstance(module, Linear)
+        and isinstance(module.weight, nn.Parameter)
+        and module.weight.requires_grad
     ]
     trained = [one for one in model.parameters() if one.requires_grad]
     if name == "adamw":

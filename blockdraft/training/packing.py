@@ -51,20 +51,32 @@ class TrainingBatch:
     is_real: Tensor  # [R, A]: fewer anchors than A fill the rest with place 0, which counts for nothing
     block_starts: Tensor  # [R, A]: where the anchor's document begins
     labels: Tensor  # [R, A, B - 1] int64; -1 past the document's end
+    first_column: int = 1  # of a forward's columns, the one that the first label is for
 
     @property
     def block(self) -> int:
         return self.labels.shape[2] + 1
 
+    @property
+    def num_columns(self) -> int:
+        """C: of a drafter's forward over a block."""
+        return self.labels.shape[2] + self.first_column
+
     def block_positions(self) -> Tensor:
-        """[R * A * B]: where each block token sits in its document."""
-        offset = torch.arange(self.block, device=self.anchors.device)
+        """[R * A * C]: where each block token sits in its document."""
+        offset = torch.arange(self.num_columns, device=self.anchors.device)
         return ((self.anchors - self.block_starts)[..., None] + offset).flatten()
 
-    def block_ids(self, mask_id: int) -> Tensor:
-        """[R, A, B]: the anchor, then masks."""
+    def tokens_before(self) -> Tensor:
+        """[R * A, B - 1]: the true token before that of each label; 0 past the document's end."""
         anchor = self.tokens.gather(1, self.anchors)[..., None]
-        return torch.cat((anchor, anchor.new_full(self.labels.shape, mask_id)), dim=2)
+        return torch.cat((anchor, self.labels[..., :-1]), dim=2).flatten(0, 1).clamp(min=0)
+
+    def block_ids(self, mask_id: int) -> Tensor:
+        """[R, A, C]: the anchor, then masks."""
+        anchor = self.tokens.gather(1, self.anchors)[..., None]
+        masks = anchor.new_full((*self.anchors.shape, self.num_columns - 1), mask_id)
+        return torch.cat((anchor, masks), dim=2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,19 +39,18 @@ class AcceptanceProbe:
         """What the drafter commits in steps of `width`, with `config` instead of its own."""
         trial = _Trial(self._drafter, config)
         kept = trial.keep(self._features[:, :, [self._taps.index(tap) for tap in config.taps]])
-        num_columns = width if trial.is_causal else trial.block  # as it drafts when it serves
         anchors = [len(one.prompt_ids) - 1 for one in self._documents]
         lasts = [len(one.prompt_ids) + len(one.answer_ids) - 1 for one in self._documents]
         steps: list[list[int]] = [[] for _ in self._documents]
         while rows := [row for row, last in enumerate(lasts) if anchors[row] < last]:
             places = torch.tensor([[anchors[row]] for row in rows], device=self._features.device)
-            batch = with_anchors(self._rows, rows, places, num_columns)
+            batch = with_anchors(self._rows, rows, places, trial.num_labels(width) + 1)
             runs = trial.runs(batch, _of_rows(kept, rows, len(lasts)), width)
             for row, run in zip(rows, runs, strict=True):
                 committed = min(run + 1, lasts[row] - anchors[row])
                 steps[row].append(committed)
                 anchors[row] += committed
-        return fit_of_steps(steps, trial.block)
+        return fit_of_steps(steps, config.block)
 
     def _read(self) -> Tensor:
         """The features [R, L, taps, E]. They are read row by row: prompts may be long, and a target large."""
@@ -74,7 +73,7 @@ def _of_rows(kept: Kept, rows: Sequence[int], num_rows: int) -> Kept:
     return {layer: (chosen(k), chosen(v)) for layer, (k, v) in kept.items()}
 
 
-class _Trial(DFlashDrafter):
+class _Trial:
     """A drafter as it serves, its weights shared, under another configuration.
 
     Few blocks are tried, so masks are spelled out on a GPU too: nothing has to be compiled.
@@ -83,12 +82,17 @@ class _Trial(DFlashDrafter):
     def __init__(self, drafter: DFlashDrafter, config: DraftConfig) -> None:
         model: DFlash = copy.copy(drafter.model)
         model.config = config
-        super().__init__(model, drafter.target, drafter.vocab_map)
+        self.drafter = type(drafter)(model, drafter.target, drafter.vocab_map)
+        self.config = config
         layers = [one for one in model.layers if isinstance(one, DFlashLayer)]
         self._masks = {
             one.layer: replace(one.mask, is_causal=is_causal)
             for one, is_causal in zip(layers, config.is_causal, strict=True)
         }
+
+    def num_labels(self, width: int) -> int:
+        """Of a batch whose forward has as many columns as the drafter's has when it serves."""
+        return self.drafter.columns_for(width) - self.config.first_column
 
     def keep(self, features: Tensor) -> Kept:
         """Keys and values of the context that features [R, L, taps, E] make."""
@@ -96,23 +100,27 @@ class _Trial(DFlashDrafter):
         num_rows, length = features.shape[:2]
         positions = torch.arange(length, device=features.device).repeat(num_rows)
         view = TrainView(positions, kept, num_rows=num_rows, masks={})
-        self.absorb(features.flatten(2).flatten(0, 1), view)
+        self.drafter.absorb(features.flatten(2).flatten(0, 1), view)
         return kept
 
     def runs(self, batch: TrainingBatch, kept: Kept, width: int) -> list[int]:
         """How many of the width - 1 drafts match after the anchor of each row of `batch`."""
+        drafter, batch = self.drafter, replace(batch, first_column=self.config.first_column)
         kinds = {kind: dense_mask(batch, sees(batch, kind)) for kind in set(self._masks.values())}
         masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}
         view = TrainView(batch.block_positions(), kept, num_rows=len(batch.tokens), masks=masks)
-        ids = batch.block_ids(self.model.config.mask_token_id)
-        hidden = self.model(self.embed(ids.flatten()), view).view(len(batch.tokens), batch.block, -1)
+        ids = batch.block_ids(self.config.mask_token_id)
+        hidden = drafter.model(drafter.embed(ids.flatten()), view, batch.num_columns)
+        hidden = hidden.view(len(batch.tokens), batch.num_columns, -1)[:, batch.first_column :]
+        hints = drafter.hints(hidden, batch.tokens_before())  # whoever is asked was right so far
         runs = [0] * len(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far
-        for column in range(1, width):
-            best = self.logits(hidden[rows, column]).argmax(dim=-1)
-            rows = rows[best == batch.labels[rows, 0, column - 1]]
+        for draft in range(width - 1):
+            said = None if hints is None else hints[rows, draft]
+            best = drafter.logits(hidden[rows, draft], said).argmax(dim=-1)
+            rows = rows[best == batch.labels[rows, 0, draft]]
             for row in rows.tolist():
-                runs[row] = column
+                runs[row] = draft + 1
             if not len(rows):
                 break
         return runs

@@ -26,19 +26,20 @@ from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.bulk import make_bulk
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import ModelError, SettingsError
+from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
 from blockdraft.training.announce import left, plan_lines, verdict_lines
 from blockdraft.training.answers import Document, first_of_each, read_conversations, read_shard
-from blockdraft.training.drafter import draft_json, load_weights, new_drafter
+from blockdraft.training.drafter import as_kind, draft_json, load_weights, new_drafter, train_only
 from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate
 from blockdraft.training.export import DrafterCard, export
 from blockdraft.training.job import Job
 from blockdraft.training.packing import pack
 from blockdraft.training.regenerate import AnswerCount, regenerate
-from blockdraft.training.trainer import Trainer, TrainingProgress
+from blockdraft.training.trainer import BlockForward, Trainer, TrainingProgress
 
 HELD_OUT = 20  # prompts of each category that are never trained on, where no file is given
 REGENERATE_SHARE = 0.2  # of the minutes given
@@ -78,7 +79,7 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
     models.target.taps = config.taps
     trainer = _trainer(job, models, documents, config)
     measured_s = time.monotonic()
-    before = None if job.start_from is None else _measured(job, trainer, kept, listener, "start")["all"]
+    before = None if job.start_from is None else _before(job, models, trainer, kept, listener)
     measured_s = time.monotonic() - measured_s
     if resume:
         _load_checkpoint(job, trainer, listener)
@@ -93,7 +94,7 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
     trainer.features.forget()
     release()
     with trainer.averaged():
-        fits = _measured(job, trainer, kept, listener, "evaluate")
+        fits = _measured(job, trainer.forward, kept, listener, "evaluate")
         export(job.out / "drafter", trainer.model, raw, fits, _model_card(job, documents, trainer))
         for name, fit in fits.items():
             listener.say(
@@ -110,7 +111,7 @@ def _check(job: Job, trainer: Trainer, held_out: list[Document], listener: Liste
     """Try the exported drafter in the engine, on a few of the same prompts."""
     few = random.Random(0).sample(held_out, min(NUM_CHECKED, len(held_out)))  # the same ones every time
     listener.show("check", None, f"{len(few)} answers in the engine")
-    expected = _simulated(job, trainer, few)["all"]
+    expected = _simulated(job, trainer.forward, few)["all"]
     config = trainer.model.config
 
     def report(num_done: int) -> None:
@@ -127,23 +128,37 @@ def _check(job: Job, trainer: Trainer, held_out: list[Document], listener: Liste
     listener.say(line)
 
 
+def _before(
+    job: Job, models: Models, trainer: Trainer, kept: Sequence[Document], listener: Listener
+) -> DrafterFit:
+    """The fit of the drafter that the run begins with, as it drafts by itself: not as another kind."""
+    assert job.start_from is not None
+    config = read_draft_config(open_checkpoint(job.start_from, what="drafter").config, name=job.start_from)
+    forward = trainer.forward
+    if config.spark != trainer.model.config.spark:
+        own = _new_model(job, models, config)
+        load_weights(own, job.start_from, models.device)
+        forward = BlockForward(own, models.target)
+    return _measured(job, forward, kept, listener, "start")["all"]
+
+
 def _measured(
-    job: Job, trainer: Trainer, kept: Sequence[Document], listener: Listener, stage: str
+    job: Job, forward: BlockForward, kept: Sequence[Document], listener: Listener, stage: str
 ) -> dict[str, DrafterFit]:
     """The fit on held-out answers, as the weights are now."""
     text = f"{len(kept)} held-out answers"
     listener.show(stage, None, text)
-    return _simulated(job, trainer, kept, lambda share: listener.show(stage, share, text))
+    return _simulated(job, forward, kept, lambda share: listener.show(stage, share, text))
 
 
 def _simulated(
     job: Job,
-    trainer: Trainer,
+    forward: BlockForward,
     documents: Sequence[Document],
     report: Callable[[float], None] = lambda share: None,
 ) -> dict[str, DrafterFit]:
     return simulate(
-        trainer.forward,
+        forward,
         documents,
         length=job.length,
         rows_per_step=job.recipe.rows_per_step,
@@ -322,10 +337,13 @@ def _drafter_config(
     else:
         own = open_checkpoint(job.model).config
         raw = draft_json(job.shape, models.config, own, _mask_id(job, models, documents))
+    raw = as_kind(raw, job.kind, job.shape, name=job.start_from or "the new drafter")
     config = read_draft_config(raw, name=job.start_from or "the new drafter")
     check_pair(config, models.config, models.tokenizer.eos_ids)
     if config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None:
         raise ModelError(f"'{config.name}' has a head or an embedding scale of its own: not trained here.")
+    if config.spark is not None and not config.spark.rank:
+        raise ModelError(f"'{config.name}' has a confidence head alone: it is served, but not trained here.")
     if job.recipe.short_blocks and not (all(config.is_causal) and config.block >= 4):
         raise SettingsError(
             f"--short-blocks {job.recipe.short_blocks} is for causal drafters with blocks of 4 or more: the "
@@ -348,8 +366,8 @@ def _mask_id(job: Job, models: Models, documents: Sequence[Document]) -> int:
     return max(special or free)
 
 
-def _trainer(job: Job, models: Models, documents: list[Document], config: DraftConfig) -> Trainer:
-    model = new_drafter(
+def _new_model(job: Job, models: Models, config: DraftConfig) -> DFlash:
+    return new_drafter(
         config,
         models.target,
         max_positions=job.length + config.block,
@@ -357,8 +375,13 @@ def _trainer(job: Job, models: Models, documents: list[Document], config: DraftC
         init="random" if job.start_from is not None else job.init,
         seed=job.recipe.seed,
     )
+
+
+def _trainer(job: Job, models: Models, documents: list[Document], config: DraftConfig) -> Trainer:
+    model = _new_model(job, models, config)
     if job.start_from is not None:
         load_weights(model, job.start_from, models.device)
+    train_only(model, job.recipe.trained)
     rows, _ = pack(documents, job.length)
     if not len(rows):
         raise SettingsError(f"--length {job.length}: every answer is longer. Raise it.")

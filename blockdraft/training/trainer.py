@@ -10,7 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,16 @@ from blockdraft.engine.engine import mix
 from blockdraft.kernels.transfer import to_device
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
-from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.models.dflash2 import DFlash2
+from blockdraft.step.kinds import drafter_type
 from blockdraft.training.anchor_walk import Walk
 from blockdraft.training.features import FeatureReader, KeptFeatures
 from blockdraft.training.job import TrainingRecipe
 from blockdraft.training.objective import Head, Scores, Teacher, block_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at
 from blockdraft.training.packing import PackedRows, TrainingBatch, draw
+from blockdraft.training.selector_loss import selector_loss
+from blockdraft.training.spark import SparkColumns, spark_columns, spark_loss
 from blockdraft.training.view import Kept, Seen, TrainView, block_masks
 
 
@@ -53,7 +56,7 @@ class BlockForward:
         assert model.kernels.is_reference, "only the references have gradients, and can be compiled"
         self.model, self.target = model, target
         self.block = model.config.block
-        self._drafter = DFlashDrafter(model, target)
+        self._drafter = drafter_type(model.config)(model, target)
         self._masks = {one.layer: one.mask for one in model.layers if isinstance(one, DFlashLayer)}
         self._run = _compiled() if next(model.parameters()).is_cuda else block_hidden
 
@@ -65,8 +68,22 @@ class BlockForward:
         cap = config.logit_softcap if config.logit_softcap is not None else target.config.logit_softcap
         return Head(module.weight.data, config.logit_scale, cap)
 
+    def columns(self, batch: TrainingBatch, features: Tensor) -> SparkColumns:
+        """What a drafter with DSpark's heads makes of the columns of every block."""
+        hidden = self(batch, features)
+        with _half(hidden):
+            return spark_columns(self.model, hidden, batch.tokens_before())
+
+    def draft_logits(self, head: Head, hidden: Tensor, before: Tensor) -> Tensor:
+        """[n, B - 1, V]: what drafts of hidden states [n, B - 1, E] are chosen by, behind those tokens."""
+        logits = head.logits(hidden)
+        with _half(hidden):
+            hints = self._drafter.hints(hidden, before)
+        return logits if hints is None else self._drafter.hinted(logits, hints)
+
     def __call__(self, batch: TrainingBatch, features: Tensor) -> Tensor:
-        """[R * A, B - 1, E]: what the drafter makes of columns 1 … B - 1 of every block."""
+        """[R * A, B - 1, E]: what the drafter makes of the columns of every block that draft."""
+        batch = replace(batch, first_column=self.model.config.first_column)
         ids = batch.block_ids(self.model.config.mask_token_id)
         x = self._drafter.embed(ids.flatten())
         masks = block_masks(batch, self._masks)
@@ -79,11 +96,12 @@ class BlockForward:
                 batch.block_positions(),
                 len(batch.tokens),
                 masks,
+                batch.num_columns,
             )
-        return hidden.view(-1, batch.block, x.shape[1])[:, 1:]
+        return hidden.view(-1, batch.num_columns, x.shape[1])[:, batch.first_column :]
 
 
-def block_hidden(
+def block_hidden(  # noqa: PLR0913
     model: DFlash,
     features: Tensor,
     x: Tensor,
@@ -91,11 +109,13 @@ def block_hidden(
     block_positions: Tensor,
     num_rows: int,
     masks: dict[int, Seen],
+    num_columns: int,
 ) -> Tensor:
-    """Hidden states [R * A * B, E] of blocks that begin as x, over the context that `features` make."""
+    """Hidden states [R * A * C, E] of blocks that begin as x, over the context that `features` make."""
     kept: Kept = {}
     model.absorb(features, TrainView(context_positions, kept, num_rows=num_rows, masks=masks))
-    hidden: Tensor = model(x, TrainView(block_positions, kept, num_rows=num_rows, masks=masks))
+    view = TrainView(block_positions, kept, num_rows=num_rows, masks=masks)
+    hidden: Tensor = model(x, view, num_columns)
     return hidden
 
 
@@ -122,7 +142,8 @@ class Trainer:
         self._head = self.forward.head()
         self.device = rows.tokens.device
         reader = FeatureReader(target, num_rows=recipe.rows_per_step, length=rows.tokens.shape[1])
-        self.features = KeptFeatures(reader, rows, has_hidden=recipe.objective.distill > 0)
+        self._has_teacher = recipe.objective.distill > 0 or model.markov is not None
+        self.features = KeptFeatures(reader, rows, has_hidden=self._has_teacher)
         self._optimizers = make_optimizers(
             model, name=recipe.optimizer, rate=recipe.rate, weight_decay=recipe.weight_decay
         )
@@ -174,13 +195,24 @@ class Trainer:
     def _draft(self, chosen: list[int], batch: TrainingBatch) -> Scores:
         """How every block of the rows `chosen` fares."""
         hidden, features = self.features.read(chosen)
-        return block_loss(
-            self.forward(batch, features),
+        labels, objective, teacher = (
             batch.labels.flatten(0, 1),
-            self._head,
             self.recipe.objective,
             self._teacher(batch, hidden),
         )
+        if self.model.markov is not None:
+            assert teacher is not None
+            after = self.model.markov.after.weight
+            return spark_loss(
+                self.forward.columns(batch, features), after, labels, self._head, objective, teacher
+            )
+        drafted = self.forward(batch, features)
+        scores = block_loss(drafted, labels, self._head, objective, teacher)
+        if not isinstance(self.model, DFlash2):
+            return scores
+        before, selector = batch.tokens_before(), self.model.candidate_selector
+        pairs = selector_loss(drafted, labels, before, self._head, selector, objective)
+        return Scores(scores.loss + objective.selector * pairs.loss, pairs.matches)
 
     def _rehearse(self) -> None:
         """Steps that move nothing: all is compiled and has its memory, and the rest is for features."""
@@ -229,7 +261,7 @@ class Trainer:
         return deep if weights is None else deep * weights
 
     def _teacher(self, batch: TrainingBatch, hidden: Tensor) -> Teacher | None:
-        if self.recipe.objective.distill == 0:
+        if not self._has_teacher:
             return None
         offset = torch.arange(batch.block - 1, device=self.device)
         place = (batch.anchors[..., None] + offset).clamp(max=batch.tokens.shape[1] - 1)

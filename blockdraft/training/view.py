@@ -42,8 +42,8 @@ def block_masks(batch: TrainingBatch, layers: Mapping[int, Mask]) -> dict[int, S
 
 def sees(batch: TrainingBatch, mask: Mask) -> Sees:
     """The rule at the top of this file, for one kind of layer."""
-    length, block, anchors, starts = batch.tokens.shape[1], batch.block, batch.anchors, batch.block_starts
-    window = mask.window
+    length, block, window = batch.tokens.shape[1], batch.num_columns, mask.window
+    anchors, starts = batch.anchors, batch.block_starts
 
     def see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         number = query // block
@@ -65,9 +65,9 @@ def sees(batch: TrainingBatch, mask: Mask) -> Sees:
 
 
 def dense_mask(batch: TrainingBatch, see: Sees) -> Tensor:
-    """[R, 1, A * B, L + A * B]"""
+    """[R, 1, A * C, L + A * C]"""
     num_rows, length = batch.tokens.shape
-    size = batch.anchors.shape[1] * batch.block
+    size = batch.anchors.shape[1] * batch.num_columns
     row = torch.arange(num_rows, device=batch.tokens.device)[:, None, None, None]
     query = torch.arange(size, device=row.device)[:, None]
     return see(row, row, query, torch.arange(length + size, device=row.device))
@@ -75,14 +75,14 @@ def dense_mask(batch: TrainingBatch, see: Sees) -> Tensor:
 
 def _tiles(batch: TrainingBatch, see: Sees) -> BlockMask:
     """The same for FlexAttention: which tiles hold anything at all, without looking at every pair."""
-    length, block, device = batch.tokens.shape[1], batch.block, batch.tokens.device
+    length, block, device = batch.tokens.shape[1], batch.num_columns, batch.tokens.device
     size = batch.anchors.shape[1] * block
     first = torch.arange(0, length + size, TILE, device=device)  # the first key of each tile
     anchors, starts = batch.anchors[..., None], batch.block_starts[..., None]
     own = torch.arange(length, length + size, block, device=device)[:, None]
     context = (starts < anchors) & (first < anchors) & (first + TILE > starts)
     itself = (first < own + block) & (first + TILE > own)
-    by_query = (context | itself).repeat_interleave(block, dim=1)  # [R, A * B, key tiles]
+    by_query = (context | itself).repeat_interleave(block, dim=1)  # [R, A * C, key tiles]
     by_query = functional.pad(by_query, (0, 0, 0, -size % TILE))
     is_used = by_query.view(len(batch.tokens), -1, TILE, len(first)).any(dim=2)[
         :, None
@@ -102,7 +102,7 @@ class TrainView:
     """
 
     def __init__(self, positions: Tensor, kept: Kept, *, num_rows: int, masks: Mapping[int, Seen]) -> None:
-        self.positions = positions  # [R * L], or [R * A * B]
+        self.positions = positions  # [R * L], or [R * A * C]
         self._kept = kept
         self._num_rows = num_rows
         self._masks = masks

@@ -71,9 +71,28 @@ def slightly(result, *arguments, **options):
 
 def test_a_right_engine_has_every_operation_checked(engine, plain):
     found = [result.operation for result in check_kernels(engine)]
-    assert set(found) == set(operations.OPERATIONS) - {"packed product", "compressed attention"}
+    of_others = {"packed product", "compressed attention", "block convolution", "walk", "recall"}
+    assert set(found) == set(operations.OPERATIONS) - of_others
     assert failed(engine) == {}
     assert failed(plain) == {}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_what_dflash2_adds_is_checked(dtype):
+    engine = tiny.engine("DFlash2", dtype=dtype)
+    assert {"block convolution", "walk"} <= {result.operation for result in check_kernels(engine)}
+    assert failed(engine) == {}
+    assert list(failed(wrong_kernel(engine, "walk", lambda drafts, *_: drafts + 1))) == ["walk"]
+    assert list(failed(wrong_kernel(engine, "block_conv", slightly))) == (
+        [] if dtype == "bfloat16" else ["block convolution"]
+    )
+
+
+@pytest.mark.parametrize("drafter", tiny.SPARKS)
+def test_dsparks_walk_is_checked(drafter):
+    engine = tiny.engine(drafter, dtype="float32")
+    assert failed(engine) == {}
+    assert list(failed(wrong_kernel(engine, "walk", lambda drafts, *_: drafts + 1))) == ["walk"]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
@@ -103,6 +122,20 @@ def test_compressed_keys_that_are_a_little_off(kv_dtype):
         pages.keys.codes.add_(1)
 
     assert failed(wrong_kernel(engine, "compress", beside)).keys() == {"compressed attention"}
+
+
+def test_drafts_that_are_recalled_wrongly():
+    engine = tiny.engine("ngram", dtype="float32", draft_ngram=2)
+    assert not failed_at("recall", engine)
+
+    def late(result, block, *_):
+        block[0, -1] += 1
+
+    def beside(result, history, *_):
+        history[2, 9] += 1
+
+    assert failed(wrong_kernel(engine, "recall", late)).keys() == {"recall"}
+    assert failed(wrong_kernel(engine, "remember", beside)).keys() == {"recall"}
 
 
 def test_a_gated_product(engine, monkeypatch):

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from blockdraft.checkpoints.quantization import read_quantization
-from blockdraft.checkpoints.read_draft_config import default_taps, read_draft_config
+from blockdraft.checkpoints.read_draft_config import default_taps, draft_block, read_draft_config
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
 from blockdraft.models.config import Rope
-from blockdraft.models.draft_config import check_pair
+from blockdraft.models.draft_config import Dflash2Head, SparkConfig, check_pair
 
 NAME = "some/drafter"
 BODY = {
@@ -45,6 +45,20 @@ def zlab(*, dflash=None, **top):
     raw = copy.deepcopy(ZLAB) | top
     raw["dflash_config"] = {k: v for k, v in (raw["dflash_config"] | (dflash or {})).items() if v is not None}
     return raw
+
+
+NO_HEADS = {"markov_rank": 0, "enable_confidence_head": False}
+
+
+def deepspec(**top):
+    """As deepseek-ai publishes dflash_*_block7."""
+    own = {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "num_target_layers": 6, "num_anchors": 512}
+    return BODY | own | {"mask_token_id": 99, "target_layer_ids": [1, 3, 4]} | NO_HEADS | top
+
+
+def specforge(*, dflash=None, **top):
+    own = {"projector_type": "dspark", "attention_mode": "gqa"} | (dflash or {})
+    return zlab(architectures=["DSparkDraftModel"], dflash=own, **top)
 
 
 def speculators(*, body=None, **top):
@@ -171,7 +185,6 @@ def test_scales_and_softcap_are_read_from_either_place():
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        (zlab(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"),
         (zlab(architectures=["LiLiCorrDraftModel"]), "LiLiCorrDraftModel"),
         (zlab(architectures=["Qwen3ForCausalLM"]), "Qwen3ForCausalLM"),
         (zlab(architectures=None), "no architecture"),
@@ -179,7 +192,15 @@ def test_scales_and_softcap_are_read_from_either_place():
         (zlab(dflash={"selector_rank": 256}), "dflash_config.selector_rank = 256"),
         (zlab(dflash={"projector_type": "domino"}), "dflash_config.projector_type = 'domino'"),
         (zlab(dflash={"lilicorr_top_k": 8}), "dflash_config.lilicorr_top_k = 8"),
-        (zlab(dflash={"sample_from_anchor": True}), "dflash_config.sample_from_anchor = True"),
+        (zlab(architectures=["Gemma4DSparkModel"]), "Gemma4DSparkModel"),
+        (zlab(architectures=["DominoDraftModel"]), "DominoDraftModel"),
+        (zlab(dflash={"shift_label": True}), "dflash_config.shift_label = True"),
+        (zlab(dflash={"sample_from_anchor": "yes"}), "dflash_config.sample_from_anchor = 'yes', expected"),
+        (specforge(dflash={"attention_mode": "mla"}), "dflash_config.attention_mode = 'mla'"),
+        (specforge(dflash={"dspark_backbone_conv_enabled": True}), "dspark_backbone_conv_enabled = True"),
+        (specforge(dflash={"shift_label": False}), "dflash_config.shift_label = False"),
+        (speculators(speculators_model_type="xpress"), "'xpress'"),
+        (speculators(speculators_model_type="domino"), "'domino'"),
         (zlab(dflash={"attention_sink_bias": True}), "dflash_config.attention_sink_bias = True"),
         (zlab(dflash={"attention_value_scale": 0.5}), "dflash_config.attention_value_scale = 0.5"),
         (zlab(use_gemma_norm=True), "use_gemma_norm = True"),
@@ -190,16 +211,171 @@ def test_scales_and_softcap_are_read_from_either_place():
         (zlab(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
         (zlab(num_key_value_heads=3), "4 query heads for 3 key/value heads"),
         (zlab(head_dim=7), "head_dim = 7"),
-        (speculators(speculators_model_type="dflash2"), "'dflash2'"),
-        (speculators(speculators_model_type="dspark"), "'dspark'"),
         (speculators(speculators_model_type="eagle3"), "'eagle3'"),
-        (speculators(sample_from_anchor=True), "sample_from_anchor = True"),
         (speculators(selector_top_k=16), "selector_top_k = 16"),
         (speculators(body={"hidden_act": "gelu"}), "transformer_layer_config.hidden_act = 'gelu'"),
         (speculators(body={"partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5"),
     ],
 )
 def test_relatives_and_variants_are_refused_by_name(raw, named):
+    assert named in refusal(raw)
+
+
+def dflash2(layout, **fields):
+    if layout is zlab:
+        return zlab(architectures=["DFlash2DraftModel"], **SLIDING, dflash=fields)
+    return speculators(speculators_model_type="dflash2", body=SLIDING, **fields)
+
+
+def test_dflash2_is_read_in_both_layouts_with_the_defaults_of_both():
+    head = Dflash2Head(conv_taps=2, conv_group=16, rank=256, top_k=16)
+    assert read(dflash2(zlab)).dflash2 == read(dflash2(speculators)).dflash2 == head
+    own = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 6}
+    for layout in (zlab, speculators):
+        assert read(dflash2(layout, **own)).dflash2 == Dflash2Head(3, 4, 5, 6)
+        assert read(layout()).dflash2 is None
+    assert read(dflash2(speculators)).is_causal == (False, False)
+    assert read(dflash2(speculators, sliding_window_non_causal=False)).is_causal == (True, False)
+    assert read(dflash2(zlab)).is_causal == (True, False)
+
+
+@pytest.mark.parametrize("layout", [zlab, speculators])
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("conv_group_size", 5, "does not divide the hidden size of 32"),
+        ("selector_top_k", 65, "at most 64 are walked"),
+        ("selector_rank", 0, "expected a positive number"),
+        ("conv_kernel_size", 2.5, "expected int"),
+        ("selector_head", "gated", "does not implement"),
+        ("lilicorr_top_k", 8, "does not implement"),
+        ("sample_from_anchor", True, "does not implement"),
+        ("markov_rank", 8, "does not implement"),
+    ],
+)
+def test_what_a_dflash2_drafter_must_not_say_is_refused_by_name(layout, key, value, why):
+    message = refusal(dflash2(layout, **{key: value}))
+    assert f"{key} = {value!r}" in message
+    assert why in message
+
+
+def test_a_dflash2_drafter_has_the_whole_vocabulary():
+    assert "draft_vocab_size = 50" in refusal(dflash2(speculators, draft_vocab_size=50))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        zlab(architectures=["LiLiCorrDraftModel"]),
+        zlab(dflash={"lilicorr_top_k": 8}),
+        zlab(dflash={"projector_type": "domino"}),
+        speculators(speculators_model_type="xpress"),
+    ],
+)
+def test_a_refused_relative_is_told_which_kinds_are_served(raw):
+    message = refusal(raw)
+    for kind in ("DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "DSparkDraftModel"):
+        assert kind in message
+    for kind in ("'dflash'", "'dflash2'", "'dspark'"):
+        assert kind in message
+
+
+@pytest.mark.parametrize(
+    ("raw", "block", "from_anchor"),
+    [
+        (zlab(), 10, False),
+        (zlab(dflash={"sample_from_anchor": False}), 10, False),
+        (zlab(dflash={"sample_from_anchor": True}), 11, True),
+        (zlab(dflash={"sample_from_anchor": True, "shift_label": True}), 11, True),
+        (zlab(sample_from_anchor=True), 11, True),
+        (deepspec(), 8, True),
+        (deepspec(sample_from_anchor=False), 7, False),
+        (specforge(), 11, True),
+        (speculators(), 10, False),
+        (speculators(sample_from_anchor=True), 11, True),
+        (speculators(speculators_model_type="dspark", **NO_HEADS), 11, True),
+        (speculators(speculators_model_type="dspark", sample_from_anchor=False, **NO_HEADS), 10, False),
+    ],
+)
+def test_a_block_has_a_draft_more_where_the_anchor_drafts(raw, block, from_anchor):
+    config = read(raw)
+    assert (config.block, config.drafts_from_anchor) == (block, from_anchor)
+    assert config.num_columns == block - from_anchor
+    assert draft_block(raw) == block
+
+
+def test_one_column_is_a_block_where_the_anchor_drafts():
+    assert read(deepspec(block_size=1)).block == 2
+    assert "block_size" in refusal(deepspec(block_size=0))
+
+
+def test_deepspec_keeps_at_the_top_what_others_keep_in_a_section():
+    config = read(deepspec())
+    assert (config.taps, config.mask_token_id, config.is_causal) == ((1, 3, 4), 99, (False, False))
+    assert "has no 'mask_token_id'" in refusal(deepspec(mask_token_id=None))
+    assert "reads target layers [-1, 2]" in refusal(deepspec(target_layer_ids=[-1, 2]))
+
+
+def test_a_copy_of_the_targets_head_is_no_head_of_its_own():
+    assert not read(deepspec()).has_own_head(is_stored=True)
+    assert read(zlab()).has_own_head(is_stored=True)
+    assert read(deepspec(draft_vocab_size=10)).has_own_head(is_stored=True)
+    assert not read(zlab()).has_own_head(is_stored=False)
+
+
+HEADS = {
+    "markov_rank": 8,
+    "markov_head_type": "gated",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+WITH_HEADS = SparkConfig(rank=8, kind="gated", has_confidence=True, confidence_reads_token=True)
+
+
+@pytest.mark.parametrize(
+    ("raw", "spark"),
+    [
+        (zlab(), None),
+        (deepspec(), None),
+        (deepspec(**HEADS), WITH_HEADS),
+        (deepspec(**HEADS | {"markov_head_type": "rnn"}), replace(WITH_HEADS, kind="rnn")),
+        (deepspec(**HEADS | {"markov_head_type": None}), replace(WITH_HEADS, kind="vanilla")),
+        (
+            deepspec(**HEADS | {"enable_confidence_head": False}),
+            SparkConfig(8, "gated", has_confidence=False, confidence_reads_token=False),
+        ),
+        (
+            deepspec(enable_confidence_head=True, confidence_head_with_markov=False),
+            SparkConfig(0, "vanilla", has_confidence=True, confidence_reads_token=False),
+        ),
+        (specforge(dflash=HEADS), WITH_HEADS),
+        (
+            specforge(dflash=HEADS | {"enable_confidence_head": None, "confidence_head_alpha": 1.0}),
+            WITH_HEADS,
+        ),
+        (zlab(sample_from_anchor=False, **HEADS), WITH_HEADS),
+        (zlab(dflash=HEADS | {"sample_from_anchor": True}), WITH_HEADS),
+        (speculators(speculators_model_type="dspark", **HEADS), WITH_HEADS),
+        (speculators(speculators_model_type="dspark"), replace(WITH_HEADS, rank=256, kind="vanilla")),
+    ],
+)
+def test_dsparks_heads_are_read_where_each_layout_keeps_them(raw, spark):
+    assert read(raw).spark == spark
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (deepspec(**HEADS | {"markov_head_type": "fir"}), "markov_head_type = 'fir'"),
+        (deepspec(**HEADS | {"markov_rank": -1}), "markov_rank = -1"),
+        (deepspec(**HEADS | {"markov_rank": 0}), "confidence_head_with_markov = True, but markov_rank = 0"),
+        (deepspec(**HEADS | {"markov_rank": "8"}), "markov_rank = '8', expected int"),
+        (specforge(dflash=HEADS | {"markov_head_type": "fir"}), "dflash_config.markov_head_type = 'fir'"),
+        (zlab(**HEADS), "set dflash_config.sample_from_anchor to false or true"),
+        (speculators(**HEADS), "sample_from_anchor"),
+    ],
+)
+def test_heads_that_cannot_be_are_named(raw, named):
     assert named in refusal(raw)
 
 

@@ -60,6 +60,12 @@ def test_the_smallest_bucket_with_room_is_replayed():
         stepping.assert_same_play(stepping.play(engine, scene), expected, scene)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafter", ["ngram", "trained"])
+def test_drafts_from_n_grams_are_captured(drafter, overlap):
+    stepping.check_ngrams(CARD, drafter, overlap=overlap)
+
+
 @pytest.mark.parametrize("now", [None, ()], ids=["captured", "captured-when-wanted"])
 def test_graphs_with_a_step_in_flight_serve_the_same_texts(now):
     expected = stepping.serve_mixed(stepping.tiny_engine(CARD, is_captured=False))

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():  # before anything imports Triton, which other
 
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.kernels import attention, choice, cpu, gated_delta, heads, linear, rows
+from blockdraft.kernels.candidates import PairScores
 from blockdraft.kernels.choice import OPERATIONS, Available
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from blockdraft.models.dflash import DFlash
@@ -72,6 +73,18 @@ def _advance(kernels):
     return made.length
 
 
+def _recall(kernels):
+    history, block = torch.tensor([[1, 2, 1, 0]], dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int64)
+    kernels.recall(block, history, torch.tensor([0]), torch.tensor([2]), 1)
+    return block
+
+
+def _remember(kernels):
+    history = torch.zeros(1, 4, dtype=torch.int32)
+    kernels.remember(history, torch.tensor([[3, 4]]), torch.tensor([0]), torch.tensor([1]))
+    return history
+
+
 def _heads():
     slots = heads.Slots(torch.zeros(1, 4, 4), torch.zeros(1, 4, 4), torch.tensor([1, 3]))
     angles = torch.ones(2, 1, 2), torch.zeros(2, 1, 2)
@@ -114,6 +127,18 @@ CALLS = {
         torch.ones(3), torch.tensor([1]), _rows().sampling()
     ),
     "advance": _advance,
+    "block_conv": lambda kernels: kernels.block_conv(
+        torch.randn(4, 6), torch.randn(2, 6), torch.randn(4, 2, 3), 2, None
+    ),
+    "walk": lambda kernels: kernels.walk(
+        torch.randn(1, 2, 8),
+        PairScores(torch.randn(8, 3), torch.randn(8, 3), torch.randn(1, 2, 3), 4),
+        torch.tensor([1]),
+        torch.tensor([[2]]),
+        _rows().sampling(),
+    ),
+    "recall": _recall,
+    "remember": _remember,
 }
 ON_CPU = ["linear", "attend", "rms_norm", "silu", "gelu", "rotate", "scan", "fold", "convolve"]
 ON_CPU += ["norm_rope_write", "norm_rope_write of a context"]
@@ -133,6 +158,10 @@ ON_GPU = {  # the kernel's module and name, and the operation that it belongs to
     "count_accepted": ("acceptance", "count_accepted", "acceptance"),
     "draw_accepted": ("acceptance", "draw_accepted", "acceptance"),
     "advance": ("acceptance", "advance", "acceptance"),
+    "block_conv": ("block_conv", "block_conv", "block convolutions"),
+    "walk": ("candidates", "walk", "candidates"),
+    "recall": ("recall", "recall", "recall"),
+    "remember": ("recall", "remember", "recall"),
 }
 
 
@@ -284,7 +313,7 @@ def test_a_frozen_model_on_kernels_refuses_what_wants_a_gradient(part):
     wanted = torch.ones(2, models.config.hidden_size, requires_grad=True)
     calls = {
         "logits": lambda target, drafter: target.logits(wanted),
-        "draft": lambda target, drafter: drafter(wanted, None),
+        "draft": lambda target, drafter: drafter(wanted, None, 1),
         "absorb": lambda target, drafter: drafter.absorb(wanted, None),
     }
     with pytest.raises(ValueError, match="gradient"):
@@ -321,6 +350,7 @@ def test_compiled_code_has_the_references_and_their_gradients(monkeypatch):
         torch.arange(5, 5 + block),
         1,
         masks,
+        block,
     )
     compiled = torch.compile(block_hidden, backend="eager", fullgraph=True, dynamic=False)
     expected = block_hidden(model, *given)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.noise import gumbel, philox
+from blockdraft.kernels.noise import gumbel, gumbel_at, philox
 
 # Random123, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, output.
 KNOWN = {
@@ -113,3 +113,11 @@ def test_the_cpus_kernel_draws_the_same_noise(vocab_size):
     )
     alone = draw(seeds[1:2], positions[1:2, 1:], vocab_size)
     assert torch.equal(alone[0, 0], found[1, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_noise_of_some_tokens_is_that_of_the_vocabulary(dtype):
+    seeds, positions = torch.tensor([3, -(2**63)]), torch.tensor([[0, 2**40], [5, 6]])
+    ids = torch.tensor([0, 1, 2, 3, 98, 50, 5]).expand(2, 2, -1)
+    whole = gumbel(seeds, positions, 99, dtype)
+    assert torch.equal(gumbel_at(seeds, positions, ids, dtype), whole.gather(2, ids))

@@ -76,7 +76,7 @@ CASES = {
     "old-runner-windows": ({**QWEN, **WINDOWS, **OLD_RUNNER}, {"engine_env": ()}),
     "old-runner-rejected-slots": ({**QWEN, **OLD_RUNNER}, {"engine_env": ()}),
     "windows-ignored": ({**QWEN, **WINDOWS, "engine_version": "0.24.0"}, {"engine_version": "0.25.0"}),
-    "dspark-short-block": ({**QWEN, **DSPARK, "width": 4}, {"width": 7}),
+    "dspark-short-block": ({**QWEN, **DSPARK, "width": 7}, {"width": 8}),
     "int4-autoround-coder-next": (
         {**CODER, "model": "Intel/Qwen3-Coder-Next-int4-AutoRound"},
         {"model": CODER["model"]},

@@ -45,6 +45,10 @@ def test_drafter_is_named_with_its_method():
     assert speculative(command("vllm"))["method"] == "dflash"
     assert speculative(command("vllm"))["model"] == PAIR["draft"]
     assert value(command("sglang"), "--speculative-algorithm") == "DFLASH"
+    for raw in ({"architectures": ["Qwen3DSparkModel"]}, {"speculators_model_type": "dspark"}):
+        block7 = {**raw, "block_size": 7}
+        found = speculative(command("vllm", draft_config=block7, width="auto"))
+        assert (found["method"], found["num_speculative_tokens"]) == ("dspark", 7)
     assert value(command("sglang"), "--speculative-draft-model-path") == PAIR["draft"]
 
 
@@ -426,6 +430,7 @@ def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
         "head_address",
         "num_nodes",
         "draft",
+        "draft_ngram",
     }
     elsewhere = {"model", "width", "device", "attention_backend", "draft_attention_backend", "max_queue"}
     elsewhere |= {"synthetic_acceptance", "draft_quantization", "max_stall_ms", "engine_args", "engine_env"}

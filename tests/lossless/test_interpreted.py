@@ -42,21 +42,25 @@ REQUESTS = [
 ]
 
 
-def answers(kernels):
+def answers(kernels, drafter):
     # A short page table: attention then has one split of the keys to interpret.
     plan = {"width": WIDTH, "page_size": 4, "num_pages": 24, "max_rows": 2, "max_context": 16}
-    engine = tiny.engine("trained", dtype="float32", kernels=kernels, max_positions=32, **plan)
+    engine = tiny.engine(drafter, dtype="float32", kernels=kernels, max_positions=32, **plan)
     return engine, tiny.run(pin(engine, is_captured=False), REQUESTS)
 
 
-def test_tokens_and_lengths_are_those_of_the_reference():
-    reference, expected = answers(REFERENCE)
-    engine, got = answers(kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True))
+@pytest.mark.parametrize("drafter", ["trained", "DFlash2", *tiny.SPARKS])
+def test_tokens_and_lengths_are_those_of_the_reference(drafter):
+    """And so is the number of steps: the same drafts were right."""
+    reference, expected = answers(REFERENCE, drafter)
+    kernels = kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True)
+    engine, got = answers(kernels, drafter)
     assert got == expected
     assert [len(tokens) for [(tokens, _, _)] in got] == [2, 4]
     assert engine.rows.length[:2].tolist() == reference.rows.length[:2].tolist()
     assert engine.stats.num_blocks == reference.stats.num_blocks
-    assert engine.stats.num_blocks < engine.stats.num_emitted, "no draft was accepted"
+    if drafter in ("trained", "DSpark"):  # the gates of the others know nothing
+        assert engine.stats.num_blocks < engine.stats.num_emitted, "no draft was accepted"
     assert engine.rows.length[2] == 0, "the scratch row, which filled the last step up, has moved"
 
 

@@ -99,7 +99,9 @@ def cases(draw):
             "kv_window": draw(st.sampled_from([16, 40])),
             "draft_kv_dtype": draw(st.sampled_from(["exact", kv_dtype])),
         }
-    drafter = draw(st.sampled_from(["trained", "trained", "random", "none", "hinted"]))
+    drafter = draw(st.sampled_from(["trained", "trained", "random", "none", "hinted", "ngram", *tiny.KINDS]))
+    if drafter == "ngram" or (drafter in ("trained", *tiny.KINDS) and draw(st.booleans())):
+        plan["draft_ngram"] = draw(st.sampled_from([1, 2, 4]))
     return requests, plan, drafter, draw(st.floats(0.5, 1.0))
 
 
@@ -133,12 +135,22 @@ def test_many_more_schedules(case):
     assert got == expected
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperature):
+@pytest.mark.parametrize(
+    ("temperature", "drafter"),
+    [
+        (0.0, "trained"),
+        (1.0, "trained"),
+        (0.0, "DFlash2"),
+        pytest.param(1.0, "DFlash2", marks=pytest.mark.slow),
+        (0.0, "DSpark"),
+        pytest.param(1.0, "DSpark", marks=pytest.mark.slow),
+    ],
+)
+def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperature, drafter):
     """A drafter that never gets a full block accepted would hide half the bugs."""
     params = SamplingParams(temperature=temperature, max_tokens=120, ignore_eos=True)
     requests = [([i, i + 1, i + 2, i + 3], replace(params, seed=i)) for i in range(12)]
-    engine = tiny.engine("trained", width=tiny.BLOCK)
+    engine = tiny.engine(drafter, width=tiny.BLOCK)
     for prompt, params in requests:
         engine.add(prompt, params)
     deltas = tiny.drain(engine)
@@ -147,7 +159,41 @@ def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperat
         assert counts == set(range(tiny.BLOCK))
     else:
         assert tiny.BLOCK - 1 in counts
-    assert tiny.run(tiny.engine("trained", width=tiny.BLOCK), requests) == plain(requests)
+    assert tiny.run(tiny.engine(drafter, width=tiny.BLOCK), requests) == plain(requests)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize(
+    ("temperature", "is_captured"),
+    [
+        (0.0, False),
+        (1.0, True),
+        pytest.param(0.0, True, marks=pytest.mark.slow),
+        pytest.param(1.0, False, marks=pytest.mark.slow),
+    ],
+)
+def test_every_kind_of_drafter_at_every_width_emits_plain_decodings_tokens(kind, temperature, is_captured):
+    params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True)
+    requests = [
+        ([i, i + 1, i + 2, i + 3], replace(params, seed=i, width=width))
+        for i, width in enumerate((None, 2, 3, 5, tiny.BLOCK))
+    ]
+    engine = tiny.engine(kind, width=tiny.BLOCK, max_rows=3, page_size=3, is_captured=is_captured)
+    assert tiny.run(engine, requests) == plain(requests)
+
+
+@pytest.mark.parametrize("drafter", ["DFlash2", "DSpark"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_n_grams_beside_any_kind_of_drafter_change_the_steps_and_no_token(temperature, drafter):
+    params = SamplingParams(temperature=temperature, max_tokens=50, ignore_eos=True)
+    prompts = ([30, 31] * 9, [3, 5, 7, 9, 11] * 4, [4, 6, 8])
+    requests = [(prompt, replace(params, seed=seed)) for seed, prompt in enumerate(prompts)]
+    num_blocks = set()
+    for least in (0, 1):
+        engine = tiny.engine(drafter, width=tiny.BLOCK, draft_ngram=least, is_captured=bool(least))
+        assert tiny.run(engine, requests) == plain(requests)
+        num_blocks.add(engine.stats.num_blocks)
+    assert len(num_blocks) == 2, "nothing was overruled"
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -166,9 +212,9 @@ def test_full_blocks_in_every_step_with_a_step_in_flight(page_size):
 def test_float32_is_bit_equal_at_pinned_rows_and_width(width, temperature):
     """Same shapes, other drafts: the committed tokens and their log-probabilities are the same bits."""
     answers = []
-    for drafter in ("none", "trained"):
+    for drafter in ("none", "trained", "DFlash2", "DSpark"):
         engine = tiny.engine(drafter, dtype="float32", width=width, max_rows=1)
         engine.add([2, 4, 6, 8], SamplingParams(temperature=temperature, seed=5, max_tokens=90, logprobs=1))
         deltas = tiny.drain(engine)
         answers.append([(item.token_id, item.logprob) for delta in deltas for item in delta.logprobs])
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]

@@ -4,7 +4,6 @@ Any other runs its whole block, but its head on those columns alone.
 """
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ import torch
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
-from blockdraft.models.dflash import DFlash
-from blockdraft.models.kernel_module import with_kernels
 from blockdraft.step.dflash import DFlashDrafter
 from tests import tiny
 
@@ -22,15 +19,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 @functools.cache
-def drafter(dtype, windows=(None, None), is_causal=(True, True)):
+def drafter(dtype, windows=(None, None), is_causal=(True, True), from_anchor=False):
     """The trained one with other masks: it drafts worse, but not at random."""
-    trained = tiny.load(dtype).drafter
-    config = replace(trained.model.config, windows=windows, is_causal=is_causal)
-    model = DFlash(config, first_layer=4, max_positions=256, has_head=False, device=torch.device("cpu"))
-    model = model.to(getattr(torch, dtype))
-    model.load_state_dict(trained.model.state_dict())
-    kernels = trained.target.kernels
-    return DFlashDrafter(with_kernels(model.requires_grad_(False), kernels), trained.target)
+    return tiny.changed_drafter(dtype, windows=windows, is_causal=is_causal, drafts_from_anchor=from_anchor)
 
 
 def whole_block(narrow):
@@ -67,11 +58,12 @@ def drafts(one, dtype, width, kernels=None):
     return one.draft(engine.rows, engine.cache, engine.cache.view(engine.rows, width), width)
 
 
+@pytest.mark.parametrize("from_anchor", [False, True], ids=["behind", "from the anchor"])
 @pytest.mark.parametrize("windows", [(None, None), (3, 6)], ids=str)
 @pytest.mark.parametrize("kernels", [None, REFERENCE], ids=["kernels", "reference"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_fewer_columns_draft_the_same(dtype, kernels, windows):
-    narrow = drafter(dtype, windows)
+def test_fewer_columns_draft_the_same(dtype, kernels, windows, from_anchor):
+    narrow = drafter(dtype, windows, from_anchor=from_anchor)
     for width in range(2, tiny.BLOCK + 1):
         expected = drafts(whole_block(narrow), dtype, width, kernels)
         assert drafts(narrow, dtype, width, kernels).tolist() == expected.tolist()
@@ -91,8 +83,10 @@ def test_fewer_columns_draft_the_same_on_the_gpu_kernels():
     ("is_causal", "num_columns"),
     [((True, True), 3), ((True, False), tiny.BLOCK), ((False, False), tiny.BLOCK)],
 )
-def test_only_where_every_layer_is_causal(is_causal, num_columns):
-    one = drafter("float64", is_causal=is_causal)
+@pytest.mark.parametrize("from_anchor", [False, True])
+def test_only_where_every_layer_is_causal(is_causal, num_columns, from_anchor):
+    num_columns -= from_anchor
+    one = drafter("float64", is_causal=is_causal, from_anchor=from_anchor)
     one = DFlashDrafter(one.model, one.target)
     seen = watched(one)
     drafts(one, "float64", 3)

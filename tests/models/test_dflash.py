@@ -24,7 +24,7 @@ LENGTHS = (19, 7, 1)  # context of each row
 
 
 def block_logits_of(drafter, rows, cache):
-    return drafter.block_logits(rows.anchor[rows.active][:, None], cache.view(rows, drafter.block))
+    return drafter.block_logits(rows.anchor[rows.active][:, None], cache.view(rows, drafter.num_columns))
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,8 @@ def make(tmp_path_factory):
     return write_pair
 
 
-def write_random_draft(folder, *, top=(), dflash=(), speculators=None, own_head=None):
-    """A drafter in either layout. Returns its configuration as the reference reads it, and its tensors."""
+def write_random_draft(folder, *, top=(), dflash=(), speculators=None, own_head=None, layout=None):
+    """A drafter in any layout. Returns its configuration as the reference reads it, and its tensors."""
     config = copy.deepcopy(make_pair.draft_config()) | dict(top)
     config["dflash_config"] |= dict(dflash)
     generator = torch.Generator().manual_seed(6)
@@ -73,7 +73,8 @@ def write_random_draft(folder, *, top=(), dflash=(), speculators=None, own_head=
         weights |= {"lm_head.weight": torch.randn(len(own_head), HIDDEN, generator=generator) * 0.2}
         weights |= {"d2t": own_head - torch.arange(len(own_head))}
         weights |= {"t2d": torch.isin(torch.arange(VOCAB), own_head)}
-    write_draft(folder, config if speculators is None else tiny.to_speculators(config, speculators), weights)
+    written = config if speculators is None else tiny.to_speculators(config, speculators)
+    write_draft(folder, written if layout is None else layout(config), weights)
     return config, weights
 
 
@@ -136,6 +137,8 @@ def sliding(window, *, causal, anchored=False):
 
 
 FULL = {"window": None, "causal": False}
+CAUSAL = {"window": None, "causal": True}
+FROM_ANCHOR = {"sample_from_anchor": True}
 SWA = {"layer_types": SLIDING, "sliding_window": 6}
 # name: (what the files say, the masks of the two layers)
 VARIANTS = {
@@ -169,6 +172,21 @@ VARIANTS = {
         {"top": SWA, "speculators": {"sliding_window_non_causal": True}},
         [sliding(6, causal=False, anchored=True)] * 2,
     ),
+    "JetSpec's causal head": ({"dflash": {"causal_head": True}}, [CAUSAL, CAUSAL]),
+    "JetSpec's, with windows": (
+        {"top": SWA, "dflash": {"causal_head": True}},
+        [sliding(6, causal=True)] * 2,
+    ),
+    "from the anchor": ({"dflash": FROM_ANCHOR}, [FULL, FULL]),
+    "from the anchor, one draft": ({"dflash": FROM_ANCHOR, "top": {"block_size": 1}}, [FULL, FULL]),
+    "from the anchor, 15 drafts": ({"dflash": FROM_ANCHOR, "top": {"block_size": 15}}, [FULL, FULL]),
+    "from the anchor, causal": ({"dflash": FROM_ANCHOR | {"causal_head": True}}, [CAUSAL, CAUSAL]),
+    "from the anchor, DeepSpec": ({"dflash": FROM_ANCHOR, "layout": tiny.to_deepspec}, [FULL, FULL]),
+    "from the anchor, SpecForge": ({"dflash": FROM_ANCHOR, "layout": tiny.to_specforge}, [FULL, FULL]),
+    "from the anchor, speculators": (
+        {"dflash": FROM_ANCHOR, "top": SWA, "speculators": {"sliding_window_non_causal": True}},
+        [sliding(6, causal=False, anchored=True)] * 2,
+    ),
     "embedding scale": ({"dflash": {"input_embedding_scale": 5.5}}, [FULL, FULL]),
     "output multiplier and softcap": (
         {"dflash": {"output_multiplier": 1.7, "final_logit_softcapping": 1.5}},
@@ -186,9 +204,9 @@ def test_block_logits_are_those_of_the_reference(make, variant):
     files, kinds = VARIANTS[variant]
     *folders, reference = make(**files)
     drafting, features = Drafting(folders), random_features()
-    block = drafting.drafter.block
-    expected = [reference(f, 3 + row, masks(block, *kinds)) for row, f in enumerate(features)]
-    assert expected[0].shape == (block - 1, VOCAB)
+    columns = drafting.drafter.num_columns
+    expected = [reference(f, 3 + row, masks(columns, *kinds)) for row, f in enumerate(features)]
+    assert expected[0].shape == (drafting.drafter.block - 1, VOCAB)
     for page_size in (1, 5, 16):
         drafting.page_size = page_size
         actual = drafting.logits(features, random_chunks(seed=page_size))

@@ -288,8 +288,8 @@ def test_a_query_narrows_the_text_and_leaves_empty_parts_out(capsys):
 
 
 def test_a_refused_pair_says_why(capsys):
-    text = printed(capsys, "Qwen3.8-27B-DFlash2")
-    assert "Refused: DFlash2 drafter" in text
+    text = printed(capsys, "Muse-Glimmer-30B-DFlash2")
+    assert "Refused: the target's family" in text
     assert "Pairs that run" not in text
 
 

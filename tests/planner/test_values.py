@@ -7,6 +7,7 @@ from benchmarks.shapes import SHAPES
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.models.dflash import DFlash
+from blockdraft.models.dflash2 import DFlash2
 from blockdraft.models.registry import build_decoder
 from blockdraft.planner.values import draft_values, target_values
 from tests.checkpoints.published import CONFIGS
@@ -49,3 +50,15 @@ def test_a_drafter_has_as_many_values_as_are_built(name, has_head):
     model = built(lambda: DFlash(config, first_layer=0, max_positions=1, has_head=has_head, device=CPU))
     found = draft_values(config, has_head=has_head)
     assert found.total == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_what_dflash2_adds_is_counted_and_never_quantised():
+    """Codebooks of the whole vocabulary among it: a published one has 127 million values there."""
+    raw = SHAPES["qwen3-8b"][1]
+    plain = read_draft_config(raw, name="plain")
+    config = read_draft_config(raw | {"architectures": ["DFlash2DraftModel"]}, name="dflash2")
+    model = built(lambda: DFlash2(config, first_layer=0, max_positions=1, has_head=False, device=CPU))
+    found, without = draft_values(config, has_head=False), draft_values(plain, has_head=False)
+    assert found.total == sum(parameter.numel() for parameter in model.parameters())
+    assert found.projections == without.projections
+    assert found.plain - without.plain > 2 * 256 * config.vocab_size

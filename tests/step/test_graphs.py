@@ -141,6 +141,13 @@ def test_a_bucket_that_is_filled_up_touches_only_the_active_rows():
     stepping.check_padding(stepping.tiny_engine(HOST), stepping.tiny_engine(HOST))
 
 
+@pytest.mark.skipif(not HOST.has_graphs, reason="steps are not captured here")
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafter", ["ngram", "trained"])
+def test_drafts_from_n_grams_are_captured(drafter, overlap):
+    stepping.check_ngrams(HOST, drafter, overlap=overlap)
+
+
 @pytest.mark.parametrize("now", [None, ()], ids=["captured", "captured-when-wanted"])
 def test_a_step_in_flight_changes_no_text(now):
     expected = stepping.serve_mixed(stepping.tiny_engine(HOST))

@@ -47,6 +47,11 @@ VARIANTS = {
         {"top": MIXED, "speculators": {}},
         [window(causal=True, anchored=True), FULL],
     ),
+    "from the anchor": ({"dflash": {"sample_from_anchor": True}}, [FULL, FULL]),
+    "causal, from the anchor": (
+        {"top": {"is_causal": True}, "dflash": {"sample_from_anchor": True}},
+        [FULL | {"causal": True}] * 2,
+    ),
     "block 3": ({"top": {"block_size": 3}}, [FULL, FULL]),
     "block 16": ({"top": {"block_size": 16}}, [FULL, FULL]),
     "other heads": (
@@ -102,7 +107,7 @@ class Scene:
         return torch.where(where[:, None], 30 * noise.double(), self.features)
 
 
-@pytest.fixture(params=["full", "causal", "mixed", "anchored windows"])
+@pytest.fixture(params=["full", "causal", "mixed", "anchored windows", "from the anchor"])
 def scene(request):
     return Scene(**VARIANTS[request.param][0])
 
@@ -183,7 +188,8 @@ def test_training_and_serving_and_the_reference_agree_on_every_block(variant, tm
     weights = named_weights(scene.model, torch.float64)
     config = pairs.draft_json(**{name: part for name, part in files.items() if name != "speculators"})
     embedding = pairs.target().embedding.weight.data
-    masks = [lambda count, kind=kind: visible(count, scene.block, **kind) for kind in kinds]
+    columns = scene.model.config.num_columns
+    masks = [lambda count, kind=kind: visible(count, columns, **kind) for kind in kinds]
     for place, (number, row, start, anchor) in enumerate(scene.blocks()):
         torch.testing.assert_close(logits[number], served[place], rtol=0, atol=1e-10)
         features = scene.features.view(len(scene.rows), LENGTH, -1)[row, start:anchor]
@@ -215,7 +221,7 @@ def serve(scene, models):
     bench.rows.activate(range(len(blocks)))
     anchors = bench.rows.anchor[bench.rows.active][:, None]
     with torch.no_grad():
-        return models.drafter.block_logits(anchors, bench.cache.view(bench.rows, scene.block))
+        return models.drafter.block_logits(anchors, bench.cache.view(bench.rows, models.drafter.num_columns))
 
 
 # ---- FlexAttention's tiles

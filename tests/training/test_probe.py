@@ -18,8 +18,8 @@ PROMPTS = [[0, 2, 4, 6], [7], [1, 4, 7, 10, 13], [50, 3, 21], [30, 31, 32, 33, 3
 MAX_TOKENS = (33, 9, 20, 33, 2)  # documents of very different lengths
 
 
-def load(folder, **changes):
-    shutil.copytree(tiny.DRAFT, folder)
+def load(folder, source=tiny.DRAFT, **changes):
+    shutil.copytree(source, folder)
     raw = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(raw))
     return LLM(tiny.TARGET, str(folder), dtype="float64", device="cpu", prefix_cache=False, max_context=200)
@@ -51,6 +51,8 @@ CHANGES = {
     "as it is": {},
     "causal": {"is_causal": True},
     "window": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
+    "DSpark": {"source": tiny.SPARK},
+    "causal DSpark": {"source": tiny.SPARK, "is_causal": True},
 }
 
 
@@ -91,7 +93,7 @@ def test_features_are_read_once_and_only_blocks_of_steps_are_drafted(llm, monkey
         probe_module.FeatureReader, "read", lambda *args: (num_read.append(1), read(*args))[1]
     )
     monkeypatch.setattr(
-        DFlash, "forward", lambda self, x, view: (num_drafted.append(len(x)), forward(self, x, view))[1]
+        DFlash, "forward", lambda self, x, *rest: (num_drafted.append(len(x)), forward(self, x, *rest))[1]
     )
     models = llm.engine.models
     probe = AcceptanceProbe(models.drafter, documents, range(4))

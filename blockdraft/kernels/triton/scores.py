@@ -43,7 +43,19 @@ def load_logits(logits, ids, V):
 
 @triton.jit
 def scores_of(raw, ids, first, past, column):
-    """The `raw` logits of `ids`, all in [first, past): biased, banned, penalised, scaled; -inf from V on.
+    """`adjusted_scores`, divided by the temperature."""
+    scores = adjusted_scores(raw, ids, first, past, column)
+    _, _, row, tables = column
+    _, _, real, _, _, _, _, _, _, _, _ = tables
+    temperature = tl.load(real + row * NUM_REAL + TEMPERATURE)
+    if temperature >= MIN_TEMPERATURE:
+        scores = scores * tl.div_rn(1.0, temperature)
+    return scores
+
+
+@triton.jit
+def adjusted_scores(raw, ids, first, past, column):
+    """The `raw` logits of `ids`, all in [first, past): biased, banned, penalised; -inf from V on.
 
     `column` is a place r, c of the batch, the row r has in the tables, and these.
     """
@@ -81,9 +93,6 @@ def scores_of(raw, ids, first, past, column):
         scores = tl.where(seen | (counts > 0), scores * factor, scores)
         scores = scores - tl.load(real + _FREQUENCY) * counts.to(tl.float32)
         scores = scores - tl.load(real + _PRESENCE) * (counts > 0).to(tl.float32)
-    temperature = tl.load(real + TEMPERATURE)
-    if temperature >= MIN_TEMPERATURE:
-        scores = scores * tl.div_rn(1.0, temperature)
     return tl.where(is_token, scores, NEVER)
 
 
@@ -97,7 +106,25 @@ def noise_of(first, seed, position, SIZE: tl.constexpr):
     key_low = (seed & 0xFFFFFFFF).to(tl.uint32)
     key_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox_impl(counter, low, high, zero, key_low, key_high, 10)
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [SIZE])  # in the order of the ids
+    return _gumbel(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [SIZE]))  # in the order of the ids
+
+
+@triton.jit
+def noise_at(ids, seed, position):
+    """The same noise of some ids, in any order."""
+    counter = (ids // 4).to(tl.uint32)
+    zero = counter * 0
+    low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    high = zero + (position >> 32).to(tl.uint32)
+    key_low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    key_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(counter, low, high, zero, key_low, key_high, 10)
+    lane = ids % 4
+    return _gumbel(tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)))
+
+
+@triton.jit
+def _gumbel(words):
     # 1 + word / 2**23, less 1 - 2**-24: every step is exact.
     uniform = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
     return -_log(-_log(uniform))

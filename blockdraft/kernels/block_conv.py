@@ -1,0 +1,47 @@
+"""Convolutions over the columns of a drafted block: the contract, its PyTorch reference, the choice.
+
+Every token has a kernel of its own for each channel: what was learnt for the channel, and what the token adds
+for all channels of a group. A column sees itself and the columns before it in its block, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
+
+BlockConvolve = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], Tensor]
+
+
+def pick_block_conv(at: Available) -> BlockConvolve:
+    if not at.has_triton("block convolutions"):
+        return reference_block_conv
+    from blockdraft.kernels.triton.block_conv import block_conv
+
+    return named("block convolutions", block_conv)
+
+
+def reference_block_conv(
+    x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor | None = None
+) -> Tensor:
+    """y_t = sum over taps i of (base_i + deltas_ti) * x_(t - i), added to `onto` [N, E] where that is given.
+
+    x [N, E] holds blocks of `num_columns` one after another; base [T, E], deltas [N, T, G] for G groups of
+    neighbouring channels. x is zero before its block. Half precision is computed in float32, tap 0 first.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    blocks = x.to(wide).view(-1, num_columns, x.shape[1])
+    group = x.shape[1] // deltas.shape[2]
+    y: Tensor | None = None
+    for tap in range(min(len(base), num_columns)):
+        kernel = base[tap].to(wide) + deltas[:, tap].to(wide).repeat_interleave(group, dim=1)
+        shifted = functional.pad(blocks[:, : num_columns - tap], (0, 0, tap, 0))
+        part = kernel * shifted.reshape(x.shape)
+        y = part if y is None else y + part
+    assert y is not None
+    return y.to(x.dtype) if onto is None else onto + y.to(x.dtype)

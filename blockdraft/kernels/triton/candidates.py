@@ -1,0 +1,236 @@
+"""`walk` on a CUDA device, in four launches; `kernels.candidates` says what is chosen, here is how.
+
+1. `_scan`: the best candidates of every chunk of CHUNK tokens of a column, best first.
+2. `_merge`: the best of the column's chunks, by id.
+3. `_link`: for each candidate that may come before, the place of the one that the column then chooses.
+4. `_follow`: the walk, one program per row.
+
+A candidate travels as a key: its score in the upper half, its id, mirrored, in the lower. Keys are ordered as
+candidates are, the lower id first where scores are equal, and no two of a column are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockdraft.kernels.candidates import PairScores
+from blockdraft.kernels.sampling import SamplingBatch
+from blockdraft.kernels.sampling_tables import Real, Whole
+from blockdraft.kernels.triton.launch import let_next_start, overlap, start_and_wait, wait_for_previous
+from blockdraft.kernels.triton.scores import (
+    MIN_TEMPERATURE,
+    NEVER,
+    NUM_REAL,
+    NUM_WHOLE,
+    TEMPERATURE,
+    adjusted_scores,
+    load_logits,
+    noise_at,
+)
+
+CHUNK = tl.constexpr(2048)  # tokens
+_RANKS = tl.constexpr(64)  # of the pair scores at a time
+_TOP_P = tl.constexpr(int(Real.TOP_P))
+_LOG_MIN_P = tl.constexpr(int(Real.LOG_MIN_P))
+_SEED = tl.constexpr(int(Whole.SEED))
+_TOP_K = tl.constexpr(int(Whole.TOP_K))
+_IS_FILTERED = tl.constexpr(int(Whole.IS_FILTERED))
+_LAST_ID = tl.constexpr(0x7FFFFFFF)
+_NO_KEY = tl.constexpr(-0x8000000000000000)
+_VARYING = ("recent", "C", "J", "num_keys")
+
+
+@triton.jit
+def _keys_of(scores, ids):
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (order.to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)
+
+
+@triton.jit
+def _score_of(keys):
+    order = (keys >> 32).to(tl.int32)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _id_of(keys):
+    return (keys & 0x7FFFFFFF).to(tl.int32) ^ _LAST_ID
+
+
+@triton.jit
+def _largest(keys, top_k, K: tl.constexpr):
+    """The `top_k` largest of `keys`, largest first, in a vector of K; what is left of it is _NO_KEY."""
+    place = tl.arange(0, K)
+    found = tl.full([K], _NO_KEY, tl.int64)
+    for turn in range(top_k):
+        best = tl.max(keys, axis=0)
+        found = tl.where(place == turn, best, found)
+        keys = tl.where(keys == best, _NO_KEY, keys)
+    return found
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _scan(
+    logits, row_stride, column_stride, starts, recent, rows, real, whole,
+    stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, C, J, top_k, keys,
+    K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
+    index = tl.program_id(0)
+    chunk = tl.program_id(1)
+    r = index // C
+    c = index % C
+    logits += r.to(tl.int64) * row_stride + c.to(tl.int64) * column_stride
+    first = chunk * CHUNK
+    ids = first + tl.arange(0, CHUNK)
+    wait_for_previous(PDL)
+    column = (r, c, tl.load(rows + r), tables)
+    scores = adjusted_scores(load_logits(logits, ids, V), ids, first, first + CHUNK, column)
+    own = tl.where(ids < V, _keys_of(scores, ids), _NO_KEY)
+    place = (index * tl.num_programs(1) + chunk) * K + tl.arange(0, K)
+    tl.store(keys + place, _largest(own, top_k, K))
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _merge(
+    keys, num_keys, top_k, out_scores, out_ids, K: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr
+):
+    start_and_wait(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, KEYS)
+    found = tl.load(keys + index * num_keys + place, mask=place < num_keys, other=_NO_KEY)
+    best = _largest(found, top_k, K)
+    is_one = tl.arange(0, K) < top_k
+    ids = tl.where(is_one, _id_of(best), _LAST_ID)
+    rank = tl.sum((ids[None, :] < ids[:, None]).to(tl.int32), axis=1)  # in the order of the ids
+    tl.store(out_scores + index * K + rank, _score_of(best), mask=is_one)
+    tl.store(out_ids + index * K + rank, ids, mask=is_one)
+
+
+@triton.jit
+def _filtered(scaled, top_k, row, real, whole, K: tl.constexpr):
+    """What min_p, top_k and top_p leave of each line of scaled [K, K], as `keep_likely` has it."""
+    best = tl.max(scaled, axis=1)
+    floor = best + tl.load(real + row * NUM_REAL + _LOG_MIN_P)
+    scaled = tl.where(scaled < floor[:, None], NEVER, scaled)
+    place = tl.arange(0, K)
+    most = tl.minimum(tl.load(whole + row * NUM_WHOLE + _TOP_K), K).to(tl.int32)
+    rank = tl.zeros([K, K], dtype=tl.int32)
+    for other in range(top_k):
+        value = tl.max(tl.where(place[None, :] == other, scaled, NEVER), axis=1)[:, None]
+        is_before = (value > scaled) | ((value == scaled) & (other < place[None, :]))
+        rank += is_before.to(tl.int32)
+    scaled = tl.where(rank >= most, NEVER, scaled)
+    top_p = tl.load(real + row * NUM_REAL + _TOP_P)
+    if top_p < 1.0:
+        weights = tl.exp(scaled - best[:, None])
+        total = tl.sum(weights, axis=1)[:, None]
+        before = tl.zeros([K, K], dtype=tl.float32)
+        for other in range(top_k):
+            is_other = place[None, :] == other
+            its_rank = tl.max(tl.where(is_other, rank, 0), axis=1)[:, None]
+            weight = tl.sum(tl.where(is_other, weights, 0.0), axis=1)[:, None]
+            before += tl.where(its_rank < rank, weight, 0.0)
+        scaled = tl.where((before >= top_p * total) & (rank > 0), NEVER, scaled)
+    return scaled
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _link(
+    scores, ids, recent, starts, rows, real, whole, predecessors, successors, mixture, places, RANK, C, J,
+    top_k, out, K: tl.constexpr, HAS_MIXTURE: tl.constexpr, HAS_PLACES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start_and_wait(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    r = index // C
+    c = index % C
+    row = tl.load(rows + r)
+    place = tl.arange(0, K)
+    is_one = place < top_k
+    own = tl.load(ids + index * K + place, mask=is_one, other=0).to(tl.int64)
+    if c == 0:
+        before = tl.zeros([K], dtype=tl.int64) + tl.load(recent + r * J)
+    else:
+        before = tl.load(ids + (index - 1) * K + place, mask=is_one, other=0).to(tl.int64)
+    at = own
+    if HAS_PLACES:
+        at = tl.load(places + own)
+    pairs = tl.zeros([K, K], dtype=tl.float32)
+    for first in range(0, RANK, _RANKS):
+        rank = first + tl.arange(0, _RANKS)
+        is_rank = (rank < RANK)[None, :]
+        left = tl.load(predecessors + before[:, None] * RANK + rank[None, :], mask=is_rank, other=0.0)
+        right = tl.load(successors + at[:, None] * RANK + rank[None, :], mask=is_rank, other=0.0)
+        left = left.to(tl.float32)
+        if HAS_MIXTURE:
+            mixed = tl.load(mixture + index * RANK + rank, mask=rank < RANK, other=0.0)
+            left = left * mixed.to(tl.float32)[None, :]
+        pairs = tl.dot(left, tl.trans(right.to(tl.float32)), pairs, input_precision="ieee")
+    unary = tl.load(scores + index * K + place, mask=is_one, other=NEVER)
+    total = unary[None, :] + pairs
+    temperature = tl.load(real + row * NUM_REAL + TEMPERATURE)
+    if temperature >= MIN_TEMPERATURE:
+        total = total * tl.div_rn(1.0, temperature)
+        if tl.load(whole + row * NUM_WHOLE + _IS_FILTERED) != 0:
+            total = _filtered(total, top_k, row, real, whole, K)
+        seed = tl.load(whole + row * NUM_WHOLE + _SEED)
+        noise = noise_at(own.to(tl.int32), seed, tl.load(starts + r) + 1 + c)
+        total += noise[None, :]
+    best = tl.max(total, axis=1)[:, None]
+    choice = tl.min(tl.where((total == best) & is_one[None, :], place[None, :], K - 1), axis=1)
+    tl.store(out + index * K + place, choice)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _follow(links, ids, out, C, V, K: tl.constexpr, PDL: tl.constexpr):
+    start_and_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.full([], 0, tl.int32)
+    for column in range(C):
+        index = row * C + column
+        place = tl.load(links + index * K + place)
+        token = tl.load(ids + index * K + place)
+        tl.store(out + index, tl.minimum(tl.maximum(token, 0), V - 1).to(tl.int64))
+
+
+def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch) -> Tensor:
+    """`candidates.reference_walk` for logits of 16 or 32 bits whose last dimension is contiguous."""
+    num_rows, num_columns, vocab_size = logits.shape
+    device, count, top_k = logits.device, num_rows * num_columns, pairs.top_k
+    assert logits.stride(2) == 1
+    size = max(16, triton.next_power_of_2(top_k))  # of a product of pair scores at least
+    num_chunks = triton.cdiv(vocab_size, CHUNK.value)
+    keys = torch.empty(count, num_chunks * size, dtype=torch.int64, device=device)
+    scores = torch.empty(count, size, dtype=torch.float32, device=device)
+    ids, links = torch.empty(2, count, size, dtype=torch.int32, device=device)
+    out = torch.empty(num_rows, num_columns, dtype=torch.int64, device=device)
+    anchor = anchor.contiguous()
+    mixture = pairs.predecessors if pairs.mixture is None else pairs.mixture.contiguous()  # or not read
+    places = ids if pairs.places is None else pairs.places
+    # Fused multiply-adds would round penalties differently from the reference.
+    options = {"K": size, **overlap(device), "enable_fp_fusion": False}
+    _scan[(count, num_chunks)](
+        *(logits, logits.stride(0), logits.stride(1), starts, anchor, batch.rows, batch.real, batch.whole),
+        *(batch.stop_ids, batch.bias_ids, batch.bias_values, batch.prompt_seen, batch.output_counts),
+        *(vocab_size, num_columns, anchor.shape[1], top_k, keys),
+        num_warps=4,
+        **options,
+    )
+    padded = triton.next_power_of_2(keys.shape[1])
+    _merge[(count,)](keys, keys.shape[1], top_k, scores, ids, KEYS=padded, num_warps=4, **options)
+    _link[(count,)](
+        *(scores, ids, anchor, starts, batch.rows, batch.real, batch.whole),
+        *(pairs.predecessors, pairs.successors, mixture, places, pairs.predecessors.shape[1]),
+        *(num_columns, anchor.shape[1], top_k, links),
+        HAS_MIXTURE=pairs.mixture is not None,
+        HAS_PLACES=pairs.places is not None,
+        num_warps=4,
+        **options,
+    )
+    _follow[(num_rows,)](links, ids, out, num_columns, vocab_size, num_warps=1, **options)
+    return out

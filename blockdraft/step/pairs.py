@@ -1,0 +1,57 @@
+"""PairDrafter: a block's columns are computed at once, its drafts are chosen one after another.
+
+Each is chosen among a few candidates of its column, by what the token before it says of them
+(kernels/candidates.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.rows import Rows
+from blockdraft.kernels.candidates import PairScores
+from blockdraft.kernels.sampling import NEVER
+from blockdraft.models.decoder import Decoder
+from blockdraft.models.dflash import DFlash
+from blockdraft.step.dflash import DFlashDrafter
+
+
+class PairDrafter(DFlashDrafter):
+    """Drafts with a model that knows of pairs of tokens, by the noise that the target will draw with."""
+
+    def __init__(
+        self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None, *, draft_ngram: int = 0
+    ) -> None:
+        super().__init__(model, target, vocab_map, draft_ngram=draft_ngram)
+        self.num_candidates = model.config.num_candidates
+        self.places: Tensor | None = None  # [V]: rows of a reduced head by token; 0 where it has none
+        if vocab_map is not None:
+            self.places = vocab_map.new_zeros(model.config.vocab_size)
+            self.places[vocab_map] = torch.arange(len(vocab_map), device=vocab_map.device)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """What tokens say of the next one [V, rank], and a draft's side of it [rows of the head, rank]."""
+        raise NotImplementedError
+
+    def mixture(self, hidden: Tensor) -> Tensor | None:
+        """[R, D, rank]: how columns with hidden states [R, D, E] weigh it; None: as it is."""
+        return None
+
+    def pairs(self, hidden: Tensor) -> PairScores:
+        return PairScores(*self.tables(), self.mixture(hidden), self.num_candidates, self.places)
+
+    def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
+        logits, pairs = self.column_logits(hidden), self.pairs(hidden)
+        return rows.kernels.walk(logits, pairs, starts, anchor, rows.sampling())
+
+    def hints(self, hidden: Tensor, before: Tensor) -> Tensor:
+        said, mixture = self.tables()[0][before], self.mixture(hidden)
+        return said if mixture is None else said * mixture
+
+    def hinted(self, logits: Tensor, hints: Tensor) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        scores, ids = logits.to(wide).topk(self.num_candidates, dim=-1)
+        drafts = self.tables()[1][ids if self.places is None else self.places[ids]]
+        scores = scores + (drafts.to(wide) @ hints.to(wide)[..., None])[..., 0]
+        return torch.full_like(logits, NEVER, dtype=wide).scatter(-1, ids, scores)

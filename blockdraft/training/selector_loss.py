@@ -1,0 +1,91 @@
+"""The loss of DFlash2's selector: which of a column's candidates comes behind the true token before it.
+
+A column's candidates are the best tokens of its logits; a label that is not among them takes the last one's
+place. Their own scores are given (the other loss teaches those), so what is learnt here are the codebooks and
+the mixture, and through the mixture the hidden states. Columns are weighted as in `objective`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from blockdraft.models.dflash2 import CandidateSelector
+from blockdraft.training.job import Objective
+from blockdraft.training.objective import CHUNK_BYTES, Head, Scores, column_weights
+
+
+class Labelled(NamedTuple):
+    """Candidates of some blocks, the label among them, without a gradient."""
+
+    ids: Tensor  # [n, B - 1, K]
+    unary: Tensor  # [n, B - 1, K]
+    place: Tensor  # [n, B - 1] of the label among them
+    is_found: Tensor  # [n, B - 1]: it was there by itself
+
+
+def selector_loss(
+    hidden: Tensor,
+    labels: Tensor,
+    before: Tensor,
+    head: Head,
+    selector: CandidateSelector,
+    objective: Objective,
+) -> Scores:
+    """Of hidden states [blocks, B - 1, E], labels [blocks, B - 1], or -1, and the tokens before."""
+    num_blocks, width, _ = hidden.shape
+    step = max(1, min(num_blocks, CHUNK_BYTES // (width * len(head.weight) * 4)))
+    total, matches = [], []
+    for part in torch.split(torch.arange(num_blocks, device=hidden.device), step):
+        found = candidates(hidden[part], labels[part], head, selector.top_k)
+        sums, right = checkpoint(  # what candidates look up is large
+            _chunk, hidden[part], labels[part], before[part], found, selector, objective, use_reentrant=False
+        )
+        total.append(sums)
+        matches.append(right)
+    loss, weight = torch.stack(total).sum(dim=0).unbind()
+    return Scores(loss / weight.detach().clamp(min=1e-6), torch.cat(matches))
+
+
+@torch.no_grad()
+def candidates(hidden: Tensor, labels: Tensor, head: Head, top_k: int) -> Labelled:
+    logits = head.logits(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    best = logits.topk(top_k, dim=-1)  # best first
+    label = labels.clamp(min=0)[..., None]
+    is_label = best.indices == label
+    is_found = is_label.any(dim=-1)
+    place = torch.where(is_found, is_label.long().argmax(dim=-1), top_k - 1)
+    ids = torch.where(is_found[..., None], best.indices, best.indices.scatter(-1, place[..., None], label))
+    return Labelled(ids, logits.gather(-1, ids), place, is_found)
+
+
+def pair_part(selector: CandidateSelector, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
+    """[n, B - 1, K]: what candidates `ids` are worth behind the tokens `before` [n, B - 1]."""
+    weight = selector.hidden_projection.weight
+    assert isinstance(weight, Tensor)
+    mixture = functional.linear(hidden.to(weight.dtype), weight)
+    mixed = selector.predecessor_codebook[before] * mixture
+    return (selector.successor_codebook[ids] @ mixed[..., None]).squeeze(-1)
+
+
+def _chunk(
+    hidden: Tensor,
+    labels: Tensor,
+    before: Tensor,
+    found: Labelled,
+    selector: CandidateSelector,
+    objective: Objective,
+) -> tuple[Tensor, Tensor]:
+    """[loss, weight] summed over the columns of some blocks, and where the walk would be right."""
+    scores = found.unary + pair_part(selector, hidden, before, found.ids)
+    entropy = -scores.log_softmax(dim=-1).gather(-1, found.place[..., None]).squeeze(-1)
+    is_label = labels >= 0
+    with torch.no_grad():
+        weights = column_weights(torch.exp(-entropy) * found.is_found, is_label, objective)
+    is_right = (scores.detach().argmax(dim=-1) == found.place) & found.is_found & is_label
+    return torch.stack(((weights * entropy).sum(), weights.sum())), is_right

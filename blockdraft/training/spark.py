@@ -1,0 +1,159 @@
+"""DSpark's heads in training: a drafter that gets them, and a loss that they share with the body.
+
+The Markov head hears of the true token before each draft. The loss of a draft is a tenth of cross-entropy and
+nine tenths of the total variation between what drafter and target believe: one less that is how often a draft
+of theirs is accepted, which is also what the confidence head learns to say. That head listens only: its loss
+moves nothing but itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from blockdraft.checkpoints.read_draft_config import draft_block, read_draft_config
+from blockdraft.models.dflash import DFlash
+from blockdraft.models.spark import Projection, Table
+from blockdraft.training.job import Objective
+from blockdraft.training.objective import Head, Scores, Teacher, column_weights
+
+CE_SHARE = 0.1  # DeepSpec's; the rest is total variation
+INITIAL = 0.01  # standard deviation of the rows by the token before, as DeepSpec has it
+CHUNK_BYTES = 1 << 28  # of logits at a time; their gradient needs about ten times as much
+
+
+def spark_json(raw: Mapping[str, object], rank: int) -> dict[str, object]:
+    """config.json of a DFlash drafter with `raw` once it has DSpark's heads, of this rank.
+
+    In DeepSpec's layout, which vLLM loads; a speculators drafter stays one.
+    """
+    heads = {
+        "markov_rank": rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "block_size": draft_block(raw) - 1,
+    }
+    if "speculators_model_type" in raw:
+        return {**raw, **heads, "speculators_model_type": "dspark", "sample_from_anchor": True}
+    config = read_draft_config(raw, name="the drafter")
+    section = raw.get("dflash_config")
+    other = {*heads, "sample_from_anchor", "shift_label"}  # what it says itself, or no longer does
+    said = section if isinstance(section, Mapping) else {}
+    own = {key: value for key, value in said.items() if key not in other}
+    rest = {key: value for key, value in raw.items() if key not in {*other, "auto_map"}}
+    places = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.taps)}
+    return {
+        **rest,
+        **places,
+        **heads,
+        "architectures": ["Qwen3DSparkModel"],
+        "num_anchors": 512,  # DeepSpec's reader wants one
+        "dflash_config": {**own, **places},
+    }
+
+
+def begin(model: DFlash, generator: torch.Generator) -> None:
+    """Heads that say nothing yet."""
+    for module in model.modules():
+        if isinstance(module, Projection):
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, Table):
+            nn.init.zeros_(module.weight)
+    if model.markov is not None:
+        before = model.markov.before.weight
+        before.data.copy_(torch.randn(before.shape, generator=generator) * INITIAL)
+
+
+@dataclass(frozen=True, slots=True)
+class SparkColumns:
+    """What a drafter makes of the columns of blocks."""
+
+    hidden: Tensor  # [blocks, B - 1, E]
+    latents: Tensor  # [blocks, B - 1, rank]
+    confidence: Tensor | None  # [blocks, B - 1] logits
+
+
+def spark_columns(model: DFlash, hidden: Tensor, before: Tensor) -> SparkColumns:
+    """Of hidden states [blocks, B - 1, E] behind the tokens `before` [blocks, B - 1]."""
+    assert model.markov is not None
+    latents, confidence = model.markov.latents(hidden, before), None
+    if model.confidence is not None:
+        own = model.markov.before.weight[before].detach()
+        flat = model.confidence(hidden.detach().flatten(0, 1), own.flatten(0, 1).to(hidden.dtype))
+        confidence = flat.view(before.shape)
+    return SparkColumns(hidden, latents, confidence)
+
+
+def spark_loss(
+    columns: SparkColumns, after: Tensor, labels: Tensor, head: Head, objective: Objective, teacher: Teacher
+) -> Scores:
+    """The loss of blocks with labels [blocks, B - 1]; -1 does not count. `after` is the Markov head's."""
+    hidden, latents, confidence = columns.hidden, columns.latents, columns.confidence
+    given = (hidden, latents, after) if confidence is None else (hidden, latents, after, confidence)
+    loss, matches = _SparkLoss.apply(labels, head, objective, teacher, *given)  # type: ignore[no-untyped-call]
+    return Scores(loss, matches)
+
+
+class _SparkLoss(torch.autograd.Function):
+    """Some blocks at a time, with their gradients, so that few logits are there at once."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        labels: Tensor,
+        head: Head,
+        objective: Objective,
+        teacher: Teacher,
+        *given: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        hidden = given[0]
+        gradients = [torch.zeros_like(one) for one in given]
+        matches, total = torch.empty_like(labels, dtype=torch.bool), hidden.new_zeros(2, dtype=torch.float32)
+        step = max(1, CHUNK_BYTES // (4 * labels.shape[1] * len(head.weight)))
+        for first in range(0, len(labels), step):
+            part = slice(first, first + step)
+            with torch.enable_grad():
+                pieces = [one.detach()[part].requires_grad_() for one in (*given[:2], *given[3:])]
+                pieces.insert(2, given[2].detach().requires_grad_())
+                loss, weight, matches[part] = _chunk(pieces, labels[part], head, objective, teacher, part)
+                found = torch.autograd.grad(loss, pieces)
+            for place, (gradient, one) in enumerate(zip(gradients, found, strict=True)):
+                (gradient if place == 2 else gradient[part]).add_(one)
+            total += torch.stack((loss.detach(), weight)).float()
+        ctx.save_for_backward(total[1].clamp(min=1e-6), *gradients)
+        ctx.mark_non_differentiable(matches)
+        return total[0] / total[1].clamp(min=1e-6), matches
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *gradients = ctx.saved_tensors  # type: ignore[attr-defined]
+        share = outputs[0] / weight
+        return None, None, None, None, *(one * share.to(one.dtype) for one in gradients)
+
+
+def _chunk(
+    pieces: list[Tensor], labels: Tensor, head: Head, objective: Objective, teacher: Teacher, part: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weighted loss of some blocks, their weight, and where the best guess was right."""
+    hidden, latents, after, *confidence = pieces
+    logits = head.logits(hidden) + latents.to(hidden.dtype) @ after.to(hidden.dtype).T
+    wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    beliefs = wide.log_softmax(dim=-1)
+    label = labels.clamp(min=0)
+    entropy = -beliefs.gather(2, label[..., None])[..., 0]
+    thought = teacher.logits[teacher.rows[part]].to(wide.dtype).softmax(dim=-1)
+    apart = 0.5 * (beliefs.exp() - thought).abs().sum(dim=-1)
+    loss = CE_SHARE * entropy + (1 - CE_SHARE) * apart
+    if confidence:
+        said = confidence[0].to(wide.dtype)
+        loss = loss + functional.binary_cross_entropy_with_logits(said, 1 - apart.detach(), reduction="none")
+    is_label = labels >= 0
+    weights = column_weights(torch.exp(-entropy.detach()), is_label, objective)
+    right = (wide.detach().argmax(dim=-1) == label) & is_label
+    return (weights * loss).sum(), weights.sum(), right

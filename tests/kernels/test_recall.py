@@ -1,0 +1,122 @@
+"""Recalling a text: the reference and the CPU's kernel against a search in plain Python."""
+
+import random
+
+import pytest
+import torch
+
+from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.recall import MOST, reference_recall, reference_remember
+
+CPU = torch.device("cpu")
+KEPT = -7  # what a block holds where its drafts stay
+
+
+@pytest.fixture(scope="module", params=["reference", "kernel"])
+def functions(request):
+    """Recalling and remembering."""
+    if request.param == "reference":
+        return reference_recall, reference_remember
+    if why_no_llvm(torch.float32, CPU) is not None:
+        pytest.skip("the CPU kernels are not chosen")
+    from blockdraft.kernels.llvm.recall import RecallKernels
+
+    kernels = RecallKernels()
+    return kernels.recall, kernels.remember
+
+
+def found(text, least, width):
+    """The drafts behind `text`, one token at a time; None: its end has not occurred before."""
+    best, count = None, 0
+    for end in range(len(text) - 1):
+        matched = 0
+        while matched < min(MOST, end + 1) and text[end - matched] == text[-1 - matched]:
+            matched += 1
+        if matched and matched >= count:
+            best, count = end, matched
+    if best is None or count < least:
+        return None
+    whole = list(text)
+    for _ in range(width - 1):
+        best += 1
+        whole.append(whole[best])  # which may be a draft itself
+    return whole[len(text) :]
+
+
+def check(recall, texts, *, least=1, width=8, size=None, device=CPU):
+    """`texts` by their rows, asked in another order; past each text stands what would mislead."""
+    size = size or max(map(len, texts)) + width
+    history = torch.zeros(len(texts) + 1, size, dtype=torch.int32)
+    for row, text in enumerate(texts):
+        history[row] = text[-1]
+        history[row, : len(text)] = torch.tensor(text)
+    order = list(range(len(texts)))[::-1]
+    starts = torch.tensor([len(texts[row]) - 1 for row in order], device=device)
+    block = torch.full((len(texts), width), KEPT, device=device)
+    recall(block, history.to(device), torch.tensor(order, device=device), starts, least)
+    expected = [[KEPT, *(found(texts[row], least, width) or [KEPT] * (width - 1))] for row in order]
+    assert block.tolist() == expected
+
+
+TEXTS = {
+    "one token": [5],
+    "nothing occurs again": [1, 2, 3, 4],
+    "the anchor alone": [1, 2, 3, 1],
+    "the longer one wins over the later": [7, 1, 2, 3, 9, 2, 4, 7, 1, 2],
+    "of two alike the later wins": [1, 2, 3, 1, 2, 4, 1, 2],
+    "a loop of one": [9, 9],
+    "a loop of two, the match overlaps the end": [1, 2, 1, 2, 1, 2],
+    "what followed runs into the anchor": [3, 1, 2, 3],
+    "the whole text again": [4, 5, 6, 4, 5, 6],
+    "from its very first token on": [8, 1, 8],
+    "longer than is compared": [*range(100, 150), 1, *range(100, 150), 2, *range(110, 150)],
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_drafts_are_what_followed_before(functions, name):
+    for least in (1, 2, 3, MOST):
+        check(functions[0], [TEXTS[name]], least=least)
+
+
+def test_what_follows_is_what_one_would_say():
+    assert found([1, 2, 3, 1], 1, 6) == [2, 3, 1, 2, 3]
+    assert found([1, 2, 3, 1], 2, 6) is None
+    assert found(TEXTS["the longer one wins over the later"], 1, 4) == [3, 9, 2]
+    assert found(TEXTS["of two alike the later wins"], 1, 3) == [4, 1]
+    assert found(TEXTS["one token"], 1, 4) is None
+    assert found([9, 9], 1, 4) == [9, 9, 9]
+
+
+def test_rows_are_searched_by_themselves(functions):
+    check(functions[0], [*TEXTS.values(), [1, 2], [3]], least=1)
+    check(functions[0], [[1, 2, 3], [3, 4, 5], [9, 3]], least=1)
+
+
+@pytest.mark.parametrize("width", [2, 3, 8, 16, 17])
+def test_drawn_texts_are_recalled_as_by_plain_python(functions, width):
+    rng = random.Random(width)
+    for _ in range(60):
+        texts = [draw(rng) for _ in range(rng.randint(1, 6))]
+        check(functions[0], texts, least=rng.choice([1, 1, 2, 3, 5, MOST]), width=width)
+
+
+def draw(rng):
+    """Few words, many repeats, sometimes a loop at the end."""
+    text = [rng.randrange(rng.choice([1, 2, 4, 50])) for _ in range(rng.randint(1, 60))]
+    for _ in range(rng.randint(0, 3)):
+        begin = rng.randrange(len(text))
+        text += text[begin : begin + rng.randint(1, 40)]
+        text += [rng.randrange(50)] * rng.randint(0, 2)
+    return text
+
+
+def test_samples_stand_behind_the_anchor(functions):
+    history = torch.zeros(4, 20, dtype=torch.int32)
+    sampled, rows = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([2, 0])
+    functions[1](history, sampled, rows, torch.tensor([7, 99, 0, 99]))
+    expected = torch.zeros(4, 20, dtype=torch.int32)
+    expected[2, 1:4], expected[0, 8:11] = sampled.int()
+    assert torch.equal(history, expected)
+    functions[1](history, torch.cat((sampled, sampled), 1)[:, :3], rows, torch.tensor([7, 99, 0, 99]))
+    assert torch.equal(history, expected)

@@ -1,0 +1,112 @@
+"""The Triton `walk` and `block_conv` against their references: on the card, or in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+triton = pytest.importorskip("triton")
+
+from blockdraft.kernels.block_conv import reference_block_conv  # noqa: E402
+from blockdraft.kernels.candidates import PairScores, reference_walk  # noqa: E402
+from blockdraft.kernels.triton.block_conv import block_conv  # noqa: E402
+from blockdraft.kernels.triton.candidates import walk  # noqa: E402
+from tests.kernels.test_triton_sampling import DEVICE, HALF, RULES, make_logits, place_rows  # noqa: E402
+from tests.matrix import slow_but  # noqa: E402
+
+# The interpreter computes with NumPy, which warns where unsigned words wrap as they should, and of NaN.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+def make_pairs(shape, *, top_k, rank, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, num_columns, vocab_size = shape
+    books = (torch.randn(vocab_size, rank, generator=generator).to(DEVICE, dtype) for _ in range(2))
+    mixture = torch.randn(num_rows, num_columns, rank, generator=generator) * rank**-0.5
+    return PairScores(*books, mixture.to(DEVICE, dtype), top_k)
+
+
+def drafts_of(logits, rows, pairs, only=None):
+    starts, anchor = rows.length[rows.active], rows.anchor[rows.active][:, None]
+    ways = (walk, reference_walk) if only is None else (only,)
+    return [one(logits, pairs, starts, anchor, rows.sampling()) for one in ways]
+
+
+@pytest.mark.parametrize("vocab_size", slow_but([40, 2048, 5000], 40))
+def test_drafts_are_those_of_the_reference_under_every_rule(vocab_size):
+    rules = list(RULES.values())
+    rows = place_rows(rules, vocab_size)
+    shape = (len(rules), 3, vocab_size)
+    got, expected = drafts_of(make_logits(shape, 3.0), rows, make_pairs(shape, top_k=16, rank=6))
+    assert got.dtype == torch.int64
+    assert got.tolist() == expected.tolist()
+    assert len(set(got.flatten().tolist())) > 8
+
+
+@pytest.mark.parametrize(
+    ("top_k", "rank", "num_columns"),
+    [(1, 4, 3), (3, 4, 1), (16, 70, 7), (20, 5, 2)],
+)
+def test_any_number_of_candidates_ranks_and_columns(top_k, rank, num_columns):
+    rows = place_rows([RULES["greedy"], RULES["random"], RULES["filters"]], 64)
+    shape = (3, num_columns, 64)
+    got, expected = drafts_of(make_logits(shape, 2.0), rows, make_pairs(shape, top_k=top_k, rank=rank))
+    assert got.tolist() == expected.tolist()
+
+
+def test_pairs_without_a_mixture_and_rows_of_a_reduced_head():
+    rows, shape = place_rows([RULES["greedy"], RULES["filters"]], 64), (2, 3, 64)
+    logits, whole = make_logits(shape, 2.0), make_pairs(shape, top_k=17, rank=6)._replace(mixture=None)
+    places = torch.arange(64, device=DEVICE).flip(0) % 40
+    reduced = whole._replace(successors=whole.successors[:40].contiguous(), places=places)
+    spelled = whole._replace(successors=whole.successors[places])
+    ones = whole._replace(mixture=torch.ones(2, 3, 6, device=DEVICE))
+    for pairs, other in ((whole, ones), (reduced, spelled)):
+        got, expected = drafts_of(logits, rows, pairs)
+        assert got.tolist() == expected.tolist()
+        assert got.tolist() == drafts_of(logits, rows, other, only=reference_walk)[0].tolist()
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_of_equal_candidates_the_lowest_id_is_taken_and_kept(dtype):
+    """Half precision has many ties: more tokens reach the last place than there is room for."""
+    vocab_size = 2100  # two chunks
+    rows = place_rows([RULES["greedy"]] * 2, vocab_size)
+    logits = torch.zeros(2, 4, vocab_size, dtype=dtype, device=DEVICE)
+    logits[:, 1, 9::300] = 2.0
+    logits[:, 2, -3:] = 1.0
+    pairs = make_pairs(logits.shape, top_k=4, rank=2, dtype=dtype)
+    flat = pairs._replace(mixture=torch.zeros_like(pairs.mixture))
+    for one in drafts_of(logits, rows, flat):
+        assert one.tolist() == [[0, 9, vocab_size - 3, 0]] * 2
+    got, expected = drafts_of(logits, rows, pairs)
+    assert got.tolist() == expected.tolist()
+    assert max(got[:, 0].tolist()) < 4
+
+
+def test_a_column_of_bans_still_gives_tokens():
+    rows = place_rows([RULES["greedy"], RULES["filters"]], 32)
+    logits = torch.full((2, 2, 32), float("-inf"), device=DEVICE)
+    for one in drafts_of(logits, rows, make_pairs(logits.shape, top_k=4, rank=2)):
+        assert ((one >= 0) & (one < 32)).all()
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+@pytest.mark.parametrize(
+    ("num_columns", "size", "group", "taps"),
+    [(1, 32, 16, 2), (3, 48, 16, 2), (8, 20, 4, 3), (2, 32, 1, 4), (4, 1040, 16, 2)],
+)
+def test_blocks_are_convolved_as_by_the_reference(num_columns, size, group, taps, dtype):
+    generator = torch.Generator().manual_seed(2)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    x, onto = noise(3 * num_columns, size), noise(3 * num_columns, size)
+    base, deltas = noise(2, taps, size), noise(len(x), 2, taps, size // group)
+    for side in (0, 1):
+        for stream in (None, onto):
+            args = (x, base[side], deltas[:, side], num_columns, stream)
+            assert torch.equal(block_conv(*args), reference_block_conv(*args))

@@ -1,0 +1,242 @@
+"""DFlash2 in training: begun as DFlash, its selector's loss, what is left alone, whole runs with exports."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockdraft import LLM, SamplingParams
+from blockdraft.cache.rows import RowSampling
+from blockdraft.checkpoints.read_draft_config import read_draft_config
+from blockdraft.cli.main import main
+from blockdraft.errors import SettingsError
+from blockdraft.kernels.kernels import REFERENCE
+from blockdraft.models.dflash2 import CandidateSelector
+from blockdraft.models.kernel_module import with_kernels
+from blockdraft.training.answers import Document
+from blockdraft.training.drafter import as_kind, dflash2_json, load_weights, new_drafter, train_only
+from blockdraft.training.evaluate import DrafterFit, simulate
+from blockdraft.training.job import DrafterShape, Objective, TrainingRecipe
+from blockdraft.training.objective import Head, column_weights
+from blockdraft.training.packing import pack, with_anchors
+from blockdraft.training.probe import AcceptanceProbe
+from blockdraft.training.run import Listener, train
+from blockdraft.training.selector_loss import selector_loss
+from blockdraft.training.trainer import BlockForward, Trainer
+from tests import tiny
+from tests.fixtures import make_pair
+from tests.training import pairs
+from tests.training.pairs import CPU
+from tests.training.test_evaluate import answered
+from tests.training.test_evaluate import prompts as some_prompts
+from tests.training.test_run import assert_same_run, make_job, prompts, target
+
+__all__ = ["prompts", "target"]  # fixtures
+SHAPE = DrafterShape(rank=6, num_candidates=5)
+PAIR_JSON = json.loads((tiny.PAIR / "draft" / "config.json").read_text())
+
+
+def upgraded(**shape):
+    """The fixture's drafter as a DFlash2 one, in float64."""
+    config = read_draft_config(dflash2_json(PAIR_JSON, replace(SHAPE, **shape)), name="pair")
+    model = new_drafter(config, pairs.target(), max_positions=256, device=CPU, init="random", seed=0)
+    load_weights(model, tiny.DRAFT, CPU)
+    return model.double()
+
+
+def test_a_drafter_that_goes_on_as_dflash2_drafts_as_before():
+    """The same hidden states to the last bit, and the same walk."""
+    config = read_draft_config(PAIR_JSON, name="pair")
+    plain = new_drafter(config, pairs.target(), max_positions=256, device=CPU, init="random", seed=0)
+    load_weights(plain, tiny.DRAFT, CPU)
+    rows, _ = pack(pairs.random_documents([(4, 30), (9, 20)]), 64)
+    batch = with_anchors(rows, [0], torch.tensor([[5, 12, 40]]), 8)
+    features = pairs.random_features(batch)
+    models = [BlockForward(model, pairs.target()) for model in (plain.double(), upgraded())]
+    first, second = (forward(batch, features) for forward in models)
+    assert torch.equal(first, second)
+    documents = answered_documents()
+    fits = [simulate(one, documents, length=96, rows_per_step=2, num_anchors=24) for one in models]
+    assert fits[0] == fits[1]
+    assert fits[0]["all"].committed > 2
+
+
+def answered_documents():
+    llm = LLM(tiny.TARGET, tiny.DRAFT, device="cpu", dtype="float32", max_context=120)
+    return answered(llm, some_prompts(8), 30)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_simulated_steps_are_those_of_the_engine(temperature):
+    """And those of `fit`, which walks one column after another: pairs, and the request's own noise."""
+    engine = tiny.engine("DFlash2", max_rows=4)
+    asked, steps = {}, {}
+    for number, prompt in enumerate(some_prompts(10)):
+        params = SamplingParams(temperature=temperature, seed=number, max_tokens=33, ignore_eos=True)
+        asked[engine.add(prompt, params)] = prompt
+    for delta in tiny.drain(engine):
+        if delta.token_ids:
+            steps.setdefault(delta.request_id, []).append(delta.token_ids)
+    documents = [Document(tuple(asked[name]), sum(steps[name], ()), "all", True) for name in asked]
+    lengths = [len(step) for name in asked for step in steps[name]]
+    accepted = tuple(sum(length > place for length in lengths) for place in range(1, tiny.BLOCK))
+    found = DrafterFit(len(asked), sum(lengths), len(lengths), accepted)
+    drafter = tiny.dflash2_drafter("float64")
+    forward = BlockForward(with_kernels(drafter.model, REFERENCE), pairs.target())
+    drawn = [RowSampling(temperature=temperature, seed=number) for number in range(len(asked))]
+    options = {"length": 96, "rows_per_step": 2, "num_anchors": 24}
+    assert simulate(forward, documents, sampling=drawn, **options)["all"] == found
+    assert 0 < accepted[-1] < accepted[0] < len(lengths), "some of everything"
+    if temperature == 0:
+        assert simulate(forward, documents, **options)["all"] == found
+        probe = AcceptanceProbe(drafter, documents, range(4))
+        assert probe.walk(drafter.model.config, tiny.BLOCK) == found
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("weighting", ["dpace", "decay"])
+def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(monkeypatch, weighting, chunk_bytes):
+    """Column by column, behind the true token; a label that is no candidate replaces the last of them."""
+    monkeypatch.setattr("blockdraft.training.selector_loss.CHUNK_BYTES", chunk_bytes)
+    generator = torch.Generator().manual_seed(3)
+    config = read_draft_config(make_pair.dflash2_config(), name="any")
+    selector = CandidateSelector(config).double()
+    for one in selector.parameters():
+        one.data = torch.randn(one.shape, generator=generator, dtype=torch.float64) * 0.5
+    head = Head(torch.randn(64, 32, generator=generator, dtype=torch.float64) * 0.3)
+    hidden = torch.randn(4, 7, 32, generator=generator, dtype=torch.float64, requires_grad=True)
+    logits = (hidden @ head.weight.T).detach()
+    labels = torch.randint(0, 64, (4, 7), generator=generator)
+    labels[0] = logits[0].argmax(dim=-1)  # candidates, which few of the others are
+    labels[1, 4:] = -1
+    anchors = torch.tensor([3, 4, 5, 6])
+    before = torch.cat((anchors[:, None], labels[:, :-1].clamp(min=0)), dim=1)
+    objective = Objective(weighting=weighting)
+    got = selector_loss(hidden, labels, before, head, selector, objective)
+    entropy, confidence = torch.zeros(4, 7, dtype=torch.float64), torch.zeros(4, 7, dtype=torch.float64)
+    right = torch.zeros(4, 7, dtype=torch.bool)
+    mixture = hidden @ selector.hidden_projection.weight.T
+    for block in range(4):
+        before = int(anchors[block])
+        for column in range(7):
+            label = int(labels[block, column])
+            if label < 0:
+                break
+            own = logits[block, column]
+            ids = own.topk(5).indices.tolist()
+            is_found = label in ids
+            ids = ids if is_found else [*ids[:-1], label]
+            mixed = selector.predecessor_codebook[before] * mixture[block, column]
+            scores = own[ids] + selector.successor_codebook[ids] @ mixed
+            entropy[block, column] = -scores.log_softmax(0)[ids.index(label)]
+            confidence[block, column] = torch.exp(-entropy[block, column].detach()) * is_found
+            right[block, column] = is_found and int(scores.argmax()) == ids.index(label)
+            before = label
+    weights = column_weights(confidence, labels >= 0, objective)
+    expected = (weights * entropy).sum() / weights.sum()
+    exact = 1e-12 if weighting == "dpace" else 1e-6  # the others' weights are float32
+    torch.testing.assert_close(got.loss, expected, rtol=exact, atol=0)
+    assert got.matches.tolist() == right.tolist()
+    assert right[0].any()
+    wanted = torch.autograd.grad(expected, [hidden, *selector.parameters()], retain_graph=True)
+    found = torch.autograd.grad(got.loss, [hidden, *selector.parameters()])
+    for one, two in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e3 * exact, atol=exact)
+
+
+@pytest.mark.parametrize(
+    ("part", "moved"),
+    [
+        ("selector", {"candidate_selector"}),
+        ("added", {"candidate_selector", "attention_conv", "mlp_conv"}),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_only_what_is_to_be_trained_moves(part, moved, optimizer):
+    model = upgraded()
+    train_only(model, part)
+    rows, _ = pack(pairs.random_documents([(4, 30), (9, 20)]), 64)
+    recipe = TrainingRecipe(rows_per_step=1, num_anchors=8, optimizer=optimizer, trained=part, warm_up=0.0)
+    trainer = Trainer(model, pairs.target(), rows, recipe)
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    for _ in trainer.run(steps=3):
+        pass
+    changed = {name for name, one in model.named_parameters() if not torch.equal(one, before[name])}
+    assert changed
+    assert changed == {name for name in before if moved & set(name.split("."))}
+
+
+def test_training_teaches_pairs_and_more_is_committed():
+    """The drafter's columns made worse on purpose: the walk repairs some of it."""
+    documents = answered_documents()
+    model = upgraded(rank=16, num_candidates=16)
+    train_only(model, "selector")
+    with torch.no_grad():
+        model.norm.weight.mul_(0.5)
+    rows, _ = pack(documents, 64)
+    recipe = TrainingRecipe(rows_per_step=2, num_anchors=32, trained="selector", rate=2e-2)
+    trainer = Trainer(model, pairs.target(), rows, recipe)
+    losses = [float(progress.loss) for progress in trainer.run(steps=40)]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_a_run_makes_a_dflash2_drafter_of_a_dflash_one_and_resumes(prompts, target, tmp_path, monkeypatch):
+    job = make_job(prompts, target, tmp_path / "run")
+    recipe = replace(job.recipe, short_blocks=0.0, trained="added")
+    job = replace(job, start_from=tiny.DRAFT, kind="dflash2", shape=SHAPE, recipe=recipe)
+    fits = train(job, Listener())
+    folder = job.out / "drafter"
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw["architectures"] == ["DFlash2DraftModel"]
+    weights, plain = load_file(folder / "model.safetensors"), load_file(f"{tiny.DRAFT}/model.safetensors")
+    assert plain.keys() < weights.keys()
+    assert weights["candidate_selector.predecessor_codebook"].shape == (64, 6)
+    assert all(torch.equal(weights[name], plain[name].bfloat16()) for name in plain)
+    assert "# A DFlash2 drafter for" in (folder / "README.md").read_text()
+    assert fits["all"].num_documents
+    stopped = replace(job, out=tmp_path / "stopped")
+    steps = []
+
+    def killed(self, share, real=Trainer.step):
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        steps.append(share)
+        return real(self, share)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", killed)
+        patch.setattr("blockdraft.training.run.CHECKPOINT_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            train(stopped, Listener())
+    train(stopped, Listener(), resume=True)
+    assert_same_run(stopped.out, job.out)
+    further = replace(job, out=tmp_path / "further", start_from=str(folder), kind=None, steps=1)
+    train(further, Listener())
+    assert json.loads((further.out / "drafter" / "config.json").read_text()) == raw
+
+
+def test_a_new_dflash2_drafter_with_short_blocks(prompts, target, tmp_path):
+    job = make_job(prompts, target, tmp_path / "run")
+    train(replace(job, kind="dflash2", shape=replace(job.shape, rank=4, num_candidates=4)), Listener())
+    log = load_file(job.out / "drafter" / "model.safetensors")
+    assert log["layers.1.mlp_conv.kernel_projection.weight"].any()
+
+
+def test_what_makes_no_sense_is_refused(prompts, target, tmp_path, capsys):
+    job = make_job(prompts, target, tmp_path / "run")
+    recipe = replace(job.recipe, trained="selector")
+    with pytest.raises(SettingsError, match="--from DRAFTER"):
+        replace(job, recipe=recipe)
+    with pytest.raises(SettingsError, match="add --kind dflash2"):
+        train(replace(job, start_from=tiny.DRAFT, recipe=replace(recipe, short_blocks=0.0)), Listener())
+    with pytest.raises(SettingsError, match="z-lab's layout"):
+        dflash2_json({"speculators_model_type": "dflash"}, SHAPE)
+    with pytest.raises(SettingsError, match="drafts from the anchor"):
+        dflash2_json(tiny.to_deepspec(PAIR_JSON), SHAPE)
+    with pytest.raises(SettingsError, match="is a DFlash2 drafter: leave --kind out"):
+        as_kind(dflash2_json(PAIR_JSON, SHAPE), "dspark", SHAPE, name="one")
+    flags = ["--steps", "1", "--prompts", str(prompts), "--out", str(tmp_path / "x"), "--candidates", "65"]
+    assert main(["train", target, *flags]) == 2
+    assert "--candidates 65 is outside 2 to 64" in capsys.readouterr().err

@@ -1,0 +1,239 @@
+"""Training a DSpark drafter: its loss, what it starts from, and that what is exported is what was trained."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockdraft.checkpoints.read_draft_config import read_draft_config
+from blockdraft.cli.main import main
+from blockdraft.errors import SettingsError
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
+from blockdraft.step.spark import SparkDrafter
+from blockdraft.training import run, spark
+from blockdraft.training.drafter import load_weights, new_drafter
+from blockdraft.training.job import Objective, TrainingRecipe
+from blockdraft.training.objective import Head, Teacher
+from blockdraft.training.packing import pack
+from blockdraft.training.run import Listener, train
+from blockdraft.training.spark import SparkColumns, spark_json, spark_loss
+from blockdraft.training.trainer import Trainer
+from tests import tiny
+from tests.training import pairs
+from tests.training.test_run import make_job, prompts, target  # noqa: F401
+
+BLOCKS, DRAFTS, SIZE, RANK, VOCAB = 9, 5, 8, 3, 20
+
+
+def drawn(*shape, seed=0):
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return made.requires_grad_()
+
+
+def scene():
+    given = [drawn(BLOCKS, DRAFTS, SIZE), drawn(BLOCKS, DRAFTS, RANK, seed=1), drawn(VOCAB, RANK, seed=2)]
+    given.append(drawn(BLOCKS, DRAFTS, seed=3))
+    labels = torch.randint(0, VOCAB, (BLOCKS, DRAFTS), generator=torch.Generator().manual_seed(4))
+    labels[2, 3:] = labels[5, :] = -1
+    rows = torch.randint(0, 30, (BLOCKS, DRAFTS), generator=torch.Generator().manual_seed(5))
+    teacher = Teacher(3 * drawn(30, VOCAB, seed=6).detach(), rows)
+    return given, labels, Head(drawn(VOCAB, SIZE, seed=7).detach(), cap=4.0), teacher
+
+
+def expected_loss(given, labels, head, teacher):
+    """The dossier's: 0.1 CE + 0.9 TV + BCE with one less TV as what the confidence should be."""
+    hidden, latents, after, *confidence = given
+    base = 4.0 * torch.tanh(hidden @ head.weight.T / 4.0)
+    chances = (base + latents @ after.T).softmax(-1)
+    apart = (chances - teacher.logits[teacher.rows].softmax(-1)).abs().sum(-1) / 2
+    entropy = -chances.gather(2, labels.clamp(min=0)[..., None])[..., 0].log()
+    loss = 0.1 * entropy + 0.9 * apart
+    for one in confidence:
+        share = torch.sigmoid(one)
+        wanted = 1 - apart.detach()
+        loss = loss - wanted * share.log() - (1 - wanted) * (1 - share).log()
+    weights = torch.exp(-torch.arange(DRAFTS) / 4.0) * (labels >= 0)
+    return (weights * loss).sum() / weights.sum()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1200, 1 << 28])
+@pytest.mark.parametrize("has_confidence", [True, False])
+def test_loss_and_gradients_are_those_of_autograd(monkeypatch, has_confidence, chunk_bytes):
+    monkeypatch.setattr(spark, "CHUNK_BYTES", chunk_bytes)
+    given, labels, head, teacher = scene()
+    given = given if has_confidence else given[:3]
+    columns = SparkColumns(given[0], given[1], given[3] if has_confidence else None)
+    scores = spark_loss(columns, given[2], labels, head, Objective(weighting="decay", gamma=4.0), teacher)
+    got = torch.autograd.grad(2 * scores.loss, given)
+    expected = expected_loss(given, labels, head, teacher)
+    torch.testing.assert_close(scores.loss, expected, check_dtype=False, rtol=1e-6, atol=1e-6)
+    for one, other in zip(got, torch.autograd.grad(2 * expected, given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
+
+
+def test_the_confidence_head_moves_nothing_but_itself():
+    model = new_drafter(
+        read_draft_config(spark_json(pairs.draft_json(), 256), name="new"),
+        pairs.target(),
+        max_positions=64,
+        device=pairs.CPU,
+        init="random",
+        seed=0,
+    )
+    hidden = drawn(2, 3, pairs.HIDDEN).float().detach().requires_grad_()
+    columns = spark.spark_columns(model, hidden, torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    columns.confidence.sum().backward()
+    assert hidden.grad is None
+    assert model.markov.before.weight.grad is None
+    assert model.confidence.proj.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pairs.draft_json(top={"is_causal": True}),
+        pairs.draft_json(dflash={"causal_head": True, "output_multiplier": 2.0, "block_size": 6}),
+        pairs.draft_json(speculators={"sliding_window_non_causal": True}),
+    ],
+)
+def test_a_drafter_keeps_all_but_its_heads_when_it_becomes_dspark(raw):
+    before, after = read_draft_config(raw, name="one"), read_draft_config(spark_json(raw, 256), name="one")
+    assert (after.spark.rank, after.spark.kind, after.drafts_from_anchor) == (256, "vanilla", True)
+    assert replace(after, spark=None, drafts_from_anchor=False, copies_head=False) == before
+    assert spark_json(spark_json(raw, 256), 256) == spark_json(raw, 256)
+
+
+def test_the_layout_is_the_one_that_vllm_reads():
+    raw = spark_json(pairs.draft_json(), 256)
+    assert raw["architectures"] == ["Qwen3DSparkModel"]
+    assert (raw["block_size"], raw["mask_token_id"], raw["target_layer_ids"]) == (7, 63, [0, 1, 2])
+    assert raw["markov_head_type"] == "vanilla"
+    assert raw["enable_confidence_head"] is raw["confidence_head_with_markov"] is True
+
+
+@pytest.fixture
+def job(prompts, target, tmp_path):  # noqa: F811
+    return replace(make_job(prompts, target, tmp_path / "run"), kind="dspark")
+
+
+def lines_of(job):
+    said = []
+    fits = train(job, Listener(say=said.append))
+    return fits, said
+
+
+def loaded(job):
+    settings = Settings(model=job.model, draft=str(job.out / "drafter"), device="cpu", dtype="float32")
+    return load_models(settings, lambda _: None)
+
+
+def agreed(said):
+    """Tokens per step in the engine and simulated, which are said in one line."""
+    line = next(one for one in said if "in the engine" in one)
+    assert "warning" not in line
+    words = line.replace(",", "").split()
+    return float(words[0]), float(words[words.index("simulated") - 1])
+
+
+def test_a_new_drafter_is_trained_exported_and_drafts_in_the_engine_as_simulated(job):
+    fits, said = lines_of(job)
+    models = loaded(job)
+    assert isinstance(models.drafter, SparkDrafter)
+    assert (models.drafter.block, models.drafter.num_columns) == (4, 3)
+    engine, simulated = agreed(said)
+    assert abs(engine - simulated) < 0.01
+    names = load_file(job.out / "drafter" / "model.safetensors").keys()
+    assert {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"} < names
+    assert {"confidence_head.proj.weight", "confidence_head.proj.bias"} < names
+    moved = load_file(job.out / "drafter" / "model.safetensors")
+    assert moved["markov_head.markov_w2.weight"].abs().sum() > 0
+    assert moved["confidence_head.proj.bias"].abs().sum() > 0
+    assert fits["all"].num_documents > 0
+
+
+def test_it_starts_from_a_dflash_drafter_and_goes_on_from_itself(job, tmp_path):
+    first = replace(job, start_from=tiny.DRAFT, shape=replace(job.shape, taps=(0, 1, 2)))
+    first = replace(first, recipe=replace(first.recipe, short_blocks=0.0))
+    lines_of(first)
+    raw = json.loads((first.out / "drafter" / "config.json").read_text())
+    assert raw["block_size"] == 7
+    again = replace(first, start_from=str(first.out / "drafter"), kind=None, out=tmp_path / "again")
+    lines_of(again)
+    assert isinstance(loaded(again).drafter, SparkDrafter)
+
+
+def test_what_it_starts_from_is_the_dflash_drafters_body():
+    model = new_drafter(
+        read_draft_config(spark_json(pairs.draft_json(), 256), name="new"),
+        pairs.target(),
+        max_positions=64,
+        device=pairs.CPU,
+        init="random",
+        seed=0,
+    )
+    load_weights(model, tiny.DRAFT, pairs.CPU)
+    stored = load_file(tiny.PAIR / "draft" / "model.safetensors")
+    assert torch.equal(model.fc.weight, stored["fc.weight"].float())
+    assert model.markov.after.weight.abs().sum() == 0
+    assert all(one.requires_grad for one in model.markov.parameters())
+    load_weights(
+        model := new_drafter(
+            read_draft_config(json.loads((tiny.PAIR / "spark" / "config.json").read_text()), name="it"),
+            pairs.target(),
+            max_positions=64,
+            device=pairs.CPU,
+            init="random",
+            seed=0,
+        ),
+        tiny.SPARK,
+        pairs.CPU,
+    )
+    kept = load_file(tiny.PAIR / "spark" / "model.safetensors")
+    assert torch.equal(model.markov.after.weight, kept["markov_head.markov_w2.weight"].float())
+
+
+def test_the_drafter_it_began_with_is_measured_as_it_drafts_by_itself(job, monkeypatch, tmp_path):
+    """Read in another layout it would commit next to nothing, and any result would look like a gain."""
+    seen = []
+    monkeypatch.setattr(run, "verdict_lines", lambda job, fits, before: seen.append(before.committed) or ())
+    first = replace(job, start_from=tiny.DRAFT, steps=1, recipe=replace(job.recipe, short_blocks=0.0))
+    for kind in (None, "dspark"):
+        train(replace(first, kind=kind, out=tmp_path / f"{kind}"), Listener())
+    assert seen[0] == seen[1] > 2
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_a_dspark_drafter_is_not_made_one_of_another_kind(job, kind):
+    with pytest.raises(SettingsError, match="is a DSpark drafter: leave --kind out"):
+        train(replace(job, kind=kind, start_from=tiny.SPARK), Listener())
+
+
+@pytest.mark.parametrize("layout", [tiny.to_deepspec, tiny.to_specforge])
+def test_a_drafter_that_drafts_from_the_anchor_gets_heads(layout):
+    raw = layout(pairs.draft_json())
+    before, after = read_draft_config(raw, name="one"), read_draft_config(spark_json(raw, 4), name="one")
+    assert (before.kind, after.kind, after.spark.rank) == ("dflash", "dspark", 4)
+    assert replace(after, spark=None) == before
+
+
+def test_losses_fall():
+    config = read_draft_config(spark_json(pairs.draft_json(), 256), name="new")
+    options = {"max_positions": 64, "device": pairs.CPU, "init": "random", "seed": 0}
+    model = new_drafter(config, pairs.target(), **options).double()
+    rows, _ = pack(pairs.random_documents(((5, 30), (3, 40), (7, 30), (4, 35))), 48)
+    recipe = TrainingRecipe(rows_per_step=2, num_anchors=8, rate=1e-2)
+    trainer = Trainer(model, pairs.target(), rows, recipe)
+    losses = [progress.loss.item() for progress in trainer.run(steps=40)]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def test_the_command_line_takes_a_kind(job, monkeypatch):
+    asked = []
+    monkeypatch.setattr("blockdraft.training.run.train", lambda job, *_, **__: asked.append(job.kind))
+    words = ["train", job.model, "--prompts", str(job.prompts[0]), "--steps", "1", "--device", "cpu"]
+    assert main([*words, "--out", str(job.out), "--kind", "dspark", "--quiet"]) == 0
+    assert main([*words, "--out", str(job.out / "b"), "--quiet"]) == 0
+    assert asked == ["dspark", None]
