@@ -5,8 +5,8 @@ transposed, keys by queries: few queries make small tiles then, and no value has
 bytes that a lane loads and the operand that it gives to a tensor core. So the coordinates of a head are taken
 in an order of their own (`_key_steps`, `_dim_rows`).
 
-Compressed chunks are computed in whole numbers: levels are such, a query is rounded to 11 bits, and so are the
-weights of a chunk's values. Sums of their products are exact, so that it is no part of the bits which
+Compressed chunks are computed in whole numbers: levels are such, a query is rounded to 11 bits, and so are
+the weights of a chunk's values. Sums of their products are exact, so that it is no part of the bits which
 instructions compute them: few queries are multiplied in int8, whose codes decode in half the time, and many
 in float16, whose tensor cores are faster.
 
