@@ -640,6 +640,7 @@ def test_arms_of_another_engine_are_started_measured_and_ended_in_turn(monkeypat
     wait_for(lambda: not any(is_alive(pid) for pid in (tmp_path / "pids").read_text().split()))
 
 
+@pytest.mark.slow
 def test_two_runs_one_after_the_other_become_speedups_over_plain(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for arm in ("plain", "speculative"):

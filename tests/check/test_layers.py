@@ -42,7 +42,7 @@ def test_an_exact_model_is_exact():
     ("dtype", "quantization"),
     [
         ("float32", "none"),
-        ("bfloat16", "none"),
+        pytest.param("bfloat16", "none", marks=pytest.mark.slow),
         pytest.param("float16", "none", marks=pytest.mark.slow),
         pytest.param("bfloat16", "fp8", marks=pytest.mark.slow),
         pytest.param("float32", "int8", marks=pytest.mark.slow),

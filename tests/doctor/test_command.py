@@ -51,6 +51,7 @@ def by_name(report):
     return {finding.name: finding for finding in report.findings}
 
 
+@pytest.mark.slow
 def test_this_machine_computes_what_it_should(monkeypatch, capsys):
     """The real thing: every shape, every operation, on whatever device there is."""
     run(monkeypatch, "--json")

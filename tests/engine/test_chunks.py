@@ -171,6 +171,7 @@ def first_token_of_free_decoding_s(arrivals, prompt_s):
     return percentile(found, 0.99)
 
 
+@pytest.mark.slow
 def test_arrivals_at_70_percent_of_capacity():
     """Against a rule that takes turns with chunks of 2,048, on costs like an H200's with an 8B model.
 

@@ -95,6 +95,7 @@ def found(tmp_path_factory):
     return dict(zip(names, run(SCRIPT, tmp_path_factory.mktemp("triton")), strict=True))
 
 
+@pytest.mark.slow
 def test_keys_do_not_depend_on_which_kernel_runs_first(tmp_path):
     orders = ("list", "reversed")
     loose = [run(KEYS.format(order=order, settles=False), tmp_path) for order in orders]
@@ -148,6 +149,7 @@ def test_what_a_compiler_prints_is_no_answer(monkeypatch):
     assert told == [(1, 1, "one")]
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_start_that_has_begun_them():
     """However it ends: they have nothing more to read."""
     command = [sys.executable, "-m", "blockdraft.kernels.triton.compile_workers", "3"]

@@ -7,6 +7,7 @@ from scipy.stats import chisquare
 
 from blockdraft.engine.request import SamplingParams
 from tests import tiny
+from tests.matrix import slow_but
 
 PROMPT = [4, 6, 8, 10]
 NUM_SAMPLES = 1500
@@ -40,7 +41,7 @@ def exact_pairs():
     return joint.numpy()
 
 
-@pytest.mark.parametrize("drafter", ["none", "trained", "random"])
+@pytest.mark.parametrize("drafter", slow_but(["none", "trained", "random"], "trained"))
 def test_pairs_of_tokens_follow_the_exact_distribution(drafter):
     joint = exact_pairs()
     engine = tiny.engine(drafter, width=4, max_rows=64, max_queue=10**6, num_pages=4000)

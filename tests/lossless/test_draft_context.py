@@ -10,6 +10,7 @@ import torch
 
 from blockdraft.engine.request import SamplingParams
 from tests import tiny
+from tests.matrix import slow_but
 
 PROMPT = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -82,7 +83,7 @@ def plain_answer(*prompt):
     return tiny.run(tiny.engine("none", width=1, prefix_cache=False), [(list(prompt), ANSWER)])
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 4])
+@pytest.mark.parametrize("page_size", slow_but([1, 2, 4], 2))
 def test_the_next_turn_of_a_conversation_continues_as_if_nothing_were_cached(page_size):
     """Only what is really in the cache is found: not the last token, whose page may be full without it."""
     for num_tokens in range(1, 10):

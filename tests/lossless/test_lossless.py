@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from blockdraft.engine.request import SamplingParams
 from tests import tiny
 from tests.grammar import json_tokens
+from tests.matrix import slow_but
 
 BASE = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33]
 
@@ -138,11 +139,11 @@ def test_many_more_schedules(case):
 @pytest.mark.parametrize(
     ("temperature", "drafter"),
     [
-        (0.0, "trained"),
+        pytest.param(0.0, "trained", marks=pytest.mark.slow),
         (1.0, "trained"),
         (0.0, "DFlash2"),
         pytest.param(1.0, "DFlash2", marks=pytest.mark.slow),
-        (0.0, "DSpark"),
+        pytest.param(0.0, "DSpark", marks=pytest.mark.slow),
         pytest.param(1.0, "DSpark", marks=pytest.mark.slow),
     ],
 )
@@ -182,8 +183,12 @@ def test_every_kind_of_drafter_at_every_width_emits_plain_decodings_tokens(kind,
     assert tiny.run(engine, requests) == plain(requests)
 
 
-@pytest.mark.parametrize("drafter", ["DFlash2", "DSpark"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "drafter"),
+    slow_but(
+        [(t, kind) for t in (0.0, 1.0) for kind in ("DFlash2", "DSpark")], (0.0, "DFlash2"), (1.0, "DSpark")
+    ),
+)
 def test_n_grams_beside_any_kind_of_drafter_change_the_steps_and_no_token(temperature, drafter):
     params = SamplingParams(temperature=temperature, max_tokens=50, ignore_eos=True)
     prompts = ([30, 31] * 9, [3, 5, 7, 9, 11] * 4, [4, 6, 8])

@@ -168,7 +168,7 @@ def start(monkeypatch, **changes):
     ("module", "name", "operation"),
     [
         ("attention", "attend", "attention"),
-        ("rows", "rms_norm", "norms"),
+        pytest.param("rows", "rms_norm", "norms", marks=pytest.mark.slow),
         pytest.param("acceptance", "advance", "acceptance", marks=pytest.mark.slow),
     ],
 )
