@@ -87,12 +87,12 @@ def _check_bits(shape: dict[str, object], device: torch.device) -> dict[str, obj
     out = kv_mma.attend(there.q, there.pages, blocks, there.mask, None)
     result: dict[str, object] = {}
     for level, parts in enumerate((kv_mma.MAX_SEGMENTS, kv_mma.MAX_SEGMENTS // kv_mma.RUN, 1)):
-        for queries, warps in ((4, 1), (8, 1), (16, 2), (32, 2), (64, 4)):
-            if queries < shared or (level == 0 and sum(blocks.counts) > 200):
+        for columns, warps in ((16, 1), (32, 2), (64, 4)):
+            if columns < shared or (level == 0 and sum(blocks.counts) > 200):
                 continue
-            config = kv_mma.Config(min(queries // shared, 64), queries, warps, level, parts)
+            config = kv_mma.Config(min(columns // shared, 64), columns, warps, level, parts)
             got = kv_mma.attend_as(config, there.q, there.pages, blocks, there.mask, None)
-            result[f"level {level}, {queries} queries"] = torch.equal(got, out)
+            result[f"level {level}, {columns} columns"] = torch.equal(got, out)
     begin = 0
     for row, count in enumerate(blocks.counts):
         for column in range(max(0, count - 16), count):

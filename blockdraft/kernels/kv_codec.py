@@ -36,18 +36,20 @@ _SIGNS = int(
     "452821E638D01377BE5466CF34E90C6CC0AC29B7C97C50DD3F84D5B5B5470917",
     16,
 )
-# Levels above zero, by bits; those below mirror them. They are Lloyd-Max's of a normal distribution with the
-# variance in SPREADS but for roundings that cost 0.4 % of the loss. All are bfloat16 numbers. Those of 4 bits
-# are odd whole numbers of 1/32, so that a kernel may add up products in whole numbers. The others are odd
-# polynomials u (a + b u²) of u = i + 1/2, whose operations are each rounded to bfloat16.
-CURVES = {2: (0.93359375, 0.030029296875), 3: (0.47265625, 0.01153564453125)}
-WHOLE_LEVELS = (5, 15, 25, 37, 49, 63, 81, 107)
+# Levels above zero, by bits; those below mirror them. They are Lloyd-Max's of N(0, 1) but for roundings that
+# cost 0.3 % of the loss: all are bfloat16 numbers, and odd polynomials of u = i + 1/2, whose operations are
+# each rounded to bfloat16, give them: u (a + b u²) with 2 and 3 bits, u (a + u² (b + c u²)) with 4. A kernel
+# may compute them so, two at a time, or look them up.
+CURVES = {
+    2: (0.93359375, 0.030029296875),
+    3: (0.47265625, 0.01153564453125),
+    4: (0.259765625, 0.000301361083984375, 2.658367156982422e-05),
+}
 LEVELS = {
     2: (0.470703125, 1.5),
     3: (0.2373046875, 0.74609375, 1.359375, 2.140625),
-    4: tuple(level / 32 for level in WHOLE_LEVELS),
+    4: (0.1298828125, 0.390625, 0.65625, 0.9375, 1.25, 1.609375, 2.078125, 2.703125),
 }
-SPREADS = {2: 1.0, 3: 1.0, 4: 1.5}
 
 
 class Encoded(NamedTuple):
@@ -113,8 +115,7 @@ class Turned:
         peak = x.abs().amax(dim=-1)
         y = _divided(x, peak)  # squares of what is divided by its peak fit into float32
         square = _sum(y * y)
-        spread = torch.full_like(square, x.shape[-1] * SPREADS[self.bits])
-        u = y * _divided(spread, square).sqrt()[..., None]
+        u = y * _divided(torch.full_like(square, x.shape[-1]), square).sqrt()[..., None]
         codes = _nearest(u, self.bits)
         levels = _levels(codes, self.bits)
         if self.scaling == "unbiased":

@@ -7,7 +7,7 @@ import torch
 from benchmarks import kvarn
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels import kv_codec
-from blockdraft.kernels.kv_codec import FORMATS, LEVELS, SPREADS, Encoded, KvFormat, Turned, kv_format
+from blockdraft.kernels.kv_codec import FORMATS, LEVELS, Encoded, KvFormat, Turned, kv_format
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 ALL = [*FORMATS.values(), KvFormat("tq4v2", Turned(4, "unbiased"), Turned(2, "matched"))]
@@ -60,12 +60,10 @@ def test_codebooks_are_nearly_the_best_for_a_normal_distribution(bits):
             lost += 2 * (square - 2 * level * mean + level * level * mass)
         return lost
 
-    assert mean_square([level / math.sqrt(SPREADS[bits]) for level in LEVELS[bits]]) < 1.004 * mean_square(
-        lloyd_max(bits)
-    )
+    assert mean_square(LEVELS[bits]) < 1.003 * mean_square(lloyd_max(bits))
 
 
-@pytest.mark.parametrize("bits", kv_codec.CURVES)
+@pytest.mark.parametrize("bits", LEVELS)
 def test_levels_are_what_the_curves_give(bits):
     u = torch.arange(2 ** (bits - 1), dtype=torch.bfloat16) + 0.5
     first, *others = reversed([torch.tensor(x, dtype=torch.bfloat16) for x in kv_codec.CURVES[bits]])
@@ -79,8 +77,7 @@ def test_codebooks_are_pinned():
     """Whatever is stored was stored with these."""
     assert LEVELS[2] == (0.470703125, 1.5)
     assert LEVELS[3] == (0.2373046875, 0.74609375, 1.359375, 2.140625)
-    assert [32 * level for level in LEVELS[4]] == [5, 15, 25, 37, 49, 63, 81, 107]
-    assert SPREADS == {2: 1, 3: 1, 4: 1.5}
+    assert LEVELS[4] == (0.1298828125, 0.390625, 0.65625, 0.9375, 1.25, 1.609375, 2.078125, 2.703125)
     assert kv_codec.signs(16, torch.device("cpu")).tolist() == [
         *(1, 1, -1, 1, 1, -1, 1, 1),
         *(1, 1, -1, -1, -1, -1, -1, -1),
@@ -92,10 +89,9 @@ def expected_loss(codec, head_dim):
     t = torch.linspace(-1, 1, 400_001, dtype=torch.float64)[1:-1]
     weight = (1 - t * t) ** ((head_dim - 3) / 2)
     weight /= weight.sum()
-    u = t * math.sqrt(head_dim * SPREADS[codec.bits])
+    u = t * math.sqrt(head_dim)
     level = kv_codec._levels(kv_codec._nearest(u, codec.bits), codec.bits).double()
-    product = (weight * t * math.sqrt(head_dim) * level).sum().item()
-    square = (weight * level * level).sum().item()
+    product, square = (weight * u * level).sum().item(), (weight * level * level).sum().item()
     if codec.scaling == "unbiased":
         return square / product**2 - 1
     return 2 - 2 * product / math.sqrt(square)

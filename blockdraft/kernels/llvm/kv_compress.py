@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blockdraft.kernels.cpu import has_permute
-from blockdraft.kernels.kv_codec import LEVELS, SPREADS, Codec, EightBits, KvFormat, Turned
+from blockdraft.kernels.kv_codec import LEVELS, Codec, EightBits, KvFormat, Turned
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit, real_type
@@ -112,7 +112,7 @@ def encode(x: Reals, codes: Bytes, scale: Halves, dim: int, codec: Codec, permut
         divide(y, y, peak, dim)
         rest, places = scratch(x, f32, dim), scratch(x, i8, dim)
         square = sum_of_products(rest, y, y, dim)
-        unit = sqrt(over(square.constant(dim * SPREADS[codec.bits]), square))
+        unit = sqrt(over(square.constant(float(dim)), square))
         levels = scratch(x, f32, dim)
         nearest(y, places, levels, unit, dim, codec.bits, permute)
         pack(places, codes, dim, codec.bits)

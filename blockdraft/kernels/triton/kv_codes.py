@@ -10,95 +10,53 @@ another order than a high tile's.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
 
-from blockdraft.kernels.kv_codec import LEVELS, WHOLE_LEVELS, Codec, EightBits, Turned
+from blockdraft.kernels.kv_codec import Codec, EightBits, Turned
 
 
-def _table(name: str, values: Sequence[int]) -> str:
-    """Eight bytes in two registers, which a `prmt` picks from."""
-    one, two = (int.from_bytes(bytes(values[i : i + 4]), "little") for i in (0, 4))
-    return f"mov.b32 {name}_1, 0x{one:08X}; mov.b32 {name}_2, 0x{two:08X};"
+def _curve4(first: int, shifts: tuple[str, ...]) -> str:
+    """u (a + u² (b + c u²)) of a nibble in bits 3 to 6 under the exponent of 16: 16 + n, u = n - 7.5.
 
-
-# Levels of 4 bits, less the lowest, in steps of two: with codes below 8, and from 8 on. None has its first
-# bit set, so that a `prmt` whose selector has it set, of the other half of all codes, gives zero.
-_STEPS = [(level + WHOLE_LEVELS[-1]) // 2 for level in (*(-x for x in reversed(WHOLE_LEVELS)), *WHOLE_LEVELS)]
-
-
-_LOW, _HIGH = ([int.from_bytes(bytes(_STEPS[i : i + 4]), "little") for i in (j, j + 4)] for j in (0, 8))
-STEP_TABLES = tl.constexpr((_LOW[0], _HIGH[0]))
-
-
-def _steps(words: Sequence[str], low: str, high: str) -> str:
-    """Four bytes of each half of words, from result 0 on; `low` and `high` are STEP_TABLES."""
+    Results from number `first` on, of the words in r.
+    """
     return "\n".join(
         f"""
-        xor.b32 n, {word}, 0x88888888;
-        prmt.b32 x, {low}, {_LOW[1]}, {word};
-        prmt.b32 y, {high}, {_HIGH[1]}, n;
-        or.b32 ${number}, x, y;
-        shr.u32 {word}, {word}, 16;
-        shr.u32 n, n, 16;
-        prmt.b32 x, {low}, {_LOW[1]}, {word};
-        prmt.b32 y, {high}, {_HIGH[1]}, n;
-        or.b32 ${number + 1}, x, y;
+        {shift}
+        lop3.b32 s, s, 0x00780078, base, 0xEA;
+        sub.rn.bf16x2 u, s, half;
+        mul.rn.bf16x2 w, u, u;
+        fma.rn.bf16x2 t, w, c, b;
+        fma.rn.bf16x2 t, w, t, a;
+        mul.rn.bf16x2 ${number}, u, t;
         """
-        for number, word in zip(range(0, 2 * len(words), 2), words, strict=True)
+        for number, shift in enumerate(shifts, first)
     )
 
 
-# A word's codes from the lowest on, as steps. Behind the word come STEP_TABLES, here and below.
-WORD_AS_STEPS = tl.constexpr(f"{{ .reg .b32 n, x, y, w; mov.b32 w, $2; {_steps(['w'], '$3', '$4')} }}")
-
-# Four words, of as many tokens: the codes of all four at each place, bytes 0 to 3 in turn, then their halves
-# above. First nibbles change places, then bytes.
-FOUR_WORDS_AS_STEPS = tl.constexpr(
-    f"""{{
-    .reg .b32 n, x, y, s, a, b, c, d, low_01, low_23, high_01, high_23;
-    shl.b32 s, $9, 4;
-    lop3.b32 low_01, $8, s, 0x0F0F0F0F, 0xE4;
-    shl.b32 s, $11, 4;
-    lop3.b32 low_23, $10, s, 0x0F0F0F0F, 0xE4;
-    shr.u32 s, $8, 4;
-    lop3.b32 high_01, s, $9, 0x0F0F0F0F, 0xE4;
-    shr.u32 s, $10, 4;
-    lop3.b32 high_23, s, $11, 0x0F0F0F0F, 0xE4;
-    prmt.b32 a, low_01, low_23, 0x5140;
-    prmt.b32 b, low_01, low_23, 0x7362;
-    prmt.b32 c, high_01, high_23, 0x5140;
-    prmt.b32 d, high_01, high_23, 0x7362;
-    {_steps(["a", "b", "c", "d"], "$12", "$13")} }}"""
-)
-
-
-def _as_levels(*picked: str) -> tl.constexpr:
-    """Bytes of steps, two of `picked` each time, as pairs of float16: levels of 1/32.
-
-    A byte under the exponent of 1024, less that, times two, less the lowest level.
+_LOW = ("shl.b32 s, r, 3;", "shr.u32 s, r, 5;")  # nibbles of a word's bytes 0 and 1, and of 2 and 3
+_HIGH = ("shr.u32 s, r, 1;", "shr.u32 s, r, 9;")
+# The constants are those of CURVES[4], twice each.
+_CURVE4 = """
+    .reg .b32 r, s, t, u, w, base, half, a, b, c;
+    mov.b32 base, 0x41804180;
+    mov.b32 half, 0x41BC41BC;
+    mov.b32 a, 0x3E853E85;
+    mov.b32 b, 0x399E399E;
+    mov.b32 c, 0x37DF37DF;
     """
-    lowest = struct.pack("<e", -float(WHOLE_LEVELS[-1])).hex()
-    lines = [
-        f"prmt.b32 f, $2, 0x64646464, {bytes}; sub.f16x2 f, f, base; fma.rn.f16x2 ${i}, f, two, lowest;"
-        for i, bytes in enumerate(picked)
-    ]
-    return tl.constexpr(
-        f"""{{
-        .reg .b32 f, base, two, lowest;
-        mov.b32 base, 0x64006400;
-        mov.b32 two, 0x40004000;
-        mov.b32 lowest, 0x{2 * (lowest[2:] + lowest[:2])};
-        {" ".join(lines)} }}"""
-    )
 
+# Of a word's bytes b0 b1 b2 b3 the middle ones change places: what lies 16 bits apart are neighbours then.
+# Four results: b0 b1 and b2 b3 of both halves.
+_BITS4 = tl.constexpr(f"{{ {_CURVE4} prmt.b32 r, $4, 0, 0x3120; {_curve4(0, _LOW)} {_curve4(2, _HIGH)} }}")
 
-STEPS_AS_LEVELS = _as_levels("0x4240", "0x4341")  # bytes 0 and 2, 1 and 3
-STEPS_AS_LEVELS_IN_ORDER = _as_levels("0x4140", "0x4342")
+# Two words, of neighbours among tokens, whose numbers become pairs: bytes 0 to 3 of both, the halves in turn.
+PAIR_BY_CURVE = tl.constexpr(
+    f"""{{ {_CURVE4}
+    prmt.b32 r, $8, $9, 0x5410; {_curve4(0, _LOW)} {_curve4(4, _HIGH)}
+    prmt.b32 r, $8, $9, 0x7632; {_curve4(2, _LOW)} {_curve4(6, _HIGH)} }}"""
+)
 
 
 def _by_table(outputs: tuple[str, ...], halves: tuple[str, str], signs: str) -> str:
@@ -113,16 +71,15 @@ def _by_table(outputs: tuple[str, ...], halves: tuple[str, str], signs: str) -> 
     """
 
 
-_SIZES = [int(torch.tensor(level, dtype=torch.bfloat16).view(torch.int16)) for level in LEVELS[4]]
-
-# Four results: bytes 0 and 1, and 2 and 3, of both halves, as levels. Their sizes are picked from tables of 8
-# bytes. Codes below 8 are those of negative numbers, the largest first: what their low bits lack of 7 is
-# their size.
-_BITS4 = tl.constexpr(
+# The same as _BITS4 by instructions of another pipe: sizes of levels are picked from tables of 8 bytes. Codes
+# below 8 are those of negative numbers, the largest first: what their low bits lack of 7 is their size.
+WORD_BY_TABLE = tl.constexpr(
     f"""{{
     .reg .b32 n, d, i, y, l, h, m, low_1, low_2, high_1, high_2;
-    {_table("low", [size & 255 for size in _SIZES])}
-    {_table("high", [size >> 8 for size in _SIZES])}
+    mov.b32 low_1, 0x7028C805;
+    mov.b32 low_2, 0x2D05CEA0;
+    mov.b32 high_1, 0x3F3F3E3E;
+    mov.b32 high_2, 0x40403F3F;
     lop3.b32 n, $4, 0x88888888, 0, 0x0C;
     shr.u32 d, n, 3;
     sub.u32 d, n, d;
@@ -315,8 +272,8 @@ def _spread(one, two, HALF: tl.constexpr):
 def level4(code):
     """Of codes below 16, float32: LEVELS[4], picked."""
     size = tl.where(code >= 8, code - 8, 7 - code)
-    low = tl.where(size < 2, tl.where(size < 1, 5 / 32, 15 / 32), tl.where(size < 3, 25 / 32, 37 / 32))
-    high = tl.where(size < 6, tl.where(size < 5, 49 / 32, 63 / 32), tl.where(size < 7, 81 / 32, 107 / 32))
+    low = tl.where(size < 2, tl.where(size < 1, 0.1298828125, 0.390625), tl.where(size < 3, 0.65625, 0.9375))
+    high = tl.where(size < 6, tl.where(size < 5, 1.25, 1.609375), tl.where(size < 7, 2.078125, 2.703125))
     level = tl.where(size < 4, low, high)
     return tl.where(code >= 8, level, -level)
 

@@ -24,10 +24,10 @@ _ROUNDING = tl.constexpr(1.5 * 2**23)  # what is added to it has no places behin
 def _nearest4(u):
     """Codes; halfway between two levels, away from zero is nearer."""
     size = tl.abs(u)
-    above = (size >= 10 / 32).to(tl.int32) + (size >= 20 / 32).to(tl.int32)
-    above += (size >= 31 / 32).to(tl.int32) + (size >= 43 / 32).to(tl.int32)
-    above += (size >= 56 / 32).to(tl.int32) + (size >= 72 / 32).to(tl.int32)
-    above += (size >= 94 / 32).to(tl.int32)
+    above = (size >= 0.26025390625).to(tl.int32) + (size >= 0.5234375).to(tl.int32)
+    above += (size >= 0.796875).to(tl.int32) + (size >= 1.09375).to(tl.int32)
+    above += (size >= 1.4296875).to(tl.int32) + (size >= 1.84375).to(tl.int32)
+    above += (size >= 2.390625).to(tl.int32)
     return tl.where(u < 0, 7 - above, 8 + above)
 
 
@@ -90,8 +90,7 @@ def _encode(
         y_lo = _quotient(lo, tl.broadcast_to(peak[:, None], lo.shape))
         y_hi = _quotient(hi, tl.broadcast_to(peak[:, None], hi.shape))
         square = tl.sum(y_lo * y_lo + y_hi * y_hi, 1)
-        SPREAD: tl.constexpr = 1.5 if KIND == "bits4" else 1.0
-        stretch = tl.sqrt_rn(_quotient(square * 0.0 + DIM * SPREAD, square))[:, None]
+        stretch = tl.sqrt_rn(_quotient(square * 0.0 + DIM, square))[:, None]
         if KIND == "bits4":
             code_lo = _nearest4(y_lo * stretch)
             code_hi = _nearest4(y_hi * stretch)
