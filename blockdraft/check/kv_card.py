@@ -7,7 +7,6 @@ import torch
 from blockdraft.cache.spec import Paged, Windowed
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import SettingsError
-from blockdraft.kernels import kv_codec
 from blockdraft.kernels.kv_formats import EXACT
 
 
@@ -20,15 +19,14 @@ def check_served_on_card(models: Models) -> None:
     if plan.draft_kv_dtype != EXACT or not all(_is_served(models, spec) for spec in paged):
         raise SettingsError(
             f"kv_dtype = {plan.kv_dtype}, draft_kv_dtype = {plan.draft_kv_dtype}: on a card, compressed keys "
-            "and values are served as tq4 so far, in bfloat16, for heads of 64 or 128 values without a "
-            "sliding window, on Hopper or later, with the drafter's own exact. Use --kv-dtype tq4 where "
-            "that is so, else --kv-dtype auto, or --device cpu."
+            "and values are served in bfloat16 so far, for heads of 64 or 128 values without a sliding "
+            "window, on Hopper or later, with the drafter's own exact. Use --kv-dtype auto, or --device cpu."
         )
 
 
 def _is_served(models: Models, spec: Paged) -> bool:
-    from blockdraft.kernels.triton.kv_mma import fits
+    from blockdraft.kernels.triton.kv_mma import has_shape
 
-    plan, form = models.plan, kv_codec.kv_format(models.plan.kv_dtype, spec.head_dim)
+    plan = models.plan
     dtype = getattr(torch, plan.dtype)
-    return not isinstance(spec, Windowed) and fits(form, spec.head_dim, dtype, plan.page_size, models.device)
+    return not isinstance(spec, Windowed) and has_shape(spec.head_dim, dtype, plan.page_size, models.device)

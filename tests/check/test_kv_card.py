@@ -33,16 +33,15 @@ def check(case, monkeypatch):
     check_served_on_card(SimpleNamespace(plan=case, config=config, device=torch.device("cuda")))
 
 
-def test_four_bits_start(monkeypatch):
-    check(Case(), monkeypatch)
-    check(Case(spec=Paged(8, 128), page_size=64), monkeypatch)
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "tq4", "tq4v3"])
+def test_every_format_starts(kv_dtype, monkeypatch):
+    check(Case(kv_dtype), monkeypatch)
+    check(Case(kv_dtype, spec=Paged(8, 128), page_size=64), monkeypatch)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"kv_dtype": "int8"},
-        {"kv_dtype": "tq4v3"},
         {"draft_kv_dtype": "tq4"},
         {"dtype": "float16"},
         {"page_size": 8},
@@ -53,5 +52,5 @@ def test_four_bits_start(monkeypatch):
     ids=str,
 )
 def test_what_was_never_served_there_is_refused_with_what_to_use(change, monkeypatch):
-    with pytest.raises(SettingsError, match="--kv-dtype tq4 where that is so, else --kv-dtype auto"):
+    with pytest.raises(SettingsError, match="Use --kv-dtype auto, or --device cpu"):
         check(replace(Case(), **change), monkeypatch)

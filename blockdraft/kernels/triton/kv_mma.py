@@ -760,14 +760,14 @@ def _merge_kernel(
 
 def fits(form: KvFormat, head_dim: int, dtype: torch.dtype, page_size: int, device: torch.device) -> bool:
     """Whether this kernel is for such keys and values, and for that card."""
-    return (
-        device.type == "cuda"
-        and has_pdl(device)
-        and dtype == torch.bfloat16
-        and head_dim in HEAD_DIMS
-        and {kind_of(form.keys), kind_of(form.values)} == {"bits4"}
-        and page_size % 16 == 0
-    )
+    is_kind = {kind_of(form.keys), kind_of(form.values)} == {"bits4"}
+    return is_kind and has_shape(head_dim, dtype, page_size, device)
+
+
+def has_shape(head_dim: int, dtype: torch.dtype, page_size: int, device: torch.device) -> bool:
+    """Whether heads, pages and the card are such as engines have served compressed keys with."""
+    is_half = dtype == torch.bfloat16 and head_dim in HEAD_DIMS and page_size % 16 == 0
+    return is_half and device.type == "cuda" and has_pdl(device)
 
 
 def serves(q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask) -> bool:
