@@ -539,6 +539,17 @@ def check_ngrams(place, drafter, *, overlap):
     assert sorted(histories[0].tolist()) == sorted(text[: NUM_PROMPT + 59] for text in texts)
 
 
+def check_kind(place, kind, *, temperature):
+    """A kind of drafter, captured and kernel by kernel: the same steps, and the tokens of plain decoding."""
+    requests = make_requests(temperature=temperature)
+    engines = [tiny_engine(place, kind, is_captured=is_captured) for is_captured in (True, False)]
+    got, eager = (serve(engine, requests) for engine in engines)
+    plain = serve(tiny_engine(place, NoDrafter(tiny.BLOCK)), requests)
+    assert tokens_of(got) == tokens_of(eager) == tokens_of(plain)
+    assert [result.columns for result in got] == [result.columns for result in eager]
+    assert engines[0].stats.num_blocks == engines[1].stats.num_blocks
+
+
 def check_columns(place, *, max_rows):
     """Through any pattern of accepted drafts a position has the same token and log-probabilities."""
     requests = make_requests(temperature=1.0, logprobs=3)

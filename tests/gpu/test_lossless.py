@@ -10,7 +10,7 @@ import torch
 
 from blockdraft.check.bits import check_bits
 from blockdraft.engine.engine import Engine
-from tests import stepping
+from tests import stepping, tiny
 from tests.lossless.families import NAMES
 from tests.stepping import CARD, FAMILY_BLOCK
 
@@ -26,6 +26,12 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
 @pytest.mark.parametrize("max_rows", [1, 4])  # products of 8 tokens and of 32: our kernel, and the library's
 def test_dflash_in_graphs_emits_the_tokens_of_plain_decoding(max_rows, temperature):
     stepping.check_lossless(CARD, max_rows=max_rows, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_every_kind_of_drafter_in_graphs_emits_the_tokens_of_plain_decoding(kind, temperature):
+    stepping.check_kind(CARD, kind, temperature=temperature)
 
 
 @pytest.mark.parametrize("max_rows", [1, 4])
