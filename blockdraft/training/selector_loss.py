@@ -18,6 +18,8 @@ from blockdraft.models.dflash2 import CandidateSelector
 from blockdraft.training.job import Objective
 from blockdraft.training.objective import CHUNK_BYTES, Head, Scores, column_weights
 
+GROUP = 64  # tokens whose largest logit is looked at first
+
 
 class Labelled(NamedTuple):
     """Candidates of some blocks, the label among them, without a gradient."""
@@ -54,14 +56,27 @@ def selector_loss(
 @torch.no_grad()
 def candidates(hidden: Tensor, labels: Tensor, head: Head, top_k: int) -> Labelled:
     logits = head.logits(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    best = logits.topk(top_k, dim=-1)  # best first
+    best = best_ids(logits, top_k)
     label = labels.clamp(min=0)[..., None]
-    is_label = best.indices == label
+    is_label = best == label
     is_found = is_label.any(dim=-1)
     place = torch.where(is_found, is_label.long().argmax(dim=-1), top_k - 1)
-    ids = torch.where(is_found[..., None], best.indices, best.indices.scatter(-1, place[..., None], label))
-    return Labelled(ids, logits.gather(-1, ids), place, is_found)
+    ids = torch.where(is_found[..., None], best, best.scatter(-1, place[..., None], label))
+    unary = logits.gather(-1, ids)
+    return Labelled(ids, unary.to(torch.promote_types(unary.dtype, torch.float32)), place, is_found)
+
+
+def best_ids(logits: Tensor, top_k: int) -> Tensor:
+    """[…, top_k]: the largest of logits […, V], best first.
+
+    They are in the `top_k` groups with the largest maxima: all of V is read once.
+    """
+    groups = logits.unflatten(-1, (-1, GROUP)) if logits.shape[-1] % GROUP == 0 else logits[..., None]
+    chosen = groups.amax(dim=-1).topk(min(top_k, groups.shape[-2]), dim=-1).indices
+    members = groups.gather(-2, chosen[..., None].expand(*chosen.shape, groups.shape[-1]))
+    best = members.flatten(-2).topk(top_k, dim=-1).indices
+    group = chosen.gather(-1, best // groups.shape[-1])
+    return group * groups.shape[-1] + best % groups.shape[-1]
 
 
 def pair_part(selector: CandidateSelector, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
