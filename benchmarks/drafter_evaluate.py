@@ -139,7 +139,8 @@ def _long(folder: Path, limit: int | None) -> list[Prompt]:
     return named[:: 1 if limit is None else max(1, len(named) // limit)]
 
 
-def evaluate(args: argparse.Namespace) -> None:
+def target_of(args: argparse.Namespace) -> Models:
+    """The target alone, as features are read from it."""
     settings = Settings(
         model=args.model,
         draft="none",
@@ -149,8 +150,12 @@ def evaluate(args: argparse.Namespace) -> None:
         max_context=args.length,
         cache_bytes=args.cache_bytes,
     )
-    models = load_models(settings, print)
-    answers = {name: _read(args.out / name) for name in ("short", "long", *WARM)}
+    return load_models(settings, print)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    models = target_of(args)
+    answers = {name: read_answers(args.out / name) for name in ("short", "long", *WARM)}
     results: dict[str, object] = {**context(), "drafters": {}}
     for item in args.drafters:
         name, _, source = item.partition("=")
@@ -162,25 +167,29 @@ def evaluate(args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def _read(folder: Path) -> list[Document]:
+def read_answers(folder: Path) -> list[Document]:
     return [one for path in sorted(folder.glob("shard-*.npz")) for one in read_shard(path)]
 
 
-def _of_drafter(
-    source: str, models: Models, answers: dict[str, list[Document]], args: argparse.Namespace
-) -> dict[str, object]:
+def drafter_of(source: str, models: Models, length: int) -> BlockForward:
     config = read_draft_config(open_checkpoint(source, what="drafter").config, name=source)
     models.target.taps = config.taps
     model = new_drafter(
         config,
         models.target,
-        max_positions=args.length + config.block,
+        max_positions=length + config.block,
         device=models.device,
         init="random",
         seed=0,
     )
     load_weights(model, source, models.device)
-    forward = BlockForward(model, models.target)
+    return BlockForward(model, models.target)
+
+
+def _of_drafter(
+    source: str, models: Models, answers: dict[str, list[Document]], args: argparse.Namespace
+) -> dict[str, object]:
+    forward = drafter_of(source, models, args.length)
     fits = {
         name: simulate(
             forward,
@@ -188,7 +197,7 @@ def _of_drafter(
             length=args.length,
             rows_per_step=args.rows_per_step,
             num_anchors=args.anchors,
-            sampling=_sampling(documents, *WARM[name]) if name in WARM else None,
+            sampling=sampling_of(documents, *WARM[name]) if name in WARM else None,
         )
         for name, documents in answers.items()
     }
@@ -197,7 +206,7 @@ def _of_drafter(
     return {"committed": committed, "fit": fit_json(fits["short"]), "fit_long": fit_json(fits["long"])}
 
 
-def _sampling(documents: Iterable[Document], temperature: float, top_p: float) -> Sequence[RowSampling]:
+def sampling_of(documents: Iterable[Document], temperature: float, top_p: float) -> Sequence[RowSampling]:
     """As training/regenerate.py asked for them."""
     return [RowSampling(temperature=temperature, top_p=top_p, seed=one.key // MAX_TURNS) for one in documents]
 

@@ -201,7 +201,7 @@ def _runs(
         chosen = list(range(first, min(first + rows_per_step, len(rows))))
         chosen += [chosen[-1]] * (rows_per_step - len(chosen))  # one shape for all
         _, features = reader.read(rows, chosen)
-        for anchors in torch.split(_anchor_places(rows, chosen), num_anchors, dim=1):
+        for anchors in torch.split(anchor_places(rows, chosen), num_anchors, dim=1):
             anchors = functional.pad(anchors, (0, num_anchors - anchors.shape[1]), value=length)
             batch = with_anchors(rows, chosen, anchors, forward.block)
             # Not under no_grad: what was compiled for training serves here, too.
@@ -265,7 +265,7 @@ class _Draw:
         return self._kernels.choose(logits, starts, anchors[:, None], table)
 
 
-def _anchor_places(rows: PackedRows, chosen: list[int]) -> Tensor:
+def anchor_places(rows: PackedRows, chosen: list[int]) -> Tensor:
     """Every place that can be an anchor, in order, padded with the row's length: [R, n]."""
     length = rows.tokens.shape[1]
     is_anchor = rows.is_anchor[torch.tensor(chosen, device=rows.tokens.device)]
