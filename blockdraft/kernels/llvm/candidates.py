@@ -1,7 +1,7 @@
 """The walk over candidates, on a CPU: `kernels/candidates.py` says what is chosen, here is how.
 
-1. `scan`: the best candidates of every part of a column, the best first. Nearly all tokens are turned away
-   many at a time, by one comparison with the last of them.
+1. `scan`: the best candidates of every part of a column, the best first. Tokens come in blocks, and only the
+   blocks with the largest tokens are looked into.
 2. `follow`: a row at a time, one column after another, as each is chosen behind a draft that is known then.
    So a column has as many pair scores as candidates, and not as many as pairs of them.
 
@@ -11,7 +11,6 @@ A sum of pair scores has one order, by rank: it does not follow from who else is
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ from blockdraft.kernels.sampling_tables import Real as Column
 from blockdraft.kernels.sampling_tables import Whole
 
 MOST = 64  # candidates of a column
-_PART = 1 << 14  # tokens at the least that a thread takes at a time
+_PART = 1 << 15  # tokens at the least that a thread takes at a time
 _BLOCK, _WIDE = 64, 16  # tokens that are compared at once, and a register of them
 _LANES = 16  # of a sum of pair scores
 _FOUR = 4  # candidates whose noise is drawn at once
@@ -87,26 +86,43 @@ class CandidateKernels:
 def scan(
     num_columns: Int, num_parts: Int, vocab_size: Int, top_k: Int, x: Floats, scores: Floats, ids: Longs
 ) -> None:
+    """Blocks of tokens by their largest: what is below the last of the best of these is no candidate."""
     best, who = candidates(x)
+    tops = scratch(x, f32, 2 * _PART // _BLOCK)
     for item in taken(num_columns * num_parts):
         part, column = item % num_parts, x + item // num_parts * vocab_size
         first, end = part * vocab_size // num_parts, (part + 1) * vocab_size // num_parts
-        for i in range(top_k):
-            insert(best, who, i, column[first + i], first + i)
+        num_blocks = (end - first) // _BLOCK
+        clear(best, who, top_k)
+        for i in range(num_blocks):
+            tops[i] = largest_of(column + first + i * _BLOCK)
+            offer(best, who, top_k, tops[i], i)
         least = best[top_k - 1]
-        whole = end - (end - first - top_k) % _BLOCK
-        for i in range(first + top_k, whole, _BLOCK):
-            most = load(column + i, _WIDE)
-            for j in unrolled(_WIDE, _BLOCK, _WIDE):
-                most = largest(most, load(column + i + j, _WIDE))
-            if halved(most, largest) > least:
-                for token in range(i, i + _BLOCK):
-                    least = offer(best, who, top_k, column[token], token)
-        for token in range(whole, end):
-            least = offer(best, who, top_k, column[token], token)
+        clear(best, who, top_k)
+        for i in range(num_blocks):
+            if tops[i] >= least:
+                for token in range(first + i * _BLOCK, first + (i + 1) * _BLOCK):
+                    offer(best, who, top_k, column[token], token)
+        for token in range(first + num_blocks * _BLOCK, end):
+            offer(best, who, top_k, column[token], token)
         for i in range(top_k):
             scores[item * top_k + i] = best[i]
             ids[item * top_k + i] = who[i]
+
+
+def largest_of(block: Pointer) -> Value:
+    most = load(block, _WIDE)
+    for i in range(_WIDE, _BLOCK, _WIDE):
+        most = largest(most, load(block + i, _WIDE))
+    return halved(most, largest)
+
+
+@inlined
+def clear(scores: Floats, ids: Longs, top_k: Int) -> None:
+    """As many that are never chosen; where there is nothing else, the first token is."""
+    for i in range(top_k):
+        scores[i] = NEVER
+        ids[i] = 0
 
 
 def candidates(like: Value) -> tuple[Pointer, Pointer]:
@@ -119,11 +135,10 @@ def candidates(like: Value) -> tuple[Pointer, Pointer]:
 
 
 @inlined
-def offer(scores: Floats, ids: Longs, top_k: Int, score: Value, token: Int) -> Any:
-    """Among the best if it is better than the last of them; whose score is told."""
+def offer(scores: Floats, ids: Longs, top_k: Int, score: Value, token: Int) -> None:
+    """Among the best if it is better than the last of them."""
     if score > scores[top_k - 1]:
         insert(scores, ids, top_k - 1, score, token)
-    return scores[top_k - 1]
 
 
 @inlined
