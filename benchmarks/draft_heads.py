@@ -1,10 +1,12 @@
 """What the heads of DFlash2 and DSpark add to a step: `python -m benchmarks.draft_heads`.
 
 The default pair with its own drafter, and with a DFlash2 and a DSpark drafter that are made of it and say
-nothing new, so all three draft the same; what they compute takes as long as if they did. A step is timed as
-it is served: captured, one row behind `--context` tokens, with one set of sampling rules. On a CPU the arms
-take turns within a round, and the best round counts: it survives foreign load. On a card a number is the
-median of replays back to back. `--shape qwen3-8b`, on a card, has random weights instead.
+nothing new, so all three draft the same; what they compute takes as long as if they did. With `--shape`
+random weights instead. A step is timed as it is served: captured, `--rows` rows behind `--context` tokens.
+
+On a CPU the kinds take turns within a round, and the best round counts. With OMP_NUM_THREADS=1 it is the
+processor's time that is taken, which foreign load hardly touches. On a card a number is the median of rounds
+of replays back to back.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from benchmarks.shapes import SHAPES, write_shape  # noqa: E402
 from blockdraft.cache.rows import RowSampling  # noqa: E402
 from blockdraft.checkpoints.read_draft_config import read_draft_config  # noqa: E402
 from blockdraft.engine.engine import Engine  # noqa: E402
+from blockdraft.engine.loaded import Models  # noqa: E402
 from blockdraft.models.draft_config import DraftKind  # noqa: E402
 from blockdraft.settings.shipped import shipped_drafter  # noqa: E402
-from blockdraft.start.loading import load_models  # noqa: E402
+from blockdraft.start.loading import load_models, resolve_device  # noqa: E402
+from blockdraft.start.memory import release  # noqa: E402
 from blockdraft.training.drafter import as_kind, load_weights, new_drafter  # noqa: E402
 from blockdraft.training.export import named_weights  # noqa: E402
 from blockdraft.training.job import DrafterShape  # noqa: E402
@@ -40,6 +44,7 @@ KINDS: tuple[DraftKind, ...] = ("dflash", "dflash2", "dspark")
 RULES = {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 1}}
 REPLAYS = 20  # of a card, at a time
 FIRST_PAGE = 2  # the others are reserved
+Times = dict[tuple[str, int], dict[str, list[float]]]  # by rules and width, then by kind
 
 
 def write_drafter(kind: DraftKind, source: Path, folder: Path, *, has_weights: bool) -> Path:
@@ -58,31 +63,32 @@ def write_drafter(kind: DraftKind, source: Path, folder: Path, *, has_weights: b
     return folder
 
 
-def engines_of(options: argparse.Namespace, scratch: Path) -> dict[DraftKind, Engine]:
-    """An engine with each kind of drafter."""
-    target, source = "default", shipped_drafter("default")
+def source_of(options: argparse.Namespace, scratch: Path) -> tuple[str, Path]:
+    """A target, and the folder of its DFlash drafter."""
     if options.shape is not None:
-        folder, source = write_shape(options.shape, scratch / "shape")
-        target = str(folder)
-    assert source is not None, "the default drafter is not here"
-    engines = {}
-    for kind in KINDS:
-        draft = write_drafter(kind, source, scratch / kind, has_weights=options.shape is None)
-        settings = Settings(
-            model=target,
-            draft=str(draft),
-            device=options.device,
-            load_format="auto" if options.shape is None else "dummy",
-            max_rows=options.rows,
-            max_context=options.context + 512,
-            prefix_cache=False,
-        )
-        models = load_models(settings, lambda line: None)
-        page = models.plan.page_size
-        num_pages = FIRST_PAGE + options.rows * (-(-(options.context + 64) // page) + 1)
-        engines[kind] = Engine(replace(models, plan=replace(models.plan, num_pages=num_pages)))
-        engines[kind].capture([options.rows], options.width)
-    return engines
+        target, draft = write_shape(options.shape, scratch / "shape")
+        return str(target), draft
+    shipped = shipped_drafter("default")
+    assert shipped is not None, "the default drafter is not here"
+    return "default", shipped
+
+
+def engine_of(options: argparse.Namespace, target: str, draft: Path) -> Engine:
+    settings = Settings(
+        model=target,
+        draft=str(draft),
+        device=options.device,
+        load_format="auto" if options.shape is None else "dummy",
+        max_rows=options.rows,
+        max_context=options.context + 512,
+        prefix_cache=False,
+    )
+    models = load_models(settings, lambda line: None)
+    each = -(-(options.context + 64) // models.plan.page_size) + 1
+    plan = replace(models.plan, num_pages=FIRST_PAGE + options.rows * each)
+    engine = Engine(replace(models, plan=plan))
+    engine.capture([options.rows], options.width)
+    return engine
 
 
 def place(engine: Engine, options: argparse.Namespace, rules: dict[str, float]) -> None:
@@ -101,14 +107,15 @@ def place(engine: Engine, options: argparse.Namespace, rules: dict[str, float]) 
 
 
 def replay_s(engine: Engine, options: argparse.Namespace, width: int) -> float:
-    """Seconds of a step of rows at the same place each time."""
+    """Seconds of a step of rows that are at the same place each time."""
     graph = engine.graphs.find(options.rows, width)
     engine.rows.activate(range(options.rows))
     engine.rows.length[: options.rows] = options.context
     if engine.models.device.type == "cpu":
-        begin = time.perf_counter()
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        begin_s = clock()
         graph.replay()
-        return time.perf_counter() - begin
+        return clock() - begin_s
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(REPLAYS):
@@ -118,29 +125,49 @@ def replay_s(engine: Engine, options: argparse.Namespace, width: int) -> float:
     return begin.elapsed_time(end) / 1e3 / REPLAYS
 
 
-def time_steps(engines: dict[DraftKind, Engine], options: argparse.Namespace) -> list[dict[str, object]]:
-    found = []
-    for name, rules in RULES.items():
+@torch.inference_mode()
+def time_steps(engines: dict[str, Engine], options: argparse.Namespace) -> Times:
+    found: Times = {}
+    for rules in RULES:
         for engine in engines.values():
-            place(engine, options, rules)
+            place(engine, options, RULES[rules])
         for width in options.width:
-            times: dict[DraftKind, list[float]] = {kind: [] for kind in engines}
+            for engine in engines.values():
+                replay_s(engine, options, width)
             for _ in range(options.rounds):
                 for kind, engine in engines.items():
-                    times[kind].append(replay_s(engine, options, width) * 1e3)
-            is_cpu = next(iter(engines.values())).models.device.type == "cpu"
-            middle = {kind: statistics.median(each) for kind, each in times.items()}
-            best = {kind: min(each) for kind, each in times.items()} if is_cpu else middle
-            found.append(
-                {
-                    "rules": name,
-                    "width": width,
-                    **{f"{kind}_ms": best[kind] for kind in KINDS},
-                    **{f"{kind}_median_ms": middle[kind] for kind in KINDS},
-                    **{f"{kind}_share": 1 - best["dflash"] / best[kind] for kind in KINDS[1:]},
-                }
-            )
+                    seconds = replay_s(engine, options, width)
+                    found.setdefault((rules, width), {}).setdefault(kind, []).append(seconds * 1e3)
     return found
+
+
+def time_kinds(options: argparse.Namespace, scratch: Path) -> tuple[Times, Models]:
+    """On a CPU all kinds in turns; on a card one after the other, which needs less memory."""
+    target, source = source_of(options, scratch)
+    found: Times = {}
+    for kinds in [KINDS] if resolve_device(options.device) == "cpu" else [(kind,) for kind in KINDS]:
+        engines = {}
+        for kind in kinds:
+            draft = write_drafter(kind, source, scratch / kind, has_weights=options.shape is None)
+            engines[kind] = engine_of(options, target, draft)
+        for step, times in time_steps(engines, options).items():
+            found.setdefault(step, {}).update(times)
+        models = engines[kinds[0]].models
+        for engine in engines.values():
+            engine.drop_graphs()
+        del engine, engines
+        release()
+    return found, models
+
+
+def summary(times: dict[str, list[float]], *, is_cpu: bool) -> dict[str, float]:
+    middle = {kind: statistics.median(each) for kind, each in times.items()}
+    counted = {kind: min(each) for kind, each in times.items()} if is_cpu else middle
+    return {
+        **{f"{kind}_ms": counted[kind] for kind in KINDS},
+        **{f"{kind}_median_ms": middle[kind] for kind in KINDS},
+        **{f"{kind}_share": 1 - counted["dflash"] / counted[kind] for kind in KINDS[1:]},
+    }
 
 
 def main() -> None:
@@ -155,22 +182,30 @@ def main() -> None:
     options = parser.parse_args()
     context = record.context()
     with tempfile.TemporaryDirectory() as scratch:
-        engines = engines_of(options, Path(scratch))
-        with torch.inference_mode():
-            steps = time_steps(engines, options)
-        models = engines["dflash"].models
-        result = {
-            "what": "a captured step: milliseconds, and what share of them a kind takes beyond DFlash",
-            "settings": vars(options),
-            **context,
-            "device": torch.cuda.get_device_name() if models.device.type == "cuda" else "cpu",
-            "quantization": models.plan.quantization,
-            "steps": steps,
-        }
-        record.save(options.json, result, scratch=scratch)
-    header = ["step", "v1 ms", "dflash2 ms", "share", "dspark ms", "share"]
-    keys = ("dflash_ms", "dflash2_ms", "dflash2_share", "dspark_ms", "dspark_share")
-    rows = [[f"{one['rules']}, width {one['width']}", *(one[key] for key in keys)] for one in steps]
+        times, models = time_kinds(options, Path(scratch))
+    is_cpu = models.device.type == "cpu"
+    steps = [
+        {"rules": rules, "width": width, **summary(found, is_cpu=is_cpu)}
+        for (rules, width), found in times.items()
+    ]
+    result = {
+        "what": "a captured step: milliseconds, and what share of them a kind takes beyond DFlash",
+        "clock": "processor time" if is_cpu and context["threads"] == 1 else "time",
+        "settings": vars(options),
+        **context,
+        "device": "cpu" if is_cpu else torch.cuda.get_device_name(),
+        "quantization": models.plan.quantization,
+        "steps": steps,
+    }
+    record.save(options.json, result)
+    header = ["step", "v1 ms", "dflash2 ms", "share %", "dspark ms", "share %"]
+    rows = [
+        [
+            f"{one['rules']}, width {one['width']}", one["dflash_ms"], one["dflash2_ms"],
+            100 * one["dflash2_share"], one["dspark_ms"], 100 * one["dspark_share"],
+        ]
+        for one in steps
+    ]  # fmt: skip
     print(record.table(header, rows))
 
 
