@@ -1,8 +1,8 @@
 """What the heads of DFlash2 and DSpark add to a step: `python -m benchmarks.draft_heads`.
 
-The default pair with its own drafter, and with a DFlash2 and a DSpark drafter that are made of it and say
-nothing new, so all three draft the same; what they compute takes as long as if they did. With `--shape`
-random weights instead. A step is timed as it is served: captured, `--rows` rows behind `--context` tokens.
+The default pair with its own drafter, and with a DFlash2 and a DSpark drafter as they are made of it before
+training: what they compute takes as long as after it. With `--shape` random weights instead. A step is timed
+as it is served: captured, of a fixed width, `--rows` rows behind `--context` tokens.
 
 On a CPU the kinds take turns within a round, and the best round counts. With OMP_NUM_THREADS=1 it is the
 processor's time that is taken, which foreign load hardly touches. On a card a number is the median of rounds
@@ -48,7 +48,7 @@ Times = dict[tuple[str, int], dict[str, list[float]]]  # by rules and width, the
 
 
 def write_drafter(kind: DraftKind, source: Path, folder: Path, *, has_weights: bool) -> Path:
-    """The drafter in `source` as one of another kind, with weights that change nothing."""
+    """The drafter in `source` as one of another kind, whose own weights say nothing yet."""
     if kind == "dflash":
         return source
     folder.mkdir(parents=True)

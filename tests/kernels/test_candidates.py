@@ -190,6 +190,31 @@ def test_a_row_drafts_the_same_whoever_is_served_beside_it():
 
 
 @needs_kernel
+def test_threads_share_columns_and_rows_and_change_nothing():
+    rows = place_rows([RULES["greedy"], RULES["top_p"], RULES["random"]], 70_000)
+    logits, pairs = exact_case(1, (3, 7, 70_000), top_k=16, rank=32)
+    expected = walked(reference_walk, rows, logits, pairs).tolist()
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            assert walked(kernel_walk, rows, logits, pairs).tolist() == expected
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernel
+def test_drafts_of_nan_are_tokens():
+    rows = place_rows([RULES["greedy"], RULES["filters"]])
+    logits, pairs = make_walk(rows, has_mixture=True)
+    logits[:, 0] = float("nan")
+    logits[:, 1, ::2] = float("nan")
+    pairs.predecessors[3:9] = float("nan")
+    drafts = walked(kernel_walk, rows, logits, pairs)
+    assert ((drafts >= 0) & (drafts < VOCAB)).all()
+
+
+@needs_kernel
 def test_columns_with_fewer_tokens_than_candidates_and_with_none():
     """A reduced head has NEVER for all other tokens; where there is nothing else, the first is drafted."""
     rows = place_rows([RULES["greedy"], RULES["top_p"], RULES["random"]])
