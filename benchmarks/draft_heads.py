@@ -31,7 +31,6 @@ from benchmarks.shapes import SHAPES, write_shape  # noqa: E402
 from blockdraft.cache.rows import RowSampling  # noqa: E402
 from blockdraft.checkpoints.read_draft_config import read_draft_config  # noqa: E402
 from blockdraft.engine.engine import Engine  # noqa: E402
-from blockdraft.engine.loaded import Models  # noqa: E402
 from blockdraft.models.draft_config import DraftKind  # noqa: E402
 from blockdraft.settings.shipped import shipped_drafter  # noqa: E402
 from blockdraft.start.loading import load_models, resolve_device  # noqa: E402
@@ -141,8 +140,8 @@ def time_steps(engines: dict[str, Engine], options: argparse.Namespace) -> Times
     return found
 
 
-def time_kinds(options: argparse.Namespace, scratch: Path) -> tuple[Times, Models]:
-    """On a CPU all kinds in turns; on a card one after the other, which needs less memory."""
+def time_kinds(options: argparse.Namespace, scratch: Path) -> tuple[Times, str]:
+    """Also how weights are stored. On a CPU all kinds in turns; on a card one after the other, to fit."""
     target, source = source_of(options, scratch)
     found: Times = {}
     for kinds in [KINDS] if resolve_device(options.device) == "cpu" else [(kind,) for kind in KINDS]:
@@ -152,12 +151,12 @@ def time_kinds(options: argparse.Namespace, scratch: Path) -> tuple[Times, Model
             engines[kind] = engine_of(options, target, draft)
         for step, times in time_steps(engines, options).items():
             found.setdefault(step, {}).update(times)
-        models = engines[kinds[0]].models
+        quantization = engines[kinds[0]].models.plan.quantization
         for engine in engines.values():
             engine.drop_graphs()
         del engine, engines
         release()
-    return found, models
+    return found, quantization
 
 
 def summary(times: dict[str, list[float]], *, is_cpu: bool) -> dict[str, float]:
@@ -182,8 +181,8 @@ def main() -> None:
     options = parser.parse_args()
     context = record.context()
     with tempfile.TemporaryDirectory() as scratch:
-        times, models = time_kinds(options, Path(scratch))
-    is_cpu = models.device.type == "cpu"
+        times, quantization = time_kinds(options, Path(scratch))
+    is_cpu = resolve_device(options.device) == "cpu"
     steps = [
         {"rules": rules, "width": width, **summary(found, is_cpu=is_cpu)}
         for (rules, width), found in times.items()
@@ -194,7 +193,7 @@ def main() -> None:
         "settings": vars(options),
         **context,
         "device": "cpu" if is_cpu else torch.cuda.get_device_name(),
-        "quantization": models.plan.quantization,
+        "quantization": quantization,
         "steps": steps,
     }
     record.save(options.json, result)
