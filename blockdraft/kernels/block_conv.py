@@ -19,6 +19,10 @@ BlockConvolve = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], Tensor]
 
 
 def pick_block_conv(at: Available) -> BlockConvolve:
+    if at.has_llvm():
+        from blockdraft.kernels.llvm.block_conv import BlockConvKernel
+
+        return BlockConvKernel(at.dtype)
     if not at.has_triton("block convolutions"):
         return reference_block_conv
     from blockdraft.kernels.triton.block_conv import block_conv

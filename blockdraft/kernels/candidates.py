@@ -40,7 +40,7 @@ Walk = Callable[[Tensor, PairScores, Tensor, Tensor, SamplingBatch], Tensor]
 
 def pick_walk(at: Available) -> Walk:
     if at.has_llvm():
-        return _repeated_walk
+        return _repeated_walk()
     if not at.has_triton("candidates"):
         return reference_walk
     from blockdraft.kernels.triton.candidates import walk
@@ -48,19 +48,28 @@ def pick_walk(at: Available) -> Walk:
     return named("candidates", walk)
 
 
-def _repeated_walk(
-    logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch
-) -> Tensor:
+def _repeated_walk() -> Walk:
     """On a CPU: what the rows need is asked anew at each replay of a captured step."""
+    from blockdraft.kernels.llvm.candidates import CandidateKernels
     from blockdraft.kernels.llvm.tape import repeat
 
-    drafts = torch.empty(logits.shape[:2], dtype=torch.int64)
+    native = CandidateKernels()
 
-    def run() -> None:
-        drafts.copy_(reference_walk(logits, pairs, starts, anchor, batch))
+    def walk(
+        logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch
+    ) -> Tensor:
+        drafts = torch.empty(logits.shape[:2], dtype=torch.int64)
 
-    repeat(run)
-    return drafts
+        def run() -> None:
+            if native.takes(logits, pairs):
+                native.walk(adjusted(logits, starts, anchor, batch), pairs, starts, anchor, batch, drafts)
+            else:
+                drafts.copy_(reference_walk(logits, pairs, starts, anchor, batch))
+
+        repeat(run)
+        return drafts
+
+    return walk
 
 
 def reference_walk(

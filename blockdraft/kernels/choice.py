@@ -42,8 +42,11 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 # CUDA graph would keep the answer of its capture. Those of experts do too, which `moe.why_no_kernel` says.
 HOST_BOUND = frozenset[Operation]({"attention", "places", "sampling", "acceptance", "candidates"})
 _ON_CPU = frozenset[Operation](
-    {"attention", "places", "products", "norms", "activations", "heads", "gated delta"}
-)
+    {
+        "attention", "places", "products", "norms", "activations", "heads", "gated delta",
+        "block convolutions", "candidates",
+    }
+)  # fmt: skip
 # Exact, whatever the model computes in.
 _WHOLE_NUMBERS = frozenset[Operation]({"places", "acceptance", "recall"})
 _CPU = torch.device("cpu")

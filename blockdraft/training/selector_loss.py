@@ -71,12 +71,12 @@ def best_ids(logits: Tensor, top_k: int) -> Tensor:
 
     They are in the `top_k` groups with the largest maxima: all of V is read once.
     """
-    groups = logits.unflatten(-1, (-1, GROUP)) if logits.shape[-1] % GROUP == 0 else logits[..., None]
+    size = GROUP if logits.shape[-1] % GROUP == 0 else 1
+    groups = logits.view(*logits.shape[:-1], -1, size)
     chosen = groups.amax(dim=-1).topk(min(top_k, groups.shape[-2]), dim=-1).indices
-    members = groups.gather(-2, chosen[..., None].expand(*chosen.shape, groups.shape[-1]))
+    members = groups.gather(-2, chosen[..., None].expand(*chosen.shape, size))
     best = members.flatten(-2).topk(top_k, dim=-1).indices
-    group = chosen.gather(-1, best // groups.shape[-1])
-    return group * groups.shape[-1] + best % groups.shape[-1]
+    return chosen.gather(-1, best // size) * size + best % size
 
 
 def pair_part(selector: CandidateSelector, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:

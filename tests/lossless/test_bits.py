@@ -26,6 +26,7 @@ PROMPTS = [
     [40, 41, 42],
     [i * 7 % 60 for i in range(70)],
 ]
+PAIRS = [("DFlash2", 8), ("DSpark", 8)]  # drafters that choose among candidates, by kernels of their own
 
 
 def params(index, **changes):
@@ -107,9 +108,23 @@ def test_bits_do_not_depend_on_the_width(plain, width):
         assert serve(plain.engine(width=width), [index]) == [answer]
 
 
-@pytest.mark.parametrize("width", [2, 5, 8])
-def test_bits_do_not_depend_on_the_drafter(plain, width):
-    assert serve(plain.engine("random", width=width), range(len(PROMPTS))) == plain.answers
+@pytest.mark.parametrize(("drafter", "width"), [*(("random", width) for width in (2, 5, 8)), *PAIRS])
+def test_bits_do_not_depend_on_the_drafter(plain, drafter, width):
+    assert serve(plain.engine(drafter, width=width), range(len(PROMPTS))) == plain.answers
+
+
+@pytest.mark.parametrize(("drafter", "width"), PAIRS)
+def test_a_row_is_drafted_for_alike_alone_and_beside_others(plain, drafter, width):
+    """Captured or not: as many steps for the same tokens."""
+    engine = plain.engine(drafter, width=width)
+    alone = [serve_with_metrics(engine, [index])[1][0].steps for index in range(len(PROMPTS))]
+    assert min(alone) < 40, "nothing was accepted"
+    for is_captured in (False, True):
+        engine = plain.engine(drafter, width=width, is_captured=is_captured)
+        ids = [engine.add(prompt, replace(params(i), logprobs=None)) for i, prompt in enumerate(PROMPTS)]
+        deltas = tiny.drain(engine)
+        found = {delta.request_id: delta.metrics.steps for delta in deltas if delta.metrics is not None}
+        assert [found[one] for one in ids] == alone
 
 
 @pytest.mark.parametrize(
@@ -148,7 +163,13 @@ def test_bits_do_not_depend_on_the_number_of_threads(plain):
 
 @pytest.mark.parametrize(
     "plan",
-    [{"width": 1, "page_size": 3}, {"width": 3, "max_rows": 2}, {"chunk": 7, "overlap": True}],
+    [
+        {"width": 1, "page_size": 3},
+        {"width": 3, "max_rows": 2},
+        {"chunk": 7, "overlap": True},
+        {"drafter": "DFlash2"},
+        {"drafter": "DSpark", "max_rows": 2},
+    ],
     ids=str,
 )
 def test_bits_do_not_depend_on_whether_a_step_is_captured(plain, plan):

@@ -222,4 +222,4 @@ def test_float32_is_bit_equal_at_pinned_rows_and_width(width, temperature):
         engine.add([2, 4, 6, 8], SamplingParams(temperature=temperature, seed=5, max_tokens=90, logprobs=1))
         deltas = tiny.drain(engine)
         answers.append([(item.token_id, item.logprob) for delta in deltas for item in delta.logprobs])
-    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == answers[1] == answers[2] == answers[3]

@@ -81,8 +81,11 @@ def gumbel(
                     .lanes([i, i + _COUNTERS], words[1])
                     .lanes([0, 1, 2, 3], words[2].lanes([i, i + _COUNTERS], words[3]))
                 )
-                uniform = ((four >> 9).to(f32) + 0.5) * 2.0**-23
-                store(noise + column * full + token + 4 * i, -log(-log(uniform)))
+                store(noise + column * full + token + 4 * i, gumbel_of(four))
+
+
+def gumbel_of(words: Value) -> Value:
+    return -log(-log(((words >> 9).to(f32) + 0.5) * 2.0**-23))
 
 
 def counters(first: Int) -> Int:

@@ -1,0 +1,67 @@
+"""Convolutions over the columns of a block, on a CPU: the contract is that of `kernels/block_conv.py`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
+from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.language import Int, Reals, Type, load, smallest, store
+
+_WIDE = 16  # channels at a time
+_SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it saves
+
+
+class BlockConvKernel:
+    """For one dtype; by the reference's operations in their order, so its bits."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._jit = Jit(convolve_block, real=real_type(dtype))
+
+    def __call__(
+        self, x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor | None = None
+    ) -> Tensor:
+        (num_tokens, size), (_, taps, groups) = x.shape, deltas.shape
+        if deltas.stride()[1:] != (groups, 1):
+            deltas = deltas.contiguous()
+        x, y = x.contiguous(), x.new_empty(x.shape)
+        onto = None if onto is None else onto.contiguous()
+        self._jit(
+            num_tokens, size, taps, groups, num_columns, deltas.stride(0), x, base.contiguous(), deltas, onto,
+            y, is_small=y.numel() < _SERIAL_ELEMENTS,
+        )  # fmt: skip
+        return y
+
+
+@kernel
+def convolve_block(
+    num_tokens: Int, size: Int, taps: Int, groups: Int, num_columns: Int, stride: Int, x: Reals, base: Reals,
+    deltas: Reals, onto: Reals, y: Reals, *, real: Type,
+) -> None:  # fmt: skip
+    """Taps that would reach before the block are left out."""
+    for token in taken(num_tokens):
+        group, count = size // groups, smallest(taps, token % num_columns + 1)
+        row, own = token * size, deltas + token * stride
+        for i in range(groups):
+            end = (i + 1) * group
+            whole = end - group % _WIDE
+            for at in range(i * group, whole, _WIDE):
+                mix(x + row + at, base + at, own + i, onto, y, row + at, count, size, groups, _WIDE)
+            for at in range(whole, end):
+                mix(x + row + at, base + at, own + i, onto, y, row + at, count, size, groups, 1)
+
+
+@inlined
+def mix(
+    x: Reals, base: Reals, deltas: Reals, onto: Reals, y: Reals, place: Int, count: Int, size: Int,
+    groups: Int, lanes: int,
+) -> None:  # fmt: skip
+    """Some channels of a token, from those of it and of the tokens before it."""
+    total = (load(base, lanes) + deltas[0]) * load(x, lanes)
+    for tap in range(1, count):
+        part = (load(base + tap * size, lanes) + deltas[tap * groups]) * load(x + (0 - tap * size), lanes)
+        total = total + part
+    if onto.is_given:
+        total = load(onto + place, lanes) + total
+    store(y + place, total)

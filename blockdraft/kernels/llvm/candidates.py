@@ -1,0 +1,284 @@
+"""The walk over candidates, on a CPU: `kernels/candidates.py` says what is chosen, here is how.
+
+1. `scan`: the best candidates of every part of a column, the best first. Tokens come in blocks, and only the
+   blocks with the largest tokens are looked into.
+2. `follow`: a row at a time, one column after another, as each is chosen behind a draft that is known then.
+   So a column has as many pair scores as candidates, and not as many as pairs of them.
+
+A sum of pair scores has one order, by rank: it does not follow from who else is served.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.candidates import PairScores
+from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
+from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm.language import (
+    Floats,
+    Int,
+    Longs,
+    Pointer,
+    Value,
+    exp,
+    f32,
+    fma,
+    halved,
+    i32,
+    i64,
+    largest,
+    load,
+    scratch,
+    select,
+    store,
+    zeros,
+)
+from blockdraft.kernels.llvm.sampling import gumbel_of, philox
+from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch
+from blockdraft.kernels.sampling_tables import Real as Column
+from blockdraft.kernels.sampling_tables import Whole
+
+MOST = 64  # candidates of a column
+_PART = 1 << 15  # tokens at the least that a thread takes at a time
+_BLOCK, _WIDE = 64, 16  # tokens that are compared at once, and a register of them
+_LANES = 16  # of a sum of pair scores
+_FOUR = 4  # candidates whose noise is drawn at once
+
+
+class CandidateKernels:
+    """Finding candidates, and walking over them."""
+
+    def __init__(self) -> None:
+        self._scan = Jit(scan)
+        self._follow = Jit(follow)
+
+    def takes(self, scores: Tensor, pairs: PairScores) -> bool:
+        given = [scores, pairs.predecessors, pairs.successors]
+        given += [] if pairs.mixture is None else [pairs.mixture]
+        is_plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in given)
+        return is_plain and pairs.top_k <= min(MOST, scores.shape[-1])
+
+    def walk(
+        self, scores: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch,
+        drafts: Tensor,
+    ) -> None:  # fmt: skip
+        """`candidates.reference_walk` into drafts [R, C], by scores [R, C, V] that are adjusted already."""
+        num_rows, num_columns, vocab_size = scores.shape
+        num_parts = max(1, vocab_size // _PART)
+        shape = (num_rows * num_columns * num_parts, pairs.top_k)
+        best, ids = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.int64)
+        self._scan(num_rows * num_columns, num_parts, vocab_size, pairs.top_k, scores, best, ids)
+        assert batch.real.is_contiguous()
+        assert batch.whole.is_contiguous()
+        self._follow(
+            num_rows, num_columns, num_parts, pairs.top_k, pairs.predecessors.shape[1], best, ids,
+            starts.contiguous(), anchor.contiguous(), batch.rows, batch.real, batch.whole,
+            pairs.predecessors, pairs.successors, pairs.mixture, pairs.places, drafts,
+            is_small=num_rows == 1,
+        )  # fmt: skip
+
+
+@kernel
+def scan(
+    num_columns: Int, num_parts: Int, vocab_size: Int, top_k: Int, x: Floats, scores: Floats, ids: Longs
+) -> None:
+    """Blocks of tokens by their largest: what is below the last of the best of these is no candidate."""
+    best, who = candidates(x)
+    tops = scratch(x, f32, 2 * _PART // _BLOCK)
+    for item in taken(num_columns * num_parts):
+        part, column = item % num_parts, x + item // num_parts * vocab_size
+        first, end = part * vocab_size // num_parts, (part + 1) * vocab_size // num_parts
+        num_blocks = (end - first) // _BLOCK
+        clear(best, who, top_k)
+        for i in range(num_blocks):
+            tops[i] = largest_of(column + first + i * _BLOCK)
+            offer(best, who, top_k, tops[i], i)
+        least = best[top_k - 1]
+        clear(best, who, top_k)
+        for i in range(num_blocks):
+            if tops[i] >= least:
+                for token in range(first + i * _BLOCK, first + (i + 1) * _BLOCK):
+                    offer(best, who, top_k, column[token], token)
+        for token in range(first + num_blocks * _BLOCK, end):
+            offer(best, who, top_k, column[token], token)
+        for i in range(top_k):
+            scores[item * top_k + i] = best[i]
+            ids[item * top_k + i] = who[i]
+
+
+def largest_of(block: Pointer) -> Value:
+    most = load(block, _WIDE)
+    for i in range(_WIDE, _BLOCK, _WIDE):
+        most = largest(most, load(block + i, _WIDE))
+    return halved(most, largest)
+
+
+@inlined
+def clear(scores: Floats, ids: Longs, top_k: Int) -> None:
+    """As many that are never chosen; where there is nothing else, the first token is."""
+    for i in range(top_k):
+        scores[i] = NEVER
+        ids[i] = 0
+
+
+def candidates(like: Value) -> tuple[Pointer, Pointer]:
+    """Room for scores, and for whose they are. Before the first stands one that nothing goes past."""
+    scores, ids = (scratch(like, type, MOST + 2 * _FOUR) + _FOUR for type in (f32, i64))
+    for i in range(_FOUR):
+        scores[i - _FOUR] = math.inf
+        ids[i - _FOUR] = -1
+    return scores, ids
+
+
+@inlined
+def offer(scores: Floats, ids: Longs, top_k: Int, score: Value, token: Int) -> None:
+    """Among the best if it is better than the last of them."""
+    if score > scores[top_k - 1]:
+        insert(scores, ids, top_k - 1, score, token)
+
+
+@inlined
+def insert(scores: Floats, ids: Longs, last: Int, score: Value, token: Int) -> None:
+    """Behind all that are as large, up to place `last`, whose own is dropped."""
+    place = last
+    while scores[place - 1] < score:
+        scores[place] = scores[place - 1]
+        ids[place] = ids[place - 1]
+        place = place - 1
+    scores[place] = score
+    ids[place] = token
+
+
+@kernel
+def follow(
+    num_rows: Int, num_columns: Int, num_parts: Int, top_k: Int, rank: Int, part_scores: Floats,
+    part_ids: Longs, starts: Longs, anchor: Longs, rows: Longs, real: Floats, whole: Longs,
+    predecessors: Floats, successors: Floats, mixture: Floats, places: Longs, drafts: Longs,
+) -> None:  # fmt: skip
+    scores, ids = candidates(real)
+    ordered, order = candidates(real)
+    said = scratch(real, f32, rank)
+    for row in taken(num_rows):
+        reals, wholes = real + rows[row] * len(Column), whole + rows[row] * len(Whole)
+        temperature = reals[int(Column.TEMPERATURE)]
+        before = anchor[row]
+        for column in range(num_columns):
+            item = row * num_columns + column
+            merge(scores, ids, top_k, num_parts, part_scores, part_ids, item * num_parts * top_k)
+            by_id(scores, ids, top_k)
+            say(said, predecessors + before * rank, mixture, item, rank)
+            for i in range(top_k):
+                place = ids[i]
+                if places.is_given:
+                    place = places[place]
+                scores[i] = scores[i] + dot(said, successors + place * rank, rank)
+            if temperature >= MIN_TEMPERATURE:
+                scale = 1.0 / temperature
+                for i in range(top_k):
+                    scores[i] = scores[i] * scale
+                if wholes[int(Whole.IS_FILTERED)] != 0:
+                    keep_likely(scores, ordered, order, top_k, reals, wholes)
+                draw(scores, ids, top_k, wholes[int(Whole.SEED)], starts[row] + 1 + column)
+            before = ids[first_of_largest(scores, top_k)]
+            drafts[item] = before
+
+
+@inlined
+def merge(
+    scores: Floats, ids: Longs, top_k: Int, num_parts: Int, part_scores: Floats, part_ids: Longs, first: Int
+) -> None:
+    """The best of all parts: a later part has higher ids, which come behind where scores are equal."""
+    for i in range(top_k):
+        scores[i] = part_scores[first + i]
+        ids[i] = part_ids[first + i]
+    for i in range(first + top_k, first + num_parts * top_k):
+        offer(scores, ids, top_k, part_scores[i], part_ids[i])
+
+
+@inlined
+def by_id(scores: Floats, ids: Longs, top_k: Int) -> None:
+    for i in range(1, top_k):
+        score, token, place = scores[i], ids[i], i
+        while ids[place - 1] > token:
+            scores[place] = scores[place - 1]
+            ids[place] = ids[place - 1]
+            place = place - 1
+        scores[place] = score
+        ids[place] = token
+
+
+@inlined
+def say(said: Floats, row: Floats, mixture: Floats, item: Int, rank: Int) -> None:
+    """What the token before says of the next one, as the column weighs it."""
+    for i in range(rank):
+        one = row[i]
+        if mixture.is_given:
+            one = one * mixture[item * rank + i]
+        said[i] = one
+
+
+@inlined
+def dot(one: Floats, two: Floats, size: Int) -> Value:
+    sums = zeros(one, f32.wide(_LANES))
+    whole = size - size % _LANES
+    for i in range(0, whole, _LANES):
+        sums = fma(load(one + i, _LANES), load(two + i, _LANES), sums)
+    total = halved(sums)
+    for i in range(whole, size):
+        total = fma(one[i], two[i], total)
+    return total
+
+
+@inlined
+def keep_likely(
+    scores: Floats, ordered: Floats, order: Longs, top_k: Int, reals: Floats, wholes: Longs
+) -> None:
+    """sampling.keep_likely, by the candidates in the order of their scores."""
+    for i in range(top_k):
+        insert(ordered, order, i, scores[i], i)
+    best = ordered[0]
+    floor = best + reals[int(Column.LOG_MIN_P)]
+    most = wholes[int(Whole.TOP_K)]
+    for i in range(top_k):
+        if (ordered[i] < floor) | (i >= most):
+            scores[order[i]] = NEVER
+            ordered[i] = NEVER
+    top_p = reals[int(Column.TOP_P)]
+    if top_p < 1.0:
+        total = zeros(reals, f32)
+        for i in range(top_k):
+            ordered[i] = exp(ordered[i] - best)
+            total = total + ordered[i]
+        so_far = ordered[0] / total
+        for i in range(1, top_k):
+            likely = ordered[i] / total
+            so_far = so_far + likely
+            if so_far - likely >= top_p:
+                scores[order[i]] = NEVER
+
+
+@inlined
+def draw(scores: Floats, ids: Longs, top_k: Int, seed: Int, position: Int) -> None:
+    """Add the noise of `kernels/noise.py`; what lies behind the candidates is scratch."""
+    for i in range(0, top_k, _FOUR):
+        tokens = load(ids + i, _FOUR)
+        words = philox((tokens >> 2).to(i32), position, seed)
+        place = (tokens & 3).to(i32)
+        word = words[0]
+        for other in unrolled(1, 4):
+            word = select(place == other, words[other], word)
+        store(scores + i, load(scores + i, _FOUR) + gumbel_of(word))
+
+
+@inlined
+def first_of_largest(scores: Floats, top_k: Int) -> Int:
+    best, place = scores[0], 0
+    for i in range(1, top_k):
+        if scores[i] > best:
+            best = scores[i]
+            place = i
+    return place
