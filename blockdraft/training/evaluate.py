@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from blockdraft.bench.weak_spots import DraftCounts
 from blockdraft.cache.cache import SCRATCH_PAGE
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import bytes_per_token
@@ -56,6 +57,11 @@ class DrafterFit:
     def by_position(self) -> tuple[float, ...]:
         """Share of the steps that accepted each position."""
         return tuple(count / max(self.num_steps, 1) for count in self.accepted)
+
+    @property
+    def counts(self) -> DraftCounts:
+        """The same for the question where drafts fail."""
+        return DraftCounts(self.num_steps, self.accepted, self.committed)
 
 
 def walk(runs: Sequence[int], width: int) -> list[int]:
