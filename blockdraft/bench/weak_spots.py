@@ -7,7 +7,7 @@ all before it were.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 GAINS_LESS = 0.75  # of the drafts that are accepted over all prompts: a category below it is weak. Arbitrary
@@ -17,24 +17,22 @@ MAX_NAMED = 3  # categories
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Steps, and how many of them accepted the draft at each place of the block."""
+    """Steps, and of each draft of a block how many of them came to it, and how many accepted it."""
 
     num_steps: int
-    accepted: tuple[int, ...]
     committed: float  # tokens per step
-
-    @property
-    def where_reached(self) -> tuple[float | None, ...]:
-        """How often each draft was right where all before it were; None: never reached."""
-        reached = (self.num_steps, *self.accepted)
-        return tuple(
-            count / before if before else None for before, count in zip(reached, self.accepted, strict=False)
-        )
+    reached: tuple[int, ...]  # empty, as the next: not known
+    accepted: tuple[int, ...]
 
     def right(self, first: int, last: int) -> float | None:
-        """The same of drafts `first` to `last` together, from 1; None: too few were reached."""
-        reached = sum((self.num_steps, *self.accepted)[first - 1 : last])
+        """How often drafts `first` to `last`, from 1, were right where reached; None: too few were."""
+        reached = sum(self.reached[first - 1 : last])
         return sum(self.accepted[first - 1 : last]) / reached if reached >= MIN_REACHED else None
+
+
+def where_reached(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
+    """How often each draft was right where it was drafted and all before it were; None: never."""
+    return [kept / tried if tried else None for kept, tried in zip(accepted, reached, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ def lines(report: FitReport) -> Iterator[str]:
             ("category", "prompts", "per step", "accepted by position, %"),
             *(_row(name, fit) for name, fit in report.categories.items()),
             _row("all", report.overall),
-            ("where reached", "", "", _percents(report.overall.counts.where_reached)),
+            ("where reached", "", "", _percents(report.overall.where_reached)),
         ]
     )
     if report.num_left_out:

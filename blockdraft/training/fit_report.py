@@ -285,5 +285,5 @@ def _fit_json(one: DrafterFit) -> dict[str, object]:
         "steps": one.num_steps,
         "committed_per_step": one.committed,
         "accepted_by_position": list(one.by_position),
-        "accepted_where_reached": list(one.counts.where_reached),
+        "accepted_where_reached": list(one.where_reached),
     }

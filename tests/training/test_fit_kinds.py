@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from blockdraft.bench.weak_spots import DraftCounts, weak_spots
+from blockdraft.bench.weak_spots import weak_spots
 from blockdraft.cli.fit import lines
 from blockdraft.training import drafter_fit as fit_module
 from blockdraft.training.evaluate import DrafterFit
@@ -93,10 +93,10 @@ def fit(steps, *accepted):
 
 
 def test_a_draft_counts_only_where_it_is_reached():
-    drafted = DraftCounts(100, (80, 60, 0, 0), 2.4)
-    assert drafted.where_reached == (0.8, 0.75, 0.0, None)
-    assert drafted.right(1, 2) == 140 / 180
-    assert drafted.right(4, 4) is None
+    one = fit(100, 80, 60, 0, 0)
+    assert one.where_reached == (0.8, 0.75, 0.0, None)
+    assert one.counts.right(1, 2) == 140 / 180
+    assert one.counts.right(4, 4) is None
 
 
 def test_weak_categories_are_named_weakest_first_with_where_they_fail():
