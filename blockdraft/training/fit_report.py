@@ -13,6 +13,7 @@ from blockdraft.bench.weak_spots import WeakSpots, weak_spots
 from blockdraft.errors import SettingsError
 from blockdraft.models.draft_config import DraftConfig, DraftKind
 from blockdraft.settings.settings import NGRAM
+from blockdraft.settings.shipped import shipped_drafter
 from blockdraft.training.evaluate import DrafterFit
 
 FITS = 1.2  # tokens committed per step: below it no width pays anywhere
@@ -22,7 +23,7 @@ RAISES_ELSEWHERE = 1.25  # the same for other answers, which may be easier by th
 AGREES = 0.01  # share by which engine and simulation may differ
 # A first drafter for SmolLM2-135M: 2.5 to 3.4 by kind of prompt, after 640 s of training on an H200.
 REACHABLE = 3.0
-DECAYS = 0.9  # of how often the first draft is right, where it is reached, the later half of a block is
+DECAYS = 0.9  # times as often as the first draft: later ones that are right less often fall behind it
 OWN_PROMPTS = "prompts.jsonl"  # what the advice calls a file that the user has yet to write
 
 
@@ -206,7 +207,8 @@ def prospect_of(
             f"the built-in prompts are too few to train with: write some of your workload into {OWN_PROMPTS}"
         )
     kind = [] if pairs is None else ["--kind", "dflash2"]
-    start = [] if has_own_parts(config) else [*kind, "--from", question.drafter]
+    drafter = str(shipped_drafter(question.target)) if question.drafter == "auto" else question.drafter
+    start = [] if has_own_parts(config) else [*kind, "--from", drafter]
     prompts = str(question.prompts or OWN_PROMPTS)
     words = ["blockdraft", "train", question.target, *start, "--prompts", prompts, "--out", "trained"]
     return Prospect(is_worth_it, tuple(reasons), shlex.join([*words, "--minutes", "30"]))
@@ -231,21 +233,20 @@ def has_own_parts(config: DraftConfig) -> bool:
 
 
 def why_dflash2(config: DraftConfig, overall: DrafterFit) -> str | None:
-    """Say how the later half of a block falls behind a good first draft, where DFlash2 could be made of it.
+    """Say how later drafts fall behind a good first one, where DFlash2 could be made of it.
 
     None: it does not, or `blockdraft train --kind dflash2 --from` refuses this drafter.
     """
     is_speculators = config.has_anchored_window  # only that layout has them
     if config.kind != "dflash" or config.drafts_from_anchor or is_speculators or has_own_parts(config):
         return None
-    num_drafts, drafted = len(overall.accepted), overall.counts
-    half = num_drafts // 2 + 1
-    first, later = drafted.right(1, 1), drafted.right(half, num_drafts)
-    if num_drafts < 4 or first is None or later is None or first < 0.5 or later >= DECAYS * first:
+    counts = overall.counts
+    first, later = counts.right(1, 1), counts.right(2, len(counts.reached))
+    if first is None or later is None or first < 0.5 or later >= DECAYS * first:
         return None
     return (
-        f"draft 1 is right in {first:.0%} of the steps, drafts {half} to {num_drafts} in {later:.0%} where "
-        "they are reached: --kind dflash2 lets each know the one before it, and begins as this drafter"
+        f"draft 1 is right in {first:.0%} of the steps, a later one in {later:.0%} where it is reached: "
+        "--kind dflash2 lets each know the one before it, and begins as this drafter"
     )
 
 

@@ -1,11 +1,13 @@
 """blockdraft fit with drafters of every kind: what it calls them, and that simulation and engine agree."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from blockdraft.bench.weak_spots import weak_spots
 from blockdraft.cli.fit import lines
+from blockdraft.settings.shipped import shipped_drafter
 from blockdraft.training import drafter_fit as fit_module
 from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.fit_report import prospect_of
@@ -166,12 +168,17 @@ def test_a_good_body_whose_later_columns_decay_is_sent_to_dflash2(question):
     found = advice(question, GOOD_BODY)
     assert f"blockdraft train {TARGET} --kind dflash2 --from {DRAFT} " in found.command
     assert found.reasons[0].startswith(
-        "draft 1 is right in 85% of the steps, drafts 4 to 7 in 61% where they are reached: --kind dflash2"
+        "draft 1 is right in 85% of the steps, a later one in 70% where it is reached: --kind dflash2"
     )
     assert found.is_worth_it is None
     assert "--kind" not in advice(question, EVEN).command
     assert fit_module.has_prospect(read_config(DRAFT), {"all": GOOD_BODY}, GOOD_BODY)
     assert not fit_module.has_prospect(read_config(DRAFT), {"all": EVEN}, EVEN)
+
+
+def test_the_drafter_that_ships_is_named_by_its_folder(question):
+    found = advice(replace(question, target="default", drafter="auto"), GOOD_BODY)
+    assert f"--from {shipped_drafter('default')} " in found.command
 
 
 @pytest.mark.parametrize("name", ["DFlash2", "from the anchor", "DSpark"])
