@@ -41,9 +41,10 @@ ANYONE_LIBRARIES = {
 }
 # A server is seen as any client sees it, and other engines are started, not imitated.
 BENCH_BORROWS = {"checkpoints.hub"}
-LAUNCH_BORROWS = {  # the size of a block, and whether a pair matches and fits
+LAUNCH_BORROWS = {  # a drafter's block and kind, and whether a pair matches and fits
     *(
         "checkpoints.read_draft_config",
+        "planner.draft_title",
         "planner.external",
         "planner.memory_fit",
         "planner.pair",

@@ -13,11 +13,11 @@ from tests.test_architecture import ROOT
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
     "kernels": 14_500,
-    "bench": 6_300,
+    "bench": 6_450,
     "checkpoints": 4_900,
     "server": 8_300,
-    "training": 3_900,
-    "planner": 3_000,
+    "training": 4_000,
+    "planner": 3_150,
     "engine": 3_800,
     "cli": 3_700,
     "launch": 2_250,

@@ -25,7 +25,7 @@ from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.ngram import NgramDrafter
 from blockdraft.step.spark import SparkDrafter
-from tests.fixtures import make_pair
+from tests.fixtures import make_pair, make_spark
 
 PAIR = Path(__file__).parent / "fixtures" / "pair"
 TARGET, DRAFT, SPARK = (str(PAIR / name) for name in ("target", "draft", "spark"))
@@ -65,6 +65,16 @@ def random_drafter(dtype, device="cpu"):
 @functools.cache
 def dflash2_drafter(dtype, device="cpu"):
     """The trained drafter with convolutions that disturb it a little and pairs that have a say."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_dflash2(Path(folder))
+        trained = load(dtype, device)
+        checkpoint = open_checkpoint(folder)
+        read = read_draft_config(checkpoint.config, name="dflash2")
+        plan = replace(trained.plan, max_positions=512)
+        return load_dflash(checkpoint, read, trained.target, plan, trained.device)
+
+
+def write_dflash2(folder):
     config = make_pair.dflash2_config()
     weights = load_file(f"{DRAFT}/model.safetensors")
     extra = make_pair.dflash2_weights(config, torch.Generator().manual_seed(4))
@@ -73,14 +83,8 @@ def dflash2_drafter(dtype, device="cpu"):
             weight.sub_(weight * 0.9).select(1, 0).add_(0.9)  # nearer to the identity
         elif "kernel_projection" in name:
             weight.mul_(0.1)
-    with tempfile.TemporaryDirectory() as folder:
-        save_file(weights | extra, f"{folder}/model.safetensors")
-        Path(folder, "config.json").write_text(json.dumps(config))
-        trained = load(dtype, device)
-        checkpoint = open_checkpoint(folder)
-        read = read_draft_config(checkpoint.config, name="dflash2")
-        plan = replace(trained.plan, max_positions=512)
-        return load_dflash(checkpoint, read, trained.target, plan, trained.device)
+    save_file(weights | extra, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @functools.cache
@@ -130,6 +134,31 @@ CHANGED = {
 }
 SPARKS = {"DSpark": "vanilla", "gated DSpark": "gated", "recurrent DSpark": "rnn"}
 KINDS = ("DFlash2", *CHANGED, *SPARKS)
+
+
+def write_kind(folder, name):
+    """A checkpoint of a drafter of any of KINDS for the pair's target, with weights as those have them."""
+    folder.mkdir()
+    if name == "DFlash2":
+        write_dflash2(folder)
+        return folder
+    source = Path(SPARK if name in SPARKS else DRAFT)
+    config, weights = (
+        json.loads((source / "config.json").read_text()),
+        load_file(source / "model.safetensors"),
+    )
+    if name in SPARKS:
+        config["markov_head_type"] = SPARKS[name]
+        heads = make_spark.head_weights(torch.Generator().manual_seed(3), SPARKS[name])
+        weights = heads | weights
+    if "from the anchor" in name:
+        config["block_size"] = BLOCK - 1
+        config["dflash_config"]["sample_from_anchor"] = True
+    if "causal" in name:
+        config["dflash_config"]["causal_head"] = True
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def asked_again(draft, rows, width):

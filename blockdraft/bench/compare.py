@@ -27,7 +27,8 @@ HEADLINE = {  # figure: its title, and whether more of it is better
     "speedup": ("speedup", True),
 }
 LEGEND = "* the 95 % intervals do not overlap; ? no interval."
-_SERVER = ("kind", "version", "drafter", "drafter_hash", "kv_dtype")  # may be what the comparison is about
+# May be what the comparison is about.
+_SERVER = ("kind", "version", "drafter", "drafter_kind", "drafter_hash", "kv_dtype")
 _ASKED = ("prompts_hash", "temperature", "max_tokens", "thinking", "ignores_eos", "is_salted", "is_raw")
 
 

@@ -72,6 +72,7 @@ class Endpoint:
     is_speculative: bool | None = None  # whether it has a drafter, or drafts otherwise; None: it does not say
     title: str | None = None  # what people call the model; None: nothing better than `model`
     drafter: str | None = None  # its name
+    drafter_kind: str | None = None  # "DFlash2", "n-grams": what drafts, or the engine's word for it
     drafter_hash: str | None = None
     kv_dtype: str | None = None  # of keys and values, where our engine says it
     notices: tuple[str, ...] = ()  # what a reader of any number must know
@@ -150,6 +151,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
             is_speculative=_is_speculative(kind, engine, info, metrics, is_metered=is_metered),
             title=_text(engine, "target_title"),
             drafter=drafter if isinstance(drafter, str) else None,
+            drafter_kind=_text(engine, "draft_kind") or _text(info, "speculative_algorithm"),
             drafter_hash=_text(engine, "draft_hash"),
             kv_dtype=_text(engine, "kv_dtype"),
             notices=_texts(engine, "notices"),

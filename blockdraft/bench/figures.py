@@ -47,7 +47,14 @@ class Failures(TypedDict):
     example: str
 
 
-class SpeculationFigures(TypedDict):
+class _LaterSpeculation(TypedDict, total=False):
+    """What older reports do not have."""
+
+    reached_by_position: list[float] | None
+    acceptance_where_reached: list[float | None] | None
+
+
+class SpeculationFigures(_LaterSpeculation):
     """How the drafts fared; all null where it is not known."""
 
     acceptance: Acceptance

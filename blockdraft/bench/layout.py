@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from itertools import zip_longest
+from typing import Literal, TypeVar
 
 from rich.console import Group as Renderables
 from rich.text import Text
@@ -25,9 +26,11 @@ from blockdraft.bench.sheet import (
     milliseconds,
     number,
     row_name,
+    setting,
     to_markdown,
     to_rich,
 )
+from blockdraft.bench.weak_spots import DraftCounts, weak_spots
 from blockdraft.errors import BenchError
 from blockdraft.settings.shipped import model_title
 
@@ -70,10 +73,13 @@ def details(report: BenchReport) -> Sheet:
 
 
 def acceptance(report: BenchReport) -> Sheet:
-    """Return the share of steps that accepted the draft at each position, where the server says it."""
+    """Return the share of steps that accepted the draft at each position, where the server says it.
+
+    Classes of a workload have rows of their own.
+    """
     found = [
         (row_name(row.key), row.cell["speculation"])
-        for row in whole_rows(report)
+        for row in rows_of(report)
         if row.cell["speculation"]["acceptance_by_position"]
     ]
     shares = [[f"{share:.1%}" for share in figures["acceptance_by_position"] or []] for _, figures in found]
@@ -173,13 +179,17 @@ def lead_lines(report: BenchReport) -> list[str]:
 
 
 def draft_lines(report: BenchReport) -> list[str]:
-    """Say of each workload, at its lowest load, which drafts were accepted by position, and the ranges."""
-    return [
+    """Say of each workload, at its lowest load, which drafts were accepted by position, and the ranges.
+
+    Then where drafts are weak.
+    """
+    found = [
         line
         for row in _lowest_loads(report)
-        for line in (_position_line(row), _range_line(row))
+        for line in (_position_line(row), _reached_line(row), _range_line(row))
         if line is not None
     ]
+    return [*found, *_weak_lines(report)]
 
 
 def _lowest_loads(report: BenchReport) -> list[ReportRow]:
@@ -196,6 +206,52 @@ def _position_line(row: ReportRow) -> str | None:
         return None
     percents = " ".join(f"{share * 100:.0f}" for share in shares)
     return f"Drafts accepted by position, in %, {row_name(row.key)}: {percents}"
+
+
+def _reached_line(row: ReportRow) -> str | None:
+    shares = row.cell["speculation"].get("acceptance_where_reached")
+    if not shares:
+        return None
+    percents = " ".join(NOTHING if share is None else f"{share * 100:.0f}" for share in shares)
+    return f"Drafts right where reached, in %, {row_name(row.key)}: {percents}"
+
+
+def _weak_lines(report: BenchReport) -> list[str]:
+    """Compare the classes, or the workloads that have none, at the lowest load of each."""
+    wholes: dict[str, list[ReportRow]] = {}
+    for row in _lowest_loads(report):
+        if row.cell["speculation"]["steps"]:
+            wholes.setdefault(setting(row.key), []).append(row)
+    lines = []
+    for at, rows in wholes.items():
+        parts = {label(one.key): _counts([one]) for row in rows for one in _classes(report, row)}
+        lines += [f"Weak{at}: {line}." for line in weak_spots(_counts(rows), parts).lines()]
+    return lines
+
+
+def _classes(report: BenchReport, row: ReportRow) -> list[ReportRow]:
+    """Return the rows of a workload's classes at the same load; the row itself where there are none."""
+    keys = (row.key, {**row.key, "category": "all"})
+    found = [
+        one
+        for one in rows_of(report)
+        if one.key not in keys and {**one.key, "category": "all"} in keys and one.cell["speculation"]["steps"]
+    ]
+    return found or [row]
+
+
+def _counts(rows: Sequence[ReportRow]) -> DraftCounts:
+    """Add up how the drafts of some rows fared; by position where it is known of all of them."""
+    figures = [row.cell["speculation"] for row in rows]
+    steps, accepted = (sum(one[name] or 0 for one in figures) for name in ("steps", "accepted"))
+
+    def sums(name: Literal["reached_by_position", "acceptance_by_position"]) -> tuple[int, ...]:
+        listed = [[round(share * (one["steps"] or 0)) for share in one.get(name) or ()] for one in figures]
+        return tuple(map(sum, zip_longest(*listed, fillvalue=0))) if all(listed) else ()
+
+    reached = sums("reached_by_position")
+    by_position = sums("acceptance_by_position") if reached else ()
+    return DraftCounts(steps, 1 + accepted / max(steps, 1), reached, by_position[: len(reached)])
 
 
 def _range_line(row: ReportRow) -> str | None:
@@ -215,6 +271,7 @@ def summary(report: BenchReport) -> str:
     endpoint = report["endpoint"]
     model = endpoint.get("title") or _without_path(endpoint["model"])
     drafter = f" with drafter {_without_path(endpoint['drafter'])}" if endpoint["drafter"] else ""
+    drafter += f" ({endpoint['drafter_kind']})" if drafter and endpoint.get("drafter_kind") else ""
     return f"{model}{drafter}, {endpoint['kind']} {endpoint['version'] or ''}, {report['date']}"
 
 

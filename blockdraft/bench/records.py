@@ -82,6 +82,7 @@ class Speculation:
     drafted: int  # 0: the server does not say
     accepted: tuple[int, ...]
     has_positions: bool = True  # False: the server tells only the sum, which is the one entry of `accepted`
+    reached: tuple[int, ...] | None = None  # [i]: steps that drafted it and accepted all before it, if known
 
 
 @dataclass(slots=True)

@@ -234,7 +234,17 @@ def _vllm_speculation(cell: Cell) -> dict[str, object]:
 
 def _endpoint(facts: Facts) -> dict[str, object]:
     """Return the facts, with null for what is not known and the address without a password."""
-    named = ("kind", "version", "url", "model", "title", "drafter", "drafter_hash", "kv_dtype")
+    named = (
+        "kind",
+        "version",
+        "url",
+        "model",
+        "title",
+        "drafter",
+        "drafter_kind",
+        "drafter_hash",
+        "kv_dtype",
+    )
     found = {**dict.fromkeys(named), **facts}
     if isinstance(found["url"], str):
         found["url"] = urlunsplit(urlsplit(found["url"])._replace(netloc=shown_host(found["url"])))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from typing import TypeGuard
 
 from blockdraft.bench.records import Speculation
 from blockdraft.bench.wire import Json, inside
 from blockdraft.prometheus_text import samples
 
+UNEVEN = 0.01  # of the drafts: so many may be missing where all steps have one width, as at an answer's end
 _VLLM = "vllm:spec_decode_num_"
 _SGLANG = "sglang:"
 
@@ -26,6 +28,7 @@ def read_chunk(chunk: Json) -> Speculation | None:
             steps=_count(drafts, "num_spec_steps"),
             drafted=_count(drafts, "num_draft_tokens"),
             accepted=_count(drafts, "num_accepted_draft_tokens"),
+            reached=inside(drafts, "reached_by_position"),
         )
     drafts = inside(chunk, "sglext", "spec_tokens_details") or inside(chunk, "usage")
     if steps := _count(drafts, "spec_verify_ct"):
@@ -38,14 +41,21 @@ def read_chunk(chunk: Json) -> Speculation | None:
     return _by_timings(inside(chunk, "timings"))
 
 
-def _by_histogram(histogram: object, *, steps: int, drafted: int, accepted: int) -> Speculation | None:
+def _by_histogram(
+    histogram: object, *, steps: int, drafted: int, accepted: int, reached: object = None
+) -> Speculation | None:
     """`histogram[i]`: steps that accepted exactly i drafts. Without it only the sum is known."""
     if not steps:
         return None
-    if isinstance(histogram, list) and histogram and all(isinstance(count, int) for count in histogram):
-        reached = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
-        return Speculation(steps=steps, drafted=drafted, accepted=reached)
+    if _is_counts(histogram):
+        at_least = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
+        counts = tuple(reached) if _is_counts(reached) else None
+        return Speculation(steps=steps, drafted=drafted, accepted=at_least, reached=counts)
     return Speculation(steps=steps, drafted=drafted, accepted=(accepted,), has_positions=False)
+
+
+def _is_counts(found: object) -> TypeGuard[list[int]]:
+    return isinstance(found, list) and bool(found) and all(isinstance(count, int) for count in found)
 
 
 def _by_timings(timings: object) -> Speculation | None:
@@ -125,10 +135,29 @@ def difference(before: Speculation | None, after: Speculation | None) -> Specula
 def total_of(parts: Iterable[Speculation]) -> Speculation:
     """Add all parts up."""
     found = list(parts)
-    columns = itertools.zip_longest(*(part.accepted for part in found), fillvalue=0)
+    reached = [part.reached for part in found if part.reached is not None]
     return Speculation(
         steps=sum(part.steps for part in found),
         drafted=sum(part.drafted for part in found),
-        accepted=tuple(map(sum, columns)),
+        accepted=_sums(part.accepted for part in found),
         has_positions=all(part.has_positions for part in found),
+        reached=_sums(reached) if len(reached) == len(found) else None,
     )
+
+
+def _sums(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, itertools.zip_longest(*counts, fillvalue=0)))
+
+
+def reached_by(one: Speculation) -> tuple[int, ...] | None:
+    """Steps that drafted the draft at each position and accepted all before it.
+
+    Where the server does not count them they follow if all steps have one width; None: they do not.
+    """
+    if one.reached is not None or not one.has_positions or not one.steps:
+        return one.reached
+    num_drafts = round(one.drafted / one.steps)
+    is_even = abs(one.drafted - num_drafts * one.steps) <= UNEVEN * one.drafted
+    if not num_drafts or not is_even or any(one.accepted[num_drafts:]):
+        return None
+    return (one.steps, *one.accepted)[:num_drafts]

@@ -35,7 +35,8 @@ from blockdraft.bench.figures import (
 from blockdraft.bench.kept_answers import columns_of
 from blockdraft.bench.over_time import over_time
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Group, Speculation
-from blockdraft.bench.speculation import total_of
+from blockdraft.bench.speculation import reached_by, total_of
+from blockdraft.bench.weak_spots import where_reached
 
 MAX_DIVERGENCES = 5
 EXCERPT = 40  # characters shown of each side of a divergence
@@ -252,6 +253,7 @@ def _speculation_figures(
     reached = [total.steps, *total.accepted]  # steps that accepted at least 0, 1, ... drafts
     exactly = [max(0, here - after) for here, after in zip(reached, [*reached[1:], 0], strict=True)]
     shares = [count / total.steps for count in total.accepted]
+    came_to = reached_by(total)
     return {
         "acceptance": source,
         "num_answers": num_answers,
@@ -262,6 +264,8 @@ def _speculation_figures(
         "draft_acceptance_rate": accepted / total.drafted if total.drafted else None,
         "acceptance_by_position": shares if total.has_positions else None,
         "acceptance_histogram": [count / total.steps for count in exactly] if total.has_positions else None,
+        "reached_by_position": None if came_to is None else [count / total.steps for count in came_to],
+        "acceptance_where_reached": None if came_to is None else where_reached(total.accepted, came_to),
     }
 
 

@@ -214,6 +214,7 @@ def _without_drafter(settings: Settings) -> Settings:
     return replace(
         settings,
         draft="none",
+        draft_ngram="auto",
         width="auto",
         draft_quantization="auto",
         draft_attention_backend=None,

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     target_help = "folder, hub id, GGUF file, or 'default' (default: default)"
     add("target", nargs="?", metavar="TARGET", help=target_help)
-    drafter_help = "folder, hub id, or 'auto', the one that ships for the target (default: auto)"
+    drafter_help = "folder, hub id, 'ngram', or 'auto', the one that ships for the target (default: auto)"
     add("drafter", nargs="?", metavar="DRAFTER", help=drafter_help)
     add("--model", metavar="NAME", help="the same as TARGET")
     add("--draft", metavar="NAME", help="the same as DRAFTER")
@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, default=16, metavar="N", help="prompts of each category (default: 16)")
     add("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
     add("--width", type=int, metavar="N", help="tokens verified per step (default: the drafter's block)")
+    ngram_help = "draft what followed where the last N tokens occurred before (1 with 'ngram', else 0)"
+    add("--draft-ngram", type=int, metavar="N", help=ngram_help)
     add("--temperature", type=float, default=0.0, metavar="N", help="(default: 0, greedy)")
     add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
     add("--dtype", default="auto", choices=DTYPES, help="of both (default: auto)")
@@ -109,7 +111,8 @@ def lines(report: FitReport) -> Iterator[str]:
     """The report as text."""
     question = report.question
     made = {"int8": "int8 weights, ", "fp8": "fp8 weights, "}.get(report.quantization, "")
-    yield f"{question.drafter} for {question.target}: width {report.width}, {made}{report.dtype}"
+    facts = f"{report.title}, width {report.width}, {made}{report.dtype}"
+    yield f"{question.drafter} for {question.target}: {facts}"
     yield f"prompts: {question.source}"
     yield ""
     yield from table(
@@ -117,10 +120,12 @@ def lines(report: FitReport) -> Iterator[str]:
             ("category", "prompts", "per step", "accepted by position, %"),
             *(_row(name, fit) for name, fit in report.categories.items()),
             _row("all", report.overall),
+            ("where reached", "", "", _percents(report.overall.where_reached)),
         ]
     )
     if report.num_left_out:
         yield f"{report.num_left_out} prompts are too long for the context and were left out."
+    yield from _weak(report)
     yield ""
     yield from _speed(report)
     yield from _tried(report)
@@ -129,8 +134,20 @@ def lines(report: FitReport) -> Iterator[str]:
 
 
 def _row(name: str, fit: DrafterFit) -> tuple[str, str, str, str]:
-    positions = " ".join(f"{100 * rate:3.0f}" for rate in fit.by_position[:SHOWN_POSITIONS])
-    return name, str(fit.num_documents), f"{fit.committed:.2f}", positions
+    return name, str(fit.num_documents), f"{fit.committed:.2f}", _percents(fit.by_position)
+
+
+def _percents(rates: Sequence[float | None]) -> str:
+    shown = (f"{100 * rate:3.0f}" if rate is not None else "  -" for rate in rates[:SHOWN_POSITIONS])
+    return " ".join(shown)
+
+
+def _weak(report: FitReport) -> Iterator[str]:
+    found = report.weak.lines()
+    if found:
+        yield ""
+        yield "Weak:"
+        yield from (f"  {line}" for line in found)
 
 
 def _speed(report: FitReport) -> Iterator[str]:
@@ -169,6 +186,8 @@ def _verdict(report: FitReport) -> Iterator[str]:
     yield f"{word}: {committed:.2f} tokens committed per step of {report.width}"
     if report.agreement is not None and not report.agreement.agrees:
         yield f"WARNING: {_disagreement(report)}"
+    if report.kind == "ngram":
+        yield "n-grams have no configuration to try and no weights to train."
     if cause is not None:
         yield (
             f"Likely cause: {cause.name}. Where it {cause.what}, it commits {cause.after:.2f} "

@@ -154,6 +154,9 @@ def _head(report: Report, *, is_refused: bool) -> Iterator[str]:
     if report.pair.draft is not None:
         is_shipped = settings.draft == "auto"
         pair += f" + {'the drafter that comes with it' if is_shipped else report.pair.draft.shape.name}"
+        pair += "" if report.title is None else f" ({report.title})"
+    elif report.title is not None:
+        pair += f" + {report.title}"
     yield f"{pair}, {settings.engine} on {fit.device}"
     known = ", BUT IS KNOWN TO GO WRONG (below)" if is_refused else ""
     yield f"{report.verdict.upper()}{known}: {report.sentence}"
@@ -214,6 +217,10 @@ def _speed(report: Report, *, explains: bool) -> Iterator[str]:
     yield from table(rows)
     if report.acceptance is not None:
         yield f"  acceptance: {report.acceptance.source}"
+        if report.acceptance.kind_note:
+            yield f"  acceptance: {report.acceptance.kind_note}"
+        for category, tokens in report.acceptance.by_category[:1]:
+            yield f"  acceptance: the fewest in {category}, {tokens:.2f} tokens a step"
         for draft, share in report.acceptance.by_position if explains else ():
             yield f"  acceptance: draft {draft} in {share:.0%} of the steps"
     if report.unpacks_weights:

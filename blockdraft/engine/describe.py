@@ -13,6 +13,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.loaded import Models
 from blockdraft.kernels.kv_formats import EXACT
+from blockdraft.planner.draft_title import drafting_title
 from blockdraft.planner.plan import ELEMENT_BYTES, Plan
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.text.system_prompt import inserted_system_prompt
@@ -33,6 +34,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         draft_title=None if draft is None else draft.title,
         draft_format=None if draft is None else draft.format,
         draft_bytes=None if draft is None else draft.num_bytes,
+        draft_kind=drafting_title(models.draft_config, plan.draft_ngram),
         draft_hash=fingerprint(models.drafter.model) if isinstance(models.drafter, DFlashDrafter) else None,
         family=models.config.family,
         vocab_size=models.config.vocab_size,

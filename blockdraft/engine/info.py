@@ -19,6 +19,7 @@ class EngineInfo:
     draft_title: str | None
     draft_format: str | None
     draft_bytes: int | None
+    draft_kind: str | None  # "causal DFlash", "DFlash2 and n-grams of 12", "n-grams"
     draft_hash: str | None  # which weights, whatever their name
     family: str
     vocab_size: int

@@ -187,6 +187,7 @@ class Metrics:
     queue_s: float
     first_token_s: float
     seconds: float
+    reached: tuple[int, ...] = ()  # [i]: steps that drafted draft i + 1 and accepted all before it
 
     @property
     def tokens_per_step(self) -> float:

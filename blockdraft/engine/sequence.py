@@ -163,6 +163,7 @@ class Sequence:
             steps=tally.steps,
             drafted=tally.drafted,
             accepted=tally.accepted,
+            reached=tally.reached,
             preemptions=tally.preemptions,
             queue_s=start_s - arrival_s,
             first_token_s=first_s - arrival_s,
@@ -176,6 +177,7 @@ class Tally:
 
     drafted: int = 0
     num_committed: list[int] = field(default_factory=lambda: [0])  # [n]: steps that committed n tokens
+    num_reached: list[int] = field(default_factory=lambda: [0])  # [n]: steps that came to n of their drafts
     record: DraftRecord = field(default_factory=DraftRecord)
     preemptions: int = 0
     num_cached_tokens: int = 0
@@ -188,7 +190,9 @@ class Tally:
         self.drafted += width - 1
         if width >= len(self.num_committed):
             self.num_committed.extend([0] * (width + 1 - len(self.num_committed)))
+            self.num_reached.extend([0] * (width - len(self.num_reached)))
         self.num_committed[num_committed] += 1
+        self.num_reached[min(num_committed, width - 1)] += 1  # the first wrong draft, too
 
     @property
     def steps(self) -> int:
@@ -198,3 +202,7 @@ class Tally:
     def accepted(self) -> tuple[int, ...]:
         """[i]: steps in which draft i + 1 was accepted."""
         return at_least(self.num_committed)[2:]
+
+    @property
+    def reached(self) -> tuple[int, ...]:
+        return at_least(self.num_reached)[1:]

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from blockdraft.checkpoints.read_draft_config import draft_block
+from blockdraft.checkpoints.read_draft_config import draft_block, read_draft_config
 from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
 from blockdraft.launch import Command, translate
 from blockdraft.launch.engine_versions import TITLES, read_version
@@ -17,6 +17,7 @@ from blockdraft.launch.order import HOST
 from blockdraft.launch.supervisor import Launch
 from blockdraft.machine.cards import card_named
 from blockdraft.machine.machine import Machine, free_port, read_machine
+from blockdraft.planner.draft_title import kind_title
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import check_stored, open_pair
@@ -74,6 +75,7 @@ class CheckedLaunch:
         return {
             "target": settings.model,
             "draft": None if self.draft is None else settings.draft,
+            "draft_kind": None if self.draft is None else _kind_title(self.draft),
             "width": width,
             "dtype": settings.dtype,
             "quantization": settings.quantization,
@@ -82,6 +84,14 @@ class CheckedLaunch:
             "can_switch": False,  # single requests cannot do without speculation
             "notices": [],
         }
+
+
+def _kind_title(draft: Mapping[str, object]) -> str | None:
+    """None: a kind that we do not know, and the engine may."""
+    try:
+        return kind_title(read_draft_config(draft, name="the drafter"))
+    except ModelError:
+        return None
 
 
 def check_launch(settings: Settings, name: str) -> CheckedLaunch:

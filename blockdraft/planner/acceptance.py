@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from statistics import mean
 from typing import Any
 
 from blockdraft.checkpoints.fit_file import FIT_FILE, read_fit
+from blockdraft.models.draft_config import DraftKind
 from blockdraft.planner.known_pairs import read_file
 
 KINDS = ("code", "maths", "chat")
@@ -28,7 +30,7 @@ _CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Tokens per step at the drafter's own block."""
+    """Tokens per step of a whole block."""
 
     code: float
     maths: float
@@ -36,6 +38,9 @@ class Acceptance:
     source: str
     is_of_pair: bool = True
     by_position: tuple[tuple[int, float], ...] = ()  # drafts from 1, and how often each was accepted
+    block: int | None = None  # that the tokens are of; None: the drafter's own
+    by_category: tuple[tuple[str, float], ...] = ()  # tokens per step, the fewest first
+    kind_note: str = ""  # what is known of drafters of this kind, where this one's own figures are not
 
     def committed(self, kind: str) -> float:
         return {"code": self.code, "maths": self.maths, "chat": self.chat}[kind]
@@ -49,17 +54,27 @@ def own_acceptance(fit_file: Mapping[str, object], *, name: str) -> Acceptance:
         return mean([committed[one] for one in categories if one in committed] or committed.values())
 
     code, maths, chat = (of(_CATEGORIES[kind]) for kind in KINDS)
-    return Acceptance(code, maths, chat, f"held-out prompts, in the drafter's {FIT_FILE}")
+    source, weakest = (
+        f"held-out prompts, in the drafter's {FIT_FILE}",
+        sorted(committed.items(), key=itemgetter(1)),
+    )
+    return Acceptance(code, maths, chat, source, by_category=tuple(weakest))
 
 
-def published_acceptance(target: str, draft: str) -> Acceptance:
+def published_acceptance(target: str, draft: str, kind: DraftKind = "dflash") -> Acceptance:
     """What was published for a pair. Both names are looked at, since a folder may have any."""
+    found = _by_name(target, draft, kind)
+    notes: Mapping[str, str] = read_file()["acceptance_elsewhere"]["kinds"]
+    return found if found.is_of_pair else replace(found, kind_note=notes.get(kind, ""))
+
+
+def _by_name(target: str, draft: str, kind: DraftKind) -> Acceptance:
     file = read_file()
     elsewhere = file["acceptance_elsewhere"]
     for entry in file["acceptance"]:
         if "drafter" in entry and re.search(entry["drafter"], draft.casefold()):
             return _published(entry, is_own=True)
-    is_own = re.search(elsewhere["other_drafters"], draft.casefold()) is None
+    is_own = kind == "dflash" and re.search(elsewhere["other_drafters"], draft.casefold()) is None
     for text in (target.casefold(), draft.casefold()):
         for entry in file["acceptance"]:
             if "pattern" in entry and re.search(entry["pattern"], text):
@@ -71,7 +86,8 @@ def _published(entry: Mapping[str, Any], *, is_own: bool) -> Acceptance:
     """`is_own`: of this drafter, and not of z-lab's for the same target."""
     source = entry["source"] + ("" if is_own else ", of z-lab's drafter: yours may differ")
     by_position = tuple((draft, share) for draft, share in entry.get("by_position", ())) if is_own else ()
-    return Acceptance(entry["code"], entry["maths"], entry["chat"], source, is_own, by_position)
+    tokens = (entry["code"], entry["maths"], entry["chat"])
+    return Acceptance(*tokens, source, is_own, by_position, entry.get("block"))
 
 
 def fading(context: int) -> float:

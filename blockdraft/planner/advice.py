@@ -87,10 +87,11 @@ def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int)
     step = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=width)
     left = fading(context)
     by_kind = {}
-    if width > 1 and case.pair.draft is not None:
+    if width > 1 and case.pair.block > 1:
+        block = case.acceptance.block or case.pair.block
         for kind in ("code", "maths", "chat"):
             mean = 1.0 + (case.acceptance.committed(kind) - 1.0) * left
-            by_kind[kind] = tokens_per_s(step, committed(mean, width=width, block=case.pair.block))
+            by_kind[kind] = tokens_per_s(step, committed(mean, width=width, block=block))
     return Speed(step, tokens_per_s(plain, 1.0), by_kind)
 
 
@@ -332,7 +333,8 @@ def _without_drafter(case: Case) -> Iterator[tuple[str, Case]]:
     """What serves the same, slower."""
     if case.pair.draft is not None and case.settings.synthetic_acceptance is None:
         plain = replace(case.pair, draft=None, draft_config=None, block=1)
-        yield "--draft none", replace(_with(case, draft=None, width="auto"), pair=plain)
+        without = _with(case, draft=None, draft_ngram="auto", width="auto")
+        yield "--draft none", replace(without, pair=plain)
 
 
 def _smaller(case: Case) -> Iterator[tuple[str, Case]]:
@@ -357,7 +359,12 @@ def _other_engines(case: Case) -> Iterator[tuple[str, Case]]:
     engine = "vllm" if case.settings.engine == "native" else case.settings.engine
     name = f"--engine {engine} " if case.settings.engine == "native" else ""
     # Without what only our own engine understands.
-    base = _with(case, engine=engine, quantization="auto", draft_quantization="auto", cache_bytes="auto")
+    base = _with(_without_ngrams(case), quantization="auto", draft_quantization="auto", cache_bytes="auto")
+    base = _with(base, engine=engine)
+    if case.pair.is_ngram:
+        name += "--draft none "
+    elif case.settings.draft_ngram not in ("auto", 0):
+        name += "--draft-ngram 0 "
     if case.settings.engine == "native":
         yield f"{name}--kv-dtype fp8", _with(base, kv_dtype="fp8")
     for count in (2, 4, 8):
@@ -367,6 +374,13 @@ def _other_engines(case: Case) -> Iterator[tuple[str, Case]]:
                 flags += f" --num-nodes {count} --head-address HOST"
                 changed = _with(changed, num_nodes=count, head_address="HOST")
             yield flags, changed
+
+
+def _without_ngrams(case: Case) -> Case:
+    if not case.pair.is_ngram:
+        return _with(case, draft_ngram="auto")
+    plain = replace(case.pair, block=1, is_ngram=False)
+    return replace(_with(case, draft=None, draft_ngram="auto", width="auto"), pair=plain)
 
 
 def _needs(case: Case) -> str:

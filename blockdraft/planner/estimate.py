@@ -68,7 +68,8 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
         draft, parts = pair.draft.shape, fit.parts[1]
         # It multiplies by the target's head once more, unless it brings its own.
         head = parts.head or fit.parts[0].head or fit.parts[0].embedding
-        draft_bytes = parts.layers + head
+        tables = 0 if draft.values is None else draft.values.tables
+        draft_bytes = parts.layers + head - 2 * tables  # of which a few rows are read
         read_s += draft_bytes / _stream(card, is_packed=_is_packed(parts, draft))
         weight_bytes += draft_bytes
         flops += (

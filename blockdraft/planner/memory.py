@@ -68,7 +68,12 @@ def served_parts(model: Model, *, is_fp8: bool) -> WeightParts:
 
 def weight_how(values: Values | None, parts: WeightParts, note: str) -> str:
     count = "" if values is None else f"{values.total / 1e9:.3f} billion values, "
-    return f"{count}{note}: {parts.text:,} bytes"
+    tables = (
+        ""
+        if values is None or not values.tables
+        else f", {values.tables:,} values of them for pairs of tokens"
+    )
+    return f"{count}{note}: {parts.text:,} bytes{tables}"
 
 
 def cache_specs(pair: Pair, plan: Plan) -> tuple[tuple[LayerSpec, ...], ...]:

@@ -10,7 +10,7 @@ from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig, check_pair
-from blockdraft.planner.plan import Weights
+from blockdraft.planner.plan import NGRAM_BLOCK, Weights
 from blockdraft.planner.shape import Shape, draft_shape, raw_shape, target_shape
 from blockdraft.planner.stored import Stored, open_stored
 from blockdraft.settings.settings import NGRAM, Settings
@@ -61,7 +61,8 @@ def open_pair(settings: Settings) -> Pair:
     config, target = _target(stored, is_native=is_native)
     _check_size(target)
     if settings.draft in (None, "none", NGRAM):
-        return Pair(target, None, config, None, 1, is_ngram=settings.draft == NGRAM)
+        is_ngram = settings.draft == NGRAM
+        return Pair(target, None, config, None, NGRAM_BLOCK if is_ngram else 1, is_ngram)
     draft_stored = open_stored(settings.draft, needs_weights=has_files, what="drafter")
     draft_config, draft = _draft(draft_stored, is_native=is_native)
     _check_size(draft)

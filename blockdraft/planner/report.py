@@ -21,6 +21,7 @@ from blockdraft.planner.advice import (
     fixes,
     wanted,
 )
+from blockdraft.planner.draft_title import drafting_title
 from blockdraft.planner.estimate import unpacks_weights
 from blockdraft.planner.kv_formats import token_bytes
 from blockdraft.planner.memory import cache_specs
@@ -28,7 +29,7 @@ from blockdraft.planner.memory_fit import Fit
 from blockdraft.planner.pair import Pair
 from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.planner.shape import Kind, kinds
-from blockdraft.settings.settings import Settings
+from blockdraft.settings.settings import NGRAM, Settings
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -39,6 +40,7 @@ class Report:
 
     settings: Settings
     pair: Pair
+    title: str | None  # of what drafts; None: nothing does, or nobody knows its kind
     card: Card | None
     fit: Fit
     verdict: Verdict
@@ -69,12 +71,13 @@ def make_report(
     return Report(
         settings=settings,
         pair=pair,
+        title=drafting_title(pair.draft_config, 0 if fit.plan is None else fit.plan.draft_ngram),
         card=card,
         fit=fit,
         verdict=verdict,
         sentence=sentence,
         caches=_caches(pair, fit),
-        acceptance=None if pair.draft is None else case.acceptance,
+        acceptance=None if pair.block == 1 else case.acceptance,
         speeds=_speeds(case, fit) if verdict != "does not fit" else (),
         unpacks_weights=unpacks_weights(fit, pair),
         advice=advise(case),
@@ -83,10 +86,11 @@ def make_report(
 
 
 def _acceptance(pair: Pair) -> Acceptance:
-    draft = "" if pair.draft is None else pair.draft.shape.name
+    draft = pair.draft_name if pair.draft is None else pair.draft.shape.name
     if pair.draft is not None and pair.draft.stored.fit_file:
         return own_acceptance(pair.draft.stored.fit_file, name=draft)
-    return published_acceptance(pair.target.shape.name, draft)
+    kind = "dflash" if pair.draft_config is None else pair.draft_config.kind
+    return published_acceptance(pair.target.shape.name, draft, kind)
 
 
 def _verdict(case: Case, fit: Fit) -> tuple[Verdict, str]:
@@ -129,7 +133,9 @@ def as_json(report: Report) -> dict[str, object]:
     fit, settings = report.fit, report.settings
     return {
         "model": settings.model,
-        "draft": None if report.pair.draft is None else report.pair.draft.stored.name,
+        "draft": report.pair.draft_name if report.pair.block > 1 else None,
+        "draft_kind": _kind(report.pair),
+        "drafts_with": report.title,
         "engine": settings.engine,
         "device": fit.device,
         "card": None if report.card is None else report.card.key,
@@ -158,6 +164,13 @@ def as_json(report: Report) -> dict[str, object]:
         "advice": [asdict(advice) for advice in report.advice],
         "fixes": [asdict(fix) for fix in report.fixes],
     }
+
+
+def _kind(pair: Pair) -> str | None:
+    """None: nothing drafts, or nobody knows of which kind it is."""
+    if pair.draft_config is None:
+        return NGRAM if pair.is_ngram else None
+    return pair.draft_config.kind
 
 
 def _estimates(report: Report) -> dict[str, object]:

@@ -20,6 +20,7 @@ class Values:
     expert_rows: int = 0
     plain: int = 0  # norms, biases, routers, convolutions
     wide: int = 0  # of those, the ones that stay in float32
+    tables: int = 0  # of the plain ones, what is looked up by tokens: a step reads a few rows
 
     def __add__(self, other: Values) -> Values:
         return Values(*map(sum, zip(astuple(self), astuple(other), strict=True)))
@@ -56,7 +57,8 @@ def draft_values(config: DraftConfig, *, has_head: bool) -> Values:
         head = config.dflash2
         kernels = 2 * head.conv_taps * hidden * (1 + hidden // head.conv_group)
         layer += Values(plain=2 * kernels)  # around attention, and around the feed-forward part
-        count += Values(plain=head.rank * (2 * config.vocab_size + hidden))
+        codebooks = 2 * config.vocab_size * head.rank
+        count += Values(plain=codebooks + head.rank * hidden, tables=codebooks)
     for _ in range(config.num_layers):
         count += layer
     count += Values(head=config.draft_vocab_size * hidden if has_head else 0)
@@ -66,14 +68,14 @@ def draft_values(config: DraftConfig, *, has_head: bool) -> Values:
 def _spark(config: DraftConfig, spark: SparkConfig) -> Values:
     """DSpark's heads, which nobody quantises."""
     hidden, rank = config.hidden_size, spark.rank
-    num = (config.vocab_size + config.draft_vocab_size) * rank
+    tables = num = (config.vocab_size + config.draft_vocab_size) * rank
     if rank and spark.kind == "gated":
         num += (hidden + rank + 1) * rank
     elif rank and spark.kind == "rnn":
         num += (hidden + 2 * rank + 1) * 3 * rank
     if spark.has_confidence:
         num += hidden + (rank if spark.confidence_reads_token else 0) + 1
-    return Values(plain=num)
+    return Values(plain=num, tables=tables)
 
 
 def _linear(inputs: int, *parts: int, has_bias: bool = False) -> Values:

@@ -190,6 +190,7 @@ def _speculative(metrics: Metrics, steps: Items[DraftStep]) -> SpeculativeMetric
         "num_accepted_draft_tokens": num_accepted,
         "num_draft_tokens": metrics.drafted,
         "num_spec_tokens": len(metrics.accepted),
+        "reached_by_position": list(metrics.reached),
     }
     if steps:
         summary["per_step_accepted"] = [step["accepted"] for step in steps]

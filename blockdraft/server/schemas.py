@@ -102,7 +102,10 @@ class Usage(TypedDict):
 
 
 class SpeculativeMetrics(TypedDict):
-    """How the drafts of one answer fared, as vLLM names it; `acceptance_histogram[i]` counts steps."""
+    """How the drafts of one answer fared, as vLLM names it; `acceptance_histogram[i]` counts steps.
+
+    `reached_by_position` is ours: steps that came to the draft at each position, all before it accepted.
+    """
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -111,6 +114,7 @@ class SpeculativeMetrics(TypedDict):
     num_accepted_draft_tokens: int
     num_draft_tokens: int
     num_spec_tokens: int
+    reached_by_position: list[int]
     per_step_accepted: NotRequired[list[int]]
 
 

@@ -21,6 +21,8 @@ from blockdraft.engine.request import Metrics, SamplingParams
 from blockdraft.errors import SettingsError
 from blockdraft.llm import LLM
 from blockdraft.models.draft_config import DraftConfig
+from blockdraft.planner.draft_title import drafting_title
+from blockdraft.settings.settings import NGRAM
 from blockdraft.start.memory import release
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.training.answers import (
@@ -39,6 +41,7 @@ from blockdraft.training.fit_report import (
     FitReport,
     SimulationAgreement,
     Tried,
+    has_prospect,
     likely_cause,
     prospect_of,
 )
@@ -72,19 +75,21 @@ def fit(
     overall = _fit_of(answers)
     categories = {name: _fit_of(group) for name, group in sorted(_by_category(answers).items())}
     costs = session.costs(usable[0], overall)
-    agreement, tried = None, list[Tried]()
-    if not question.is_quick:
+    agreement, tried, config = None, list[Tried](), session.config
+    is_tried = config is not None and not question.is_quick
+    if is_tried:
         probes = session.probes(answers)
         agreement, tried = session.diagnose(probes, is_low=overall.committed < LOW)
         if agreement is not None and session.is_quantised_here:
             tried.append(session.unquantised(probes, agreement.engine))
-    untried = () if question.is_quick else _untried(question)
     prospect = None
-    if likely_cause(tried) is None and min(one.committed for one in categories.values()) < LOW:
+    if config is not None and likely_cause(tried) is None and has_prospect(config, categories, overall):
         greedy = agreement.engine if agreement is not None and question.temperature > 0 else None
-        prospect = prospect_of(question, session.config, categories, costs, overall, greedy)
+        prospect = prospect_of(question, config, categories, costs, overall, greedy)
     return FitReport(
         question=question,
+        kind="ngram" if config is None else config.kind,
+        title=session.title,
         width=session.width,
         dtype=session.dtype,
         quantization=session.quantization,
@@ -94,7 +99,7 @@ def fit(
         costs=costs,
         agreement=agreement,
         tried=tuple(tried),
-        untried=untried,
+        untried=_untried(question) if is_tried else (),
         prospect=prospect,
     )
 
@@ -144,10 +149,12 @@ class _Session:
         self._question, self._show = question, show
         self._llm = _load(question, question.quantization, show)
         models = self._llm.engine.models
-        assert models.draft_config is not None
-        assert isinstance(models.drafter, DFlashDrafter)
-        self.config: DraftConfig = models.draft_config
-        self.width = question.width or self.config.block
+        self.config: DraftConfig | None = models.draft_config  # None: drafts are n-grams
+        title = drafting_title(self.config, models.plan.draft_ngram)
+        if title is None:
+            raise SettingsError(f"no drafter ships for '{question.target}': give one, or '{NGRAM}'.")
+        self.title = title
+        self.width = question.width or models.drafter.block
         self.dtype = models.plan.dtype
         self.quantization = models.plan.quantization
         self._num_probes, max_tokens = PROBES[models.device.type]
@@ -251,10 +258,11 @@ class _Session:
             for one, mine in zip(probes, steps, strict=True)
         ]
         engine = fit_of_steps([[len(step) for step in mine] for mine in steps], self.width).committed
+        assert self.config is not None
+        assert isinstance(models.drafter, DFlashDrafter)
         suspects = list(variations(self.config, models.config, tokenizer, documents))
         taps = [tap for config in (self.config, *(one.config for one in suspects)) for tap in config.taps]
         self._show("read", None, f"{len(documents)} answers, for the target's features")
-        assert isinstance(models.drafter, DFlashDrafter)
         probe = AcceptanceProbe(models.drafter, documents, taps)
         self._show("try", 0.0, "the drafter as it is")
         simulated = probe.walk(self.config, self.width).committed
@@ -316,6 +324,7 @@ def _load(question: FitQuestion, quantization: str, show: Show) -> LLM:
         question.target,
         question.drafter,
         report=lambda line: show("load", None, line),
+        draft_ngram="auto" if question.draft_ngram is None else question.draft_ngram,
         width="auto" if question.width is None else question.width,
         device=question.device,
         dtype=question.dtype,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from blockdraft.bench.weak_spots import DraftCounts, where_reached
 from blockdraft.cache.cache import SCRATCH_PAGE
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import bytes_per_token
@@ -56,6 +57,18 @@ class DrafterFit:
     def by_position(self) -> tuple[float, ...]:
         """Share of the steps that accepted each position."""
         return tuple(count / max(self.num_steps, 1) for count in self.accepted)
+
+    @property
+    def counts(self) -> DraftCounts:
+        """The same for the question where drafts fail; every step has all of them."""
+        return DraftCounts(
+            self.num_steps, self.committed, (self.num_steps, *self.accepted)[:-1], self.accepted
+        )
+
+    @property
+    def where_reached(self) -> tuple[float | None, ...]:
+        """How often each draft was right where all before it were; None: never reached."""
+        return tuple(where_reached(self.accepted, self.counts.reached))
 
 
 def walk(runs: Sequence[int], width: int) -> list[int]:

@@ -6,11 +6,14 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from blockdraft import __version__
+from blockdraft.bench.weak_spots import WeakSpots, weak_spots
 from blockdraft.errors import SettingsError
-from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.draft_config import DraftConfig, DraftKind
 from blockdraft.settings.settings import NGRAM
+from blockdraft.settings.shipped import shipped_drafter
 from blockdraft.training.evaluate import DrafterFit
 
 FITS = 1.2  # tokens committed per step: below it no width pays anywhere
@@ -20,6 +23,7 @@ RAISES_ELSEWHERE = 1.25  # the same for other answers, which may be easier by th
 AGREES = 0.01  # share by which engine and simulation may differ
 # A first drafter for SmolLM2-135M: 2.5 to 3.4 by kind of prompt, after 640 s of training on an H200.
 REACHABLE = 3.0
+DECAYS = 0.9  # times as often as the first draft: later ones that are right less often fall behind it
 OWN_PROMPTS = "prompts.jsonl"  # what the advice calls a file that the user has yet to write
 
 
@@ -34,6 +38,7 @@ class FitQuestion:
     max_tokens: int = 256
     width: int | None = None  # None: the drafter's block
     temperature: float = 0.0
+    draft_ngram: int | None = None  # None: as `serve` has it
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "auto"
@@ -45,8 +50,8 @@ class FitQuestion:
                 raise SettingsError(f"{name} {value} is not at least 1.")
         if self.width is not None and self.width < 2:
             raise SettingsError(f"--width {self.width} drafts nothing: give 2 or more.")
-        if self.drafter in ("none", NGRAM):
-            raise SettingsError(f"'{self.drafter}' is no drafter with weights: give a folder or a hub id.")
+        if self.drafter == "none":
+            raise SettingsError(f"'none' drafts nothing: give a folder, a hub id or '{NGRAM}'.")
 
     @property
     def source(self) -> str:
@@ -110,6 +115,8 @@ class FitReport:
     """Everything that was found out about a pair."""
 
     question: FitQuestion
+    kind: DraftKind | Literal["ngram"]
+    title: str  # of what drafts
     width: int
     dtype: str
     quantization: str  # of the target's weights
@@ -127,6 +134,10 @@ class FitReport:
         return self.overall.committed >= FITS
 
     @property
+    def weak(self) -> WeakSpots:
+        return weak_spots(self.overall.counts, {name: one.counts for name, one in self.categories.items()})
+
+    @property
     def cause(self) -> Tried | None:
         """The suspect whose change commits the most, relative to what it was compared with."""
         return likely_cause(self.tried)
@@ -136,12 +147,15 @@ class FitReport:
         agreement, prospect = self.agreement, self.prospect
         return {
             "question": question,
+            "kind": self.kind,
+            "drafts_with": self.title,
             "width": self.width,
             "dtype": self.dtype,
             "quantization": self.quantization,
             "verdict": "fits" if self.fits else "does not fit",
             "overall": _fit_json(self.overall),
             "categories": {name: _fit_json(fit) for name, fit in self.categories.items()},
+            "weak": asdict(self.weak),
             "prompts_left_out": self.num_left_out,
             "speed": [asdict(cost) for cost in self.costs],
             "agreement": None if agreement is None else asdict(agreement) | {"agrees": agreement.agrees},
@@ -173,29 +187,67 @@ def prospect_of(
     `greedy` is what greedy answers commit per step, where `overall` is of sampled ones.
     """
     low = [name for name, one in categories.items() if one.committed < LOW]
-    reasons = [describe_depth(overall)]
-    if len(low) == len(categories):
-        reasons.append("every category is low: it does not know this target or this workload")
+    is_worth_it, reasons = None, list[str]()
+    pairs = why_dflash2(config, overall)
+    if pairs is not None:
+        reasons.append(pairs)
+    if low:
+        reasons = reasons or [describe_depth(overall)]
+        is_worth_it, reason = training_pays(costs)
+        reasons += [_low_text(low, len(categories)), reason]
     else:
-        share = f"{len(low)} of {len(categories)} categories are low"
-        reasons.append(f"{share}, and it does not know those: {', '.join(low)}")
-    is_worth_it, reason = training_pays(costs)
-    reasons.append(reason)
-    if greedy is not None and greedy >= LOW:
+        reasons.append("no category is low: what it would gain is not known before")
+    if low and greedy is not None and greedy >= LOW:
         is_worth_it = False
         reasons.append(f"greedy answers commit {greedy:.2f}: the temperature costs the rest, training little")
-    # `blockdraft train --from` refuses those two.
-    has_own_parts = config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None
-    if has_own_parts:
+    if has_own_parts(config):
         reasons.append("it has a head or an embedding scale of its own: a new one would have to be trained")
     if question.prompts is None:
         reasons.append(
             f"the built-in prompts are too few to train with: write some of your workload into {OWN_PROMPTS}"
         )
-    start = [] if has_own_parts else ["--from", question.drafter]
+    kind = [] if pairs is None else ["--kind", "dflash2"]
+    drafter = str(shipped_drafter(question.target)) if question.drafter == "auto" else question.drafter
+    start = [] if has_own_parts(config) else [*kind, "--from", drafter]
     prompts = str(question.prompts or OWN_PROMPTS)
     words = ["blockdraft", "train", question.target, *start, "--prompts", prompts, "--out", "trained"]
     return Prospect(is_worth_it, tuple(reasons), shlex.join([*words, "--minutes", "30"]))
+
+
+def _low_text(low: Sequence[str], num_categories: int) -> str:
+    if len(low) == num_categories:
+        return "every category is low: it does not know this target or this workload"
+    share = f"{len(low)} of {num_categories} categories are low"
+    return f"{share}, and it does not know those: {', '.join(low)}"
+
+
+def has_prospect(config: DraftConfig, categories: Mapping[str, DrafterFit], overall: DrafterFit) -> bool:
+    """Whether there is anything to say of training."""
+    is_low = any(one.committed < LOW for one in categories.values())
+    return is_low or why_dflash2(config, overall) is not None
+
+
+def has_own_parts(config: DraftConfig) -> bool:
+    """A head or a scale of its own, which `blockdraft train --from` refuses."""
+    return config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None
+
+
+def why_dflash2(config: DraftConfig, overall: DrafterFit) -> str | None:
+    """Say how later drafts fall behind a good first one, where DFlash2 could be made of it.
+
+    None: it does not, or `blockdraft train --kind dflash2 --from` refuses this drafter.
+    """
+    is_speculators = config.has_anchored_window  # only that layout has them
+    if config.kind != "dflash" or config.drafts_from_anchor or is_speculators or has_own_parts(config):
+        return None
+    counts = overall.counts
+    first, later = counts.right(1, 1), counts.right(2, len(counts.reached))
+    if first is None or later is None or first < 0.5 or later >= DECAYS * first:
+        return None
+    return (
+        f"draft 1 is right in {first:.0%} of the steps, a later one in {later:.0%} where it is reached: "
+        "--kind dflash2 lets each know the one before it, and begins as this drafter"
+    )
 
 
 def describe_depth(overall: DrafterFit) -> str:
@@ -234,4 +286,5 @@ def _fit_json(one: DrafterFit) -> dict[str, object]:
         "steps": one.num_steps,
         "committed_per_step": one.committed,
         "accepted_by_position": list(one.by_position),
+        "accepted_where_reached": list(one.where_reached),
     }

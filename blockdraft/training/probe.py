@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from blockdraft.kernels.recall import reference_recall
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.step.dflash import DFlashDrafter
@@ -82,7 +83,8 @@ class _Trial:
     def __init__(self, drafter: DFlashDrafter, config: DraftConfig) -> None:
         model: DFlash = copy.copy(drafter.model)
         model.config = config
-        self.drafter = type(drafter)(model, drafter.target, drafter.vocab_map)
+        ngram = drafter.draft_ngram
+        self.drafter = type(drafter)(model, drafter.target, drafter.vocab_map, draft_ngram=ngram)
         self.config = config
         layers = [one for one in model.layers if isinstance(one, DFlashLayer)]
         self._masks = {
@@ -113,14 +115,25 @@ class _Trial:
         hidden = drafter.model(drafter.embed(ids.flatten()), view, batch.num_columns)
         hidden = hidden.view(len(batch.tokens), batch.num_columns, -1)[:, batch.first_column :]
         hints = drafter.hints(hidden, batch.tokens_before())  # whoever is asked was right so far
+        recalled = self._recalled(batch, width)
         runs = [0] * len(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far
         for draft in range(width - 1):
             said = None if hints is None else hints[rows, draft]
             best = drafter.logits(hidden[rows, draft], said).argmax(dim=-1)
+            best = torch.where(recalled[rows, draft] < 0, best, recalled[rows, draft])
             rows = rows[best == batch.labels[rows, 0, draft]]
             for row in rows.tolist():
                 runs[row] = draft + 1
             if not len(rows):
                 break
         return runs
+
+    def _recalled(self, batch: TrainingBatch, width: int) -> Tensor:
+        """[R, width - 1]: what n-grams draft instead, in rows of one document each; -1 where they do not."""
+        starts = batch.anchors[:, 0]
+        block = torch.full((len(starts), width), -1, device=starts.device)
+        if self.drafter.draft_ngram:
+            rows = torch.arange(len(starts), device=starts.device)
+            reference_recall(block, batch.tokens, rows, starts, self.drafter.draft_ngram)
+        return block[:, 1:]

@@ -16,7 +16,9 @@ OWN_ROUTES = {
     "/openapi.json": {
         "components": {"schemas": {"ChatRequest": {"properties": {"speculative": {}, "cache_salt": {}}}}}
     },
-    "/events": 'data: {"engine": {"draft": "stub-drafter", "draft_hash": "0123"}}\n\n',
+    "/events": (
+        'data: {"engine": {"draft": "stub-drafter", "draft_kind": "DFlash2", "draft_hash": "0123"}}\n\n'
+    ),
 }
 
 

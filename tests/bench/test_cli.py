@@ -130,6 +130,7 @@ def test_the_report_says_what_was_measured_and_how(stub):
     assert found["endpoint"]["kind"] == "blockdraft"
     assert (found["endpoint"]["version"], found["endpoint"]["model"]) == ("1.2.3", MODEL)
     assert (found["endpoint"]["drafter"], found["endpoint"]["drafter_hash"]) == ("stub-drafter", "0123")
+    assert found["endpoint"]["drafter_kind"] == "DFlash2"
     assert found["baseline"]["url"] == stub.url
     assert found["machine"]["num_cpus"] > 0
     assert found["startup"] == []
@@ -604,6 +605,7 @@ def test_our_own_server_is_started_eager_and_not_and_paired_with_itself(monkeypa
         assert 0 < start["first_ttft_s"] <= start["first_latency_s"]  # one step may be all of an answer
     assert usual["first_ttft_s"] == found["warmup"]["first_ttft_s"]
     assert found["endpoint"]["drafter_hash"]
+    assert found["endpoint"]["drafter_kind"] == "DFlash"
     said = capsys.readouterr()
     assert "Greedy answers with and without speculation: 4 of 4 equal." in said.out
     assert not any(

@@ -73,8 +73,9 @@ def test_the_report_says_positions_and_ranges_in_lines():
     one.blocks = [Block(0.0, 100.0)]
     lines = draft_lines(build([one, plain], **facts()))
     assert lines[0] == "Drafts accepted by position, in %, code at 1: 100 50 0"
-    assert lines[1].startswith("Over time, code at 1: ")
-    assert lines[1].endswith(" of the drafts accepted (10 windows of 10 s).")
+    assert lines[1] == "Drafts right where reached, in %, code at 1: 100 50 0"
+    assert lines[2].startswith("Over time, code at 1: ")
+    assert lines[2].endswith(" of the drafts accepted (10 windows of 10 s).")
 
 
 def test_runs_are_one_cell_with_the_figures_of_each():

@@ -36,6 +36,8 @@ def test_a_tally_counts_the_steps_that_accepted_each_draft():
     for width, num_committed in ((4, 3), (4, 1), (2, 2), (1, 1)):
         tally.count_step(width, num_committed)
     assert (tally.steps, tally.drafted, tally.accepted) == (4, 7, (2, 1, 0))
+    # The first wrong one was reached as well; what was not drafted was not.
+    assert tally.reached == (3, 1, 1)
 
 
 def test_nothing_being_known_what_a_step_commits_is_what_the_start_expects():

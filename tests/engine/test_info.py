@@ -1,6 +1,7 @@
 """EngineInfo: what runs, and which weights draft."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from blockdraft.checkpoints.stored_form import StoredForm, stored_form
 from blockdraft.engine.describe import engine_info, fingerprint, kv_text
 from blockdraft.engine.engine import Engine
 from blockdraft.settings.settings import cache_dir
+from blockdraft.step.ngram import NgramDrafter
 from tests import tiny
 
 
@@ -25,6 +27,15 @@ def test_a_drafter_is_known_by_its_weights():
     assert engine_info(tiny.engine("random")).draft_hash != known
     assert engine_info(tiny.engine(dtype="float32")).draft_hash != known
     assert engine_info(tiny.engine("none")).draft_hash is None
+
+
+def test_what_drafts_is_named():
+    assert engine_info(tiny.engine()).draft_kind == "DFlash"
+    assert engine_info(tiny.engine(draft_ngram=3)).draft_kind == "DFlash and n-grams of 3"
+    models = without_drafter(tiny.engine().models)
+    assert engine_info(Engine(models)).draft_kind is None
+    models = replace(models, drafter=NgramDrafter(8, 1), plan=replace(models.plan, draft_ngram=1))
+    assert engine_info(Engine(models)).draft_kind == "n-grams"
 
 
 def test_a_pair_has_names_formats_and_sizes():

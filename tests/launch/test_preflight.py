@@ -50,6 +50,14 @@ def test_a_pair_that_fits_and_matches_is_taken(monkeypatch):
     assert found.target["model_type"] == json.loads((PAIR / "target/config.json").read_text())["model_type"]
 
 
+def test_the_kind_of_the_drafter_is_told_where_it_is_known(monkeypatch):
+    on(monkeypatch, "h200")
+    found = check_launch(WHOLE, "x")
+    assert found.facts()["draft_kind"] == "DFlash"
+    assert replace(found, draft={"architectures": ["Other"]}).facts()["draft_kind"] is None
+    assert replace(found, draft=None).facts()["draft_kind"] is None
+
+
 def test_folders_are_given_by_their_whole_path(monkeypatch):
     on(monkeypatch, "h200")
     monkeypatch.chdir(PAIR.parent)

@@ -428,6 +428,8 @@ def test_every_answer_says_how_its_drafts_fared(client):
     weighted = sum(i * count for i, count in enumerate(spec["acceptance_histogram"]))
     assert weighted == spec["num_accepted_draft_tokens"] > 0
     assert len(spec["acceptance_histogram"]) == spec["num_spec_tokens"] + 1
+    assert len(spec["reached_by_position"]) == spec["num_spec_tokens"]
+    assert sum(spec["reached_by_position"]) >= weighted
     assert spec["mean_acceptance_length"] == pytest.approx(1 + weighted / spec["num_spec_steps"], abs=1e-3)
     assert spec["draft_acceptance_rate"] == pytest.approx(weighted / spec["num_draft_tokens"], abs=1e-3)
     for options, where in (({}, -1), ({"stream_options": {"include_usage": True}}, -1)):

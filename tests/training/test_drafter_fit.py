@@ -563,12 +563,15 @@ def test_json_has_everything(prompts, capsys):
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {
         "question",
+        "kind",
+        "drafts_with",
         "width",
         "dtype",
         "quantization",
         "verdict",
         "overall",
         "categories",
+        "weak",
         "prompts_left_out",
         "speed",
         "agreement",

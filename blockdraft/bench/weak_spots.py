@@ -1,0 +1,100 @@
+"""Where drafts fail, by category of prompts and by column of the block.
+
+A draft counts only behind right ones, so the share of steps that accepts it falls from column to column
+whatever the drafter knows. What tells columns apart is how often a draft is right where it is reached: where
+all before it were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+GAINS_LESS = 0.75  # of the drafts that are accepted over all prompts: a category below it is weak. Arbitrary
+MIN_REACHED = 20  # drafts, or steps, that a share is worth naming for. Arbitrary
+MAX_NAMED = 3  # categories
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Steps, and of each draft of a block how many of them came to it, and how many accepted it."""
+
+    num_steps: int
+    committed: float  # tokens per step
+    reached: tuple[int, ...]  # empty, as the next: not known
+    accepted: tuple[int, ...]
+
+    def right(self, first: int, last: int) -> float | None:
+        """How often drafts `first` to `last`, from 1, were right where reached; None: too few were."""
+        reached = sum(self.reached[first - 1 : last])
+        return sum(self.accepted[first - 1 : last]) / reached if reached >= MIN_REACHED else None
+
+
+def where_reached(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
+    """How often each draft was right where it was drafted and all before it were; None: never."""
+    return [kept / tried if tried else None for kept, tried in zip(accepted, reached, strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class WeakCategory:
+    """One that gains much less from drafts than all prompts together."""
+
+    name: str
+    committed_per_step: float
+    first: float | None  # how often draft 1 is right
+    later: float | None  # how often a later one is, where it is reached
+
+
+@dataclass(frozen=True, slots=True)
+class WeakSpots:
+    """The weakest categories, weakest first, and the drafts of which fewer than half are right."""
+
+    overall: float  # tokens committed per step
+    num_drafts: int
+    categories: tuple[WeakCategory, ...]
+    from_draft: int | None  # fewer than half of the drafts from it on that are reached are right
+    to_draft: int | None  # where it is not the last: past it too few are reached to say
+
+    def lines(self) -> list[str]:
+        """A sentence each; none where nothing is weak."""
+        found = [self._category(one) for one in self.categories]
+        if self.from_draft is not None:
+            end = "on" if self.to_draft == self.num_drafts else f"to {self.to_draft}"
+            where = f"from draft {self.from_draft} {end}"
+            found.append(f"{where}, fewer than half of the drafts that are reached are right")
+        return found
+
+    def _category(self, one: WeakCategory) -> str:
+        text = f"{one.name}: {one.committed_per_step:.2f} per step, {self.overall:.2f} overall"
+        if one.first is not None:
+            text += f"; draft 1 is right in {one.first:.0%} of the steps"
+            if one.later is not None:
+                text += f", a later one in {one.later:.0%} where it is reached"
+        return text
+
+
+def weak_spots(overall: DraftCounts, categories: Mapping[str, DraftCounts]) -> WeakSpots:
+    """A category that is the only one is not weak: it is all there is."""
+    limit = 1 + GAINS_LESS * (overall.committed - 1)
+    low = [
+        (one.committed, name)
+        for name, one in categories.items()
+        if one.committed < limit and one.num_steps >= MIN_REACHED and len(categories) > 1
+    ]
+    named = tuple(_weak(name, categories[name]) for _, name in sorted(low)[:MAX_NAMED])
+    return WeakSpots(overall.committed, len(overall.accepted), named, *_weak_drafts(overall))
+
+
+def _weak(name: str, one: DraftCounts) -> WeakCategory:
+    return WeakCategory(name, one.committed, one.right(1, 1), one.right(2, len(one.accepted)))
+
+
+def _weak_drafts(one: DraftCounts) -> tuple[int | None, int | None]:
+    """None: the last draft that enough steps reached is right as often as not."""
+    first = last = None
+    for draft in range(1, len(one.accepted) + 1):
+        share = one.right(draft, draft)
+        if share is None:
+            break
+        first, last = (None, None) if share >= 0.5 else (first or draft, draft)
+    return first, last
