@@ -221,7 +221,7 @@ def first_said(dtype, quantization="auto"):
     ("dtype", "weights"), [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8"), ("float32", "fp8")]
 )
 def test_other_numbers_say_nearly_the_same(dtype, weights):
-    assert np.allclose(first_said(dtype, weights), first_said("float64"), atol=0.05)
+    assert np.allclose(first_said(dtype, weights), first_said("float64"), atol=0.1)
     assert np.ptp(first_said("float64")) > 0
 
 
