@@ -22,7 +22,7 @@ from blockdraft.planner.kv_choice import KvChoice
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_dflash, load_models
 from blockdraft.step.dflash import DFlashDrafter
-from blockdraft.step.drafter import NoDrafter
+from blockdraft.step.drafter import DraftedBlock, NoDrafter
 from blockdraft.step.ngram import NgramDrafter
 from blockdraft.step.spark import SparkDrafter
 from tests.fixtures import make_pair, make_spark
@@ -185,7 +185,7 @@ class HintedDrafter:
         self.generator = torch.Generator().manual_seed(0)
 
     def draft(self, rows, cache, view, width):
-        return asked_again(self._draft, rows, width)
+        return DraftedBlock(asked_again(self._draft, rows, width))
 
     def _draft(self, block, lengths, seeds):
         width = block.shape[1]

@@ -21,7 +21,7 @@ from blockdraft.cache.view import CacheView, View
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.twin import max_tokens, serve, twin
-from blockdraft.step.drafter import NoDrafter
+from blockdraft.step.drafter import DraftedBlock, NoDrafter
 
 NUM_PROMPT = 150  # tokens: a GPU multiplies 16, 64, 128 and more of them in different ways
 NUM_ANSWER = 20  # more than a block
@@ -123,12 +123,12 @@ class _Replay:
         self.block = block
         self._token_ids = torch.tensor(token_ids + [0] * block, device=device)
 
-    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
         columns = torch.arange(width, device=rows.device)
         places = (rows.length[rows.active][:, None] + columns).clamp(max=len(self._token_ids) - 1)
         block = self._token_ids[places]
         block[:, 0] = rows.anchor[rows.active]
-        return block
+        return DraftedBlock(block)
 
     def absorb(self, features: Tensor, view: View) -> None:
         pass

@@ -29,7 +29,7 @@ from blockdraft.engine.twin import max_tokens, serve, twin
 from blockdraft.errors import ModelError
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.linear import MAX_FEW
-from blockdraft.step.drafter import Drafter, NoDrafter
+from blockdraft.step.drafter import DraftedBlock, Drafter, NoDrafter
 
 ANSWER_TOKENS = 24  # of each prompt, as serving gives them
 PLAIN_TOKENS = 6  # and without the drafter, a step each
@@ -189,11 +189,11 @@ class _Watched:
         self._drafter: Drafter = engine.models.drafter
         self.block = self._drafter.block
 
-    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
         before = self._remembered(0)
-        block = self._drafter.draft(rows, cache, view, width)
+        drafted = self._drafter.draft(rows, cache, view, width)
         self._compare(before, self._remembered(0))
-        return block
+        return drafted
 
     def absorb(self, features: Tensor, view: View) -> None:
         num_new = len(features) // len(self._engine.rows.active)

@@ -472,16 +472,17 @@ class Engine:
             return launched.outcome
         assert launched.reading is not None
         rows = launched.reading.token_ids()[: len(batch.sequences)]  # the others were scratch
-        token_ids = tuple(map(tuple, rows))
+        token_ids, confidence = tuple(map(tuple, rows)), launched.reading.confidence(batch.width)
+        confidence = None if confidence is None else confidence[: len(rows)]
         if launched.logprobs is None:
-            return Outcome(token_ids)
+            return Outcome(token_ids, confidence=confidence)
         logprobs = []
         for row, sequence in enumerate(batch.sequences):
             num_top = sequence.request.sampling.logprobs
             part = launched.logprobs
             mine = Logprobs(part.chosen[row], part.top_ids[row], part.top_values[row])
             logprobs.append(() if num_top is None else _to_host(mine, token_ids[row], num_top))
-        return Outcome(token_ids, tuple(logprobs))
+        return Outcome(token_ids, tuple(logprobs), confidence)
 
     def snapshot(self) -> Snapshot:
         """All counters now. The one method that any thread may call, also during a step."""

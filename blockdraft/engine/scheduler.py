@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.exact_pages import NO_PAGE, ExactPages
 from blockdraft.engine.governor import GovernedStep, Governor
@@ -41,6 +43,7 @@ class Outcome:
 
     token_ids: tuple[tuple[int, ...], ...] = ()  # per row, committed tokens only
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # per row, one per token
+    confidence: np.ndarray | None = None  # [R, width - 1] log-odds of drafts, where the drafter says them
 
 
 def always(num_rows: int, width: int) -> bool:
@@ -363,7 +366,9 @@ class Scheduler:
             return []
         deltas, now_s, width = [], self.clock(), batch.width
         if self._governor is not None:
-            self._governor.observe(width, [len(token_ids) - 1 for token_ids in outcome.token_ids], seconds)
+            num_right = [len(token_ids) - 1 for token_ids in outcome.token_ids]
+            records = [sequence.tally.record for sequence in batch.sequences]
+            self._governor.observe(width, num_right, seconds, records, outcome.confidence)
         logprobs = outcome.logprobs or itertools.repeat(())
         for sequence, token_ids, its_logprobs in zip(
             batch.sequences, outcome.token_ids, logprobs, strict=False

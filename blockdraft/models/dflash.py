@@ -106,10 +106,10 @@ class DFlash(KernelModule):
             view.write(layer.layer, *layer.keys_values(context), angles=angles, norms=layer.norms())
 
     def confidences(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """[N]: how likely drafts of hidden states [N, E], behind the tokens [N], are right if those are."""
+        """[N] log-odds that drafts of hidden states [N, E], behind the tokens [N], are right if those are."""
         assert self.confidence is not None
         own = None if self.markov is None else self.markov.before.weight[before]
-        return torch.sigmoid(self.confidence(hidden, own).float())
+        return self.confidence(hidden, own).float()  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor, view: View, num_columns: int) -> Tensor:
         """Hidden states [N, E] of blocks of `num_columns` whose embeddings are x [N, E]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -11,14 +12,22 @@ from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
 
 
+@dataclass(frozen=True, slots=True)
+class DraftedBlock:
+    """A block for each row and, of a drafter that says so, how likely its drafts are right."""
+
+    block: Tensor  # [R, B] column 0 is the anchor, the rest are proposals
+    confidence: Tensor | None = None  # [R, B - 1] log-odds that a draft is right if all before it are
+
+
 class Drafter(Protocol):
     """A drafter can change how many tokens a step yields and never which tokens."""
 
     @property
     def block(self) -> int: ...  # the width it was trained for, anchor included
 
-    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
-        """[R, width] for the active rows; column 0 is the anchor, the rest are proposals.
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
+        """Blocks [R, width] for the active rows.
 
         `view` is what the target will verify through: a drafter of the same width may use it too.
         """
@@ -37,8 +46,8 @@ class NoDrafter:
     def __init__(self, block: int = 1) -> None:
         self.block = block
 
-    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
-        return rows.anchor[rows.active][:, None].repeat(1, width)
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
+        return DraftedBlock(rows.anchor[rows.active][:, None].repeat(1, width))
 
     def absorb(self, features: Tensor, view: View) -> None:
         pass

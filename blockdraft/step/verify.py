@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blockdraft.cache.rows import Rows
 from blockdraft.kernels.sampling import Allowed
+from blockdraft.step.drafter import DraftedBlock
 
 LOGIT_SLICE = 64  # positions whose logits are widened at one time, when log-probabilities are asked for
 
@@ -38,11 +39,12 @@ class Verdict:
     token_ids: Tensor  # [R, B] the target's own samples
     num_committed: Tensor  # [R] accepted drafts + 1
     logprobs: Logprobs | None  # [R, B], when a row asked
+    confidence: Tensor | None = None  # [R, B - 1], as drafted
 
 
 def verify(
     logits: Tensor,
-    block: Tensor,
+    drafted: DraftedBlock,
     rows: Rows,
     starts: Tensor,
     allowed: Allowed | None = None,
@@ -56,7 +58,7 @@ def verify(
     change how many tokens a step yields and never which tokens. `rates`, for timing alone, draw how many are
     kept instead: the text is then nonsense. `allowed`: the forms of answers; what they forbid is not sampled.
     """
-    scores = logits
+    scores, block = logits, drafted.block
     if allowed is not None:
         scores = logits if num_logprobs is None else logits.clone()  # log-probabilities are the model's own
         rows.kernels.forbid(scores, allowed)
@@ -66,7 +68,7 @@ def verify(
     else:
         num_committed = rows.kernels.draw_accepted(rates[: block.shape[1] - 1], starts, rows.sampling())
     logprobs = None if num_logprobs is None else measure(logits, sampled, num_logprobs)
-    return Verdict(sampled, num_committed, logprobs)
+    return Verdict(sampled, num_committed, logprobs, drafted.confidence)
 
 
 def measure(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:

@@ -83,11 +83,14 @@ class Sparks(Drafting):
         self.weights = weights
 
     @torch.inference_mode()
-    def drafts(self, features, width=DRAFTS + 1):
+    def drafted(self, features, width=DRAFTS + 1):
         """What is drafted behind the context of each row, all of which are greedy."""
         bench = self.absorb(features, random_chunks())
         view = bench.cache.view(bench.rows, width)
         return self.drafter.draft(bench.rows, bench.cache, view, width)
+
+    def drafts(self, *asked):
+        return self.drafted(*asked).block
 
 
 def sparks(target, folder, kind, **files):
@@ -167,8 +170,45 @@ def test_confidence_is_the_references(target, tmp_path, with_markov):
     expected = confidences(one.weights, hidden, before, with_markov=with_markov)
     rows = one.drafter.markov.before.weight[before]
     torch.testing.assert_close(one.drafter.model.confidence(hidden, rows), expected, rtol=0, atol=1e-12)
-    chances = one.drafter.model.confidences(hidden, before)
-    torch.testing.assert_close(chances, expected.sigmoid().float(), rtol=0, atol=1e-6)
+    odds = one.drafter.model.confidences(hidden, before)
+    torch.testing.assert_close(odds, expected.float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_markov", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_comes_with_the_confidence_of_each_draft(target, tmp_path, kind, with_markov):
+    """A linear map of [h_k ; W1 e], where e is the token before the draft: a draft, or the anchor."""
+    more = {} if with_markov else {"confidence_head.proj.weight": torch.randn(1, HIDDEN)}
+    one = sparks(target, tmp_path, kind, more=more, dflash={"confidence_head_with_markov": with_markov})
+    features = random_features()
+    for width in (2, 5, DRAFTS + 1):
+        drafted = one.drafted(features, width)
+        assert drafted.confidence.shape == (len(features), width - 1)
+        for row, context in enumerate(features):
+            logits, hidden = one.reference(context, 3 + row), one.hidden(context, 3 + row)
+            drafts, _ = markov_walk(one.weights, kind, logits, hidden, 3 + row)
+            before = torch.cat((torch.tensor([3 + row]), drafts[:-1]))
+            expected = confidences(one.weights, hidden, before, with_markov=with_markov)[: width - 1]
+            torch.testing.assert_close(drafted.confidence[row], expected.float(), rtol=0, atol=1e-5)
+
+
+def test_a_head_without_pairs_speaks_too(target, tmp_path):
+    drop = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+    more = {"confidence_head.proj.weight": torch.randn(1, HIDDEN)}
+    dflash = {"markov_rank": 0, "confidence_head_with_markov": False}
+    config, weights = write_spark(tmp_path, "vanilla", dflash=dflash, more=more, drop=drop)
+    one, features = Sparks(target, tmp_path, config, weights), random_features()
+    assert type(one.drafter) is DFlashDrafter
+    for row, context in enumerate(features):
+        hidden = one.hidden(context, 3 + row)
+        expected = confidences(weights, hidden, None, with_markov=False).float()
+        torch.testing.assert_close(one.drafted(features).confidence[row], expected, rtol=0, atol=1e-5)
+
+
+def test_a_drafter_without_the_head_has_no_confidence(target, tmp_path):
+    drop = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+    one = sparks(target, tmp_path, "vanilla", drop=drop, dflash={"enable_confidence_head": False})
+    assert one.drafted(random_features()).confidence is None
 
 
 def test_copies_of_the_targets_embedding_and_head_are_not_read(target, tmp_path):

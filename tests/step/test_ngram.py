@@ -88,7 +88,7 @@ class Watched(NgramDrafter):
         self.seen = []
 
     def draft(self, rows, cache, view, width):
-        block = super().draft(rows, cache, view, width)
+        drafted = super().draft(rows, cache, view, width)
 
         def look(_, lengths, seeds):
             for row, length, seed in zip(rows.active.tolist(), lengths, seeds, strict=True):
@@ -96,7 +96,7 @@ class Watched(NgramDrafter):
                     self.seen.append((seed, rows.history[row, : length + 1].tolist()))
 
         tiny.asked_again(look, rows, width)
-        return block
+        return drafted
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
