@@ -4,6 +4,8 @@ The two take logarithms that differ in their last places, and sum probabilities 
 seeds no two noisy scores, and no sum and its top_p, are as near as that.
 """
 
+from __future__ import annotations
+
 import random
 
 import pytest
@@ -12,6 +14,10 @@ import torch
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import kernels_for
+from blockdraft.kernels.llvm.compiler import kernel
+from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm.language import Floats, Int, load, store
+from blockdraft.kernels.llvm.sampling import weight
 from blockdraft.kernels.llvm.tape import Arena, StepTape
 from blockdraft.kernels.noise import gumbel
 from blockdraft.kernels.sampling import NEVER, reference_choose
@@ -249,3 +255,18 @@ def test_a_greedy_choice_is_the_first_of_the_largest(size):
     for logits in (few, torch.randn(60, size, generator=generator), never, undefined, infinite, zeros, -few):
         given = logits.view(20, 3, size)
         assert torch.equal(chosen_by(kernel_choose, rows, given), given.argmax(dim=-1))
+
+
+@kernel
+def weigh(count: Int, x: Floats, weights: Floats) -> None:
+    for i in range(0, count, 16):
+        store(weights + i, weight(load(x + i, 16)))
+
+
+def test_what_a_token_weighs():
+    x = torch.cat((-torch.arange(80 * 1024) / 1024, torch.full((16,), NEVER)))
+    weights = torch.empty_like(x)
+    Jit(weigh)(len(x), x, weights)
+    assert float(weights[0]) == 1.0
+    assert torch.allclose(weights[:-16].double(), x[:-16].double().exp(), rtol=3e-7, atol=0)
+    assert (weights[-16:] < 1e-34).all()
