@@ -268,5 +268,5 @@ def test_what_a_token_weighs():
     weights = torch.empty_like(x)
     Jit(weigh)(len(x), x, weights)
     assert float(weights[0]) == 1.0
-    assert torch.allclose(weights[:-16].double(), x[:-16].double().exp(), rtol=3e-7, atol=0)
+    assert torch.allclose(weights[:-16].double(), x[:-16].double().exp(), rtol=5e-7, atol=0)
     assert (weights[-16:] < 1e-34).all()

@@ -3,10 +3,11 @@
 A thread takes a column at a time, whose tokens come in blocks:
 1. `scan`: the largest score of every block. Blocks that have nothing to say are passed over by it.
 2. `last_kept`: the last token that top_k keeps, by halving the range of scores.
-3. `draw`: the best noisy token of those that min_p and top_k keep. Noise has a largest value, and a word of
-   the generator below some number cannot lift any token of a block: most logarithms are never taken.
-4. `mass`: the probability ranked before that token, and all of it. With a token that top_p does not keep goes
-   all that is ranked after it, so the next one is drawn among the tokens ranked before it.
+3. `mass`, for top_p: what all these tokens weigh; `enough`: a score below which top_p keeps none of them.
+4. `draw`: the best noisy token of the rest. Noise has a largest value, and a word of the generator below some
+   number cannot lift any token of a block: most logarithms are never taken.
+5. `mass`: what is ranked before that token. With a token that top_p does not keep goes all that is ranked
+   after it, so the next one is drawn among the tokens ranked before it.
 
 A token is ranked before another when its score is greater, or equal with a lower id. What is kept is always
 what is ranked before some (score, id). Sums have one order, by id: they do not follow from who else is
@@ -383,7 +384,7 @@ def whole_mass(column: Column, best: Value) -> Value:
 def weight(x: Value) -> Value:
     """e**x where x <= 0, every lane by the same operations; below -80 it is e**-80.
 
-    x = n ln 2 + r as in `language.exp`, with fewer operations: within 2e-7 of it.
+    x = n ln 2 + r as in `language.exp`, with fewer operations: within 5e-7 of it.
     """
     x = largest(x, -80.0)
     shift = 1.5 * 2.0**23 + 127  # adding it leaves round(x) and the bias of exponents in the low bits
