@@ -40,7 +40,11 @@ from blockdraft.training.export import named_weights  # noqa: E402
 from blockdraft.training.job import DrafterShape  # noqa: E402
 
 KINDS: tuple[DraftKind, ...] = ("dflash", "dflash2", "dspark")
-RULES = {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 1}}
+RULES = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
+    "as the default model": {"temperature": 0.2, "top_p": 0.9, "seed": 1},
+}
 REPLAYS = 20  # of a card, at a time
 FIRST_PAGE = 2  # the others are reserved
 Times = dict[tuple[str, int], dict[str, list[float]]]  # by rules and width, then by kind

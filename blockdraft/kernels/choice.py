@@ -44,7 +44,7 @@ HOST_BOUND = frozenset[Operation]({"attention", "places", "sampling", "acceptanc
 _ON_CPU = frozenset[Operation](
     {
         "attention", "places", "products", "norms", "activations", "heads", "gated delta",
-        "block convolutions", "candidates",
+        "sampling", "block convolutions", "candidates",
     }
 )  # fmt: skip
 # Exact, whatever the model computes in.

@@ -89,7 +89,6 @@ class Allowed:
 
 Choose = Callable[[Tensor, Tensor, Tensor, SamplingBatch], Tensor]
 Forbid = Callable[[Tensor, Allowed], None]
-Noise = Callable[[Tensor, Tensor, int, torch.dtype], Tensor]  # seeds, positions, size of the vocabulary
 
 
 def pick_choose(at: Available) -> Choose:
@@ -104,24 +103,19 @@ def pick_choose(at: Available) -> Choose:
 
 def _repeated_choose() -> Choose:
     """On a CPU: what the rows need is asked anew at each replay of a captured step."""
-    from blockdraft.kernels.llvm.sampling import ArgMax, Gumbel
+    from blockdraft.kernels.llvm.sampling import ChooseKernel
     from blockdraft.kernels.llvm.tape import repeat
 
-    argmax, native_noise = ArgMax(), Gumbel()
-
-    def noise(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
-        if dtype == torch.float32:
-            return native_noise(seeds, positions, vocab_size)
-        return gumbel(seeds, positions, vocab_size, dtype)
+    native = ChooseKernel()
 
     def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
         chosen = torch.empty(logits.shape[:2], dtype=torch.int64)
 
         def run() -> None:
-            if batch.needs == Needs() and argmax.takes(logits):
-                argmax(logits, chosen)
+            if logits.dtype == torch.float64:
+                chosen.copy_(reference_choose(logits, starts, recent, batch))
             else:
-                chosen.copy_(reference_choose(logits, starts, recent, batch, noise))
+                native(adjusted(logits, starts, recent, batch), starts, batch, chosen)
 
         repeat(run)
         return chosen
@@ -146,9 +140,7 @@ def reference_forbid(logits: Tensor, allowed: Allowed) -> None:
     logits.masked_fill_((may_come == 0) & is_bound[..., None], NEVER)
 
 
-def reference_choose(
-    logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch, noise: Noise = gumbel
-) -> Tensor:
+def reference_choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
     """One token for each of [R, C]: column c of logits [R, C, V] chooses the one at starts[r] + 1 + c.
 
     The tokens `recent` [R, J] sit at positions starts[r], starts[r] + 1, … and are not counted in the tables
@@ -164,8 +156,8 @@ def reference_choose(
     if batch.has_filter:
         scaled = keep_likely(scaled, batch)
     positions = _positions(scores, starts)
-    drawn = noise(batch.integers(Whole.SEED), positions, scores.shape[-1], scores.dtype)
-    return torch.where(warm[:, None], (scaled + drawn).argmax(dim=-1), greedy)
+    noise = gumbel(batch.integers(Whole.SEED), positions, scores.shape[-1], scores.dtype)
+    return torch.where(warm[:, None], (scaled + noise).argmax(dim=-1), greedy)
 
 
 def adjusted(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:

@@ -223,7 +223,7 @@ def test_triton_is_for_a_gpu_where_it_is_installed(monkeypatch):
     on_gpu, on_cpu = kernels_for(torch.bfloat16, CUDA).available, kernels_for(torch.float32, CPU).available
     assert all(on_gpu.has_triton(operation) for operation in OPERATIONS)
     assert not any(on_cpu.has_triton(operation) for operation in OPERATIONS)
-    assert "cpu" in on_cpu.why_reference("sampling")
+    assert "cpu" in on_cpu.why_reference("routing")
     monkeypatch.setattr(choice, "has_triton", lambda: False)
     assert not any(on_gpu.has_triton(operation) for operation in OPERATIONS)
     assert "not installed" in on_gpu.why_reference("norms")

@@ -1,12 +1,23 @@
 """The noise: Philox's published answers, and numbers that depend on (seed, position, id) alone."""
 
+from __future__ import annotations
+
 import math
 
 import pytest
 import torch
 
 from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.llvm.compiler import kernel
+from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm.language import Floats, Int, Words, load, store
+from blockdraft.kernels.llvm.sampling import LEAST_NOISE, MOST_NOISE, counters, gumbel_of, noise_of
+from blockdraft.kernels.llvm.sampling import philox as native_philox
 from blockdraft.kernels.noise import gumbel, gumbel_at, philox
+
+needs_kernels = pytest.mark.skipif(
+    why_no_llvm(torch.float32, torch.device("cpu")) is not None, reason="the CPU kernels are not chosen"
+)
 
 # Random123, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, output.
 KNOWN = {
@@ -95,24 +106,34 @@ def test_the_extreme_words_give_finite_noise(dtype, monkeypatch):
     assert noise[0, 0].tolist() == pytest.approx([-2.811, 16.636] * 2, abs=1e-3)
 
 
-@pytest.mark.skipif(
-    why_no_llvm(torch.float32, torch.device("cpu")) is not None, reason="the CPU kernels are not chosen"
-)
-@pytest.mark.parametrize("vocab_size", [1, 5, 16, 63, 4097])
-def test_the_cpus_kernel_draws_the_same_noise(vocab_size):
-    """And the same bits for a key in whatever company."""
-    from blockdraft.kernels.llvm.sampling import Gumbel
+@kernel
+def draw(num_blocks: Int, seed: Int, position: Int, noise: Floats) -> None:
+    for block in range(num_blocks):
+        store(noise + block * 32, noise_of(native_philox(counters(block * 8, 8), position, seed)))
 
-    draw = Gumbel()
-    seeds = torch.tensor([5, -3, 2**62 + 12345])
-    positions = torch.tensor([[1, 2**33 + 7], [0, 99], [5, 6]])
-    found = draw(seeds, positions, vocab_size)
-    assert found.shape == (3, 2, vocab_size)
-    assert torch.allclose(
-        found.double(), gumbel(seeds, positions, vocab_size, torch.float64), rtol=0, atol=2e-6
-    )
-    alone = draw(seeds[1:2], positions[1:2, 1:], vocab_size)
-    assert torch.equal(alone[0, 0], found[1, 1])
+
+@kernel
+def noise_of_words(words: Words, noise: Floats) -> None:
+    store(noise, gumbel_of(load(words, 4)))
+
+
+@needs_kernels
+def test_the_cpus_kernels_draw_the_same_noise():
+    run = Jit(draw)
+    for seed in (5, -3, 2**62 + 12345):
+        for position in (1, 0, 2**33 + 7):
+            found = torch.empty(4096)
+            run(128, seed, position, found)
+            expected = gumbel(torch.tensor([seed]), torch.tensor([[position]]), 4096, torch.float64)
+            assert torch.allclose(found.double(), expected[0, 0], rtol=0, atol=2e-6)
+
+
+@needs_kernels
+def test_no_word_gives_more_noise_or_less_than_the_cpus_kernels_count_with():
+    found = torch.empty(4)
+    Jit(noise_of_words)(torch.tensor([0, -1, 511, -512], dtype=torch.int32), found)
+    assert LEAST_NOISE < float(found.min()) < -2.81
+    assert 16.63 < float(found.max()) < MOST_NOISE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -20,7 +20,6 @@ from blockdraft.kernels.llvm.compiler import kernel, taken
 from blockdraft.kernels.llvm.copies import lowered
 from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.kernels.llvm.language import Floats, Int
-from blockdraft.kernels.llvm.sampling import ArgMax
 from blockdraft.kernels.llvm.tape import Arena, NotRecordable, StepTape, current_tape, repeat
 
 ROWS, COLUMNS = 4, 6
@@ -403,26 +402,3 @@ def test_what_is_no_plain_copy_is_left_to_pytorch():
         (aten.add.Tensor, (x, x)),
     ]:
         assert lowered(func, args, {}, own) is None
-
-
-# ---- the greedy choice
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 15, 16, 17, 31, 33, 64, 1000])
-def test_the_first_of_the_largest_is_chosen(size):
-    generator = torch.Generator().manual_seed(size)
-    few = torch.randint(-2, 3, (60, size), generator=generator).float()  # many are equal
-    never = few.masked_fill(few < 1, float("-inf"))
-    never[0] = float("-inf")
-    undefined = few.masked_fill(torch.rand(60, size, generator=generator) < 0.1, float("nan"))
-    undefined[0] = float("nan")
-    infinite = few.masked_fill(few == 2, float("inf"))
-    zeros = torch.randint(0, 2, (60, size), generator=generator).float().mul(-0.0)
-    for logits in (few, torch.randn(60, size, generator=generator), never, undefined, infinite, zeros, -few):
-        chosen = torch.full((20, 3), -1)
-        given = logits.view(20, 3, size)
-        assert ArgMax().takes(given)
-        ArgMax()(given, chosen)
-        assert torch.equal(chosen, given.argmax(dim=-1))
-    assert not ArgMax().takes(few.double())
-    assert not ArgMax().takes(few.T) or size == 1

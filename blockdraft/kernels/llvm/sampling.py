@@ -1,106 +1,424 @@
-"""Choosing on a CPU: the first of the largest logits, and the keyed noise of `kernels/noise.py`."""
+"""Choosing on a CPU: `kernels/sampling.py` says what is chosen, here is how, without sorting the vocabulary.
+
+A thread takes a column at a time, whose tokens come in blocks:
+1. `scan`: the largest score of every block. Blocks that have nothing to say are passed over by it.
+2. `last_kept`: the last token that top_k keeps, by halving the range of scores.
+3. `mass`, for top_p: what all these tokens weigh; `enough`: a score below which top_p keeps none of them.
+4. `draw`: the best noisy token of the rest. Noise has a largest value, and a word of the generator below some
+   number cannot lift any token of a block: most logarithms are never taken.
+5. `mass`: what is ranked before that token. With a token that top_p does not keep goes all that is ranked
+   after it, so the next one is drawn among the tokens ranked before it.
+
+A token is ranked before another when its score is greater, or equal with a lower id. What is kept is always
+what is ranked before some (score, id). Sums have one order, by id: they do not follow from who else is
+served. Of greedy columns, and of those whose largest score is infinite, the first of the largest is
+chosen; NaN counts as the largest.
+"""
 
 from __future__ import annotations
 
-import torch
+import math
+from typing import NamedTuple
+
 from torch import Tensor
 
-from blockdraft.kernels.llvm.compiler import kernel, taken, unrolled
+from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.kernels.llvm.language import (
     Floats,
     Int,
     Longs,
+    Pointer,
     Value,
+    constants,
+    exp,
     f32,
+    f64,
+    fma,
     halved,
+    i1,
     i32,
     i64,
     largest,
     load,
     log,
+    magnitude,
+    scratch,
+    select,
+    smallest,
     store,
     zeros,
 )
 from blockdraft.kernels.noise import MULTIPLIERS, WEYL
+from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch
+from blockdraft.kernels.sampling_tables import Real, Whole
 
-_WIDE = 16
-_COUNTERS = 4  # of Philox at a time
-_PART = 4096  # token ids that a thread takes at a time
-
-
-class ArgMax:
-    """torch.argmax over the last dimension of float32 [R, C, V]: NaN counts as the largest there too."""
-
-    def __init__(self) -> None:
-        self._run = Jit(argmax)
-
-    def takes(self, logits: Tensor) -> bool:
-        return logits.dtype == torch.float32 and logits.is_contiguous()
-
-    def __call__(self, logits: Tensor, chosen: Tensor) -> None:
-        size = logits.shape[-1]
-        num_rows = logits.numel() // size
-        self._run(num_rows, size, logits, chosen, is_small=num_rows == 1)
+_BLOCK, _WIDE = 64, 16  # tokens that are passed over at once, and those that are looked at together
+_DRAWN = 32  # tokens whose noise is drawn together
+MOST_NOISE, LEAST_NOISE = 16.64, -2.82  # `noise.gumbel` of the extreme words is 16.636 and -2.811
+_NO_MASS = -32.0  # a million tokens of e**-32 are less than what rounds away of a sum that has 1 in it
+# e**r = 1 + r + r**2 * (…), largest degree first: fitted for |r| <= ln(2) / 2, within 1.1e-7.
+_WEIGHT = (0.008312501, 0.04189033, 0.16667116, 0.4999923)
+_LOWEST_KEY = -0x7F800001  # `score_of` it is -inf
 
 
-class Gumbel:
-    """float32 noise [R, C, V] for seeds [R] and positions [R, C]: each number follows from its own key."""
+class ChooseKernel:
+    """`sampling.reference_choose` by scores [R, C, V] that are adjusted already."""
 
     def __init__(self) -> None:
-        self._run = Jit(gumbel)
+        self._run = Jit(choose)
 
-    def __call__(self, seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-        num_rows, num_columns = positions.shape
-        full = vocab_size + -vocab_size % (4 * _COUNTERS)
-        noise = torch.empty(num_rows, num_columns, full, dtype=torch.float32)
-        seeds, positions = seeds.contiguous(), positions.contiguous()
-        parts = -(-full // _PART)
-        self._run(num_rows * num_columns, num_columns, full, parts, seeds, positions, noise)
-        return noise[..., :vocab_size]
+    def __call__(self, scores: Tensor, starts: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
+        num_rows, num_columns, vocab_size = scores.shape
+        assert batch.real.is_contiguous()
+        assert batch.whole.is_contiguous()
+        self._run(
+            num_rows * num_columns, num_columns, vocab_size, scores.contiguous(), starts.contiguous(),
+            batch.rows, batch.real, batch.whole, chosen, is_small=num_rows * num_columns == 1,
+        )  # fmt: skip
+
+
+class Column(NamedTuple):
+    """A column of scores as a kernel sees it. The last block may be shorter than the others: it is copied."""
+
+    x: Pointer
+    tops: Pointer  # the largest score of every block
+    tail: Pointer  # the last block, with NEVER behind it
+    num_whole: Int  # blocks that are not copied
+    num_blocks: Int
+    scale: Value  # what makes scores of logits
 
 
 @kernel
-def gumbel(
-    num_columns_of_all: Int, num_columns: Int, full: Int, parts: Int, seeds: Longs, positions: Longs,
-    noise: Floats,
+def choose(
+    num_items: Int, num_columns: Int, vocab_size: Int, x: Floats, starts: Longs, rows: Longs, real: Floats,
+    whole: Longs, chosen: Longs,
 ) -> None:  # fmt: skip
-    """Token ids in steps of 4 counters, each of which gives words for 4 ids."""
-    for item in taken(num_columns_of_all * parts):
-        column, part = item // parts, item % parts
-        seed, position = seeds[column // num_columns], positions[column]
-        first = part * _PART
-        end = first + _PART
-        if end > full:
-            end = full
-        for token in range(first, end, 4 * _COUNTERS):
-            words = philox(counters(token // 4), position, seed)
-            for i in unrolled(_COUNTERS):
-                four = (
-                    words[0]
-                    .lanes([i, i + _COUNTERS], words[1])
-                    .lanes([0, 1, 2, 3], words[2].lanes([i, i + _COUNTERS], words[3]))
-                )
-                store(noise + column * full + token + 4 * i, gumbel_of(four))
+    num_blocks = (vocab_size + _BLOCK - 1) // _BLOCK
+    tops, tail = scratch(x, f32, num_blocks + _WIDE), scratch(x, f32, _BLOCK)
+    for i in range(_WIDE):
+        tops[num_blocks + i] = NEVER
+    for i in range(_BLOCK):
+        tail[i] = NEVER
+    for item in taken(num_items):
+        row = item // num_columns
+        reals, wholes = real + rows[row] * len(Real), whole + rows[row] * len(Whole)
+        temperature = reals[int(Real.TEMPERATURE)]
+        is_warm = temperature >= MIN_TEMPERATURE
+        scale = select(is_warm, 1.0 / temperature, 1.0)
+        column = Column(x + item * vocab_size, tops, tail, vocab_size // _BLOCK, num_blocks, scale)
+        best, is_odd = scan(column, vocab_size)
+        if is_odd:
+            chosen[item] = first_nan(column)
+        elif is_warm & (magnitude(best) < math.inf):
+            position = starts[row] + 1 + item % num_columns
+            chosen[item] = sampled(column, best, vocab_size, reals, wholes, position)
+        else:
+            chosen[item] = first_of(column, best)
+
+
+@inlined
+def scan(column: Column, vocab_size: Int) -> tuple[Value, Int]:
+    """Fills `tops`; the largest of all, and whether there is a NaN."""
+    first = column.num_whole * _BLOCK
+    for i in range(first, vocab_size):
+        column.tail[i - first] = column.x[i]
+    best = zeros(column.x, f32) + NEVER
+    is_odd = zeros(column.x, i1.wide(_WIDE))
+    for i in range(column.num_blocks):
+        block = block_at(column, i)
+        most = zeros(column.x, f32.wide(_WIDE)) + NEVER
+        for part in unrolled(0, _BLOCK, _WIDE):
+            values = load(block + part, _WIDE) * column.scale
+            most = largest(most, values)
+            is_odd = is_odd | (values != values)
+        column.tops[i] = halved(most, largest)
+        best = largest(best, column.tops[i])
+    return best, halved(is_odd, or_)
+
+
+def or_(one: Int, two: Int) -> Int:
+    return one | two
+
+
+@inlined
+def first_nan(column: Column) -> Int:
+    token = zeros(column.x, i64)
+    while column.x[token] == column.x[token]:
+        token += 1
+    return token
+
+
+@inlined
+def first_of(column: Column, best: Value) -> Int:
+    """The first token with the largest score, which may also be infinite."""
+    token = block_of(column, best) * _BLOCK
+    while column.x[token] * column.scale != best:
+        token += 1
+    return token
+
+
+@inlined
+def block_of(column: Column, best: Value) -> Int:
+    """The first block that has the largest score."""
+    block = zeros(best, i64)
+    while column.tops[block] != best:
+        block += 1
+    return block
+
+
+@inlined
+def block_at(column: Column, block: Int) -> Floats:
+    at = column.x + block * _BLOCK
+    if block >= column.num_whole:
+        at = column.tail
+    return at
+
+
+@inlined
+def sampled(column: Column, best: Value, vocab_size: Int, reals: Floats, wholes: Longs, position: Int) -> Int:
+    """The token of a column whose likeliest score is `best`, which is finite."""
+    line, until = zeros(reals, f32) + NEVER, vocab_size
+    if wholes[int(Whole.TOP_K)] < vocab_size:
+        line, until = last_kept(column, best, wholes[int(Whole.TOP_K)], vocab_size)
+    floor = best + reals[int(Real.LOG_MIN_P)]
+    if floor > line:
+        line, until = floor, vocab_size
+    top_p, seed = reals[int(Real.TOP_P)], wholes[int(Whole.SEED)]
+    total, token = zeros(reals, f64), zeros(reals, i64)
+    if top_p < 1.0:
+        if line > NEVER:  # noqa: SIM108 - both sides of an expression would be computed
+            total = mass(column, best, line, until)
+        else:
+            total = whole_mass(column, best)
+        reached = enough(column, best, total, top_p)
+        if reached > line:
+            line, until = reached, vocab_size
+    goes_on = 1
+    while goes_on != 0:
+        score, drawn = draw(column, best, line, until, seed, position)
+        token, goes_on = drawn, 0
+        if top_p < 1.0:
+            before = mass(column, best, score, drawn)
+            # The likeliest token, which has nothing before it, always stays.
+            if (before > 0.0) & is_cut(before, total, top_p):
+                line, until, goes_on = score, drawn, 1
+    return token
+
+
+def is_cut(before: Value, total: Value, top_p: Value) -> Value:
+    return (before / total).to(f32) >= top_p
+
+
+@inlined
+def enough(column: Column, best: Value, total: Value, top_p: Value) -> Value:
+    """A score below which top_p keeps nothing, as so much is ranked before it."""
+    depth, reached = zeros(best, f32) + 1.0, zeros(best, f64)
+    while is_cut(reached, total, top_p) == 0:
+        depth = depth * 1.3
+        reached = mass(column, best, best - depth, _BLOCK * column.num_blocks)
+    return best - depth
+
+
+@inlined
+def last_kept(column: Column, best: Value, top_k: Int, vocab_size: Int) -> tuple[Value, Int]:
+    """(score, id) that the first `top_k` tokens are ranked before."""
+    low, high = zeros(best, i64) + _LOWEST_KEY, key_of(best) + 1
+    if top_k <= column.num_blocks:  # as many tokens reach the k-th largest of the blocks
+        above = high
+        while above - low > 1:
+            middle = (low + above).above(1)
+            if num_blocks_from(column, score_of(middle)) >= top_k:
+                low = middle
+            else:
+                above = middle
+    fewer, until = zeros(best, i64), vocab_size  # tokens from `high` on
+    while high - low > 1:
+        middle = (low + high).above(1)
+        count = num_tokens_from(column, score_of(middle))
+        if count < top_k:
+            high, fewer = middle, count
+        else:
+            low = middle
+            if count == top_k:
+                high, fewer = middle + 1, top_k
+    line = score_of(low)
+    if fewer < top_k:
+        until = behind(column, line, top_k - fewer)
+    return line, until
+
+
+def key_of(score: Value) -> Value:
+    """A whole number that orders like the scores."""
+    bits = score.bits_as(i32)
+    return select(bits < 0, bits ^ 0x7FFFFFFF, bits).to(i64)
+
+
+def score_of(key: Value) -> Value:
+    bits = key.to(i32)
+    return select(bits < 0, bits ^ 0x7FFFFFFF, bits).bits_as(f32)
+
+
+@inlined
+def num_blocks_from(column: Column, score: Value) -> Int:
+    """How many blocks have tokens with this score or a greater one."""
+    counts = zeros(score, i32.wide(_WIDE))
+    for i in range(0, column.num_blocks, _WIDE):
+        counts = counts + (load(column.tops + i, _WIDE) >= score).to(i32)
+    return halved(counts).to(i64)
+
+
+@inlined
+def num_tokens_from(column: Column, score: Value) -> Int:
+    counts = zeros(score, i32.wide(_WIDE))
+    for i in range(column.num_blocks):
+        if column.tops[i] >= score:
+            block = block_at(column, i)
+            for part in unrolled(0, _BLOCK, _WIDE):
+                counts = counts + (load(block + part, _WIDE) * column.scale >= score).to(i32)
+    return halved(counts).to(i64)
+
+
+@inlined
+def behind(column: Column, score: Value, count: Int) -> Int:
+    """The id behind the first `count` tokens that have this very score."""
+    left, until = count, 0
+    for i in range(column.num_blocks):
+        if (column.tops[i] >= score) & (left > 0):
+            block = block_at(column, i)
+            for part in range(_BLOCK):
+                if (block[part] * column.scale == score) & (left > 0):
+                    left, until = left - 1, i * _BLOCK + part + 1
+    return until
+
+
+@inlined
+def draw(column: Column, best: Value, line: Value, until: Int, seed: Int, position: Int) -> tuple[Value, Int]:
+    """Score and id of the best noisy token that is ranked before (line, until).
+
+    The likeliest is, so the best has at least its score and the least noise; its block comes first.
+    """
+    noisy = scratch(best, f32, _DRAWN)
+    most, token, score = best + LEAST_NOISE, until, line
+    likeliest = block_of(column, best)
+    for turn in range(column.num_blocks + 1):
+        i = turn - 1
+        if turn == 0:
+            i = likeliest
+        top = column.tops[i]
+        if (top >= line) & (top + MOST_NOISE >= most):
+            least = least_word(top, most)
+            block = block_at(column, i)
+            for part in range(0, _BLOCK, _DRAWN):
+                first = i * _BLOCK + part
+                values = load(block + part, _DRAWN) * column.scale
+                upper = halved(values, largest)
+                if (upper >= line) & (upper + MOST_NOISE >= most):
+                    words = philox(counters(first // 4, _DRAWN // 4), position, seed)
+                    if greatest_of(words) >= least:
+                        lowest = open_from(_DRAWN, first, line, until)
+                        with_noise = select(values >= lowest, values + noise_of(words), NEVER)
+                        if halved(with_noise, largest) >= most:
+                            store(noisy, with_noise)
+                            for lane in range(_DRAWN):
+                                value, other = noisy[lane], first + lane
+                                if (value > most) | ((value == most) & (other < token)):
+                                    most, token, score = value, other, block[part + lane] * column.scale
+    return score, token
+
+
+def least_word(top: Value, most: Value) -> Value:
+    """A number that u * 2**23 has to reach if its noise is to lift a score of `top` to `most`.
+
+    u < 1 - y has less noise than -log(y). What rounding may add is granted.
+    """
+    missing = smallest(top - most + magnitude(most) * 1e-6 + 1e-3, 4.0)
+    return ((1.0 - exp(missing)) * 2.0**23 - 2.0).to(i32)
+
+
+def greatest_of(words: list[Value]) -> Value:
+    """Of the 23 bits that noise is made of."""
+    parts = [word >> 9 for word in words]
+    return halved(largest(largest(parts[0], parts[1]), largest(parts[2], parts[3])), largest)
+
+
+def open_from(lanes: int, first: Int, line: Value, until: Int) -> Value:
+    """The least scores with which tokens first, first + 1, … are ranked before (line, until)."""
+    ids = constants(first, i32, range(lanes))
+    above = score_of(key_of(line + 0.0) + 1)  # both zeros are below the least number
+    return select(ids < (until - first).to(i32), line.spread(lanes), above.spread(lanes))
+
+
+@inlined
+def mass(column: Column, best: Value, line: Value, until: Int) -> Value:
+    """What the tokens ranked before (line, until) weigh, where the likeliest weighs 1."""
+    total = zeros(best, f64)
+    least = largest(line, best + _NO_MASS)
+    for i in range(column.num_blocks):
+        if column.tops[i] >= least:
+            block = block_at(column, i)
+            sums = zeros(best, f32.wide(_WIDE))
+            for part in range(0, _BLOCK, _WIDE):
+                values = load(block + part, _WIDE) * column.scale
+                if halved(values, largest) >= least:
+                    lowest = open_from(_WIDE, i * _BLOCK + part, line, until)
+                    sums = sums + select(values >= lowest, weight(values - best), 0.0)
+            total = total + halved(sums).to(f64)
+    return total
+
+
+@inlined
+def whole_mass(column: Column, best: Value) -> Value:
+    """The same of all tokens, with fewer operations for each."""
+    total = zeros(best, f64)
+    for i in range(column.num_blocks):
+        if column.tops[i] >= best + _NO_MASS:
+            block = block_at(column, i)
+            sums = zeros(best, f32.wide(_WIDE))
+            for part in unrolled(0, _BLOCK, _WIDE):
+                sums = sums + weight(load(block + part, _WIDE) * column.scale - best)
+            total = total + halved(sums).to(f64)
+    return total
+
+
+def weight(x: Value) -> Value:
+    """e**x where x <= 0, every lane by the same operations; below -80 it is e**-80.
+
+    x = n ln 2 + r as in `language.exp`, with fewer operations: within 5e-7 of it.
+    """
+    x = largest(x, -80.0)
+    shift = 1.5 * 2.0**23 + 127  # adding it leaves round(x) and the bias of exponents in the low bits
+    turns = fma(x, 1.0 / math.log(2.0), shift)
+    r = fma(turns - shift, -math.log(2.0), x)
+    polynomial = r.constant(_WEIGHT[0])
+    for coefficient in _WEIGHT[1:]:
+        polynomial = fma(polynomial, r, coefficient)
+    power = (turns.bits_as(i32.wide(x.type.lanes)) << 23).bits_as(x.type)
+    return fma(fma(polynomial, r * r, r), power, power)
+
+
+def noise_of(words: list[Value]) -> Value:
+    """Of all tokens in the order of their ids: a counter has words for four."""
+    lanes = words[0].type.lanes
+    even, odd = (one.lanes(range(2 * lanes), other) for one, other in (words[0::2], words[1::2]))
+    places = [place for i in range(lanes) for place in (i, i + 2 * lanes, i + lanes, i + 3 * lanes)]
+    return gumbel_of(even.lanes(places, odd))
 
 
 def gumbel_of(words: Value) -> Value:
     return -log(-log(((words >> 9).to(f32) + 0.5) * 2.0**-23))
 
 
-def counters(first: Int) -> Int:
+def counters(first: Int, count: int) -> Int:
     """The 32-bit words first, first + 1, …"""
-    one = first.to(i32)
-    words = one.spread(_COUNTERS)
-    for i in range(1, _COUNTERS):
-        words = words.lanes([*range(i), i + _COUNTERS, *range(i + 1, _COUNTERS)], (one + i).spread(_COUNTERS))
-    return words
+    return constants(first, i32, range(count)) + first.to(i32)
 
 
 def philox(counter: Value, position: Value, seed: Value) -> list[Value]:
     """Philox-4x32-10 of (counter, position's halves, 0) under the seed's halves; see kernels/noise.py."""
-    c0, c1, c2 = counter, position.to(i32).spread(_COUNTERS), (position >> 32).to(i32).spread(_COUNTERS)
-    c3 = zeros(counter, i32.wide(_COUNTERS))
+    lanes = counter.type.lanes
+    c0, c1, c2 = counter, position.to(i32).spread(lanes), (position >> 32).to(i32).spread(lanes)
+    c3 = zeros(counter, counter.type)
     k0, k1 = seed.to(i32), (seed >> 32).to(i32)
     for _ in range(10):
         high0, low0 = _halves(c0, MULTIPLIERS[0])
@@ -111,39 +429,11 @@ def philox(counter: Value, position: Value, seed: Value) -> list[Value]:
 
 
 def _halves(word: Value, constant: int) -> tuple[Value, Value]:
-    """High and low half of a 32 x 32 bit product."""
-    product = word.widened(i64) * constant
-    return (product >> 32).to(i32), product.to(i32)
+    """High and low half of a 32 x 32 bit product, taken as they lie: LLVM would go on in 64 bits."""
+    twice = 2 * word.type.lanes
+    parts = (word.widened(i64) * constant).bits_as(i32.wide(twice))
+    return parts.lanes(range(1, twice, 2)), parts.lanes(range(0, twice, 2))
 
 
 def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
-
-
-@kernel
-def argmax(num_rows: Int, size: Int, x: Floats, chosen: Longs) -> None:
-    for item in taken(num_rows):
-        row = x + item * size
-        whole = size - size % _WIDE
-        best = load(row, 1)[0] + zeros(x, f32.wide(_WIDE))
-        is_odd = best != best
-        for i in range(0, whole, _WIDE):
-            values = load(row + i, _WIDE)
-            best = largest(best, values)
-            is_odd = is_odd | (values != values)
-        top, odd = halved(best, largest), halved(is_odd, or_)
-        for i in range(whole, size):
-            top = largest(top, row[i])
-            odd = odd | (row[i] != row[i])
-        place = zeros(x, i64)
-        if odd:
-            while row[place] == row[place]:
-                place += 1
-        else:
-            while row[place] != top:
-                place += 1
-        chosen[item] = place
-
-
-def or_(one: Int, two: Int) -> Int:
-    return one | two
