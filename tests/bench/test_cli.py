@@ -201,6 +201,7 @@ def test_five_classes_in_two_runs_with_lengths_of_their_own(stub, capsys):
     assert re.search(r"program +1 +10 +4 +[\d,.]+ +[\d,.]+ +[\d.]+%", said)
 
 
+@pytest.mark.slow
 def test_a_server_that_queues_is_named_with_the_load_from_which_it_does(stub, capsys):
     """Answers of 30 ms, one at a time, whoever asks: at 8 they wait for each other."""
     turn = asyncio.Lock()
@@ -662,6 +663,7 @@ def test_two_runs_one_after_the_other_become_speedups_over_plain(monkeypatch, ca
     assert told(capsys).startswith("other.json is of 'another', speculative.json is of '")
 
 
+@pytest.mark.slow
 def test_an_arm_that_does_not_start_leaves_the_other_one(monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     started = session.Session._started

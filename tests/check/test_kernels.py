@@ -305,6 +305,7 @@ def test_what_is_not_a_number_fails():
     assert not measure("norm", Comparison("here", got, expected)).is_passed
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_gpu_pass(plain):
     """Interpreted where there is none."""
     if torch.cuda.is_available():

@@ -15,6 +15,7 @@ from blockdraft.engine.governor import BELIEF, DraftChances, DraftRecord, Govern
 from blockdraft.grammar.form import StructuredOutputs
 from tests import tiny
 from tests.grammar import json_tokens
+from tests.matrix import slow_but
 
 COSTS = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 6: 1.5, 8: 1.8}
 LOGS = np.full(7, math.log(0.7))
@@ -120,18 +121,18 @@ def gain(head, cost, *, rows=1, seeds=3):
     return np.mean([speed(world, head, seed) / speed(world, None, seed) for seed in range(seeds)])
 
 
-@pytest.mark.parametrize("head", ["well calibrated", "overconfident"])
+@pytest.mark.parametrize("head", slow_but(["well calibrated", "overconfident"], "well calibrated"))
 def test_a_head_that_knows_something_makes_steps_faster_where_wrong_drafts_cost_much(head):
     assert gain(head, simulation.two_cores) > 1.02
 
 
-@pytest.mark.parametrize("head", ["useless", "opposite", "of tokens only"])
+@pytest.mark.parametrize("head", slow_but(["useless", "opposite", "of tokens only"], "useless"))
 def test_a_head_that_knows_nothing_costs_nothing(head):
     assert gain(head, simulation.two_cores) > 0.995
 
 
-@pytest.mark.parametrize("head", ["well calibrated", "overconfident", "useless"])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("head", slow_but(["well calibrated", "overconfident", "useless"], "useless"))
+@pytest.mark.parametrize("rows", slow_but([1, 4], 1))
 def test_where_wide_steps_are_cheap_anyway_next_to_nothing_is_lost(head, rows):
     """The first hundred steps count here, too, in which nobody knows what confidence is worth."""
     assert gain(head, simulation.large_card, rows=rows, seeds=2) > 0.985
@@ -172,7 +173,7 @@ def ask(engine, **more):
     return tiny.run(engine, requests(**more))
 
 
-@pytest.mark.parametrize("kind", tiny.SPARKS)
+@pytest.mark.parametrize("kind", slow_but(tiny.SPARKS, "DSpark"))
 def test_captured_steps_say_what_others_do(kind):
     said = []
     for is_captured in (False, True):

@@ -14,6 +14,7 @@ from blockdraft.engine.sequence import Tally
 from blockdraft.engine.twin import twin
 from blockdraft.step.drafter import NoDrafter
 from tests import stepping, tiny
+from tests.matrix import slow_but
 
 COSTS = {1: 1.0, 2: 1.42, 3: 1.53, 4: 1.68, 6: 2.0, 8: 2.4}  # two cores and the default model, one row
 CHANCES = (0.6,) * 7
@@ -267,7 +268,7 @@ def test_every_step_of_a_sequence_is_recorded():
     assert sequence.tally.record == expected != DraftRecord()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", slow_but([0.0, 1.0], 1.0))
 def test_widths_that_change_change_no_token(llm, widths, temperature):
     prompts = [[1, 2, 3], [10, 12, 14], [7], [40, 39, 38, 37]]
     params = SamplingParams(temperature=temperature, max_tokens=80, ignore_eos=True, seed=5)

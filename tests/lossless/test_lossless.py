@@ -141,7 +141,7 @@ def test_many_more_schedules(case):
     [
         pytest.param(0.0, "trained", marks=pytest.mark.slow),
         (1.0, "trained"),
-        (0.0, "DFlash2"),
+        pytest.param(0.0, "DFlash2", marks=pytest.mark.slow),
         pytest.param(1.0, "DFlash2", marks=pytest.mark.slow),
         pytest.param(0.0, "DSpark", marks=pytest.mark.slow),
         pytest.param(1.0, "DSpark", marks=pytest.mark.slow),

@@ -189,8 +189,3 @@ def test_the_command_line_takes_it(capsys):
     assert "use --draft ngram" in capsys.readouterr().err
     assert main(["plan", *words[1:7], "--draft", "ngram", "--explain"]) == 0
     assert "ngram" in capsys.readouterr().out
-
-
-def test_there_is_nothing_to_fit(capsys):
-    assert main(["fit", tiny.TARGET, "ngram"]) == 2
-    assert "'ngram' is no drafter with weights" in capsys.readouterr().err

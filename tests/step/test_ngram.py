@@ -13,6 +13,7 @@ from blockdraft.step.ngram import NgramDrafter
 from tests import tiny
 from tests.kernels.test_recall import found
 from tests.lossless.test_lossless import plain
+from tests.matrix import slow_but
 
 LEAST = 2
 SHARED = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 3, 5, 7, 9, 11]
@@ -60,7 +61,7 @@ def num_steps(prompt, answer, width, least):
     return steps
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", slow_but([0.0, 1.0], 0.0))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_tokens_are_plain_decodings_and_steps_as_many_as_foretold(name, temperature):
     asked = requests(temperature)

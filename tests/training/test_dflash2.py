@@ -27,6 +27,7 @@ from blockdraft.training.selector_loss import selector_loss
 from blockdraft.training.trainer import BlockForward, Trainer
 from tests import tiny
 from tests.fixtures import make_pair
+from tests.matrix import slow_but
 from tests.training import pairs
 from tests.training.pairs import CPU
 from tests.training.test_evaluate import answered
@@ -68,8 +69,15 @@ def answered_documents():
     return answered(llm, some_prompts(8), 30)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", tiny.KINDS)
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    slow_but(
+        [(name, temperature) for name in tiny.KINDS for temperature in (0.0, 0.8)],
+        ("DFlash2", 0.8),
+        ("DSpark", 0.8),
+        ("from the anchor", 0.0),
+    ),
+)
 def test_simulated_steps_are_those_of_the_engine(name, temperature):
     """And those of `fit`, which walks one column after another: pairs, and the request's own noise."""
     engine = tiny.engine(name, max_rows=4)

@@ -23,6 +23,7 @@ from blockdraft.training.packing import MIN_ANSWER
 from blockdraft.training.run import Listener, train
 from blockdraft.training.trainer import Trainer
 from tests import tiny
+from tests.matrix import slow_but
 from tests.training import pairs
 
 STEPS = 6
@@ -133,6 +134,7 @@ def test_answers_that_run_in_circles_are_cut_and_held_out_ones_are_not(job, tmp_
     assert circles["held-out"]
 
 
+@pytest.mark.slow
 def test_answers_of_other_runs_are_trained_on_too(job, whole, prompts):
     folder = whole("muon") / "answers"
     num_there = sum(len(read_shard(path)) for path in folder.glob("*.npz"))
@@ -169,7 +171,7 @@ def test_a_checkpoint_leaves_a_drafter_behind_that_was_not_measured_yet(job, mon
 # ---- interrupted and resumed
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", slow_but(["muon", "adamw"], "muon"))
 def test_a_run_killed_between_checkpoints_ends_with_the_same_weights(job, whole, monkeypatch, optimizer):
     job = replace(job, recipe=replace(RECIPE, optimizer=optimizer))
     save, step = run._save_checkpoint, Trainer.step
