@@ -134,6 +134,16 @@ CHANGED = {
 }
 SPARKS = {"DSpark": "vanilla", "gated DSpark": "gated", "recurrent DSpark": "rnn"}
 KINDS = ("DFlash2", *CHANGED, *SPARKS)
+# What config.json calls each of them, and what people read.
+TITLES = {
+    "DFlash2": ("dflash2", "DFlash2"),
+    "causal": ("dflash", "causal DFlash"),
+    "from the anchor": ("dflash", "DFlash from the anchor"),
+    "causal, from the anchor": ("dflash", "causal DFlash from the anchor"),
+    "DSpark": ("dspark", "DSpark"),
+    "gated DSpark": ("dspark", "gated DSpark"),
+    "recurrent DSpark": ("dspark", "recurrent DSpark"),
+}
 
 
 def write_kind(folder, name):

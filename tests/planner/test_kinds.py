@@ -14,16 +14,6 @@ from blockdraft.settings.settings import Settings
 from tests import tiny
 from tests.planner.shapes import folders, on
 
-TITLES = {
-    "DFlash2": ("dflash2", "DFlash2"),
-    "causal": ("dflash", "causal DFlash"),
-    "from the anchor": ("dflash", "DFlash from the anchor"),
-    "causal, from the anchor": ("dflash", "causal DFlash from the anchor"),
-    "DSpark": ("dspark", "DSpark"),
-    "gated DSpark": ("dspark", "gated DSpark"),
-    "recurrent DSpark": ("dspark", "recurrent DSpark"),
-}
-
 
 def report_of(draft, model=tiny.TARGET, card="h200", **settings):
     settings = Settings(model=str(model), draft=str(draft), **settings)
@@ -38,7 +28,7 @@ def text_of(report):
 def test_a_drafter_is_named_by_its_kind(tmp_path, name):
     made = tiny.write_kind(tmp_path / "draft", name)
     report = report_of(made)
-    kind, title = TITLES[name]
+    kind, title = tiny.TITLES[name]
     assert text_of(report).startswith(f"{tiny.TARGET} + {made} ({title}), native on H200\n")
     found = as_json(report)
     assert (found["draft_kind"], found["drafts_with"]) == (kind, title)

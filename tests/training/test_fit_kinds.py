@@ -14,16 +14,6 @@ from blockdraft.training.fit_report import prospect_of
 from tests import tiny
 from tests.training.test_drafter_fit import DRAFT, TARGET, ask, command, drafter, read_config, write_prompts
 
-TITLES = {
-    "DFlash2": ("dflash2", "DFlash2"),
-    "causal": ("dflash", "causal DFlash"),
-    "from the anchor": ("dflash", "DFlash from the anchor"),
-    "causal, from the anchor": ("dflash", "causal DFlash from the anchor"),
-    "DSpark": ("dspark", "DSpark"),
-    "gated DSpark": ("dspark", "gated DSpark"),
-    "recurrent DSpark": ("dspark", "recurrent DSpark"),
-}
-
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
@@ -47,7 +37,7 @@ def _little_work(monkeypatch):
 def test_a_drafter_of_any_kind_is_named_and_simulated_as_the_engine_drafts(tmp_path, prompts, name, ngram):
     made, options = tiny.write_kind(tmp_path / "draft", name), {"width": 6, "max_tokens": 48}
     report = ask(made, prompts, draft_ngram=ngram, **options)
-    kind, title = TITLES[name]
+    kind, title = tiny.TITLES[name]
     title += "" if ngram is None else " and n-grams of 1"
     assert (report.kind, report.title) == (kind, title)
     assert next(lines(report)).endswith(f": {title}, width 6, float64")
