@@ -21,6 +21,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -134,16 +135,10 @@ def _where(args: argparse.Namespace) -> list[str]:
 
 
 def _compile(train: list[str], recipe: list[str], out: Path) -> list[str]:
-    return [
-        *train,
-        *recipe,
-        "--steps",
-        "2",
-        "--answers",
-        str(made_up(out / "made-up")),
-        "--out",
-        str(out / "two-steps"),
-    ]
+    folder = out / "two-steps"
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
+    answers = made_up(out / "made-up")
+    return [*train, *recipe, "--steps", "2", "--answers", str(answers), "--out", str(folder)]
 
 
 def _wait(stages: Stages, process: subprocess.Popen[bytes]) -> None:

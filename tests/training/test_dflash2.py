@@ -23,7 +23,7 @@ from blockdraft.training.objective import Head, column_weights
 from blockdraft.training.packing import pack, with_anchors
 from blockdraft.training.probe import AcceptanceProbe
 from blockdraft.training.run import Listener, train
-from blockdraft.training.selector_loss import selector_loss
+from blockdraft.training.selector_loss import best_ids, selector_loss
 from blockdraft.training.trainer import BlockForward, Trainer
 from tests import tiny
 from tests.fixtures import make_pair
@@ -251,3 +251,9 @@ def test_what_makes_no_sense_is_refused(prompts, target, tmp_path, capsys):
     flags = ["--steps", "1", "--prompts", str(prompts), "--out", str(tmp_path / "x"), "--candidates", "65"]
     assert main(["train", target, *flags]) == 2
     assert "--candidates 65 is outside 2 to 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("vocab_size", [64, 100, 640, 4096])  # one group, none, fewer than candidates, many
+def test_the_best_tokens_are_found_by_groups(vocab_size):
+    logits = torch.randn(3, 5, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    assert torch.equal(best_ids(logits, 16), logits.topk(16).indices)
