@@ -24,9 +24,9 @@ Row = dict[str, Any]
 
 # How often a prompt is asked on average: by its category, and by its source where that says more.
 BY_CATEGORY = {
-    "code": 1.0,
+    "code": 1.3,
     "math": 1.0,
-    "qa": 0.6,
+    "qa": 0.7,
     "dialogue": 0.5,
     "summarise": 0.5,
     "prose": 0.4,
@@ -46,7 +46,7 @@ BY_SOURCE = {
     "exercism": 2.0,
     "self_instruct_starcoder": 2.0,
     "gpteacher_codegen": 1.5,
-    "py_functions": 2.0,
+    "py_functions": 3.0,
     "python_puzzles_p3": 2.0,
     "nl2bash": 0.4,
     "tldr_commands": 0.3,

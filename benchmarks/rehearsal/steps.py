@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -20,7 +21,6 @@ from blockdraft.settings.shipped import shipped_drafter
 
 MODEL = "default"
 STREAMS = (1, 16)
-COMPRESSED = ("--kv-dtype", "tq4")
 LONG_TEXT = 4000  # characters: some hundred tokens are read compressed
 OUR_WARNING = re.compile(r"\bwarning:", re.IGNORECASE)  # not a UserWarning of a compiler
 NO_BETTER = "no better than"  # what `train` warns of after so short a training
@@ -34,6 +34,7 @@ class Sizes:
     bench: tuple[str, ...]
     fit: tuple[str, ...]
     train: tuple[str, ...]
+    kv_dtypes: tuple[str, ...]  # that are served
     timeout_s: float = 300.0  # of each command but bench, fit and train
     long_timeout_s: float = 600.0
 
@@ -49,12 +50,14 @@ def sizes_of(device: str, *, is_quick: bool) -> Sizes:
             bench=("--workload", "qa", "--num-prompts", "4", "--max-tokens", "6"),
             fit=("--quick", "--limit", "1", "--max-tokens", "8", "--width", "4"),
             train=(*(("--steps", "3") if is_quick else A_MINUTE), "--max-prompts", "8", *small),
+            kv_dtypes=("tq4",),
         )
     small = ["--rows-per-step", "4", "--max-answer", "128"]
     return Sizes(
         bench=("--workload", "code", "--num-prompts", "8", "--max-tokens", "256"),
         fit=("--quick", "--limit", "1", "--max-tokens", "64"),
         train=(*(("--steps", "100") if is_quick else A_MINUTE), *small),
+        kv_dtypes=("int8", "fp8", "tq4v3", "tq4"),
     )
 
 
@@ -114,7 +117,10 @@ def steps_of(stage: Stage) -> Sequence[Step]:
         step("openai client", ask, "serve, warm"),
         step("bench", bench, "serve, warm"),
         step("end of server", end_server, "serve, warm"),
-        step("compressed keys", serve_compressed),
+        *(
+            step(f"compressed keys, {kv_dtype}", functools.partial(serve_compressed, kv_dtype))
+            for kv_dtype in stage.sizes.kv_dtypes
+        ),
         step("fit", fit),
         step("train", train),
         step("trained drafter", use_trained, "train"),
@@ -303,20 +309,21 @@ def end_server(stage: Stage) -> Found:
     return Found("healthy to the end, exit code 0")
 
 
-def serve_compressed(stage: Stage) -> Found:
+def serve_compressed(kv_dtype: str, stage: Stage) -> Found:
     """A server that compresses: its memory against its plan, and its answer behind a long prompt.
 
     On a CPU the process is not compared again: exact windows are not there until they are written, and the
     kernels that this start compiles are, which no plan counts.
     """
-    planned, free_before = _planned(stage, *COMPRESSED), memory.free_bytes(stage.device)
-    server = _start(stage, "compressed", *COMPRESSED)
+    flags = ("--kv-dtype", kv_dtype)
+    planned, free_before = _planned(stage, *flags), memory.free_bytes(stage.device)
+    server = _start(stage, kv_dtype, *flags)
     if said := serving.complaints(server):
         raise Failure("; ".join(said))
     taken = memory.compare(planned, server.engine, pid=None, free_before=free_before)
     text = client.check_drafts(client.connect(server.url), BUILT_IN.read_text(encoding="utf-8")[:LONG_TEXT])
     end(stage, server)
-    started = ready(stage, f"{MODEL}, compressed", server)
+    started = ready(stage, f"{MODEL}, {kv_dtype}", server)
     kept = f"{server.engine['kv_dtype']}, {server.engine['kv_compression']:.1f}x fewer bytes per token"
     says = f"{kept}; {taken.says}; with drafts and without {text!r}"
     return Found(says, {"text": text, "memory": taken.values, **started.values})

@@ -104,6 +104,12 @@ def test_keys_do_not_depend_on_which_kernel_runs_first(tmp_path):
     assert settled[0] == settled[1]
 
 
+def test_a_word_that_names_a_type_stays_a_word():
+    from blockdraft.kernels.triton.compile_workers import _constant
+
+    assert _constant("int8") == "int8"
+
+
 def test_while_collecting_nothing_is_compiled_and_memory_and_indices_are_zero(found):
     assert found["skipped"] == []
     assert found["is_zero"]

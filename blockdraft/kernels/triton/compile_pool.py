@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -116,6 +117,8 @@ def collecting(pool: CompilePool) -> Iterator[None]:
     """
 
     def skip(*, key: str, fn: Any, compile: dict[str, Any], **others: object) -> bool:  # as Triton names them
+        # Triton would write a type as its name, which nobody could tell from a word.
+        assert not any(isinstance(value, tl.dtype) for value in compile["constants"].values())
         pool.ask(fn.module, fn.name, compile["specialization_data"], target)
         kernels = fn.jit_function.device_caches[compile["device"]][0]
         kernels[key] = _NotCompiled()  # or Triton would describe it again at every launch

@@ -163,7 +163,7 @@ _FP8 = tl.constexpr(
 def kind_of(codec: Codec) -> str:
     """How kernels call it."""
     if isinstance(codec, EightBits):
-        return "fp8" if codec.is_float else "int8"
+        return "float8" if codec.is_float else "whole8"
     assert isinstance(codec, Turned)
     return f"bits{codec.bits}"
 
@@ -224,7 +224,7 @@ def levels_of(
             high = second.to(tl.int32) >> column // (DIM // 8)
             lo = level3((low & 3) | (high & 1) << 2)
             hi = level3((low >> 4 & 3) | (high >> 4 & 1) << 2)
-        elif KIND == "int8":
+        elif KIND == "whole8":
             lo, hi = first.to(tl.int8, bitcast=True), second.to(tl.int8, bitcast=True)
         else:
             lo, hi = first.to(tl.float8e4nv, bitcast=True), second.to(tl.float8e4nv, bitcast=True)
@@ -248,12 +248,12 @@ def _levels_of_words(first, second, DIM: tl.constexpr, HALF: tl.constexpr, KIND:
             is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        CODE: tl.constexpr = _INT8 if KIND == "int8" else _FP8
+        CODE: tl.constexpr = _INT8 if KIND == "whole8" else _FP8
         lo_1, lo_2 = tl.inline_asm_elementwise(
-            CODE, "=r,=r,r", [first], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            CODE, "=&r,=&r,r", [first], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
         hi_1, hi_2 = tl.inline_asm_elementwise(
-            CODE, "=r,=r,r", [second], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            CODE, "=&r,=&r,r", [second], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
     return _spread(lo_1, lo_2, HALF), _spread(hi_1, hi_2, HALF)
 

@@ -55,7 +55,7 @@ def _stored(scale):
 @triton.jit
 def _rounded(x, scale, KIND: tl.constexpr):
     """Multiples of scale [N, 1] as bytes."""
-    if KIND == "int8":
+    if KIND == "whole8":
         ratio = tl.minimum(tl.maximum(_quotient(x, tl.broadcast_to(scale, x.shape)), -127.0), 127.0)
         whole = (ratio + _ROUNDING) - _ROUNDING  # half goes to the even one
         return whole.to(tl.int32).to(tl.uint8)
@@ -81,8 +81,8 @@ def _encode(
     is_sound = tl.min(is_finite.to(tl.int32), 1) > 0
     peak = tl.where(is_sound, tl.max(tl.maximum(tl.abs(lo), tl.abs(hi)), 1), float("nan"))
     place = codes + target[:, None] * BYTES
-    if KIND == "int8" or KIND == "fp8":
-        scale = _stored(tl.div_rn(peak, peak * 0.0 + (127.0 if KIND == "int8" else 448.0)))
+    if KIND == "whole8" or KIND == "float8":
+        scale = _stored(tl.div_rn(peak, peak * 0.0 + (127.0 if KIND == "whole8" else 448.0)))
         wide = scale.to(tl.float32)[:, None]
         tl.store(place + column, _rounded(lo, wide, KIND), mask=is_in)
         tl.store(place + DIM // 2 + column, _rounded(hi, wide, KIND), mask=is_in)

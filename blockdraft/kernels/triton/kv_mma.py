@@ -245,7 +245,7 @@ def _pairs(x):
 def _key_levels(word, KEYS: gl.constexpr, DIM: gl.constexpr):
     """Words of codes, DIM / 8 of each key, as [KEYS, DIM], columns in `_column_dims`."""
     lo_1, lo_2, hi_1, hi_2 = gl.inline_asm_elementwise(
-        WORD_BY_TABLE, "=r,=r,=r,=r,r", [word], dtype=(gl.int32,) * 4, is_pure=True, pack=1
+        WORD_BY_TABLE, "=&r,=&r,=&r,=&r,r", [word], dtype=(gl.int32,) * 4, is_pure=True, pack=1
     )
     x = _pairs(gl.join(gl.join(lo_1, lo_2), gl.join(hi_1, hi_2)))
     x = gl.reshape(x, [KEYS, 4, DIM // 32, 2, 2, 2])  # key, t, i, h, half, e
@@ -263,7 +263,12 @@ def _exact_keys(x, DIM: gl.constexpr):
 def _value_levels(even, odd, KEYS: gl.constexpr, DIM: gl.constexpr):
     """Words of codes, DIM / 8 of every other value, as [DIM, KEYS], rows as `_dim_rows` says."""
     l0, l1, l2, l3, h0, h1, h2, h3 = gl.inline_asm_elementwise(
-        PAIR_BY_CURVE, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [even, odd], dtype=(gl.int32,) * 8, is_pure=True, pack=1
+        PAIR_BY_CURVE,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+        [even, odd],
+        dtype=(gl.int32,) * 8,
+        is_pure=True,
+        pack=1,
     )
     low = gl.join(gl.join(l0, l2), gl.join(l1, l3))
     high = gl.join(gl.join(h0, h2), gl.join(h1, h3))
