@@ -115,7 +115,9 @@ def block_hidden(weights, config, embedding, features, anchor, masks=None):
     return rms(x, weights["norm.weight"], eps)
 
 
-def pair_walk(weights, logits, hidden, anchor, top_k, temperature=0.0, noise=None):
+def pair_walk(
+    weights, logits, hidden, anchor, top_k, temperature=0.0, noise=None, *, skips_first=False
+):  # fmt: skip
     """DFlash2's drafts for one block: logits [block - 1, V], hidden [block - 1, E], noise [block - 1, V]."""
     a, b = (weights[f"candidate_selector.{side}_codebook"] for side in ("predecessor", "successor"))
     mixture = hidden @ weights["candidate_selector.hidden_projection.weight"].T
@@ -124,7 +126,8 @@ def pair_walk(weights, logits, hidden, anchor, top_k, temperature=0.0, noise=Non
         best = sorted(range(len(scores)), key=lambda token: (-float(scores[token]), token))[:top_k]
         found = {}
         for token in best:
-            found[token] = float(scores[token] + (a[before] * mixture[column] * b[token]).sum())
+            pair = 0.0 if skips_first and column == 0 else (a[before] * mixture[column] * b[token]).sum()
+            found[token] = float(scores[token] + pair)
             if temperature > 0:
                 found[token] = found[token] / temperature + float(noise[column, token])
         before = min(found, key=lambda token: (-found[token], token))

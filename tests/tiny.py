@@ -75,7 +75,7 @@ def dflash2_drafter(dtype, device="cpu"):
 
 
 def write_dflash2(folder):
-    config = make_pair.dflash2_config()
+    config = make_pair.dflash2_config(selector_skips_first=True)
     weights = load_file(f"{DRAFT}/model.safetensors")
     extra = make_pair.dflash2_weights(config, torch.Generator().manual_seed(4))
     for name, weight in extra.items():

@@ -67,14 +67,20 @@ class CandidateSelector(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         head = _head(config)
-        self.top_k = head.top_k
+        self.top_k, self.skips_first = head.top_k, head.skips_first
         self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, head.rank))
         self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, head.rank))
         self.hidden_projection = PlainLinear(config.hidden_size, head.rank)
 
     def mixture(self, hidden: Tensor) -> Tensor:
         """[R, C, rank] of columns with hidden states [R, C, E]."""
-        return self.hidden_projection(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)  # type: ignore[no-any-return]
+        return self.spared(self.hidden_projection(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1))
+
+    def spared(self, mixture: Tensor) -> Tensor:
+        """Mixtures [R, C, rank], new ones, without the first column's where pairs do not count for it."""
+        if self.skips_first:
+            mixture[:, 0] = 0
+        return mixture
 
 
 class DFlash2(DFlash):

@@ -34,6 +34,7 @@ class Dflash2Head:
     conv_group: int  # channels that share what the convolution adds to its kernel
     rank: int  # of the pair scores
     top_k: int  # candidates per column
+    skips_first: bool = False  # the first draft is its column's best: that column has seen the token before
 
 
 @dataclass(frozen=True, slots=True)

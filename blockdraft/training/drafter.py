@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.read_dflash2_config import SKIPS_FIRST
 from blockdraft.checkpoints.read_draft_config import default_taps, read_draft_config
 from blockdraft.checkpoints.weights import load_drafter
 from blockdraft.errors import ModelError, SettingsError
@@ -96,6 +97,7 @@ def dflash2_json(raw: Mapping[str, object], shape: DrafterShape) -> dict[str, ob
         "conv_group_size": CONV_GROUP,
         "selector_rank": shape.rank,
         "selector_top_k": shape.num_candidates,
+        SKIPS_FIRST: True,
     }
     kept = {key: value for key, value in raw.items() if key != "auto_map"}  # code for the other kind
     dflash = raw.get("dflash_config")

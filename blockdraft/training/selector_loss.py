@@ -83,7 +83,7 @@ def pair_part(selector: CandidateSelector, hidden: Tensor, before: Tensor, ids: 
     """[n, B - 1, K]: what candidates `ids` are worth behind the tokens `before` [n, B - 1]."""
     weight = selector.hidden_projection.weight
     assert isinstance(weight, Tensor)
-    mixture = functional.linear(hidden.to(weight.dtype), weight)
+    mixture = selector.spared(functional.linear(hidden.to(weight.dtype), weight))
     mixed = selector.predecessor_codebook[before] * mixture
     return (selector.successor_codebook[ids] @ mixed[..., None]).squeeze(-1)
 

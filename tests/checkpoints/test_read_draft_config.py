@@ -234,6 +234,7 @@ def test_dflash2_is_read_in_both_layouts_with_the_defaults_of_both():
     for layout in (zlab, speculators):
         assert read(dflash2(layout, **own)).dflash2 == Dflash2Head(3, 4, 5, 6)
         assert read(layout()).dflash2 is None
+        assert read(dflash2(layout, selector_skips_first=True)).dflash2 == replace(head, skips_first=True)
     assert read(dflash2(speculators)).is_causal == (False, False)
     assert read(dflash2(speculators, sliding_window_non_causal=False)).is_causal == (True, False)
     assert read(dflash2(zlab)).is_causal == (True, False)
@@ -246,6 +247,7 @@ def test_dflash2_is_read_in_both_layouts_with_the_defaults_of_both():
         ("conv_group_size", 5, "does not divide the hidden size of 32"),
         ("selector_top_k", 65, "at most 64 are walked"),
         ("selector_rank", 0, "expected a positive number"),
+        ("selector_skips_first", 1, "expected bool"),
         ("conv_kernel_size", 2.5, "expected int"),
         ("selector_head", "gated", "does not implement"),
         ("lilicorr_top_k", 8, "does not implement"),

@@ -38,6 +38,7 @@ VARIANTS = {
     "groups of one": ({}, {"conv_group_size": 1}, None, [FULL, FULL]),
     "one group": ({}, {"conv_group_size": HIDDEN}, None, [FULL, FULL]),
     "block 16": ({"block_size": 16}, {"selector_top_k": 16}, None, [FULL, FULL]),
+    "first by its column": ({}, {"selector_skips_first": True}, None, [FULL, FULL]),
     "one candidate": ({}, {"selector_top_k": 1}, None, [FULL, FULL]),
     "all candidates": ({}, {"selector_top_k": VOCAB}, None, [FULL, FULL]),
     "as published": (SWA | {"is_causal": False}, {}, None, [sliding(6, causal=False)] * 2),
@@ -88,7 +89,7 @@ def test_block_logits_and_drafts_are_those_of_the_reference(pair, variant):
     *folders, reference, weights, config = pair(*files)
     drafting, features = Drafting(folders), random_features()
     assert isinstance(drafting.drafter, DFlash2Drafter)
-    block, top_k = drafting.drafter.block, config["dflash_config"]["selector_top_k"]
+    block, own = drafting.drafter.block, config["dflash_config"]
     expected = [reference(f, 3 + row, masks(block, *kinds)) for row, f in enumerate(features)]
     bench = drafting.absorb(features, random_chunks())
     rows, anchor = bench.rows, bench.rows.anchor[bench.rows.active][:, None]
@@ -105,7 +106,16 @@ def test_block_logits_and_drafts_are_those_of_the_reference(pair, variant):
         positions = starts[:, None] + 1 + torch.arange(block - 1)
         noise = gumbel(torch.tensor([9, 10, 11]), positions, VOCAB, torch.float64)
         for row, (logits, hidden) in enumerate(expected):
-            drafts = pair_walk(weights, logits, hidden, anchor[row], top_k, temperature, noise[row])
+            drafts = pair_walk(
+                weights,
+                logits,
+                hidden,
+                anchor[row],
+                own["selector_top_k"],
+                temperature,
+                noise[row],
+                skips_first=own.get("selector_skips_first", False),
+            )
             assert got[row].tolist() == [int(anchor[row]), *drafts], temperature
 
 
@@ -115,6 +125,8 @@ def test_pairs_have_a_say_in_these_drafts(pair):
     logits, hidden = reference(random_features()[0], 3)
     assert pair_walk(weights, logits, hidden, 3, 5) != logits.argmax(dim=-1).tolist()
     assert pair_walk(weights, logits, hidden, 3, 5) != pair_walk(weights, logits, hidden, 4, 5)
+    spared = [pair_walk(weights, logits, hidden, anchor, 5, skips_first=True) for anchor in (3, 4)]
+    assert spared[0] == spared[1] != pair_walk(weights, logits, hidden, 4, 5)
 
 
 @pytest.mark.parametrize("width", [2, 3, 5])

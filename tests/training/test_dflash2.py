@@ -107,12 +107,14 @@ def test_simulated_steps_are_those_of_the_engine(name, temperature):
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
-@pytest.mark.parametrize("weighting", ["dpace", "decay"])
-def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(monkeypatch, weighting, chunk_bytes):
+@pytest.mark.parametrize(("weighting", "skips_first"), [("dpace", False), ("dpace", True), ("decay", False)])
+def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(
+    monkeypatch, weighting, skips_first, chunk_bytes
+):
     """Column by column, behind the true token; a label that is no candidate replaces the last of them."""
     monkeypatch.setattr("blockdraft.training.selector_loss.CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(3)
-    config = read_draft_config(make_pair.dflash2_config(), name="any")
+    config = read_draft_config(make_pair.dflash2_config(selector_skips_first=skips_first), name="any")
     selector = CandidateSelector(config).double()
     for one in selector.parameters():
         one.data = torch.randn(one.shape, generator=generator, dtype=torch.float64) * 0.5
@@ -140,7 +142,7 @@ def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(monkeypatch, weight
             is_found = label in ids
             ids = ids if is_found else [*ids[:-1], label]
             mixed = selector.predecessor_codebook[before] * mixture[block, column]
-            scores = own[ids] + selector.successor_codebook[ids] @ mixed
+            scores = own[ids] + selector.successor_codebook[ids] @ mixed * (column > 0 or not skips_first)
             entropy[block, column] = -scores.log_softmax(0)[ids.index(label)]
             confidence[block, column] = torch.exp(-entropy[block, column].detach()) * is_found
             right[block, column] = is_found and int(scores.argmax()) == ids.index(label)
