@@ -24,7 +24,7 @@ from blockdraft.check.comparison import Comparison, Numbers, distinct, models_of
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels import gated_delta, heads, linear, moe, recall, rows, sampling
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
-from blockdraft.kernels.block_conv import reference_block_conv
+from blockdraft.kernels.block_conv import reference_block_conv, reference_block_conv_norm
 from blockdraft.kernels.candidates import reference_walk
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_codec import kv_format
@@ -671,10 +671,18 @@ def _compare_block_conv(engine: Engine, numbers: Numbers) -> Comparisons:
     for part in distinct(parts_of(engine, BlockConv), lambda part: tuple(part.base_kernel.shape)):
         size, block = part.base_kernel.shape[2], engine.models.plan.block
         x, deltas = numbers.normal(2 * block, size), numbers.normal(2 * block, *part.shape)
-        for side, onto in ((0, None), (1, numbers.normal(2 * block, size))):
-            inputs = (x, part.base_kernel[side], deltas[:, side], block, onto)
-            where = f"{size} channels, 2 blocks of {block}"
-            yield run(where, part.kernels.block_conv, reference_block_conv, *inputs, num_steps=2)
+        where = f"{size} channels, 2 blocks of {block}"
+        (base, last_base), (own, last_own) = part.base_kernel, deltas.unbind(1)
+        convolve = (part.kernels.block_conv, reference_block_conv)
+        yield run(where, *convolve, x, base, own, block, None, num_steps=2)
+        stream, weight = numbers.normal(2 * block, size), numbers.normal(size)
+        both = map(_stacked, (part.kernels.block_conv_norm, reference_block_conv_norm))
+        inputs = (x, last_base, last_own, block, stream, weight, 1e-6)
+        yield run(f"{where}, normalised", *both, *inputs, num_steps=3)
+
+
+def _stacked(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
+    return lambda *inputs: torch.stack(operation(*inputs))
 
 
 def _rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:

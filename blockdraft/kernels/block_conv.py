@@ -14,8 +14,10 @@ from torch.nn import functional
 
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
+from blockdraft.kernels.rows import RmsNorm, reference_rms_norm
 
 BlockConvolve = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], Tensor]
+ConvolveAndNorm = Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 def pick_block_conv(at: Available) -> BlockConvolve:
@@ -28,6 +30,27 @@ def pick_block_conv(at: Available) -> BlockConvolve:
     from blockdraft.kernels.triton.block_conv import block_conv
 
     return named("block convolutions", block_conv)
+
+
+def pick_block_conv_norm(at: Available, convolve: BlockConvolve, rms_norm: RmsNorm) -> ConvolveAndNorm:
+    """What a convolution adds to the stream `onto`, and that stream normalised."""
+    if not at.has_triton("block convolutions"):
+        return in_turn(convolve, rms_norm)
+    from blockdraft.kernels.triton.block_conv import block_conv_norm
+
+    return named("block convolutions", block_conv_norm)
+
+
+def in_turn(convolve: BlockConvolve, rms_norm: RmsNorm) -> ConvolveAndNorm:
+    """First one, then the other."""
+
+    def both(
+        x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        stream = convolve(x, base, deltas, num_columns, onto)
+        return stream, rms_norm(stream, weight, eps)
+
+    return both
 
 
 def reference_block_conv(
@@ -49,3 +72,6 @@ def reference_block_conv(
         y = part if y is None else y + part
     assert y is not None
     return y.to(x.dtype) if onto is None else onto + y.to(x.dtype)
+
+
+reference_block_conv_norm = in_turn(reference_block_conv, reference_rms_norm)

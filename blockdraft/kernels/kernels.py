@@ -58,6 +58,7 @@ class Kernels:
     count_accepted: acceptance.CountAccepted
     draw_accepted: acceptance.DrawAccepted
     advance: acceptance.Advance
+    block_conv_norm: block_conv.ConvolveAndNorm
     block_conv: block_conv.BlockConvolve
     walk: candidates.Walk
     recall: recalling.Recall
@@ -109,6 +110,7 @@ def _assembled(at: Available) -> Kernels:
     scan, fold = gated_delta.pick_scan(at)
     count_accepted, draw_accepted, advance = acceptance.pick_acceptance(at)
     recall, remember = recalling.pick_recall(at)
+    convolve_block = block_conv.pick_block_conv(at)
     return Kernels(
         available=at,
         rms_norm=rms_norm,
@@ -137,7 +139,8 @@ def _assembled(at: Available) -> Kernels:
         count_accepted=count_accepted,
         draw_accepted=draw_accepted,
         advance=advance,
-        block_conv=block_conv.pick_block_conv(at),
+        block_conv_norm=block_conv.pick_block_conv_norm(at, convolve_block, rms_norm),
+        block_conv=convolve_block,
         walk=candidates.pick_walk(at),
         recall=recall,
         remember=remember,

@@ -8,6 +8,8 @@ neighbours, and `kernels.candidates` walks from the anchor on. Context vectors a
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ from blockdraft.kernels.rows import Angles
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import Dflash2Head, DraftConfig
 from blockdraft.models.kernel_module import KernelModule
-from blockdraft.models.layers import PlainLinear
+from blockdraft.models.layers import PlainLinear, RMSNorm
 
 BEFORE, AFTER = 0, 1  # the sublayer
 
@@ -34,11 +36,16 @@ class BlockConv(KernelModule):
         """[N, 2, taps, groups]: what tokens x [N, E] add to both kernels."""
         return self.kernel_projection(x).view(-1, *self.shape)  # type: ignore[no-any-return]
 
-    def forward(
-        self, x: Tensor, deltas: Tensor, side: int, num_columns: int, onto: Tensor | None = None
-    ) -> Tensor:
-        """x [N, E] in blocks of `num_columns`, convolved, and added to `onto` where that is given."""
-        return self.kernels.block_conv(x, self.base_kernel[side], deltas[:, side], num_columns, onto)
+    def before(self, x: Tensor, deltas: Tensor, num_columns: int) -> Tensor:
+        """What goes into the sublayer: x [N, E] in blocks of `num_columns`, convolved."""
+        return self.kernels.block_conv(x, self.base_kernel[BEFORE], deltas[:, BEFORE], num_columns, None)
+
+    def after(
+        self, x: Tensor, deltas: Tensor, num_columns: int, stream: Tensor, norm: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """The stream with what comes out of the sublayer, convolved; and that, normalised."""
+        base, own = self.base_kernel[AFTER], deltas[:, AFTER]
+        return self.kernels.block_conv_norm(x, base, own, num_columns, stream, norm.weight, norm.eps)
 
 
 class DFlash2Layer(DFlashLayer):
@@ -50,15 +57,19 @@ class DFlash2Layer(DFlashLayer):
         self.mlp_conv = BlockConv(config.hidden_size, _head(config))
 
     def forward(self, x: Tensor, angles: Angles, view: View, num_columns: int) -> Tensor:
-        normed = self.attention_norm(x)
+        return self.advance(x, self.attention_norm(x), angles, view, num_columns, self.attention_norm)[0]
+
+    def advance(
+        self, x: Tensor, normed: Tensor, angles: Angles, view: View, num_columns: int, next_norm: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """The stream behind this layer, and that by the norm of what comes next; `normed` is x by our own."""
         deltas = self.attention_conv.deltas(normed)
-        mixed = self.attention_conv(normed, deltas, BEFORE, num_columns)
+        mixed = self.attention_conv.before(normed, deltas, num_columns)
         attended = self.out(self.attend(self.qkv(mixed), angles, view))
-        x = self.attention_conv(attended, deltas, AFTER, num_columns, x)
-        normed = self.mlp_norm(x)
+        x, normed = self.attention_conv.after(attended, deltas, num_columns, x, self.mlp_norm)
         deltas = self.mlp_conv.deltas(normed)
-        mixed = self.mlp_conv(normed, deltas, BEFORE, num_columns)
-        return self.mlp_conv(self.mlp(mixed), deltas, AFTER, num_columns, x)  # type: ignore[no-any-return]
+        mixed = self.mlp_conv.before(normed, deltas, num_columns)
+        return self.mlp_conv.after(self.mlp(mixed), deltas, num_columns, x, next_norm)
 
 
 class CandidateSelector(nn.Module):
@@ -101,6 +112,15 @@ class DFlash2(DFlash):
             config, first_layer=first_layer, max_positions=max_positions, has_head=has_head, device=device
         )
         self.candidate_selector = CandidateSelector(config)
+
+    def forward(self, x: Tensor, view: View, num_columns: int) -> Tensor:
+        """As DFlash's; each norm is computed with the convolution before it."""
+        self.check_no_gradient(x)
+        angles, layers = self.rotary(view.positions), [cast(DFlash2Layer, layer) for layer in self.layers]
+        normed: Tensor = layers[0].attention_norm(x)
+        for layer, norm in zip(layers, [*(one.attention_norm for one in layers[1:]), self.norm], strict=True):
+            x, normed = layer.advance(x, normed, angles, view, num_columns, norm)
+        return normed
 
 
 def body_type(config: DraftConfig) -> type[DFlash]:

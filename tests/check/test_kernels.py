@@ -83,6 +83,9 @@ def test_what_dflash2_adds_is_checked(dtype):
     assert {"block convolution", "walk"} <= {result.operation for result in check_kernels(engine)}
     assert failed(engine) == {}
     assert list(failed(wrong_kernel(engine, "walk", lambda drafts, *_: drafts + 1))) == ["walk"]
+    assert list(failed(wrong_kernel(engine, "block_conv_norm", lambda both, *_: (both[0], -both[1])))) == [
+        "block convolution"
+    ]
     assert list(failed(wrong_kernel(engine, "block_conv", slightly))) == (
         [] if dtype == "bfloat16" else ["block convolution"]
     )

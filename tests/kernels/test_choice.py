@@ -130,6 +130,9 @@ CALLS = {
     "block_conv": lambda kernels: kernels.block_conv(
         torch.randn(4, 6), torch.randn(2, 6), torch.randn(4, 2, 3), 2, None
     ),
+    "block_conv_norm": lambda kernels: kernels.block_conv_norm(
+        torch.randn(4, 6), torch.randn(2, 6), torch.randn(4, 2, 3), 2, torch.randn(4, 6), torch.ones(6), 1e-6
+    )[1],
     "walk": lambda kernels: kernels.walk(
         torch.randn(1, 2, 8),
         PairScores(torch.randn(8, 3), torch.randn(8, 3), torch.randn(1, 2, 3), 4),
@@ -159,6 +162,7 @@ ON_GPU = {  # the kernel's module and name, and the operation that it belongs to
     "draw_accepted": ("acceptance", "draw_accepted", "acceptance"),
     "advance": ("acceptance", "advance", "acceptance"),
     "block_conv": ("block_conv", "block_conv", "block convolutions"),
+    "block_conv_norm": ("block_conv", "block_conv_norm", "block convolutions"),
     "walk": ("candidates", "walk", "candidates"),
     "recall": ("recall", "recall", "recall"),
     "remember": ("recall", "remember", "recall"),

@@ -9,9 +9,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
 
-from blockdraft.kernels.block_conv import reference_block_conv  # noqa: E402
+from blockdraft.kernels.block_conv import reference_block_conv, reference_block_conv_norm  # noqa: E402
 from blockdraft.kernels.candidates import PairScores, reference_walk  # noqa: E402
-from blockdraft.kernels.triton.block_conv import block_conv  # noqa: E402
+from blockdraft.kernels.triton.block_conv import block_conv, block_conv_norm  # noqa: E402
 from blockdraft.kernels.triton.candidates import walk  # noqa: E402
 from tests.kernels.test_triton_sampling import DEVICE, HALF, RULES, make_logits, place_rows  # noqa: E402
 from tests.matrix import slow_but  # noqa: E402
@@ -110,3 +110,10 @@ def test_blocks_are_convolved_as_by_the_reference(num_columns, size, group, taps
         for stream in (None, onto):
             args = (x, base[side], deltas[:, side], num_columns, stream)
             assert torch.equal(block_conv(*args), reference_block_conv(*args))
+    rest, weight = (base[1], deltas[:, 1], num_columns, onto), noise(size)
+    stream, normed = block_conv_norm(x, *rest, weight, 1e-6)
+    wide = (one.double() if isinstance(one, torch.Tensor) else one for one in rest)
+    _, expected = reference_block_conv_norm(x.double(), *wide, weight.double(), 1e-6)
+    assert torch.equal(stream, reference_block_conv(x, *rest))
+    bound = {HALF: 2e-2, torch.float32: 1e-5}[dtype]
+    torch.testing.assert_close(normed.double(), expected, rtol=bound, atol=bound)
