@@ -78,18 +78,19 @@ class CandidateKernels:
     ) -> None:  # fmt: skip
         """`candidates.reference_walk` into drafts [R, C], by scores [R, C, V] that are adjusted already."""
         num_rows, num_columns, vocab_size = scores.shape
+        starts = starts.contiguous()
         num_parts = max(1, vocab_size // _PART)
         shape = (num_rows * num_columns * num_parts, pairs.top_k)
         best, ids = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.int64)
         assert batch.real.is_contiguous()
         assert batch.whole.is_contiguous()
         self._scan(
-            num_rows * num_columns, num_columns, num_parts, vocab_size, pairs.top_k, scores,
-            starts.contiguous(), batch.rows, batch.real, batch.whole, best, ids,
+            num_rows * num_columns, num_columns, num_parts, vocab_size, pairs.top_k, scores, starts,
+            batch.rows, batch.real, batch.whole, best, ids,
         )  # fmt: skip
         self._follow(
             num_rows, num_columns, num_parts, pairs.top_k, pairs.predecessors.shape[1], best, ids,
-            starts.contiguous(), anchor.contiguous(), batch.rows, batch.real, batch.whole,
+            starts, anchor.contiguous(), batch.rows, batch.real, batch.whole,
             pairs.predecessors, pairs.successors, pairs.mixture, pairs.places, drafts,
             is_small=num_rows == 1,
         )  # fmt: skip
