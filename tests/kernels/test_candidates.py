@@ -100,23 +100,34 @@ def test_each_draft_is_what_choose_makes_of_its_candidates_behind_the_one_before
     assert not torch.equal(drafts, reference_choose(logits, starts, block, rows.sampling()))
 
 
-@pytest.mark.parametrize("way", ["reference", pytest.param("kernel", marks=needs_kernel)])
-@pytest.mark.parametrize(("vocab_size", "top_k"), [(VOCAB, 1), (1000, 2), (8003, 16), (70_003, 16)])
-def test_where_pairs_say_nothing_rows_without_filters_draft_what_choose_draws(vocab_size, top_k, way):
+@pytest.mark.parametrize(
+    ("way", "vocab_size", "top_k"),
+    [
+        ("reference", VOCAB, 1),
+        ("reference", 1000, 9),
+        *(
+            pytest.param("kernel", *sizes, marks=needs_kernel)
+            for sizes in ((VOCAB, 1), (1000, 2), (8003, 16), (70_003, 2))
+        ),
+    ],
+)
+def test_where_pairs_say_nothing_rows_without_filters_draft_what_choose_draws(way, vocab_size, top_k):
     """Also beside others: greedy rows draft the same, rows with filters what their candidates leave."""
     walk = {"reference": reference_walk, "kernel": kernel_walk}[way]
     choose = {"reference": reference_choose, "kernel": kernels_for(torch.float32, CPU).choose}[way]
     rules = [RULES[name] for name in ("random", "greedy", "filters", "bias", "penalties", "cold", "top_p")]
     rules += [{"temperature": 3.1, "stop_ids": (3, 4), "min_end": 9}]
     rows = place_rows(rules, vocab_size)
-    logits = 2 * torch.randn(len(rules), 5, vocab_size, generator=torch.Generator().manual_seed(top_k))
+    spread = 2 * torch.randn(len(rules), 5, vocab_size, generator=torch.Generator().manual_seed(top_k))
+    level = torch.zeros_like(spread)  # but for a few, which hardly any noise reaches
+    level[..., 5:9] = 9.0
     pairs = PairScores(torch.zeros(vocab_size, 3), torch.ones(vocab_size, 3), None, top_k)
-    drafts = walked(walk, rows, logits, pairs)
-    anchor = rows.anchor[rows.active][:, None]
-    chosen = choose(logits, rows.length[rows.active], anchor, rows.sampling())
+    starts, anchor = rows.length[rows.active], rows.anchor[rows.active][:, None]
     same = [row for row, rule in enumerate(rules) if is_open(rule) or rule.get("temperature", 0.0) < 1e-5]
     assert len(same) == 6
-    assert drafts[same].tolist() == chosen[same].tolist()
+    for logits in (spread, level):
+        chosen = choose(logits, starts, anchor, rows.sampling())
+        assert walked(walk, rows, logits, pairs)[same].tolist() == chosen[same].tolist()
 
 
 @pytest.mark.parametrize("rule", RULES)
