@@ -83,6 +83,7 @@ class BlockForward:
             hints = self._drafter.hints(hidden, before)
         return logits if hints is None else self._drafter.hinted(logits, hints)
 
+    @torch.no_grad()
     def drafts(
         self, head: Head, hidden: Tensor, before: Tensor, starts: Tensor, batch: SamplingBatch
     ) -> Tensor:
@@ -92,9 +93,8 @@ class BlockForward:
         """
         kernels, drafter = self.target.kernels, self._drafter
         if not (isinstance(drafter, PairDrafter) and drafter.is_walked):
-            logits = self.draft_logits(head, hidden, before).detach()
-            return kernels.choose(logits, starts, before[:, :1], batch)
-        with torch.no_grad(), _half(hidden):
+            return kernels.choose(self.draft_logits(head, hidden, before), starts, before[:, :1], batch)
+        with _half(hidden):
             pairs = drafter.pairs(hidden)
         if pairs.mixture is not None:
             pairs = pairs._replace(mixture=pairs.mixture.flatten(0, 1)[:, None])

@@ -173,9 +173,11 @@ def offer_noisy(
         if top + MOST_NOISE > least:
             words = philox(counters(at // 4, _DRAWN // 4), position, seed)
             if greatest_of(words) >= least_word(top, least):
-                store(noisy, values + noise_of(words))
-                for i in range(_DRAWN):
-                    offer(best, who, top_k, noisy[i], at + i)
+                with_noise = values + noise_of(words)
+                if halved(with_noise, largest) > least:
+                    store(noisy, with_noise)
+                    for i in range(_DRAWN):
+                        offer(best, who, top_k, noisy[i], at + i)
 
 
 def largest_of(block: Pointer) -> Value:
