@@ -30,7 +30,6 @@ from blockdraft.cache.rows import RowSampling
 from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import SLICE, anchor_places, simulate
 from blockdraft.training.features import FeatureReader
-from blockdraft.training.objective import Head
 from blockdraft.training.packing import DocumentPlace, PackedRows, TrainingBatch, pack, with_anchors
 from blockdraft.training.trainer import BlockForward
 
@@ -137,17 +136,6 @@ def _drafted(
     return torch.cat(found)
 
 
-class ScaledForward(BlockForward):
-    """The same drafter with its logits scaled."""
-
-    def __init__(self, like: BlockForward, scale: float) -> None:
-        self.__dict__ |= like.__dict__
-        self._scale = scale
-
-    def draft_logits(self, head: Head, hidden: Tensor, before: Tensor) -> Tensor:
-        return self._scale * super().draft_logits(head, hidden, before).float()
-
-
 def ways(scales: Sequence[float]) -> dict[str, tuple[bool, float]]:
     """By name: whether the noise is the target's, and what logits are scaled by."""
     found = {"shared": (True, 1.0), "independent": (False, 1.0), "likeliest": (True, 1e4)}
@@ -164,13 +152,14 @@ def measure(
         told = sampling_of(documents, temperature, top_p)
         results[name] = {}
         for way, (is_shared, scale) in ways(args.scales).items():
+            noise = told if is_shared else _elsewhere(told)
             fits = simulate(
-                ScaledForward(forward, scale),
+                forward,
                 documents,
                 length=args.length,
                 rows_per_step=args.rows_per_step,
                 num_anchors=args.anchors,
-                sampling=told if is_shared else _elsewhere(told),
+                sampling=[replace(one, temperature=one.temperature / scale) for one in noise],
             )
             results[name][way] = {key: round(fit.committed, 3) for key, fit in fits.items()}
         best = best_coupling(forward, documents, args, temperature, top_p)

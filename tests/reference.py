@@ -121,15 +121,14 @@ def pair_walk(
     """DFlash2's drafts for one block: logits [block - 1, V], hidden [block - 1, E], noise [block - 1, V]."""
     a, b = (weights[f"candidate_selector.{side}_codebook"] for side in ("predecessor", "successor"))
     mixture = hidden @ weights["candidate_selector.hidden_projection.weight"].T
-    drafts, before = [], int(anchor)
-    for column, scores in enumerate(logits):
+    drafts, before, scale = [], int(anchor), 1 / temperature if temperature > 0 else 1.0
+    worth = logits * scale + noise if temperature > 0 else logits  # no filters: the noise has its say at once
+    for column, scores in enumerate(worth):
         best = sorted(range(len(scores)), key=lambda token: (-float(scores[token]), token))[:top_k]
         found = {}
         for token in best:
             pair = 0.0 if skips_first and column == 0 else (a[before] * mixture[column] * b[token]).sum()
-            found[token] = float(scores[token] + pair)
-            if temperature > 0:
-                found[token] = found[token] / temperature + float(noise[column, token])
+            found[token] = float(scores[token] + pair * scale)
         before = min(found, key=lambda token: (-found[token], token))
         drafts.append(before)
     return drafts

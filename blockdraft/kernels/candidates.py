@@ -3,8 +3,11 @@
 A column keeps the `top_k` best tokens of what `sampling` would choose from. A candidate b behind a token a is
 worth its own score and the pair's, sum over k of A[a]_k m_k B[b]_k, with m the column's own mixture (DFlash2)
 or ones (DSpark). Drafts are then walked from the anchor on: greedily, or with the temperature, the filters
-and the noise of the request, over the candidates alone. Noise is keyed by position and token: the target will
-draw with the same.
+and the noise of the request. Noise is keyed by position and token: the target will draw with the same.
+
+Where nothing filters, the noise has its say before candidates are kept: they are the best of score /
+temperature + noise, and without pairs the walk draws what `choose` does. Filters look at what is likely, so a
+row with filters has the likeliest candidates, and noise among these alone.
 
 Whatever a column chooses depends on the candidate before it and on nothing else, so all choices are made at
 once, for every candidate that may come before; the walk only follows them.
@@ -21,8 +24,8 @@ from torch import Tensor
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
 from blockdraft.kernels.noise import gumbel_at
-from blockdraft.kernels.sampling import MIN_TEMPERATURE, SamplingBatch, adjusted, keep_likely
-from blockdraft.kernels.sampling_tables import Real, Whole
+from blockdraft.kernels.sampling import SamplingBatch, adjusted, is_warm, keep_likely, noise_of, scales
+from blockdraft.kernels.sampling_tables import Whole
 
 
 class PairScores(NamedTuple):
@@ -79,12 +82,20 @@ def reference_walk(
 
     Of equal candidates the one with the lowest id is taken. Penalties count the anchor, but no draft.
     """
-    unary, ids = best_tokens(adjusted(logits, starts, anchor, batch), pairs.top_k)  # [R, C, K]
-    before = torch.cat((anchor[:, :, None].expand_as(ids[:, :1]), ids[:, :-1]), dim=1)
-    scores = unary[:, :, None] + pair_scores(pairs, before, ids).to(unary.dtype)  # [R, C, K before, K]
-    best = scores.argmax(dim=-1)
+    warm, is_filtered = is_warm(batch), batch.integers(Whole.IS_FILTERED) != 0
+    is_open = warm & ~is_filtered  # the noise has a say, and no filter
+    own = adjusted(logits, starts, anchor, batch)
     if batch.has_random:
-        best = torch.where(_is_warm(batch)[:, None, None], _draw(scores, ids, starts, batch), best)
+        own = torch.where(is_open[:, None, None], _noisy(own, starts, batch), own)
+    unary, ids = best_tokens(own, pairs.top_k)  # [R, C, K]
+    before = torch.cat((anchor[:, :, None].expand_as(ids[:, :1]), ids[:, :-1]), dim=1)
+    scale = torch.where(is_open, scales(batch, unary.dtype), 1.0)[:, None, None, None]
+    said = pair_scores(pairs, before, ids).to(unary.dtype)
+    scores = unary[:, :, None] + said * scale  # [R, C, K before, K]
+    best = scores.argmax(dim=-1)
+    if batch.has_filter:
+        drawn = _draw_filtered(scores, ids, starts, batch)
+        best = torch.where((warm & is_filtered)[:, None, None], drawn, best)
     place = best[:, :1, 0]  # all of them come behind the anchor
     places = [place]
     for column in range(1, ids.shape[1]):
@@ -123,16 +134,15 @@ def pair_scores(pairs: PairScores, before: Tensor, ids: Tensor) -> Tensor:
     return mixed @ pairs.successors[ids if pairs.places is None else pairs.places[ids]].to(wide).mT
 
 
-def _is_warm(batch: SamplingBatch) -> Tensor:
-    return batch.numbers(Real.TEMPERATURE) >= MIN_TEMPERATURE
+def _noisy(scores: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
+    """What `choose` draws by where nothing filters: [R, C, V]."""
+    return scores * scales(batch, scores.dtype)[:, None, None] + noise_of(scores, starts, batch)
 
 
-def _draw(scores: Tensor, ids: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
+def _draw_filtered(scores: Tensor, ids: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
     """[R, C, K before]: what the request's own noise picks, behind each candidate that may come before."""
-    temperature = torch.where(_is_warm(batch), batch.numbers(Real.TEMPERATURE), 1.0)
-    scaled = scores * (1.0 / temperature.to(scores.dtype))[:, None, None, None]
-    if batch.has_filter:
-        scaled = keep_likely(scaled.flatten(1, 2), batch).view(scores.shape)
+    scaled = scores * scales(batch, scores.dtype)[:, None, None, None]
+    likely = keep_likely(scaled.flatten(1, 2), batch).view(scores.shape)
     positions = starts[:, None] + 1 + torch.arange(ids.shape[1], device=ids.device)
     noise = gumbel_at(batch.integers(Whole.SEED), positions, ids, scores.dtype)  # [R, C, K]
-    return (scaled + noise[:, :, None]).argmax(dim=-1)
+    return (likely + noise[:, :, None]).argmax(dim=-1)

@@ -150,14 +150,27 @@ def reference_choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: Samp
     greedy = scores.argmax(dim=-1)
     if not batch.has_random:
         return greedy
-    temperature = batch.numbers(Real.TEMPERATURE)
-    warm = temperature >= MIN_TEMPERATURE
-    scaled = scores * (1.0 / torch.where(warm, temperature, 1.0).to(scores.dtype))[:, None, None]
+    scaled = scores * scales(batch, scores.dtype)[:, None, None]
     if batch.has_filter:
         scaled = keep_likely(scaled, batch)
+    drawn = (scaled + noise_of(scores, starts, batch)).argmax(dim=-1)
+    return torch.where(is_warm(batch)[:, None], drawn, greedy)
+
+
+def is_warm(batch: SamplingBatch) -> Tensor:
+    """[R]: whether noise has a say."""
+    return batch.numbers(Real.TEMPERATURE) >= MIN_TEMPERATURE
+
+
+def scales(batch: SamplingBatch, dtype: torch.dtype) -> Tensor:
+    """[R]: what scores are multiplied by for their temperature; greedy ones by 1."""
+    return 1.0 / torch.where(is_warm(batch), batch.numbers(Real.TEMPERATURE), 1.0).to(dtype)
+
+
+def noise_of(scores: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
+    """The noise of all tokens of scores [R, C, V], whose columns are behind `starts`."""
     positions = _positions(scores, starts)
-    noise = gumbel(batch.integers(Whole.SEED), positions, scores.shape[-1], scores.dtype)
-    return torch.where(warm[:, None], (scaled + noise).argmax(dim=-1), greedy)
+    return gumbel(batch.integers(Whole.SEED), positions, scores.shape[-1], scores.dtype)
 
 
 def adjusted(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:

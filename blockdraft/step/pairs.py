@@ -30,6 +30,11 @@ class PairDrafter(DFlashDrafter):
             self.places = vocab_map.new_zeros(model.config.vocab_size)
             self.places[vocab_map] = torch.arange(len(vocab_map), device=vocab_map.device)
 
+    @property
+    def is_walked(self) -> bool:
+        """Whether all drafts of a block are chosen by `kernels.walk`."""
+        return True
+
     def tables(self) -> tuple[Tensor, Tensor]:
         """What tokens say of the next one [V, rank], and a draft's side of it [rows of the head, rank]."""
         raise NotImplementedError

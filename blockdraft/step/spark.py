@@ -18,11 +18,15 @@ class SparkDrafter(PairDrafter):
         assert self.model.markov is not None
         return self.model.markov
 
+    @property
+    def is_walked(self) -> bool:
+        return self.markov.kind == "vanilla"
+
     def tables(self) -> tuple[Tensor, Tensor]:
         return self.markov.before.weight, self.markov.after.weight
 
     def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
-        if self.markov.kind == "vanilla":
+        if self.is_walked:
             return super().propose(hidden, anchor, starts, rows)
         logits, path, state = self.column_logits(hidden), anchor, self.markov.begin(len(anchor))
         for draft in range(hidden.shape[1]):

@@ -101,9 +101,7 @@ def simulate(
     """
     device = forward.head().weight.device
     rows, places = pack(documents, length)
-    choose: Choice = _greedy
-    if sampling is not None:
-        choose = _Draw(forward, sampling, rows, places)
+    choose = _greedy(forward) if sampling is None else _Draw(forward, sampling, rows, places)
     runs = _runs(forward, rows.to(device), rows_per_step, num_anchors, choose, report)
     steps: dict[str, list[list[int]]] = defaultdict(list)
     everything: list[list[int]] = []
@@ -207,7 +205,7 @@ def _runs(
     report: Callable[[float], None],
 ) -> Tensor:
     """How many drafts match the document after each place: [rows, length]."""
-    length, head = rows.tokens.shape[1], forward.head()
+    length = rows.tokens.shape[1]
     reader = FeatureReader(forward.target, num_rows=rows_per_step, length=length)
     out = torch.zeros(rows.tokens.shape, dtype=torch.int64)
     for first in range(0, len(rows), rows_per_step):
@@ -221,10 +219,7 @@ def _runs(
             hidden = forward(batch, features).detach()
             blocks = torch.split(torch.arange(len(hidden), device=hidden.device), SLICE)
             before = batch.tokens_before()  # those of drafts that count were all right
-            logits = (forward.draft_logits(head, hidden[part], before[part]).detach() for part in blocks)
-            drafts = torch.cat(
-                [choose(one, batch, chosen, part) for one, part in zip(logits, blocks, strict=True)]
-            )
+            drafts = torch.cat([choose(hidden[part], before[part], batch, chosen, part) for part in blocks])
             matches = drafts == batch.labels.flatten(0, 1)
             found = matches.long().cumprod(dim=1).sum(dim=1).view(batch.anchors.shape)
             row = torch.tensor(chosen)[:, None].expand(batch.anchors.shape)
@@ -234,12 +229,19 @@ def _runs(
     return out
 
 
-Choice = Callable[[Tensor, TrainingBatch, list[int], Tensor], Tensor]
-"""Drafts [n, B - 1] for logits [n, B - 1, V] of some blocks of a batch of rows."""
+Choice = Callable[[Tensor, Tensor, TrainingBatch, list[int], Tensor], Tensor]
+"""Drafts [n, B - 1] of hidden states [n, B - 1, E] behind tokens [n, B - 1]: some blocks of a batch."""
 
 
-def _greedy(logits: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor) -> Tensor:
-    return logits.argmax(dim=-1)
+def _greedy(forward: BlockForward) -> Choice:
+    head = forward.head()
+
+    def choose(
+        hidden: Tensor, before: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor
+    ) -> Tensor:
+        return forward.draft_logits(head, hidden, before).detach().argmax(dim=-1)
+
+    return choose
 
 
 class _Draw:
@@ -252,14 +254,14 @@ class _Draw:
         rows: PackedRows,
         places: Sequence[DocumentPlace],
     ) -> None:
-        head = forward.head().weight
-        self._kernels = forward.target.kernels
+        self._forward, self._head = forward, forward.head()
+        device = self._head.weight.device
         table = Rows(
             max_rows=len(sampling),
             max_pages=1,
-            vocab_size=len(head),
+            vocab_size=len(self._head.weight),
             scratch_page=SCRATCH_PAGE,
-            device=head.device,
+            device=device,
         )
         table.place_all([(number, (0,), 0, one) for number, one in enumerate(sampling)])
         table.activate(range(len(sampling)))
@@ -268,14 +270,15 @@ class _Draw:
         for place in places:
             end = int(rows.ends[place.row, place.begin])
             owners[place.row, place.begin : end] = place.document
-        self._owners = owners.to(head.device)  # the document of every place
+        self._owners = owners.to(device)  # the document of every place
 
-    def __call__(self, logits: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor) -> Tensor:
-        owners = self._owners[to_device(chosen, logits.device)].gather(1, batch.anchors)
+    def __call__(
+        self, hidden: Tensor, before: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor
+    ) -> Tensor:
+        owners = self._owners[to_device(chosen, hidden.device)].gather(1, batch.anchors)
         starts = (batch.anchors - batch.block_starts).flatten()[blocks]
-        anchors = batch.tokens.gather(1, batch.anchors).flatten()[blocks]
         table = replace(self._table, rows=owners.flatten()[blocks])
-        return self._kernels.choose(logits, starts, anchors[:, None], table)
+        return self._forward.drafts(self._head, hidden, before, starts, table)
 
 
 def anchor_places(rows: PackedRows, chosen: list[int]) -> Tensor:

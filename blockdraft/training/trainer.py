@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.engine.engine import mix
+from blockdraft.kernels.sampling import SamplingBatch
 from blockdraft.kernels.transfer import to_device
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.dflash2 import DFlash2
 from blockdraft.step.kinds import drafter_type
+from blockdraft.step.pairs import PairDrafter
 from blockdraft.training.anchor_walk import Walk
 from blockdraft.training.features import FeatureReader, KeptFeatures
 from blockdraft.training.job import TrainingRecipe
@@ -80,6 +82,26 @@ class BlockForward:
         with _half(hidden):
             hints = self._drafter.hints(hidden, before)
         return logits if hints is None else self._drafter.hinted(logits, hints)
+
+    @torch.no_grad()
+    def drafts(
+        self, head: Head, hidden: Tensor, before: Tensor, starts: Tensor, batch: SamplingBatch
+    ) -> Tensor:
+        """[n, B - 1]: what is drawn behind those tokens, each the right one, in blocks from `starts` [n] on.
+
+        Whoever serves walks from draft to draft; here every column is a walk of one, behind its own anchor.
+        """
+        kernels, drafter = self.target.kernels, self._drafter
+        if not (isinstance(drafter, PairDrafter) and drafter.is_walked):
+            return kernels.choose(self.draft_logits(head, hidden, before), starts, before[:, :1], batch)
+        with _half(hidden):
+            pairs = drafter.pairs(hidden)
+        if pairs.mixture is not None:
+            pairs = pairs._replace(mixture=pairs.mixture.flatten(0, 1)[:, None])
+        own = replace(batch, rows=batch.rows.repeat_interleave(before.shape[1]))
+        places = (starts[:, None] + torch.arange(before.shape[1], device=starts.device)).flatten()
+        logits = head.logits(hidden).flatten(0, 1)[:, None]
+        return kernels.walk(logits, pairs, places, before.reshape(-1, 1), own).view(before.shape)
 
     def __call__(self, batch: TrainingBatch, features: Tensor) -> Tensor:
         """[R * A, B - 1, E]: what the drafter makes of the columns of every block that draft."""

@@ -15,7 +15,9 @@ from blockdraft.check.comparison import Comparison, Numbers
 from blockdraft.check.kernels import check_kernels, measure
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels.attention import Blocks
+from blockdraft.kernels.candidates import reference_walk
 from blockdraft.kernels.kernels import kernels_for
+from blockdraft.kernels.sampling import NEVER
 from blockdraft.models.layers import Linear
 from blockdraft.models.moe import Experts
 from tests import tiny
@@ -89,6 +91,17 @@ def test_what_dflash2_adds_is_checked(dtype):
     assert list(failed(wrong_kernel(engine, "block_conv", slightly))) == (
         [] if dtype == "bfloat16" else ["block convolution"]
     )
+
+
+def test_a_walk_whose_candidates_are_the_likeliest_whatever_the_noise_is_found():
+    def by_logits(_, logits, pairs, *rest):
+        likeliest = logits.topk(pairs.top_k)
+        kept = torch.full_like(logits, NEVER).scatter(2, likeliest.indices, likeliest.values)
+        return reference_walk(kept, pairs, *rest)
+
+    engine = tiny.engine("DFlash2", dtype="float32")
+    assert failed_at("walk", engine) == set()
+    assert failed_at("walk", wrong_kernel(engine, "walk", by_logits))
 
 
 @pytest.mark.parametrize("drafter", tiny.SPARKS)

@@ -1,5 +1,6 @@
 """A walk over candidates: what `choose` would make of a row in which nothing else can be chosen.
 
+Where nothing filters, candidates are the best under the noise: without pairs the walk is `choose`.
 The CPU's kernel is held to the reference with numbers that are summed exactly in any order, so also ties have
 to agree; and once with numbers that are not.
 """
@@ -16,7 +17,9 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import kernels_for
 from blockdraft.kernels.llvm.candidates import MOST, CandidateKernels
 from blockdraft.kernels.llvm.tape import Arena, StepTape
+from blockdraft.kernels.noise import gumbel
 from blockdraft.kernels.sampling import NEVER, reference_choose
+from blockdraft.kernels.sampling_tables import Whole
 
 VOCAB, RANK, DRAFTS, TOP_K = 50, 6, 4, 9
 CPU = torch.device("cpu")
@@ -66,21 +69,65 @@ def walked(walk, rows, logits, pairs):
     return walk(logits, pairs, rows.length[rows.active], anchor, rows.sampling())
 
 
+def is_open(rule):
+    """Whether candidates are chosen under the noise."""
+    return rule.get("temperature", 0.0) >= 1e-5 and not {"top_k", "top_p", "min_p"} & rule.keys()
+
+
+CASES = {name: [rule] * 3 for name, rule in RULES.items() if name not in ("banned", "bias", "penalties")}
+CASES["mixed"] = [RULES["random"], RULES["greedy"], RULES["filters"], {"temperature": 2.5}, RULES["cold"]]
+
+
 @pytest.mark.parametrize("has_mixture", [True, False])
-@pytest.mark.parametrize("rule", [name for name in RULES if name not in ("banned", "bias", "penalties")])
-def test_each_draft_is_what_choose_makes_of_its_candidates_behind_the_one_before(rule, has_mixture):
-    rows = place_rows([RULES[rule]] * 3)
+@pytest.mark.parametrize("case", CASES)
+def test_each_draft_is_what_choose_makes_of_its_candidates_behind_the_one_before(case, has_mixture):
+    rules = CASES[case]
+    rows = place_rows(rules)
     logits, pairs = make_walk(rows, has_mixture=has_mixture, dtype=torch.float64)
     drafts = walked(reference_walk, rows, logits, pairs)
-    block = torch.cat((rows.anchor[rows.active][:, None], drafts), dim=1)
+    starts, block = rows.length[rows.active], torch.cat((rows.anchor[rows.active][:, None], drafts), dim=1)
+    positions = starts[:, None] + 1 + torch.arange(DRAFTS)
+    noise = gumbel(rows.sampling().integers(Whole.SEED), positions, VOCAB, torch.float64)
     kept = torch.full_like(logits, NEVER)
-    for r in range(3):
+    for r, rule in enumerate(rules):
         for draft in range(DRAFTS):
             said = pairs.predecessors[block[r, draft]] * (pairs.mixture[r, draft] if has_mixture else 1)
-            for token in logits[r, draft].topk(TOP_K).indices:
-                kept[r, draft, token] = logits[r, draft, token] + said @ pairs.successors[token]
-    assert torch.equal(drafts, reference_choose(kept, rows.length[rows.active], block, rows.sampling()))
-    assert not torch.equal(drafts, reference_choose(logits, rows.length[rows.active], block, rows.sampling()))
+            own = logits[r, draft]
+            worth = own / rule["temperature"] + noise[r, draft] if is_open(rule) else own
+            for token in worth.topk(TOP_K).indices:
+                kept[r, draft, token] = own[token] + said @ pairs.successors[token]
+    assert torch.equal(drafts, reference_choose(kept, starts, block, rows.sampling()))
+    assert not torch.equal(drafts, reference_choose(logits, starts, block, rows.sampling()))
+
+
+@pytest.mark.parametrize(
+    ("way", "vocab_size", "top_k"),
+    [
+        ("reference", VOCAB, 1),
+        ("reference", 1000, 9),
+        *(
+            pytest.param("kernel", *sizes, marks=needs_kernel)
+            for sizes in ((VOCAB, 1), (1000, 2), (8003, 16), (70_003, 2))
+        ),
+    ],
+)
+def test_where_pairs_say_nothing_rows_without_filters_draft_what_choose_draws(way, vocab_size, top_k):
+    """Also beside others: greedy rows draft the same, rows with filters what their candidates leave."""
+    walk = {"reference": reference_walk, "kernel": kernel_walk}[way]
+    choose = {"reference": reference_choose, "kernel": kernels_for(torch.float32, CPU).choose}[way]
+    rules = [RULES[name] for name in ("random", "greedy", "filters", "bias", "penalties", "cold", "top_p")]
+    rules += [{"temperature": 3.1, "stop_ids": (3, 4), "min_end": 9}]
+    rows = place_rows(rules, vocab_size)
+    spread = 2 * torch.randn(len(rules), 5, vocab_size, generator=torch.Generator().manual_seed(top_k))
+    level = torch.zeros_like(spread)  # but for a few, which hardly any noise reaches
+    level[..., 5:9] = 9.0
+    pairs = PairScores(torch.zeros(vocab_size, 3), torch.ones(vocab_size, 3), None, top_k)
+    starts, anchor = rows.length[rows.active], rows.anchor[rows.active][:, None]
+    same = [row for row, rule in enumerate(rules) if is_open(rule) or rule.get("temperature", 0.0) < 1e-5]
+    assert len(same) == 6
+    for logits in (spread, level):
+        chosen = choose(logits, starts, anchor, rows.sampling())
+        assert walked(walk, rows, logits, pairs)[same].tolist() == chosen[same].tolist()
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -152,7 +199,7 @@ def test_of_candidates_that_are_equal_with_their_pairs_the_lowest_id_comes_first
 @needs_kernel
 @pytest.mark.parametrize("vocab_size", [49152, 65536, 100_003])
 def test_a_large_vocabulary_is_searched_in_parts(vocab_size):
-    rules = [RULES["greedy"], RULES["top_p"], RULES["penalties"]]
+    rules = [RULES["random"], RULES["top_p"], RULES["greedy"]]
     rows = place_rows(rules, vocab_size)
     generator = torch.Generator().manual_seed(3)
     coarse, pairs = exact_case(1, (3, 7, vocab_size), top_k=16, rank=32)
@@ -205,7 +252,7 @@ def test_threads_share_columns_and_rows_and_change_nothing():
 
 @needs_kernel
 def test_drafts_of_nan_are_tokens():
-    rows = place_rows([RULES["greedy"], RULES["filters"]])
+    rows = place_rows([RULES["greedy"], RULES["filters"], RULES["random"]])
     logits, pairs = make_walk(rows, has_mixture=True)
     logits[:, 0] = float("nan")
     logits[:, 1, ::2] = float("nan")

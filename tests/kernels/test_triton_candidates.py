@@ -13,6 +13,7 @@ from blockdraft.kernels.block_conv import reference_block_conv, reference_block_
 from blockdraft.kernels.candidates import PairScores, reference_walk  # noqa: E402
 from blockdraft.kernels.triton.block_conv import block_conv, block_conv_norm  # noqa: E402
 from blockdraft.kernels.triton.candidates import walk  # noqa: E402
+from blockdraft.kernels.triton.sampling import choose  # noqa: E402
 from tests.kernels.test_triton_sampling import DEVICE, HALF, RULES, make_logits, place_rows  # noqa: E402
 from tests.matrix import slow_but  # noqa: E402
 
@@ -43,6 +44,20 @@ def test_drafts_are_those_of_the_reference_under_every_rule(vocab_size):
     assert got.dtype == torch.int64
     assert got.tolist() == expected.tolist()
     assert len(set(got.flatten().tolist())) > 8
+
+
+@pytest.mark.parametrize("vocab_size", slow_but([40, 4100], 40))
+def test_where_pairs_say_nothing_rows_without_filters_draft_what_choose_draws(vocab_size):
+    """By the very same numbers; a row with filters is among them."""
+    rules = [RULES[name] for name in ("random", "filters", "greedy", "banned", "counts")]
+    rows, logits = place_rows(rules, vocab_size), make_logits((len(rules), 2, vocab_size), 2.0)
+    pairs = make_pairs(logits.shape, top_k=2, rank=2)
+    flat = pairs._replace(mixture=torch.zeros_like(pairs.mixture))
+    drafts = drafts_of(logits, rows, flat, only=walk)[0]
+    anchor = rows.anchor[rows.active][:, None]
+    chosen = choose(logits, rows.length[rows.active], anchor, rows.sampling())
+    same = [0, 2, 3, 4]
+    assert drafts[same].tolist() == chosen[same].tolist()
 
 
 @pytest.mark.parametrize(
@@ -87,8 +102,8 @@ def test_of_equal_candidates_the_lowest_id_is_taken_and_kept(dtype):
 
 
 def test_a_column_of_bans_still_gives_tokens():
-    rows = place_rows([RULES["greedy"], RULES["filters"]], 32)
-    logits = torch.full((2, 2, 32), float("-inf"), device=DEVICE)
+    rows = place_rows([RULES["greedy"], RULES["filters"], RULES["random"]], 32)
+    logits = torch.full((3, 2, 32), float("-inf"), device=DEVICE)
     for one in drafts_of(logits, rows, make_pairs(logits.shape, top_k=4, rank=2)):
         assert ((one >= 0) & (one < 32)).all()
 

@@ -70,20 +70,23 @@ def answered_documents():
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature"),
+    ("name", "temperature", "top_p"),
     slow_but(
-        [(name, temperature) for name in tiny.KINDS for temperature in (0.0, 0.8)],
-        ("DFlash2", 0.8),
-        ("DSpark", 0.8),
-        ("from the anchor", 0.0),
+        [(name, *warmth) for name in tiny.KINDS for warmth in ((0.0, 1.0), (0.8, 1.0), (0.8, 0.9))],
+        ("DFlash2", 0.8, 1.0),
+        ("DFlash2", 0.8, 0.9),
+        ("DSpark", 0.8, 1.0),
+        ("from the anchor", 0.0, 1.0),
     ),
 )
-def test_simulated_steps_are_those_of_the_engine(name, temperature):
+def test_simulated_steps_are_those_of_the_engine(name, temperature, top_p):
     """And those of `fit`, which walks one column after another: pairs, and the request's own noise."""
     engine = tiny.engine(name, max_rows=4)
     asked, steps = {}, {}
     for number, prompt in enumerate(some_prompts(10)):
-        params = SamplingParams(temperature=temperature, seed=number, max_tokens=33, ignore_eos=True)
+        params = SamplingParams(
+            temperature=temperature, top_p=top_p, seed=number, max_tokens=33, ignore_eos=True
+        )
         asked[engine.add(prompt, params)] = prompt
     for delta in tiny.drain(engine):
         if delta.token_ids:
@@ -94,7 +97,7 @@ def test_simulated_steps_are_those_of_the_engine(name, temperature):
     found = DrafterFit(len(asked), sum(lengths), len(lengths), accepted)
     drafter = engine.models.drafter
     forward = BlockForward(with_kernels(drafter.model, REFERENCE), pairs.target())
-    drawn = [RowSampling(temperature=temperature, seed=number) for number in range(len(asked))]
+    drawn = [RowSampling(temperature=temperature, top_p=top_p, seed=number) for number in range(len(asked))]
     options = {"length": 96, "rows_per_step": 2, "num_anchors": 24}
     assert simulate(forward, documents, sampling=drawn, **options)["all"] == found
     assert 0 < accepted[0] < len(lengths), "some of everything"

@@ -1,7 +1,8 @@
 """The walk over candidates, on a CPU: `kernels/candidates.py` says what is chosen, here is how.
 
 1. `scan`: the best candidates of every part of a column, the best first. Tokens come in blocks, and only the
-   blocks with the largest tokens are looked into.
+   blocks with the largest tokens are looked into. Where nothing filters, candidates are the best under the
+   noise, which is drawn as `llvm/sampling.py` draws it: where it can still lift a token among them.
 2. `follow`: a row at a time, one column after another, as each is chosen behind a draft that is known then.
    So a column has as many pair scores as candidates, and not as many as pairs of them.
 
@@ -37,7 +38,15 @@ from blockdraft.kernels.llvm.language import (
     store,
     zeros,
 )
-from blockdraft.kernels.llvm.sampling import gumbel_of, philox
+from blockdraft.kernels.llvm.sampling import (
+    MOST_NOISE,
+    counters,
+    greatest_of,
+    gumbel_of,
+    least_word,
+    noise_of,
+    philox,
+)
 from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch
 from blockdraft.kernels.sampling_tables import Real as Column
 from blockdraft.kernels.sampling_tables import Whole
@@ -47,6 +56,7 @@ _PART = 1 << 15  # tokens at the least that a thread takes at a time
 _BLOCK, _WIDE = 64, 16  # tokens that are compared at once, and a register of them
 _LANES = 16  # of a sum of pair scores
 _FOUR = 4  # candidates whose noise is drawn at once
+_DRAWN = 32  # tokens of a column whose noise is drawn at once
 
 
 class CandidateKernels:
@@ -68,15 +78,19 @@ class CandidateKernels:
     ) -> None:  # fmt: skip
         """`candidates.reference_walk` into drafts [R, C], by scores [R, C, V] that are adjusted already."""
         num_rows, num_columns, vocab_size = scores.shape
+        starts = starts.contiguous()
         num_parts = max(1, vocab_size // _PART)
         shape = (num_rows * num_columns * num_parts, pairs.top_k)
         best, ids = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.int64)
-        self._scan(num_rows * num_columns, num_parts, vocab_size, pairs.top_k, scores, best, ids)
         assert batch.real.is_contiguous()
         assert batch.whole.is_contiguous()
+        self._scan(
+            num_rows * num_columns, num_columns, num_parts, vocab_size, pairs.top_k, scores, starts,
+            batch.rows, batch.real, batch.whole, best, ids,
+        )  # fmt: skip
         self._follow(
             num_rows, num_columns, num_parts, pairs.top_k, pairs.predecessors.shape[1], best, ids,
-            starts.contiguous(), anchor.contiguous(), batch.rows, batch.real, batch.whole,
+            starts, anchor.contiguous(), batch.rows, batch.real, batch.whole,
             pairs.predecessors, pairs.successors, pairs.mixture, pairs.places, drafts,
             is_small=num_rows == 1,
         )  # fmt: skip
@@ -84,30 +98,86 @@ class CandidateKernels:
 
 @kernel
 def scan(
-    num_columns: Int, num_parts: Int, vocab_size: Int, top_k: Int, x: Floats, scores: Floats, ids: Longs
-) -> None:
-    """Blocks of tokens by their largest: what is below the last of the best of these is no candidate."""
+    num_items: Int, num_columns: Int, num_parts: Int, vocab_size: Int, top_k: Int, x: Floats, starts: Longs,
+    rows: Longs, real: Floats, whole: Longs, scores: Floats, ids: Longs,
+) -> None:  # fmt: skip
     best, who = candidates(x)
-    tops = scratch(x, f32, 2 * _PART // _BLOCK)
-    for item in taken(num_columns * num_parts):
-        part, column = item % num_parts, x + item // num_parts * vocab_size
-        first, end = part * vocab_size // num_parts, (part + 1) * vocab_size // num_parts
-        num_blocks = (end - first) // _BLOCK
+    tops, few = scratch(x, f32, 2 * _PART // _BLOCK), scratch(x, f32, 2 * _DRAWN)
+    for item in taken(num_items * num_parts):
+        part, place = item % num_parts, item // num_parts
+        column, row = x + place * vocab_size, place // num_columns
+        first, end = begin_of(part, num_parts, vocab_size), begin_of(part + 1, num_parts, vocab_size)
+        reals, wholes = real + rows[row] * len(Column), whole + rows[row] * len(Whole)
         clear(best, who, top_k)
-        for i in range(num_blocks):
-            tops[i] = largest_of(column + first + i * _BLOCK)
-            offer(best, who, top_k, tops[i], i)
-        least = best[top_k - 1]
-        clear(best, who, top_k)
-        for i in range(num_blocks):
-            if tops[i] >= least:
-                for token in range(first + i * _BLOCK, first + (i + 1) * _BLOCK):
-                    offer(best, who, top_k, column[token], token)
-        for token in range(first + num_blocks * _BLOCK, end):
-            offer(best, who, top_k, column[token], token)
+        if is_open(reals, wholes):
+            scale, seed = 1.0 / reals[int(Column.TEMPERATURE)], wholes[int(Whole.SEED)]
+            position = starts[row] + 1 + place % num_columns
+            offer_noisy(best, who, top_k, column, first, end, scale, seed, position, few)
+        else:
+            offer_all(best, who, top_k, column, first, end, tops)
         for i in range(top_k):
             scores[item * top_k + i] = best[i]
             ids[item * top_k + i] = who[i]
+
+
+@inlined
+def begin_of(part: Int, num_parts: Int, vocab_size: Int) -> Int:
+    """The first token of a part, which begins with a block: so noise can be drawn from there on."""
+    first = part * vocab_size // num_parts // _BLOCK * _BLOCK
+    if part == num_parts:
+        first = vocab_size
+    return first
+
+
+def is_open(reals: Floats, wholes: Longs) -> Int:
+    """Whether the noise has a say, and no filter."""
+    return (reals[int(Column.TEMPERATURE)] >= MIN_TEMPERATURE) & (wholes[int(Whole.IS_FILTERED)] == 0)
+
+
+@inlined
+def offer_all(
+    best: Floats, who: Longs, top_k: Int, column: Floats, first: Int, end: Int, tops: Floats
+) -> None:
+    """Blocks of tokens by their largest: what is below the last of the best of these is no candidate."""
+    num_blocks = (end - first) // _BLOCK
+    for i in range(num_blocks):
+        tops[i] = largest_of(column + first + i * _BLOCK)
+        offer(best, who, top_k, tops[i], i)
+    least = best[top_k - 1]
+    clear(best, who, top_k)
+    for i in range(num_blocks):
+        if tops[i] >= least:
+            for token in range(first + i * _BLOCK, first + (i + 1) * _BLOCK):
+                offer(best, who, top_k, column[token], token)
+    for token in range(first + num_blocks * _BLOCK, end):
+        offer(best, who, top_k, column[token], token)
+
+
+@inlined
+def offer_noisy(
+    best: Floats, who: Longs, top_k: Int, column: Floats, first: Int, end: Int, scale: Value, seed: Int,
+    position: Int, few: Floats,
+) -> None:  # fmt: skip
+    """Every token by score times `scale` and noise; `few` is scratch for the last tokens and for these."""
+    noisy = few + _DRAWN
+    for at in range(first, end, _DRAWN):
+        tokens = column + at
+        if end - at < _DRAWN:
+            for i in range(_DRAWN):
+                few[i] = NEVER
+            for i in range(end - at):
+                few[i] = tokens[i]
+            tokens = few
+        values = load(tokens, _DRAWN) * scale
+        top, least = halved(values, largest), best[top_k - 1]
+        if top + MOST_NOISE > least:
+            words = philox(counters(at // 4, _DRAWN // 4), position, seed)
+            if greatest_of(words) >= least_word(top, least):
+                with_noise = values + noise_of(words)
+                if halved(with_noise, largest) > least:
+                    store(noisy, with_noise)
+                    for i in range(_DRAWN):
+                        offer(best, who, top_k, noisy[i], at + i)
 
 
 def largest_of(block: Pointer) -> Value:
@@ -164,7 +234,9 @@ def follow(
     said = scratch(real, f32, rank)
     for row in taken(num_rows):
         reals, wholes = real + rows[row] * len(Column), whole + rows[row] * len(Whole)
-        temperature = reals[int(Column.TEMPERATURE)]
+        is_warm = reals[int(Column.TEMPERATURE)] >= MIN_TEMPERATURE
+        scale = select(is_warm, 1.0 / reals[int(Column.TEMPERATURE)], 1.0)
+        weight = select(is_open(reals, wholes), scale, 1.0)
         before = anchor[row]
         for column in range(num_columns):
             item = row * num_columns + column
@@ -175,13 +247,11 @@ def follow(
                 place = ids[i]
                 if places.is_given:
                     place = places[place]
-                scores[i] = scores[i] + dot(said, successors + place * rank, rank)
-            if temperature >= MIN_TEMPERATURE:
-                scale = 1.0 / temperature
+                scores[i] = scores[i] + dot(said, successors + place * rank, rank) * weight
+            if is_warm & (wholes[int(Whole.IS_FILTERED)] != 0):
                 for i in range(top_k):
                     scores[i] = scores[i] * scale
-                if wholes[int(Whole.IS_FILTERED)] != 0:
-                    keep_likely(scores, ordered, order, top_k, reals, wholes)
+                keep_likely(scores, ordered, order, top_k, reals, wholes)
                 draw(scores, ids, top_k, wholes[int(Whole.SEED)], starts[row] + 1 + column)
             before = ids[first_of_largest(scores, top_k)]
             drafts[item] = before

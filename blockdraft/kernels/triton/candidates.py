@@ -1,6 +1,7 @@
 """`walk` on a CUDA device, in four launches; `kernels.candidates` says what is chosen, here is how.
 
-1. `_scan`: the best candidates of every chunk of CHUNK tokens of a column, best first.
+1. `_scan`: the best candidates of every chunk of CHUNK tokens of a column, best first; where nothing filters,
+   under the noise.
 2. `_merge`: the best of the column's chunks, by id.
 3. `_link`: for each candidate that may come before, the place of the one that the column then chooses.
 4. `_follow`: the walk, one program per row.
@@ -29,6 +30,7 @@ from blockdraft.kernels.triton.scores import (
     adjusted_scores,
     load_logits,
     noise_at,
+    noise_of,
 )
 
 CHUNK = tl.constexpr(2048)  # tokens
@@ -73,6 +75,12 @@ def _largest(keys, top_k, K: tl.constexpr):
     return found
 
 
+@triton.jit
+def _is_open(temperature, row, whole):
+    """Whether noise has a say, and no filter."""
+    return (temperature >= MIN_TEMPERATURE) & (tl.load(whole + row * NUM_WHOLE + _IS_FILTERED) == 0)
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def _scan(
     logits, row_stride, column_stride, starts, recent, rows, real, whole,
@@ -89,8 +97,13 @@ def _scan(
     first = chunk * CHUNK
     ids = first + tl.arange(0, CHUNK)
     wait_for_previous(PDL)
-    column = (r, c, tl.load(rows + r), tables)
-    scores = adjusted_scores(load_logits(logits, ids, V), ids, first, first + CHUNK, column)
+    row = tl.load(rows + r)
+    scores = adjusted_scores(load_logits(logits, ids, V), ids, first, first + CHUNK, (r, c, row, tables))
+    temperature = tl.load(real + row * NUM_REAL + TEMPERATURE)
+    if _is_open(temperature, row, whole):
+        seed = tl.load(whole + row * NUM_WHOLE + _SEED)
+        noise = noise_of(first, seed, tl.load(starts + r) + 1 + c, CHUNK)
+        scores = scores * tl.div_rn(1.0, temperature) + noise
     own = tl.where(ids < V, _keys_of(scores, ids), _NO_KEY)
     place = (index * tl.num_programs(1) + chunk) * K + tl.arange(0, K)
     tl.store(keys + place, _largest(own, top_k, K))
@@ -172,12 +185,12 @@ def _link(
             left = left * mixed.to(tl.float32)[None, :]
         pairs = tl.dot(left, tl.trans(right.to(tl.float32)), pairs, input_precision="ieee")
     unary = tl.load(scores + index * K + place, mask=is_one, other=NEVER)
-    total = unary[None, :] + pairs
     temperature = tl.load(real + row * NUM_REAL + TEMPERATURE)
-    if temperature >= MIN_TEMPERATURE:
-        total = total * tl.div_rn(1.0, temperature)
-        if tl.load(whole + row * NUM_WHOLE + _IS_FILTERED) != 0:
-            total = _filtered(total, top_k, row, real, whole, K)
+    if _is_open(temperature, row, whole):
+        pairs = pairs * tl.div_rn(1.0, temperature)
+    total = unary[None, :] + pairs
+    if (temperature >= MIN_TEMPERATURE) & (tl.load(whole + row * NUM_WHOLE + _IS_FILTERED) != 0):
+        total = _filtered(total * tl.div_rn(1.0, temperature), top_k, row, real, whole, K)
         seed = tl.load(whole + row * NUM_WHOLE + _SEED)
         noise = noise_at(own.to(tl.int32), seed, tl.load(starts + r) + 1 + c)
         total += noise[None, :]
