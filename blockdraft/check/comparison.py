@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -53,6 +53,9 @@ class Comparison(NamedTuple):
     got: Tensor
     expected: Tensor
     num_steps: int = 1
+
+
+Comparisons = Iterator[Comparison]
 
 
 def run(

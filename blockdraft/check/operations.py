@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,14 +18,22 @@ from torch.nn import functional
 from blockdraft.cache.cold import ColdLayer
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
-from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import Recurrent
-from blockdraft.check.comparison import Comparison, Numbers, distinct, models_of, parts_of, run, wide
+from blockdraft.check.choices import compare_acceptance, compare_recall, compare_sampling, compare_walk
+from blockdraft.check.comparison import (
+    Comparison,
+    Comparisons,
+    Numbers,
+    distinct,
+    models_of,
+    parts_of,
+    run,
+    wide,
+)
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels import gated_delta, heads, linear, moe, recall, rows, sampling
+from blockdraft.kernels import gated_delta, heads, linear, moe, rows
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
 from blockdraft.kernels.block_conv import reference_block_conv, reference_block_conv_norm
-from blockdraft.kernels.candidates import reference_walk
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_codec import kv_format
 from blockdraft.kernels.kv_cold import (
@@ -37,7 +45,6 @@ from blockdraft.kernels.kv_cold import (
 )
 from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
 from blockdraft.kernels.kv_positions import PositionRule
-from blockdraft.kernels.sampling_tables import Real
 from blockdraft.models.dflash import DFlashLayer
 from blockdraft.models.dflash2 import BlockConv
 from blockdraft.models.gated_delta import GatedAttention, GatedDelta
@@ -49,7 +56,6 @@ from blockdraft.models.moe import ExpertLinear, Experts, MoE, SharedExpert
 from blockdraft.models.packed import Packed, Scaled, Stacked
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.models.rotary import Rotary
-from blockdraft.step.pairs import PairDrafter
 
 MAX_OUTPUTS = 512  # weight rows whose products are recomputed; all of them are multiplied
 EVERY_TILE = (1, 2, 3, 4, 5, 6, 7, 8, 19)  # tokens: each has code of its own in the CPU's matrix product
@@ -57,10 +63,7 @@ CONTEXT = 300  # keys: past one chunk of the attention kernels and their referen
 LONG_PIECE = 80  # tokens of a row: a card's attention has code of its own for so many
 GATED_TILES = (17, 65, 129)  # tokens: on a card each is multiplied by another kernel
 MAX_WINDOW = 8192  # windows up to here are reached by a context of their own
-NEAR = 1e-4  # of a score: closer tokens are as good as equal, and rounding decides between them
 MAX_MIXED = 3  # tokens through the experts: each wants its own, and float64 takes one after another
-
-Comparisons = Iterator[Comparison]
 
 
 # ---- matrix products
@@ -333,6 +336,25 @@ def _emptied(codes: Codes) -> Codes:
     return Codes(*(torch.zeros_like(part) for part in codes))
 
 
+def _compare_places(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Positions and slots of a ragged stream and of blocks, by counting."""
+    width, page_size = engine.models.plan.width, engine.models.plan.page_size
+    order, starts = (2, 0, 1), (page_size - 1, 0, 7)
+    for counts in ((width, width, width), (3, 1, 2 * page_size + 1)):
+        num_pages = (max(starts) + max(counts)) // page_size + 1
+        pages = numbers.order(3 * num_pages).view(3, num_pages)
+        where = {"rows": numbers.whole(*order), "starts": numbers.whole(*starts)}
+        locate = numbers.kernels.locate
+        blocks = Blocks(pages=pages, counts=counts, page_size=page_size, locate=locate, **where)
+        positions, slots, table = [], [], pages.tolist()
+        for row, start, count in zip(order, starts, counts, strict=True):
+            for position in range(start, start + count):
+                positions.append(position)
+                slots.append(table[row][position // page_size] * page_size + position % page_size)
+        yield Comparison(f"positions, {counts} tokens", blocks.positions, numbers.whole(*positions))
+        yield Comparison(f"slots, {counts} tokens", blocks.write_slots, numbers.whole(*slots))
+
+
 # ---- the small steps of a layer
 
 
@@ -372,6 +394,24 @@ def _compare_activations(engine: Engine, numbers: Numbers) -> Comparisons:
     for gate, size in dict.fromkeys(gates):
         gate_mul = (numbers.kernels.gate_mul, rows.reference_gate_mul)
         yield run(f"{gate} of {size} values", *gate_mul, numbers.normal(5, 2 * size), gate)
+
+
+def _compare_block_conv(engine: Engine, numbers: Numbers) -> Comparisons:
+    for part in distinct(parts_of(engine, BlockConv), lambda part: tuple(part.base_kernel.shape)):
+        size, block = part.base_kernel.shape[2], engine.models.plan.block
+        x, deltas = numbers.normal(2 * block, size), numbers.normal(2 * block, *part.shape)
+        where = f"{size} channels, 2 blocks of {block}"
+        (base, last_base), (own, last_own) = part.base_kernel, deltas.unbind(1)
+        convolve = (part.kernels.block_conv, reference_block_conv)
+        yield run(where, *convolve, x, base, own, block, None, num_steps=2)
+        stream, weight = numbers.normal(2 * block, size), numbers.normal(size)
+        both = map(_stacked, (part.kernels.block_conv_norm, reference_block_conv_norm))
+        inputs = (x, last_base, last_own, block, stream, weight, 1e-6)
+        yield run(f"{where}, normalised", *both, *inputs, num_steps=3)
+
+
+def _stacked(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
+    return lambda *inputs: torch.stack(operation(*inputs))
 
 
 # ---- heads
@@ -622,171 +662,6 @@ def _reference_mlp(part: Experts | SharedExpert, x: Tensor, expert: int | None =
     return _matrix(part.down, expert).reference(inner)
 
 
-# ---- behind the head
-
-
-RULES = (
-    RowSampling(),
-    RowSampling(repetition=1.3, presence=0.4, frequency=0.3, output_start=2),
-    RowSampling(temperature=0.8, seed=-3),
-    RowSampling(temperature=1.1, top_k=20, min_p=0.02, seed=5),
-    RowSampling(temperature=0.9, top_p=0.8, seed=2**40, bias=((1, 3.0),), stop_ids=(0,), min_end=9),
-)
-
-
-def _compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
-    vocab_size = engine.models.config.vocab_size
-    table = _rows_of_rules(vocab_size, numbers)
-    starts, recent = table.length[table.active], numbers.integers(min(vocab_size, 9), len(RULES), 2)
-    logits = 3 * numbers.normal(len(RULES), 2, vocab_size)
-    got = numbers.kernels.choose(logits, starts, recent, table.sampling())
-    expected = _nearest(got, logits.double(), starts, recent, table.sampling())
-    for row, rule in enumerate(RULES):
-        kind = "random" if rule.is_random else "greedy"
-        name = f"{'filtered ' * rule.is_filtered}{'penalised ' * rule.is_penalised}{kind}"
-        yield Comparison(f"{name}, {vocab_size} tokens", got[row], expected[row])
-    words = numbers.integers(2**31, len(RULES), 2, -(-vocab_size // 32)).int()
-    allowed = sampling.Allowed(words, numbers.integers(3, len(RULES)).int())
-    forms = logits.clone(), logits.clone()
-    numbers.kernels.forbid(forms[0], allowed)
-    sampling.reference_forbid(forms[1], allowed)
-    yield Comparison("forms", forms[0].isfinite().long(), forms[1].isfinite().long())
-
-
-def _compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
-    """In the models' own dtype: a draft that rounding decides is followed by others.
-
-    Logits are near enough to each other for the noise to choose other candidates than they would.
-    """
-    drafter = engine.models.drafter
-    if not isinstance(drafter, PairDrafter):
-        return
-    vocab_size = drafter.model.config.vocab_size
-    table = _rows_of_rules(vocab_size, numbers)
-    pairs = drafter.pairs(numbers.normal(len(RULES), 3, drafter.model.config.hidden_size))
-    starts, anchor = table.length[table.active], numbers.integers(vocab_size, len(RULES), 1)
-    inputs = (numbers.normal(len(RULES), 3, vocab_size), pairs, starts, anchor, table.sampling())
-    got = numbers.kernels.walk(*inputs)
-    yield Comparison(f"{pairs.top_k} of {vocab_size} tokens", got, reference_walk(*inputs))
-
-
-def _compare_block_conv(engine: Engine, numbers: Numbers) -> Comparisons:
-    for part in distinct(parts_of(engine, BlockConv), lambda part: tuple(part.base_kernel.shape)):
-        size, block = part.base_kernel.shape[2], engine.models.plan.block
-        x, deltas = numbers.normal(2 * block, size), numbers.normal(2 * block, *part.shape)
-        where = f"{size} channels, 2 blocks of {block}"
-        (base, last_base), (own, last_own) = part.base_kernel, deltas.unbind(1)
-        convolve = (part.kernels.block_conv, reference_block_conv)
-        yield run(where, *convolve, x, base, own, block, None, num_steps=2)
-        stream, weight = numbers.normal(2 * block, size), numbers.normal(size)
-        both = map(_stacked, (part.kernels.block_conv_norm, reference_block_conv_norm))
-        inputs = (x, last_base, last_own, block, stream, weight, 1e-6)
-        yield run(f"{where}, normalised", *both, *inputs, num_steps=3)
-
-
-def _stacked(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
-    return lambda *inputs: torch.stack(operation(*inputs))
-
-
-def _rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:
-    """A row for each of RULES, all active."""
-    count, device = len(RULES), numbers.device
-    table = Rows(
-        max_rows=count,
-        max_pages=1,
-        vocab_size=vocab_size,
-        scratch_page=0,
-        device=device,
-        kernels=numbers.kernels,
-    )
-    for row, rule in enumerate(RULES):
-        table.place(row, numbers.integers(min(vocab_size, 9), 6 + row).tolist(), 5 + row, rule)
-    table.activate(range(count))
-    return table
-
-
-def _nearest(
-    got: Tensor, logits: Tensor, starts: Tensor, recent: Tensor, batch: sampling.SamplingBatch
-) -> Tensor:
-    """What the reference chooses; `got` itself where it would do so with numbers NEAR the given ones."""
-    expected = sampling.reference_choose(logits, starts, recent, batch)
-    if torch.equal(got, expected):
-        return expected
-    in_reach = got.clamp(0, logits.shape[2] - 1)[..., None]
-    nudged = logits.scatter_add(2, in_reach, torch.full_like(logits[..., :1], NEAR))
-    for top_p in (1.0, 1 - NEAR, 1 + NEAR):
-        real = batch.real.clone()
-        real[:, Real.TOP_P] *= top_p
-        for near in (logits, nudged):
-            found = sampling.reference_choose(near, starts, recent, replace(batch, real=real))
-            expected = torch.where(found == got, got, expected)
-    return expected
-
-
-def _compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Counts, and where the rows stand after that step, by counting."""
-    width = max(engine.models.plan.width, 2)
-    sampled, block = numbers.integers(2, 8, width), numbers.integers(2, 8, width)
-    sampled[0, :-1] = block[0, 1:]  # all right
-    sampled[1, :-1] = 1 - block[1, 1:]  # all wrong
-    agrees = (sampled[:, :-1] == block[:, 1:]).tolist()
-    counts = [1 + [*row, False].index(False) for row in agrees]
-    got = numbers.kernels.count_accepted(sampled, block)
-    yield Comparison(f"blocks of {width}", got, numbers.whole(*counts))
-    table = _rows_of_rules(9, numbers)
-    lengths, anchors = table.length.clone(), table.anchor.clone()
-    output_counts = table.sampling().output_counts.long()
-    for row, rule in enumerate(RULES):
-        if rule.is_penalised:
-            for token in block[row, max(0, rule.output_start - int(lengths[row])) : counts[row]].tolist():
-                output_counts[row, token] += 1
-        lengths[row] += counts[row]
-        anchors[row] = sampled[row, counts[row] - 1]
-    num = len(RULES)
-    table.advance(block[:num], sampled[:num], numbers.whole(*counts[:num]))
-    yield Comparison(f"lengths after blocks of {width}", table.length, lengths)
-    yield Comparison(f"anchors after blocks of {width}", table.anchor, anchors)
-    after = table.sampling().output_counts.long()
-    yield Comparison(f"counts after blocks of {width}", after, output_counts)
-
-
-def _compare_places(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Positions and slots of a ragged stream and of blocks, by counting."""
-    width, page_size = engine.models.plan.width, engine.models.plan.page_size
-    order, starts = (2, 0, 1), (page_size - 1, 0, 7)
-    for counts in ((width, width, width), (3, 1, 2 * page_size + 1)):
-        num_pages = (max(starts) + max(counts)) // page_size + 1
-        pages = numbers.order(3 * num_pages).view(3, num_pages)
-        where = {"rows": numbers.whole(*order), "starts": numbers.whole(*starts)}
-        locate = numbers.kernels.locate
-        blocks = Blocks(pages=pages, counts=counts, page_size=page_size, locate=locate, **where)
-        positions, slots, table = [], [], pages.tolist()
-        for row, start, count in zip(order, starts, counts, strict=True):
-            for position in range(start, start + count):
-                positions.append(position)
-                slots.append(table[row][position // page_size] * page_size + position % page_size)
-        yield Comparison(f"positions, {counts} tokens", blocks.positions, numbers.whole(*positions))
-        yield Comparison(f"slots, {counts} tokens", blocks.write_slots, numbers.whole(*slots))
-
-
-def _compare_recall(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Texts of few words, which say much again, in a table of which some rows are asked."""
-    if not engine.models.plan.draft_ngram:
-        return
-    width, size = max(engine.models.plan.block, 2), 2500
-    history = numbers.integers(3, 5, size).to(torch.int32)
-    history[1, 1000:2000] = history[1, :1000]
-    order, starts = numbers.whole(4, 1, 0, 3), numbers.whole(2499 - width, 1700, 0, 40)
-    blocks = [history[order].gather(1, starts[:, None]).long().repeat(1, width) for _ in range(2)]
-    for block, call in zip(blocks, (numbers.kernels.recall, recall.reference_recall), strict=True):
-        call(block, history, order, starts, 2)
-    yield Comparison(f"blocks of {width}", blocks[0], blocks[1])
-    lengths, tables = numbers.whole(7, 1700, 3, 40, 2499 - width), (history.clone(), history.clone())
-    for table, note in zip(tables, (numbers.kernels.remember, recall.reference_remember), strict=True):
-        note(table, blocks[1], order, lengths)
-    yield Comparison(f"texts after blocks of {width}", tables[0].long(), tables[1].long())
-
-
 OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "linear": _compare_linear,
     "packed product": _compare_packed,
@@ -803,9 +678,9 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "routing": _compare_routes,
     "experts": _compare_experts,
     "places": _compare_places,
-    "sampling": _compare_sampling,
-    "acceptance": _compare_acceptance,
+    "sampling": compare_sampling,
+    "acceptance": compare_acceptance,
     "block convolution": _compare_block_conv,
-    "walk": _compare_walk,
-    "recall": _compare_recall,
+    "walk": compare_walk,
+    "recall": compare_recall,
 }

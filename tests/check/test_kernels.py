@@ -10,7 +10,7 @@ if not torch.cuda.is_available():  # before anything imports Triton, which other
 
 from blockdraft.cache.recurrent import RecurrentStates
 from blockdraft.cache.rows import Rows
-from blockdraft.check import operations
+from blockdraft.check import choices, operations
 from blockdraft.check.comparison import Comparison, Numbers
 from blockdraft.check.kernels import check_kernels, measure
 from blockdraft.engine.engine import Engine
@@ -268,7 +268,7 @@ def test_tokens_in_the_wrong_place(engine, name, monkeypatch):
     assert {where.split(",")[0] for where in found} == {kind}
 
 
-@pytest.mark.parametrize("row", range(len(operations.RULES)))
+@pytest.mark.parametrize("row", range(len(choices.RULES)))
 def test_a_wrong_sample_of_any_rule(engine, row):
     def change(ids, *_):
         ids[row, 1] = (ids[row, 1] + 1) % 96
@@ -284,15 +284,15 @@ def test_ids_out_of_range_are_wrong_samples(engine):
 
 def test_samples_as_good_as_equal_pass_and_others_do_not():
     numbers = Numbers(tiny.engine(dtype="float32"))
-    rows = operations._rows_of_rules(9, numbers)
+    rows = choices.rows_of_rules(9, numbers)
     starts, recent = rows.length[rows.active], torch.zeros(len(rows.active), 1, dtype=torch.int64)
     logits = torch.zeros(len(rows.active), 1, 9, dtype=torch.float64) - 20
     logits[..., 3], logits[..., 5] = 5.0, 5.0 - 5e-5
     batch = rows.sampling()
-    greedy = operations._nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
+    greedy = choices.nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
     assert greedy.tolist() == [5]
     logits[..., 5] -= 1e-3
-    greedy = operations._nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
+    greedy = choices.nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
     assert greedy.tolist() == [3]
 
 

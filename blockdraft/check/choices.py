@@ -1,0 +1,141 @@
+"""What chooses tokens, against its references: sampling, the walk over candidates, acceptance, n-grams."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.rows import Rows, RowSampling
+from blockdraft.check.comparison import Comparison, Comparisons, Numbers
+from blockdraft.engine.engine import Engine
+from blockdraft.kernels import recall, sampling
+from blockdraft.kernels.candidates import reference_walk
+from blockdraft.kernels.sampling_tables import Real
+from blockdraft.step.pairs import PairDrafter
+
+NEAR = 1e-4  # of a score: closer tokens are as good as equal, and rounding decides between them
+RULES = (
+    RowSampling(),
+    RowSampling(repetition=1.3, presence=0.4, frequency=0.3, output_start=2),
+    RowSampling(temperature=0.8, seed=-3),
+    RowSampling(temperature=1.1, top_k=20, min_p=0.02, seed=5),
+    RowSampling(temperature=0.9, top_p=0.8, seed=2**40, bias=((1, 3.0),), stop_ids=(0,), min_end=9),
+)
+
+
+def compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
+    vocab_size = engine.models.config.vocab_size
+    table = rows_of_rules(vocab_size, numbers)
+    starts, recent = table.length[table.active], numbers.integers(min(vocab_size, 9), len(RULES), 2)
+    logits = 3 * numbers.normal(len(RULES), 2, vocab_size)
+    got = numbers.kernels.choose(logits, starts, recent, table.sampling())
+    expected = nearest(got, logits.double(), starts, recent, table.sampling())
+    for row, rule in enumerate(RULES):
+        kind = "random" if rule.is_random else "greedy"
+        name = f"{'filtered ' * rule.is_filtered}{'penalised ' * rule.is_penalised}{kind}"
+        yield Comparison(f"{name}, {vocab_size} tokens", got[row], expected[row])
+    words = numbers.integers(2**31, len(RULES), 2, -(-vocab_size // 32)).int()
+    allowed = sampling.Allowed(words, numbers.integers(3, len(RULES)).int())
+    forms = logits.clone(), logits.clone()
+    numbers.kernels.forbid(forms[0], allowed)
+    sampling.reference_forbid(forms[1], allowed)
+    yield Comparison("forms", forms[0].isfinite().long(), forms[1].isfinite().long())
+
+
+def compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
+    """In the models' own dtype: a draft that rounding decides is followed by others.
+
+    Logits are near enough to each other for the noise to choose other candidates than they would.
+    """
+    drafter = engine.models.drafter
+    if not isinstance(drafter, PairDrafter):
+        return
+    vocab_size = drafter.model.config.vocab_size
+    table = rows_of_rules(vocab_size, numbers)
+    pairs = drafter.pairs(numbers.normal(len(RULES), 3, drafter.model.config.hidden_size))
+    starts, anchor = table.length[table.active], numbers.integers(vocab_size, len(RULES), 1)
+    inputs = (numbers.normal(len(RULES), 3, vocab_size), pairs, starts, anchor, table.sampling())
+    got = numbers.kernels.walk(*inputs)
+    yield Comparison(f"{pairs.top_k} of {vocab_size} tokens", got, reference_walk(*inputs))
+
+
+def rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:
+    """A row for each of RULES, all active."""
+    count, device = len(RULES), numbers.device
+    table = Rows(
+        max_rows=count,
+        max_pages=1,
+        vocab_size=vocab_size,
+        scratch_page=0,
+        device=device,
+        kernels=numbers.kernels,
+    )
+    for row, rule in enumerate(RULES):
+        table.place(row, numbers.integers(min(vocab_size, 9), 6 + row).tolist(), 5 + row, rule)
+    table.activate(range(count))
+    return table
+
+
+def nearest(
+    got: Tensor, logits: Tensor, starts: Tensor, recent: Tensor, batch: sampling.SamplingBatch
+) -> Tensor:
+    """What the reference chooses; `got` itself where it would do so with numbers NEAR the given ones."""
+    expected = sampling.reference_choose(logits, starts, recent, batch)
+    if torch.equal(got, expected):
+        return expected
+    in_reach = got.clamp(0, logits.shape[2] - 1)[..., None]
+    nudged = logits.scatter_add(2, in_reach, torch.full_like(logits[..., :1], NEAR))
+    for top_p in (1.0, 1 - NEAR, 1 + NEAR):
+        real = batch.real.clone()
+        real[:, Real.TOP_P] *= top_p
+        for near in (logits, nudged):
+            found = sampling.reference_choose(near, starts, recent, replace(batch, real=real))
+            expected = torch.where(found == got, got, expected)
+    return expected
+
+
+def compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Counts, and where the rows stand after that step, by counting."""
+    width = max(engine.models.plan.width, 2)
+    sampled, block = numbers.integers(2, 8, width), numbers.integers(2, 8, width)
+    sampled[0, :-1] = block[0, 1:]  # all right
+    sampled[1, :-1] = 1 - block[1, 1:]  # all wrong
+    agrees = (sampled[:, :-1] == block[:, 1:]).tolist()
+    counts = [1 + [*row, False].index(False) for row in agrees]
+    got = numbers.kernels.count_accepted(sampled, block)
+    yield Comparison(f"blocks of {width}", got, numbers.whole(*counts))
+    table = rows_of_rules(9, numbers)
+    lengths, anchors = table.length.clone(), table.anchor.clone()
+    output_counts = table.sampling().output_counts.long()
+    for row, rule in enumerate(RULES):
+        if rule.is_penalised:
+            for token in block[row, max(0, rule.output_start - int(lengths[row])) : counts[row]].tolist():
+                output_counts[row, token] += 1
+        lengths[row] += counts[row]
+        anchors[row] = sampled[row, counts[row] - 1]
+    num = len(RULES)
+    table.advance(block[:num], sampled[:num], numbers.whole(*counts[:num]))
+    yield Comparison(f"lengths after blocks of {width}", table.length, lengths)
+    yield Comparison(f"anchors after blocks of {width}", table.anchor, anchors)
+    after = table.sampling().output_counts.long()
+    yield Comparison(f"counts after blocks of {width}", after, output_counts)
+
+
+def compare_recall(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Texts of few words, which say much again, in a table of which some rows are asked."""
+    if not engine.models.plan.draft_ngram:
+        return
+    width, size = max(engine.models.plan.block, 2), 2500
+    history = numbers.integers(3, 5, size).to(torch.int32)
+    history[1, 1000:2000] = history[1, :1000]
+    order, starts = numbers.whole(4, 1, 0, 3), numbers.whole(2499 - width, 1700, 0, 40)
+    blocks = [history[order].gather(1, starts[:, None]).long().repeat(1, width) for _ in range(2)]
+    for block, call in zip(blocks, (numbers.kernels.recall, recall.reference_recall), strict=True):
+        call(block, history, order, starts, 2)
+    yield Comparison(f"blocks of {width}", blocks[0], blocks[1])
+    lengths, tables = numbers.whole(7, 1700, 3, 40, 2499 - width), (history.clone(), history.clone())
+    for table, note in zip(tables, (numbers.kernels.remember, recall.reference_remember), strict=True):
+        note(table, blocks[1], order, lengths)
+    yield Comparison(f"texts after blocks of {width}", tables[0].long(), tables[1].long())
