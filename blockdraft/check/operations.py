@@ -33,7 +33,7 @@ from blockdraft.check.comparison import (
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels import gated_delta, heads, linear, moe, rows
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
-from blockdraft.kernels.block_conv import reference_block_conv, reference_block_conv_norm
+from blockdraft.kernels.block_conv import reference_conv_after, reference_conv_before
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_codec import kv_format
 from blockdraft.kernels.kv_cold import (
@@ -399,19 +399,20 @@ def _compare_activations(engine: Engine, numbers: Numbers) -> Comparisons:
 def _compare_block_conv(engine: Engine, numbers: Numbers) -> Comparisons:
     for part in distinct(parts_of(engine, BlockConv), lambda part: tuple(part.base_kernel.shape)):
         size, block = part.base_kernel.shape[2], engine.models.plan.block
-        x, deltas = numbers.normal(2 * block, size), numbers.normal(2 * block, *part.shape)
+        x, stream = numbers.normal(2, 2 * block, size)
+        base, last_base = part.base_kernel
+        projection = numbers.normal(*part.kernel_projection.weight.shape) / size**0.5
+        own, weight = numbers.normal(2 * block, *part.shape[1:]), numbers.normal(size)
         where = f"{size} channels, 2 blocks of {block}"
-        (base, last_base), (own, last_own) = part.base_kernel, deltas.unbind(1)
-        convolve = (part.kernels.block_conv, reference_block_conv)
-        yield run(where, *convolve, x, base, own, block, None, num_steps=2)
-        stream, weight = numbers.normal(2 * block, size), numbers.normal(size)
-        both = map(_stacked, (part.kernels.block_conv_norm, reference_block_conv_norm))
-        inputs = (x, last_base, last_own, block, stream, weight, 1e-6)
-        yield run(f"{where}, normalised", *both, *inputs, num_steps=3)
+        before = map(_joined, (part.kernels.conv_before, reference_conv_before))
+        yield run(f"{where}, by a product", *before, x, base, projection, block, num_steps=3)
+        after = map(_joined, (part.kernels.conv_after, reference_conv_after))
+        inputs = (x, last_base, own, block, stream, weight, 1e-6)
+        yield run(f"{where}, normalised", *after, *inputs, num_steps=3)
 
 
-def _stacked(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
-    return lambda *inputs: torch.stack(operation(*inputs))
+def _joined(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
+    return lambda *inputs: torch.cat([result.flatten() for result in operation(*inputs)])
 
 
 # ---- heads

@@ -14,43 +14,46 @@ from torch.nn import functional
 
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
+from blockdraft.kernels.linear import Multiply, reference_linear
 from blockdraft.kernels.rows import RmsNorm, reference_rms_norm
 
 BlockConvolve = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], Tensor]
-ConvolveAndNorm = Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+ConvBefore = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+ConvAfter = Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
-def pick_block_conv(at: Available) -> BlockConvolve:
+def pick_block_convs(at: Available, linear: Multiply, rms_norm: RmsNorm) -> tuple[ConvBefore, ConvAfter]:
+    """The convolution before a sublayer with the product it follows from, and that after it with a norm."""
     if at.has_llvm():
         from blockdraft.kernels.llvm.block_conv import BlockConvKernel
 
-        return BlockConvKernel(at.dtype)
+        return _in_turn(BlockConvKernel(at.dtype), linear, rms_norm)
     if not at.has_triton("block convolutions"):
-        return reference_block_conv
-    from blockdraft.kernels.triton.block_conv import block_conv
+        return _in_turn(reference_block_conv, linear, rms_norm)
+    from blockdraft.kernels.triton.block_conv import conv_after, conv_before
 
-    return named("block convolutions", block_conv)
-
-
-def pick_block_conv_norm(at: Available, convolve: BlockConvolve, rms_norm: RmsNorm) -> ConvolveAndNorm:
-    """What a convolution adds to the stream `onto`, and that stream normalised."""
-    if not at.has_triton("block convolutions"):
-        return in_turn(convolve, rms_norm)
-    from blockdraft.kernels.triton.block_conv import block_conv_norm
-
-    return named("block convolutions", block_conv_norm)
+    return named("block convolutions", conv_before), named("block convolutions", conv_after)
 
 
-def in_turn(convolve: BlockConvolve, rms_norm: RmsNorm) -> ConvolveAndNorm:
+def _in_turn(convolve: BlockConvolve, linear: Multiply, rms_norm: RmsNorm) -> tuple[ConvBefore, ConvAfter]:
     """First one, then the other."""
 
-    def both(
+    def before(x: Tensor, base: Tensor, projection: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+        """x convolved by `base` and what its tokens add, and what they add to this kernel and the next.
+
+        Those are [N, 2, T, G]; projection is [2 * T * G, E].
+        """
+        deltas = linear(x, projection, None, None).view(len(x), 2, len(base), -1)
+        return convolve(x, base, deltas[:, 0], num_columns, None), deltas
+
+    def after(
         x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
+        """The stream `onto` with x convolved, and that normalised."""
         stream = convolve(x, base, deltas, num_columns, onto)
         return stream, rms_norm(stream, weight, eps)
 
-    return both
+    return before, after
 
 
 def reference_block_conv(
@@ -74,4 +77,6 @@ def reference_block_conv(
     return y.to(x.dtype) if onto is None else onto + y.to(x.dtype)
 
 
-reference_block_conv_norm = in_turn(reference_block_conv, reference_rms_norm)
+reference_conv_before, reference_conv_after = _in_turn(
+    reference_block_conv, reference_linear, reference_rms_norm
+)

@@ -58,8 +58,8 @@ class Kernels:
     count_accepted: acceptance.CountAccepted
     draw_accepted: acceptance.DrawAccepted
     advance: acceptance.Advance
-    block_conv_norm: block_conv.ConvolveAndNorm
-    block_conv: block_conv.BlockConvolve
+    conv_before: block_conv.ConvBefore
+    conv_after: block_conv.ConvAfter
     walk: candidates.Walk
     recall: recalling.Recall
     remember: recalling.Remember
@@ -110,7 +110,7 @@ def _assembled(at: Available) -> Kernels:
     scan, fold = gated_delta.pick_scan(at)
     count_accepted, draw_accepted, advance = acceptance.pick_acceptance(at)
     recall, remember = recalling.pick_recall(at)
-    convolve_block = block_conv.pick_block_conv(at)
+    conv_before, conv_after = block_conv.pick_block_convs(at, linear, rms_norm)
     return Kernels(
         available=at,
         rms_norm=rms_norm,
@@ -139,8 +139,8 @@ def _assembled(at: Available) -> Kernels:
         count_accepted=count_accepted,
         draw_accepted=draw_accepted,
         advance=advance,
-        block_conv_norm=block_conv.pick_block_conv_norm(at, convolve_block, rms_norm),
-        block_conv=convolve_block,
+        conv_before=conv_before,
+        conv_after=conv_after,
         walk=candidates.pick_walk(at),
         recall=recall,
         remember=remember,

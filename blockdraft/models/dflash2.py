@@ -32,20 +32,21 @@ class BlockConv(KernelModule):
         self.base_kernel = nn.Parameter(torch.empty(2, head.conv_taps, hidden))
         self.kernel_projection = PlainLinear(hidden, 2 * head.conv_taps * self.shape[2])
 
-    def deltas(self, x: Tensor) -> Tensor:
-        """[N, 2, taps, groups]: what tokens x [N, E] add to both kernels."""
-        return self.kernel_projection(x).view(-1, *self.shape)  # type: ignore[no-any-return]
+    def before(self, x: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+        """What goes into the sublayer: x [N, E] in blocks of `num_columns`, convolved. And for `after`:
 
-    def before(self, x: Tensor, deltas: Tensor, num_columns: int) -> Tensor:
-        """What goes into the sublayer: x [N, E] in blocks of `num_columns`, convolved."""
-        return self.kernels.block_conv(x, self.base_kernel[BEFORE], deltas[:, BEFORE], num_columns, None)
+        [N, 2, taps, groups], what the tokens add to both kernels.
+        """
+        weight = self.kernel_projection.weight
+        assert isinstance(weight, Tensor)
+        return self.kernels.conv_before(x, self.base_kernel[BEFORE], weight, num_columns)
 
     def after(
         self, x: Tensor, deltas: Tensor, num_columns: int, stream: Tensor, norm: RMSNorm
     ) -> tuple[Tensor, Tensor]:
         """The stream with what comes out of the sublayer, convolved; and that, normalised."""
         base, own = self.base_kernel[AFTER], deltas[:, AFTER]
-        return self.kernels.block_conv_norm(x, base, own, num_columns, stream, norm.weight, norm.eps)
+        return self.kernels.conv_after(x, base, own, num_columns, stream, norm.weight, norm.eps)
 
 
 class DFlash2Layer(DFlashLayer):
@@ -63,12 +64,10 @@ class DFlash2Layer(DFlashLayer):
         self, x: Tensor, normed: Tensor, angles: Angles, view: View, num_columns: int, next_norm: RMSNorm
     ) -> tuple[Tensor, Tensor]:
         """The stream behind this layer, and that by the norm of what comes next; `normed` is x by our own."""
-        deltas = self.attention_conv.deltas(normed)
-        mixed = self.attention_conv.before(normed, deltas, num_columns)
+        mixed, deltas = self.attention_conv.before(normed, num_columns)
         attended = self.out(self.attend(self.qkv(mixed), angles, view))
         x, normed = self.attention_conv.after(attended, deltas, num_columns, x, self.mlp_norm)
-        deltas = self.mlp_conv.deltas(normed)
-        mixed = self.mlp_conv.before(normed, deltas, num_columns)
+        mixed, deltas = self.mlp_conv.before(normed, num_columns)
         return self.mlp_conv.after(self.mlp(mixed), deltas, num_columns, x, next_norm)
 
 

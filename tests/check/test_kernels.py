@@ -85,12 +85,9 @@ def test_what_dflash2_adds_is_checked(dtype):
     assert {"block convolution", "walk"} <= {result.operation for result in check_kernels(engine)}
     assert failed(engine) == {}
     assert list(failed(wrong_kernel(engine, "walk", lambda drafts, *_: drafts + 1))) == ["walk"]
-    assert list(failed(wrong_kernel(engine, "block_conv_norm", lambda both, *_: (both[0], -both[1])))) == [
-        "block convolution"
-    ]
-    assert list(failed(wrong_kernel(engine, "block_conv", slightly))) == (
-        [] if dtype == "bfloat16" else ["block convolution"]
-    )
+    for name in ("conv_before", "conv_after"):
+        for wrong in (lambda both, *_: (both[0], -both[1]), lambda both, *_: (1.3 * both[0], both[1])):
+            assert list(failed(wrong_kernel(engine, name, wrong))) == ["block convolution"]
 
 
 def test_a_walk_whose_candidates_are_the_likeliest_whatever_the_noise_is_found():

@@ -5,7 +5,7 @@ import torch
 
 from blockdraft.kernels.block_conv import reference_block_conv
 from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.kernels import kernels_for
+from blockdraft.kernels.llvm.block_conv import BlockConvKernel
 from blockdraft.kernels.llvm.tape import Arena, StepTape
 
 CPU = torch.device("cpu")
@@ -32,8 +32,7 @@ def make_case(num_columns, size, group, taps, dtype=torch.float32, num_blocks=3)
 )
 def test_blocks_are_convolved_to_the_bits_of_the_reference(num_columns, size, group, taps, dtype):
     x, base, deltas, onto = make_case(num_columns, size, group, taps, dtype)
-    block_conv = kernels_for(dtype, CPU).block_conv
-    assert block_conv is not reference_block_conv
+    block_conv = BlockConvKernel(dtype)
     for side in (0, 1):
         for stream in (None, onto):
             args = (x, base[side], deltas[:, side], num_columns, stream)
@@ -44,16 +43,15 @@ def test_what_is_given_in_other_orders_of_memory():
     x, base, deltas, onto = make_case(4, 32, 16, 2)
     args = (x.mT.contiguous().mT, base[0].mT.contiguous().mT, deltas[:, 1].mT.contiguous().mT, 4)
     for stream in (None, onto.mT.contiguous().mT):
-        assert torch.equal(
-            kernels_for(torch.float32, CPU).block_conv(*args, stream), reference_block_conv(*args, stream)
-        )
+        block_conv = BlockConvKernel(torch.float32)
+        assert torch.equal(block_conv(*args, stream), reference_block_conv(*args, stream))
 
 
 def test_a_recorded_convolution_is_one_part_of_the_tape():
     x, base, deltas, onto = make_case(8, 64, 16, 2)
     tape = StepTape(Arena())
     with torch.inference_mode(), tape:
-        y = kernels_for(torch.float32, CPU).block_conv(x, base[0], deltas[:, 0], 8, onto)
+        y = BlockConvKernel(torch.float32)(x, base[0], deltas[:, 0], 8, onto)
     x.mul_(0.5)
     onto.sub_(1.0)
     tape.replay()

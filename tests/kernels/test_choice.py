@@ -127,10 +127,10 @@ CALLS = {
         torch.ones(3), torch.tensor([1]), _rows().sampling()
     ),
     "advance": _advance,
-    "block_conv": lambda kernels: kernels.block_conv(
-        torch.randn(4, 6), torch.randn(2, 6), torch.randn(4, 2, 3), 2, None
-    ),
-    "block_conv_norm": lambda kernels: kernels.block_conv_norm(
+    "conv_before": lambda kernels: kernels.conv_before(
+        torch.randn(4, 6), torch.randn(2, 6), torch.randn(12, 6), 2
+    )[0],
+    "conv_after": lambda kernels: kernels.conv_after(
         torch.randn(4, 6), torch.randn(2, 6), torch.randn(4, 2, 3), 2, torch.randn(4, 6), torch.ones(6), 1e-6
     )[1],
     "walk": lambda kernels: kernels.walk(
@@ -161,8 +161,8 @@ ON_GPU = {  # the kernel's module and name, and the operation that it belongs to
     "count_accepted": ("acceptance", "count_accepted", "acceptance"),
     "draw_accepted": ("acceptance", "draw_accepted", "acceptance"),
     "advance": ("acceptance", "advance", "acceptance"),
-    "block_conv": ("block_conv", "block_conv", "block convolutions"),
-    "block_conv_norm": ("block_conv", "block_conv_norm", "block convolutions"),
+    "conv_before": ("block_conv", "conv_before", "block convolutions"),
+    "conv_after": ("block_conv", "conv_after", "block convolutions"),
     "walk": ("candidates", "walk", "candidates"),
     "recall": ("recall", "recall", "recall"),
     "remember": ("recall", "remember", "recall"),

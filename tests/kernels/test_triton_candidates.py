@@ -1,4 +1,4 @@
-"""The Triton `walk` and `block_conv` against their references: on the card, or in Triton's interpreter."""
+"""The Triton `walk` and convolutions against their references: on the card, or in Triton's interpreter."""
 
 import os
 
@@ -9,9 +9,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
 
-from blockdraft.kernels.block_conv import reference_block_conv, reference_block_conv_norm  # noqa: E402
+from blockdraft.kernels.block_conv import (  # noqa: E402
+    reference_block_conv,
+    reference_conv_after,
+    reference_conv_before,
+)
 from blockdraft.kernels.candidates import PairScores, reference_walk  # noqa: E402
-from blockdraft.kernels.triton.block_conv import block_conv, block_conv_norm  # noqa: E402
+from blockdraft.kernels.triton.block_conv import conv_after, conv_before  # noqa: E402
 from blockdraft.kernels.triton.candidates import walk  # noqa: E402
 from blockdraft.kernels.triton.sampling import choose  # noqa: E402
 from tests.kernels.test_triton_sampling import DEVICE, HALF, RULES, make_logits, place_rows  # noqa: E402
@@ -110,25 +114,35 @@ def test_a_column_of_bans_still_gives_tokens():
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 @pytest.mark.parametrize(
-    ("num_columns", "size", "group", "taps"),
-    [(1, 32, 16, 2), (3, 48, 16, 2), (8, 20, 4, 3), (2, 32, 1, 4), (4, 1040, 16, 2)],
+    ("num_blocks", "num_columns", "size", "group", "taps"),
+    [
+        (1, 1, 32, 16, 2),
+        (3, 3, 48, 16, 2),
+        (9, 8, 20, 4, 3),
+        (3, 2, 32, 1, 4),
+        (3, 4, 1040, 16, 2),
+        (2, 16, 120, 20, 2),
+    ],
 )
-def test_blocks_are_convolved_as_by_the_reference(num_columns, size, group, taps, dtype):
+def test_blocks_are_convolved_as_by_the_reference(num_blocks, num_columns, size, group, taps, dtype):
     generator = torch.Generator().manual_seed(2)
 
     def noise(*shape):
         return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
-    x, onto = noise(3 * num_columns, size), noise(3 * num_columns, size)
-    base, deltas = noise(2, taps, size), noise(len(x), 2, taps, size // group)
-    for side in (0, 1):
-        for stream in (None, onto):
-            args = (x, base[side], deltas[:, side], num_columns, stream)
-            assert torch.equal(block_conv(*args), reference_block_conv(*args))
-    rest, weight = (base[1], deltas[:, 1], num_columns, onto), noise(size)
-    stream, normed = block_conv_norm(x, *rest, weight, 1e-6)
-    wide = (one.double() if isinstance(one, torch.Tensor) else one for one in rest)
-    _, expected = reference_block_conv_norm(x.double(), *wide, weight.double(), 1e-6)
-    assert torch.equal(stream, reference_block_conv(x, *rest))
+    x, onto = noise(num_blocks * num_columns, size), noise(num_blocks * num_columns, size)
+    base, projection = noise(2, taps, size), noise(2 * taps * size // group, size) / size**0.5
     bound = {HALF: 2e-2, torch.float32: 1e-5}[dtype]
+
+    def wide(*values):
+        return (one.double() if isinstance(one, torch.Tensor) else one for one in values)
+
+    mixed, deltas = conv_before(x, base[0], projection, num_columns)
+    _, expected = reference_conv_before(*wide(x, base[0], projection, num_columns))
+    torch.testing.assert_close(deltas.double(), expected, rtol=bound, atol=bound)
+    assert torch.equal(mixed, reference_block_conv(x, base[0], deltas[:, 0], num_columns))
+    rest, weight = (base[1], deltas[:, 1], num_columns, onto), noise(size)
+    stream, normed = conv_after(x, *rest, weight, 1e-6)
+    _, expected = reference_conv_after(*wide(x, *rest, weight), 1e-6)
+    assert torch.equal(stream, reference_block_conv(x, *rest))
     torch.testing.assert_close(normed.double(), expected, rtol=bound, atol=bound)

@@ -1,4 +1,9 @@
-"""Convolutions over the columns of a block on a CUDA device: one program per token and some channels."""
+"""Convolutions over the columns of a block on a CUDA device; the contract is `kernels/block_conv.py`'s.
+
+`conv_before`: a program has some groups of channels of a tile of tokens. It makes what the tokens add to both
+kernels of these groups, by a product whose columns come in order, and convolves the channels by it.
+`conv_after`: a program has all channels of a token, since a norm comes next.
+"""
 
 from __future__ import annotations
 
@@ -7,56 +12,53 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.triton.launch import let_next_start, overlap, start_and_wait, wait_for_previous
+from blockdraft.kernels.triton.launch import let_next_start, overlap, wait_for_previous
 
-_CHANNELS = 1024  # of a program; arbitrary
+_STRIP = 4  # groups of a program
+_FEW, _SOME = 16, 64  # tokens of a tile
 
 
-@triton.jit
-def _convolved(
-    x, base, deltas, token, channel, is_channel, delta_stride, num_columns, E, GROUPS,
-    GROUP: tl.constexpr, TAPS: tl.constexpr,
+@triton.jit(do_not_specialize=["num_tokens", "num_columns"])
+def _conv_before(
+    x, base, weight, out, deltas, num_tokens, num_columns, E, GROUPS, GROUP: tl.constexpr, TAPS: tl.constexpr,
+    STRIP: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
+    DEPTH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What a token's channels become, in float32."""
-    column = token % num_columns
-    y = tl.zeros(channel.shape, dtype=tl.float32)
+    let_next_start(PDL)
+    token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    is_token = (token < num_tokens)[:, None]
+    output = tl.arange(0, OUTPUTS)
+    group = tl.program_id(0) * STRIP + output % STRIP
+    row = output // STRIP * GROUPS + group  # of the weight: by kernel, tap and group
+    is_row = (output < 2 * TAPS * STRIP) & (group < GROUPS)
+    wait_for_previous(PDL)
+    sums = tl.zeros((TOKENS, OUTPUTS), tl.float32)
+    for first in range(0, E, DEPTH):
+        column = first + tl.arange(0, DEPTH)
+        is_in = column < E
+        a = tl.load(x + token[:, None] * E + column[None, :], mask=is_token & is_in[None, :], other=0.0)
+        wanted = is_row[None, :] & is_in[:, None]
+        b = tl.load(weight + row[None, :] * E + column[:, None], mask=wanted, other=0.0)
+        sums = tl.dot(a, b.to(a.dtype), sums, input_precision=PRECISION)
+    added = sums.to(deltas.dtype.element_ty)
+    tl.store(deltas + token[:, None] * (2 * TAPS * GROUPS) + row[None, :], added, is_token & is_row[None, :])
+    place = tl.arange(0, CHANNELS)
+    channel = tl.program_id(0) * (STRIP * GROUP) + place
+    is_channel = (place < STRIP * GROUP) & (channel < E)
+    y = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for tap in tl.static_range(TAPS):
+        is_own = output[:, None] == (tap * STRIP + place // GROUP)[None, :]
+        own = tl.dot(added, is_own.to(added.dtype), input_precision="ieee")  # by channel, to the bit
         learnt = tl.load(base + tap * E + channel, mask=is_channel, other=0.0).to(tl.float32)
-        place = deltas + token * delta_stride + tap * GROUPS + channel // GROUP
-        kernel = learnt + tl.load(place, mask=is_channel, other=0.0).to(tl.float32)
-        seen = is_channel & (column >= tap)
-        y += kernel * tl.load(x + (token - tap) * E + channel, mask=seen, other=0.0).to(tl.float32)
-    return y
-
-
-@triton.jit
-def _added(onto, place, is_channel, y):
-    """y, rounded, on the stream."""
-    stream = tl.load(onto + place, mask=is_channel, other=0.0)
-    return (stream.to(tl.float32) + y.to(stream.dtype).to(tl.float32)).to(stream.dtype)
+        seen = is_token & (token % num_columns >= tap)[:, None] & is_channel[None, :]
+        before = tl.load(x + (token - tap)[:, None] * E + channel[None, :], mask=seen, other=0.0)
+        y += (learnt[None, :] + own) * before.to(tl.float32)
+    at = token[:, None] * E + channel[None, :]
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=is_token & is_channel[None, :])
 
 
 @triton.jit(do_not_specialize=["num_columns"])
-def _convolve(
-    x, base, deltas, onto, out, delta_stride, num_columns, E, GROUPS, GROUP: tl.constexpr,
-    TAPS: tl.constexpr, CHANNELS: tl.constexpr, HAS_ONTO: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    start_and_wait(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    is_channel = channel < E
-    y = _convolved(
-        x, base, deltas, token, channel, is_channel, delta_stride, num_columns, E, GROUPS, GROUP, TAPS
-    )
-    place = token * E + channel
-    if HAS_ONTO:
-        tl.store(out + place, _added(onto, place, is_channel, y), mask=is_channel)
-    else:
-        tl.store(out + place, y.to(out.dtype.element_ty), mask=is_channel)
-
-
-@triton.jit(do_not_specialize=["num_columns"])
-def _convolve_and_norm(
+def _conv_after(
     x, base, deltas, onto, weight, out, normed, delta_stride, num_columns, E, GROUPS, eps,
     GROUP: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -66,59 +68,68 @@ def _convolve_and_norm(
     is_channel = channel < E
     scale = tl.load(weight + channel, mask=is_channel, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    y = _convolved(
-        x, base, deltas, token, channel, is_channel, delta_stride, num_columns, E, GROUPS, GROUP, TAPS
-    )
+    column = token % num_columns
+    y = tl.zeros((CHANNELS,), tl.float32)
+    for tap in tl.static_range(TAPS):
+        learnt = tl.load(base + tap * E + channel, mask=is_channel, other=0.0).to(tl.float32)
+        own = deltas + token * delta_stride + tap * GROUPS + channel // GROUP
+        kernel = learnt + tl.load(own, mask=is_channel, other=0.0).to(tl.float32)
+        seen = is_channel & (column >= tap)
+        y += kernel * tl.load(x + (token - tap) * E + channel, mask=seen, other=0.0).to(tl.float32)
     place = token * E + channel
-    stream = _added(onto, place, is_channel, y)
+    stream = tl.load(onto + place, mask=is_channel, other=0.0)
+    stream = (stream.to(tl.float32) + y.to(stream.dtype).to(tl.float32)).to(
+        stream.dtype
+    )  # y is rounded first
     tl.store(out + place, stream, mask=is_channel)
     value = stream.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / E + eps)
     tl.store(normed + place, (value * scale).to(normed.dtype.element_ty), mask=is_channel)
 
 
-def block_conv(
-    x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor | None = None
-) -> Tensor:
-    """`block_conv.reference_block_conv`; the last two dimensions of deltas are contiguous."""
-    x, base, options = _checked(x, base, deltas, onto)
-    size = x.shape[1]
-    out = torch.empty_like(x)
-    _convolve[(len(x), triton.cdiv(size, _CHANNELS))](
-        *(x, base, deltas, out if onto is None else onto, out),
-        *(deltas.stride(0), num_columns, size, deltas.shape[2]),
-        CHANNELS=_CHANNELS,
-        HAS_ONTO=onto is not None,
+def conv_before(x: Tensor, base: Tensor, projection: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """`block_conv.reference_conv_before`."""
+    (num_tokens, size), (taps, _) = x.shape, base.shape
+    groups = len(projection) // (2 * taps)
+    group, few = size // groups, num_tokens <= _FEW
+    x, out = x.contiguous(), torch.empty_like(x)
+    deltas = x.new_empty(num_tokens, 2, taps, groups)
+    tokens = _FEW if few else _SOME
+    _conv_before[(triton.cdiv(groups, _STRIP), triton.cdiv(num_tokens, tokens))](
+        *(x, base.contiguous(), projection, out, deltas, num_tokens, num_columns, size, groups),
+        GROUP=group,
+        TAPS=taps,
+        STRIP=_STRIP,
+        TOKENS=tokens,
+        OUTPUTS=max(16, triton.next_power_of_2(2 * taps * _STRIP)),
+        CHANNELS=max(16, triton.next_power_of_2(_STRIP * group)),
+        DEPTH=64 if size < 1024 else 128,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
-        **options,
+        num_stages=5,
+        enable_fp_fusion=False,  # as the reference rounds
+        **overlap(x.device),
     )
-    return out
+    return out, deltas
 
 
-def block_conv_norm(
+def conv_after(
     x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The same onto the stream, and that stream / rms * weight: a program has all channels of a token."""
-    x, base, options = _checked(x, base, deltas, onto)
-    size = x.shape[1]
+    """`block_conv.reference_conv_after`; the last two dimensions of deltas are contiguous."""
+    size, (_, taps, groups) = x.shape[1], deltas.shape
+    assert deltas.stride()[1:] == (groups, 1)
+    assert onto.is_contiguous()
     channels = triton.next_power_of_2(size)
-    out, normed = torch.empty_like(x), torch.empty_like(x)
-    _convolve_and_norm[(len(x),)](
-        *(x, base, deltas, onto, weight, out, normed),
-        *(deltas.stride(0), num_columns, size, deltas.shape[2], eps),
+    x, out, normed = x.contiguous(), torch.empty_like(onto), torch.empty_like(onto)
+    _conv_after[(len(x),)](
+        *(x, base.contiguous(), deltas, onto, weight, out, normed),
+        *(deltas.stride(0), num_columns, size, groups, eps),
+        GROUP=size // groups,
+        TAPS=taps,
         CHANNELS=channels,
         num_warps=max(1, min(16, channels // 256)),
-        **options,
+        enable_fp_fusion=False,  # as the reference rounds
+        **overlap(x.device),
     )
     return out, normed
-
-
-def _checked(
-    x: Tensor, base: Tensor, deltas: Tensor, onto: Tensor | None
-) -> tuple[Tensor, Tensor, dict[str, int | bool]]:
-    """x and base without gaps, and what both kernels are launched with."""
-    _, taps, num_groups = deltas.shape
-    assert deltas.stride()[1:] == (num_groups, 1)
-    assert onto is None or onto.is_contiguous()
-    options = {"GROUP": x.shape[1] // num_groups, "TAPS": taps, **overlap(x.device)}
-    return x.contiguous(), base.contiguous(), options | {"enable_fp_fusion": False}  # as the reference rounds
