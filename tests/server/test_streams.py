@@ -72,7 +72,8 @@ def first_write(client):
     head, _, body = received.partition(b"\r\n\r\n")
     size, _, rest = body.partition(b"\r\n")
     events = rest[: int(size, 16)].decode().split("\n\n")
-    return head.decode(), [json.loads(event.removeprefix("data: ")) for event in events if event]
+    values = [event.removeprefix("data: ") for event in events if event]
+    return head.decode(), [json.loads(value) for value in values if value != "[DONE]"]  # on a busy machine
 
 
 @pytest.mark.parametrize(
