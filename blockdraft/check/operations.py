@@ -46,7 +46,7 @@ from blockdraft.kernels.kv_cold import (
 from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
 from blockdraft.kernels.kv_positions import PositionRule
 from blockdraft.models.dflash import DFlashLayer
-from blockdraft.models.dflash2 import BlockConv
+from blockdraft.models.dflash2 import BlockConv, DFlash2
 from blockdraft.models.gated_delta import GatedAttention, GatedDelta
 from blockdraft.models.gemma4 import GemmaAttention, GemmaFeedForward
 from blockdraft.models.gpt_oss import GptOssMoE
@@ -397,7 +397,9 @@ def _compare_activations(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _compare_block_conv(engine: Engine, numbers: Numbers) -> Comparisons:
-    for part in distinct(parts_of(engine, BlockConv), lambda part: tuple(part.base_kernel.shape)):
+    bodies = [model for model in models_of(engine) if isinstance(model, DFlash2) and model.is_convolved]
+    convs = [part for body in bodies for part in body.modules() if isinstance(part, BlockConv)]
+    for part in distinct(convs, lambda part: tuple(part.base_kernel.shape)):
         size, block = part.base_kernel.shape[2], engine.models.plan.block
         x, stream = numbers.normal(2, 2 * block, size)
         base, last_base = part.base_kernel

@@ -32,6 +32,13 @@ class BlockConv(KernelModule):
         self.base_kernel = nn.Parameter(torch.empty(2, head.conv_taps, hidden))
         self.kernel_projection = PlainLinear(hidden, 2 * head.conv_taps * self.shape[2])
 
+    def changes_nothing(self) -> bool:
+        """Whether every token comes out as it went in."""
+        first, others = self.base_kernel[:, :1], self.base_kernel[:, 1:]
+        weight = self.kernel_projection.weight
+        assert isinstance(weight, Tensor)
+        return bool((first == 1).all()) and not (others.any() or weight.any())
+
     def before(self, x: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
         """What goes into the sublayer: x [N, E] in blocks of `num_columns`, convolved. And for `after`:
 
@@ -50,15 +57,15 @@ class BlockConv(KernelModule):
 
 
 class DFlash2Layer(DFlashLayer):
-    """A drafter layer with convolutions around its attention and around its feed-forward part."""
+    """A drafter layer with convolutions around its attention and around its feed-forward part.
+
+    `forward` is the layer without them.
+    """
 
     def __init__(self, config: DraftConfig, index: int, layer: int) -> None:
         super().__init__(config, index, layer)
         self.attention_conv = BlockConv(config.hidden_size, _head(config))
         self.mlp_conv = BlockConv(config.hidden_size, _head(config))
-
-    def forward(self, x: Tensor, angles: Angles, view: View, num_columns: int) -> Tensor:
-        return self.advance(x, self.attention_norm(x), angles, view, num_columns, self.attention_norm)[0]
 
     def advance(
         self, x: Tensor, normed: Tensor, angles: Angles, view: View, num_columns: int, next_norm: RMSNorm
@@ -97,6 +104,7 @@ class DFlash2(DFlash):
     """The drafter's body and its selector."""
 
     layer_type = DFlash2Layer
+    is_convolved = True
 
     def __init__(
         self,
@@ -112,8 +120,15 @@ class DFlash2(DFlash):
         )
         self.candidate_selector = CandidateSelector(config)
 
+    def leave_out_idle_convs(self) -> None:
+        """Do without convolutions if none changes anything: whoever trained the selector alone has such."""
+        convs = [part for part in self.modules() if isinstance(part, BlockConv)]
+        self.is_convolved = not all(conv.changes_nothing() for conv in convs)
+
     def forward(self, x: Tensor, view: View, num_columns: int) -> Tensor:
         """As DFlash's; each norm is computed with the convolution before it."""
+        if not self.is_convolved:
+            return super().forward(x, view, num_columns)
         self.check_no_gradient(x)
         angles, layers = self.rotary(view.positions), [cast(DFlash2Layer, layer) for layer in self.layers]
         normed: Tensor = layers[0].attention_norm(x)

@@ -27,7 +27,7 @@ from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import read_machine
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
-from blockdraft.models.dflash2 import body_type
+from blockdraft.models.dflash2 import DFlash2, body_type
 from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.models.kernel_module import bind
 from blockdraft.models.registry import build_decoder
@@ -334,6 +334,8 @@ def load_dflash(
     else:
         load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
         ids = _vocab_map(checkpoint, config, has_head, device)
+        if isinstance(model, DFlash2):
+            model.leave_out_idle_convs()
     model = bind(model.requires_grad_(False).eval(), target.kernels)
     return drafter_type(config)(model, target, ids, draft_ngram=plan.draft_ngram)
 

@@ -1,8 +1,10 @@
 """The loss of DFlash2's selector: which of a column's candidates comes behind the true token before it.
 
-A column's candidates are the best tokens of its logits; a label that is not among them takes the last one's
-place. Their own scores are given (the other loss teaches those), so what is learnt here are the codebooks and
-the mixture, and through the mixture the hidden states. Columns are weighted as in `objective`.
+A column's candidates are the best tokens of its logits. Where the label is not among them the walk ends
+whatever pairs say, so there is nothing to learn: put in a candidate's place, as others do, it would teach
+that unlikely tokens are the right ones. Scores of candidates are given (the other loss teaches those), so
+what is learnt here are the codebooks and the mixture, and through the mixture the hidden states. Columns are
+weighted as in `objective`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class Labelled(NamedTuple):
 
     ids: Tensor  # [n, B - 1, K]
     unary: Tensor  # [n, B - 1, K]
-    place: Tensor  # [n, B - 1] of the label among them
-    is_found: Tensor  # [n, B - 1]: it was there by itself
+    place: Tensor  # [n, B - 1] of the label among them; 0 where it is not
+    is_found: Tensor  # [n, B - 1]
 
 
 def selector_loss(
@@ -56,14 +58,11 @@ def selector_loss(
 @torch.no_grad()
 def candidates(hidden: Tensor, labels: Tensor, head: Head, top_k: int) -> Labelled:
     logits = head.logits(hidden)
-    best = best_ids(logits, top_k)
-    label = labels.clamp(min=0)[..., None]
-    is_label = best == label
-    is_found = is_label.any(dim=-1)
-    place = torch.where(is_found, is_label.long().argmax(dim=-1), top_k - 1)
-    ids = torch.where(is_found[..., None], best, best.scatter(-1, place[..., None], label))
+    ids = best_ids(logits, top_k)
+    is_label = ids == labels[..., None]
     unary = logits.gather(-1, ids)
-    return Labelled(ids, unary.to(torch.promote_types(unary.dtype, torch.float32)), place, is_found)
+    wide = torch.promote_types(unary.dtype, torch.float32)
+    return Labelled(ids, unary.to(wide), is_label.long().argmax(dim=-1), is_label.any(dim=-1))
 
 
 def best_ids(logits: Tensor, top_k: int) -> Tensor:
@@ -99,8 +98,8 @@ def _chunk(
     """[loss, weight] summed over the columns of some blocks, and where the walk would be right."""
     scores = found.unary + pair_part(selector, hidden, before, found.ids)
     entropy = -scores.log_softmax(dim=-1).gather(-1, found.place[..., None]).squeeze(-1)
-    is_label = labels >= 0
     with torch.no_grad():
-        weights = column_weights(torch.exp(-entropy) * found.is_found, is_label, objective)
-    is_right = (scores.detach().argmax(dim=-1) == found.place) & found.is_found & is_label
+        weights = column_weights(torch.exp(-entropy) * found.is_found, labels >= 0, objective)
+        weights = weights * found.is_found
+    is_right = (scores.detach().argmax(dim=-1) == found.place) & found.is_found
     return torch.stack(((weights * entropy).sum(), weights.sum())), is_right

@@ -164,7 +164,10 @@ class Trainer:
         self._head = self.forward.head()
         self.device = rows.tokens.device
         reader = FeatureReader(target, num_rows=recipe.rows_per_step, length=rows.tokens.shape[1])
-        self._has_teacher = recipe.objective.distill > 0 or model.markov is not None
+        moves_columns = recipe.trained != "selector"
+        if isinstance(model, DFlash2) and not moves_columns:
+            model.leave_out_idle_convs()
+        self._has_teacher = moves_columns and (recipe.objective.distill > 0 or model.markov is not None)
         self.features = KeptFeatures(reader, rows, has_hidden=self._has_teacher)
         self._optimizers = make_optimizers(
             model, name=recipe.optimizer, rate=recipe.rate, weight_decay=recipe.weight_decay
@@ -217,11 +220,8 @@ class Trainer:
     def _draft(self, chosen: list[int], batch: TrainingBatch) -> Scores:
         """How every block of the rows `chosen` fares."""
         hidden, features = self.features.read(chosen)
-        labels, objective, teacher = (
-            batch.labels.flatten(0, 1),
-            self.recipe.objective,
-            self._teacher(batch, hidden),
-        )
+        labels, objective = batch.labels.flatten(0, 1), self.recipe.objective
+        teacher = self._teacher(batch, hidden)
         if self.model.markov is not None:
             assert teacher is not None
             after = self.model.markov.after.weight
@@ -229,12 +229,14 @@ class Trainer:
                 self.forward.columns(batch, features), after, labels, self._head, objective, teacher
             )
         drafted = self.forward(batch, features)
-        scores = block_loss(drafted, labels, self._head, objective, teacher)
         if not isinstance(self.model, DFlash2):
-            return scores
+            return block_loss(drafted, labels, self._head, objective, teacher)
         before, selector = batch.tokens_before(), self.model.candidate_selector
         pairs = selector_loss(drafted, labels, before, self._head, selector, objective)
-        return Scores(scores.loss + objective.selector * pairs.loss, pairs.matches)
+        if self.recipe.trained == "selector":
+            return pairs
+        columns = block_loss(drafted, labels, self._head, objective, teacher)
+        return Scores(columns.loss + objective.selector * pairs.loss, pairs.matches)
 
     def _rehearse(self) -> None:
         """Steps that move nothing: all is compiled and has its memory, and the rest is for features."""

@@ -15,6 +15,8 @@ from blockdraft.errors import SettingsError
 from blockdraft.kernels.kernels import REFERENCE
 from blockdraft.models.dflash2 import CandidateSelector
 from blockdraft.models.kernel_module import with_kernels
+from blockdraft.settings.settings import Settings
+from blockdraft.start.loading import load_models
 from blockdraft.training.answers import Document
 from blockdraft.training.drafter import as_kind, dflash2_json, load_weights, new_drafter, train_only
 from blockdraft.training.evaluate import DrafterFit, simulate
@@ -114,7 +116,7 @@ def test_simulated_steps_are_those_of_the_engine(name, temperature, top_p):
 def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(
     monkeypatch, weighting, skips_first, chunk_bytes
 ):
-    """Column by column, behind the true token; a label that is no candidate replaces the last of them."""
+    """Column by column, behind the true token; where that is no candidate nothing counts."""
     monkeypatch.setattr("blockdraft.training.selector_loss.CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(3)
     config = read_draft_config(make_pair.dflash2_config(selector_skips_first=skips_first), name="any")
@@ -142,15 +144,16 @@ def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(
                 break
             own = logits[block, column]
             ids = own.topk(5).indices.tolist()
-            is_found = label in ids
-            ids = ids if is_found else [*ids[:-1], label]
+            if label not in ids:
+                before = label
+                continue
             mixed = selector.predecessor_codebook[before] * mixture[block, column]
             scores = own[ids] + selector.successor_codebook[ids] @ mixed * (column > 0 or not skips_first)
             entropy[block, column] = -scores.log_softmax(0)[ids.index(label)]
-            confidence[block, column] = torch.exp(-entropy[block, column].detach()) * is_found
-            right[block, column] = is_found and int(scores.argmax()) == ids.index(label)
+            confidence[block, column] = torch.exp(-entropy[block, column].detach())
+            right[block, column] = int(scores.argmax()) == ids.index(label)
             before = label
-    weights = column_weights(confidence, labels >= 0, objective)
+    weights = column_weights(confidence, labels >= 0, objective) * (confidence > 0)
     expected = (weights * entropy).sum() / weights.sum()
     exact = 1e-12 if weighting == "dpace" else 1e-6  # the others' weights are float32
     torch.testing.assert_close(got.loss, expected, rtol=exact, atol=0)
@@ -231,6 +234,29 @@ def test_a_run_makes_a_dflash2_drafter_of_a_dflash_one_and_resumes(prompts, targ
     further = replace(job, out=tmp_path / "further", start_from=str(folder), kind=None, steps=1)
     train(further, Listener())
     assert json.loads((further.out / "drafter" / "config.json").read_text()) == raw
+
+
+def test_convolutions_that_change_nothing_are_left_out_of_the_drafts_of_a_trained_selector(
+    prompts, target, tmp_path
+):
+    job = make_job(prompts, target, tmp_path / "run")
+    recipe = replace(job.recipe, short_blocks=0.0, trained="selector")
+    job = replace(job, start_from=tiny.DRAFT, kind="dflash2", shape=SHAPE, recipe=recipe, steps=2)
+    train(job, Listener())
+    settings = Settings(model=target, draft=str(job.out / "drafter"), device="cpu", max_context=128)
+    model = load_models(settings, lambda line: None).drafter.model
+    assert not model.is_convolved
+    assert model.candidate_selector.successor_codebook.any()
+    one = model.layers[1].mlp_conv
+    for weight, place in ((one.base_kernel, (0, 0, 3)), (one.base_kernel, (1, 1, 0))):
+        kept = weight[place].item()
+        weight[place] = 0.5
+        model.leave_out_idle_convs()
+        assert model.is_convolved
+        weight[place] = kept
+    one.kernel_projection.weight[2, 1] = 1e-3
+    model.leave_out_idle_convs()
+    assert model.is_convolved
 
 
 def test_a_new_dflash2_drafter_with_short_blocks(prompts, target, tmp_path):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from blockdraft.kernels.triton.launch import let_next_start, overlap, wait_for_previous
 
-_STRIP = 4  # groups of a program
+_STRIP = 2  # groups of a program: few, as what counts is how much of the weight is on its way at once
+_AHEAD_BYTES = 1 << 16  # of tokens and weights asked for at once; every card has as much for a program
 _FEW, _SOME = 16, 64  # tokens of a tile
 
 
@@ -31,6 +32,9 @@ def _conv_before(
     group = tl.program_id(0) * STRIP + output % STRIP
     row = output // STRIP * GROUPS + group  # of the weight: by kernel, tap and group
     is_row = (output < 2 * TAPS * STRIP) & (group < GROUPS)
+    place = tl.arange(0, CHANNELS)
+    channel = tl.program_id(0) * (STRIP * GROUP) + place
+    is_channel = (place < STRIP * GROUP) & (channel < E)
     wait_for_previous(PDL)
     sums = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     for first in range(0, E, DEPTH):
@@ -42,9 +46,6 @@ def _conv_before(
         sums = tl.dot(a, b.to(a.dtype), sums, input_precision=PRECISION)
     added = sums.to(deltas.dtype.element_ty)
     tl.store(deltas + token[:, None] * (2 * TAPS * GROUPS) + row[None, :], added, is_token & is_row[None, :])
-    place = tl.arange(0, CHANNELS)
-    channel = tl.program_id(0) * (STRIP * GROUP) + place
-    is_channel = (place < STRIP * GROUP) & (channel < E)
     y = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for tap in tl.static_range(TAPS):
         is_own = output[:, None] == (tap * STRIP + place // GROUP)[None, :]
@@ -91,22 +92,25 @@ def conv_before(x: Tensor, base: Tensor, projection: Tensor, num_columns: int) -
     """`block_conv.reference_conv_before`."""
     (num_tokens, size), (taps, _) = x.shape, base.shape
     groups = len(projection) // (2 * taps)
-    group, few = size // groups, num_tokens <= _FEW
+    group = size // groups
     x, out = x.contiguous(), torch.empty_like(x)
     deltas = x.new_empty(num_tokens, 2, taps, groups)
-    tokens = _FEW if few else _SOME
+    tokens = _FEW if num_tokens <= _FEW else _SOME
+    depth = 256 if size >= 1024 and num_tokens <= _FEW else 64
+    outputs = max(16, triton.next_power_of_2(2 * taps * _STRIP))
+    num_ahead = _AHEAD_BYTES // ((tokens + outputs) * depth * x.element_size())
     _conv_before[(triton.cdiv(groups, _STRIP), triton.cdiv(num_tokens, tokens))](
         *(x, base.contiguous(), projection, out, deltas, num_tokens, num_columns, size, groups),
         GROUP=group,
         TAPS=taps,
         STRIP=_STRIP,
         TOKENS=tokens,
-        OUTPUTS=max(16, triton.next_power_of_2(2 * taps * _STRIP)),
+        OUTPUTS=outputs,
         CHANNELS=max(16, triton.next_power_of_2(_STRIP * group)),
-        DEPTH=64 if size < 1024 else 128,
+        DEPTH=depth,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
-        num_stages=5,
+        num_stages=min(num_ahead, triton.cdiv(size, depth) + 1),
         enable_fp_fusion=False,  # as the reference rounds
         **overlap(x.device),
     )
