@@ -1,8 +1,9 @@
 """What the heads of DFlash2 and DSpark add to a step: `python -m benchmarks.draft_heads`.
 
 The default pair with its own drafter, and with a DFlash2 and a DSpark drafter as they are made of it before
-training: what they compute takes as long as after it. With `--shape` random weights instead. A step is timed
-as it is served: captured, of a fixed width, `--rows` rows behind `--context` tokens.
+training: what they compute takes as long as after it. `selector` is DFlash2 without convolutions, which is
+how one serves whose selector alone was trained. With `--shape` random weights instead. A step is timed as it
+is served: captured, of a fixed width, `--rows` rows behind `--context` tokens.
 
 On a CPU the kinds take turns within a round, and the best round counts. With OMP_NUM_THREADS=1 it is the
 processor's time that is taken, which foreign load hardly touches. On a card a number is the median of rounds
@@ -35,11 +36,17 @@ from blockdraft.models.draft_config import DraftKind  # noqa: E402
 from blockdraft.settings.shipped import shipped_drafter  # noqa: E402
 from blockdraft.start.loading import load_models, resolve_device  # noqa: E402
 from blockdraft.start.memory import release  # noqa: E402
+from blockdraft.step.dflash2 import DFlash2Drafter  # noqa: E402
 from blockdraft.training.drafter import as_kind, load_weights, new_drafter  # noqa: E402
 from blockdraft.training.export import named_weights  # noqa: E402
 from blockdraft.training.job import DrafterShape  # noqa: E402
 
-KINDS: tuple[DraftKind, ...] = ("dflash", "dflash2", "dspark")
+KINDS: dict[str, DraftKind] = {
+    "dflash": "dflash",
+    "dflash2": "dflash2",
+    "selector": "dflash2",
+    "dspark": "dspark",
+}
 RULES = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
@@ -76,7 +83,7 @@ def source_of(options: argparse.Namespace, scratch: Path) -> tuple[str, Path]:
     return "default", shipped
 
 
-def engine_of(options: argparse.Namespace, target: str, draft: Path) -> Engine:
+def engine_of(options: argparse.Namespace, target: str, draft: Path, *, is_convolved: bool) -> Engine:
     settings = Settings(
         model=target,
         draft=str(draft),
@@ -87,6 +94,8 @@ def engine_of(options: argparse.Namespace, target: str, draft: Path) -> Engine:
         prefix_cache=False,
     )
     models = load_models(settings, lambda line: None)
+    if isinstance(models.drafter, DFlash2Drafter):
+        models.drafter.model.is_convolved = is_convolved
     each = -(-(options.context + 64) // models.plan.page_size) + 1
     plan = replace(models.plan, num_pages=FIRST_PAGE + options.rows * each)
     engine = Engine(replace(models, plan=plan))
@@ -148,11 +157,13 @@ def time_kinds(options: argparse.Namespace, scratch: Path) -> tuple[Times, str]:
     """Also how weights are stored. On a CPU all kinds in turns; on a card one after the other, to fit."""
     target, source = source_of(options, scratch)
     found: Times = {}
-    for kinds in [KINDS] if resolve_device(options.device) == "cpu" else [(kind,) for kind in KINDS]:
+    names = tuple(KINDS)
+    for kinds in [names] if resolve_device(options.device) == "cpu" else [(kind,) for kind in names]:
         engines = {}
         for kind in kinds:
-            draft = write_drafter(kind, source, scratch / kind, has_weights=options.shape is None)
-            engines[kind] = engine_of(options, target, draft)
+            has_weights = options.shape is None
+            draft = write_drafter(KINDS[kind], source, scratch / kind, has_weights=has_weights)
+            engines[kind] = engine_of(options, target, draft, is_convolved=kind == "dflash2")
         for step, times in time_steps(engines, options).items():
             found.setdefault(step, {}).update(times)
         quantization = engines[kinds[0]].models.plan.quantization
@@ -169,7 +180,7 @@ def summary(times: dict[str, list[float]], *, is_cpu: bool) -> dict[str, float]:
     return {
         **{f"{kind}_ms": counted[kind] for kind in KINDS},
         **{f"{kind}_median_ms": middle[kind] for kind in KINDS},
-        **{f"{kind}_share": 1 - counted["dflash"] / counted[kind] for kind in KINDS[1:]},
+        **{f"{kind}_share": 1 - counted["dflash"] / counted[kind] for kind in list(KINDS)[1:]},
     }
 
 
@@ -201,11 +212,12 @@ def main() -> None:
         "steps": steps,
     }
     record.save(options.json, result)
-    header = ["step", "v1 ms", "dflash2 ms", "share %", "dspark ms", "share %"]
+    header = ["step", "v1 ms", "dflash2 ms", "share %", "selector ms", "share %", "dspark ms", "share %"]
     rows = [
         [
             f"{one['rules']}, width {one['width']}", one["dflash_ms"], one["dflash2_ms"],
-            100 * one["dflash2_share"], one["dspark_ms"], 100 * one["dspark_share"],
+            100 * one["dflash2_share"], one["selector_ms"], 100 * one["selector_share"],
+            one["dspark_ms"], 100 * one["dspark_share"],
         ]
         for one in steps
     ]  # fmt: skip

@@ -90,11 +90,11 @@ def read_pool(path: Path) -> list[Row]:
 # ---- short ones
 
 
-def short_prompts(pool: list[Row], chance: random.Random) -> list[Row]:
+def short_prompts(pool: list[Row], chance: random.Random, times: float = 1.0) -> list[Row]:
     """The pool in its new mixture, shuffled: any beginning of it is that mixture, too."""
     found = []
     for row in pool:
-        wanted = BY_SOURCE.get(row["source"], BY_CATEGORY[row["category"]])
+        wanted = times * BY_SOURCE.get(row["source"], BY_CATEGORY[row["category"]])
         count = int(wanted) + (chance.random() < wanted % 1)
         for number in range(count):
             messages = row["messages"] if number == 0 else reworded(row, chance)
@@ -322,11 +322,12 @@ def main() -> None:
     parser.add_argument("--short", type=Path, required=True)
     parser.add_argument("--long", type=Path, required=True)
     parser.add_argument("--num-long", type=int, default=2000)
+    parser.add_argument("--times", type=float, default=1.0, help="how often the short ones are asked, all")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     pool = read_pool(args.pool)
     long = long_prompts(Material(pool), args.num_long, random.Random(args.seed))
-    short = short_prompts(pool, random.Random(args.seed))
+    short = short_prompts(pool, random.Random(args.seed), args.times)
     write(args.long, long)
     write(args.short, short)
     print(f"{len(short):,} short prompts, {len(long):,} long ones")

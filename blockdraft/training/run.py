@@ -47,6 +47,7 @@ NUM_CHECKED = 32  # held-out answers that the engine gives once more
 DISAGREEMENT = 0.05  # between engine and simulation, before it is worth a warning
 CLOSING_S = 60.0  # kept for evaluation, export and check, beside what the same evaluation took; arbitrary
 CHECKPOINT_S = 300.0
+MANY_BLOCKS = 1.5  # for each token of an answer; with 2.4 it was learnt by heart (docs/training.md)
 SAY_S, SHOW_S = 5.0, 0.5  # between two lines, and two looks at a bar; arbitrary
 
 
@@ -412,6 +413,18 @@ def _run(
     if seconds is not None and trainer.step_number < first:
         raise SettingsError(f"--minutes {job.minutes} are over before training began: give more.")
     save()
+    _say_blocks(trainer, listener)
+
+
+def _say_blocks(trainer: Trainer, listener: Listener) -> None:
+    """How often the same answers were drafted: what is learnt by heart is of no use for others."""
+    recipe, num_tokens = trainer.recipe, int(trainer.rows.is_anchor.sum())
+    num_blocks = trainer.step_number * recipe.rows_per_step * recipe.num_anchors / num_tokens
+    line = f"about {num_blocks:.1f} blocks were drafted for each token of an answer"
+    if num_blocks > MANY_BLOCKS:
+        listener.tell(f"{line}: more answers would probably teach more than more time")
+    else:
+        listener.say(line)
 
 
 def _say(progress: TrainingProgress, listener: Listener, rest: str) -> None:

@@ -316,10 +316,13 @@ def listening(told, shown):
     return Listener(tell=told.append, show=lambda stage, share, detail: shown.append((stage, share, detail)))
 
 
-def test_the_plan_comes_first_and_the_next_command_last(job):
+@pytest.mark.parametrize("most", [0.0, 1e6])
+def test_the_plan_comes_first_and_the_next_command_last(job, monkeypatch, most):
+    monkeypatch.setattr(run, "MANY_BLOCKS", most)
     told, shown, num_told = [], [], []
     listener = replace(listening(told, shown), show=lambda *_: num_told.append(len(told)))
     train(job, listener)
+    assert any("more answers would" in line for line in told) == (most == 0.0)
     assert num_told[0] == 4, "something was shown before the plan"
     plan = " ".join(told[:4])
     assert told[0].startswith(f"plan: a drafter for '{job.model}' in {job.out}")
