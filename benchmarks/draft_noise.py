@@ -1,6 +1,6 @@
 """What drafts are worth at a temperature, by the noise that they are drawn with.
 
-    python -m benchmarks.draft_noise NAME=DRAFTER … --out DIR --json FILE [--scales 1.25 1.5]
+    python -m benchmarks.draft_noise NAME=DRAFTER … --out DIR --json FILE [--scales 1.25 1.5] [--limit 60]
 
 DIR holds the answers that `python -m benchmarks.drafter_evaluate answers` wrote. Each drafter drafts for the
 same sampled answers in several ways, and the tokens that a step commits are simulated at its whole width:
@@ -171,6 +171,14 @@ def _elsewhere(sampling: Sequence[RowSampling]) -> list[RowSampling]:
     return [replace(one, seed=one.seed + OTHER_NOISE) for one in sampling]
 
 
+def _first(documents: Sequence[Document], limit: int | None) -> list[Document]:
+    """The first `limit` of each category."""
+    by_category: dict[str, list[Document]] = defaultdict(list)
+    for one in documents:
+        by_category[one.category].append(one)
+    return [one for listed in by_category.values() for one in listed[:limit]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -179,6 +187,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--scales", type=float, nargs="*", default=[0.8, 1.25, 1.5, 2.0])
+    parser.add_argument("--limit", type=int, help="answers of each set (default: all)")
     parser.add_argument("--model", default="default")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--cache-bytes", type=lambda text: int(float(text)), default=int(1e9))
@@ -187,7 +196,7 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=768)
     args = parser.parse_args()
     models = target_of(args)
-    answers = {name: read_answers(args.out / name) for name in WARM}
+    answers = {name: _first(read_answers(args.out / name), args.limit) for name in WARM}
     results: dict[str, object] = {**context(), "drafters": {}}
     for item in args.drafters:
         name, _, source = item.partition("=")
