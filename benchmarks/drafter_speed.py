@@ -60,6 +60,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="default")
     parser.add_argument("--draft", default="auto")
+    parser.add_argument("--draft-ngram", type=int, default=0, help="n-grams beside it (default: none)")
     parser.add_argument("--set", action="append", required=True, metavar="NAME=FILE")
     parser.add_argument("--prompts", type=int, default=16, help="of each set (default: 16)")
     parser.add_argument("--max-tokens", type=int, default=256)
@@ -67,7 +68,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    llm = LLM(args.model, args.draft, device=args.device, max_rows=1, max_context=2048, width=args.width)
+    settings = {"device": args.device, "draft_ngram": args.draft_ngram, "width": args.width}
+    llm = LLM(args.model, args.draft, max_rows=1, max_context=2048, **settings)
     results = {}
     for item in args.set:
         name, _, path = item.partition("=")

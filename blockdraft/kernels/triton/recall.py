@@ -11,13 +11,14 @@ from blockdraft.kernels.recall import MOST
 from blockdraft.kernels.triton.launch import overlap, start_and_wait
 
 PIECE = 1024  # positions of a program
+ROUND = 4  # tokens further back that are compared at a time
 END_BITS = 32  # of what a piece finds: how much agrees, above the position up to which it does
 
 
 @triton.jit
 def _search(
     found, history, rows, starts, size, num_pieces,
-    MOST: tl.constexpr, PIECE: tl.constexpr, END_BITS: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, PIECE: tl.constexpr, ROUND: tl.constexpr, END_BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_and_wait(PDL)
     item, piece = tl.program_id(0), tl.program_id(1)
@@ -29,14 +30,16 @@ def _search(
     anchor = tl.load(text + last)
     agrees = (position < last) & (tl.load(text + position, mask=position < last, other=-1) == anchor)
     matched = agrees.to(tl.int32)
-    back = 1
-    while (back < MOST) & (tl.max(agrees.to(tl.int32), axis=0) > 0):
-        inside = agrees & (position >= back)  # then the anchor has as many before it, too
-        before = tl.load(text + position - back, mask=inside, other=-1)
-        wanted = tl.load(text + tl.maximum(last - back, 0))
-        agrees = inside & (before == wanted)
-        matched += agrees.to(tl.int32)
-        back += 1
+    first = 1
+    while (first < MOST) & (tl.max(agrees.to(tl.int32), axis=0) > 0):
+        for step in tl.static_range(ROUND):  # what is read does not follow from what agreed: all at once
+            back = first + step
+            inside = (position >= back) & (position < last)  # then the anchor has as many before it, too
+            before = tl.load(text + position - back, mask=inside, other=-1)
+            wanted = tl.load(text + tl.maximum(last - back, 0))
+            agrees = agrees & inside & (before == wanted) & (back < MOST)
+            matched += agrees.to(tl.int32)
+        first += ROUND
     code = tl.where(matched > 0, (matched.to(tl.int64) << END_BITS) + position, 0)
     tl.store(found + item * num_pieces + piece, tl.max(code, axis=0))
 
@@ -71,7 +74,7 @@ def recall(block: Tensor, history: Tensor, rows: Tensor, starts: Tensor, least: 
     options = overlap(block.device)
     _search[(num_rows, num_pieces)](
         found, history, rows, starts, size, num_pieces,
-        MOST=MOST, PIECE=PIECE, END_BITS=END_BITS, **options, num_warps=4,
+        MOST=MOST, PIECE=PIECE, ROUND=ROUND, END_BITS=END_BITS, **options, num_warps=4,
     )  # fmt: skip
     _write[(num_rows,)](
         block, found, history, rows, starts, size, num_pieces, width, least,
