@@ -70,6 +70,7 @@ TEXTS = {
     "the whole text again": [4, 5, 6, 4, 5, 6],
     "from its very first token on": [8, 1, 8],
     "longer than is compared": [*range(100, 150), 1, *range(100, 150), 2, *range(110, 150)],
+    "more than is compared is no more": [*range(99, 150), 1, *range(150 - MOST, 150), 2, *range(99, 150)],
 }
 
 
