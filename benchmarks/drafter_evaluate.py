@@ -1,6 +1,6 @@
 """What drafters commit, on the same answers: the public sets, prompts held out, depth, and temperature.
 
-    python -m benchmarks.drafter_evaluate answers --data EVAL --out DIR [--short FILE --long FILE --seconds N]
+    python -m benchmarks.drafter_evaluate answers --out DIR [--data EVAL --short FILE --long FILE --seconds N]
     python -m benchmarks.drafter_evaluate run --out DIR --json FILE before=DRAFTER after=DRAFTER
 
 `answers` lets the target answer the evaluation sets of the folder EVAL: greedily up to 400 tokens, the long
@@ -66,7 +66,8 @@ def write_answers(args: argparse.Namespace) -> None:
     )
     models = load_models(settings, print)
     bulk = make_bulk(models)
-    for name, (prompts, options) in evaluation_prompts(args.data, args.max_tokens, args.limit).items():
+    sets = {} if args.data is None else evaluation_prompts(args.data, args.max_tokens, args.limit)
+    for name, (prompts, options) in sets.items():
         _answer(bulk, models, prompts, args.out / name, options)
     trained = AnswerOptions(max_tokens=args.max_tokens, sampled=args.sampled, temperature=(0.2, 1.0))
     if args.long is not None:
@@ -227,7 +228,7 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     answers = commands.add_parser("answers")
-    answers.add_argument("--data", type=Path, required=True, help="the folder of evaluation sets")
+    answers.add_argument("--data", type=Path, help="the folder of evaluation sets; without it none of them")
     answers.add_argument("--limit", type=int, help="prompts of each set, to try it")
     answers.add_argument("--long", type=Path, help="prompts to train on")
     answers.add_argument("--short", type=Path, help="prompts to train on")
