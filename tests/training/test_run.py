@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -316,13 +317,10 @@ def listening(told, shown):
     return Listener(tell=told.append, show=lambda stage, share, detail: shown.append((stage, share, detail)))
 
 
-@pytest.mark.parametrize("most", [0.0, 1e6])
-def test_the_plan_comes_first_and_the_next_command_last(job, monkeypatch, most):
-    monkeypatch.setattr(run, "MANY_BLOCKS", most)
+def test_the_plan_comes_first_and_the_next_command_last(job):
     told, shown, num_told = [], [], []
     listener = replace(listening(told, shown), show=lambda *_: num_told.append(len(told)))
     train(job, listener)
-    assert any("more answers would" in line for line in told) == (most == 0.0)
     assert num_told[0] == 4, "something was shown before the plan"
     plan = " ".join(told[:4])
     assert told[0].startswith(f"plan: a drafter for '{job.model}' in {job.out}")
@@ -398,6 +396,17 @@ def test_a_run_that_changes_nothing_is_told_so(job, whole):
     train(replace(job, start_from=str(whole("muon") / "drafter"), recipe=recipe), listening(told, shown))
     assert told[-1].startswith("warning: no better than the drafter it began with")
     assert "start" in [stage for stage, *_ in shown]
+
+
+@pytest.mark.parametrize(("num_steps", "is_told"), [(9, False), (11, True)])
+def test_who_drafts_the_same_answers_too_often_is_told_to_bring_more(num_steps, is_told):
+    said, told = [], []
+    rows = SimpleNamespace(is_anchor=torch.ones(2, 100, dtype=torch.bool))
+    recipe = replace(RECIPE, rows_per_step=2, num_anchors=15)
+    trainer = SimpleNamespace(recipe=recipe, rows=rows, step_number=num_steps)
+    run._say_blocks(trainer, Listener(say=said.append, tell=told.append))
+    assert [len(said), len(told)] == [1 - is_told, is_told]
+    assert ("more answers" in (said + told)[0]) == is_told
 
 
 def test_the_default_target_needs_no_name(job):
