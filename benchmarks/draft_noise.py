@@ -27,7 +27,7 @@ from torch.nn import functional
 from benchmarks.drafter_evaluate import WARM, drafter_of, read_answers, sampling_of, target_of
 from benchmarks.record import context, table
 from blockdraft.cache.rows import RowSampling
-from blockdraft.training.answers import Document
+from blockdraft.training.answers import Document, first_of_each
 from blockdraft.training.evaluate import SLICE, anchor_places, simulate
 from blockdraft.training.features import FeatureReader
 from blockdraft.training.packing import DocumentPlace, PackedRows, TrainingBatch, pack, with_anchors
@@ -171,14 +171,6 @@ def _elsewhere(sampling: Sequence[RowSampling]) -> list[RowSampling]:
     return [replace(one, seed=one.seed + OTHER_NOISE) for one in sampling]
 
 
-def _first(documents: Sequence[Document], limit: int | None) -> list[Document]:
-    """The first `limit` of each category."""
-    by_category: dict[str, list[Document]] = defaultdict(list)
-    for one in documents:
-        by_category[one.category].append(one)
-    return [one for listed in by_category.values() for one in listed[:limit]]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -187,7 +179,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--scales", type=float, nargs="*", default=[0.8, 1.25, 1.5, 2.0])
-    parser.add_argument("--limit", type=int, help="answers of each set (default: all)")
+    parser.add_argument("--limit", type=int, default=300, help="answers of each set (default: 300, all)")
     parser.add_argument("--model", default="default")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--cache-bytes", type=lambda text: int(float(text)), default=int(1e9))
@@ -196,7 +188,7 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=768)
     args = parser.parse_args()
     models = target_of(args)
-    answers = {name: _first(read_answers(args.out / name), args.limit) for name in WARM}
+    answers = {name: first_of_each(read_answers(args.out / name), args.limit)[0] for name in WARM}
     results: dict[str, object] = {**context(), "drafters": {}}
     for item in args.drafters:
         name, _, source = item.partition("=")

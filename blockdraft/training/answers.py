@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -106,12 +107,20 @@ def read_shard(path: Path) -> list[Document]:
     return documents
 
 
-def first_of_each(conversations: Iterable[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+class _OfCategory(Protocol):
+    @property
+    def category(self) -> str: ...
+
+
+T = TypeVar("T", bound=_OfCategory)
+
+
+def first_of_each(listed: Iterable[T], count: int) -> tuple[list[T], list[T]]:
     """The first `count` of each category, and the others, both in order."""
     seen: Counter[str] = Counter()
-    first: list[Prompt] = []
-    rest: list[Prompt] = []
-    for one in conversations:
+    first: list[T] = []
+    rest: list[T] = []
+    for one in listed:
         (first if seen[one.category] < count else rest).append(one)
         seen[one.category] += 1
     return first, rest
