@@ -15,6 +15,7 @@ from blockdraft.errors import ModelError
 _INDEX = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 _SINGLE = "model.safetensors"
+_ABOVE = f"../{_SINGLE}"  # the body of a drafter's head, whose folder lies in that drafter's
 _QUANT_FILE = "hf_quant_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
@@ -75,7 +76,7 @@ class ModelFolder:
         if not isinstance(weight_map, dict):
             raise ModelError(f"'{self.name}': weight_map in {_INDEX} is not an object. Download it again.")
         for shard in weight_map.values():
-            if not isinstance(shard, str) or Path(shard).name != shard:
+            if not isinstance(shard, str) or (Path(shard).name != shard and shard != _ABOVE):
                 raise ModelError(
                     f"'{self.name}': {_INDEX} names {shard!r}, which is not a file of this folder."
                 )

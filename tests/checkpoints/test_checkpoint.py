@@ -287,7 +287,26 @@ def test_tensor_in_two_shards_is_named(sharded: Path):
     assert "'a'" in refusal(sharded)
 
 
-@pytest.mark.parametrize("shard", ["../s1.safetensors", "/etc/passwd", 7])
+def test_what_a_head_does_not_bring_is_in_the_folder_above(folder: Path):
+    head = folder / "head"
+    head.mkdir()
+    write_json(head / "config.json", {})
+    save_file({"head": B}, head / "head.safetensors")
+    names = dict.fromkeys(open_folder(folder).tensors(), "../model.safetensors")
+    write_json(head / INDEX, {"weight_map": {**names, "head": "head.safetensors"}})
+    checkpoint = open_folder(head)
+    assert checkpoint.tensors().keys() == {*names, "head"}
+    for name in names:
+        assert torch.equal(checkpoint.read(name), open_folder(folder).read(name))
+    assert {path.resolve() for path in checkpoint.files} == {
+        folder / "model.safetensors",
+        head / "head.safetensors",
+    }
+    (folder / "model.safetensors").unlink()
+    assert "lacks its shard ../model.safetensors" in refusal(head)
+
+
+@pytest.mark.parametrize("shard", ["../s1.safetensors", "../../model.safetensors", "/etc/passwd", 7])
 def test_index_cannot_point_outside_the_folder(sharded: Path, shard: object):
     write_json(sharded / INDEX, {"weight_map": {"a": shard}})
     assert "not a file of this folder" in refusal(sharded)
