@@ -36,6 +36,7 @@ class PairScores(NamedTuple):
     mixture: Tensor | None  # m [R, C, rank]; None: ones
     top_k: int
     places: Tensor | None = None  # [V] int64: the tokens' rows of `successors`; None: their ids
+    skips_first: bool = False  # whether pairs say nothing of column 0; only with a mixture
 
 
 Walk = Callable[[Tensor, PairScores, Tensor, Tensor, SamplingBatch], Tensor]
@@ -131,6 +132,8 @@ def pair_scores(pairs: PairScores, before: Tensor, ids: Tensor) -> Tensor:
     mixed = pairs.predecessors[before].to(wide)
     if pairs.mixture is not None:
         mixed = mixed * pairs.mixture[:, :, None].to(wide)
+    if pairs.skips_first:
+        mixed[:, 0] = 0
     return mixed @ pairs.successors[ids if pairs.places is None else pairs.places[ids]].to(wide).mT
 
 

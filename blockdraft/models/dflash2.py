@@ -91,13 +91,7 @@ class CandidateSelector(nn.Module):
 
     def mixture(self, hidden: Tensor) -> Tensor:
         """[R, C, rank] of columns with hidden states [R, C, E]."""
-        return self.spared(self.hidden_projection(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1))
-
-    def spared(self, mixture: Tensor) -> Tensor:
-        """Mixtures [R, C, rank], new ones, without the first column's where pairs do not count for it."""
-        if self.skips_first:
-            mixture[:, 0] = 0
-        return mixture
+        return self.hidden_projection(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)  # type: ignore[no-any-return]
 
 
 class DFlash2(DFlash):

@@ -17,5 +17,9 @@ class DFlash2Drafter(PairDrafter):
         selector = self.model.candidate_selector
         return selector.predecessor_codebook, selector.successor_codebook
 
+    @property
+    def skips_first(self) -> bool:
+        return self.model.candidate_selector.skips_first
+
     def mixture(self, hidden: Tensor) -> Tensor:
         return self.model.candidate_selector.mixture(hidden)

@@ -43,8 +43,14 @@ class PairDrafter(DFlashDrafter):
         """[R, D, rank]: how columns with hidden states [R, D, E] weigh it; None: as it is."""
         return None
 
+    @property
+    def skips_first(self) -> bool:
+        """Whether pairs say nothing of the first draft."""
+        return False
+
     def pairs(self, hidden: Tensor) -> PairScores:
-        return PairScores(*self.tables(), self.mixture(hidden), self.num_candidates, self.places)
+        mixture = self.mixture(hidden)
+        return PairScores(*self.tables(), mixture, self.num_candidates, self.places, self.skips_first)
 
     def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
         logits, pairs = self.column_logits(hidden), self.pairs(hidden)
@@ -52,7 +58,11 @@ class PairDrafter(DFlashDrafter):
 
     def hints(self, hidden: Tensor, before: Tensor) -> Tensor:
         said, mixture = self.tables()[0][before], self.mixture(hidden)
-        return said if mixture is None else said * mixture
+        if mixture is not None:
+            said = said * mixture
+        if self.skips_first:
+            said[:, 0] = 0
+        return said
 
     def hinted(self, logits: Tensor, hints: Tensor) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)

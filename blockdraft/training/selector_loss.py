@@ -82,7 +82,9 @@ def pair_part(selector: CandidateSelector, hidden: Tensor, before: Tensor, ids: 
     """[n, B - 1, K]: what candidates `ids` are worth behind the tokens `before` [n, B - 1]."""
     weight = selector.hidden_projection.weight
     assert isinstance(weight, Tensor)
-    mixture = selector.spared(functional.linear(hidden.to(weight.dtype), weight))
+    mixture = functional.linear(hidden.to(weight.dtype), weight)
+    if selector.skips_first:
+        mixture[:, 0] = 0
     mixed = selector.predecessor_codebook[before] * mixture
     return (selector.successor_codebook[ids] @ mixed[..., None]).squeeze(-1)
 

@@ -97,7 +97,9 @@ class BlockForward:
         with _half(hidden):
             pairs = drafter.pairs(hidden)
         if pairs.mixture is not None:
-            pairs = pairs._replace(mixture=pairs.mixture.flatten(0, 1)[:, None])
+            if pairs.skips_first:
+                pairs.mixture[:, 0] = 0
+            pairs = pairs._replace(mixture=pairs.mixture.flatten(0, 1)[:, None], skips_first=False)
         own = replace(batch, rows=batch.rows.repeat_interleave(before.shape[1]))
         places = (starts[:, None] + torch.arange(before.shape[1], device=starts.device)).flatten()
         logits = head.logits(hidden).flatten(0, 1)[:, None]

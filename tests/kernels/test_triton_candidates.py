@@ -88,6 +88,16 @@ def test_pairs_without_a_mixture_and_rows_of_a_reduced_head():
         assert got.tolist() == drafts_of(logits, rows, other, only=reference_walk)[0].tolist()
 
 
+def test_where_pairs_skip_the_first_draft_its_mixture_does_not_count():
+    rows, shape = place_rows([RULES["greedy"], RULES["filters"]], 64), (2, 3, 64)
+    logits, pairs = make_logits(shape, 2.0), make_pairs(shape, top_k=4, rank=6)
+    without = pairs._replace(mixture=pairs.mixture.clone())
+    without.mixture[:, 0] = 0
+    drafts = drafts_of(logits, rows, pairs._replace(skips_first=True))
+    assert drafts[0].tolist() == drafts[1].tolist() == drafts_of(logits, rows, without, only=walk)[0].tolist()
+    assert drafts[0].tolist() != drafts_of(logits, rows, pairs, only=walk)[0].tolist()
+
+
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 def test_of_equal_candidates_the_lowest_id_is_taken_and_kept(dtype):
     """Half precision has many ties: more tokens reach the last place than there is room for."""

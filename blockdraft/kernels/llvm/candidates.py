@@ -89,9 +89,9 @@ class CandidateKernels:
             batch.rows, batch.real, batch.whole, best, ids,
         )  # fmt: skip
         self._follow(
-            num_rows, num_columns, num_parts, pairs.top_k, pairs.predecessors.shape[1], best, ids,
-            starts, anchor.contiguous(), batch.rows, batch.real, batch.whole,
-            pairs.predecessors, pairs.successors, pairs.mixture, pairs.places, drafts,
+            num_rows, num_columns, num_parts, pairs.top_k, pairs.predecessors.shape[1],
+            int(pairs.skips_first), best, ids, starts, anchor.contiguous(), batch.rows, batch.real,
+            batch.whole, pairs.predecessors, pairs.successors, pairs.mixture, pairs.places, drafts,
             is_small=num_rows == 1,
         )  # fmt: skip
 
@@ -225,9 +225,9 @@ def insert(scores: Floats, ids: Longs, last: Int, score: Value, token: Int) -> N
 
 @kernel
 def follow(
-    num_rows: Int, num_columns: Int, num_parts: Int, top_k: Int, rank: Int, part_scores: Floats,
-    part_ids: Longs, starts: Longs, anchor: Longs, rows: Longs, real: Floats, whole: Longs,
-    predecessors: Floats, successors: Floats, mixture: Floats, places: Longs, drafts: Longs,
+    num_rows: Int, num_columns: Int, num_parts: Int, top_k: Int, rank: Int, skips_first: Int,
+    part_scores: Floats, part_ids: Longs, starts: Longs, anchor: Longs, rows: Longs, real: Floats,
+    whole: Longs, predecessors: Floats, successors: Floats, mixture: Floats, places: Longs, drafts: Longs,
 ) -> None:  # fmt: skip
     scores, ids = candidates(real)
     ordered, order = candidates(real)
@@ -243,11 +243,12 @@ def follow(
             merge(scores, ids, top_k, num_parts, part_scores, part_ids, item * num_parts * top_k)
             by_id(scores, ids, top_k)
             say(said, predecessors + before * rank, mixture, item, rank)
+            share = select((skips_first != 0) & (column == 0), 0.0, weight)
             for i in range(top_k):
                 place = ids[i]
                 if places.is_given:
                     place = places[place]
-                scores[i] = scores[i] + dot(said, successors + place * rank, rank) * weight
+                scores[i] = scores[i] + dot(said, successors + place * rank, rank) * share
             if is_warm & (wholes[int(Whole.IS_FILTERED)] != 0):
                 for i in range(top_k):
                     scores[i] = scores[i] * scale

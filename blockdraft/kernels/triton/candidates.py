@@ -1,10 +1,10 @@
-"""`walk` on a CUDA device, in four launches; `kernels.candidates` says what is chosen, here is how.
+"""`walk` on a CUDA device, in three launches; `kernels.candidates` says what is chosen, here is how.
 
 1. `_scan`: the best candidates of every chunk of CHUNK tokens of a column, best first; where nothing filters,
    under the noise.
-2. `_merge`: the best of the column's chunks, by id.
-3. `_link`: for each candidate that may come before, the place of the one that the column then chooses.
-4. `_follow`: the walk, one program per row.
+2. `_link`: the best of a column's chunks and, for each candidate that may come before, the place of the one
+   that the column then chooses.
+3. `_follow`: the walk, one program per row.
 
 A candidate travels as a key: its score in the upper half, its id, mirrored, in the lower. Keys are ordered as
 candidates are, the lower id first where scores are equal, and no two of a column are the same.
@@ -109,24 +109,16 @@ def _scan(
     tl.store(keys + place, _largest(own, top_k, K))
 
 
-@triton.jit(do_not_specialize=_VARYING)
-def _merge(
-    keys, num_keys, top_k, out_scores, out_ids, K: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr
-):
-    start_and_wait(PDL)
-    index = tl.program_id(0).to(tl.int64)
+@triton.jit
+def _best_of_chunks(keys, index, num_keys, top_k, K: tl.constexpr, KEYS: tl.constexpr):
+    """The keys [K] of a column's candidates, best first."""
     place = tl.arange(0, KEYS)
     found = tl.load(keys + index * num_keys + place, mask=place < num_keys, other=_NO_KEY)
-    best = _largest(found, top_k, K)
-    is_one = tl.arange(0, K) < top_k
-    ids = tl.where(is_one, _id_of(best), _LAST_ID)
-    rank = tl.sum((ids[None, :] < ids[:, None]).to(tl.int32), axis=1)  # in the order of the ids
-    tl.store(out_scores + index * K + rank, _score_of(best), mask=is_one)
-    tl.store(out_ids + index * K + rank, ids, mask=is_one)
+    return _largest(found, top_k, K)
 
 
 @triton.jit
-def _filtered(scaled, top_k, row, real, whole, K: tl.constexpr):
+def _filtered(scaled, ids, top_k, row, real, whole, K: tl.constexpr):
     """What min_p, top_k and top_p leave of each line of scaled [K, K], as `keep_likely` has it."""
     best = tl.max(scaled, axis=1)
     floor = best + tl.load(real + row * NUM_REAL + _LOG_MIN_P)
@@ -136,7 +128,10 @@ def _filtered(scaled, top_k, row, real, whole, K: tl.constexpr):
     rank = tl.zeros([K, K], dtype=tl.int32)
     for other in range(top_k):
         value = tl.max(tl.where(place[None, :] == other, scaled, NEVER), axis=1)[:, None]
-        is_before = (value > scaled) | ((value == scaled) & (other < place[None, :]))
+        is_lower = (
+            tl.max(tl.where(place == other, ids, 0), axis=0) < ids
+        )  # of equal ones the lower id is first
+        is_before = (value > scaled) | ((value == scaled) & is_lower[None, :])
         rank += is_before.to(tl.int32)
     scaled = tl.where(rank >= most, NEVER, scaled)
     top_p = tl.load(real + row * NUM_REAL + _TOP_P)
@@ -155,8 +150,9 @@ def _filtered(scaled, top_k, row, real, whole, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=_VARYING)
 def _link(
-    scores, ids, recent, starts, rows, real, whole, predecessors, successors, mixture, places, RANK, C, J,
-    top_k, out, K: tl.constexpr, HAS_MIXTURE: tl.constexpr, HAS_PLACES: tl.constexpr, PDL: tl.constexpr,
+    keys, num_keys, recent, starts, rows, real, whole, predecessors, successors, mixture, places, RANK, C, J,
+    top_k, out_ids, out, K: tl.constexpr, KEYS: tl.constexpr, HAS_MIXTURE: tl.constexpr,
+    SKIPS_FIRST: tl.constexpr, HAS_PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_and_wait(PDL)
     index = tl.program_id(0).to(tl.int64)
@@ -165,11 +161,15 @@ def _link(
     row = tl.load(rows + r)
     place = tl.arange(0, K)
     is_one = place < top_k
-    own = tl.load(ids + index * K + place, mask=is_one, other=0).to(tl.int64)
+    best_keys = _best_of_chunks(keys, index, num_keys, top_k, K, KEYS)
+    ids = tl.where(is_one, _id_of(best_keys), _LAST_ID)
+    tl.store(out_ids + index * K + place, ids)
+    own = tl.where(is_one, ids, 0).to(tl.int64)
     if c == 0:
         before = tl.zeros([K], dtype=tl.int64) + tl.load(recent + r * J)
     else:
-        before = tl.load(ids + (index - 1) * K + place, mask=is_one, other=0).to(tl.int64)
+        keys_before = _best_of_chunks(keys, index - 1, num_keys, top_k, K, KEYS)
+        before = tl.where(is_one, _id_of(keys_before), 0).to(tl.int64)
     at = own
     if HAS_PLACES:
         at = tl.load(places + own)
@@ -181,34 +181,46 @@ def _link(
         right = tl.load(successors + at[:, None] * RANK + rank[None, :], mask=is_rank, other=0.0)
         left = left.to(tl.float32)
         if HAS_MIXTURE:
-            mixed = tl.load(mixture + index * RANK + rank, mask=rank < RANK, other=0.0)
+            is_said = (rank < RANK) & ((c > 0) | (not SKIPS_FIRST))
+            mixed = tl.load(mixture + index * RANK + rank, mask=is_said, other=0.0)
             left = left * mixed.to(tl.float32)[None, :]
         pairs = tl.dot(left, tl.trans(right.to(tl.float32)), pairs, input_precision="ieee")
-    unary = tl.load(scores + index * K + place, mask=is_one, other=NEVER)
+    unary = tl.where(is_one, _score_of(best_keys), NEVER)
     temperature = tl.load(real + row * NUM_REAL + TEMPERATURE)
     if _is_open(temperature, row, whole):
         pairs = pairs * tl.div_rn(1.0, temperature)
     total = unary[None, :] + pairs
     if (temperature >= MIN_TEMPERATURE) & (tl.load(whole + row * NUM_WHOLE + _IS_FILTERED) != 0):
-        total = _filtered(total * tl.div_rn(1.0, temperature), top_k, row, real, whole, K)
+        total = _filtered(total * tl.div_rn(1.0, temperature), ids, top_k, row, real, whole, K)
         seed = tl.load(whole + row * NUM_WHOLE + _SEED)
         noise = noise_at(own.to(tl.int32), seed, tl.load(starts + r) + 1 + c)
         total += noise[None, :]
     best = tl.max(total, axis=1)[:, None]
-    choice = tl.min(tl.where((total == best) & is_one[None, :], place[None, :], K - 1), axis=1)
+    is_best = (total == best) & is_one[None, :]
+    lowest = tl.min(tl.where(is_best, ids[None, :], _LAST_ID), axis=1)[:, None]
+    choice = tl.min(tl.where(is_best & (ids[None, :] == lowest), place[None, :], K - 1), axis=1)
     tl.store(out + index * K + place, choice)
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def _follow(links, ids, out, C, V, K: tl.constexpr, PDL: tl.constexpr):
+def _follow(links, ids, out, C, V, K: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
     start_and_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * C
+    column = tl.arange(0, COLUMNS)
+    candidate = tl.arange(0, K)[None, :]
+    at = (first + column)[:, None] * K + candidate
+    is_column = (column < C)[:, None]
+    all_links = tl.load(links + at, mask=is_column, other=0)  # asked for at once, not one after the other
+    all_ids = tl.load(ids + at, mask=is_column, other=0)
     place = tl.full([], 0, tl.int32)
-    for column in range(C):
-        index = row * C + column
-        place = tl.load(links + index * K + place)
-        token = tl.load(ids + index * K + place)
-        tl.store(out + index, tl.minimum(tl.maximum(token, 0), V - 1).to(tl.int64))
+    is_taken = tl.zeros([COLUMNS, K], dtype=tl.int1)
+    for step in range(C):
+        is_here = column[:, None] == step
+        place = tl.sum(tl.where(is_here & (candidate == place), all_links, 0))
+        is_taken |= is_here & (candidate == place)
+    token = tl.sum(tl.where(is_taken, all_ids, 0), axis=1)
+    token = tl.minimum(tl.maximum(token, 0), V - 1).to(tl.int64)
+    tl.store(out + first + column, token, mask=column < C)
 
 
 def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch) -> Tensor:
@@ -219,7 +231,6 @@ def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batc
     size = max(16, triton.next_power_of_2(top_k))  # of a product of pair scores at least
     num_chunks = triton.cdiv(vocab_size, CHUNK.value)
     keys = torch.empty(count, num_chunks * size, dtype=torch.int64, device=device)
-    scores = torch.empty(count, size, dtype=torch.float32, device=device)
     ids, links = torch.empty(2, count, size, dtype=torch.int32, device=device)
     out = torch.empty(num_rows, num_columns, dtype=torch.int64, device=device)
     anchor = anchor.contiguous()
@@ -234,16 +245,17 @@ def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batc
         num_warps=4,
         **options,
     )
-    padded = triton.next_power_of_2(keys.shape[1])
-    _merge[(count,)](keys, keys.shape[1], top_k, scores, ids, KEYS=padded, num_warps=4, **options)
     _link[(count,)](
-        *(scores, ids, anchor, starts, batch.rows, batch.real, batch.whole),
+        *(keys, keys.shape[1], anchor, starts, batch.rows, batch.real, batch.whole),
         *(pairs.predecessors, pairs.successors, mixture, places, pairs.predecessors.shape[1]),
-        *(num_columns, anchor.shape[1], top_k, links),
+        *(num_columns, anchor.shape[1], top_k, ids, links),
+        KEYS=triton.next_power_of_2(keys.shape[1]),
         HAS_MIXTURE=pairs.mixture is not None,
+        SKIPS_FIRST=pairs.skips_first,
         HAS_PLACES=pairs.places is not None,
         num_warps=4,
         **options,
     )
-    _follow[(num_rows,)](links, ids, out, num_columns, vocab_size, num_warps=1, **options)
+    columns = triton.next_power_of_2(num_columns)
+    _follow[(num_rows,)](links, ids, out, num_columns, vocab_size, COLUMNS=columns, num_warps=1, **options)
     return out
