@@ -51,13 +51,13 @@ class Decoder(KernelModule):
         """Hidden states [N, E] before the head, and features [N, taps * E], for token_ids [N]."""
         x = self.embed(token_ids)
         angles = self.angles(view.positions)
-        tapped: dict[int, Tensor] = {}
+        features = x.new_empty(len(x), len(self.taps), x.shape[1])
         for index in range(len(self.layers)):
             x = self.through(index, x, angles, view)
-            if index in self.taps:
-                tapped[index] = x.clone()  # the next layer may add its result in place
-        features = [tapped[index] for index in self.taps]
-        return self.norm(x), torch.cat(features, dim=-1) if features else x[:, :0]
+            for place, tap in enumerate(self.taps):
+                if tap == index:
+                    features[:, place] = x  # a copy: the next layer may add its result in place
+        return self.norm(x), features.flatten(1)
 
     def angles(self, positions: Tensor) -> list[Angles]:
         """Of every kind of rope that the layers have."""

@@ -355,6 +355,20 @@ def test_a_copy_is_pytorch_s(x, memory_format):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
+@given(x=strided(3), place=st.integers(0, 2))
+def test_what_is_copied_into_a_part_is_pytorch_s(x, place):
+    into, expected = (
+        own((*x.shape[:1], 3, *x.shape[1:]), x.dtype),
+        own((*x.shape[:1], 3, *x.shape[1:]), x.dtype),
+    )
+    part = (slice(None), place) if x.dim() else (place,)
+    expected[part] = x
+    got = lowered(aten.copy_.default, (into[part], x), {}, own)
+    assert got is None or torch.equal(into, expected)
+    assert got is not None or x.dim() > 2 or not x.numel()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(x=strided(3), dim=st.integers(-3, 2), others=st.lists(st.integers(0, 4), max_size=3))
 def test_joined_parts_are_pytorch_s(x, dim, others):
     if not -x.dim() <= dim < x.dim():
@@ -396,6 +410,8 @@ def test_what_is_no_plain_copy_is_left_to_pytorch():
         (aten.index.Tensor, (x, [rows, rows])),
         (aten.index.Tensor, (x, [torch.stack((rows, rows), dim=1)[:, 0]])),
         (aten.index.Tensor, (x.T, [rows])),
+        (aten.copy_.default, (x.clone(), x.long())),
+        (aten.copy_.default, (x.clone(), x[:1])),
         (aten.cat.default, ([x, x.long()],)),
         (aten.cat.default, ([x[:0], x[:0]],)),
         (aten.clone.default, (torch.randn(3, 4, 5, 6)[::2, ::2, ::2, ::2],)),

@@ -23,10 +23,12 @@ Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
 def lowered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], empty: Empty) -> Tensor | None:
-    """The result in memory from `empty`; None: PyTorch has to do it."""
+    """The result, in memory from `empty` where it is new; None: PyTorch has to do it."""
     aten = torch.ops.aten
     if func is aten.clone.default and _becomes_contiguous(args[0], kwargs.get("memory_format")):
         return _copied(args[0], empty)
+    if func is aten.copy_.default and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype:
+        return args[0] if _put(args[1], args[0]) else None
     if func is aten.cat.default:
         return _joined(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), empty)
     if func is aten.index.Tensor and len(args[1]) == 1:

@@ -229,6 +229,8 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotRecordable(f"{func} asks for numbers")
         from blockdraft.kernels.llvm.copies import lowered
 
+        if func._schema.is_mutable:
+            self._refill((args, kwargs))
         copied = lowered(func, args, kwargs, self._arena.empty)
         if copied is not None:
             return copied
@@ -237,7 +239,6 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             again = functools.partial(_again, func, args, kwargs, result)  # holds the result
             self._constants[result.untyped_storage()._cdata] = again
         elif func._schema.is_mutable:
-            self._refill((args, kwargs))
             self._note(functools.partial(func, *args, **kwargs))
         elif not _is_view(func) and not _shares_memory(result, (args, kwargs)):
             self._note(functools.partial(_again, func, args, kwargs, result))
