@@ -138,7 +138,7 @@ def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
 def step_items(pair: Pair, *, tokens: int, logits: int, element_bytes: int, has_graphs: bool) -> list[Item]:
     """What the largest prefill and the largest decode step take for a while, and what graphs keep."""
     target = pair.target.shape
-    features = 0 if pair.draft is None else 2 * pair.draft.shape.num_taps * target.hidden_size
+    features = 0 if pair.draft is None else pair.draft.shape.num_taps * target.hidden_size
     token = (_ACTIVATIONS * target.hidden_size + 3 * target.inner_size + features) * element_bytes
     sampling = logits * LOGIT_BYTES
     how = f"the larger of {tokens:,} prompt tokens x {token:,} and {logits:,} logits x {LOGIT_BYTES} bytes"
