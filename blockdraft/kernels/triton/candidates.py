@@ -198,7 +198,7 @@ def _link(
     best = tl.max(total, axis=1)[:, None]
     is_best = (total == best) & is_one[None, :]
     lowest = tl.min(tl.where(is_best, ids[None, :], _LAST_ID), axis=1)[:, None]
-    choice = tl.min(tl.where(is_best & (ids[None, :] == lowest), place[None, :], K - 1), axis=1)
+    choice = tl.min(tl.where(ids[None, :] == lowest, place[None, :], K - 1), axis=1)
     tl.store(out + index * K + place, choice)
 
 
@@ -206,21 +206,17 @@ def _link(
 def _follow(links, ids, out, C, V, K: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
     start_and_wait(PDL)
     first = tl.program_id(0).to(tl.int64) * C
-    column = tl.arange(0, COLUMNS)
-    candidate = tl.arange(0, K)[None, :]
+    column, candidate = tl.arange(0, COLUMNS), tl.arange(0, K)[None, :]
     at = (first + column)[:, None] * K + candidate
-    is_column = (column < C)[:, None]
-    all_links = tl.load(links + at, mask=is_column, other=0)  # asked for at once, not one after the other
-    all_ids = tl.load(ids + at, mask=is_column, other=0)
+    all_links = tl.load(links + at, mask=(column < C)[:, None], other=0)  # at once, not one after the other
+    all_ids = tl.load(ids + at, mask=(column < C)[:, None], other=0)
     place = tl.full([], 0, tl.int32)
-    is_taken = tl.zeros([COLUMNS, K], dtype=tl.int1)
+    places = tl.zeros([COLUMNS], dtype=tl.int32)
     for step in range(C):
-        is_here = column[:, None] == step
-        place = tl.sum(tl.where(is_here & (candidate == place), all_links, 0))
-        is_taken |= is_here & (candidate == place)
-    token = tl.sum(tl.where(is_taken, all_ids, 0), axis=1)
-    token = tl.minimum(tl.maximum(token, 0), V - 1).to(tl.int64)
-    tl.store(out + first + column, token, mask=column < C)
+        place = tl.sum(tl.where((column[:, None] == step) & (candidate == place), all_links, 0))
+        places = tl.where(column == step, place, places)
+    token = tl.sum(tl.where(candidate == places[:, None], all_ids, 0), axis=1)
+    tl.store(out + first + column, tl.minimum(tl.maximum(token, 0), V - 1).to(tl.int64), mask=column < C)
 
 
 def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch) -> Tensor:
