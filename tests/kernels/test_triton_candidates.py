@@ -43,7 +43,7 @@ def drafts_of(logits, rows, pairs, only=None):
 def test_drafts_are_those_of_the_reference_under_every_rule(vocab_size):
     rules = list(RULES.values())
     rows = place_rows(rules, vocab_size)
-    shape = (len(rules), 2, vocab_size)
+    shape = (len(rules), 3, vocab_size)
     got, expected = drafts_of(make_logits(shape, 3.0), rows, make_pairs(shape, top_k=16, rank=6))
     assert got.dtype == torch.int64
     assert got.tolist() == expected.tolist()
