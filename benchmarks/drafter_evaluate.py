@@ -164,7 +164,7 @@ def evaluate(args: argparse.Namespace) -> None:
         found = _of_drafter(source, models, answers, args)
         assert isinstance(results["drafters"], dict)
         results["drafters"][name] = found
-        print(f"{name}, {time.monotonic() - begin:.1f} s: {json.dumps(found['committed'])}", flush=True)
+        print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
@@ -191,8 +191,10 @@ def _of_drafter(
     source: str, models: Models, answers: dict[str, list[Document]], args: argparse.Namespace
 ) -> dict[str, object]:
     forward = drafter_of(source, models, args.length)
-    fits = {
-        name: simulate(
+    fits: dict[str, dict[str, DrafterFit]] = {}
+    committed: dict[str, dict[str, float]] = {}
+    for name, documents in answers.items():
+        fits[name] = simulate(
             forward,
             documents,
             length=args.length,
@@ -200,9 +202,8 @@ def _of_drafter(
             num_anchors=args.anchors,
             sampling=sampling_of(documents, *WARM[name]) if name in WARM else None,
         )
-        for name, documents in answers.items()
-    }
-    committed = {name: {key: round(fit.committed, 3) for key, fit in of.items()} for name, of in fits.items()}
+        committed[name] = {key: round(fit.committed, 3) for key, fit in fits[name].items()}
+        print(f"{name}: {json.dumps(committed[name])}", flush=True)
     committed["long"] |= _by_length(fits["long"])
     return {"committed": committed, "fit": fit_json(fits["short"]), "fit_long": fit_json(fits["long"])}
 
