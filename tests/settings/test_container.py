@@ -255,7 +255,7 @@ def test_a_plan_that_does_not_fit_starts_and_fetches_nothing(place):
 
 
 def test_the_default_model_is_fetched_before_the_plan_reads_it(place):
-    done = place.run(MODEL_PATH="default")
+    done = place.run(MODEL_PATH="default", DFLASH_DRAFTER="dflash2")
     assert done.returncode == 0, done.stderr
     assert [words[0] for words, _ in place.calls()] == ["fetch", "plan", "serve"]
 
@@ -285,6 +285,7 @@ def test_another_engine_is_kept_to_what_was_fetched_by_being_offline(monkeypatch
     native = replace(settings, engine="native", model="org/name@v1", draft=None)
     assert _fetch(native, {}) == ([f"--model=org/name@{COMMIT}"], {})
     assert fetched[2:] == [("org/name", "v1", False)]
+    assert _fetch(replace(native, model="default", draft="dflash2"), {}) == ([], {}), "a word is not fetched"
 
 
 def test_a_revision_is_left_to_the_engine_that_is_told_it(monkeypatch):
