@@ -329,6 +329,9 @@ def test_a_head_whose_body_is_in_the_folder_above_is_refused(tmp_path, monkeypat
     assert found == findings(engine=engine, draft="drafter/dflash2")
     for whole in ({"draft": str(head.parent)}, {"draft": str(head), "width": 1}):
         assert "head-without-body" not in ids(engine=engine, **whole)
+    index = head / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("../", ""))
+    assert "head-without-body" not in ids(engine=engine, draft=str(head)), "its shards are its own"
 
 
 def test_a_version_newer_than_we_know_is_said():

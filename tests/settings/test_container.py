@@ -285,7 +285,6 @@ def test_another_engine_is_kept_to_what_was_fetched_by_being_offline(monkeypatch
     native = replace(settings, engine="native", model="org/name@v1", draft=None)
     assert _fetch(native, {}) == ([f"--model=org/name@{COMMIT}"], {})
     assert fetched[2:] == [("org/name", "v1", False)]
-    assert _fetch(replace(native, model="default", draft="dflash2"), {}) == ([], {}), "a word is not fetched"
 
 
 def test_a_revision_is_left_to_the_engine_that_is_told_it(monkeypatch):
