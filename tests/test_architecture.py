@@ -41,8 +41,9 @@ ANYONE_LIBRARIES = {
 }
 # A server is seen as any client sees it, and other engines are started, not imitated.
 BENCH_BORROWS = {"checkpoints.hub"}
-LAUNCH_BORROWS = {  # a drafter's block and kind, and whether a pair matches and fits
+LAUNCH_BORROWS = {  # a drafter's block and kind, where its files are, and whether a pair matches and fits
     *(
+        "checkpoints.model_folder",
         "checkpoints.read_draft_config",
         "planner.draft_title",
         "planner.external",

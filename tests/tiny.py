@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import random
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -75,16 +76,34 @@ def dflash2_drafter(dtype, device="cpu"):
 
 
 def write_dflash2(folder):
+    config, extra = _dflash2()
+    save_file(load_file(f"{DRAFT}/model.safetensors") | extra, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_head(folder):
+    """The same in a folder inside a copy of the drafter's, of which it takes the body, as it ships."""
+    shutil.copytree(DRAFT, folder)
+    (head := folder / "dflash2").mkdir()
+    config, extra = _dflash2()
+    save_file(extra, head / "head.safetensors")
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), "../model.safetensors")
+    index = {"weight_map": names | dict.fromkeys(extra, "head.safetensors")}
+    (head / "model.safetensors.index.json").write_text(json.dumps(index))
+    (head / "config.json").write_text(json.dumps(config))
+    return head
+
+
+def _dflash2():
+    """config.json, and the weights that it has beside the body's."""
     config = make_pair.dflash2_config(selector_skips_first=True)
-    weights = load_file(f"{DRAFT}/model.safetensors")
     extra = make_pair.dflash2_weights(config, torch.Generator().manual_seed(4))
     for name, weight in extra.items():
         if name.endswith("base_kernel"):
             weight.sub_(weight * 0.9).select(1, 0).add_(0.9)  # nearer to the identity
         elif "kernel_projection" in name:
             weight.mul_(0.1)
-    save_file(weights | extra, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    return config, extra
 
 
 @functools.cache

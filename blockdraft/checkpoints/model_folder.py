@@ -68,6 +68,12 @@ class ModelFolder:
         generation = self.json(GENERATION_FILE).get("eos_token_id")
         return ids_in(generation) + ids_in(self.config.get("eos_token_id"))
 
+    @property
+    def has_body_above(self) -> bool:
+        """Whether it is a head, whose other weights are in the folder above."""
+        weight_map = self.json(_INDEX).get("weight_map")
+        return isinstance(weight_map, dict) and _ABOVE in weight_map.values()
+
     def _weight_map(self) -> dict[str, str]:
         """Tensor name -> shard, from the index; empty for a model in one file."""
         if (self.path / _SINGLE).exists():

@@ -34,7 +34,7 @@ from blockdraft.settings.container import (
     without_settings,
 )
 from blockdraft.settings.merge import MergedSettings, flag_of, merge_settings
-from blockdraft.settings.settings import NGRAM, Settings, whole_environment
+from blockdraft.settings.settings import DRAFT_WORDS, Settings, whole_environment
 
 REVISIONS = ("--revision", "--code-revision")
 
@@ -58,7 +58,7 @@ def _start(wanted: Wanted, words: Sequence[str], environment: Mapping[str, str])
     settings = resolved.settings
     for name, variable in (("model", "MODEL_PATH"), ("draft", "DFLASH_DRAFTER")):
         value = getattr(settings, name)
-        if value not in (None, "none", "auto", NGRAM):
+        if value is not None and value not in DRAFT_WORDS:
             source = resolved.sources[name]
             check_model(value, variable=variable if source.startswith("--") else f"{name} of {source}")
             _check_pin(value, settings.engine)
@@ -188,7 +188,7 @@ def _fetch(settings: Settings, child: dict[str, str]) -> tuple[list[str], dict[s
     flags = []
     for name in ("model", "draft"):
         source = getattr(settings, name)
-        found = hub_id(source) if source not in (None, "none", "auto", "default", NGRAM) else None
+        found = hub_id(source) if source not in (None, "default", *DRAFT_WORDS) else None
         if found is None:
             continue
         repo, revision = found

@@ -36,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     target_help = "folder, hub id, GGUF file, or 'default' (default: default)"
     add("target", nargs="?", metavar="TARGET", help=target_help)
-    drafter_help = "folder, hub id, 'ngram', or 'auto', the one that ships for the target (default: auto)"
+    drafter_help = (
+        "folder, hub id, 'ngram', 'auto', the one that ships for the target, or 'dflash2', its DFlash2 head "
+        "(default: auto)"
+    )
     add("drafter", nargs="?", metavar="DRAFTER", help=drafter_help)
     add("--model", metavar="NAME", help="the same as TARGET")
     add("--draft", metavar="NAME", help="the same as DRAFTER")

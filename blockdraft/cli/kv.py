@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     answers_help = f"questions answered with drafts, 0: none (default: {LARGE[3]}, CPU: {SMALL[3]})"
     add("--answers", type=int, metavar="N", help=answers_help)
     draft_help = (
-        "the drafter: folder, hub id, none, or auto, the one that ships for the model (default: auto)"
+        "the drafter: folder, hub id, none, auto, the one that ships for the model, or dflash2, its DFlash2 "
+        "head (default: auto)"
     )
     add("--draft", default="auto", metavar="NAME", help=draft_help)
     add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")

@@ -23,7 +23,7 @@ from blockdraft.planner.shape import Kind
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.recipe import Expectation, load_recipe
 from blockdraft.settings.recipe_cards import check_recipe_card
-from blockdraft.settings.settings import Settings
+from blockdraft.settings.settings import DFLASH2, Settings
 
 SUMMARY = "say what fits and how fast it should be, before a start"
 USAGE = "blockdraft plan [MODEL] [flags]"
@@ -152,8 +152,8 @@ def _head(report: Report, *, is_refused: bool) -> Iterator[str]:
     settings, fit = report.settings, report.fit
     pair = report.pair.target.shape.name
     if report.pair.draft is not None:
-        is_shipped = settings.draft == "auto"
-        pair += f" + {'the drafter that comes with it' if is_shipped else report.pair.draft.shape.name}"
+        shipped = {"auto": "the drafter that comes with it", DFLASH2: "the head that comes with it"}
+        pair += f" + {shipped.get(settings.draft or '', report.pair.draft.shape.name)}"
         pair += "" if report.title is None else f" ({report.title})"
     elif report.title is not None:
         pair += f" + {report.title}"

@@ -11,6 +11,8 @@ from pathlib import Path
 from blockdraft.cli.flags import dataclass_from, numbers_of
 from blockdraft.errors import SettingsError
 from blockdraft.models.draft_config import KIND_NAMES
+from blockdraft.settings.settings import Settings
+from blockdraft.settings.shipped import with_drafter
 from blockdraft.training.job import CPU_ROWS, AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 
 SUMMARY = "train a drafter for a target"
@@ -37,7 +39,10 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     add("--minutes", type=float, metavar="N", help="time for all stages together")
     add("--steps", type=int, metavar="N", help="training steps, instead of --minutes")
     add("--resume", action="store_true", help="go on where an interrupted run stopped")
-    start_help = "begin with this drafter: to train it further, or for a fine-tuned target"
+    start_help = (
+        "begin with this drafter, to train it further or for a fine-tuned target: folder, hub id, auto, the "
+        "one that ships for the target, or dflash2, its DFlash2 head"
+    )
     add("--from", dest="start_from", metavar="DRAFTER", help=start_help)
     add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
     add("--dtype", default="auto", metavar="NAME", help="of the target (default: auto)")
@@ -170,6 +175,7 @@ def _job(args: argparse.Namespace) -> Job:
         prompts=tuple(args.prompts),
         more_answers=tuple(args.answers),
         held_out=tuple(args.held_out),
+        start_from=with_drafter(Settings(model=args.model, draft=args.start_from)).draft,
         shape=dataclass_from(DrafterShape, args),
         answers=dataclass_from(AnswerOptions, args, max_repeat=args.max_repeat or None),
         recipe=dataclass_from(

@@ -7,6 +7,7 @@ not guess, and so refuse nothing that may be good.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from blockdraft.checkpoints.model_folder import ModelFolder
 from blockdraft.checkpoints.read_draft_config import draft_block, draft_kind
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import NEWEST, EngineVersion, read_version
@@ -84,7 +86,7 @@ def check_settings(
         settings=with_drafter(settings), version=version, machine=machine, target=target, draft=draft
     )
     found = [_softened(entry.issue, version) for entry in entries() if entry.holds(asked)]
-    found += _newer(version) + _unknown_pulls(version) + _trusted(asked)
+    found += _newer(version) + _unknown_pulls(version) + _trusted(asked) + _head_alone(asked)
     return sorted(found, key=lambda issue: SEVERITIES.index(issue.severity))
 
 
@@ -153,6 +155,22 @@ def _trusted(asked: Combination) -> list[Issue]:
         thread="docs/scale-out.md",
     )
     return [issue] if asked.trusts_code else []
+
+
+def _head_alone(asked: Combination) -> list[Issue]:
+    """A folder whose index names a file above it: they may start with the rest of its weights unset."""
+    folder = Path(os.path.expanduser(asked.drafter or "")).absolute()
+    if asked.drafter is None or not (folder / "config.json").is_file():
+        return []
+    issue = Issue(
+        id="head-without-body",
+        severity="refuse",
+        symptom=f"{folder} is a drafter's head, whose body is in the folder above it, and {asked.version} "
+        "looks for weights in the folder itself.",
+        way_out=f"Use the whole drafter, --draft {folder.parent}, or our own engine, without --engine.",
+        thread="docs/scale-out.md",
+    )
+    return [issue] if ModelFolder(folder, name=str(folder)).has_body_above else []
 
 
 def _unknown_pulls(version: EngineVersion) -> list[Issue]:

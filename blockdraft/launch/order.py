@@ -13,7 +13,7 @@ from blockdraft.launch.command import Command
 from blockdraft.launch.engine_versions import EngineVersion
 from blockdraft.machine.cards import Capability
 from blockdraft.machine.machine import Machine, external_memory_share
-from blockdraft.settings.settings import DEFAULTS, Settings
+from blockdraft.settings.settings import DEFAULTS, DFLASH2, Settings
 
 HOST = "127.0.0.1"  # clients talk to our server, and only it to the engine
 MEETING_PORT = 29501  # where machines meet when --head-address names no port; vLLM's own
@@ -41,7 +41,7 @@ class Combination:
     def drafter(self) -> str | None:
         """The drafter's name; None: plain decoding."""
         name = self.settings.draft
-        assert name != "auto", "with_drafter has chosen one"
+        assert name not in ("auto", DFLASH2), "with_drafter has chosen one"
         return None if name in (None, "none") or self.settings.width == 1 else name
 
     @property

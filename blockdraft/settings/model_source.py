@@ -20,7 +20,7 @@ HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?",
 MOUNTS = re.compile(
     r"app|cache|data|home|media|mnt|models?|opt|root|srv|tmp|volumes?|weights|workspace", re.IGNORECASE
 )
-_OWN_WORDS = {"model": "or 'default'", "drafter": "'ngram', or 'none'"}
+_OWN_WORDS = {"model": "or 'default'", "drafter": "'dflash2', 'ngram', or 'none'"}
 DEFAULT_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the hub calls the default model
 
 

@@ -18,6 +18,8 @@ T = TypeVar("T")
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 TOOL_FORMATS = ("auto", "hermes", "qwen_xml", "gemma", "harmony", "llama", "plain")
 NGRAM = "ngram"  # of a drafter: none that is stored
+DFLASH2 = "dflash2"  # of a drafter: the head that ships for the model
+DRAFT_WORDS = ("auto", "none", NGRAM, DFLASH2)  # these name no folder: that is ./ngram
 MAX_NGRAM = 32  # tokens that are compared with earlier ones
 QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
 
@@ -43,8 +45,8 @@ class Settings:
     model: str = _setting("default", "target: folder, hub id, GGUF file, or 'default'")
     draft: str | None = _setting(
         "auto",
-        "drafter: folder or hub id; auto is the one that ships for the model, if any; 'ngram' drafts from "
-        "what prompt and answer say again, for any model; or 'none'",
+        "drafter: folder or hub id; auto is the one that ships for the model, if any; 'dflash2' its DFlash2 "
+        "head; 'ngram' drafts from what prompt and answer say again, for any model; or 'none'",
     )
     draft_ngram: int | Auto = _setting(
         "auto",

@@ -1,4 +1,7 @@
-"""The drafters that come with blockdraft: "auto" is the one that belongs to the model, or none."""
+"""The drafters that come with blockdraft: "auto" is the one that belongs to the model, or none.
+
+"dflash2" is the DFlash2 head of that one, in a folder inside its own: it has the same body.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,34 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from blockdraft.errors import SettingsError
 from blockdraft.settings.model_source import public_id
-from blockdraft.settings.settings import Settings
+from blockdraft.settings.settings import DFLASH2, Settings
 
 FOLDER = Path(__file__).parents[1] / "drafters"
 DRAFTERS = {"default": "smollm2-135m-instruct"}  # by the model as the user names it
-_TITLES = {"smollm2-135m-instruct": "SmolLM2-135M-Instruct-DFlash-b16"}  # as others call theirs
+_TITLES = {  # as others call theirs
+    "smollm2-135m-instruct": "SmolLM2-135M-Instruct-DFlash-b16",
+    "smollm2-135m-instruct/dflash2": "SmolLM2-135M-Instruct-DFlash2-b16",
+}
 _GGUF_END = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
 
 
-def shipped_drafter(model: str) -> Path | None:
-    """The folder of the drafter that belongs to `model`, if it is here."""
+def shipped_drafter(model: str, *, part: str = "") -> Path | None:
+    """The folder of the drafter that belongs to `model`, or of that `part` of it, if it is here."""
     if model not in DRAFTERS:
         return None
-    folder = FOLDER / DRAFTERS[model]
+    folder = FOLDER / DRAFTERS[model] / part
     return folder if (folder / "config.json").is_file() else None
 
 
 def model_title(name: str) -> str:
     """What people call a model that was named so on the command line: never a path."""
     path = Path(name)
-    if path.parent == FOLDER and path.name in _TITLES:
-        return _TITLES[path.name]
+    if path.is_relative_to(FOLDER) and (title := _TITLES.get(path.relative_to(FOLDER).as_posix())):
+        return title
+    if path.name == DFLASH2 and path.parent.name:  # a head is called after the drafter that it is in
+        return f"{path.parent.name}-{DFLASH2}"
     if path.parent.name == "snapshots":  # models--org--name/snapshots/0123 in the hub's cache
         return path.parents[1].name.rpartition("--")[2]
     last = public_id(name).rstrip("/").rpartition("/")[2]
@@ -38,11 +47,17 @@ def model_title(name: str) -> str:
 def with_drafter(settings: Settings, report: Callable[[str], None] = lambda line: None) -> Settings:
     """The same with a drafter that is named, or "none". `report` hears of one that should be here.
 
-    Raises SettingsError where something else was asked for that needs one.
+    Raises SettingsError where something else was asked for that needs one, and for a head that is not here.
     """
-    if settings.draft != "auto":
+    model, word = settings.model, settings.draft
+    if word not in ("auto", DFLASH2):
         return settings
-    folder = shipped_drafter(settings.model)
-    if folder is None and settings.model in DRAFTERS:
-        report(f"no drafter: '{DRAFTERS[settings.model]}' is not in {FOLDER}, so decoding is plain")
+    folder = shipped_drafter(model, part="" if word == "auto" else DFLASH2)
+    if folder is None and word == DFLASH2:
+        raise SettingsError(
+            f"no DFlash2 head ships for '{model}', which --draft {DFLASH2} asks for: use --draft auto, or "
+            f"name a drafter (a folder of that name is ./{DFLASH2})."
+        )
+    if folder is None and model in DRAFTERS:
+        report(f"no drafter: '{DRAFTERS[model]}' is not in {FOLDER}, so decoding is plain")
     return replace(settings, draft="none" if folder is None else str(folder))

@@ -12,6 +12,7 @@ from blockdraft.launch.issues import FACTS, RULES, check_settings, entries, read
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.stored import Stored
 from blockdraft.settings.settings import Settings
+from tests import tiny
 from tests.launch.golden import machine_with, recipe_settings
 
 GEMMA = {"model": "google/gemma-4-31B-it", "draft": "z-lab/gemma-4-31B-it-DFlash"}
@@ -316,6 +317,21 @@ def test_code_of_a_checkpoint_runs_only_when_asked_and_is_warned_of(engine):
     for asked in ({"trust_remote_code": True}, {"engine_args": ("--trust-remote-code",)}):
         found = [one for one in findings(**QWEN, engine=engine, **asked) if one.id == "trust-remote-code"]
         assert [one.severity for one in found] == ["warn"]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_head_whose_body_is_in_the_folder_above_is_refused(tmp_path, monkeypatch, engine):
+    head = tiny.write_head(tmp_path / "drafter")
+    found = findings(engine=engine, draft=str(head))
+    with pytest.raises(SettingsError, match=f"Use the whole drafter, --draft {head.parent}, or our own"):
+        refuse(found)
+    monkeypatch.chdir(tmp_path)
+    assert found == findings(engine=engine, draft="drafter/dflash2")
+    for whole in ({"draft": str(head.parent)}, {"draft": str(head), "width": 1}):
+        assert "head-without-body" not in ids(engine=engine, **whole)
+    index = head / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("../", ""))
+    assert "head-without-body" not in ids(engine=engine, draft=str(head)), "its shards are its own"
 
 
 def test_a_version_newer_than_we_know_is_said():

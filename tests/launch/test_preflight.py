@@ -18,6 +18,7 @@ from blockdraft.settings.recipe import load_recipe, recipe_names
 from blockdraft.settings.settings import Settings
 from blockdraft.start import preflight as native
 from blockdraft.start.preflight import check_native
+from tests import tiny
 from tests.server.test_life import PAIR
 
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
@@ -82,6 +83,14 @@ def test_a_chat_template_is_given_by_its_whole_path_and_must_be_there_for_a_star
         assert str(tmp_path / "mine.jinja") in command.argv
         assert command.mounts == (TARGET, DRAFT, str(tmp_path / "mine.jinja"))
         assert found.warnings == ()
+
+
+def test_a_head_without_its_body_is_neither_started_nor_printed(monkeypatch, tmp_path):
+    on(monkeypatch, "h200")
+    asked = replace(WHOLE, draft=str(tiny.write_head(tmp_path / "drafter")))
+    for check in (check_launch, lambda *words: check_to_print(*words, None)):
+        with pytest.raises(SettingsError, match="whose body is in the folder above it"):
+            check(asked, "x")
 
 
 @pytest.mark.parametrize("prints", [False, True])

@@ -255,7 +255,7 @@ def test_a_plan_that_does_not_fit_starts_and_fetches_nothing(place):
 
 
 def test_the_default_model_is_fetched_before_the_plan_reads_it(place):
-    done = place.run(MODEL_PATH="default")
+    done = place.run(MODEL_PATH="default", DFLASH_DRAFTER="dflash2")
     assert done.returncode == 0, done.stderr
     assert [words[0] for words, _ in place.calls()] == ["fetch", "plan", "serve"]
 

@@ -5,11 +5,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import blockdraft
 from blockdraft import LLM, SamplingParams
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.cli.flags import flags_of
+from blockdraft.cli.main import main
 from blockdraft.errors import SettingsError
 from blockdraft.planner.pair import open_pair
 from blockdraft.settings import shipped
@@ -55,6 +57,47 @@ def test_other_models_have_none(pair_ships):
     assert lines == []
 
 
+@pytest.fixture
+def head_ships(tmp_path, monkeypatch):
+    """The pair's drafter with a DFlash2 head in it."""
+    head = tiny.write_head(tmp_path / "tiny")
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "DRAFTERS", {tiny.TARGET: "tiny"})
+    return head
+
+
+def test_dflash2_is_the_head_of_the_drafter_that_ships_with_its_body(head_ships):
+    settings = Settings(model=tiny.TARGET, draft="dflash2")
+    assert with_drafter(settings).draft == str(head_ships)
+    assert with_drafter(Settings(model=tiny.TARGET)).draft == str(head_ships.parent), "auto stays"
+    pair = open_pair(settings)
+    assert (pair.draft.stored.name, pair.draft_config.kind) == (str(head_ships), "dflash2")
+    files = (head_ships / "head.safetensors", head_ships.parent / "model.safetensors")
+    num_bytes = sum(weight.nbytes for file in files for weight in load_file(file).values())
+    assert sum(size.num_bytes for size in pair.draft.stored.sizes.values()) == num_bytes
+    models = LLM(tiny.TARGET, "dflash2", **SMALL).engine.models
+    assert models.draft_config.kind == "dflash2"
+    assert (models.draft_stored.title, models.draft_stored.num_bytes) == ("tiny-dflash2", num_bytes)
+
+
+def test_plan_says_that_the_head_comes_with_the_model(head_ships, capsys):
+    assert main(["plan", "--model", tiny.TARGET, "--draft", "dflash2", "--device", "cpu"]) == 0
+    assert " + the head that comes with it (DFlash2), native on " in capsys.readouterr().out
+
+
+def test_a_folder_that_is_called_like_a_word_is_named_with_a_dot(head_ships, tmp_path, monkeypatch):
+    (tmp_path / "here/dflash2").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert with_drafter(Settings(model=tiny.TARGET, draft="dflash2")).draft == str(head_ships)
+    assert with_drafter(Settings(model=tiny.TARGET, draft="./dflash2")).draft == "./dflash2"
+
+
+@pytest.mark.parametrize("model", ["org/other", tiny.TARGET])
+def test_a_head_that_does_not_ship_is_refused_with_what_to_do(pair_ships, model):
+    with pytest.raises(SettingsError, match=f"no DFlash2 head ships for '{model}', .* use --draft auto, or"):
+        with_drafter(Settings(model=model, draft="dflash2"))
+
+
 def test_one_that_should_be_here_and_is_not_is_missed_aloud(pair_ships):
     lines = []
     assert with_drafter(Settings(), lines.append).draft == "none"
@@ -79,8 +122,8 @@ def test_drafters_travel_in_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["blockdraft"]
     taken = {path.resolve() for pattern in patterns for path in (ROOT / "blockdraft").glob(pattern)}
-    assert taken >= {path.resolve() for path in shipped.FOLDER.glob("*/*")}
-    assert taken
+    assert taken >= {path.resolve() for path in shipped.FOLDER.rglob("*") if path.is_file()}
+    assert any(Path("drafters/one/dflash2/head.safetensors").match(pattern) for pattern in patterns)
     assert shipped.FOLDER.parent == Path(blockdraft.__file__).parent
 
 
@@ -104,6 +147,8 @@ def test_the_default_model_writes_the_same_with_its_drafter():
     [
         ("default", "SmolLM2-135M-Instruct"),
         (str(shipped.FOLDER / "smollm2-135m-instruct"), "SmolLM2-135M-Instruct-DFlash-b16"),
+        (str(shipped.FOLDER / "smollm2-135m-instruct/dflash2"), "SmolLM2-135M-Instruct-DFlash2-b16"),
+        ("/srv/drafters/some-b16/dflash2/", "some-b16-dflash2"),
         ("org/Some-4B@main", "Some-4B"),
         ("/srv/models/Some-4B/", "Some-4B"),
         ("files/Some-4B.Q4_K_M.gguf", "Some-4B"),

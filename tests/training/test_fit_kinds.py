@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from blockdraft.bench.weak_spots import weak_spots
 from blockdraft.cli.fit import lines
+from blockdraft.settings import shipped
 from blockdraft.settings.shipped import shipped_drafter
 from blockdraft.training import drafter_fit as fit_module
 from blockdraft.training.evaluate import DrafterFit
@@ -169,6 +171,12 @@ def test_a_good_body_whose_later_columns_decay_is_sent_to_dflash2(question):
 def test_the_drafter_that_ships_is_named_by_its_folder(question):
     found = advice(replace(question, target="default", drafter="auto"), GOOD_BODY)
     assert f"--from {shipped_drafter('default')} " in found.command
+
+
+def test_the_head_that_ships_is_named_by_its_folder(monkeypatch, question):
+    monkeypatch.setattr(shipped, "shipped_drafter", lambda model, part: Path("/drafters", model, part))
+    found = advice(replace(question, target="default", drafter="dflash2"), GOOD_BODY)
+    assert "--from /drafters/default/dflash2 " in found.command
 
 
 @pytest.mark.parametrize("name", ["DFlash2", "from the anchor", "DSpark"])

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from blockdraft import LLM, SamplingParams
 from blockdraft.cli.main import main
 from blockdraft.errors import ModelError, SettingsError
+from blockdraft.settings import shipped
 from blockdraft.training import regenerate, run
 from blockdraft.training.announce import left, plan_lines, verdict_lines
 from blockdraft.training.answers import read_shard
@@ -490,6 +491,7 @@ STEPS_FLAG = ("--steps", "2")
         ((*TAPS, *STEPS_FLAG, "--prompts", "/nowhere.jsonl"), "/nowhere.jsonl does not exist"),
         ((*TAPS, *STEPS_FLAG, "--held-out", "x=/nowhere.jsonl"), "/nowhere.jsonl does not exist"),
         ((*TAPS, *STEPS_FLAG, "--from", "/nowhere"), "/nowhere"),
+        ((*TAPS, *STEPS_FLAG, "--from", "dflash2"), "no DFlash2 head ships for"),
     ],
 )
 def test_the_command_line_refuses_in_one_line(job, capsys, flags, message):
@@ -506,6 +508,16 @@ def test_circles_are_cut_unless_the_command_line_says_never(job, monkeypatch, fl
     monkeypatch.setattr(run, "train", lambda job, *_, **__: asked.append(job) or {})
     command(job, *TAPS, *STEPS_FLAG, *flags)
     assert [one.answers.max_repeat for one in asked] == [expected]
+
+
+def test_a_run_begins_with_a_drafter_that_ships_by_its_word(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(run, "train", lambda job, *_, **__: asked.append(job) or {})
+    monkeypatch.setattr(shipped, "shipped_drafter", lambda model, part: Path("/drafters", model, part))
+    for word in ("auto", "dflash2", "org/name"):
+        flags = ["--prompts", "p", "--out", str(tmp_path), "--steps", "1"]
+        assert main(["train", "x", "--from", word, *flags]) == 0
+    assert [one.start_from for one in asked] == ["/drafters/x", "/drafters/x/dflash2", "org/name"]
 
 
 @pytest.mark.parametrize(("length", "expected"), [("64", 32), ("1024", 400)])
