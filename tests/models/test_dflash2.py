@@ -141,6 +141,19 @@ def test_narrow_steps_draft_the_first_columns_of_the_block(pair, width):
     assert torch.equal(narrow, whole[:, :width])
 
 
+def test_where_the_selector_alone_was_trained_narrow_blocks_are_drafted_without_it(pair):
+    *folders, _, _, _ = pair()
+    drafting, features = Drafting(folders), random_features()
+    drafting.drafter.model.is_convolved = False
+    bench = drafting.absorb(features, random_chunks())
+    rows, cache = bench.rows, bench.cache
+    anchor = rows.anchor[rows.active][:, None]
+    likeliest = drafting.drafter.block_logits(anchor, cache.view(rows, 8)).argmax(dim=-1)
+    for width, is_walked in ((7, False), (8, True)):
+        drafts = drafting.drafter.draft(rows, cache, cache.view(rows, width), width).block[:, 1:]
+        assert torch.equal(drafts[:, :6], likeliest[:, :6]) != is_walked
+
+
 def test_the_identity_is_the_drafter_it_began_as(make, tmp_path):
     """Kernels whose first tap is 1 and nothing else, pairs that are worth 0: DFlash, number for number."""
     target, draft, _ = make()
