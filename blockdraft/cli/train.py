@@ -165,6 +165,14 @@ def _interrupted(job: Job, *, is_resumed: bool) -> str:
     return f"interrupted; to go on (steps since the last checkpoint are done again): {command}"
 
 
+def _start(model: str, asked: str | None) -> str | None:
+    """The drafter to begin with; None: noise."""
+    found = with_drafter(Settings(model=model, draft=asked)).draft
+    if found == "none":
+        raise SettingsError(f"--from {asked}: no drafter ships for '{model}'. Name one, or begin without.")
+    return found
+
+
 def _job(args: argparse.Namespace) -> Job:
     rows = TrainingRecipe().rows_per_step if args.rows_per_step is None else args.rows_per_step
     if args.max_tokens is None:
@@ -175,7 +183,7 @@ def _job(args: argparse.Namespace) -> Job:
         prompts=tuple(args.prompts),
         more_answers=tuple(args.answers),
         held_out=tuple(args.held_out),
-        start_from=with_drafter(Settings(model=args.model, draft=args.start_from)).draft,
+        start_from=_start(args.model, args.start_from),
         shape=dataclass_from(DrafterShape, args),
         answers=dataclass_from(AnswerOptions, args, max_repeat=args.max_repeat or None),
         recipe=dataclass_from(

@@ -492,6 +492,7 @@ STEPS_FLAG = ("--steps", "2")
         ((*TAPS, *STEPS_FLAG, "--held-out", "x=/nowhere.jsonl"), "/nowhere.jsonl does not exist"),
         ((*TAPS, *STEPS_FLAG, "--from", "/nowhere"), "/nowhere"),
         ((*TAPS, *STEPS_FLAG, "--from", "dflash2"), "no DFlash2 head ships for"),
+        ((*TAPS, *STEPS_FLAG, "--from", "auto"), "no drafter ships for"),
     ],
 )
 def test_the_command_line_refuses_in_one_line(job, capsys, flags, message):
@@ -513,7 +514,7 @@ def test_circles_are_cut_unless_the_command_line_says_never(job, monkeypatch, fl
 def test_a_run_begins_with_a_drafter_that_ships_by_its_word(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(run, "train", lambda job, *_, **__: asked.append(job) or {})
-    monkeypatch.setattr(shipped, "shipped_drafter", lambda model, part: Path("/drafters", model, part))
+    monkeypatch.setattr(shipped, "shipped_drafter", lambda model, part="": Path("/drafters", model, part))
     for word in ("auto", "dflash2", "org/name"):
         flags = ["--prompts", "p", "--out", str(tmp_path), "--steps", "1"]
         assert main(["train", "x", "--from", word, *flags]) == 0
