@@ -25,7 +25,7 @@ BUDGETS = {
     "check": 3_600,
     "start": 1_850,
     "doctor": 1_200,
-    "settings": 1_550,
+    "settings": 1_600,
     "tools": 1_900,
     "text": 1_050,
     "grammar": 600,

@@ -18,6 +18,7 @@ from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.known_pairs import published_runs
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import Pair, open_pair
+from blockdraft.planner.plan import runs_on_cpu
 from blockdraft.planner.report import Report, as_json, make_report
 from blockdraft.planner.shape import Kind
 from blockdraft.settings.merge import merge_settings
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     machine, card = _machine(args.card)
     for warning in check_recipe_card(settings, machine):
         print(f"warning: {warning}", file=sys.stderr)
-    pair = open_pair(settings)
+    is_card = settings.engine == "native" and not runs_on_cpu(settings, machine)
+    pair = open_pair(settings, on_card=is_card)
     known = problems_with(machine, pair)
     findings = known(settings)
     refused = _refused(findings)
@@ -152,8 +154,8 @@ def _head(report: Report, *, is_refused: bool) -> Iterator[str]:
     settings, fit = report.settings, report.fit
     pair = report.pair.target.shape.name
     if report.pair.draft is not None:
-        shipped = {"auto": "the drafter that comes with it", DFLASH2: "the head that comes with it"}
-        pair += f" + {shipped.get(settings.draft or '', report.pair.draft.shape.name)}"
+        is_shipped = settings.draft in ("auto", DFLASH2)
+        pair += f" + {'the drafter that comes with it' if is_shipped else report.pair.draft.shape.name}"
         pair += "" if report.title is None else f" ({report.title})"
     elif report.title is not None:
         pair += f" + {report.title}"

@@ -53,9 +53,12 @@ class Pair:
         return (self.target,) if self.draft is None else (self.target, self.draft)
 
 
-def open_pair(settings: Settings) -> Pair:
-    """Raises ModelError and FetchError before anything is started or downloaded but headers."""
-    settings = with_drafter(settings)
+def open_pair(settings: Settings, *, on_card: bool = False) -> Pair:
+    """Raises ModelError and FetchError before anything is started or downloaded but headers.
+
+    `on_card`: as in `with_drafter`.
+    """
+    settings = with_drafter(settings, on_card=on_card)
     has_files, is_native = settings.load_format != "dummy", settings.engine == "native"
     stored = open_stored(settings.model, needs_weights=has_files)
     config, target = _target(stored, is_native=is_native)

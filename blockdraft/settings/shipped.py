@@ -1,6 +1,7 @@
 """The drafters that come with blockdraft: "auto" is the one that belongs to the model, or none.
 
-"dflash2" is the DFlash2 head of that one, in a folder inside its own: it has the same body.
+"dflash2" is the DFlash2 head of that one, in a folder inside its own: it has the same body. On a card "auto"
+is the head, too; on a CPU, at the widths that pay there, it gains nothing.
 """
 
 from __future__ import annotations
@@ -44,20 +45,24 @@ def model_title(name: str) -> str:
     return _GGUF_END.sub("", last) or name
 
 
-def with_drafter(settings: Settings, report: Callable[[str], None] = lambda line: None) -> Settings:
+def with_drafter(
+    settings: Settings, report: Callable[[str], None] = lambda line: None, *, on_card: bool = False
+) -> Settings:
     """The same with a drafter that is named, or "none". `report` hears of one that should be here.
 
+    `on_card`: our engine drafts on a card, where the head costs less than it gains.
     Raises SettingsError where something else was asked for that needs one, and for a head that is not here.
     """
     model, word = settings.model, settings.draft
     if word not in ("auto", DFLASH2):
         return settings
-    folder = shipped_drafter(model, part="" if word == "auto" else DFLASH2)
+    folder = shipped_drafter(model, part=DFLASH2) if on_card or word == DFLASH2 else None
     if folder is None and word == DFLASH2:
         raise SettingsError(
             f"no DFlash2 head ships for '{model}', which --draft {DFLASH2} asks for: use --draft auto, or "
             f"name a drafter (a folder of that name is ./{DFLASH2})."
         )
+    folder = folder or shipped_drafter(model)
     if folder is None and model in DRAFTERS:
         report(f"no drafter: '{DRAFTERS[model]}' is not in {FOLDER}, so decoding is plain")
     return replace(settings, draft="none" if folder is None else str(folder))

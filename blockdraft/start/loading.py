@@ -90,7 +90,7 @@ def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
 def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     """Find (or download) both checkpoints, check that they belong together, and plan."""
     device, profile = _device(resolve_device(settings.device)), settings.synthetic_acceptance
-    named = with_drafter(settings, report)
+    named = with_drafter(settings, report, on_card=device.type != "cpu")
     target = _open_target(named, device, report)
     draft = _open_drafter(named, target, device, report)
     plan = _plan(settings, device, target, draft)

@@ -207,7 +207,8 @@ def prospect_of(
             f"the built-in prompts are too few to train with: write some of your workload into {OWN_PROMPTS}"
         )
     kind = [] if pairs is None else ["--kind", "dflash2"]
-    drafter = str(with_drafter(Settings(model=question.target, draft=question.drafter)).draft)
+    asked = Settings(model=question.target, draft=question.drafter)
+    drafter = str(with_drafter(asked, on_card=config.kind == "dflash2").draft)
     start = [] if has_own_parts(config) else [*kind, "--from", drafter]
     prompts = str(question.prompts or OWN_PROMPTS)
     words = ["blockdraft", "train", question.target, *start, "--prompts", prompts, "--out", "trained"]

@@ -135,8 +135,9 @@ def recorded(name):
 
 def test_the_readmes_speeds_are_the_recorded_ones():
     text = README.read_text()
-    sets = recorded("drafter-h200.json")["one_stream"]["sets"]
-    for found in (sets["humaneval"], sets["mt-bench"]):
+    runs = recorded("drafter-head-h200.json")["one_stream"]["head"]
+    for name in ("humaneval", "mt"):
+        found = min((run[name] for run in runs), key=lambda one: one["speed_up"])
         speeds = f"{found['plain_tok_s']:,.0f} | {found['draft_tok_s']:,.0f} | **{found['speed_up']:.2f}x**"
         assert f"| {speeds} | {found['tokens_per_step']:.2f} |" in text
     parts = [part for part in recorded("cpu-drafter.json").values() if isinstance(part, dict)]

@@ -75,7 +75,7 @@ def test_the_table_says_what_fits_and_that_speeds_are_estimates():
 def test_the_drafter_that_comes_with_the_default_model_is_named_as_such():
     code, text, _, _, _ = plan("--card", "h100")
     assert code == 0
-    assert text.startswith("default + the drafter that comes with it (causal DFlash), native on H100 SXM\n")
+    assert text.startswith("default + the drafter that comes with it (causal DFlash2), native on H100 SXM\n")
     assert "in the drafter's fit.json" in text
     assert "acceptance: the fewest in " in text
 

@@ -69,7 +69,8 @@ def head_ships(tmp_path, monkeypatch):
 def test_dflash2_is_the_head_of_the_drafter_that_ships_with_its_body(head_ships):
     settings = Settings(model=tiny.TARGET, draft="dflash2")
     assert with_drafter(settings).draft == str(head_ships)
-    assert with_drafter(Settings(model=tiny.TARGET)).draft == str(head_ships.parent), "auto stays"
+    assert with_drafter(Settings(model=tiny.TARGET)).draft == str(head_ships.parent), "on a CPU"
+    assert with_drafter(Settings(model=tiny.TARGET), on_card=True).draft == str(head_ships)
     pair = open_pair(settings)
     assert (pair.draft.stored.name, pair.draft_config.kind) == (str(head_ships), "dflash2")
     files = (head_ships / "head.safetensors", head_ships.parent / "model.safetensors")
@@ -80,9 +81,15 @@ def test_dflash2_is_the_head_of_the_drafter_that_ships_with_its_body(head_ships)
     assert (models.draft_stored.title, models.draft_stored.num_bytes) == ("tiny-dflash2", num_bytes)
 
 
-def test_plan_says_that_the_head_comes_with_the_model(head_ships, capsys):
-    assert main(["plan", "--model", tiny.TARGET, "--draft", "dflash2", "--device", "cpu"]) == 0
-    assert " + the head that comes with it (DFlash2), native on " in capsys.readouterr().out
+def test_plan_names_the_kind_that_a_start_would_draft_with(head_ships, capsys):
+    for flags, kind in (
+        (["--draft", "dflash2", "--device", "cpu"], "DFlash2"),
+        (["--device", "cpu"], "DFlash"),
+        (["--card", "h200"], "DFlash2"),
+        (["--card", "h200", "--engine", "vllm"], "DFlash"),
+    ):
+        main(["plan", "--model", tiny.TARGET, *flags])
+        assert f" + the drafter that comes with it ({kind}), " in capsys.readouterr().out, flags
 
 
 def test_a_folder_that_is_called_like_a_word_is_named_with_a_dot(head_ships, tmp_path, monkeypatch):

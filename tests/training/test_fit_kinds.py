@@ -174,7 +174,7 @@ def test_the_drafter_that_ships_is_named_by_its_folder(question):
 
 
 def test_the_head_that_ships_is_named_by_its_folder(monkeypatch, question):
-    monkeypatch.setattr(shipped, "shipped_drafter", lambda model, part: Path("/drafters", model, part))
+    monkeypatch.setattr(shipped, "shipped_drafter", lambda model, part="": Path("/drafters", model, part))
     found = advice(replace(question, target="default", drafter="dflash2"), GOOD_BODY)
     assert "--from /drafters/default/dflash2 " in found.command
 
