@@ -339,13 +339,11 @@ def end(stage: Stage, server: serving.Server) -> None:
 
 
 def fit(stage: Stage) -> Found:
-    drafter = shipped_drafter(MODEL)
-    if drafter is None:
+    if shipped_drafter(MODEL) is None:
         raise Failure("no drafter ships for the default model: blockdraft/drafters is empty")
     done = stage.children.blockdraft(
         "fit",
         MODEL,
-        str(drafter),
         "--json",
         "--quiet",
         *stage.sizes.fit,

@@ -4,7 +4,8 @@ A column's candidates are the best tokens of its logits. Where the label is not 
 whatever pairs say, so there is nothing to learn: put in a candidate's place, as others do, it would teach
 that unlikely tokens are the right ones. Scores of candidates are given (the other loss teaches those), so
 what is learnt here are the codebooks and the mixture, and through the mixture the hidden states. Columns are
-weighted as in `objective`.
+weighted as in `objective`, and as there the loss may have a share of the divergence from what the target
+thought, here of the candidates.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blockdraft.models.dflash2 import CandidateSelector
 from blockdraft.training.job import Objective
-from blockdraft.training.objective import CHUNK_BYTES, Head, Scores, column_weights
+from blockdraft.training.objective import CHUNK_BYTES, Head, Scores, Teacher, column_weights
 
 GROUP = 64  # tokens whose largest logit is looked at first
 
@@ -39,6 +40,7 @@ def selector_loss(
     head: Head,
     selector: CandidateSelector,
     objective: Objective,
+    teacher: Teacher | None = None,
 ) -> Scores:
     """Of hidden states [blocks, B - 1, E], labels [blocks, B - 1], or -1, and the tokens before."""
     num_blocks, width, _ = hidden.shape
@@ -46,9 +48,10 @@ def selector_loss(
     total, matches = [], []
     for part in torch.split(torch.arange(num_blocks, device=hidden.device), step):
         found = candidates(hidden[part], labels[part], head, selector.top_k)
-        sums, right = checkpoint(  # what candidates look up is large
-            _chunk, hidden[part], labels[part], before[part], found, selector, objective, use_reentrant=False
-        )
+        thought = None if teacher is None else teacher.logits[teacher.rows[part][..., None], found.ids]
+        given = (hidden[part], labels[part], before[part], found, thought)
+        # What candidates look up is large.
+        sums, right = checkpoint(_chunk, *given, selector, objective, use_reentrant=False)
         total.append(sums)
         matches.append(right)
     loss, weight = torch.stack(total).sum(dim=0).unbind()
@@ -94,14 +97,21 @@ def _chunk(
     labels: Tensor,
     before: Tensor,
     found: Labelled,
+    thought: Tensor | None,
     selector: CandidateSelector,
     objective: Objective,
 ) -> tuple[Tensor, Tensor]:
     """[loss, weight] summed over the columns of some blocks, and where the walk would be right."""
     scores = found.unary + pair_part(selector, hidden, before, found.ids)
-    entropy = -scores.log_softmax(dim=-1).gather(-1, found.place[..., None]).squeeze(-1)
+    drafted = scores.log_softmax(dim=-1)
+    entropy = -drafted.gather(-1, found.place[..., None]).squeeze(-1)
+    loss = entropy
+    if thought is not None and objective.distill > 0:
+        belief = thought.to(drafted.dtype).log_softmax(dim=-1)
+        divergence = (torch.exp(belief) * (belief - drafted)).sum(dim=-1)
+        loss = torch.lerp(entropy, divergence, objective.distill)
     with torch.no_grad():
         weights = column_weights(torch.exp(-entropy) * found.is_found, labels >= 0, objective)
         weights = weights * found.is_found
     is_right = (scores.detach().argmax(dim=-1) == found.place) & found.is_found
-    return torch.stack(((weights * entropy).sum(), weights.sum())), is_right
+    return torch.stack(((weights * loss).sum(), weights.sum())), is_right

@@ -166,10 +166,9 @@ class Trainer:
         self._head = self.forward.head()
         self.device = rows.tokens.device
         reader = FeatureReader(target, num_rows=recipe.rows_per_step, length=rows.tokens.shape[1])
-        moves_columns = recipe.trained != "selector"
-        if isinstance(model, DFlash2) and not moves_columns:
+        if isinstance(model, DFlash2) and recipe.trained == "selector":
             model.leave_out_idle_convs()
-        self._has_teacher = moves_columns and (recipe.objective.distill > 0 or model.markov is not None)
+        self._has_teacher = recipe.objective.distill > 0 or model.markov is not None
         self.features = KeptFeatures(reader, rows, has_hidden=self._has_teacher)
         self._optimizers = make_optimizers(
             model, name=recipe.optimizer, rate=recipe.rate, weight_decay=recipe.weight_decay
@@ -234,7 +233,7 @@ class Trainer:
         if not isinstance(self.model, DFlash2):
             return block_loss(drafted, labels, self._head, objective, teacher)
         before, selector = batch.tokens_before(), self.model.candidate_selector
-        pairs = selector_loss(drafted, labels, before, self._head, selector, objective)
+        pairs = selector_loss(drafted, labels, before, self._head, selector, objective, teacher)
         if self.recipe.trained == "selector":
             return pairs
         columns = block_loss(drafted, labels, self._head, objective, teacher)

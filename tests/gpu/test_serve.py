@@ -50,7 +50,7 @@ def check_serving(folder, device, dtype, *flags):
     with serving(folder, device, *flags) as server:
         assert complaints(server) == []
         assert (server.engine["device"].partition(":")[0], server.engine["dtype"]) == (device, dtype)
-        assert server.engine["draft"].endswith("smollm2-135m-instruct")
+        assert server.engine["draft"].endswith("smollm2-135m-instruct/dflash2"), "auto, on a card"
         assert server.engine["width"] > 1
         first = chat(server.url)
         assert "n % 2 == 0" in first

@@ -21,7 +21,7 @@ from blockdraft.training.answers import Document
 from blockdraft.training.drafter import as_kind, dflash2_json, load_weights, new_drafter, train_only
 from blockdraft.training.evaluate import DrafterFit, simulate
 from blockdraft.training.job import DrafterShape, Objective, TrainingRecipe
-from blockdraft.training.objective import Head, column_weights
+from blockdraft.training.objective import Head, Teacher, column_weights
 from blockdraft.training.packing import pack, with_anchors
 from blockdraft.training.probe import AcceptanceProbe
 from blockdraft.training.run import Listener, train
@@ -112,11 +112,17 @@ def test_simulated_steps_are_those_of_the_engine(name, temperature, top_p):
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
-@pytest.mark.parametrize(("weighting", "skips_first"), [("dpace", False), ("dpace", True), ("decay", False)])
+@pytest.mark.parametrize(
+    ("weighting", "skips_first", "distill"),
+    [("dpace", False, 0.0), ("dpace", True, 0.0), ("dpace", True, 0.3), ("decay", False, 0.0)],
+)
 def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(
-    monkeypatch, weighting, skips_first, chunk_bytes
+    monkeypatch, weighting, skips_first, distill, chunk_bytes
 ):
-    """Column by column, behind the true token; where that is no candidate nothing counts."""
+    """Column by column, behind the true token; where that is no candidate nothing counts.
+
+    A share of it is the divergence from what the target thought of the candidates.
+    """
     monkeypatch.setattr("blockdraft.training.selector_loss.CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(3)
     config = read_draft_config(make_pair.dflash2_config(selector_skips_first=skips_first), name="any")
@@ -131,8 +137,10 @@ def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(
     labels[1, 4:] = -1
     anchors = torch.tensor([3, 4, 5, 6])
     before = torch.cat((anchors[:, None], labels[:, :-1].clamp(min=0)), dim=1)
-    objective = Objective(weighting=weighting)
-    got = selector_loss(hidden, labels, before, head, selector, objective)
+    objective = Objective(weighting=weighting, distill=distill)
+    thought = torch.randn(9, 64, generator=generator, dtype=torch.float64)
+    teacher = Teacher(thought, torch.randint(0, 9, (4, 7), generator=generator))
+    got = selector_loss(hidden, labels, before, head, selector, objective, teacher)
     entropy, confidence = torch.zeros(4, 7, dtype=torch.float64), torch.zeros(4, 7, dtype=torch.float64)
     right = torch.zeros(4, 7, dtype=torch.bool)
     mixture = hidden @ selector.hidden_projection.weight.T
@@ -149,8 +157,11 @@ def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(
                 continue
             mixed = selector.predecessor_codebook[before] * mixture[block, column]
             scores = own[ids] + selector.successor_codebook[ids] @ mixed * (column > 0 or not skips_first)
-            entropy[block, column] = -scores.log_softmax(0)[ids.index(label)]
-            confidence[block, column] = torch.exp(-entropy[block, column].detach())
+            found = -scores.log_softmax(0)[ids.index(label)]
+            confidence[block, column] = torch.exp(-found.detach())
+            wanted = thought[teacher.rows[block, column], ids].softmax(0)
+            apart = (wanted * (wanted.log() - scores.log_softmax(0))).sum()
+            entropy[block, column] = (1 - distill) * found + distill * apart
             right[block, column] = int(scores.argmax()) == ids.index(label)
             before = label
     weights = column_weights(confidence, labels >= 0, objective) * (confidence > 0)
@@ -185,6 +196,18 @@ def test_only_what_is_to_be_trained_moves(part, moved, optimizer):
     changed = {name for name, one in model.named_parameters() if not torch.equal(one, before[name])}
     assert changed
     assert changed == {name for name in before if moved & set(name.split("."))}
+
+
+def test_a_selector_is_taught_what_the_target_thought_too():
+    rows, _ = pack(pairs.random_documents([(4, 30), (9, 20)]), 64)
+    losses = []
+    for distill in (0.0, 0.5):
+        model = upgraded()
+        train_only(model, "selector")
+        recipe = TrainingRecipe(rows_per_step=1, num_anchors=8, trained="selector")
+        recipe = replace(recipe, objective=Objective(distill=distill))
+        losses += [float(one.loss) for one in Trainer(model, pairs.target(), rows, recipe).run(steps=1)]
+    assert losses[0] != losses[1]
 
 
 def test_training_teaches_pairs_and_more_is_committed():
