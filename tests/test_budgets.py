@@ -31,7 +31,7 @@ BUDGETS = {
     "grammar": 600,
     "cache": 1_000,
     "machine": 850,
-    "step": 1_050,
+    "step": 1_100,
     **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases"), 250),
     **dict.fromkeys(("fp4_kernels", "prometheus_text"), 250),
 }

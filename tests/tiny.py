@@ -64,10 +64,10 @@ def random_drafter(dtype, device="cpu"):
 
 
 @functools.cache
-def dflash2_drafter(dtype, device="cpu"):
-    """The trained drafter with convolutions that disturb it a little and pairs that have a say."""
+def dflash2_drafter(dtype, device="cpu", *, is_convolved=True):
+    """The trained drafter with convolutions that disturb it a little, or none, and pairs that have a say."""
     with tempfile.TemporaryDirectory() as folder:
-        write_dflash2(Path(folder))
+        write_dflash2(Path(folder), is_convolved=is_convolved)
         trained = load(dtype, device)
         checkpoint = open_checkpoint(folder)
         read = read_draft_config(checkpoint.config, name="dflash2")
@@ -75,8 +75,8 @@ def dflash2_drafter(dtype, device="cpu"):
         return load_dflash(checkpoint, read, trained.target, plan, trained.device)
 
 
-def write_dflash2(folder):
-    config, extra = _dflash2()
+def write_dflash2(folder, *, is_convolved=True):
+    config, extra = _dflash2(is_convolved=is_convolved)
     save_file(load_file(f"{DRAFT}/model.safetensors") | extra, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -94,15 +94,16 @@ def write_head(folder):
     return head
 
 
-def _dflash2():
+def _dflash2(*, is_convolved=True):
     """config.json, and the weights that it has beside the body's."""
     config = make_pair.dflash2_config(selector_skips_first=True)
     extra = make_pair.dflash2_weights(config, torch.Generator().manual_seed(4))
     for name, weight in extra.items():
         if name.endswith("base_kernel"):
-            weight.sub_(weight * 0.9).select(1, 0).add_(0.9)  # nearer to the identity
+            share = 0.1 if is_convolved else 0.0  # how far from the identity
+            weight.mul_(share).select(1, 0).add_(1 - share)
         elif "kernel_projection" in name:
-            weight.mul_(0.1)
+            weight.mul_(0.1 if is_convolved else 0.0)
     return config, extra
 
 
@@ -126,7 +127,7 @@ def changed_drafter(dtype, device="cpu", **config):
 def spark_drafter(dtype, device="cpu", kind="vanilla"):
     """The trained DSpark drafter; of another kind than vanilla, with gates that know nothing."""
     models = load(dtype, device)
-    settings = Settings(model=TARGET, draft=SPARK, dtype=dtype, device=device, max_context=200, width=BLOCK)
+    settings = Settings(model=TARGET, draft=SPARK, dtype=dtype, device=device, max_context=480, width=BLOCK)
     trained = load_models(settings, lambda _: None).drafter
     if kind == "vanilla":
         return trained.beside(models.target)
@@ -152,10 +153,12 @@ CHANGED = {
     "causal, from the anchor": {"is_causal": (True, True), "drafts_from_anchor": True},
 }
 SPARKS = {"DSpark": "vanilla", "gated DSpark": "gated", "recurrent DSpark": "rnn"}
-KINDS = ("DFlash2", *CHANGED, *SPARKS)
+SELECTOR = "a selector alone"
+KINDS = ("DFlash2", SELECTOR, *CHANGED, *SPARKS)
 # What config.json calls each of them, and what people read.
 TITLES = {
     "DFlash2": ("dflash2", "DFlash2"),
+    SELECTOR: ("dflash2", "DFlash2"),
     "causal": ("dflash", "causal DFlash"),
     "from the anchor": ("dflash", "DFlash from the anchor"),
     "causal, from the anchor": ("dflash", "causal DFlash from the anchor"),
@@ -168,8 +171,8 @@ TITLES = {
 def write_kind(folder, name):
     """A checkpoint of a drafter of any of KINDS for the pair's target, with weights as those have them."""
     folder.mkdir()
-    if name == "DFlash2":
-        write_dflash2(folder)
+    if name in ("DFlash2", SELECTOR):
+        write_dflash2(folder, is_convolved=name != SELECTOR)
         return folder
     source = Path(SPARK if name in SPARKS else DRAFT)
     config, weights = (
@@ -264,8 +267,8 @@ def drafter_named(name, models, dtype, device, plan):
         return models.drafter
     if name == "random":
         return random_drafter(dtype, device)
-    if name == "DFlash2":
-        return dflash2_drafter(dtype, device)
+    if name in ("DFlash2", SELECTOR):
+        return dflash2_drafter(dtype, device, is_convolved=name != SELECTOR)
     if name in SPARKS:
         return spark_drafter(dtype, device, SPARKS[name])
     return changed_drafter(dtype, device, **CHANGED[name])

@@ -105,6 +105,10 @@ class DFlashDrafter:
     def absorb(self, features: Tensor, view: View) -> None:
         self.model.absorb(features, view)
 
+    def weighs_pairs(self, num_drafts: int) -> bool:
+        """Whether drafts of a block of so many are chosen by the token before each."""
+        return False
+
     def hints(self, hidden: Tensor, before: Tensor) -> Tensor | None:
         """What the tokens `before` [R, D] say of the drafts of hidden states [R, D, E]; None: nothing."""
         return None

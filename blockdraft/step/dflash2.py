@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from blockdraft.cache.rows import Rows
 from blockdraft.models.dflash2 import DFlash2
-from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.pairs import PairDrafter
 
-LEAST_WALKED = 7  # drafts of a block, where the selector alone was trained: fewer gain less than a walk costs
+LEAST_WALKED = 7  # drafts: what a walk costs and what it gains are about even there (docs/models.md)
 
 
 class DFlash2Drafter(PairDrafter):
@@ -17,10 +15,9 @@ class DFlash2Drafter(PairDrafter):
 
     model: DFlash2
 
-    def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
-        if not self.model.is_convolved and hidden.shape[1] < LEAST_WALKED:
-            return DFlashDrafter.propose(self, hidden, anchor, starts, rows)
-        return super().propose(hidden, anchor, starts, rows)
+    def weighs_pairs(self, num_drafts: int) -> bool:
+        """Not for narrow blocks where the selector alone was trained: late drafts are what gains by it."""
+        return self.model.is_convolved or num_drafts >= min(LEAST_WALKED, self.block - 1)
 
     def tables(self) -> tuple[Tensor, Tensor]:
         selector = self.model.candidate_selector

@@ -52,7 +52,12 @@ class PairDrafter(DFlashDrafter):
         mixture = self.mixture(hidden)
         return PairScores(*self.tables(), mixture, self.num_candidates, self.places, self.skips_first)
 
+    def weighs_pairs(self, num_drafts: int) -> bool:
+        return True
+
     def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
+        if not self.weighs_pairs(hidden.shape[1]):
+            return super().propose(hidden, anchor, starts, rows)
         logits, pairs = self.column_logits(hidden), self.pairs(hidden)
         return rows.kernels.walk(logits, pairs, starts, anchor, rows.sampling())
 

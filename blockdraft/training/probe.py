@@ -114,7 +114,9 @@ class _Trial:
         ids = batch.block_ids(self.config.mask_token_id)
         hidden = drafter.model(drafter.embed(ids.flatten()), view, batch.num_columns)
         hidden = hidden.view(len(batch.tokens), batch.num_columns, -1)[:, batch.first_column :]
-        hints = drafter.hints(hidden, batch.tokens_before())  # whoever is asked was right so far
+        hints = None
+        if drafter.weighs_pairs(width - 1):
+            hints = drafter.hints(hidden, batch.tokens_before())  # whoever is asked was right so far
         recalled = self._recalled(batch, width)
         runs = [0] * len(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far

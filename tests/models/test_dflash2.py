@@ -152,6 +152,8 @@ def test_where_the_selector_alone_was_trained_narrow_blocks_are_drafted_without_
     for width, is_walked in ((7, False), (8, True)):
         drafts = drafting.drafter.draft(rows, cache, cache.view(rows, width), width).block[:, 1:]
         assert torch.equal(drafts[:, :6], likeliest[:, :6]) != is_walked
+    drafting.drafter.block = 5
+    assert [drafting.drafter.weighs_pairs(num_drafts) for num_drafts in (3, 4)] == [False, True], "or never"
 
 
 def test_the_identity_is_the_drafter_it_began_as(make, tmp_path):

@@ -18,8 +18,11 @@ PROMPTS = [[0, 2, 4, 6], [7], [1, 4, 7, 10, 13], [50, 3, 21], [30, 31, 32, 33, 3
 MAX_TOKENS = (33, 9, 20, 33, 2)  # documents of very different lengths
 
 
-def load(folder, source=tiny.DRAFT, **changes):
-    shutil.copytree(source, folder)
+def load(folder, source=tiny.DRAFT, kind=None, **changes):
+    if kind is None:
+        shutil.copytree(source, folder)
+    else:
+        tiny.write_kind(folder, kind)
     raw = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(raw))
     return LLM(tiny.TARGET, str(folder), dtype="float64", device="cpu", prefix_cache=False, max_context=200)
@@ -53,6 +56,7 @@ CHANGES = {
     "window": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
     "DSpark": {"source": tiny.SPARK},
     "causal DSpark": {"source": tiny.SPARK, "is_causal": True},
+    tiny.SELECTOR: {"kind": tiny.SELECTOR},
 }
 
 
