@@ -71,8 +71,7 @@ class ModelFolder:
     @property
     def has_body_above(self) -> bool:
         """Whether it is a head, whose other weights are in the folder above."""
-        weight_map = self.json(_INDEX).get("weight_map")
-        return isinstance(weight_map, dict) and _ABOVE in weight_map.values()
+        return _ABOVE in self._weight_map().values()
 
     def _weight_map(self) -> dict[str, str]:
         """Tensor name -> shard, from the index; empty for a model in one file."""

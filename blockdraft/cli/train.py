@@ -168,7 +168,7 @@ def _interrupted(job: Job, *, is_resumed: bool) -> str:
 def _start(model: str, asked: str | None) -> str | None:
     """The drafter to begin with; None: noise."""
     found = with_drafter(Settings(model=model, draft=asked)).draft
-    if found == "none":
+    if asked == "auto" and found == "none":
         raise SettingsError(f"--from {asked}: no drafter ships for '{model}'. Name one, or begin without.")
     return found
 

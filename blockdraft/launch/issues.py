@@ -159,8 +159,9 @@ def _trusted(asked: Combination) -> list[Issue]:
 
 def _head_alone(asked: Combination) -> list[Issue]:
     """A folder whose index names a file above it: they may start with the rest of its weights unset."""
-    folder = Path(os.path.expanduser(asked.drafter or "")).absolute()
-    if asked.drafter is None or not (folder / "config.json").is_file():
+    folder = Path(os.path.expanduser(asked.drafter or "")).resolve()
+    has_files = asked.drafter is not None and asked.settings.load_format != "dummy"
+    if not has_files or not (folder / "config.json").is_file():
         return []
     issue = Issue(
         id="head-without-body",

@@ -37,8 +37,6 @@ def model_title(name: str) -> str:
     path = Path(name)
     if path.is_relative_to(FOLDER) and (title := _TITLES.get(path.relative_to(FOLDER).as_posix())):
         return title
-    if path.name == DFLASH2 and path.parent.name:  # a head is called after the drafter that it is in
-        return f"{path.parent.name}-{DFLASH2}"
     if path.parent.name == "snapshots":  # models--org--name/snapshots/0123 in the hub's cache
         return path.parents[1].name.rpartition("--")[2]
     last = public_id(name).rstrip("/").rpartition("/")[2]
@@ -50,17 +48,18 @@ def with_drafter(
 ) -> Settings:
     """The same with a drafter that is named, or "none". `report` hears of one that should be here.
 
-    `on_card`: our engine drafts on a card, where the head costs less than it gains.
+    `on_card`: our engine drafts on a card, where the head gains by its late drafts.
     Raises SettingsError where something else was asked for that needs one, and for a head that is not here.
     """
     model, word = settings.model, settings.draft
     if word not in ("auto", DFLASH2):
         return settings
-    folder = shipped_drafter(model, part=DFLASH2) if on_card or word == DFLASH2 else None
+    takes_head = on_card and settings.load_format != "dummy"  # random convolutions would not be left out
+    folder = shipped_drafter(model, part=DFLASH2) if takes_head or word == DFLASH2 else None
     if folder is None and word == DFLASH2:
         raise SettingsError(
-            f"no DFlash2 head ships for '{model}', which --draft {DFLASH2} asks for: use --draft auto, or "
-            f"name a drafter (a folder of that name is ./{DFLASH2})."
+            f"no DFlash2 head ships for '{model}', only for {' and '.join(map(repr, DRAFTERS))}: name a "
+            f"drafter, or 'auto'. A folder of that name is ./{DFLASH2}."
         )
     folder = folder or shipped_drafter(model)
     if folder is None and model in DRAFTERS:

@@ -1,6 +1,7 @@
 """DFlash2 in training: begun as DFlash, its selector's loss, what is left alone, whole runs with exports."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -207,6 +208,7 @@ def test_a_selector_is_taught_what_the_target_thought_too():
         recipe = TrainingRecipe(rows_per_step=1, num_anchors=8, trained="selector")
         recipe = replace(recipe, objective=Objective(distill=distill))
         losses += [float(one.loss) for one in Trainer(model, pairs.target(), rows, recipe).run(steps=1)]
+    assert all(map(math.isfinite, losses))
     assert losses[0] != losses[1]
 
 

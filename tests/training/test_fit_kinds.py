@@ -173,10 +173,13 @@ def test_the_drafter_that_ships_is_named_by_its_folder(question):
     assert f"--from {shipped_drafter('default')} " in found.command
 
 
-def test_the_head_that_ships_is_named_by_its_folder(monkeypatch, question):
+@pytest.mark.parametrize("word", ["dflash2", "auto"])
+def test_the_head_that_ships_is_named_by_its_folder(tmp_path, monkeypatch, question, word):
+    """Of `auto`, where a card has drafted with it."""
+    config = read_config(tiny.write_kind(tmp_path / "draft", "DFlash2"))
     monkeypatch.setattr(shipped, "shipped_drafter", lambda model, part="": Path("/drafters", model, part))
-    found = advice(replace(question, target="default", drafter="dflash2"), GOOD_BODY)
-    assert "--from /drafters/default/dflash2 " in found.command
+    found = advice(replace(question, target="default", drafter=word), GOOD_BODY, config)
+    assert " default --from /drafters/default/dflash2 " in found.command
 
 
 @pytest.mark.parametrize("name", ["DFlash2", "from the anchor", "DSpark"])
