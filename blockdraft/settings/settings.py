@@ -46,8 +46,8 @@ class Settings:
     draft: str | None = _setting(
         "auto",
         "drafter: folder or hub id; auto is the one that ships for the model, if any; 'dflash2' its DFlash2 "
-        "head, as which auto drafts on a card; 'ngram' drafts from what prompt and answer say again, for any "
-        "model; or 'none'",
+        "head, as which auto drafts in our own engine on a card; 'ngram' drafts from what prompt and answer "
+        "say again, for any model; or 'none'",
     )
     draft_ngram: int | Auto = _setting(
         "auto",

@@ -16,6 +16,7 @@ from benchmarks.rehearsal.client import MAX_TOKENS, QUESTION
 from benchmarks.rehearsal.serving import complaints, end, get_json, start
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.settings.settings import cache_dir
+from blockdraft.settings.shipped import shipped_drafter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,12 +46,12 @@ def chat(url):
         return json.load(response)["choices"][0]["message"]["content"]
 
 
-def check_serving(folder, device, dtype, *flags):
-    """What must hold on any device; `dtype` is what the engine is to compute in."""
-    with serving(folder, device, *flags) as server:
+def check_serving(folder, *flags, drafter="smollm2-135m-instruct/dflash2"):
+    """`drafter` is the end of its folder: on a card `auto` is the head."""
+    with serving(folder, "cuda", *flags) as server:
         assert complaints(server) == []
-        assert (server.engine["device"].partition(":")[0], server.engine["dtype"]) == (device, dtype)
-        assert server.engine["draft"].endswith("smollm2-135m-instruct/dflash2"), "auto, on a card"
+        assert (server.engine["device"].partition(":")[0], server.engine["dtype"]) == ("cuda", "bfloat16")
+        assert server.engine["draft"].endswith(drafter)
         assert server.engine["width"] > 1
         first = chat(server.url)
         assert "n % 2 == 0" in first
@@ -63,9 +64,14 @@ def check_serving(folder, device, dtype, *flags):
 
 
 def test_the_shipped_pair_is_served_in_bfloat16(tmp_path):
-    check_serving(tmp_path, "cuda", "bfloat16")
+    check_serving(tmp_path)
+
+
+def test_the_shipped_drafter_is_served_without_its_head(tmp_path):
+    drafter = str(shipped_drafter("default"))
+    check_serving(tmp_path, "--draft", drafter, drafter=drafter)
 
 
 def test_the_shipped_pair_is_served_with_the_drafter_in_fp8(tmp_path):
     """The target cannot be: its file is a quantised GGUF, and `--quantization fp8` refuses those."""
-    check_serving(tmp_path, "cuda", "bfloat16", "--draft-quantization", "fp8")
+    check_serving(tmp_path, "--draft-quantization", "fp8")
