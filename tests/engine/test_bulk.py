@@ -9,6 +9,7 @@ from blockdraft import LLM, CapacityError, RequestError, SamplingParams
 from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.engine import bulk as module
 from blockdraft.engine.bulk import ROUND, Question, make_bulk
+from tests.matrix import slow_but
 from tests.training import pairs
 
 CONTEXT = 100
@@ -106,7 +107,7 @@ def circles(tmp_path_factory):
     return models, asked, {answer.question.key: answer for answer in make_bulk(models).answer(asked)}
 
 
-@pytest.mark.parametrize("count", [1, 3, ROUND - 1, ROUND, 2 * ROUND])
+@pytest.mark.parametrize("count", slow_but([1, 3, ROUND - 1, ROUND, 2 * ROUND], 3, ROUND))
 def test_an_answer_that_runs_in_circles_is_cut_where_it_has_repeated_enough(circles, count):
     models, asked, whole = circles
     cuts = 0

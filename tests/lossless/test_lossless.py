@@ -163,15 +163,12 @@ def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperat
     assert tiny.run(tiny.engine(drafter, width=tiny.BLOCK), requests) == plain(requests)
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.parametrize(
-    ("temperature", "is_captured"),
-    [
-        (0.0, False),
-        (1.0, True),
-        pytest.param(0.0, True, marks=pytest.mark.slow),
-        pytest.param(1.0, False, marks=pytest.mark.slow),
-    ],
+    ("kind", "temperature", "is_captured"),
+    slow_but(
+        [(kind, t, is_captured) for kind in tiny.KINDS for t in (0.0, 1.0) for is_captured in (False, True)],
+        *((kind, (0.0, 1.0)[place % 2], place % 2 == 1) for place, kind in enumerate(tiny.KINDS)),
+    ),
 )
 def test_every_kind_of_drafter_at_every_width_emits_plain_decodings_tokens(kind, temperature, is_captured):
     params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True)

@@ -19,6 +19,7 @@ from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from tests.checkpoints.published import CONFIGS as PUBLISHED
 from tests.lossless import families
 from tests.lossless.families import HYBRID_NAMES
+from tests.matrix import slow_but
 from tests.models.checkpoints import CPU, Bench
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -113,7 +114,7 @@ def is_same(mine, theirs):
 
 
 @both_kernels
-@pytest.mark.parametrize("width", [4, 16])
+@pytest.mark.parametrize("width", slow_but([4, 16], 4))
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_accepted_count_commits_the_state_of_decoding_token_by_token(dtype, spec, width):

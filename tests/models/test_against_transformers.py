@@ -16,6 +16,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.start.loading import load_target
 from tests.fixtures import make_pair
+from tests.matrix import slow_but
 from tests.models.checkpoints import CPU, Bench, cut, load, write_target
 from tests.models.families import BASE, CASES, CONFIGS, HYBRIDS, draw, widen
 
@@ -89,7 +90,7 @@ def case(request, tmp_path_factory):
         yield Case(request.param, tmp_path_factory.mktemp("target"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.float64], torch.float64), ids=str)
 def test_prefill_in_one_piece_gives_the_logits_of_transformers(case, dtype):
     sequences = [case.tokens(40)]
     case.compare(sequences, [[40]], dtype=dtype)
@@ -164,7 +165,7 @@ def test_features_are_the_outputs_of_the_tapped_layers_in_the_order_asked(case):
             case.assert_close(mine, hidden[tap + 1][0], case.wide_rounding)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16, torch.float16], torch.bfloat16), ids=str)
 def test_half_precision_stays_near_float32(case, dtype):
     """Loosely: a rounded router may choose another expert. What this catches is a wrong dtype."""
     ids = case.tokens(40)

@@ -14,6 +14,7 @@ from blockdraft.training import drafter_fit as fit_module
 from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.fit_report import prospect_of
 from tests import tiny
+from tests.matrix import slow_but
 from tests.training.test_drafter_fit import DRAFT, TARGET, ask, command, drafter, read_config, write_prompts
 
 
@@ -34,8 +35,15 @@ def _little_work(monkeypatch):
 
 
 @pytest.mark.usefixtures("_little_work")
-@pytest.mark.parametrize("ngram", [None, 1])
-@pytest.mark.parametrize("name", tiny.KINDS)
+@pytest.mark.parametrize(
+    ("name", "ngram"),
+    slow_but(
+        [(name, ngram) for name in tiny.KINDS for ngram in (None, 1)],
+        *((name, None) for name in tiny.KINDS),
+        (tiny.SELECTOR, 1),
+        ("DSpark", 1),
+    ),
+)
 def test_a_drafter_of_any_kind_is_named_and_simulated_as_the_engine_drafts(tmp_path, prompts, name, ngram):
     made, options = tiny.write_kind(tmp_path / "draft", name), {"width": 6, "max_tokens": 48}
     report = ask(made, prompts, draft_ngram=ngram, **options)
