@@ -45,9 +45,9 @@ class Settings:
     model: str = _setting("default", "target: folder, hub id, GGUF file, or 'default'")
     draft: str | None = _setting(
         "auto",
-        "drafter: folder or hub id; auto is the one that ships for the model, if any; 'dflash2' its DFlash2 "
-        "head, as which auto drafts in our own engine on a card; 'ngram' drafts from what prompt and answer "
-        "say again, for any model; or 'none'",
+        "drafter: folder or hub id; auto is the one that ships for the model, if any; 'dflash2' is its "
+        "DFlash2 head, which auto takes on a card with our own engine; 'ngram' drafts from what prompt and "
+        "answer say again, for any model; or 'none'",
     )
     draft_ngram: int | Auto = _setting(
         "auto",
