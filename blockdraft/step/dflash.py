@@ -105,8 +105,8 @@ class DFlashDrafter:
     def absorb(self, features: Tensor, view: View) -> None:
         self.model.absorb(features, view)
 
-    def weighs_pairs(self, num_drafts: int) -> bool:
-        """Whether drafts of a block of so many are chosen by the token before each."""
+    def weighs_pairs(self, num_drafts: int, num_rows: int = 1) -> bool:
+        """Whether drafts of so many rows with a block of so many are chosen by the token before each."""
         return False
 
     def hints(self, hidden: Tensor, before: Tensor) -> Tensor | None:

@@ -8,6 +8,7 @@ from blockdraft.models.dflash2 import DFlash2
 from blockdraft.step.pairs import PairDrafter
 
 LEAST_WALKED = 7  # drafts: what a walk costs and what it gains are about even there (docs/models.md)
+MOST_WALKED = 4  # rows: of 16, a greedy walk takes more than it gains; between them nothing was measured
 
 
 class DFlash2Drafter(PairDrafter):
@@ -15,9 +16,11 @@ class DFlash2Drafter(PairDrafter):
 
     model: DFlash2
 
-    def weighs_pairs(self, num_drafts: int) -> bool:
-        """Not for narrow blocks where the selector alone was trained: late drafts are what gains by it."""
-        return self.model.is_convolved or num_drafts >= min(LEAST_WALKED, self.block - 1)
+    def weighs_pairs(self, num_drafts: int, num_rows: int = 1) -> bool:
+        """Where a selector alone was trained, not for narrow blocks, nor for many: it gains late in one."""
+        if self.model.is_convolved:
+            return True
+        return num_drafts >= min(LEAST_WALKED, self.block - 1) and num_rows <= MOST_WALKED
 
     def tables(self) -> tuple[Tensor, Tensor]:
         selector = self.model.candidate_selector

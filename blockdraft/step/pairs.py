@@ -52,11 +52,12 @@ class PairDrafter(DFlashDrafter):
         mixture = self.mixture(hidden)
         return PairScores(*self.tables(), mixture, self.num_candidates, self.places, self.skips_first)
 
-    def weighs_pairs(self, num_drafts: int) -> bool:
+    def weighs_pairs(self, num_drafts: int, num_rows: int = 1) -> bool:
         return True
 
     def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
-        if not self.weighs_pairs(hidden.shape[1]):
+        num_rows, num_drafts, _ = hidden.shape
+        if not self.weighs_pairs(num_drafts, num_rows):
             return super().propose(hidden, anchor, starts, rows)
         logits, pairs = self.column_logits(hidden), self.pairs(hidden)
         return rows.kernels.walk(logits, pairs, starts, anchor, rows.sampling())

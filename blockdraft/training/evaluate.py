@@ -36,7 +36,7 @@ from blockdraft.training.packing import DocumentPlace, PackedRows, TrainingBatch
 from blockdraft.training.trainer import BlockForward
 
 SLICE = 512  # blocks whose logits are there at a time
-ENGINE_ROWS = 8
+ENGINE_ROWS = 4  # of more, a selector alone drafts otherwise (step/dflash2.py)
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,19 +141,29 @@ def test_narrow_steps_draft_the_first_columns_of_the_block(pair, width):
     assert torch.equal(narrow, whole[:, :width])
 
 
-def test_where_the_selector_alone_was_trained_narrow_blocks_are_drafted_without_it(pair):
+@pytest.mark.parametrize(
+    ("width", "num_rows", "is_walked"), [(7, 3, False), (8, 3, True), (8, 4, True), (8, 5, False)]
+)
+def test_where_the_selector_alone_was_trained_blocks_are_drafted_without_it_if_narrow_or_many(
+    pair, width, num_rows, is_walked
+):
     *folders, _, _, _ = pair()
-    drafting, features = Drafting(folders), random_features()
+    drafting, lengths = Drafting(folders, num_rows=num_rows), [9, 12, 7, 11, 8][:num_rows]
     drafting.drafter.model.is_convolved = False
-    bench = drafting.absorb(features, random_chunks())
+    bench = drafting.absorb(random_features(lengths), random_chunks(lengths))
     rows, cache = bench.rows, bench.cache
     anchor = rows.anchor[rows.active][:, None]
     likeliest = drafting.drafter.block_logits(anchor, cache.view(rows, 8)).argmax(dim=-1)
-    for width, is_walked in ((7, False), (8, True)):
-        drafts = drafting.drafter.draft(rows, cache, cache.view(rows, width), width).block[:, 1:]
-        assert torch.equal(drafts[:, :6], likeliest[:, :6]) != is_walked
-    drafting.drafter.block = 5
-    assert [drafting.drafter.weighs_pairs(num_drafts) for num_drafts in (3, 4)] == [False, True], "or never"
+    drafts = drafting.drafter.draft(rows, cache, cache.view(rows, width), width).block[:, 1:]
+    assert torch.equal(drafts[:, :6], likeliest[:, :6]) != is_walked
+
+
+def test_a_whole_block_that_is_narrow_is_drafted_with_the_selector(pair):
+    """Else there would be no block that is."""
+    *folders, _, _, _ = pair()
+    drafter = Drafting(folders).drafter
+    drafter.model.is_convolved, drafter.block = False, 5
+    assert [drafter.weighs_pairs(num_drafts) for num_drafts in (3, 4)] == [False, True]
 
 
 def test_the_identity_is_the_drafter_it_began_as(make, tmp_path):
