@@ -30,13 +30,14 @@ from blockdraft.models.draft_config import DraftConfig
 from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
+from blockdraft.step.dflash2 import MOST_WALKED
 from blockdraft.training.answers import Document
 from blockdraft.training.features import FeatureReader
 from blockdraft.training.packing import DocumentPlace, PackedRows, TrainingBatch, pack, with_anchors
 from blockdraft.training.trainer import BlockForward
 
 SLICE = 512  # blocks whose logits are there at a time
-ENGINE_ROWS = 4  # of more, a selector alone drafts otherwise (step/dflash2.py)
+ENGINE_ROWS = MOST_WALKED  # of more, a selector alone has no say
 
 
 @dataclass(frozen=True, slots=True)

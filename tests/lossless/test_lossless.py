@@ -143,6 +143,7 @@ def test_many_more_schedules(case):
         (1.0, "trained"),
         pytest.param(0.0, "DFlash2", marks=pytest.mark.slow),
         pytest.param(1.0, "DFlash2", marks=pytest.mark.slow),
+        (1.0, tiny.SELECTOR),  # of few rows alone
         pytest.param(0.0, "DSpark", marks=pytest.mark.slow),
         pytest.param(1.0, "DSpark", marks=pytest.mark.slow),
     ],
