@@ -59,7 +59,7 @@ def _triton_linear(*, is_fast: bool) -> Multiply:
         _cut_no_sums()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-        if _is_few(x) if is_fast else kernels.takes(x, weight):
+        if kernels.takes(x, weight, is_fast=is_fast):
             return multiply(x, weight, bias, onto=onto, is_fast=is_fast)
         if is_fast and onto is not None and bias is None and x.dim() == 2:
             return onto.addmm_(x, weight.T)  # which may round once, or twice

@@ -36,6 +36,9 @@ from blockdraft.kernels.triton.rows import gate_values
 MAX_SOME = 64  # tokens of a tile; with a plain weight, more are left to cuBLAS
 MANY = 128  # tokens of a tile where they are more
 MANY_ROWS = 6144  # of a weight
+NARROW_ROWS = 520  # of a weight for which cuBLAS picks slow kernels: routers and gates
+NARROW_TOKENS = 512  # with more tokens cuBLAS is fast again, if its rows are aligned
+ALIGNED_ROWS = 8  # that 16 bytes of half precision hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,7 @@ def linear(
     num_rows = weight.shape[0]
     num_outputs = num_rows if gate == "none" else num_rows // 2
     device = x.device
-    block_m = MAX_FEW if num_tokens <= MAX_FEW else MAX_SOME if num_tokens <= MAX_SOME else MANY
+    block_m = _token_tile(num_tokens, num_rows)
     if config is None:
         pick = choose_split if is_fast and block_m == MAX_FEW else choose
         config = pick(block_m, num_outputs, num_inputs, weight.dtype.itemsize, gate != "none", device)
@@ -296,17 +299,29 @@ def fp8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     return torch._scaled_mm(rounded, values.T, scale_a=scales, scale_b=scale.view(1, -1), out_dtype=x.dtype)
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
+def takes(x: Tensor, weight: Tensor, *, is_fast: bool = False) -> bool:
     """Whether the product of tokens x [M, K] is this kernel's and not cuBLAS's, which is as fast for more.
 
     Sums of float32 are not the tensor cores': there only this kernel adds in one order for every M. Weights
-    of many rows cuBLAS reads as fast as memory gives them for more than a few tokens.
+    of many rows cuBLAS reads as fast as memory gives them for more than a few tokens. For few rows it picks
+    kernels that take ten times as long, for an odd number of them a hundred times (benchmarks/log.md).
     """
     if x.dim() != 2:
         return False
-    if x.shape[0] <= MAX_FEW or x.dtype == torch.float32:
+    num_tokens, num_rows = x.shape[0], weight.shape[0]
+    if num_tokens <= MAX_FEW:
         return True
-    return x.shape[0] <= MAX_SOME and weight.shape[0] < MANY_ROWS
+    if num_rows <= NARROW_ROWS and (num_tokens <= NARROW_TOKENS or num_rows % ALIGNED_ROWS != 0):
+        return True
+    return not is_fast and (x.dtype == torch.float32 or (num_tokens <= MAX_SOME and num_rows < MANY_ROWS))
+
+
+def _token_tile(num_tokens: int, num_rows: int) -> int:
+    """Tokens of a program; few rows are cut into many programs."""
+    if num_tokens <= MAX_FEW:
+        return MAX_FEW
+    is_narrow = num_rows <= NARROW_ROWS and num_tokens <= NARROW_TOKENS
+    return MAX_SOME if num_tokens <= MAX_SOME or is_narrow else MANY
 
 
 def _large(multiprocessors: int) -> int:
