@@ -14,13 +14,22 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 # A plain path entry: the default import hook loses to a folder named blockdraft beside a script.
 EDITABLE := --config-settings editable_mode=compat
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Bars for a terminal; a log has a line for each package.
+PIP := [ -t 1 ] || export PIP_PROGRESS_BAR=off; $(BIN)/python -m pip install --disable-pip-version-check
 # PyPI alone serves by default; its PyTorch for Linux brings CUDA along.
 ifeq ($(TORCH),cpu)
 CHOSEN_TORCH := .venv/torch-cpu
+DOWNLOAD := about 0.3 GB
 else ifneq ($(TORCH),)
 $(error TORCH=$(TORCH) is unknown: TORCH=cpu takes PyTorch's CPU build, none takes PyPI's)
+else ifeq ($(shell uname),Linux)
+DOWNLOAD := about 3 GB, most of it for NVIDIA cards ('make serve TORCH=cpu': 0.3 GB)
+else
+DOWNLOAD := about 0.2 GB
 endif
+# Said before the first package comes.
+ANNOUNCE := @[ -e .venv/torch-cpu ] || [ -e .venv/installed ] || \
+	echo "Installing into .venv, which takes some minutes, once. To download: $(DOWNLOAD)."
 
 .PHONY: serve test test-all check bench rehearse clean
 
@@ -54,10 +63,12 @@ rehearse: .venv/installed-dev
 .venv/torch-cpu: .venv/bin/python constraints.txt
 	@if [ -e .venv/installed ] && [ ! -e $@ ]; then \
 		echo "PyTorch is there already, from PyPI: 'make clean' first, then TORCH=cpu" >&2; exit 2; fi
+	$(ANNOUNCE)
 	$(PIP) --index-url https://download.pytorch.org/whl/cpu "$$(grep '^torch==' constraints.txt)"
 	touch $@
 
 .venv/installed: .venv/bin/python $(CHOSEN_TORCH) pyproject.toml constraints.txt
+	$(ANNOUNCE)
 	$(PIP) -c constraints.txt $(EDITABLE) -e .
 	touch $@
 

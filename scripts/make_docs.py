@@ -24,7 +24,7 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "`blockdraft settings --show` prints every setting, its value and where the value comes from. Of",
+        "`blockdraft settings` prints every setting, its value and where the value comes from. Of",
         "four layers the later one counts:",
         "",
         "1. the defaults below;",

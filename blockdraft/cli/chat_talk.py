@@ -16,14 +16,16 @@ from blockdraft.settings.settings import suggestion
 EXIT_FAILED = 2  # of piped questions, one had no answer
 HELP = """\
 /system TEXT   set the system message; without TEXT, show it
-/reset         forget the conversation; the system message stays
+/reset         forget the conversation, as /clear does; the system message stays
 /save FILE     write the conversation to a new file: as JSON if FILE ends in .json, else as text
 /stats         tokens per second, tokens per step, drafts accepted
 /drafts        colour the accepted drafts of answers, or stop it
-/help          this list
-/exit          end, as Ctrl-D does
+/help          this list, as /? is
+/exit          end; /quit and /bye do the same, and Ctrl-D
 A line that ends with a backslash goes on in the next one. Between two lines of three quotes (\""") all is
 one question. A space in front of a slash makes it one, too. Ctrl-C stops an answer; what came of it stays."""
+
+OTHER_NAMES = {"/clear": "/reset", "/?": "/help", "/quit": "/exit", "/bye": "/exit"}  # as other programs say
 
 
 class Talk:
@@ -45,8 +47,8 @@ class Talk:
             "/drafts": self._toggle_drafts,
             "/help": lambda _: self._screen.note(HELP),
             "/exit": self._end,
-            "/quit": self._end,
         }
+        self._commands |= {theirs: self._commands[ours] for theirs, ours in OTHER_NAMES.items()}
 
     def run(self) -> int:
         """Ask until the input ends; the exit code."""

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from blockdraft import __version__
 from blockdraft.errors import BlockdraftError
-from blockdraft.settings.known_names import as_our_flags, flag_hint
+from blockdraft.settings.known_names import as_our_flags, command_hint, flag_hint
 from blockdraft.settings.settings import suggestion
 from blockdraft.start.while_importing import ended_by_ctrl_c
 
@@ -104,6 +104,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parsers[name].set_defaults(run=command.run)
     if argv and argv[0].startswith("-") and argv[0] not in parser.flags():
         parser.refuse(argv[:1])
+    hint = command_hint(argv[0]) if argv else None
+    if hint is not None:
+        parser.error(hint)
     if argv and argv[0] in parsers:
         argv, notes = as_our_flags(argv, parsers[argv[0]].flags())
         for note in notes:

@@ -22,11 +22,11 @@ USAGE = """blockdraft models [QUERY] [flags]
        blockdraft models fetch NAME ...
        blockdraft models rm NAME ... [--yes]"""
 DESCRIPTION = (
-    "List the models on this disk (the hub's cache and ours) with their sizes, and then those that are known "
-    "by name: the families that this version computes and the target/drafter pairs, with the "
-    "approximate memory of their weights in bfloat16. Other pairs may run as well: a checkpoint is judged by "
-    "its config.json, not by its name. `fetch` downloads models, `rm` removes them from the caches, and "
-    "nothing anywhere else."
+    "List the models on this disk (the hub's cache and ours) with their sizes. With --known or a part of a "
+    "name, list those that are known by name, too: the families that this version computes and the "
+    "target/drafter pairs, with the approximate memory of their weights in bfloat16. Other pairs may run as "
+    "well: a checkpoint is judged by its config.json, not by its name. `fetch` downloads models, `rm` "
+    "removes them from the caches, and nothing anywhere else."
 )
 WIDTH = 110
 _COLUMNS = ("drafter", "layout", "block", "layers", "GB")
@@ -35,7 +35,8 @@ _COLUMNS = ("drafter", "layout", "block", "layers", "GB")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     query_help = "part of a name or family; or: fetch NAME ..., rm NAME ..."
     parser.add_argument("words", nargs="*", metavar="QUERY", help=query_help)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, not the text")
+    parser.add_argument("--known", action="store_true", help="also list all that is known by name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object of both, not the text")
     parser.add_argument("--yes", action="store_true", help="of rm: remove without asking")
     add_verbose(parser)
 
@@ -48,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
         return fetch_models(names, args) if action == "fetch" else _remove(names, is_agreed=args.yes)
     if names:
         raise SettingsError(f"'{action} {names[0]}' is no part of a name: give one word, or fetch, or rm.")
-    return _list(action, is_json=args.json)
+    return _list(action, is_json=args.json, shows_known=args.known or action != "")
 
 
-def _list(query: str, *, is_json: bool) -> int:
+def _list(query: str, *, is_json: bool, shows_known: bool) -> int:
     found = find_models(query)
     stored = [model for model in stored_models() if query.casefold() in model.name.casefold()]
     if not found.families and not found.pairs and not stored:
@@ -65,8 +66,16 @@ def _list(query: str, *, is_json: bool) -> int:
         ]
         print(json.dumps({"on_disk": shown, **found.as_json()}, indent=2))
     else:
-        print("\n\n".join(filter(None, ["\n".join(_disk_lines(stored, is_all=not query)), _text(found)])))
+        known = _text(found) if shows_known else _known_hint(found)
+        print("\n\n".join(filter(None, ["\n".join(_disk_lines(stored, is_all=not query)), known])))
     return 0
+
+
+def _known_hint(known: KnownModels) -> str:
+    return (
+        f"{len(known.families)} families and {len(known.pairs)} pairs are known by name: "
+        "`blockdraft models --known` lists them, `blockdraft models NAME` finds one"
+    )
 
 
 def _disk_lines(stored: Sequence[StoredModel], *, is_all: bool) -> Iterator[str]:

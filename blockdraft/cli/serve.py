@@ -29,6 +29,7 @@ DESCRIPTION = "Serve one model over HTTP, the way OpenAI's clients expect it, wi
 
 EXIT_HUNG = 75  # a step did not come back; sysexits' "temporary failure"
 DRY_RUNS = ("shell", "docker", "compose")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--step-timeout", 120.0, "a longer step counts as hung (default: 120)"),
     ):
         add(flag, type=float, default=default, metavar="S", help=text)
-    add("--access-log", action="store_true", help="a line per request, without its text")
+    level_help = (
+        "the least that is logged: debug (with a line per request), info, warning or error (default: info)"
+    )
+    add("--log-level", choices=LOG_LEVELS, default="info", metavar="LEVEL", help=level_help)
+    add("--access-log", action="store_true", help="a line per request, without its text, at any --log-level")
     add("--json", dest="json_logs", action="store_true", help="logs as one JSON object per line")
     _add_engine_arguments(parser)
     add_settings(parser)

@@ -24,9 +24,13 @@ def set_up_logs(args: argparse.Namespace, secrets: tuple[str, ...]) -> Callable[
 
     from blockdraft.server import logs
 
-    logs.set_up(is_json=args.json_logs, level=logging.INFO, secrets=secrets)
-    logging.getLogger("blockdraft.access").setLevel(logging.INFO if args.access_log else logging.WARNING)
+    level = logging.getLevelNamesMapping()[args.log_level.upper()]
+    # Other packages never get to debug, where some write headers, and keys with them.
+    logs.set_up(is_json=args.json_logs, level=max(level, logging.INFO), secrets=secrets)
     log = logging.getLogger("blockdraft")
+    log.setLevel(level)
+    has_requests = args.access_log or level <= logging.DEBUG
+    logging.getLogger("blockdraft.access").setLevel(logging.INFO if has_requests else logging.WARNING)
 
     def report(line: str) -> None:
         text = line.removeprefix("warning: ")
@@ -36,7 +40,16 @@ def set_up_logs(args: argparse.Namespace, secrets: tuple[str, ...]) -> Callable[
 
 
 def _is_drawn(args: argparse.Namespace) -> bool:
-    return sys.stderr.isatty() and not args.json_logs
+    """Whether bars show the start; at debug its phases are lines of the log."""
+    return sys.stderr.isatty() and not args.json_logs and args.log_level != "debug"
+
+
+def ready_line(name: str, listener: socket.socket) -> str:
+    from blockdraft.server.listener import addresses_to_use
+
+    here, elsewhere = addresses_to_use(listener)
+    line = f"'{name}' is ready: {here}/ to look, {here}/v1 for clients"
+    return line if elsewhere is None else f"{line}; for other machines: {elsewhere}/"
 
 
 def serve_until_told(
@@ -50,7 +63,6 @@ def serve_until_told(
 ) -> None:
     """Serve until a signal, or until the service is lost. At the end it is drained and closed."""
     from blockdraft.server.lifetime import DrainingServer
-    from blockdraft.server.listener import address_of
 
     def show_start() -> None:
         if not _is_drawn(args):
@@ -66,8 +78,7 @@ def serve_until_told(
             print(f"warning: {warning}", file=sys.stderr)
 
     def announce() -> None:
-        address = address_of(listener)
-        print(f"'{name}' is ready: {address}/ to look, {address}/v1 for clients", flush=True)
+        print(ready_line(name, listener), flush=True)
         if _is_drawn(args):  # a log has these lines already
             if service.startup.speculation:
                 print(service.startup.speculation, file=sys.stderr)

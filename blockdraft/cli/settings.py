@@ -17,15 +17,16 @@ from blockdraft.settings.settings import SETTING_NAMES
 SUMMARY = "show every setting and where its value comes from"
 USAGE = "blockdraft settings [MODEL] [flags]"
 DESCRIPTION = (
-    "Show what `blockdraft serve` would be asked for with the same flags, and where each value comes from: a "
-    "flag, else the environment (BLOCKDRAFT_MAX_ROWS is --max-rows), else the recipe, else the default. "
-    "Nothing is loaded. `auto` is resolved by `blockdraft plan`."
+    "Show every setting as `blockdraft serve` would take it with the same flags, and where its value comes "
+    "from: a flag, else the environment (BLOCKDRAFT_MAX_ROWS is --max-rows), else the recipe, else the "
+    "default. Nothing is loaded. `auto` is resolved by `blockdraft plan`. The server's own flags (--port, "
+    "--api-key, ...) are no settings: see `blockdraft serve --help`."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--show", action="store_true", help="every setting, not only those that somebody set")
+    parser.add_argument("--changed", action="store_true", help="only the settings that somebody set")
     parser.add_argument("--recipes", action="store_true", help="list the known recipes instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not the text")
     add_settings(parser)
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(resolved), indent=2))
         return 0
-    for line in lines(resolved, shows_all=args.show):
+    for line in lines(resolved, shows_all=not args.changed):
         print(line)
     return 0
 
@@ -57,7 +58,7 @@ def lines(resolved: MergedSettings, *, shows_all: bool) -> Iterator[str]:
     yield from table(rows, indent="")
     if not shows_all:
         others = len(SETTING_NAMES) - len(rows)
-        yield f"{others} settings at their defaults: add --show to see them"
+        yield f"{others} settings are at their defaults"
     for note in resolved.notes:
         yield f"note: {note}"
 

@@ -241,6 +241,6 @@ def _passed_on(settings: Settings, written: Iterable[str]) -> tuple[str, ...]:
         if flag.startswith("--") and flag in written:
             raise SettingsError(
                 f"engine_args repeats {flag}, which is written from a setting: use the setting alone. "
-                "`blockdraft settings --show` lists them."
+                "`blockdraft settings` lists them."
             )
     return settings.engine_args

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
+from ipaddress import ip_address
 
 from blockdraft.errors import SettingsError
+
+ANY_HOST = ("0.0.0.0", "::")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -31,5 +35,32 @@ def _advice(error: OSError) -> str:
 
 
 def address_of(listener: socket.socket) -> str:
+    return _address(*listener.getsockname()[:2])
+
+
+def addresses_to_use(listener: socket.socket) -> tuple[str, str | None]:
+    """Returns an address for programs on this machine, and one for other machines.
+
+    They differ where the server listens on all addresses (0.0.0.0 or ::), which itself is no address to call.
+    The second is None where the first is the only one, or where this machine has no network.
+    """
     host, port = listener.getsockname()[:2]
+    if host not in ANY_HOST:
+        return _address(host, port), None
+    outward = outward_host()
+    return _address("127.0.0.1", port), None if outward is None else _address(outward, port)
+
+
+def outward_host() -> str | None:
+    """Returns the address that this machine has on its network; None if it has none. Nothing is sent."""
+    for family, somewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((somewhere, 9))  # of a datagram socket: it only chooses the route
+            host = str(probe.getsockname()[0])
+            if not ip_address(host).is_loopback:
+                return host
+    return None
+
+
+def _address(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

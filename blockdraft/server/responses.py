@@ -18,6 +18,9 @@ from blockdraft.server.schemas import Error, Health
 DONE = "data: [DONE]\n\n"  # the last event of a stream
 START_RETRY_AFTER_S = 5  # arbitrary: a start takes seconds to minutes
 
+# Nobody keeps a stream, and nginx sends each piece on at once.
+STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
 INVALID = "invalid_request_error"  # the kind of errors that are the client's
 
 T = TypeVar("T")
@@ -122,7 +125,7 @@ def live_response(request: Request, events: AsyncIterator[Mapping[str, object]])
     if request.method == "HEAD":  # Starlette would run the endless body and send none of it
         return Response(media_type="text/event-stream")
     lines = (event(data) async for data in events)
-    return StreamingResponse(lines, media_type="text/event-stream", headers={"cache-control": "no-store"})
+    return StreamingResponse(lines, media_type="text/event-stream", headers=STREAM_HEADERS)
 
 
 async def while_connected(

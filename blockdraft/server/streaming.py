@@ -15,7 +15,7 @@ from blockdraft.engine.request import Delta
 from blockdraft.engine.streams import EngineStopped, Stream
 from blockdraft.errors import RequestError
 from blockdraft.server.exchange import Exchange, exchange_of
-from blockdraft.server.responses import while_connected
+from blockdraft.server.responses import STREAM_HEADERS, while_connected
 
 
 class Writer(Protocol):
@@ -160,7 +160,7 @@ class AnswerEvents(Response):
     """Server-sent events of streams that are closed with the connection. The last one is DONE."""
 
     def __init__(self, events: EventSource) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(media_type="text/event-stream", headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self.events = events
 

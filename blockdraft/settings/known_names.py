@@ -1,4 +1,4 @@
-"""Names that people bring along from vLLM, SGLang and llama.cpp: what they are called here.
+"""Names that people bring along from vLLM, SGLang, llama.cpp and Ollama: what they are called here.
 
 One table for the command line and for `LLM(...)`. A name whose meaning is the same is taken, with a note; of
 the others an error says what to use. Names that are spelt as ours are (`--gpu-memory-utilization`) need none.
@@ -78,6 +78,27 @@ OTHERWISE = {
 }
 _OTHER_SHORT = {"-ngl": "n_gpu_layers", "-t": "threads", "-b": "batch_size", "-fa": "flash_attn"}
 _OTHER_SHORT |= {"-ctk": "cache_type_k", "-ctv": "cache_type_v"}
+# Commands of others (most are Ollama's), and what to say of them.
+_COMMANDS = {
+    **dict.fromkeys(("list", "ls"), "is `blockdraft models` here"),
+    **dict.fromkeys(("pull", "download"), "is `blockdraft fetch MODEL` here"),
+    **dict.fromkeys(("rm", "remove", "delete"), "is `blockdraft models rm MODEL` here"),
+    **dict.fromkeys(("show", "info"), "is `blockdraft plan MODEL` here"),
+    "ps": "every `blockdraft serve` serves one model in a process of its own; its /ready says how it is",
+    "stop": "a server ends with Ctrl-C in its terminal, or with SIGTERM",
+    "start": "is `blockdraft serve MODEL` here",
+    "complete": "is `blockdraft generate --raw PROMPT` here",
+    "help": "is `blockdraft --help` here",
+    "version": "is `blockdraft --version` here",
+}
+
+
+def command_hint(name: str) -> str | None:
+    """Returns what to say of a command that is not ours; None if no program that we know has it."""
+    told = _COMMANDS.get(name)
+    if told is None:
+        return None
+    return f"'{name}' {told}" if told.startswith("is ") else f"'{name}': {told}"
 
 
 def as_our_flags(words: Iterable[str], ours: Container[str]) -> tuple[list[str], list[str]]:

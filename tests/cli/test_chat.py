@@ -423,11 +423,19 @@ def test_an_unknown_command_is_not_asked_and_a_space_asks_it(capsys):
 def test_help_names_every_command(capsys):
     one = talk(Scripted(), "/help")
     told = capsys.readouterr().err
-    assert all(f"{name} " in told for name in one._commands if name != "/quit")
+    assert all(f"{name} " in told for name in one._commands)
+
+
+def test_other_programs_words_for_our_commands_are_understood(capsys):
+    one = talk(Scripted(answer("A")), "t1", "/clear", "/?")
+    told = capsys.readouterr().err
+    assert one._messages == []
+    assert "the conversation is forgotten" in told
+    assert "/exit " in told
 
 
 def test_exit_ends_before_the_next_question(capsys, monkeypatch):
-    for name in ("/exit", "/quit"):
+    for name in ("/exit", "/quit", "/bye"):
         pipe(monkeypatch, f"{name}\nt1\n")
         assert Talk(Scripted(), system=None, max_tokens=None).run() == 0
 

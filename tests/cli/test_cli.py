@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,10 +23,12 @@ from blockdraft.cli import generate
 from blockdraft.cli.flags import flags_of, sampling_from, settings_from
 from blockdraft.cli.generate import speed_line
 from blockdraft.cli.main import main, parse
+from blockdraft.cli.server_terminal import ready_line, set_up_logs
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
 from blockdraft.errors import SettingsError
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.llm import LLM
+from blockdraft.server import listener
 from blockdraft.settings.settings import Settings, pin_threads
 from blockdraft.start import preflight
 
@@ -43,6 +46,17 @@ def environment(monkeypatch):
     for name in PINS:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def loggers():
+    """What a test of logs changes is put back."""
+    named = [logging.getLogger(name) for name in (None, "blockdraft", "blockdraft.access")]
+    before = [(logger, logger.level, list(logger.handlers)) for logger in named]
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 @pytest.fixture(scope="module")
@@ -347,6 +361,14 @@ def test_the_form_of_an_answer_is_read_from_its_flags(tmp_path, capsys):
         (["generate", "x", "--max"], "unknown flag --max"),  # no abbreviations
         (["generate", "x", "y"], "unexpected argument 'y'"),
         (["generat", "x"], "did you mean generate?"),
+        (["list"], "'list' is `blockdraft models` here"),
+        (["ls"], "'ls' is `blockdraft models` here"),
+        (["pull", "org/one"], "'pull' is `blockdraft fetch MODEL` here"),
+        (["rm", "org/one"], "'rm' is `blockdraft models rm MODEL` here"),
+        (["ps"], "'ps': every `blockdraft serve` serves one model in a process of its own"),
+        (["stop", "org/one"], "'stop': a server ends with Ctrl-C"),
+        (["show", "org/one"], "'show' is `blockdraft plan MODEL` here"),
+        (["help"], "'help' is `blockdraft --help` here"),
         (["--verson"], "unknown flag --verson: did you mean --version?"),
         (["generate", "x", "--ngl", "99"], "llama.cpp's --ngl is our --device"),
         (["serve", "--enforce-eager"], "vLLM's --enforce-eager is our --no-graphs"),
@@ -505,6 +527,64 @@ def test_fetch_checks_a_model_and_says_so(capsys, tmp_path):
     assert "is ready" in capsys.readouterr().out
     assert main(["fetch", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown", "hidden"),
+    [
+        ([], {"info", "warning", "error"}, {"debug", "access"}),
+        (["--log-level", "debug"], {"debug", "access", "info", "error"}, set()),
+        (["--log-level", "warning"], {"warning", "error"}, {"debug", "info", "access"}),
+        (["--log-level", "error", "--access-log"], {"error", "access"}, {"debug", "info", "warning"}),
+        (["--access-log"], {"info", "access"}, {"debug"}),
+    ],
+)
+@pytest.mark.usefixtures("loggers")
+def test_the_log_has_what_its_level_asks_for(capsys, flags, shown, hidden):
+    report = set_up_logs(parse(["serve", *flags]), ())
+    for level in ("debug", "info", "warning", "error"):
+        getattr(logging.getLogger("blockdraft.some"), level)(f"<{level}>")
+    logging.getLogger("blockdraft.access").info("<access>")
+    logging.getLogger("httpcore").debug("<secret>")  # libraries write headers there, keys included
+    report("a phase")
+    written = capsys.readouterr().err
+    assert all(f"<{word}>" in written for word in shown)
+    assert not any(f"<{word}>" in written for word in {*hidden, "secret"})
+    assert ("a phase" in written) == ("info" in shown)
+
+
+def test_a_level_that_does_not_exist_is_refused_with_those_that_do(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--log-level", "warn"])
+    error = error_of(capsys)
+    assert "'debug', 'info', 'warning', 'error'" in error
+    assert "did you mean warning?" in error
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (
+            "127.0.0.1",
+            "'tiny' is ready: http://127.0.0.1:{port}/ to look, http://127.0.0.1:{port}/v1 for clients",
+        ),
+        (
+            "0.0.0.0",
+            "'tiny' is ready: http://127.0.0.1:{port}/ to look, http://127.0.0.1:{port}/v1 for clients; "
+            "for other machines: http://192.0.2.7:{port}/",
+        ),
+    ],
+)
+def test_an_address_is_printed_that_others_can_use(monkeypatch, host, words):
+    monkeypatch.setattr(listener, "outward_host", lambda: "192.0.2.7")
+    with listener.bind(host, 0) as bound:
+        assert ready_line("tiny", bound) == words.format(port=bound.getsockname()[1])
+
+
+def test_the_address_for_others_is_one_of_this_machine():
+    host = listener.outward_host()
+    if host is not None:  # a machine without a network has none
+        socket.create_server((host, 0)).close()
 
 
 @pytest.mark.parametrize("flag", ["--step-timeout", "--drain-timeout"])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -39,9 +40,18 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_disk_comes_first_and_the_known_ones_apart(capsys, caches):
+def test_the_disk_comes_first_and_the_known_ones_when_asked_for(capsys, caches):
     assert main(["models"]) == 0
-    disk, known, *_ = capsys.readouterr().out.split("\n\n")
+    disk, hint = capsys.readouterr().out.split("\n\n")
+    assert re.fullmatch(
+        r"\d+ families and \d+ pairs are known by name: `blockdraft models --known` lists them, "
+        r"`blockdraft models NAME` finds one\n",
+        hint,
+    )
+    assert main(["models", "--known"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(disk)
+    disk, known, *_ = shown.split("\n\n")
     assert [" ".join(line.split()) for line in disk.splitlines()[1:]] == [
         "default 4 MB HuggingFaceTB/SmolLM2-135M-Instruct; its drafter came with blockdraft",
         "org/one 2 MB",

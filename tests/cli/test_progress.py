@@ -51,7 +51,7 @@ def test_what_the_start_found_stays_under_the_line_that_says_ready(capsys, monke
 
     monkeypatch.setattr(lifetime, "DrainingServer", Server)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    args = argparse.Namespace(json_logs=False, drain_timeout=1.0)
+    args = argparse.Namespace(json_logs=False, log_level="info", drain_timeout=1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         service = SimpleNamespace(startup=started())
         server_terminal.serve_until_told(args, service, None, None, name="x", listener=listener)
@@ -63,7 +63,9 @@ def test_what_the_start_found_stays_under_the_line_that_says_ready(capsys, monke
 
 def test_a_warning_is_logged_as_one(monkeypatch, caplog):
     monkeypatch.setattr("blockdraft.server.logs.set_up", lambda **_: None)
-    report = server_terminal.set_up_logs(argparse.Namespace(json_logs=True, access_log=False), ())
+    report = server_terminal.set_up_logs(
+        argparse.Namespace(json_logs=True, log_level="info", access_log=False), ()
+    )
     with caplog.at_level(logging.INFO, "blockdraft"):
         StartProgress(report).warn("busy")
         report("ready in 1 s")

@@ -1,8 +1,10 @@
 """What `make` tells pip; nothing is downloaded."""
 
+import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,62 @@ def test_another_word_is_refused(clone):
 def test_the_containerfile_takes_the_same_index():
     index = CPU_INDEX.removeprefix("--index-url ")
     assert f"ARG TORCH_INDEX={index}\n" in (ROOT / "container/Containerfile").read_text()
+
+
+@pytest.fixture
+def stubbed(clone):
+    """A clone whose Python and blockdraft only say how they were called."""
+    folder = clone / ".venv/bin"
+    folder.mkdir(parents=True)
+    for name in ("python", "blockdraft"):
+        (folder / name).write_text(f'#!/bin/sh\necho "{name} $@" "$PIP_PROGRESS_BAR"\n')
+        (folder / name).chmod(0o755)
+    return clone
+
+
+def made(folder, *words):
+    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def made_on_a_terminal(folder, *words):
+    ours, theirs = os.openpty()
+    with subprocess.Popen(["make", *words], cwd=folder, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        written = b""
+        with contextlib.suppress(OSError):  # Linux's end of a terminal
+            while piece := os.read(ours, 65536):
+                written += piece
+    os.close(ours)
+    assert process.returncode == 0
+    return written.decode()
+
+
+def calls_of_pip(text):
+    return [line for line in text.splitlines() if line.startswith("python -m pip install")]
+
+
+def test_pip_shows_its_progress_and_draws_bars_on_a_terminal_alone(stubbed):
+    (piped,) = calls_of_pip(made(stubbed, "serve"))
+    assert "--quiet" not in piped
+    assert piped.endswith("-e . off")
+    (stubbed / ".venv/installed").unlink()
+    (drawn,) = calls_of_pip(made_on_a_terminal(stubbed, "serve"))
+    assert drawn.endswith("-e . ")  # pip draws them unless told not to
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [((), "about 3 GB" if sys.platform == "linux" else "about 0.2 GB"), (("TORCH=cpu",), "about 0.3 GB")],
+)
+def test_the_first_run_says_how_much_comes_and_a_later_one_nothing(stubbed, words, size):
+    first = made(stubbed, "serve", *words)
+    assert first.count("To download") == 1
+    assert size in first.partition("python -m pip")[0]
+    assert made(stubbed, "serve").splitlines() == [
+        ".venv/bin/blockdraft serve --port 8000 ",
+        "blockdraft serve --port 8000 ",
+    ]
+    os.utime(stubbed / ".venv/installed", (0, 0))  # pyproject.toml has changed since: little comes
+    later = made(stubbed, "serve")
+    assert calls_of_pip(later)
+    assert "To download" not in later

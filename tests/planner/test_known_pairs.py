@@ -254,7 +254,7 @@ def test_a_query_is_part_of_a_name(query, families, drafter):
 
 
 def test_the_text_has_every_family_and_pair_and_fits_the_terminal(capsys):
-    text = printed(capsys)
+    text = printed(capsys, "--known")
     for family in FAMILIES:
         assert f"  {family.name} " in text
         assert all(architecture in text for architecture in family.architectures)
@@ -329,7 +329,7 @@ def test_an_unknown_name_is_one_line_and_exit_code_2(capsys):
 
 def test_the_command_loads_no_torch():
     code = (
-        "import sys\nfrom blockdraft.cli.main import main\nmain(['models'])\n"
+        "import sys\nfrom blockdraft.cli.main import main\nmain(['models', '--known'])\n"
         "print([n for n in ('torch', 'numpy', 'pydantic') if n in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

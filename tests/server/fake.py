@@ -84,6 +84,17 @@ def steps(width):
         position += len(texts)
 
 
+def remaining(all_steps, said):
+    """The steps behind the text that was said already, which ends where a step ends."""
+    for texts, accepted in all_steps:
+        text = "".join(texts)
+        if said:
+            assert said.startswith(text)
+            said = said.removeprefix(text)
+        else:
+            yield texts, accepted
+
+
 def rate(time_s):
     """Tokens per second of some earlier answers."""
     is_idle = time_s % 110 < 30
@@ -104,6 +115,7 @@ class Fake:
         self.step_s = STEP_S
         self.draft_s = 0.0  # what drafting adds to a step
         self.num_drafts = 0
+        self.acceptance = [0.93, 0.86, 0.77, 0.66, 0.55, 0.45, 0.36]  # while it is busy
         self.bodies = []
         self.num_stopped = 0
         self.num_feeds = 0
@@ -114,9 +126,15 @@ class Fake:
 
     def app(self):
         chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
-        return Starlette(
-            routes=[*page.routes(), Route("/events", self.events), Route("/v1/models", self.models), chat]
-        )
+        others = [
+            Route(path, answer)
+            for path, answer in (
+                ("/events", self.events),
+                ("/ready", self.ready),
+                ("/v1/models", self.models),
+            )
+        ]
+        return Starlette(routes=[*page.routes(), *others, chat])
 
     def startup(self):
         phases = []
@@ -153,7 +171,7 @@ class Fake:
             "num_pages": 4096,
             "lately_s": 10,
             "tokens_per_step": 4.89 if is_busy else None,
-            "acceptance": [0.93, 0.86, 0.77, 0.66, 0.55, 0.45, 0.36] if is_busy else [],
+            "acceptance": self.acceptance if is_busy else [],
             "speculation": "speculation: on, 8 tokens tried per step, 2.3x the speed of plain decoding",
             "governed_width": WIDTH,
             "num_drafts": self.num_drafts,
@@ -186,6 +204,10 @@ class Fake:
             self.time_s += 1
             history = [[self.time_s, self.tokens_per_second]]
 
+    async def ready(self, request: Request) -> Response:
+        """Open to all, as on the real server."""
+        return JSONResponse(self.startup(), status_code=200 if self.state == "ready" else 503)
+
     async def models(self, request: Request) -> Response:
         if not self.is_allowed(request):
             return error(401, "an API key is needed.")
@@ -214,10 +236,11 @@ class Fake:
         asked = body.get("speculative", True)
         width = {False: 1, True: WIDTH}[asked] if isinstance(asked, bool) else asked.get("width", WIDTH)
         has_detail = isinstance(asked, dict) and asked.get("detail", False)
-        num_tokens, start_s = 0, time.monotonic()
+        num_tokens, start_s, finish_reason = 0, time.monotonic(), "stop"
+        said = body["messages"][-1]["content"] if body.get("continue_final_message") else ""
         try:
             yield line(chunk({"role": "assistant", "content": ""}))
-            for index, (texts, accepted) in enumerate(steps(width)):
+            for index, (texts, accepted) in enumerate(remaining(steps(width), said)):
                 if index == self.breaks_after:
                     return
                 await asyncio.sleep(self.step_s + (self.draft_s if width > 1 else 0))
@@ -227,7 +250,10 @@ class Fake:
                     texts = [" otherwise"]
                 draft = {"tokens": texts, "accepted": accepted} if has_detail else None
                 yield line(chunk({"content": "".join(texts)}, draft=draft))
-            yield line(chunk({}, finish_reason="stop"))
+                if num_tokens >= body.get("max_completion_tokens", len(TOKENS) + 1):
+                    finish_reason = "length"
+                    break
+            yield line(chunk({}, finish_reason=finish_reason))
             usage = {"prompt_tokens": 12, "completion_tokens": num_tokens, "total_tokens": 12 + num_tokens}
             yield line({"choices": [], "usage": usage})
             yield "data: [DONE]\n\n"

@@ -118,6 +118,49 @@ def test_a_change_that_is_refused_changes_nothing(page, fake, way):
     assert [turn["content"] for turn in fake.bodies[1]["messages"]] == ["One?", TEXT, "Two?"]
 
 
+def test_an_answer_that_was_cut_says_where_and_goes_on(page, fake):
+    page.click("#settings-button")
+    page.fill("#max-tokens", "30")
+    ask(page, "One?")
+    finish(page)
+    foot = page.locator(".foot")
+    count = int(foot.locator(".figure").text_content().split()[0])
+    expect(foot).to_contain_text(f"cut at {count} tokens")
+    (half,) = (turn["content"] for turn in page.evaluate(KEPT)[0]["turns"] if turn["role"] == "assistant")
+    page.fill("#max-tokens", "")
+    page.get_by_role("button", name="Continue").click()
+    finish(page)
+    more = fake.bodies[1]
+    assert (more["continue_final_message"], more["add_generation_prompt"]) == (True, False)
+    assert more["messages"][-1] == {"role": "assistant", "content": half}
+    expect(page.locator(".prose ol > li")).to_have_count(3)
+    expect(foot).to_contain_text(f"{len(TOKENS)} tokens")
+    expect(page.get_by_role("button", name="Continue")).to_have_count(0)
+    assert [turn["content"] for turn in page.evaluate(KEPT)[0]["turns"]] == ["One?", TEXT]
+    page.click("#drafts")
+    assert page.locator(".tokens").text_content().replace("↵", "") == TEXT
+    ask(page, "Two?")
+    finish(page)
+    assert [turn["content"] for turn in fake.bodies[2]["messages"]] == ["One?", TEXT, "Two?"]
+
+
+def test_an_answer_that_cannot_go_on_stays_as_it_was(page, fake):
+    page.click("#settings-button")
+    page.fill("#max-tokens", "30")
+    ask(page, "One?")
+    finish(page)
+    kept = page.evaluate(KEPT)[0]["turns"]
+    fake.refusal = (400, {})
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator(".message .error")).to_contain_text("refused.")
+    assert [turn["content"] for turn in page.evaluate(KEPT)[0]["turns"]] == [turn["content"] for turn in kept]
+    fake.refusal = None
+    page.get_by_role("button", name="Continue").click()
+    finish(page)
+    assert len(fake.bodies) == 2
+    expect(page.locator(".message")).to_have_count(2)
+
+
 # ---- chats
 
 
@@ -209,7 +252,8 @@ def test_a_chat_is_exported_as_markdown_and_json(page, fake):
     exported = json.loads(texts["json"])
     assert (exported["model"], exported["messages"]) == ("Example-4B-Instruct", said)
     (answer,) = exported["answers"]
-    assert answer["settings"] == {k: v for k, v in fake.bodies[0].items() if k in ("seed", "speculative")}
+    asked = ("seed", "speculative", "max_completion_tokens")
+    assert answer["settings"] == {name: fake.bodies[0][name] for name in asked}
     assert (answer["tokens"], answer["steps"], answer["finish_reason"]) == (len(TOKENS), len(STEPS), "stop")
     assert answer["tokens_per_step"] == len(TOKENS) / len(STEPS)
     assert answer["seconds"] > 0 < answer["tokens_per_second"]

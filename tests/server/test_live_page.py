@@ -193,6 +193,24 @@ def test_every_setting_can_be_asked_of_the_server():
     assert {*names, "stop", "tools", "seed"} <= ChatRequest.model_fields.keys()
 
 
+def test_a_field_of_the_page_refuses_what_the_server_would(html):
+    """The page names the field; the server's answer names a field of its JSON."""
+    numbers = [*re.findall(r'\["([\w-]+)", "(\w+)", ', read("settings.js")), ("seed", "seed")]
+    asked = {"messages": [{"role": "user", "content": "a"}]}
+    assert len(numbers) == 9
+    for field, name in numbers:
+        tag = re.search(rf'<input id="{field}" ([^>]*)>', html)[1]
+        given = dict(re.findall(r'(\w+)="([^"]*)"', tag))
+        for bound in ("min", "max"):
+            assert bound in given, f"{field} has no {bound}"
+            ChatRequest.model_validate({**asked, name: number(given[bound])})
+        assert f'id="{field}-error"' in html
+
+
+def number(text):
+    return float(text) if "." in text else int(text)
+
+
 def test_the_chart_library_is_shipped_with_its_licence():
     assert "MIT License" in read("uplot/LICENSE")
     assert "Leon Sorokin" in read("uplot/LICENSE")

@@ -75,6 +75,7 @@ def test_a_stream_carries_the_same_text_with_role_first_and_usage_last(app):
     whole = chat(app, body).json()
     response = chat(app, {**body, "stream": True, "stream_options": {"include_usage": True}})
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-accel-buffering"] == "no"  # a proxy in front sends each piece on at once
     events = events_of(response.text)
     for choice in whole["choices"]:
         assert streamed_text(events, choice["index"]) == choice["message"]["content"]

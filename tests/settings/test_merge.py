@@ -260,10 +260,17 @@ def test_the_table_shows_values_with_their_sources(recipe, capsys, monkeypatch):
     assert ["model", "other/model", "--model"] in rows
     assert ["max_rows", "5", "BLOCKDRAFT_MAX_ROWS"] in rows
     assert ["width", "9", f"recipe {recipe}"] in rows
-    assert not [row for row in rows if row[0] == "page_size"], "a default needs --show"
+    assert ["page_size", "16", "default"] in rows
     assert rows[-1][0] == "note:"
-    main(["settings", "--show"])
+    main(["settings"])
     assert len(capsys.readouterr().out.splitlines()) == len(fields(Settings))
+
+
+def test_the_table_can_leave_out_what_nobody_set(capsys):
+    main(["settings", "--changed", "--width", "4"])
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert [row.split() for row in rows] == [["width", "4", "--width"]]
+    assert last == f"{len(fields(Settings)) - 1} settings are at their defaults"
 
 
 def test_the_json_has_every_setting(capsys):
@@ -274,7 +281,7 @@ def test_the_json_has_every_setting(capsys):
     assert list(found) == [item.name for item in fields(Settings)]
 
 
-@pytest.mark.parametrize("form", [[], ["--json"], ["--show"]])
+@pytest.mark.parametrize("form", [[], ["--json"], ["--changed"]])
 def test_secrets_are_not_shown(form, capsys):
     args = [
         "--engine=vllm",

@@ -303,7 +303,7 @@ def test_generate_warns_and_goes_on_or_ends_with_one_line(machine, monkeypatch, 
 def test_serve_ends_with_one_line(machine, monkeypatch, capsys):
     machine()
     torch_says(monkeypatch, RuntimeError(TOO_OLD))
-    args = SimpleNamespace(json_logs=False)
+    args = SimpleNamespace(json_logs=False, log_level="info")
     from blockdraft.cli.server_terminal import exit_code
     from blockdraft.engine.loop import EngineLoop
 

@@ -2,10 +2,12 @@
 
 import { Conversation } from "./conversation.js";
 import { $, make, makeButton } from "./dom.js";
-import { namesOf, seconds, showEngine, showNow, showStartup } from "./live.js";
+import { namesOf, seconds, showEngine, showNothing, showNow, showStartup } from "./live.js";
 import { bindMenu } from "./menu.js";
-import { getJson, hasKey, HttpError, storeKey, watch } from "./net.js";
-import { clearSettings, fillWidths, keepSettings, readSettings, readTools, sampling, showDefaults } from "./settings.js";
+import { getJson, getStartup, hasKey, HttpError, pause, storeKey, watch } from "./net.js";
+import {
+  checkSettings, clearSettings, fillWidths, keepSettings, labelOfName, readSettings, readTools, sampling, showDefaults,
+} from "./settings.js";
 import { currentChat, keepChat, newChat, rememberCurrent } from "./store.js";
 
 const EXAMPLES = [
@@ -13,6 +15,8 @@ const EXAMPLES = [
   "Write a binary search in Python, with a docstring.",
   "List the planets with one fact about each.",
 ];
+
+const POLL_MS = 1000; // of a start, for a reader who has given no key yet
 
 const state = {
   server: "connecting", // connecting | starting | ready | draining | failed | offline
@@ -26,7 +30,7 @@ const conversation = new Conversation($("log"), {
   view: { isDraftView: () => state.isDraftView, width: () => state.engine?.width ?? 1 },
   bodies: requestBodies,
   isCompare: () => state.isCompare && canSwitch(),
-  canAsk: () => state.server === "ready",
+  canAsk,
   changed: showControls,
   announce: (text) => { $("announcement").textContent = text; },
   warn: (text) => { $("note").textContent = text; },
@@ -40,11 +44,28 @@ const hasDrafter = () => state.engine !== null && state.engine.draft !== null;
 // Other engines draft for every request or for none, and do not tell which tokens were drafts.
 const canSwitch = () => hasDrafter() && state.engine.can_switch !== false;
 
-function requestBodies(messages) {
+// Says beside the field, and in the note, what is wrong with the settings.
+function canAsk() {
+  if (state.server !== "ready") return false;
+  const wrong = checkSettings();
+  const tools = readTools();
+  if (wrong === null && Array.isArray(tools)) return true;
+  toggleSettings(true);
+  $("note").textContent = wrong?.text ?? tools;
+  $(wrong?.id ?? "tools").closest("details")?.setAttribute("open", "");
+  $(wrong?.id ?? "tools").focus();
+  return false;
+}
+
+// A salt that nobody had before: the prompt is not found in the cache.
+const newSalt = () => [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(36)).join("");
+
+function requestBodies(messages, more) {
   const common = {
     model: state.model ?? undefined,
     messages,
     ...sampling(),
+    ...more,
     stream: true,
     stream_options: { include_usage: true },
   };
@@ -55,21 +76,26 @@ function requestBodies(messages) {
   // A server that found drafts too slow here decodes plainly: to see some, one has to ask.
   const isMissed = state.engine.width === 1 && (state.isCompare || state.isDraftView);
   const width = !isAutomatic ? { width: chosen } : isMissed ? { width: Math.min(state.engine.block, 8) } : {};
+  // Whoever comes second would find the prompt in the cache: in a comparison neither does.
+  const salted = () => (state.isCompare ? { cache_salt: newSalt() } : {});
   return {
-    speculative: { ...common, speculative: { ...width, detail: true } },
-    plain: { ...common, speculative: false },
+    speculative: { ...common, ...salted(), speculative: { ...width, detail: true } },
+    plain: { ...common, ...salted(), speculative: false },
   };
 }
 
-function explain(error) {
-  if (error instanceof HttpError) {
-    const again = error.retryAfter === null ? "in a moment" : `in ${seconds(error.retryAfter)}`;
-    if (error.status === 401) return "The server wants an API key.";
-    if (error.status === 429) return `The server is busy and its queue is full. Try again ${again}.`;
-    if (error.status === 503) return `The server cannot answer now: ${error.message} Try again ${again}.`;
-    return error.message;
+function explain(error, hasText) {
+  if (!(error instanceof HttpError)) return `The page failed: ${error.message}`;
+  const { status, message, retryAfter, param } = error;
+  const again = retryAfter === null ? "in a moment" : `in ${seconds(retryAfter)}`;
+  if (status === 0) {
+    return hasText ? "The connection was lost; the answer above is incomplete." : "The server cannot be reached. Is it still running?";
   }
-  return "The server cannot be reached. Is it still running?";
+  if (status === 401) return "The server wants an API key.";
+  if (status === 429) return `The server is busy and its queue is full. Try again ${again}.`;
+  if (status === 503) return `The server cannot answer now: ${message} Try again ${again}.`;
+  const label = labelOfName(param);
+  return label === null ? message : `${label} (in Settings): ${message}`;
 }
 
 // ---- chats
@@ -109,8 +135,8 @@ const NOTES = {
   starting: "The server is starting: sending works as soon as it is ready.",
   draining: "The server is shutting down and takes no new questions.",
   failed: "The server could not start: see Start-up.",
-  offline: "The connection to the server is lost. Trying again.",
 };
+const timeFormat = new Intl.DateTimeFormat(undefined, { timeStyle: "short" });
 
 function showControls() {
   const isRunning = conversation.running !== null;
@@ -123,7 +149,7 @@ function showControls() {
       $(id).title = hasDrafter() ? "This engine cannot switch its drafter off." : "This server runs without a drafter.";
     }
   }
-  for (const button of document.querySelectorAll("#examples button")) button.disabled = state.server !== "ready";
+  for (const button of document.querySelectorAll("#examples button, .retry")) button.disabled = state.server !== "ready";
   $("welcome").hidden = conversation.shown.length > 0;
   showSystem();
 }
@@ -134,10 +160,21 @@ function setServer(server) {
   $("status").dataset.state = server;
   $("status").textContent = server;
   $("note").textContent = NOTES[server] ?? "";
+  $("offline").hidden = server !== "offline";
+  $("live").classList.toggle("is-offline", server === "offline");
+  if (server === "offline") showOffline();
   $("starting").hidden = server !== "starting" && server !== "failed";
   $("hello").hidden = !$("starting").hidden;
   if (server === "ready" && state.model === null) readModel();
   showControls();
+}
+
+function showOffline() {
+  const since = timeFormat.format(Date.now());
+  $("status").textContent = `offline since ${since}`;
+  $("note").textContent = `Offline since ${since}: the connection to the server is lost. Trying again.`;
+  $("offline").textContent = `Offline since ${since}. Figures return with the server.`;
+  showNothing();
 }
 
 async function readModel() {
@@ -159,10 +196,14 @@ function showStarting(startup) {
 
 // ---- live feed
 
+function takeStartup(startup) {
+  setServer(startup.state);
+  showStarting(startup);
+  showStartup(startup);
+}
+
 function onEvent(event, isFirst) {
-  setServer(event.startup.state);
-  showStarting(event.startup);
-  showStartup(event.startup);
+  takeStartup(event.startup);
   if (event.engine !== null && JSON.stringify(event.engine) !== JSON.stringify(state.engine)) {
     state.engine = event.engine;
     showNames(event.engine);
@@ -198,9 +239,20 @@ function showNames(engine) {
 }
 
 function onLost(error) {
-  if (error.status === 401) return askKey().then((isGiven) => (isGiven ? undefined : keyGiven()));
+  if (error.status === 401) return becomeKnown();
   setServer("offline");
   return undefined;
+}
+
+// The feed needs a key; how far a start is, everybody may know. The key is asked for when it is of use.
+async function becomeKnown() {
+  for (;;) {
+    const startup = await getStartup();
+    if (startup?.state !== "starting") break;
+    takeStartup(startup);
+    await pause(POLL_MS);
+  }
+  if (!(await askKey())) await keyGiven();
 }
 
 // ---- API key
@@ -249,12 +301,7 @@ const keep = () => keepSettings({ isDraftView: state.isDraftView, isCompare: sta
 
 function send() {
   const text = $("prompt").value.trim();
-  if (text === "" || conversation.running !== null || state.server !== "ready") return;
-  const tools = readTools();
-  if (!Array.isArray(tools)) {
-    $("note").textContent = tools;
-    return;
-  }
+  if (text === "" || conversation.running !== null || !canAsk()) return;
   $("prompt").value = "";
   grow();
   $("note").textContent = "";
@@ -305,7 +352,8 @@ function bindSettings() {
   $("settings-button").addEventListener("click", () => toggleSettings($("settings").hidden));
   $("settings-close").addEventListener("click", () => { toggleSettings(false); $("settings-button").focus(); });
   $("settings").addEventListener("change", keep);
-  $("settings-reset").addEventListener("click", () => { clearSettings(); keep(); });
+  $("settings").addEventListener("input", checkSettings);
+  $("settings-reset").addEventListener("click", () => { clearSettings(); checkSettings(); keep(); });
   $("system").addEventListener("input", takeSystem);
   $("system-change").addEventListener("click", () => { toggleSettings(true); $("system").focus(); });
 }

@@ -26,6 +26,7 @@ export class Answer {
     this.calls = turn.calls ?? []; // { id, name, arguments }
     this.blocks = turn.blocks ?? [];
     this.kept = turn.figures ?? null; // { tokens, seconds, rate } of an answer that was read
+    this.before = null; // the turn that this answer continues
     this.settings = turn.settings ?? null; // what its request said besides the messages
     this.usage = null;
     this.finishReason = turn.finish ?? null;
@@ -46,7 +47,7 @@ export class Answer {
 
   async stream(body, signal, onChange) {
     this.startS = now();
-    const { model, messages, stream, stream_options, ...settings } = body;
+    const { model, messages, stream, stream_options, cache_salt, ...settings } = body;
     this.settings = settings;
     this.node.classList.add("streaming");
     try {
@@ -84,6 +85,25 @@ export class Answer {
     call.arguments += called.arguments ?? "";
   }
 
+  // What `turn` had is kept, and what arrives is written behind it.
+  goOn(turn) {
+    this.before = turn;
+    this.kept = this.finishReason = null;
+    this.blocks = [...this.blocks];
+  }
+
+  // Whether the limit of its request ended it; else an answer that was cut has filled the context.
+  get isAtLimit() {
+    const numNew = this.numTokens - (this.before?.figures.tokens ?? 0);
+    return this.finishReason === "length" && numNew >= (this.settings?.max_completion_tokens ?? Infinity);
+  }
+
+  // Whether more can be asked for: the server continues texts, and neither calls nor thoughts.
+  get canGoOn() {
+    const isCut = this.finishReason === null ? this.endS !== null || this.kept !== null : this.isAtLimit;
+    return isCut && this.text !== "" && this.reasoning === "" && this.calls.length === 0;
+  }
+
   // For the history and the kept chat; null: nothing has come that a conversation could go on from.
   turn() {
     if (this.text === "" && this.calls.length === 0 && this.finishReason === null) return null;
@@ -95,24 +115,34 @@ export class Answer {
       blocks: this.blocks,
       figures: { tokens: this.numTokens, seconds: this.totalS, rate: this.rate },
       settings: this.settings,
-      finish: this.finishReason,
+      finish: this.finishReason ?? (this.text === this.before?.content ? this.before.finish : null),
     };
   }
 
   get numTokens() {
-    return this.kept?.tokens ?? this.usage?.completion_tokens ?? countTokens(this.blocks);
+    if (this.kept) return this.kept.tokens;
+    const numBefore = this.before?.figures.tokens ?? 0;
+    const numOld = this.before?.blocks.length ?? 0;
+    return numBefore + (this.usage?.completion_tokens ?? countTokens(this.blocks.slice(numOld)));
   }
 
   get totalS() {
     if (this.kept) return this.kept.seconds;
-    return this.startS === null ? null : (this.endS ?? now()) - this.startS;
+    if (this.startS === null) return null;
+    return (this.before?.figures.seconds ?? 0) + (this.endS ?? now()) - this.startS;
+  }
+
+  // Tokens per second from the question to the last token.
+  get wholeRate() {
+    return this.totalS > 0 && this.numTokens > 0 ? this.numTokens / this.totalS : null;
   }
 
   // Tokens per second after the first step, which is behind the prompt: null before there is another.
   get rate() {
     if (this.kept) return this.kept.rate;
     const time = this.lastS - this.firstS;
-    const numLater = this.numTokens - (this.blocks[0]?.tokens.length ?? 1);
+    const first = this.blocks[this.before?.blocks.length ?? 0];
+    const numLater = this.numTokens - (this.before?.figures.tokens ?? 0) - (first?.tokens.length ?? 1);
     return numLater < 1 || !(time > 0) ? null : numLater / time;
   }
 
@@ -165,8 +195,13 @@ export class Answer {
       this.rate === null ? null : `${rate(this.rate)} tok/s`,
       perStep === null ? null : `${perStep.toFixed(2)} per step`,
       perStep === null || !this.view.isDraftView() ? null : `${blocks.length} steps instead of ${countTokens(blocks)}`,
-      this.finishReason === "length" ? "cut off at the limit" : null,
+      this.endText(),
     ].filter((item) => item !== null);
+  }
+
+  endText() {
+    if (this.finishReason !== "length") return null;
+    return this.isAtLimit ? `cut at ${this.numTokens.toLocaleString("en")} tokens` : "cut: the context is full";
   }
 }
 
@@ -182,6 +217,11 @@ export class Single {
     this.node.append(this.answer.node, this.foot);
     if (turn?.note) this.node.append(make("p", "muted small", turn.note));
     if (turn) this.render();
+  }
+
+  // Writes behind the text of `turn`, which it was made with.
+  goOn(turn) {
+    this.answer.goOn(turn);
   }
 
   async run(bodies, signal, onChange) {
@@ -215,9 +255,8 @@ export class Comparison {
       this.lane(view, columns, "Without", "plain"),
     ];
     this.node.append(make("p", "muted small",
-      "One after the other, so that each has the machine to itself, with the same seed and settings. " +
-      "The second finds the prompt in the cache, which favours plain decoding. " +
-      "tok/s counts after the first step."));
+      "One after the other, so that each has the machine to itself, with the same seed and settings; " +
+      "both read the whole prompt. Times and tok/s are from the question to the last token."));
     this.foot = this.node.appendChild(make("footer", "foot muted"));
   }
 
@@ -267,7 +306,7 @@ export class Comparison {
       time.textContent = seconds(answer.totalS);
       bar.style.width = `${(100 * answer.totalS) / Math.max(longest, 0.001)}%`;
       const perStep = kind === "plain" ? 1 : tokensPerStep(answer.blocks);
-      const parts = [answer.rate === null ? null : `${rate(answer.rate)} tok/s`];
+      const parts = [answer.wholeRate === null ? null : `${rate(answer.wholeRate)} tok/s`];
       parts.push(perStep === null ? null : `${perStep === 1 ? 1 : perStep.toFixed(2)} per step`);
       figures.textContent = parts.filter(Boolean).join(" · ") || "\u00a0";
     }
@@ -277,11 +316,12 @@ export class Comparison {
     const [fast, plain] = this.lanes.map((lane) => lane.answer);
     if (fast.finishReason === null || plain.finishReason === null || plain.endS === null) return;
     const parts = [];
-    if (fast.rate !== null && plain.rate !== null) {
-      const speedup = fast.rate / plain.rate;
+    if (fast.wholeRate !== null && plain.wholeRate !== null) {
+      const speedup = fast.wholeRate / plain.wholeRate; // of equal texts, the ratio of the times above
       const times = speedup >= 1 ? speedup : 1 / speedup;
       const how = speedup >= 1 ? "faster" : "slower";
-      parts.push(make("strong", how, `${times.toFixed(2)}× ${how}`), " with speculation. ");
+      const per = fast.numTokens === plain.numTokens ? "" : " per token";
+      parts.push(make("strong", how, `${times.toFixed(2)}× ${how}`), `${per} with speculation. `);
     }
     const [one, two] = [fast.reasoning + fast.text, plain.reasoning + plain.text];
     const isSame = one === two;

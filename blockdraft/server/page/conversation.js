@@ -10,7 +10,8 @@ import { asMessages, keepChat, newChat } from "./store.js";
 const NEAR_END_PX = 80;
 
 export class Conversation {
-  // host: { view, bodies(messages), isCompare(), canAsk(), changed(), announce(text), explain(error), askKey(), warn(text) }
+  // host: { view, bodies(messages, more), isCompare(), canAsk(), changed(), announce(text), warn(text),
+  //   explain(error, hasText), askKey() }
   constructor(root, host) {
     this.root = root;
     this.host = host;
@@ -60,13 +61,20 @@ export class Conversation {
     return this.attempt({ turns: [], from: last });
   }
 
+  // More of the last answer, which was cut or broke off.
+  goOn() {
+    const last = this.shown.findLastIndex(({ turn }) => turn?.role === "assistant");
+    return this.attempt({ turns: [], from: last, continued: this.shown[last].turn });
+  }
+
   // What tools returned for the calls of the last answer.
   giveResults(results) {
     return this.attempt({ turns: results.map(({ id, content }) => ({ role: "tool", id, content })) });
   }
 
   // Everything from the entry `from` on is replaced by `turns` and an answer. Without an answer nothing changes.
-  async attempt({ turns, from = this.shown.length }) {
+  // The answer begins with that of the turn `continued`, where there is one.
+  async attempt({ turns, from = this.shown.length, continued = null }) {
     if (this.running !== null || !this.host.canAsk()) return;
     const { chat } = this;
     const before = chat.turns;
@@ -75,8 +83,8 @@ export class Conversation {
     const gone = new Set(removed.map(({ turn }) => turn));
     chat.turns = [...before.filter((turn) => !gone.has(turn)), ...turns];
     const asked = turns.map((turn) => this.add(turn));
-    const entry = this.begin();
-    const { problem, isStopped } = await this.run(entry.message, chat);
+    const entry = this.begin(continued);
+    const { problem, isStopped } = await this.run(entry.message, chat, continued);
     const turn = entry.message.turn();
     entry.turn = turn;
     chat.turns = turn === null ? before : [...chat.turns, turn];
@@ -94,8 +102,10 @@ export class Conversation {
     if (problem?.status === 401 && (await this.host.askKey()) && turn === null && !isPutBack) again();
   }
 
-  begin() {
-    const message = this.host.isCompare() ? new Comparison(this.host.view) : new Single(this.host.view);
+  begin(continued) {
+    const isCompare = continued === null && this.host.isCompare();
+    const message = isCompare ? new Comparison(this.host.view) : new Single(this.host.view, continued ?? undefined);
+    if (continued !== null) message.goOn(continued);
     const entry = { turn: null, node: message.node, message };
     this.shown.push(entry);
     this.root.append(message.node);
@@ -104,14 +114,17 @@ export class Conversation {
     return entry;
   }
 
-  async run(message, chat) {
+  async run(message, chat, continued) {
+    const turns = continued === null ? chat.turns : [...chat.turns, continued];
+    const more = continued === null ? {} : { continue_final_message: true, add_generation_prompt: false };
     const running = new AbortController();
     this.running = running;
     this.host.announce("");
     this.host.changed();
     let problem = null;
     try {
-      await message.run(this.host.bodies(asMessages(chat)), running.signal, () => this.draw(message));
+      const bodies = this.host.bodies(asMessages({ ...chat, turns }), more);
+      await message.run(bodies, running.signal, () => this.draw(message));
     } catch (error) {
       if (!running.signal.aborted) problem = error;
     }
@@ -132,12 +145,17 @@ export class Conversation {
   // ---- how it ended
 
   showEnd(entry, problem, isStopped) {
-    if (problem !== null) entry.node.append(this.endRow(problem));
+    const scroll = this.follow();
+    if (problem !== null) entry.node.append(this.endRow(problem, true));
     else if (isStopped) entry.node.append(make("p", "muted small", "Stopped."));
     else this.host.announce("The answer is complete.");
     if (entry.turn.content === "" && entry.turn.calls.length === 0) {
-      entry.node.append(make("p", "muted small", "The model ended its answer without a word."));
+      const text = entry.turn.finish === "length"
+        ? "The limit was reached before the answer began: Max tokens in Settings allows more."
+        : "The model ended its answer without a word.";
+      entry.node.append(make("p", "muted small", text));
     }
+    scroll();
   }
 
   showUnanswered(entries, problem, again) {
@@ -148,7 +166,7 @@ export class Conversation {
     }
     const { node } = entries.at(-1);
     const row = this.endRow(problem);
-    row.append(make("span", "", "The question is not part of the conversation."), makeButton("quiet", "Try again", again));
+    row.append(make("span", "", "The question is not part of the conversation."), makeButton("quiet retry", "Try again", again));
     node.append(row);
   }
 
@@ -170,10 +188,10 @@ export class Conversation {
   }
 
   // Why there is no answer, or no more of it; null: it was stopped.
-  endRow(problem) {
+  endRow(problem, hasText = false) {
     const row = make("p", problem === null ? "error stopped" : "error");
     row.setAttribute("role", "alert");
-    row.append(make("span", "", problem === null ? "Stopped before the first word." : this.host.explain(problem)));
+    row.append(make("span", "", problem === null ? "Stopped before the first word." : this.host.explain(problem, hasText)));
     return row;
   }
 
@@ -231,13 +249,17 @@ export class Conversation {
     box.focus();
   }
 
-  // Buttons that only the last answer has: another answer, and the results of its calls.
+  // Buttons that only the last answer has: more of it, another one, and the results of its calls.
   showActions() {
     for (const node of this.root.querySelectorAll(".again, .results")) node.remove();
     this.root.classList.toggle("is-running", this.running !== null);
     const last = this.shown.findLast(({ turn }) => turn !== null);
     if (this.running !== null || last?.turn.role !== "assistant") return;
-    last.message.foot.append(makeButton("small-button again", "Regenerate", () => this.regenerate()));
+    const { foot, answer } = last.message;
+    if (answer?.canGoOn) foot.append(makeButton("small-button again retry", "Continue", () => this.goOn()));
+    foot.append(makeButton("small-button again retry", "Regenerate", () => this.regenerate()));
+    const row = last.node.querySelector(":scope > .error");
+    row?.append(makeButton("quiet again retry", "Try again", () => (answer?.before ? this.goOn() : this.regenerate())));
     if (last.turn.calls?.length > 0) last.node.append(this.resultsForm(last.turn.calls));
   }
 

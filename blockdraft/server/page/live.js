@@ -56,7 +56,7 @@ function speculationText(now, hasDrafter) {
   if (!hasDrafter) return "no drafter: it is 1";
   if (!now.speculation) return "without drafts it is 1";
   if (now.governed_width === 1) return "drafts do not pay now";
-  return now.speedup > 0 ? `about ${now.speedup.toFixed(1)}× the plain speed` : "without drafts it is 1";
+  return now.speedup > 0 && now.tokens_per_step > 0 ? `about ${now.speedup.toFixed(1)}× the plain speed` : "without drafts it is 1";
 }
 
 // ---- tokens per second
@@ -120,29 +120,42 @@ function addHistory(history, isFirst) {
 
 // ---- acceptance
 
-function showAcceptance(now, hasDrafter) {
-  const root = $("acceptance");
-  const acceptance = now.acceptance ?? [];
-  const hasData = acceptance.length > 0;
-  const none = now.num_drafts > 0 ? `none in the last ${now.lately_s ?? 10} s` : "no drafts yet";
-  const caption = hasData || root.firstChild ? windowText(now, hasData) : none;
-  $("acceptance-caption").textContent = hasDrafter ? caption : "no drafter";
-  root.classList.toggle("idle", !hasData);
-  if (!hasData) return; // the last picture stays
-  while (root.children.length > acceptance.length) root.lastChild.remove();
-  while (root.children.length < acceptance.length) {
+let hasAcceptance = false; // a picture of drafts is there, of now or of before
+
+// A column for every position of a block, tried lately or not: the picture does not jump with the width.
+function makeColumns(root, num) {
+  while (root.children.length < num) {
     const column = root.appendChild(make("div", "column"));
     column.append(make("div", "bar"), make("span", "label", String(root.children.length)));
     column.firstChild.append(make("i"));
   }
-  acceptance.forEach((value, index) => {
-    const column = root.children[index];
-    column.querySelector("i").style.height = `${Math.max(0, Math.min(1, value)) * 100}%`;
-    column.title = `position ${index + 1}: ${percent(value)} of the drafts tried there were accepted`;
+  root.classList.toggle("dense", root.children.length > 9);
+}
+
+function drawAcceptance(root, acceptance) {
+  [...root.children].forEach((column, index) => {
+    const value = acceptance[index];
+    const isTried = value !== undefined;
+    column.querySelector("i").style.height = isTried ? `${Math.max(0, Math.min(1, value)) * 100}%` : "0";
+    column.classList.toggle("untried", !isTried);
+    column.title = `position ${index + 1}: ` +
+      (isTried ? `${percent(value)} of the drafts tried there were accepted` : "no draft was tried there");
   });
-  root.classList.toggle("dense", acceptance.length > 9);
   const shares = acceptance.map((value, index) => `${index + 1}: ${percent(value)}`).join(", ");
-  root.setAttribute("aria-label", `Accepted by position: ${shares}`);
+  root.setAttribute("aria-label", shares ? `Accepted by position: ${shares}` : "No drafts yet");
+  hasAcceptance = acceptance.length > 0;
+}
+
+function showAcceptance(now, engine, hasDrafter) {
+  const root = $("acceptance");
+  const acceptance = now.acceptance ?? [];
+  const hasData = acceptance.length > 0;
+  const none = now.num_drafts > 0 ? `none in the last ${now.lately_s ?? 10} s` : "no drafts yet";
+  const caption = hasData || hasAcceptance ? windowText(now, hasData) : none;
+  $("acceptance-caption").textContent = hasDrafter ? caption : "no drafter";
+  root.classList.toggle("idle", !hasData);
+  makeColumns(root, Math.max(engine?.draft ? (engine.block ?? engine.width) - 1 : 0, acceptance.length));
+  if (hasData || !hasAcceptance) drawAcceptance(root, acceptance); // else the last picture stays
 }
 
 // ---- cache and queue
@@ -231,6 +244,17 @@ export function showEngine(engine) {
 
 // ---- all of it
 
+// The server is gone: figures of before would pass for figures of now.
+export function showNothing() {
+  for (const id of ["rate", "live-rate", "per-step", "steps", "running", "waiting"]) $(id).textContent = "–";
+  for (const id of ["per-step-caption", "per-step-note", "acceptance-caption", "pages"]) $(id).textContent = "";
+  $("cache-bar").style.width = "0";
+  $("cache-meter").setAttribute("aria-valuenow", "0");
+  drawAcceptance($("acceptance"), []);
+  points.times.length = points.rates.length = 0;
+  plot?.setData([[], []]);
+}
+
 export function showNow(event, isFirst) {
   const { now, engine } = event;
   if (now) {
@@ -240,7 +264,7 @@ export function showNow(event, isFirst) {
     showPerStep(now);
     $("per-step-note").textContent = speculationText(now, hasDrafter);
     $("per-step-note").title = now.speculation ?? "";
-    showAcceptance(now, hasDrafter);
+    showAcceptance(now, engine, hasDrafter);
     showCache(now);
   }
   addHistory(event.history, isFirst);

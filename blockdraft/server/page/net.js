@@ -7,10 +7,11 @@ const MAX_DELAY_MS = 10000;
 const SILENCE_MS = 15000; // the feed speaks every second: this long without a word is a dead connection
 
 export class HttpError extends Error {
-  constructor(status, message, retryAfter) {
+  constructor(status, message, { retryAfter = null, param = null } = {}) {
     super(message);
-    this.status = status;
+    this.status = status; // 0: the connection was lost
     this.retryAfter = retryAfter; // seconds, or null
+    this.param = param; // the field of the request that was wrong, or null
   }
 }
 
@@ -29,14 +30,16 @@ function headers(extra) {
 
 async function failure(response) {
   let message = response.statusText;
+  let param = null;
   try {
     const { error } = await response.json();
     message = (typeof error === "string" ? error : error?.message) || message;
+    param = error?.param ?? null;
   } catch {
     // A proxy's error page: its status says enough.
   }
   const seconds = Number.parseInt(response.headers.get("retry-after"), 10);
-  return new HttpError(response.status, message, Number.isNaN(seconds) ? null : seconds);
+  return new HttpError(response.status, message, { retryAfter: Number.isNaN(seconds) ? null : seconds, param });
 }
 
 async function request(path, options) {
@@ -47,6 +50,16 @@ async function request(path, options) {
 
 export async function getJson(path) {
   return (await request(path, { headers: headers({}) })).json();
+}
+
+// How far a start is, which needs no key; null: the server cannot be reached, or is none of ours.
+export async function getStartup() {
+  try {
+    const startup = await (await fetch("ready", { cache: "no-store" })).json(); // 503 until it is ready
+    return Array.isArray(startup.phases) ? startup : null;
+  } catch {
+    return null;
+  }
 }
 
 // The data of each event, as text.
@@ -77,22 +90,21 @@ async function* dataOf(response) {
 
 // The chunks of one streamed answer. An answer that breaks off without [DONE] is an error, not a short answer.
 export async function* streamChat(body, signal) {
-  const response = await request("v1/chat/completions", {
-    method: "POST",
-    headers: headers({ "Content-Type": "application/json" }),
-    body: JSON.stringify(body),
-    signal,
-  });
-  for await (const data of dataOf(response)) {
-    if (data === "[DONE]") return;
-    const chunk = JSON.parse(data);
-    if (chunk.error) throw new HttpError(500, chunk.error.message ?? "The server ended the answer.", null);
-    yield chunk;
+  const options = { method: "POST", headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(body), signal };
+  try {
+    for await (const data of dataOf(await request("v1/chat/completions", options))) {
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new HttpError(500, chunk.error.message ?? "The server ended the answer.");
+      yield chunk;
+    }
+  } catch (error) {
+    if (error instanceof HttpError || signal.aborted) throw error;
   }
-  throw new HttpError(0, "The connection broke before the answer was complete.", null);
+  throw new HttpError(0, "The connection was lost.");
 }
 
-const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+export const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 // Feeds `onEvent(event, isFirst)` for ever; `isFirst` is true once per connection.
 // `onLost(error)` is called when the feed ends; where it returns a promise, that is waited for before the next try.
@@ -101,7 +113,7 @@ export async function watch(onEvent, onLost) {
   for (;;) {
     const abort = new AbortController();
     let timer = setTimeout(() => abort.abort(), SILENCE_MS);
-    let reason = new HttpError(0, "The feed ended.", null);
+    let reason = new HttpError(0, "The feed ended.");
     try {
       const response = await request("events", { headers: headers({}), signal: abort.signal });
       let isFirst = true;

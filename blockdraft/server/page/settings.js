@@ -5,6 +5,7 @@ import { $ } from "./dom.js";
 
 const KEY = "blockdraft.settings";
 const MAX_SEED = 2 ** 31;
+const MAX_TOKENS = 1024; // a small model that repeats itself would fill the whole context
 
 // Field, its name in a request, and what holds where neither the reader nor the model's makers say anything.
 const NUMBERS = [
@@ -15,7 +16,7 @@ const NUMBERS = [
   ["repetition-penalty", "repetition_penalty", "off"],
   ["presence-penalty", "presence_penalty", "off"],
   ["frequency-penalty", "frequency_penalty", "off"],
-  ["max-tokens", "max_completion_tokens", "no limit"],
+  ["max-tokens", "max_completion_tokens", String(MAX_TOKENS)],
 ];
 const KEPT = [...NUMBERS.map(([id]) => id), "stop-texts", "tools"];
 const OFF = { top_k: [0, -1], min_p: [0], repetition_penalty: [1] }; // values that do nothing
@@ -61,10 +62,44 @@ export function showDefaults(engine) {
 
 export function fillWidths(width, block, isFree = true) {
   const widths = [2, 4, 8, 16, 32].filter((value) => value <= block && value !== width);
-  const options = [["", block > 1 ? `automatic (begins with ${width})` : "1: no drafter"]];
+  const options = [["", block > 1 ? "automatic" : "1: no drafter"]];
+  const begins = block > 1 ? `; automatic: it begins with ${width} and follows what drafts bring` : "";
+  $("width-label").title = `Tokens that one step may check; 1: no drafts${begins}`;
   if (block > 1 && isFree) options.push(["1", "1: off"], ...widths.map((value) => [String(value), String(value)]));
   $("width").replaceChildren(...options.map(([value, label]) => new Option(label, value)));
   $("width").disabled = block === 1 || !isFree;
+}
+
+// ---- what is wrong with a field, in the field's own name
+
+const FIELDS = [...NUMBERS.map(([id]) => id), "seed"];
+const labelOf = (id) => $(id).closest("label").firstChild.textContent.trim();
+
+// "": nothing. The limits are those of the HTML, which are the server's.
+function mistake(id) {
+  const { validity, value, min, max } = $(id);
+  if (validity.badInput) return `${labelOf(id)}: this is not a number.`;
+  if (validity.rangeUnderflow) return `${labelOf(id)}: ${value} is too small: at least ${min}.`;
+  if (validity.rangeOverflow) return `${labelOf(id)}: ${value} is too large: at most ${max}.`;
+  return validity.stepMismatch ? `${labelOf(id)}: ${value} is not a whole number.` : "";
+}
+
+// Writes what is wrong beside each field. Returns the first field that is wrong and why; null: none is.
+export function checkSettings() {
+  const wrong = FIELDS.map((id) => ({ id, text: mistake(id) }));
+  for (const { id, text } of wrong) {
+    $(`${id}-error`).textContent = text;
+    $(`${id}-error`).hidden = text === "";
+    $(id).setAttribute("aria-invalid", String(text !== ""));
+  }
+  return wrong.find(({ text }) => text !== "") ?? null;
+}
+
+// What a reader calls a field of a request; null: no field of the page.
+export function labelOfName(name) {
+  const id = { stop: "stop-texts", tools: "tools", seed: "seed" }[name] ?? NUMBERS.find((one) => one[1] === name)?.[0];
+  if (!id) return null;
+  return { "stop-texts": "Stop at", tools: "Tools" }[id] ?? labelOf(id);
 }
 
 function number(id) {
@@ -93,6 +128,7 @@ export function readTools() {
 // The fields of a request. JSON leaves out what is undefined.
 export function sampling() {
   const given = Object.fromEntries(NUMBERS.map(([id, name]) => [name, number(id)]));
+  given.max_completion_tokens ??= MAX_TOKENS;
   const stop = stops();
   const tools = readTools();
   if (stop.length > 0) given.stop = stop;
