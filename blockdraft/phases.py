@@ -35,6 +35,7 @@ class StartState:
     seconds: float | None
     phases: tuple[Phase, ...]
     warnings: tuple[str, ...]
+    chosen: tuple[str, ...]
     speculation: str
     error: str | None
 
@@ -57,6 +58,7 @@ class StartProgress:
         self._state: State = "starting"
         self._seconds: float | None = None  # from the beginning until ready
         self._warnings: list[str] = []
+        self._chosen: list[str] = []
         self._speculation = ""
         self._error: str | None = None
 
@@ -68,8 +70,10 @@ class StartProgress:
 
     def _exported(self) -> StartState:
         phases = tuple(replace(phase) for phase in self._phases.values())
-        warnings = tuple(self._warnings)
-        return StartState(self._state, self._seconds, phases, warnings, self._speculation, self._error)
+        warnings, chosen = tuple(self._warnings), tuple(self._chosen)
+        return StartState(
+            self._state, self._seconds, phases, warnings, chosen, self._speculation, self._error
+        )
 
     def follow(self, other: StartState) -> None:
         """Be where the progress in another process is; whoever drains here goes on doing so."""
@@ -78,7 +82,8 @@ class StartProgress:
                 self._state = other.state
             self._seconds, self._error = other.seconds, other.error
             self._phases = {phase.name: phase for phase in other.phases}
-            self._warnings, self._speculation = list(other.warnings), other.speculation
+            self._warnings, self._chosen = list(other.warnings), list(other.chosen)
+            self._speculation = other.speculation
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -129,6 +134,12 @@ class StartProgress:
         with self._changing():
             self._warnings.append(text)
         self._report(f"warning: {text}")
+
+    def tell_chosen(self, text: str) -> None:
+        """Something that the start has decided for the user, and why."""
+        with self._changing():
+            self._chosen.append(text)
+        self._report(text)
 
     def tell_speculation(self, text: str) -> None:
         """Whether drafts will be made to begin with, and why."""
@@ -181,6 +192,7 @@ class StartProgress:
                 "seconds": round(seconds, 3),
                 "phases": [self._shown(phase) for phase in self._phases.values()],
                 "warnings": list(self._warnings),
+                "chosen": list(self._chosen),
                 "error": self._error,
             }
 

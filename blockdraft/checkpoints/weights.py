@@ -48,6 +48,7 @@ from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Dense, Packed, Scaled, join_rows, quantise_fp8, quantise_int8, stack_each
 from blockdraft.models.packed_gguf import GgufPacked
 from blockdraft.models.packed_int8 import Int8Matrix
+from blockdraft.settings.model_source import known_name
 
 _SLICE_BYTES = 4 << 20  # read and converted at a time, in float32; arbitrary, small beside any model
 _WORK_BYTES = 1 << 20  # the same where a format takes several copies of it to unpack or to quantise
@@ -133,7 +134,7 @@ def load_decoder(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Fill a target that was built on the meta device; `progress` hears of parameters done, and of all."""
-    factors = column_factors(checkpoint.name) if storage == "int8" else {}
+    factors = column_factors(known_name(checkpoint.name)) if storage == "int8" else {}
     kept = None
     if isinstance(checkpoint, GgufCheckpoint) and _is_whole(storage, device):
         kept = KeptInt8([checkpoint.file], factors)

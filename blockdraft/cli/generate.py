@@ -161,6 +161,8 @@ def open_llm(args: argparse.Namespace, settings: Settings) -> tuple[LLM, list[st
     given = asdict(replace(settings, recipe=None))  # it is among them already
     llm = LLM(report=reporter(args), warn=warnings.append, **given)
     warnings += llm.engine.models.labels.notices
+    for line in llm.engine.models.labels.chosen:
+        print(line, file=sys.stderr)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return llm, warnings
@@ -221,7 +223,10 @@ def _print_json(llm: LLM, result: Result, warnings: list[str]) -> None:
         "model": models.config.name + llm.settings.suffix,
         "draft": models.draft_name,
         "width": models.plan.width,
+        "sampling_defaults": dict(models.sampling),
     }
+    if models.labels.chosen:
+        answer["chosen"] = models.labels.chosen
     if warnings:
         answer["warnings"] = warnings
     if len(choices) > 1:

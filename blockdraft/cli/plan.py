@@ -15,6 +15,8 @@ from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.launch.issues import Issue, check_settings
 from blockdraft.machine.cards import Card, card_by_key, card_named
 from blockdraft.machine.machine import Machine, read_machine
+from blockdraft.planner.advice import TYPICAL_CONTEXT
+from blockdraft.planner.estimate import ANSWER_TOKENS, PROMPT_TOKENS
 from blockdraft.planner.known_pairs import published_runs
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import Pair, open_pair
@@ -35,6 +37,10 @@ DESCRIPTION = (
     "known to go wrong."
 )
 EXIT_DOES_NOT_FIT = 1
+COUNTED = (
+    f"tokens of all users together, over HTTP: greedy answers of {ANSWER_TOKENS} tokens, the time of their "
+    f"prompts ({PROMPT_TOKENS} tokens) included; a step with {TYPICAL_CONTEXT:,} tokens behind each user"
+)
 _WORTH_NAMING = 100e6  # bytes
 _WORKING = ("position tables", "row tables", "activations", "graphs", "driver", "reserve")
 
@@ -217,6 +223,7 @@ def _speed(report: Report, *, explains: bool) -> Iterator[str]:
         ]
         rows.append((label, *kinds, f"{speed.plain:,.0f} tok/s", f"{speed.step.seconds * 1e3:.1f} ms"))
     yield from table(rows)
+    yield f"  counted: {COUNTED}"
     if report.acceptance is not None:
         yield f"  acceptance: {report.acceptance.source}"
         if report.acceptance.kind_note:

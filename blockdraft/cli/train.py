@@ -134,6 +134,7 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_files(args)
     job = _job(args)
     try:
         job.out.mkdir(parents=True, exist_ok=True)
@@ -156,6 +157,16 @@ def run(args: argparse.Namespace) -> int:
         print(_interrupted(job, is_resumed=args.resume), file=sys.stderr)
         raise
     return 0
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Name what is not there before anything else: a mistyped path is the likeliest mistake."""
+    files = [("--prompts", path) for path in args.prompts]
+    files += [("--held-out", path) for _, path in args.held_out]
+    for flag, path in files:
+        if not path.exists() or path.is_dir():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise SettingsError(f"{flag} {path} {what}: give the path of a JSONL file of prompts.")
 
 
 def _interrupted(job: Job, *, is_resumed: bool) -> str:

@@ -45,6 +45,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         device=str(models.device),
         quantization=plan.quantization,
         max_context=plan.max_context,
+        most_context=models.most_context,
         max_rows=plan.max_rows,
         num_pages=plan.num_pages,
         page_size=plan.page_size,

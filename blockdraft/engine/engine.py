@@ -187,6 +187,7 @@ class Engine:
             sampling,
             vocab_size=self.models.config.vocab_size,
             max_context=plan.max_context,
+            most_context=self.models.most_context,
             block=plan.block,
         )
         num_stops = len({*sampling.stop_token_ids, *self.models.tokenizer.eos_ids})

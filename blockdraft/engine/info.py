@@ -30,6 +30,7 @@ class EngineInfo:
     device: str
     quantization: str
     max_context: int
+    most_context: int  # what --max-context could be raised to; less may fit into the memory
     max_rows: int
     num_pages: int
     page_size: int

@@ -22,7 +22,7 @@ from blockdraft.models.layers import Embedding, Linear
 from blockdraft.models.moe import Experts
 from blockdraft.models.packed import Packed, Scaled
 from blockdraft.models.packed_int8 import Int8Matrix
-from blockdraft.planner.plan import Plan
+from blockdraft.planner.plan import ASKED, Plan
 from blockdraft.settings.settings import NGRAM
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter
@@ -37,6 +37,7 @@ class Labels:
     is_dummy: bool = False  # the weights are random
     synthetic_acceptance: str | None = None  # the profile by which drafts are accepted
     notices: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()  # of a GGUF file given by its path: what "auto" means for it, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,12 @@ class Models:
         if self.draft_config is not None:
             return self.draft_config.name
         return NGRAM if isinstance(self.drafter, NgramDrafter) else None
+
+    @property
+    def most_context(self) -> int:
+        """What --max-context could be raised to: "auto" has taken all that the model and the cache allow."""
+        is_asked = self.plan.reasons.get("max_context") == ASKED
+        return max(self.config.max_positions, self.plan.max_context) if is_asked else self.plan.max_context
 
     def cache_specs(self) -> tuple[LayerSpec, ...]:
         """What the cache remembers for each layer of the target, then of the drafter."""

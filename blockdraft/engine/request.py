@@ -10,6 +10,8 @@ from typing import Literal
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.form import StructuredOutputs, Thinking
+from blockdraft.settings.known_names import SAME
+from blockdraft.settings.settings import suggestion
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -46,6 +48,16 @@ class SamplingParams:
     cache_salt: str | None = None  # share cached prefixes with requests of the same salt only
     structured_outputs: StructuredOutputs | None = None
     thinking: Thinking | None = None  # the model's thoughts, where a form or a budget must know of them
+
+    def __new__(cls, **given: object) -> SamplingParams:
+        """Raises RequestError for a name that is no field, with the one that was meant."""
+        for name in given.keys() - cls.__slots__:
+            theirs = SAME.get(name)
+            if theirs is not None and theirs[1] in cls.__slots__:
+                raise RequestError(f"{theirs[0]}'s {name} is {theirs[1]} in SamplingParams.", name)
+            hint = suggestion(name, cls.__slots__) or f": it has {', '.join(cls.__slots__)}."
+            raise RequestError(f"SamplingParams has no field '{name}'{hint}", name)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         _check_range("n", self.n, 1, MAX_CHOICES)
@@ -119,16 +131,26 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
 
 
 def check_request(
-    prompt_ids: Sequence[int], sampling: SamplingParams, *, vocab_size: int, max_context: int, block: int
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    vocab_size: int,
+    max_context: int,
+    most_context: int,
+    block: int,
 ) -> None:
-    """Raises RequestError, naming the field, for what an engine of these limits can never run."""
+    """Raises RequestError, naming the field, for what an engine of these limits can never run.
+
+    `most_context`: what --max-context could be raised to, for the advice.
+    """
     if not prompt_ids:
         raise RequestError("the prompt is empty: give at least one token.", "prompt")
     if len(prompt_ids) >= max_context:
+        raised = f", or start with --max-context {most_context}" if len(prompt_ids) < most_context else ""
         raise RequestError(
             # OpenAI's words, by which routers and agents know the case.
             f"This model's maximum context length is {max_context} tokens. However, the prompt has "
-            f"{len(prompt_ids)} tokens, and the answer needs one more: shorten it, or raise --max-context.",
+            f"{len(prompt_ids)} tokens, and the answer needs one more: shorten it{raised}.",
             "prompt",
             "context_length_exceeded",
         )

@@ -13,13 +13,15 @@ from blockdraft.errors import ModelError, RequestError
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def sampling_defaults(raw: Mapping[str, object], *, name: str) -> dict[str, float]:
-    """What generation_config.json of the model `name` says about these. Raises ModelError."""
+def sampling_defaults(
+    raw: Mapping[str, object], *, name: str, file: str = "generation_config.json"
+) -> dict[str, float]:
+    """Returns what `file` of the model `name` says about these. Raises ModelError."""
     found = {key: raw[key] for key in NAMES if raw.get(key) is not None}
     try:
         params = SamplingParams(**found)  # type: ignore[arg-type]
     except RequestError as error:
         raise ModelError(
-            f"'{name}': generation_config.json: {error} Correct it, or use --sampling-defaults openai."
+            f"'{name}': {file}: {error} Correct it, or use --sampling-defaults openai."
         ) from None
     return {key: getattr(params, key) for key in found}

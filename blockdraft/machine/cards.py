@@ -6,15 +6,17 @@ the card that is there goes before what is written here: see `machine`.
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.errors import SettingsError
-from blockdraft.settings.settings import suggestion
 
 Capability = tuple[int, int]
+# GeForce GTX 6xx to 10xx, Titan X and Xp, and Tesla K, M and P: Kepler, Maxwell and Pascal.
+_BEFORE_VOLTA = r"\bgtx ?([679]\d\d|10\d\d)\b|\btitan xp?\b|\b[kmp](4|6|40|60|80|100)\b"
 
 FILE = Path(__file__).with_name("cards.toml")
 MIB = 1 << 20
@@ -82,9 +84,27 @@ def card_named(name: str) -> Card:
     card = card_by_key(name)
     if card is None:
         keys = [key for known in CARDS for key in (known.key, *known.aliases)]
-        hint = suggestion(name.lower(), keys) or f": use one of {', '.join(keys)}"
-        raise SettingsError(f"card '{name}' is unknown{hint}")
+        # A digit decides which card it is, so only the letters around the number may be mistyped.
+        alike = {_letters(key): key for key in keys if _numbers(key) == _numbers(name)}
+        close = difflib.get_close_matches(_letters(name), alike, 1, cutoff=0.8)
+        hint = f": did you mean {alike[close[0]]}?" if close else f": use one of {', '.join(keys)}."
+        raise SettingsError(f"card '{name}' is unknown{_too_old(name)}{hint}")
     return card
+
+
+def _numbers(name: str) -> list[str]:
+    return re.findall(r"\d+", name)
+
+
+def _letters(name: str) -> str:
+    """Without what people write between them."""
+    return re.sub(r"[\s_-]+", "", name.lower())
+
+
+def _too_old(name: str) -> str:
+    if not re.search(_BEFORE_VOLTA, name.lower().replace("-", " ").replace("_", " ")):
+        return ""
+    return ", and older than our kernels: they need an NVIDIA card of capability 7.0 (Volta) or later"
 
 
 # ---- what a capability is called, and what it has in hardware

@@ -1,8 +1,8 @@
 """Acceptance: tokens committed per step, the target's own included, by kind of text. Greedy decoding.
 
-A drafter that `blockdraft train` made says its own (fit.json). For others we take what was published
-(known_pairs.toml); we measured none of it. For a pair that is not listed we take what drafters of its kind
-reach, and the estimate says so.
+For a drafter that known_pairs.toml lists by its name we take what was measured with it. A drafter that
+`blockdraft train` made says its own (fit.json). For others we take what was published for the target. For a
+pair that is not listed we take what drafters of its kind reach, and the estimate says so.
 """
 
 from __future__ import annotations
@@ -68,12 +68,20 @@ def published_acceptance(target: str, draft: str, kind: DraftKind = "dflash") ->
     return found if found.is_of_pair else replace(found, kind_note=notes.get(kind, ""))
 
 
+def drafter_acceptance(draft: str) -> Acceptance | None:
+    """Returns what was measured with the drafter of this name; None where nobody lists it."""
+    for entry in read_file()["acceptance"]:
+        if "drafter" in entry and re.search(entry["drafter"], draft.casefold()):
+            return _published(entry, is_own=True)
+    return None
+
+
 def _by_name(target: str, draft: str, kind: DraftKind) -> Acceptance:
     file = read_file()
     elsewhere = file["acceptance_elsewhere"]
-    for entry in file["acceptance"]:
-        if "drafter" in entry and re.search(entry["drafter"], draft.casefold()):
-            return _published(entry, is_own=True)
+    measured = drafter_acceptance(draft)
+    if measured is not None:
+        return measured
     is_own = kind == "dflash" and re.search(elsewhere["other_drafters"], draft.casefold()) is None
     for text in (target.casefold(), draft.casefold()):
         for entry in file["acceptance"]:

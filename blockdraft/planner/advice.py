@@ -10,7 +10,7 @@ from blockdraft.errors import BlockdraftError
 from blockdraft.machine.cards import Card
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.acceptance import Acceptance, fading
-from blockdraft.planner.estimate import Step, committed, estimate_step, tokens_per_s
+from blockdraft.planner.estimate import Step, committed, estimate_step, first_token_s, served_per_s
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import Fit, fit_native
 from blockdraft.planner.pair import Pair
@@ -68,7 +68,7 @@ def fit_pair(settings: Settings, machine: Machine, pair: Pair) -> Fit:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """An estimate, in tokens a second of all rows together."""
+    """An estimate, in tokens a second of all rows together: whole answers over HTTP, prompts included."""
 
     step: Step
     plain: float
@@ -85,14 +85,15 @@ def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int)
         return None
     plain = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=1)
     step = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=width)
+    first_s = first_token_s(fit, case.pair, case.card, rows=rows)
     left = fading(context)
     by_kind = {}
     if width > 1 and case.pair.block > 1:
         block = case.acceptance.block or case.pair.block
         for kind in ("code", "maths", "chat"):
             mean = 1.0 + (case.acceptance.committed(kind) - 1.0) * left
-            by_kind[kind] = tokens_per_s(step, committed(mean, width=width, block=block))
-    return Speed(step, tokens_per_s(plain, 1.0), by_kind)
+            by_kind[kind] = served_per_s(step, committed(mean, width=width, block=block), first_s)
+    return Speed(step, served_per_s(plain, 1.0, first_s), by_kind)
 
 
 def best_width(case: Case, fit: Fit, *, rows: int, context: int) -> tuple[int, Speed | None]:
@@ -168,7 +169,7 @@ def _fleet(case: Case) -> Advice | None:
     if fit is None or count < FLEET_MIN:
         smallest = _with(case, max_rows=FLEET_MIN, max_context=context)
         return _what_it_takes("agent fleet", smallest, FLEET_MIN, context)
-    width, speed = best_width(case, fit, rows=count, context=context)
+    width, speed = best_width(case, fit, rows=count, context=TYPICAL_CONTEXT)
     flags = f"--max-rows {count} --max-context {context}{_width_flag(case, fit, width)}"
     return Advice("agent fleet", flags, f"{count} sequences of {context:,} tokens{_speed_text(speed, count)}")
 
@@ -257,7 +258,9 @@ def _fixed_bytes(case: Case) -> int | None:
 
 
 def _width_flag(case: Case, fit: Fit, width: int) -> str:
-    return "" if width == fit.width or case.settings.width != "auto" else f" --width {width}"
+    """Of other engines: ours takes the width that pays by itself."""
+    is_set = case.settings.engine == "native" or case.settings.width != "auto"
+    return "" if is_set or width == fit.width else f" --width {width}"
 
 
 # ---- what would make it fit

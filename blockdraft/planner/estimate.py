@@ -1,9 +1,15 @@
-"""How long a step takes and how many tokens a second that makes: an estimate, from bandwidth and shape.
+"""How long a step and an answer take and how many tokens a second that makes: from bandwidth and shape.
 
 A decode step reads every weight once (of experts, those that its tokens choose), and the keys and values of
-its rows; beside that it launches kernels, and wide batches are bound by arithmetic. Five numbers say how well
-our engine does each, read off Qwen3-8B and SmolLM2-135M on an H200 (benchmarks/results/gpu-h200.json):
-those are met within 15 %, which a test holds. On other cards and engines the same shares are assumed.
+its rows; beside that it launches kernels, and wide batches are bound by arithmetic. Kernels of a small model
+do neither for long: they take as long as a kernel takes at least, which grows with the tokens. The numbers
+below say how well our engine does each. They were read off Qwen3-8B and SmolLM2-135M on an H200
+(benchmarks/results: gpu, draft-heads, governor and rehearsal). tests/planner/test_estimate.py holds what was
+recorded against them: single steps within 15 %, steps of other days and answers over HTTP within 25 %. On
+other cards and engines the same shares are assumed.
+
+An answer over HTTP also waits for its first token, and for the process that sends every row's tokens to its
+client, which many rows of a small model keep busier than the card.
 """
 
 from __future__ import annotations
@@ -25,6 +31,14 @@ PACKED_SHARE = 0.85  # of that, for weights of a byte or less
 CACHE_SHARE = 0.66  # of that, for keys and values
 COMPUTE_SHARE = 0.63  # of the published bf16 rate, in wide steps
 LAUNCH_S = 2.5e-6  # of one kernel in a graph
+# More for each kernel, times the root of a step's tokens, where reading and computing take less than that.
+SPREAD_S = 0.14e-6
+SEND_S = 11e-6  # of the HTTP process, for what one row gets from a step
+FIRST_S = 6.4e-3  # until the first token of a short prompt that arrives alone, over HTTP
+# Prompts that arrive together are admitted together, so all of N wait FIRST_S * (1 + this * sqrt(N - 1)).
+CROWDING = 2.1
+ANSWER_TOKENS = 200  # of the answers that are counted
+PROMPT_TOKENS = 100  # of the prompts before them
 # Read and written for each value that is unpacked before a product: PyTorch's operations, one after another,
 # by their sizes. Nobody measured it.
 UNPACK_BYTES = 30
@@ -79,8 +93,9 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
         kernels += draft.num_layers * _DRAFT_LAUNCHES
     read_s += cache_bytes / (_stream(card, is_packed=False) * CACHE_SHARE)
     compute_s = flops / (card.bf16_flops * COMPUTE_SHARE)
+    spread_s = kernels * SPREAD_S * tokens**0.5
     # Reading and computing overlap, but not wholly where both are large.
-    seconds = kernels * LAUNCH_S + (read_s**2 + compute_s**2) ** 0.5
+    seconds = kernels * LAUNCH_S + (read_s**2 + compute_s**2 + spread_s**2) ** 0.5
     return Step(rows, context, width, seconds, weight_bytes, cache_bytes, flops, kernels)
 
 
@@ -105,8 +120,25 @@ def committed(mean: float, *, width: int, block: int) -> float:
 
 
 def tokens_per_s(step: Step, committed_per_step: float) -> float:
-    """Of all rows together."""
+    """Of all rows together, in the engine, while they decode."""
     return step.rows * committed_per_step / step.seconds
+
+
+def first_token_s(fit: Fit, pair: Pair, card: Card, *, rows: int, prompt: int = PROMPT_TOKENS) -> float:
+    """Until `rows` prompts that arrive together have their first tokens, over HTTP."""
+    parts, target = fit.parts[0], pair.target.shape
+    tokens = rows * prompt
+    read_s = _bytes_read(parts, target, tokens) / _stream(card, is_packed=_is_packed(parts, target))
+    compute_s = 2.0 * tokens * _active_values(parts, target) / (card.bf16_flops * COMPUTE_SHARE)
+    return FIRST_S * (1 + CROWDING * (rows - 1) ** 0.5) + (read_s**2 + compute_s**2) ** 0.5
+
+
+def served_per_s(
+    step: Step, committed_per_step: float, first_s: float, *, answer: int = ANSWER_TOKENS
+) -> float:
+    """Tokens of whole answers that all rows together get in a second over HTTP, prompts included."""
+    step_s = max(step.seconds, step.rows * SEND_S)
+    return step.rows * answer / (first_s + answer / committed_per_step * step_s)
 
 
 def _stream(card: Card, *, is_packed: bool) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -88,6 +90,24 @@ def find_models(query: str = "") -> KnownModels:
         families=tuple(one for one in families if _has(wanted, one.name, *one.architectures, *one.models)),
         pairs=tuple(one for one in pairs if _has(wanted, one.target, one.drafter, one.family or "")),
     )
+
+
+def pairs_of(names: Iterable[str]) -> tuple[KnownPair, ...]:
+    """Returns the pairs that run here and whose target has the first of `names` that any target has.
+
+    Names of files differ from the hub's in blanks, case and the organisation.
+    """
+    pairs = [KnownPair(**entry) for entry in read_file()["pair"]]
+    for name in names:
+        found = tuple(one for one in pairs if one.runs and _bare(one.target) == _bare(name))
+        if found:
+            return found
+    return ()
+
+
+def _bare(name: str) -> str:
+    words = re.sub(r"[\s_-]+", "-", name.rpartition("/")[2].casefold())
+    return words.removeprefix("meta-")
 
 
 def published_runs(target: object, drafter: object) -> tuple[Expectation, ...]:

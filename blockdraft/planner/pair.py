@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blockdraft.checkpoints.read_draft_config import draft_block, read_draft_config
 from blockdraft.checkpoints.read_model_config import read_model_config
-from blockdraft.errors import ModelError
+from blockdraft.errors import FetchError, ModelError
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig, check_pair
+from blockdraft.planner.gguf_drafter import KnownDrafter, known_drafter
 from blockdraft.planner.plan import NGRAM_BLOCK, Weights
 from blockdraft.planner.shape import Shape, draft_shape, raw_shape, target_shape
 from blockdraft.planner.stored import Stored, open_stored
@@ -58,19 +59,36 @@ def open_pair(settings: Settings, *, on_card: bool = False) -> Pair:
 
     `on_card`: as in `with_drafter`.
     """
-    settings = with_drafter(settings, on_card=on_card)
+    asked, settings = settings, with_drafter(settings, on_card=on_card)
     has_files, is_native = settings.load_format != "dummy", settings.engine == "native"
     stored = open_stored(settings.model, needs_weights=has_files)
     config, target = _target(stored, is_native=is_native)
     _check_size(target)
-    if settings.draft in (None, "none", NGRAM):
-        is_ngram = settings.draft == NGRAM
-        return Pair(target, None, config, None, NGRAM_BLOCK if is_ngram else 1, is_ngram)
+    alone = Pair(target, None, config, None, 1)
+    if settings.draft == NGRAM:
+        return replace(alone, block=NGRAM_BLOCK, is_ngram=True)
+    if settings.draft in (None, "none"):
+        known = known_drafter(asked, stored.published_names)
+        return alone if known is None or not known.is_here else _with_known(alone, known, settings)
+    return _with_draft(alone, settings)
+
+
+def _with_known(alone: Pair, known: KnownDrafter, settings: Settings) -> Pair:
+    """With a drafter that nobody asked for: a start goes on without one that does not fit."""
+    try:
+        return _with_draft(alone, replace(settings, draft=known.name))
+    except (ModelError, FetchError):
+        return alone
+
+
+def _with_draft(alone: Pair, settings: Settings) -> Pair:
+    has_files, is_native = settings.load_format != "dummy", settings.engine == "native"
+    assert settings.draft is not None
     draft_stored = open_stored(settings.draft, needs_weights=has_files, what="drafter")
     draft_config, draft = _draft(draft_stored, is_native=is_native)
     _check_size(draft)
     block = draft_config.block if draft_config is not None else draft_block(draft_stored.config)
-    pair = Pair(target, draft, config, draft_config, block)
+    pair = replace(alone, draft=draft, draft_config=draft_config, block=block)
     _check_match(pair)
     return pair
 

@@ -18,6 +18,7 @@ from blockdraft.models.config import ModelConfig, Storage
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.planner.kv_choice import KvChoice, kv_choice
 from blockdraft.planner.quality import Quality, measured_quality
+from blockdraft.settings.model_source import known_name
 from blockdraft.settings.settings import DEFAULTS, NGRAM, Settings
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -279,7 +280,7 @@ def runs_on_cpu(settings: Settings, machine: Machine) -> bool:
 
 def _explain_devices(resolver: _Resolver, settings: Settings, machine: Machine, *, has_draft: bool) -> None:
     """The reasons of what was resolved before the plan: drafter and device, and the share of a card."""
-    resolver.take("draft", "", "it ships for the model" if has_draft else "none ships for it")
+    resolver.take("draft", "", "it was made for the model" if has_draft else "none is known for it")
     is_cpu = runs_on_cpu(settings, machine)
     why = "the driver finds no GPU" if is_cpu else "a GPU is there, or named by --card"
     if machine.gpu_error is not None and is_cpu:
@@ -335,7 +336,7 @@ def _whole_numbers(settings: Settings, dtype: str) -> _WholeNumbers | None:
     """None: this CPU has no products in whole numbers, or not for weights of `dtype`."""
     if dtype != "float32" or why_not_here() is not None:
         return None
-    return _WholeNumbers(measured_quality(settings.model))
+    return _WholeNumbers(measured_quality(known_name(settings.model)))
 
 
 def _storages(
@@ -385,7 +386,10 @@ def _storage(
     if weights.num_values > unpackable:
         size = f"unpacked it would take over {UNPACK_SHARE:.0%} of the memory"
         return resolver.take(name, "keep", f"the file is {weights.method}, and {size}")
-    return resolver.take(name, "none", f"the file is {weights.method}; unpacked it fits easily and is faster")
+    why = f"the file is {weights.method}; unpacked it fits easily and is faster"
+    if whole is not None and name == "quantization":
+        why += "; int8 is faster still (--quantization int8), but its cost in quality is not measured here"
+    return resolver.take(name, "none", why)
 
 
 def memory_share(settings: Settings, machine: Machine) -> float:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from blockdraft.machine.cards import Card
 from blockdraft.machine.machine import Machine
-from blockdraft.planner.acceptance import Acceptance, own_acceptance, published_acceptance
+from blockdraft.planner.acceptance import Acceptance, drafter_acceptance, own_acceptance, published_acceptance
 from blockdraft.planner.advice import (
     TYPICAL_CONTEXT,
     Advice,
@@ -16,6 +16,7 @@ from blockdraft.planner.advice import (
     Fix,
     Speed,
     advise,
+    best_width,
     estimate_speed,
     fit_pair,
     fixes,
@@ -87,7 +88,8 @@ def make_report(
 
 def _acceptance(pair: Pair) -> Acceptance:
     draft = pair.draft_name if pair.draft is None else pair.draft.shape.name
-    if pair.draft is not None and pair.draft.stored.fit_file:
+    measured = drafter_acceptance(draft)
+    if measured is None and pair.draft is not None and pair.draft.stored.fit_file:
         return own_acceptance(pair.draft.stored.fit_file, name=draft)
     kind = "dflash" if pair.draft_config is None else pair.draft_config.kind
     return published_acceptance(pair.target.shape.name, draft, kind)
@@ -116,13 +118,18 @@ def _caches(pair: Pair, fit: Fit) -> dict[str, tuple[Kind, ...]]:
 
 
 def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
-    """One user, and as many as were asked for or 16, behind a context of usual length."""
+    """One user, and as many as were asked for or 16, behind a context of usual length.
+
+    Our engine chooses its widths by what pays; others keep the one they were started with.
+    """
     context = min(TYPICAL_CONTEXT, fit.max_context)
     _, asked = wanted(case)
     counts = (1, min(asked if asked > 1 else 16, max(fit.sequences(context), 1)))
     found = []
     for rows in dict.fromkeys(counts):
         speed = estimate_speed(case, fit, rows=rows, context=context, width=fit.width)
+        if case.settings.engine == "native":
+            _, speed = best_width(case, fit, rows=rows, context=context)
         if speed is not None:
             found.append((rows, speed))
     return tuple(found)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.checkpoints.fit_file import FIT_FILE
 from blockdraft.checkpoints.gguf_config import hugging_face_names, read_config
+from blockdraft.checkpoints.gguf_general import published_names
 from blockdraft.checkpoints.gguf_header import GgufHeader
 from blockdraft.checkpoints.model_folder import ModelFolder, ids_in
 from blockdraft.checkpoints.safetensors_header import TensorEntry
@@ -48,6 +49,7 @@ class Stored:
     tensors: Mapping[str, Size] | None  # None: only the configuration was asked for
     eos_ids: tuple[int, ...]
     fit_file: Mapping[str, object] = field(default_factory=dict)  # of a drafter of ours
+    published_names: tuple[str, ...] = ()  # of a GGUF file: what it calls its model
 
     @property
     def method(self) -> str | None:
@@ -84,13 +86,14 @@ def open_stored(source: str, *, needs_weights: bool, what: str = "model") -> Sto
     if not path.exists():
         raise FetchError("the default model is not fetched yet: run 'blockdraft fetch', or name a model.")
     file = GgufHeader(path, name=found.name)
-    config, names = read_config(file), hugging_face_names(file)
+    config, names, published = read_config(file), hugging_face_names(file), published_names(file)
     infos = {name: file.tensors[stored] for name, stored in names.items()}
     file.close()
     tensors = {
         name: Size(math.prod(info.shape), info.num_bytes, info.is_quantised) for name, info in infos.items()
     }
-    return Stored(found.name, "GGUF file", config, None, tensors, tuple(ids_in(config.get("eos_token_id"))))
+    eos_ids = tuple(ids_in(config.get("eos_token_id")))
+    return Stored(found.name, "GGUF file", config, None, tensors, eos_ids, published_names=published)
 
 
 def _folder(folder: ModelFolder, where: str, *, needs_weights: bool) -> Stored:

@@ -159,6 +159,8 @@ class _Api:
         start, snapshot = self.loop.startup.snapshot(), None
         if start["state"] == "ready":
             snapshot = await self.loop.snapshot()
+        if self.loop.engine_info is not None:
+            start["sampling"] = dict(self.loop.engine_info.sampling)
         if snapshot is not None:  # until an answer tells, what the start found
             start["speculation"] = snapshot.speculation or self.loop.startup.speculation
         return start_response(start)

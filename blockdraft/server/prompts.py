@@ -91,6 +91,7 @@ def check_prompts(prompts: Items[Items[int]], field: str, sampling: SamplingPara
                 sampling,
                 vocab_size=info.vocab_size,
                 max_context=info.max_context,
+                most_context=info.most_context,
                 block=info.block,
             )
         except RequestError as error:

@@ -346,5 +346,7 @@ class Start(TypedDict):
     seconds: float
     phases: list[StartPhase]
     warnings: list[str]
+    chosen: list[str]  # of a GGUF file given by its path: drafter, weights and sampling, and why
     error: str | None
+    sampling: NotRequired[dict[str, float]]  # of requests that do not say
     speculation: NotRequired[str]  # whether drafts pay now, or before the first answer to begin with

@@ -6,6 +6,8 @@ told from its first part. No torch here.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import re
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ MOUNTS = re.compile(
 )
 _OWN_WORDS = {"model": "or 'default'", "drafter": "'dflash2', 'ngram', or 'none'"}
 DEFAULT_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the hub calls the default model
+DEFAULT_BYTES = 98_362_432  # of the default model's GGUF file
+DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class Source:
 
     kind: Literal["default", "folder", "gguf", "hub"]
     name: str  # as the user wrote it, for messages
-    path: Path | None = None  # of a folder or a GGUF file
+    path: Path | None = None  # of a folder or a GGUF file; of the default model only where it was given
     repo: str = ""
     revision: str | None = None
 
@@ -49,7 +53,7 @@ def find_source(source: str | Path, what: str = "model") -> Source:
             raise ModelError(
                 f"{what} '{name}' is a file but not a .gguf one: give its folder, or a .gguf file."
             )
-        return Source("gguf", name, path=Path(path))
+        return Source("default" if _is_default_file(path) else "gguf", name, path=Path(path))
     hub_id = HUB_ID.fullmatch(name)
     if hub_id is None or isinstance(source, Path) or name.endswith(".gguf"):
         raise ModelError(
@@ -62,6 +66,35 @@ def find_source(source: str | Path, what: str = "model") -> Source:
             f"{_meant(name)}"
         )
     return Source("hub", name, repo=hub_id["repo"], revision=hub_id["revision"])
+
+
+def known_name(model: str) -> str:
+    """Returns "default" for the default model, also where its file is given by a path; else `model`.
+
+    The name under which drafters, measurements and factors of a model are kept.
+    """
+    return "default" if _is_default_file(os.path.expanduser(model)) else model
+
+
+def _is_default_file(path: str) -> bool:
+    """Whether a file is the default model's, by size and then by content."""
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):
+        return False
+    if state.st_size != DEFAULT_BYTES or not path.endswith(".gguf"):
+        return False
+    return _sha256(path, state.st_ino, state.st_mtime_ns, state.st_ctime_ns) == DEFAULT_SHA256
+
+
+@functools.lru_cache(maxsize=8)
+def _sha256(path: str, *state: int) -> str:
+    """A start asks several times, and hashing takes 0.2 s; `state` tells a changed file from an old one."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
 
 
 def public_id(name: str) -> str:

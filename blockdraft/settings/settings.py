@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -58,7 +59,9 @@ class Settings:
     width: int | Auto = _setting(
         "auto", "tokens verified per step, anchor included; 1 is plain decoding", least=1
     )
-    device: str = _setting("auto", "torch device; auto is cuda where torch finds one, else cpu")
+    device: str = _setting(
+        "auto", "cpu, cuda, or cuda:N for one card; auto is cuda where there is one, else cpu"
+    )
     dtype: str = _setting("auto", f"one of {', '.join(DTYPES)}", choices=DTYPES)
     quantization: str = _setting(
         "auto",
@@ -183,6 +186,8 @@ class Settings:
 
     def _check_engine(self) -> None:
         """The native engine runs on one device and takes no flags of others; machines must meet somewhere."""
+        if self.engine == "native":
+            check_device(self.device)
         for item in fields(self):
             value = getattr(self, item.name)
             if self.engine == "native" and item.name in LAUNCH_SETTINGS and value != item.default:
@@ -235,10 +240,33 @@ LAUNCH_SETTINGS = frozenset(name for name, facts in _FACTS.items() if "is_launch
 SETTING_NAMES = tuple(item.name for item in fields(Settings))
 SETTING_TYPES: dict[str, object] = get_type_hints(Settings)
 DEFAULTS: dict[str, object] = {item.name: item.default for item in fields(Settings)}
+_DEVICE = re.compile(r"auto|(cpu|cuda)(:[0-9]{1,4})?", re.ASCII)
+_OTHER_DEVICES = {
+    "mps": "Apple's GPU",
+    "metal": "Apple's GPU",
+    "rocm": "an AMD GPU",
+    "hip": "an AMD GPU",
+    "xpu": "an Intel GPU",
+    "tpu": "Google's TPU",
+    "xla": "Google's TPU",
+    "npu": "an NPU",
+    "vulkan": "a GPU by way of Vulkan",
+}
 _WORDS = {
     **dict.fromkeys(("on", "true", "yes", "1"), True),
     **dict.fromkeys(("off", "false", "no", "0"), False),
 }
+
+
+def check_device(name: str) -> None:
+    """Raises SettingsError for a device that our engine does not compute on."""
+    if _DEVICE.fullmatch(name):
+        return
+    kind = name.partition(":")[0].lower()
+    what = f"device '{name}' is unknown"
+    if kind in _OTHER_DEVICES:
+        what = f"device '{name}' is {_OTHER_DEVICES[kind]}, which our engine does not compute on"
+    raise SettingsError(f"{what}: use auto, cpu, cuda, or cuda:N for the card of that number.")
 
 
 def suggestion(wrong: str, names: Iterable[str], *, cutoff: float = 0.7) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from blockdraft.errors import SettingsError
-from blockdraft.settings.model_source import public_id
+from blockdraft.settings.model_source import known_name, public_id
 from blockdraft.settings.settings import DFLASH2, Settings
 
 FOLDER = Path(__file__).parents[1] / "drafters"
@@ -26,6 +26,7 @@ _GGUF_END = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
 
 def shipped_drafter(model: str, *, part: str = "") -> Path | None:
     """The folder of the drafter that belongs to `model`, or of that `part` of it, if it is here."""
+    model = known_name(model)
     if model not in DRAFTERS:
         return None
     folder = FOLDER / DRAFTERS[model] / part
@@ -62,6 +63,7 @@ def with_drafter(
             f"drafter, or 'auto'. A folder of that name is ./{DFLASH2}."
         )
     folder = folder or shipped_drafter(model)
-    if folder is None and model in DRAFTERS:
-        report(f"no drafter: '{DRAFTERS[model]}' is not in {FOLDER}, so decoding is plain")
+    known = known_name(model)
+    if folder is None and known in DRAFTERS:
+        report(f"no drafter: '{DRAFTERS[known]}' is not in {FOLDER}, so decoding is plain")
     return replace(settings, draft="none" if folder is None else str(folder))

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from blockdraft.checkpoints.checkpoint import Checkpoint
 from blockdraft.checkpoints.dummy import byte_tokenizer, fill, vocab_map
 from blockdraft.checkpoints.fit_file import Acceptance, read_fit
+from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
+from blockdraft.checkpoints.model_folder import GENERATION_FILE
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.read_draft_config import read_draft_config
@@ -20,7 +22,7 @@ from blockdraft.checkpoints.stored_form import stored_form
 from blockdraft.checkpoints.weights import check_copies, load_decoder, load_drafter
 from blockdraft.engine.loaded import Labels, Models
 from blockdraft.engine.sampling_defaults import sampling_defaults
-from blockdraft.errors import CapacityError, ModelError
+from blockdraft.errors import CapacityError, FetchError, ModelError
 from blockdraft.kernels.choice import has_triton
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import kernels_for
@@ -31,14 +33,17 @@ from blockdraft.models.dflash2 import DFlash2, body_type
 from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.models.kernel_module import bind
 from blockdraft.models.registry import build_decoder
+from blockdraft.planner.gguf_drafter import KnownDrafter, known_drafter
 from blockdraft.planner.pair import read_target
 from blockdraft.planner.plan import Plan, Weights, make_plan
 from blockdraft.planner.quality import measured_quality
 from blockdraft.settings.acceptance_profile import acceptance_rates
-from blockdraft.settings.settings import NGRAM, Settings
+from blockdraft.settings.model_source import known_name
+from blockdraft.settings.settings import NGRAM, Settings, check_device
 from blockdraft.settings.shipped import with_drafter
 from blockdraft.start.card_errors import unusable, usage
 from blockdraft.start.chat_template import read_chat_template
+from blockdraft.start.gguf_choices import gguf_choices
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter, NoDrafter
 from blockdraft.step.kinds import drafter_type
@@ -92,12 +97,17 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     device, profile = _device(resolve_device(settings.device)), settings.synthetic_acceptance
     named = with_drafter(settings, report, on_card=device.type != "cpu")
     target = _open_target(named, device, report)
-    draft = _open_drafter(named, target, device, report)
+    draft, why_none = _open_drafter(named, target, device, report), ""
+    if draft is None and isinstance(target.checkpoint, GgufCheckpoint):
+        known = known_drafter(settings, target.checkpoint.published_names)
+        draft, why_none = _open_known(known, named, target, device, report)
     plan = _plan(settings, device, target, draft)
     rates = None if profile is None else acceptance_rates(profile, width=plan.width, block=plan.block)
     methods = [one.weights.method for one in (target, draft) if one is not None]
     notices = timing_notices(settings, methods, has_tokenizer=target.has_tokenizer)
-    labels = Labels(settings.load_format == "dummy", profile, notices)
+    draft_name = None if draft is None else draft.config.name
+    chosen = gguf_choices(settings, target.checkpoint, plan, target.sampling, draft_name, why_none)
+    labels = Labels(settings.load_format == "dummy", profile, notices, chosen)
     return Opened(target, draft, plan, device, rates, labels)
 
 
@@ -114,7 +124,8 @@ def _open_target(settings: Settings, device: torch.device, report: Callable[[str
         parts = replace(parts, chat_template=read_chat_template(settings.chat_template))
     sampling: Mapping[str, float] = {}
     if settings.sampling_defaults == "model":
-        sampling = sampling_defaults(checkpoint.generation_file, name=checkpoint.name)
+        file = "its metadata" if isinstance(checkpoint, GgufCheckpoint) else GENERATION_FILE
+        sampling = sampling_defaults(checkpoint.generation_file, name=checkpoint.name, file=file)
     weights = _weights(checkpoint, functools.partial(_decoder, config, (), 1, device))
     return OpenedTarget(checkpoint, config, weights, Tokenizer(parts), has_tokenizer, sampling)
 
@@ -135,6 +146,27 @@ def _open_drafter(
     return OpenedDrafter(checkpoint, config, _weights(checkpoint, build), acceptance)
 
 
+def _open_known(
+    known: KnownDrafter | None,
+    settings: Settings,
+    target: OpenedTarget,
+    device: torch.device,
+    report: Callable[[str], None],
+) -> tuple[OpenedDrafter | None, str]:
+    """Open a drafter that nobody asked for, or say why there is none."""
+    if known is None:
+        return None, ""
+    if not known.is_here:
+        return None, (
+            f"{known.name} was made for {known.target} and is not on this disk: `blockdraft fetch "
+            f"{known.name}` brings it, and the next start takes it"
+        )
+    try:
+        return _open_drafter(replace(settings, draft=known.name), target, device, report), ""
+    except (ModelError, FetchError) as error:
+        return None, f"{known.name} cannot be used ({error})"
+
+
 def _plan(
     settings: Settings, device: torch.device, target: OpenedTarget, draft: OpenedDrafter | None
 ) -> Plan:
@@ -144,7 +176,8 @@ def _plan(
     weights, draft_weights = target.weights, None if draft is None else draft.weights
     if settings.load_format == "dummy":
         settings, weights, draft_weights = _unpacked(settings, weights, draft_weights)
-    if device.type == "cpu" and measured_quality(settings.model) and why_no_llvm(torch.float32, device):
+    quality = measured_quality(known_name(settings.model))
+    if device.type == "cpu" and quality and why_no_llvm(torch.float32, device):
         unset = [name for name in ("quantization", "draft_quantization") if getattr(settings, name) == "auto"]
         settings = replace(settings, **dict.fromkeys(unset, "none"))  # type: ignore[arg-type]
     draft_config = None if draft is None else draft.config
@@ -172,7 +205,8 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
 
 
 def resolve_device(name: str) -> str:
-    """ "auto" as a device: the GPU where torch finds one."""
+    """ "auto" as a device: the GPU where torch finds one. Raises SettingsError for an unknown device."""
+    check_device(name)
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -382,8 +416,6 @@ def _device(name: str) -> torch.device:
         torch.empty(1, device=device)  # a byte of memory, so that CUDA makes its context here and now
     except (RuntimeError, AssertionError) as error:
         raise unusable(name, error) from error
-    if device.type not in ("cpu", "cuda"):
-        raise ModelError(f"device '{name}' is not supported: use cpu or cuda.")
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)  # of this thread, which is the engine's: kernels and graphs go there

@@ -50,6 +50,8 @@ def start_engine(
 def _started(opened: Opened, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
     with memory_explained(settings, opened.device, is_loading=True), startup.phase("load"):
         models = read_weights(opened, startup.note, startup.progress)
+    for line in models.labels.chosen:
+        startup.tell_chosen(line)
     for notice in models.labels.notices:
         startup.warn(notice)
 

@@ -20,6 +20,7 @@ from blockdraft.checkpoints.checkpoint import TensorInfo
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.checkpoints.gguf_config import hugging_face_names, permuted_heads
 from blockdraft.checkpoints.gguf_header import GgufHeader
+from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import ModelError
 from blockdraft.models.packed_gguf import unpack
 from tests.checkpoints.gguf_files import (
@@ -402,6 +403,37 @@ def test_linear_rope_scaling_is_read(tmp_path: Path):
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     checkpoint = open_gguf(write(tmp_path / "a.gguf", metadata=scaling))
     assert checkpoint.config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+def test_a_file_is_sampled_as_llama_cpp_does_it(tiny: Path):
+    assert open_gguf(tiny).generation_file == {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    assert open_gguf(tiny).own_sampling == {}
+
+
+def test_what_a_file_recommends_goes_before_llama_cpps_defaults(tmp_path: Path):
+    keys = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.05, "xtc_probability": 0.5}
+    metadata = {f"general.sampling.{key}": value for key, value in keys.items()}
+    file = open_gguf(write(tmp_path / "x.gguf", metadata=metadata))
+    assert file.own_sampling == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    rest = {"top_p": 0.95, "min_p": 0.05}
+    assert sampling_defaults(file.generation_file, name="x") == {**file.own_sampling, **rest}
+
+
+def test_a_temperature_below_0_is_greedy_as_in_llama_cpp(tmp_path: Path):
+    path = write(tmp_path / "x.gguf", metadata={"general.sampling.temp": -1.0})
+    assert open_gguf(path).generation_file["temperature"] == 0.0
+
+
+def test_a_file_says_which_published_model_it_is(tmp_path: Path):
+    metadata = {
+        "general.name": "Qwen3 8B",
+        "general.basename": "Qwen3",
+        "general.size_label": "8B",
+        "general.base_model.0.repo_url": "https://huggingface.co/Qwen/Qwen3-8B-Base",
+    }
+    file = open_gguf(write(tmp_path / "x.gguf", metadata=metadata))
+    assert file.published_names == ("Qwen3 8B", "Qwen3-8B", "Qwen/Qwen3-8B-Base")
+    assert open_gguf(write(tmp_path / "y.gguf")).published_names == ()
 
 
 def test_tensors_outlive_a_closed_file(tiny: Path):

@@ -2,7 +2,18 @@
 
 import pytest
 
-from blockdraft.machine.cards import CARDS, MIB, card_by_key, find_card, has_bf16, has_fp4, has_fp8, has_tma
+from blockdraft.errors import SettingsError
+from blockdraft.machine.cards import (
+    CARDS,
+    MIB,
+    card_by_key,
+    card_named,
+    find_card,
+    has_bf16,
+    has_fp4,
+    has_fp8,
+    has_tma,
+)
 
 NAMES = {  # as nvidia-smi prints them
     "NVIDIA GB10": "gb10",
@@ -90,3 +101,33 @@ def test_the_numbers_are_of_the_right_size():
 def test_what_a_capability_has(key, expected):
     capability = card_by_key(key).capability
     assert tuple(has(capability) for has in (has_bf16, has_fp8, has_fp4, has_tma)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("gtx-5090", "rtx-5090"),
+        ("h-200", "h200"),
+        ("rtx5080", "rtx-5080"),
+        ("rtx4090-laptop", "rtx-4090-laptop"),
+    ],
+)
+def test_a_card_that_is_nearly_named_is_suggested(name, meant):
+    with pytest.raises(SettingsError, match=f"card '{name}' is unknown: did you mean {meant}\\?"):
+        card_named(name)
+
+
+@pytest.mark.parametrize("name", ["gtx-1080", "GTX 1080", "gtx_980", "titan-xp", "tesla-p40", "p100", "k80"])
+def test_a_card_before_volta_is_called_too_old_and_no_other_is_suggested(name):
+    with pytest.raises(SettingsError) as caught:
+        card_named(name)
+    assert "older than our kernels: they need an NVIDIA card of capability 7.0" in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+    assert "rtx-5080, " in str(caught.value), "all that are known"
+
+
+@pytest.mark.parametrize("name", ["rtx-2080", "rtx-3080", "rtx-5085", "mi300x", "h300"])
+def test_another_number_is_another_card(name):
+    with pytest.raises(SettingsError, match=f"card '{name}' is unknown: use one of gb10") as caught:
+        card_named(name)
+    assert "did you mean" not in str(caught.value)

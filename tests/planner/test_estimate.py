@@ -1,4 +1,8 @@
-"""The estimate against what was measured on an H200: every recorded step of the two shapes within 15 %."""
+"""The estimate against what was measured on an H200.
+
+Recorded steps of the two shapes are met within 15 %, those of other days within 25 %. What clients got over
+HTTP differs between two runs of the same by more than that: it is met within 25 % of the measured interval.
+"""
 
 import json
 from dataclasses import replace
@@ -7,13 +11,26 @@ from pathlib import Path
 import pytest
 
 from blockdraft.machine.cards import card_by_key
-from blockdraft.planner.estimate import committed, estimate_step, experts_touched, tokens_per_s
+from blockdraft.planner.advice import Case, best_width
+from blockdraft.planner.estimate import (
+    committed,
+    estimate_step,
+    experts_touched,
+    first_token_s,
+    served_per_s,
+    tokens_per_s,
+)
 from blockdraft.planner.memory_fit import fit_native
-from tests.planner.shapes import on, opened
+from blockdraft.planner.pair import open_pair
+from blockdraft.planner.report import make_report
+from blockdraft.settings.shipped import shipped_drafter
+from tests.planner.shapes import asked, on, opened
 
 CARD = card_by_key("h200")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-h200.json"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = FOLDER / "gpu-h200.json"
 TOLERANCE = 0.15
+LOOSE = 0.25  # on other days, and over HTTP
 
 
 def shape_of(run):
@@ -92,3 +109,129 @@ def test_a_sliding_layer_reads_its_window():
     fit = fit_native(settings, on("h200"), pair)
     step = estimate_step(fit, pair, CARD, rows=3, context=32768, width=1)
     assert step.cache_bytes == 3 * (12 * 128 + 12 * 32768) * 2 * 8 * 64 * 2
+
+
+# ---- steps of other days
+
+
+def result(name):
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def rehearsed(name):
+    return next(step["values"] for step in result("rehearsal-h200")["steps"] if step["name"] == name)
+
+
+OTHER_DAYS = [
+    *rehearsed("steps")["steps"],
+    *rehearsed("steps, deep")["steps"],
+    *result("governor-h200")["steps"],
+]
+
+
+@pytest.mark.parametrize("step", OTHER_DAYS, ids=name)
+def test_steps_of_other_days_are_met_loosely(step):
+    wanted, pair = opened("qwen3-8b")
+    fit = fit_native(wanted, on("h200"), pair)
+    found = estimate_step(fit, pair, CARD, rows=step["rows"], context=step["context"], width=step["width"])
+    assert found.seconds * 1e3 == pytest.approx(step["ms"], rel=LOOSE)
+
+
+def default_pair():
+    """The shape of the default model, with the head that ships for it."""
+    head = shipped_drafter("default", part="dflash2")
+    wanted = replace(asked("smollm2-135m"), draft=str(head))
+    return wanted, open_pair(wanted)
+
+
+HEADS = [
+    (found["settings"]["rows"], step)
+    for found in map(result, ("draft-heads-h200", "draft-heads-16-rows-h200"))
+    for step in found["steps"]
+]
+
+
+@pytest.mark.parametrize(("rows", "step"), HEADS)
+def test_steps_of_the_default_pair_are_met(rows, step):
+    wanted, pair = default_pair()
+    fit = fit_native(wanted, on("h200"), pair)
+    found = estimate_step(fit, pair, CARD, rows=rows, context=512, width=step["width"])
+    assert found.seconds * 1e3 == pytest.approx(step["selector_ms"], rel=TOLERANCE)
+
+
+# ---- over HTTP, prompts included
+
+
+def interval_of(text):
+    """ "4,847 ±964" as its ends."""
+    value, _, error = text.replace(",", "").partition(" ±")
+    return float(value) - float(error), float(value) + float(error)
+
+
+def cells():
+    """Name, rows, width, tokens per step, tokens per answer, and the interval of tokens a second."""
+    for run in ("bench", "many streams"):
+        for cell in rehearsed(run)["cells"]:
+            if cell["key"]["category"] != "all":
+                continue
+            spoken, rows, width, tokens = cell["speculation"], cell["key"]["concurrency"], 1, 1.0
+            if cell["arm"] == "speculative":
+                width = 1 + round(spoken["drafted"] / spoken["steps"])
+                tokens = spoken["committed_per_step"]["value"]
+            answer = cell["asked"]["max_tokens"]
+            yield f"{run}, {cell['arm']}", rows, width, tokens, answer, cell["tokens_per_s"]["interval"]
+    *_, warm = result("drafter-head-h200")["over_http"]
+    widths = {1: 16, 16: 8, 64: 6}
+    for name in ("code at 1", "code at 64", "prose at 1", "prose at 16", "prose at 64"):
+        rows, tokens = int(name.split()[-1]), float(warm[name]["tokens_per_step"])
+        yield name, rows, widths[rows], tokens, 200, interval_of(warm[name]["tok_s"])
+    # Not its "code at 16": steps were captured while it ran, and first tokens took 86 ms. It is 30 % below.
+    served = {  # docs/served.md; tokens per step and about the widths of the runs above
+        ("code", 16): (8, 4.48, "28,846 ±8,416"),
+        ("prose", 16): (8, 3.33, "21,824 ±6,845"),
+        ("code", 64): (6, 3.44, "79,764 ±10,184"),
+        ("prose", 64): (6, 2.82, "48,527 ±11,785"),
+        ("code", 256): (6, 3.44, "123,041 ±7,389"),
+        ("prose", 256): (6, 2.82, "107,162 ±15,230"),
+    }
+    for (kind, rows), (width, tokens, speed) in served.items():
+        yield f"served, {kind}", rows, width, tokens, 200, interval_of(speed)
+    # Not GSM8K, which was measured first, before the card had its clock: its plain decoding is 40 % slower.
+    for kind in ("humaneval", "mbpp", "mt"):
+        runs = [one[kind] for one in result("drafter-head-h200")["one_stream"]["head"]]
+        speeds = sorted(run["draft_tok_s"] for run in runs)
+        yield kind, 1, 16, runs[0]["tokens_per_step"], 256, (speeds[0], speeds[-1])
+
+
+@pytest.mark.parametrize(("what", "rows", "width", "tokens", "answer", "interval"), list(cells()))
+def test_answers_over_http_come_as_fast_as_was_measured(what, rows, width, tokens, answer, interval):
+    wanted, pair = default_pair()
+    fit = fit_native(wanted, on("h200"), pair)
+    step = estimate_step(fit, pair, CARD, rows=rows, context=300, width=width)
+    first_s = first_token_s(fit, pair, CARD, rows=rows)
+    low, high = interval
+    assert low * (1 - LOOSE) <= served_per_s(step, tokens, first_s, answer=answer) <= high * (1 + LOOSE)
+
+
+def test_the_plan_of_the_default_pair_says_what_the_readme_says():
+    wanted, pair = default_pair()
+    one, many = make_report(wanted, on("h200"), pair, card=CARD).speeds
+    assert one[1].by_kind["chat"] == pytest.approx(2537, rel=LOOSE)
+    assert one[1].by_kind["code"] == pytest.approx(3424, rel=LOOSE)
+    assert one[1].plain == pytest.approx(1182, rel=TOLERANCE)
+    assert many[0] == 16
+    assert many[1].by_kind["code"] == pytest.approx(28846, rel=LOOSE)
+
+
+@pytest.mark.parametrize("shape", ["smollm2-135m", "qwen3-8b", "qwen3.5-35b-a3b", "gpt-oss-20b"])
+def test_more_users_get_no_less_together_and_no_more_each(shape):
+    wanted, pair = opened(shape)
+    report = make_report(wanted, on("h200"), pair, card=CARD)
+    case = Case(wanted, on("h200"), pair, CARD, report.acceptance)
+    counts = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
+    speeds = [best_width(case, report.fit, rows=rows, context=1024)[1] for rows in counts]
+    for of in (lambda speed: speed.chat, lambda speed: speed.plain):
+        together = [of(speed) for speed in speeds]
+        assert together == sorted(together)
+        each = [speed / rows for speed, rows in zip(together, counts, strict=True)]
+        assert each == sorted(each, reverse=True)

@@ -15,7 +15,7 @@ from blockdraft.cli.main import main
 from blockdraft.cli.models import WIDTH
 from blockdraft.machine.cards import card_by_key
 from blockdraft.planner.acceptance import published_acceptance
-from blockdraft.planner.known_pairs import KnownPair, find_models, published_runs, read_file
+from blockdraft.planner.known_pairs import KnownPair, find_models, pairs_of, published_runs, read_file
 from blockdraft.settings.recipe import load_recipe, recipe_names
 
 KNOWN = find_models()
@@ -36,6 +36,26 @@ def printed(capsys, *argv):
 
 
 # ---- the list
+
+
+@pytest.mark.parametrize(
+    ("names", "target"),
+    [
+        (["Qwen3 8B"], "Qwen/Qwen3-8B"),
+        (["Qwen/Qwen3-8B"], "Qwen/Qwen3-8B"),
+        (["someone/QWEN3_8B"], "Qwen/Qwen3-8B"),
+        (["Meta Llama 3.1 8B Instruct"], "meta-llama/Llama-3.1-8B-Instruct"),
+        (["My Tune", "Qwen/Qwen3-4B"], "Qwen/Qwen3-4B"),
+        (["Qwen3 8B Base"], None),
+        (["Qwen3.8B"], None),
+        ([""], None),
+        ([], None),
+    ],
+)
+def test_a_model_is_found_by_the_names_that_files_give_it(names, target):
+    found = pairs_of(names)
+    assert {one.target for one in found} == ({target} if target else set())
+    assert all(one.runs for one in found)
 
 
 def test_every_family_that_config_reads_is_listed_with_its_architectures():

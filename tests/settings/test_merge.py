@@ -304,3 +304,30 @@ def test_known_recipes_are_listed(capsys):
 
 def _resolved(words):
     return merge_settings(given_settings(parse(["serve", *words])))
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu", "cuda", "cuda:0", "cuda:12", "cpu:0"])
+def test_the_devices_that_we_compute_on(name):
+    assert Settings(device=name).device == name
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("gpu", "device 'gpu' is unknown"),
+        ("", "device '' is unknown"),
+        ("cuda:x", "device 'cuda:x' is unknown"),
+        ("CUDA", "device 'CUDA' is unknown"),
+        ("mps", "device 'mps' is Apple's GPU, which our engine does not compute on"),
+        ("mps:0", "device 'mps:0' is Apple's GPU, which our engine does not compute on"),
+        ("rocm", "device 'rocm' is an AMD GPU, which our engine does not compute on"),
+        ("xpu", "device 'xpu' is an Intel GPU, which our engine does not compute on"),
+    ],
+)
+def test_another_device_is_refused_with_those_that_there_are(name, what, capsys):
+    message = f"{what}: use auto, cpu, cuda, or cuda:N for the card of that number."
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        Settings(device=name)
+    assert main(["generate", "--device", name, "hi"]) == 2
+    assert message in capsys.readouterr().err
+    assert Settings(device=name, engine="sglang").device == name, "it may know it"

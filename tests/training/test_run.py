@@ -458,6 +458,9 @@ STEPS_FLAG = ("--steps", "2")
     ("flags", "message"),
     [
         ((*TAPS,), "either --steps or --minutes"),
+        (("--prompts", "/nowhere.jsonl"), "--prompts /nowhere.jsonl does not exist"),
+        (("--held-out", "x=/nowhere.jsonl", "--length", "1"), "--held-out /nowhere.jsonl does not exist"),
+        (("--prompts", "/tmp"), "--prompts /tmp is a folder"),
         ((*TAPS, *STEPS_FLAG, "--minutes", "3"), "either --steps or --minutes"),
         ((*TAPS, "--steps", "0"), "--steps 0"),
         ((*TAPS, "--minutes", "-1"), "--minutes -1"),
@@ -516,7 +519,7 @@ def test_a_run_begins_with_a_drafter_that_ships_by_its_word(monkeypatch, tmp_pat
     monkeypatch.setattr(run, "train", lambda job, *_, **__: asked.append(job) or {})
     monkeypatch.setattr(shipped, "shipped_drafter", lambda model, part="": Path("/drafters", model, part))
     for word in ("auto", "dflash2", "org/name"):
-        flags = ["--prompts", "p", "--out", str(tmp_path), "--steps", "1"]
+        flags = ["--prompts", __file__, "--out", str(tmp_path), "--steps", "1"]
         assert main(["train", "x", "--from", word, *flags]) == 0
     assert [one.start_from for one in asked] == ["/drafters/x", "/drafters/x/dflash2", "org/name"]
 
@@ -526,7 +529,9 @@ def test_answers_fit_into_the_length_unless_the_command_line_says(monkeypatch, t
     asked = []
     monkeypatch.setattr(run, "train", lambda job, *_, **__: asked.append(job) or {})
     assert (
-        main(["train", "x", "--prompts", "p", "--out", str(tmp_path), "--steps", "1", "--length", length])
+        main(
+            ["train", "x", "--prompts", __file__, "--out", str(tmp_path), "--steps", "1", "--length", length]
+        )
         == 0
     )
     assert [one.answers.max_tokens for one in asked] == [expected]

@@ -1,0 +1,55 @@
+"""What a user asks: mistyped names, and limits that a request runs into."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from blockdraft.engine.describe import engine_info
+from blockdraft.engine.request import SamplingParams, check_request
+from blockdraft.errors import RequestError
+from blockdraft.planner.plan import CACHE_HOLDS
+from tests import tiny
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("temprature", "SamplingParams has no field 'temprature': did you mean temperature?"),
+        ("max_token", "SamplingParams has no field 'max_token': did you mean max_tokens?"),
+        ("max_new_tokens", "transformers's max_new_tokens is max_tokens in SamplingParams."),
+        ("temp", "llama.cpp's temp is temperature in SamplingParams."),
+        ("zzz", "SamplingParams has no field 'zzz': it has n, temperature, top_p"),
+    ],
+)
+def test_a_mistyped_field_is_refused_with_the_one_that_was_meant(name, message):
+    for make in (SamplingParams, lambda **given: replace(SamplingParams(), **given)):
+        with pytest.raises(RequestError) as caught:
+            make(**{name: 1})
+        assert str(caught.value).startswith(message)
+
+
+def test_parameters_travel_between_processes():
+    params = SamplingParams(temperature=0.5, stop=("a",))
+    assert pickle.loads(pickle.dumps(params)) == params
+
+
+def refusal(length, *, max_context=32, most_context=32):
+    limits = {"vocab_size": 64, "max_context": max_context, "most_context": most_context, "block": 1}
+    with pytest.raises(RequestError) as caught:
+        check_request([1] * length, SamplingParams(), **limits)
+    return str(caught.value)
+
+
+def test_too_long_a_prompt_is_told_only_what_can_be_done():
+    assert refusal(40).endswith("the answer needs one more: shorten it.")
+    assert refusal(40, most_context=64).endswith("shorten it, or start with --max-context 64.")
+    assert refusal(64, most_context=64).endswith("the answer needs one more: shorten it.")
+
+
+def test_a_context_can_be_raised_where_somebody_has_asked_for_less():
+    known = tiny.engine().models.config.max_positions
+    assert engine_info(tiny.engine(max_context=64)).most_context == known
+    models = tiny.engine(max_context="auto").models
+    full = replace(models, plan=models.plan.changed({"max_context": CACHE_HOLDS}, max_context=100))
+    assert full.most_context == 100
