@@ -107,6 +107,7 @@ class Engine:
         self.graphs: StepGraphs | None = None  # None: steps run kernel by kernel
         self.prefill_graphs: PrefillGraphs | None = None
         self._pending: tuple[Batch, Launched] | None = None
+        self._is_broken = False  # something that changes rows and pages has begun and not ended
         self._collected_s = clock()  # when the last result was there
         self._is_disturbed = False  # what was launched last took so long that the step before is read late
         self._ids = itertools.count()
@@ -131,6 +132,7 @@ class Engine:
 
         `guide`: what `guide_of` has made of `sampling`, where another thread has done so.
         """
+        self._repair()
         number = next(self._ids)
         request = Request(
             id=request_id if request_id is not None else f"request-{number}",
@@ -167,6 +169,9 @@ class Engine:
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request now. Unknown or finished ids are ignored: the end may have crossed the abort."""
+        return self._whole(lambda: self._abort(request_id))
+
+    def _abort(self, request_id: str) -> list[Delta]:
         deltas = self.scheduler.abort(request_id)
         self.stats.count_aborted(deltas)
         return deltas
@@ -244,12 +249,32 @@ class Engine:
         A step that is interrupted (Ctrl-C, no memory) leaves host and device apart, so every request that
         has a row ends with it: it could only continue wrongly. Those that wait are served afterwards.
         """
+        return self._whole(self._step)
+
+    def _whole(self, run: Callable[[], list[Delta]]) -> list[Delta]:
+        """Run what changes rows and pages; if it does not come to its end, recover."""
         try:
-            return self._step()
+            self._repair()
+            self.scheduler.begin()
+            self._is_broken = True
+            deltas = run()
+            self._is_broken = False
+            return deltas
         except BaseException:
-            self._pending = None
-            self.stats.count_lost(self.scheduler.end_running())
+            self.recover()
             raise
+
+    def recover(self) -> None:
+        """End whoever has a row, and make rows and pages right, whatever was interrupted and where."""
+        self._is_broken = True
+        self._pending = None
+        self.stats.count_lost(self.scheduler.recover())
+        self._is_broken = False
+
+    def _repair(self) -> None:
+        """A second Ctrl-C may have interrupted `recover`."""
+        if self._is_broken:
+            self.recover()
 
     def _step(self) -> list[Delta]:
         deltas = []
@@ -504,6 +529,7 @@ class Engine:
 
     def check(self) -> None:
         """Assert that pages are neither leaked nor shared wrongly."""
+        self._repair()
         running = self.scheduler.running
         self.scheduler.pages.check(sequence.pages for sequence in running)
         if self.scheduler.exact is not None:
