@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,14 @@ from blockdraft.engine.exact_pages import ExactPages
 from blockdraft.engine.forms import FormMasks, StepInParts, run_in_parts
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.page_allocator import PageAllocator
-from blockdraft.engine.request import Delta, Request, SamplingParams, TokenLogprobs, check_request
+from blockdraft.engine.request import (
+    MAX_LOGPROBS,
+    Delta,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    check_request,
+)
 from blockdraft.engine.scheduler import Batch, Outcome, Scheduler, always
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.stats import Load, Snapshot, Stats
@@ -318,8 +325,7 @@ class Engine:
     def _launch(self, batch: Batch) -> Launched:
         if batch.kind == "prefill":
             return self._launch_prefill(batch)
-        asked = {s.request.sampling.logprobs for s in batch.sequences}
-        num_logprobs = max((k for k in asked if k is not None), default=None)
+        num_logprobs = _num_top(s.request.sampling.logprobs for s in batch.sequences)
         place = len(batch.sequences), batch.width
         if any(s.guide is not None and s.guide.is_binding for s in batch.sequences):
             return self._launch_in_parts(batch, num_logprobs)
@@ -464,10 +470,11 @@ class Engine:
     ) -> tuple[TokenLogprobs, ...]:
         if not sequence.wants_prompt_logprobs:
             return ()
-        num_top = sequence.request.sampling.prompt_logprobs or 0
+        asked = sequence.request.sampling.prompt_logprobs or 0
         token_ids = sequence.token_ids[start + 1 : start + count + 1]
         next_ids = torch.tensor(token_ids, device=hidden.device)
-        return _to_host(prompt_logprobs(self.models.target, hidden, next_ids, num_top), token_ids, num_top)
+        found = prompt_logprobs(self.models.target, hidden, next_ids, _num_top([asked]) or 0)
+        return _to_host(found, token_ids, asked)
 
     def _collect(self, batch: Batch, launched: Launched) -> list[Delta]:
         """Read a step's result (the only wait for the device) and apply it."""
@@ -540,6 +547,17 @@ def _guides(batch: Batch) -> list[Guide | None]:
     """Those that bind something."""
     guides = [sequence.guide for sequence in batch.sequences]
     return [guide if guide is not None and guide.is_binding else None for guide in guides]
+
+
+def _num_top(asked: Iterable[int | None]) -> int | None:
+    """How many of the likeliest tokens a step lists: always as many, where some row asks for any.
+
+    0: the chosen tokens alone; None: nobody asks.
+    """
+    wanted = {count for count in asked if count is not None}
+    if not wanted:
+        return None
+    return MAX_LOGPROBS if any(wanted) else 0
 
 
 def _to_host(logprobs: Logprobs, token_ids: Items[int], num_top: int) -> tuple[TokenLogprobs, ...]:
