@@ -76,7 +76,8 @@ def load(
 def _stretch(config: Path, max_context: int) -> None:
     """So many positions, whatever the model was trained for: a step takes the same time."""
     raw = json.loads(config.read_text())
-    raw["max_position_embeddings"] = max(raw["max_position_embeddings"], max_context)
+    text = raw.get("text_config", raw)  # where the model also sees or hears
+    text["max_position_embeddings"] = max(text["max_position_embeddings"], max_context)
     config.write_text(json.dumps(raw))
 
 

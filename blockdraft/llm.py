@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import SupportsIndex
+from weakref import WeakValueDictionary
 
 from blockdraft.engine.request import (
     Delta,
@@ -14,6 +15,7 @@ from blockdraft.engine.request import (
     Metrics,
     SamplingParams,
     TokenLogprobs,
+    new_request_id,
 )
 from blockdraft.engine.turns import Turns
 from blockdraft.errors import RequestError, warn_caller
@@ -92,8 +94,9 @@ class LLM:
         self.engine = plain_engine(self.settings, report, tell)
         self.tokenizer = self.engine.models.tokenizer
         self._turns = Turns()
-        self._inbox: dict[str, deque[Delta]] = {}
-        self._dropped: deque[str] = deque()  # requests that nobody waits for any more
+        self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()  # by request
+        self._asked: set[str] = set()  # requests that the engine may know of
+        self._is_stepping = False
 
     def generate(
         self,
@@ -121,7 +124,7 @@ class LLM:
         sampling = params if params is not None else self.default_sampling()
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         ids = self.tokenizer.encode_chat(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
-        return DeltaStream(self, self._add(ids, sampling), sampling.n)
+        return self._add(ids, sampling)
 
     def default_sampling(self) -> SamplingParams:
         """What is used where no parameters are given: the model's own, if its makers recommend any."""
@@ -130,44 +133,53 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _add(self, prompt_ids: Items[int], params: SamplingParams) -> str:
-        """Where too many wait already, they are served first."""
+    def _add(self, prompt_ids: Items[int], params: SamplingParams) -> DeltaStream:
+        """Where too many wait already, they are served first.
+
+        The stream is there before the request: if Ctrl-C comes here, the request ends with the stream.
+        """
+        stream = DeltaStream(self, params.n)
+        self._streams[stream.request_id] = stream
         while True:
             with self._turns.asking():
                 if not self.engine.has_work or self.engine.scheduler.has_room(params.n):
-                    request_id = self.engine.add(prompt_ids, params)
-                    self._inbox[request_id] = deque()
-                    return request_id
+                    self._asked.add(stream.request_id)
+                    self.engine.add(prompt_ids, params, stream.request_id)
+                    return stream
             self._turns.step_unless(lambda: False, self._step)
 
-    def _next(self, request_id: str) -> Delta:
+    def _next(self, stream: DeltaStream) -> Delta:
         """Step the engine until this request has a delta; those of others wait in their own inbox."""
-        inbox = self._inbox[request_id]
 
         def step() -> None:
-            if request_id not in self.engine.live_ids:
+            if stream.request_id not in self.engine.live_ids:
                 raise RequestError("the request ended early: a step was interrupted. Ask again.")
             self._step()
 
-        while not inbox:
-            self._turns.step_unless(lambda: bool(inbox), step)
-        return inbox.popleft()
+        while not stream.inbox:
+            self._turns.step_unless(lambda: bool(stream.inbox), step)
+        return stream.inbox.popleft()
 
     def _drop(self, request_id: str) -> None:
         """Python may call this anywhere, in a step too: then the next step ends the request."""
-        if self._inbox.pop(request_id, None) is not None:
-            self._dropped.append(request_id)
+        if self._streams.pop(request_id, None) is not None:
             self._turns.if_free(self._end_dropped)
 
     def _end_dropped(self) -> None:
-        while self._dropped:
-            self.engine.abort(self._dropped.popleft())
+        """End every request whose stream is closed or gone."""
+        for request_id in self._asked.difference(self._streams.keys()):
+            self.engine.abort(request_id)
+            self._asked.discard(request_id)
 
     def _step(self) -> None:
+        if self._is_stepping:  # one was interrupted, and some of its deltas reached nobody
+            self.engine.recover()
+        self._is_stepping = True
         self._end_dropped()
         for delta in self.engine.step():
-            if (inbox := self._inbox.get(delta.request_id)) is not None:
-                inbox.append(delta)
+            if (stream := self._streams.get(delta.request_id)) is not None:
+                stream.inbox.append(delta)
+        self._is_stepping = False
 
     def _run(
         self, prompts: list[list[int]], params: SamplingParams | Items[SamplingParams] | None
@@ -179,7 +191,7 @@ class LLM:
         streams: list[DeltaStream] = []
         try:
             for prompt, sampling in zip(prompts, params, strict=True):
-                streams.append(DeltaStream(self, self._add(prompt, sampling), sampling.n))
+                streams.append(self._add(prompt, sampling))
             deltas = [list(stream) for stream in streams]
         finally:
             for stream in streams:
@@ -191,9 +203,12 @@ class LLM:
 class DeltaStream:
     """The deltas of one request. Closing it, or dropping it, aborts what is left."""
 
-    def __init__(self, llm: LLM, request_id: str, num_choices: int) -> None:
+    _num_left = 0  # choices that have not ended; set last, so that one which is not whole has none
+
+    def __init__(self, llm: LLM, num_choices: int) -> None:
+        self.request_id = new_request_id()
+        self.inbox: deque[Delta] = deque()  # what steps have added, and nobody has read
         self._llm = llm
-        self._request_id = request_id
         self._num_left = num_choices
 
     def __iter__(self) -> DeltaStream:
@@ -203,21 +218,22 @@ class DeltaStream:
         if self._num_left == 0:
             raise StopIteration
         try:
-            delta = self._llm._next(self._request_id)
+            delta = self._llm._next(self)
+            self._num_left -= delta.finish_reason is not None
+            if self._num_left == 0:
+                self.close()
+            return delta
         except BaseException:
             self.close()
             raise
-        self._num_left -= delta.finish_reason is not None
-        if self._num_left == 0:
-            self.close()
-        return delta
 
     def close(self) -> None:
         self._num_left = 0
-        self._llm._drop(self._request_id)
+        self._llm._drop(self.request_id)
 
     def __del__(self) -> None:
-        self.close()
+        if self._num_left:
+            self.close()
 
 
 def _is_one(prompts: Prompt | Items[Prompt]) -> bool:

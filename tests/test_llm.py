@@ -60,7 +60,7 @@ def test_a_stream_that_is_closed_or_dropped_frees_its_request_at_once(llm):
     del stream
     gc.collect()
     assert not llm.engine.has_work
-    assert not llm._inbox
+    assert not llm._streams
     llm.engine.check()
 
 

@@ -19,18 +19,21 @@ from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
 
 _PIECE = 8 << 20  # bytes
-_FORMAT = "2"  # of the file, and of the numbers in it
+_FORMAT = "3"  # of the file, and of the numbers in it
 _PARTS = ("packed", "sums", "scale", "factors")
 
 
 class KeptInt8:
-    """The matrices of one model, by their modules' paths."""
+    """The matrices of one model, by their modules' paths.
+
+    They are found again by every byte of the files that they were packed from. Sizes and times tell nothing:
+    `cp -p`, `rsync -t` and images of reproducible builds put other weights under the same name and time.
+    """
 
     def __init__(self, sources: Iterable[Path], factors: Mapping[str, Tensor]) -> None:
         digest = hashlib.sha256(_FORMAT.encode())
         for source in sources:
-            state = source.stat()
-            digest.update(f"{source.resolve()} {state.st_size} {state.st_mtime_ns}\n".encode())
+            digest.update(_file_digest(source).encode())
         for path, values in sorted(factors.items()):
             digest.update(path.encode() + values.numpy().tobytes())
         self._file = cache_dir() / "packed" / f"{digest.hexdigest()[:32]}.safetensors"
@@ -39,8 +42,7 @@ class KeptInt8:
         """Empty: they have to be packed."""
         try:
             expected = self._file.with_suffix(".sha256").read_text(encoding="utf-8")
-            with self._file.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-                is_whole = _digest(memoryview(content)) == expected
+            is_whole = _file_digest(self._file) == expected
         except (OSError, ValueError):  # an empty file cannot be mapped
             return {}
         if not is_whole:
@@ -58,6 +60,11 @@ class KeptInt8:
         content = save(tensors)
         keep(self._file, content)
         keep(self._file.with_suffix(".sha256"), _digest(memoryview(content)).encode())
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+        return _digest(memoryview(content))
 
 
 def _digest(content: memoryview) -> str:

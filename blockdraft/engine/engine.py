@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,14 @@ from blockdraft.engine.exact_pages import ExactPages
 from blockdraft.engine.forms import FormMasks, StepInParts, run_in_parts
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.page_allocator import PageAllocator
-from blockdraft.engine.request import Delta, Request, SamplingParams, TokenLogprobs, check_request
+from blockdraft.engine.request import (
+    MAX_LOGPROBS,
+    Delta,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    check_request,
+)
 from blockdraft.engine.scheduler import Batch, Outcome, Scheduler, always
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.stats import Load, Snapshot, Stats
@@ -107,6 +114,7 @@ class Engine:
         self.graphs: StepGraphs | None = None  # None: steps run kernel by kernel
         self.prefill_graphs: PrefillGraphs | None = None
         self._pending: tuple[Batch, Launched] | None = None
+        self._is_broken = False  # something that changes rows and pages has begun and not ended
         self._collected_s = clock()  # when the last result was there
         self._is_disturbed = False  # what was launched last took so long that the step before is read late
         self._ids = itertools.count()
@@ -131,6 +139,7 @@ class Engine:
 
         `guide`: what `guide_of` has made of `sampling`, where another thread has done so.
         """
+        self._repair()
         number = next(self._ids)
         request = Request(
             id=request_id if request_id is not None else f"request-{number}",
@@ -167,6 +176,9 @@ class Engine:
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request now. Unknown or finished ids are ignored: the end may have crossed the abort."""
+        return self._whole(lambda: self._abort(request_id))
+
+    def _abort(self, request_id: str) -> list[Delta]:
         deltas = self.scheduler.abort(request_id)
         self.stats.count_aborted(deltas)
         return deltas
@@ -245,12 +257,32 @@ class Engine:
         A step that is interrupted (Ctrl-C, no memory) leaves host and device apart, so every request that
         has a row ends with it: it could only continue wrongly. Those that wait are served afterwards.
         """
+        return self._whole(self._step)
+
+    def _whole(self, run: Callable[[], list[Delta]]) -> list[Delta]:
+        """Run what changes rows and pages; if it does not come to its end, recover."""
         try:
-            return self._step()
+            self._repair()
+            self.scheduler.begin()
+            self._is_broken = True
+            deltas = run()
+            self._is_broken = False
+            return deltas
         except BaseException:
-            self._pending = None
-            self.stats.count_lost(self.scheduler.end_running())
+            self.recover()
             raise
+
+    def recover(self) -> None:
+        """End whoever has a row, and make rows and pages right, whatever was interrupted and where."""
+        self._is_broken = True
+        self._pending = None
+        self.stats.count_lost(self.scheduler.recover())
+        self._is_broken = False
+
+    def _repair(self) -> None:
+        """A second Ctrl-C may have interrupted `recover`."""
+        if self._is_broken:
+            self.recover()
 
     def _step(self) -> list[Delta]:
         deltas = []
@@ -294,8 +326,7 @@ class Engine:
     def _launch(self, batch: Batch) -> Launched:
         if batch.kind == "prefill":
             return self._launch_prefill(batch)
-        asked = {s.request.sampling.logprobs for s in batch.sequences}
-        num_logprobs = max((k for k in asked if k is not None), default=None)
+        num_logprobs = _num_top(s.request.sampling.logprobs for s in batch.sequences)
         place = len(batch.sequences), batch.width
         if any(s.guide is not None and s.guide.is_binding for s in batch.sequences):
             return self._launch_in_parts(batch, num_logprobs)
@@ -440,10 +471,11 @@ class Engine:
     ) -> tuple[TokenLogprobs, ...]:
         if not sequence.wants_prompt_logprobs:
             return ()
-        num_top = sequence.request.sampling.prompt_logprobs or 0
+        asked = sequence.request.sampling.prompt_logprobs or 0
         token_ids = sequence.token_ids[start + 1 : start + count + 1]
         next_ids = torch.tensor(token_ids, device=hidden.device)
-        return _to_host(prompt_logprobs(self.models.target, hidden, next_ids, num_top), token_ids, num_top)
+        found = prompt_logprobs(self.models.target, hidden, next_ids, _num_top([asked]) or 0)
+        return _to_host(found, token_ids, asked)
 
     def _collect(self, batch: Batch, launched: Launched) -> list[Delta]:
         """Read a step's result (the only wait for the device) and apply it."""
@@ -505,6 +537,7 @@ class Engine:
 
     def check(self) -> None:
         """Assert that pages are neither leaked nor shared wrongly."""
+        self._repair()
         running = self.scheduler.running
         self.scheduler.pages.check(sequence.pages for sequence in running)
         if self.scheduler.exact is not None:
@@ -515,6 +548,17 @@ def _guides(batch: Batch) -> list[Guide | None]:
     """Those that bind something."""
     guides = [sequence.guide for sequence in batch.sequences]
     return [guide if guide is not None and guide.is_binding else None for guide in guides]
+
+
+def _num_top(asked: Iterable[int | None]) -> int | None:
+    """How many of the likeliest tokens a step lists: always as many, where some row asks for any.
+
+    0: the chosen tokens alone; None: nobody asks.
+    """
+    wanted = {count for count in asked if count is not None}
+    if not wanted:
+        return None
+    return MAX_LOGPROBS if any(wanted) else 0
 
 
 def _to_host(logprobs: Logprobs, token_ids: Items[int], num_top: int) -> tuple[TokenLogprobs, ...]:

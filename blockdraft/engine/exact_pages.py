@@ -67,6 +67,14 @@ class ExactPages:
                 else:
                     self._blank.append(page)
 
+    def recover(self) -> None:
+        """Free every page and keep all tails, whatever was interrupted in here: `PageAllocator.recover`."""
+        kept = [page for page in self._kept if page in self._nodes]
+        self._kept = OrderedDict.fromkeys([*kept, *self._nodes])
+        self._blank = [page for page in reversed(self._all) if page not in self._nodes]
+        self._pages = {node: page for page, node in self._nodes.items()}
+        self._holders = [0] * len(self._holders)
+
     # ---- tails
 
     def needed(self, num_pages: int) -> list[int]:

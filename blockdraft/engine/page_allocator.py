@@ -76,6 +76,19 @@ class PageAllocator:
                 else:
                     self._blank.append(page)
 
+    def recover(self) -> None:
+        """Free every page and keep what is remembered, whatever was interrupted in here and at any line.
+
+        All else is derived from `_nodes`: a page is in it from when its prefix is remembered until that is
+        forgotten, and only then is another prefix written there.
+        """
+        newest_first = sorted(self._nodes, key=lambda page: -self._nodes[page].id)  # tails before heads
+        free = [page for page in self._remembered if page in self._nodes]
+        self._remembered = OrderedDict.fromkeys([*free, *newest_first])
+        self._blank = [page for page in reversed(self._all) if page not in self._nodes]
+        self._pages = {node.key: page for page, node in self._nodes.items()}
+        self._holders = [0] * len(self._holders)
+
     def match(self, token_ids: Items[int], salt: str | None = None) -> list[int]:
         """Hold and return the pages of the longest remembered prefix made of whole pages.
 

@@ -68,6 +68,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self._free_rows = list(reversed(range(plan.max_rows)))
+        self._at_begin: tuple[Sequence, ...] = ()
         self._last_width = 0
         self.is_ready: Callable[[int, int], bool] = always  # whether a step of so many rows can run at once
         self.follow(plan)
@@ -108,23 +109,29 @@ class Scheduler:
     def has_room(self, num_sequences: int) -> bool:
         return len(self.waiting) + num_sequences <= self._plan.max_queue
 
-    def end_running(self) -> list[Sequence]:
-        """End every request that has a row, and return its choices, those without a row included.
+    def begin(self) -> None:
+        """Note who runs, before anything changes: what a step found for them is lost if it is interrupted."""
+        self._at_begin = tuple(self.running)
 
-        What ran last is not remembered: it may not have run to its end. Requests that only wait, preempted
-        ones among them, have nothing on the device and lose nothing.
+    def recover(self) -> list[Sequence]:
+        """Make rows and pages right after an interrupt at any line, and return the choices that end with it.
+
+        Every request ends that has a row, had one when the step began, or was about to get or to leave one.
+        Then nobody holds a page, so all counts begin anew. What ran last is not remembered: it may not have
+        run to its end. Other requests that wait have nothing on the device and lose nothing.
         """
-        touched = {sequence.request.id for sequence in self.running}
-        touched |= {sequence.request.id for sequence in self.waiting if sequence.pages}  # half admitted
-        ended = [sequence for sequence in self.live if sequence.request.id in touched]
+        touched = {sequence.request.id for sequence in (*self._at_begin, *self.running)}
+        touched |= {sequence.request.id for sequence in self.waiting if sequence.is_touched}
+        ended = list(dict.fromkeys(s for s in self.live if s.request.id in touched))
         for sequence in ended:
             sequence.finish_reason = "abort"
-            if sequence.row is not None:
-                self._retire(sequence)
-                continue
-            self.waiting.remove(sequence)
-            self.pages.release(sequence.pages)
-            sequence.pages = []
+            sequence.leave_row()
+        self.pages.recover()
+        if self.exact is not None:
+            self.exact.recover()
+        self._free_rows = list(reversed(range(self._plan.max_rows)))
+        self.waiting = deque(s for s in self.waiting if s.request.id not in touched)
+        self.running = []
         return ended
 
     @property
@@ -163,11 +170,11 @@ class Scheduler:
             sequence = self.waiting[0]
             if self._waits_for_its_prompt(sequence) or not self._take_pages(sequence):
                 return
-            self.waiting.popleft()
             sequence.row = self._free_rows.pop()
             if sequence.tally.start_s is None:
                 sequence.tally.start_s = self.clock()
             self.running.append(sequence)
+            self.waiting.popleft()  # last: at no moment is it in neither list
 
     def _waits_for_its_prompt(self, sequence: Sequence) -> bool:
         """Whether another choice of the same request is about to put the prompt into the cache."""
@@ -319,12 +326,12 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; what it computed may still be found in the prefix cache."""
+        self.waiting.appendleft(sequence)  # first: at no moment is it in neither list
         self._retire(sequence)
         sequence.length = 0
         sequence.forget_partial_prompt_logprobs()
         sequence.tally.preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
         """Take row and pages away. A step in flight may still write there, but runs before the next."""
@@ -334,12 +341,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._free_rows.append(sequence.row)
         self.pages.release(sequence.pages)
-        sequence.row = None
-        sequence.pages = []
-        sequence.num_placed_pages = None
-        sequence.num_remembered_pages = 0
-        sequence.barred_at = None
-        sequence.num_in_flight = 0
+        sequence.leave_row()
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pages.page_size)

@@ -68,6 +68,22 @@ class Sequence:
         return self.row is not None and self.length >= len(self.token_ids) - 1
 
     @property
+    def is_touched(self) -> bool:
+        """Whether one that waits was on its way to a row, out of it, or to its end."""
+        has_pages = bool(self.pages or self.exact_pages)
+        return self.row is not None or has_pages or self.finish_reason is not None
+
+    def leave_row(self) -> None:
+        """Forget the row and its pages, which somebody else gives back."""
+        self.row = None
+        self.pages = []
+        self.num_placed_pages = None
+        self.exact_pages, self.num_placed_exact, self.first_exact = [], 0, 0
+        self.num_remembered_pages = 0
+        self.barred_at = None
+        self.num_in_flight = 0
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Still incomplete: every prompt position must pass through the model, cached or not."""
         is_asked = self.request.sampling.prompt_logprobs is not None

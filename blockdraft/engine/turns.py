@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 
 
 class Turns:
@@ -12,26 +13,24 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._is_taken = False
-        self._num_asking = 0
+        self._taker: int | None = None  # the thread that has the engine
+        self._asking: set[int] = set()  # threads
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        with self._changed:
-            self._num_asking += 1
-            try:
-                self._changed.wait_for(lambda: not self._is_taken)
-                self._is_taken = True
-            finally:
-                self._num_asking -= 1
         with self._given_back():
+            with self._changed:
+                self._asking.add(get_ident())
+                self._changed.wait_for(lambda: self._taker is None)
+                self._taker = get_ident()
+                self._asking.discard(get_ident())
             yield
 
     def if_free(self, run: Callable[[], None]) -> None:
         """Run it if nobody has the engine; never waits."""
         if self._changed.acquire(blocking=False):
             try:
-                if not self._is_taken:
+                if self._taker is None:
                     run()
             finally:
                 self._changed.release()
@@ -40,21 +39,31 @@ class Turns:
         """Return when it is done: by this step, or by another thread's."""
 
         def is_mine() -> bool:
-            return not self._is_taken and self._num_asking == 0
+            return self._taker is None and not self._asking
 
-        with self._changed:
-            self._changed.wait_for(lambda: is_done() or is_mine())
-            if is_done():
-                return
-            self._is_taken = True
         with self._given_back():
+            with self._changed:
+                self._changed.wait_for(lambda: is_done() or is_mine())
+                if is_done():
+                    return
+                self._taker = get_ident()
             step()
 
     @contextmanager
     def _given_back(self) -> Iterator[None]:
+        """Twice, as Ctrl-C may come in the first."""
         try:
-            yield
+            try:
+                yield
+            finally:
+                self._give_back()
         finally:
-            with self._changed:
-                self._is_taken = False
-                self._changed.notify_all()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """This thread neither has the engine nor asks for it."""
+        with self._changed:
+            self._asking.discard(get_ident())
+            if self._taker == get_ident():
+                self._taker = None
+            self._changed.notify_all()

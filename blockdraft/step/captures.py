@@ -62,11 +62,14 @@ class OnCpu:
         """Not needed: a tape runs what it records."""
 
     def capture(self, run: Callable[[], T], *, goes_on: bool = False) -> tuple[Graph, T]:
-        from blockdraft.kernels.llvm.tape import StepTape
+        from blockdraft.kernels.llvm.tape import StepTape, end_recording
 
         tape = StepTape(self._arena, goes_on=goes_on)
-        with tape:
-            found = run()
+        try:
+            with tape:
+                found = run()
+        finally:
+            end_recording()  # Ctrl-C may have come inside `__enter__` or `__exit__`
         return tape, found
 
 

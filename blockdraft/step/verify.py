@@ -89,5 +89,24 @@ def measure(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     logprobs = wide.log_softmax(dim=-1)
     chosen = logprobs.gather(-1, token_ids[..., None]).squeeze(-1)
-    values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+    values, ids = _likeliest(logprobs, min(num_top, logprobs.shape[-1]))
     return Logprobs(chosen=chosen, top_ids=ids, top_values=values)
+
+
+def _likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Values and ids [..., count], the likeliest first, and of equally likely tokens the smaller id.
+
+    `topk` alone orders equal values by its own ways, which differ with the count and the positions beside.
+    So it is given whole numbers that are all different: the value's bits above, what the id lacks below.
+    """
+    if count == 0:
+        return logprobs[..., :0], torch.empty_like(logprobs[..., :0], dtype=torch.int64)
+    if logprobs.dtype == torch.float64:  # with its bits there is no room for an id
+        values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+        return values[..., :count], ids[..., :count]
+    bits = (logprobs + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # in the order of the values
+    last = logprobs.shape[-1] - 1
+    keys = (rising.to(torch.int64) << 32) + torch.arange(last, -1, -1, device=logprobs.device)
+    ids = last - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
+    return logprobs.gather(-1, ids), ids

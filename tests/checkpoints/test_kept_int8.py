@@ -1,5 +1,7 @@
 """Weights in whole numbers that are kept on the disk are those that were packed, or are packed again."""
 
+import os
+
 import pytest
 import torch
 
@@ -61,6 +63,37 @@ def test_a_file_that_is_empty_or_gone_is_not_read(source, folder, suffix):
     assert KeptInt8([source], {}).read() == {}
     file.unlink()
     assert KeptInt8([source], {}).read() == {}
+
+
+def test_a_file_replaced_by_one_of_its_size_and_time_is_packed_anew(source):
+    """As `cp -p`, `rsync -t` and images of reproducible builds do."""
+    before = source.stat()
+    KeptInt8([source], {}).write(matrices())
+    source.write_bytes(b"WEIGHTS")
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = source.stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (
+        before.st_size,
+        before.st_mtime_ns,
+        before.st_ino,
+    )
+    assert KeptInt8([source], {}).read() == {}
+
+
+def test_the_same_weights_elsewhere_need_no_packing(source, tmp_path):
+    KeptInt8([source], {}).write(matrices())
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(source.read_bytes())
+    assert KeptInt8([copy], {}).read().keys() == matrices().keys()
+
+
+def test_weights_in_other_files_are_others(tmp_path):
+    """The same bytes, divided in another way or in another order."""
+    for name, content in {"a": b"ab", "b": b"c", "c": b"a", "d": b"bc"}.items():
+        (tmp_path / name).write_bytes(content)
+    KeptInt8([tmp_path / "a", tmp_path / "b"], {}).write(matrices())
+    for names in ("cd", "ba", "a"):
+        assert KeptInt8([tmp_path / name for name in names], {}).read() == {}
 
 
 def test_other_weights_or_factors_are_packed_anew(source):

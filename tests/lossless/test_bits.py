@@ -13,6 +13,7 @@ import torch
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.models.decoder import Decoder
 from blockdraft.models.packed_int8 import Int8Matrix
 from tests import tiny
 
@@ -142,6 +143,33 @@ def test_bits_do_not_depend_on_a_prefix_hit(plain):
     answers, metrics = serve_with_metrics(engine, [1, 0])
     assert answers == [plain.answers[1], plain.answers[0]]
     assert all(one.num_cached_tokens > 0 for one in metrics)
+
+
+@pytest.mark.parametrize("places", [2, None])
+def test_log_probabilities_do_not_depend_on_how_many_others_ask_for(monkeypatch, places):
+    """Logits of few digits, as in bfloat16, so that many tokens are equally likely. None: all digits."""
+    logits = Decoder.logits
+    if places is not None:
+        coarse = 2.0**places
+        monkeypatch.setattr(Decoder, "logits", lambda self, x: (logits(self, x) * coarse).round() / coarse)
+    counts = [1, 20, 0, 3]
+    wishes = [{"logprobs": count, "prompt_logprobs": counts[-1 - i]} for i, count in enumerate(counts)]
+
+    def served(indices):
+        engine = tiny.engine("trained", dtype="float32", width=8, chunk=7)
+        ids = [engine.add(PROMPTS[i], replace(params(i), **wishes[i])) for i in indices]
+        deltas = tiny.drain(engine)
+        of_prompts = {one.request_id: one.prompt_logprobs for one in deltas if one.prompt_logprobs}
+        of_answers = [[x for one in deltas if one.request_id == name for x in one.logprobs] for name in ids]
+        return [([*of_prompts[name][1:], *found]) for name, found in zip(ids, of_answers, strict=True)]
+
+    together = served(range(len(PROMPTS)))
+    assert together == [found for i in range(len(PROMPTS)) for found in served([i])]
+    tops = [one.top for found in together for one in found if one.top]
+    assert {len(top) for top in tops} == {1, 3, 20}
+    assert all(list(top) == sorted(top, key=lambda pair: (-pair[1], pair[0])) for top in tops)
+    has_ties = [len({value for _, value in top}) < len(top) for top in tops]
+    assert any(has_ties) is (places is not None)
 
 
 def test_bits_do_not_depend_on_preemption(plain):

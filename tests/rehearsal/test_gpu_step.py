@@ -1,13 +1,17 @@
 """What benchmarks/gpu_step.py can do without a card: serve with widths that are chosen step by step."""
 
 import gc
+import json
 import sys
 import weakref
 from dataclasses import replace
 
+import pytest
 import torch
 
 from benchmarks import gpu_step
+from benchmarks.shapes import SHAPES, write_shape
+from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from tests import tiny
 
@@ -22,6 +26,17 @@ def test_governed_requests_are_timed_with_drafts_kept_by_rates(monkeypatch):
     assert 1 <= found["committed_per_step"] <= found["mean_width"] <= 8
     assert found["tokens_per_s"] > 0
     assert "on the synthetic acceptance" in found["reason"]
+
+
+@pytest.mark.parametrize("max_context", [2048, 500_000])
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_every_shape_can_be_given_more_positions(shape, max_context, tmp_path):
+    file = write_shape(shape, tmp_path)[0] / "config.json"
+    before = read_model_config(json.loads(file.read_text()), name=shape)
+    gpu_step._stretch(file, max_context)
+    after = read_model_config(json.loads(file.read_text()), name=shape)
+    assert after.max_positions == max(before.max_positions, max_context)
+    assert replace(after, max_positions=0) == replace(before, max_positions=0)
 
 
 class FakeEngine:

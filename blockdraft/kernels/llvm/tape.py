@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_dispatch_stack_at,
+    _len_torch_dispatch_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_flatten
 
 _aten = torch.ops.aten
@@ -75,32 +81,43 @@ def repeat(run: Callable[[], None]) -> None:
         tape.add_python(run)
 
 
+def end_recording() -> None:
+    """No tape records in this thread any more. It may be called at any time, and twice."""
+    while (depth := _len_torch_dispatch_stack()) and isinstance(_get_dispatch_stack_at(depth - 1), StepTape):
+        _pop_mode()
+    _recorder.tape = None
+
+
+class _Chunk(NamedTuple):
+    memory: Tensor
+    place: range  # its addresses
+    used: list[tuple[int, int, StorageWeakRef]]  # in order
+
+
 class Arena:
     """Memory for the tensors of recorded steps. Steps run one at a time, so they all begin at its front."""
 
     def __init__(self) -> None:
-        self._chunks: list[Tensor] = []
-        self._places: list[range] = []  # their addresses
-        self._used: list[list[tuple[int, int, StorageWeakRef]]] = []  # of each chunk, in order
+        self._chunks: list[_Chunk] = []
 
     def clear(self) -> None:
         """Another step begins."""
-        self._used = [[] for _ in self._chunks]
+        for chunk in self._chunks:
+            chunk.used.clear()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         numel = math.prod(shape)
         size = max(_ALIGN, -(-numel * dtype.itemsize // _ALIGN) * _ALIGN)
-        for chunk, used in zip(self._chunks, self._used, strict=True):
+        for memory, _, used in self._chunks:
             used[:] = [one for one in used if not one[2].expired()]  # type: ignore[no-untyped-call]
             end = 0
-            for index, (begin, after, _) in enumerate([*used, (chunk.nbytes, 0, None)]):
+            for index, (begin, after, _) in enumerate([*used, (memory.nbytes, 0, None)]):
                 if begin - end >= size:
-                    return self._taken(chunk, used, index, end, size, shape, dtype, numel)
+                    return self._taken(memory, used, index, end, size, shape, dtype, numel)
                 end = after
-        self._chunks.append(new := torch.empty(max(_CHUNK, size), dtype=torch.uint8))
-        self._places.append(range(new.data_ptr(), new.data_ptr() + new.nbytes))
-        self._used.append([])
-        return self._taken(self._chunks[-1], self._used[-1], 0, 0, size, shape, dtype, numel)
+        new = torch.empty(max(_CHUNK, size), dtype=torch.uint8)
+        self._chunks.append(_Chunk(new, range(new.data_ptr(), new.data_ptr() + new.nbytes), []))
+        return self._taken(new, self._chunks[-1].used, 0, 0, size, shape, dtype, numel)
 
     @staticmethod
     def _taken(
@@ -115,11 +132,11 @@ class Arena:
 
     def __contains__(self, tensor: Tensor) -> bool:
         place = tensor.data_ptr()
-        return any(place in one for one in self._places)
+        return any(place in chunk.place for chunk in self._chunks)
 
     @property
     def num_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._chunks)
+        return sum(chunk.memory.nbytes for chunk in self._chunks)
 
 
 @functools.cache
@@ -169,13 +186,13 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._arena.clear()
         _watch_tensors()
         _recorder.tape = self
-        super().__enter__()  # type: ignore[no-untyped-call]
+        _push_mode(self)
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _recorder.tape = None
-        self._end_calls()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        end_recording()
+        if kind is None:
+            self._end_calls()
 
     @torch.inference_mode()
     def replay(self) -> None:
@@ -220,11 +237,11 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _RESHAPING and not kwargs and args[0].is_contiguous():
             return _RESHAPING[func](*args)
         if _is_composite(func):  # in inference mode they come whole: `reshape`, `item`
-            super().__enter__()  # type: ignore[no-untyped-call]
+            _push_mode(self)
             try:
                 return func.decompose(*args, **kwargs)
             finally:
-                super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                _pop_mode()
         if _asks(func) and not _takes_rows(func, args):
             raise NotRecordable(f"{func} asks for numbers")
         from blockdraft.kernels.llvm.copies import lowered
