@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
 import platform
@@ -43,7 +42,7 @@ def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"the CPU kernels are not for '{device.type}'"
     if str(dtype) not in ("torch.float32", "torch.float64"):
         return f"the CPU kernels compute in float32 or float64, not {dtype}"
-    return why_not_here() or _why_no_threads()
+    return why_not_here() or _why_not_tried()
 
 
 @functools.cache
@@ -63,16 +62,11 @@ def why_not_here() -> str | None:
 
 
 @functools.cache
-def _why_no_threads() -> str | None:
-    import torch
-
-    if not hasattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel"):  # LLVM's OpenMP has it too
-        return "this PyTorch's OpenMP has no GOMP_parallel"
-    return None if sys.platform == "linux" else _why_not_tried(torch.__version__)
-
-
-def _why_not_tried(torch_version: str) -> str | None:
-    """Of a system where the kernels were never run: whether one does, in a process that may crash."""
+def _why_not_tried() -> str | None:
+    """On a system where the kernels were never run: whether one does, in a process that may crash."""
+    if sys.platform == "linux":
+        return None
+    torch_version = version("torch")
     tried = cache_dir() / "kernels" / f"tried-{torch_version}-{version('llvmlite')}"
     if tried.exists():
         return None

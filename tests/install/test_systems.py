@@ -95,10 +95,10 @@ def on(monkeypatch, tmp_path):
         monkeypatch.setattr(cpu.platform, "system", lambda: name)
 
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
-    for function in (cpu.why_not_here, cpu._features, cpu._why_no_threads):
+    for function in (cpu.why_not_here, cpu._features, cpu._why_not_tried):
         function.cache_clear()
     yield be
-    for function in (cpu.why_not_here, cpu._features, cpu._why_no_threads):
+    for function in (cpu.why_not_here, cpu._features, cpu._why_not_tried):
         function.cache_clear()
 
 
@@ -117,16 +117,16 @@ def test_a_mac_has_the_kernels_of_arm(on):
 def test_a_kernel_that_crashes_on_a_mac_crashes_alone(on, monkeypatch):
     on("macos")
     monkeypatch.setattr(cpu, "_TRIAL", "import os; os.abort()")
-    assert "do not run on this macos" in cpu._why_no_threads()
+    assert "do not run on this macos" in cpu._why_not_tried()
 
 
 def test_a_kernel_that_runs_on_a_mac_is_tried_once(on, monkeypatch):
     on("macos")
     monkeypatch.setattr(cpu, "_TRIAL", "pass")
-    assert cpu._why_no_threads() is None
-    cpu._why_no_threads.cache_clear()
+    assert cpu._why_not_tried() is None
+    cpu._why_not_tried.cache_clear()
     monkeypatch.setattr(cpu, "_TRIAL", "import os; os.abort()")
-    assert cpu._why_no_threads() is None
+    assert cpu._why_not_tried() is None
 
 
 @pytest.mark.skipif(cpu.why_not_here() is not None, reason=f"{cpu.why_not_here()}")

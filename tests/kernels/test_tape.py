@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -18,8 +22,9 @@ if why_no_llvm(torch.float32, torch.device("cpu")) is not None:
 
 from blockdraft.kernels.llvm.compiler import kernel, taken
 from blockdraft.kernels.llvm.copies import lowered
-from blockdraft.kernels.llvm.jit import Jit
-from blockdraft.kernels.llvm.language import Floats, Int
+from blockdraft.kernels.llvm.jit import Jit, new_pool, pool
+from blockdraft.kernels.llvm.language import Floats, Int, Longs, invoke
+from blockdraft.kernels.llvm.pool import Pool
 from blockdraft.kernels.llvm.tape import Arena, NotRecordable, StepTape, current_tape, repeat
 
 ROWS, COLUMNS = 4, 6
@@ -177,32 +182,138 @@ def test_a_tape_that_goes_on_reads_what_the_one_before_has_left(program, other):
         assert torch.equal(between[1:], left[1:])
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_replay_by_any_number_of_threads(threads):
+def chained(x, count):
+    """As many kernels, each of which reads what the one before it has written."""
+    for _ in range(count):
+        x = halved(x)
+    return x
+
+
+def record_chain(given, count):
+    tape = StepTape(Arena())
+    with torch.inference_mode(), tape:
+        out = chained(given, count)
+    assert len(tape) == 1, "one call for all kernels"
+    assert tape.num_kernels == count
+    return tape, out
+
+
+@pytest.fixture
+def threads():
+    """Sets how many threads there are; afterwards there are as many as before."""
     before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("recorded", [1, 2, 3])
+def test_a_replay_by_any_number_of_threads_has_the_same_bits(recorded, threads):
+    """Also by other numbers than it was recorded with, from one replay to the next."""
+    threads(recorded)
     given = torch.randn(1000, 7)
-    arena = Arena()
-    tape = StepTape(arena)
-    try:
-        torch.set_num_threads(threads)
-        with torch.inference_mode(), tape:
-            out = given
-            for _ in range(20):
-                out = halved(out)
-        assert len(tape) == 1, "one call for all kernels"
-        assert tape.num_kernels == 20
-        for seed in range(20):
-            given.copy_(torch.randn(1000, 7, generator=torch.Generator().manual_seed(seed)))
-            expected = given
-            for _ in range(20):
-                expected = expected * 0.5 + 1.0
-            tape.replay()
-            assert torch.equal(out, expected)
-    finally:
-        torch.set_num_threads(before)
-    given.zero_()
+    tape, out = record_chain(given, 20)
+    for seed in range(30):
+        given.copy_(torch.randn(1000, 7, generator=torch.Generator().manual_seed(seed)))
+        expected = given
+        for _ in range(20):
+            expected = expected * 0.5 + 1.0
+        threads((recorded, 1, 4, 2, 3)[seed % 5])
+        tape.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 5])
+def test_kernels_with_less_work_than_threads_come_in_order(size, threads):
+    threads(4)
+    given = torch.randn(size)
+    tape, out = record_chain(given, 50)
+    for seed in range(50):
+        given.copy_(torch.randn(size, generator=torch.Generator().manual_seed(seed)))
+        tape.replay()
+        threads(1)
+        assert torch.equal(out, chained(given, 50))
+        threads(4)
+
+
+NAP_S = 0.02
+
+
+@kernel
+def nap_and_add(count: Int, sleep: Longs, x: Floats, y: Floats) -> None:
+    """Whoever takes the first part sleeps over it, as if the system had taken the core away."""
+    for i in taken(count):
+        if i == 0:
+            invoke(sleep, count * 0 + int(1e6 * NAP_S))
+        y[i] = x[i] + 1.0
+
+
+def test_threads_sleep_while_one_of_them_is_late(threads):
+    threads(3)
+    sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+    given, jit = torch.randn(100), Jit(nap_and_add)
+    tape = StepTape(Arena())
+    with torch.inference_mode(), tape:
+        out = torch.empty_like(given)
+        jit(given.numel(), sleep, given, out)
+        out = halved(out)
+    before, cpu_s, begun_s = sum(pool().naps), time.process_time(), time.perf_counter()
+    for seed in range(5):
+        given.copy_(torch.randn(100, generator=torch.Generator().manual_seed(seed)))
+        tape.replay()
+        assert torch.equal(out, halved(given + 1.0))
+    assert sum(pool().naps) - before >= 5, "nobody gave its core away"
+    assert time.perf_counter() - begun_s >= 5 * NAP_S
+    assert time.process_time() - cpu_s < 3 * NAP_S, "two threads polled all the time"
+
+
+def test_a_helper_that_never_comes_holds_up_nobody(threads, monkeypatch):
+    threads(2)
+    given = torch.randn(1000)
+    tape, out = record_chain(given, 20)
+    monkeypatch.setattr(Pool, "_help", lambda pool, number: None)  # as if it never got a core
+    alone = new_pool()
+    monkeypatch.setattr("blockdraft.kernels.llvm.jit.pool", lambda: alone)
+    given.fill_(1.0)
     tape.replay()
-    assert torch.equal(out, halved(torch.full_like(given, 2 - 0.5**18)))
+    assert torch.equal(out, torch.full((1000,), 2 - 0.5**20))
+    assert alone.naps == (0, 0), "it waited"
+
+
+def test_several_threads_replay_at_once(threads):
+    threads(2)
+    ran = []
+
+    def replay(value):
+        torch.set_num_threads(2)  # of this thread
+        given = torch.full((500,), value)
+        tape, out = record_chain(given, 20)
+        for step in range(100):
+            given.fill_(value + step)
+            tape.replay()
+            assert torch.equal(out, torch.full((500,), (value + step - 2) * 0.5**20 + 2))
+        ran.append(value)
+
+    started = [threading.Thread(target=replay, args=(value,)) for value in (1.0, 2.0, 3.0)]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join()
+    assert sorted(ran) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_replays_too(threads):
+    threads(2)
+    given = torch.full((1000,), 3.0)
+    tape, out = record_chain(given, 20)
+    tape.replay()
+    child = os.fork()
+    if child == 0:
+        with torch.inference_mode():
+            out.zero_()
+        tape.replay()
+        os._exit(0 if float(out[-1]) == 2 + 0.5**20 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs kernels, which llvmlite compiles for this processor, on PyTorch's own OpenMP threads."""
+"""Runs kernels, which llvmlite compiles for this processor, on all threads (pool.py)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch import Tensor
 from blockdraft.kernels.cpu import extra_features
 from blockdraft.kernels.llvm.compiler import Written, assembly, field_types
 from blockdraft.kernels.llvm.language import Type, f32, f64
+from blockdraft.kernels.llvm.pool import Pool, follow, lead, pause_hint, table
 from blockdraft.kernels.llvm.tape import Call, current_tape
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
 
 REALS = {torch.float32: f32, torch.float64: f64}
-_COUNTER = 8  # bytes: a job's first field
 
 
 def real_type(dtype: torch.dtype) -> Type:
@@ -51,7 +51,7 @@ class Jit:
         )
 
     @functools.cached_property
-    def _run_serial(self) -> Callable[[int], None]:
+    def _run_alone(self) -> Callable[[int], None]:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
     def __call__(self, *fields: float | Tensor | None, is_small: bool = False) -> None:
@@ -60,26 +60,24 @@ class Jit:
         The memory behind the fields must stay until then, or as long as the tape that records the call.
         """
         job = self._job(fields)
-        self._run(job, 1 if is_small else torch.get_num_threads())
+        num_threads = 1 if is_small else torch.get_num_threads()
+        if num_threads == 1:
+            self._run_alone(ctypes.addressof(job))
+        else:
+            run_together(table([(self._address, job)]), num_threads)
         tape = current_tape()
         if tape is not None:
-            ctypes.memset(job, 0, _COUNTER)
             used = (one for one in fields if isinstance(one, Tensor))
             tape.add(Call(self._address, job, self._kernel.function.__name__), used)
-
-    def prepared(self, *fields: float | Tensor | None) -> Callable[[], None]:
-        """The same on all threads, as often as wanted: the job must leave its counter as it was."""
-        return functools.partial(self._run, self._job(fields), torch.get_num_threads())
 
     def _job(self, fields: Sequence[float | Tensor | None]) -> ctypes.Array[ctypes.c_char]:
         values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in fields]
         return ctypes.create_string_buffer(self._fields.pack(0, *values))
 
-    def _run(self, job: ctypes.Array[ctypes.c_char], threads: int) -> None:
-        if threads == 1:
-            self._run_serial(ctypes.addressof(job))
-        else:
-            gomp().GOMP_parallel(self._address, ctypes.addressof(job), threads, 0)
+
+def run_together(calls: ctypes.Array[ctypes.c_int64], num_threads: int) -> None:
+    """Kernels with their jobs (pool.table), one after another, each by up to so many threads."""
+    pool().run(calls, num_threads)
 
 
 class _Compiler:
@@ -135,6 +133,17 @@ def _compiler() -> _Compiler:
 
 
 @functools.cache
+def pool() -> Pool:
+    """This process's."""
+    return new_pool()
+
+
+def new_pool() -> Pool:
+    known = {"hint": pause_hint()}
+    return Pool(_compiler().address(lead, known), _compiler().address(follow, known))
+
+
+@functools.cache
 def _sources() -> str:
     """A digest of the kernels' text and of what turns it into code."""
     files = sorted(Path(__file__).parent.glob("*.py"))
@@ -161,12 +170,3 @@ class _Compiled:
 
     def store(self, code: bytes) -> None:
         keep(self._file, hashlib.sha256(code).digest() + code)
-
-
-@functools.cache
-def gomp() -> ctypes.CDLL:
-    """The libgomp that PyTorch itself loaded: a second pool would fight over the cores."""
-    library = ctypes.CDLL(torch._C.__file__)
-    library.GOMP_parallel.restype = None
-    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_uint] * 2
-    return library

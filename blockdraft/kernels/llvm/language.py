@@ -526,12 +526,41 @@ def scratch(like: Value, type: Type, count: int | Value) -> Pointer:
     return Pointer(like.text, name, type)
 
 
-def invoke(function: Pointer, *arguments: Pointer) -> None:
-    """Call what lies at an address; it gives nothing back."""
-    given = ", ".join(f"ptr {one.name}" for one in arguments)
+def invoke(function: Pointer, *arguments: Value) -> None:
+    """Call what lies at an address; what it gives back is not read."""
+    given = ", ".join(f"{one.type} {one.name}" for one in arguments)
     function.text.line(f"call void {function.name}({given})")
 
 
-def invoked(function: Pointer) -> Value:
-    """The int that the function at an address gives back."""
-    return function.text.value(f"call i32 {function.name}()", i32)
+# What threads share: each of these is seen by all threads, and in one order.
+
+
+def load_shared(at: Pointer) -> Value:
+    return at.text.value(f"load atomic i64, ptr {at.name} seq_cst, align 8", i64)
+
+
+def store_shared(at: Pointer, value: Operand) -> None:
+    if not isinstance(value, Value):
+        value = at.constant(value, i64)
+    at.text.line(f"store atomic i64 {value.name}, ptr {at.name} seq_cst, align 8")
+
+
+def add_shared(at: Pointer, number: int) -> Value:
+    """Add to the number at an address; returns what it was before."""
+    return at.text.value(f"atomicrmw add ptr {at.name}, i64 {number} seq_cst", i64)
+
+
+def replace_shared(at: Pointer, old: Operand, new: Operand) -> Value:
+    """Put `new` where `old` is; returns whether it was there."""
+    old, new = (one if isinstance(one, Value) else at.constant(one, i64) for one in (old, new))
+    operands = f"i64 {old.name}, i64 {new.name}"
+    pair = at.text.name()
+    at.text.line(f"{pair} = cmpxchg ptr {at.name}, {operands} seq_cst seq_cst, align 8")
+    return at.text.value(f"extractvalue {{ i64, i1 }} {pair}, 1", i1)
+
+
+def pause(like: Value, hint: str) -> None:
+    """Tell the processor that this thread waits for another; `hint` is the intrinsic and its argument."""
+    name, _, argument = hint.partition(" ")
+    like.text.declared.add(f"declare void @{name}({'i32' if argument else ''})")
+    like.text.line(f"call void @{name}({f'i32 {argument}' if argument else ''})")

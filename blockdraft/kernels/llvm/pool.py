@@ -1,0 +1,284 @@
+"""Threads that run kernels together, and that stay out of each other's way when the cores are busy.
+
+Whoever calls `Pool.run` leads: its thread goes through all kernels, and helpers take part. Parts of a
+kernel's work are handed out one by one (`taken`), so a kernel is done when no part is left and nobody works
+on one. The next kernel begins then, whoever is still on the way: a helper that the system gives no core to
+holds up nobody, unless it has a part in hand. Who waits, waits for some microseconds and then sleeps, which
+leaves the core to the one that is waited for.
+
+Which thread computes a part never changes its bits.
+
+All of it is one number, `WORD`: how many threads are inside the kernel that is open (its low 16 bits),
+whether one is open (the bit above), and how many kernels were run before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from blockdraft.kernels.llvm.compiler import inlined, kernel
+from blockdraft.kernels.llvm.language import (
+    Int,
+    Longs,
+    add_shared,
+    i64,
+    invoke,
+    load_shared,
+    pause,
+    replace_shared,
+    scratch,
+    select,
+    store_shared,
+)
+
+SPIN_NS = 50_000  # that a thread polls before it sleeps: what a part of a kernel's work usually takes
+IDLE_NS = 200_000  # the same of a helper that has nothing to do: the host's time between two rows of kernels
+POLLS = 32  # between two looks at the clock
+_HINTS = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint 1"}
+
+# What threads share, in 8 bytes each; what changes often has a cache line of its own.
+WORD = 0
+IS_ANYONE_ASLEEP, IS_LED, NUM_HELPERS = 16, 32, 33
+CALLS, COUNT, FIRST = 48, 49, 50  # the kernels of whoever leads, and the number of the first
+NAPS = 64  # how often the leader has slept; behind it, how often helpers have
+LOCK, UNLOCK, SLEEP, WAKE, MUTEX, CONDITION, CLOCK, MONOTONIC = range(72, 80)
+SIZE = 80
+
+_ALIGN = 128  # bytes
+_OPAQUE = 128  # bytes, more than a mutex or a condition of any system needs
+INSIDE = (1 << 16) - 1
+TICKET = 16  # bits below it; a ticket is odd while a kernel is open
+
+
+class Pool:
+    """The helpers of this process. Several threads may lead: the second one works alone meanwhile."""
+
+    def __init__(self, lead: int, follow: int) -> None:
+        """Addresses of the two kernels below."""
+        self._lead, self._follow = (ctypes.CFUNCTYPE(None, ctypes.c_void_p)(one) for one in (lead, follow))
+        self._libc = ctypes.CDLL(None)
+        self._memory = ctypes.create_string_buffer(8 * SIZE + _ALIGN)
+        place = -(-ctypes.addressof(self._memory) // _ALIGN) * _ALIGN
+        self._state = (ctypes.c_int64 * SIZE).from_address(place)
+        self._mutex, self._condition = (ctypes.create_string_buffer(_OPAQUE) for _ in range(2))
+        self._resizing = threading.Lock()
+        self._helpers: dict[int, threading.Thread] = {}
+        self._num_threads = 1
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def run(self, calls: ctypes.Array[ctypes.c_int64], num_threads: int) -> None:
+        """Kernels in order, each once: pairs of addresses, of a kernel and of its job."""
+        if num_threads not in (1, self._num_threads):
+            self._resize(num_threads)
+        place = ctypes.addressof(calls)
+        fields = (0, int(num_threads == 1), len(calls) // 2, place, place, ctypes.addressof(self._state))
+        job = ctypes.create_string_buffer(struct.pack("6q", *fields))
+        self._lead(ctypes.addressof(job))
+
+    @property
+    def naps(self) -> tuple[int, int]:
+        """How often leaders have slept since the start, and how often helpers have."""
+        return self._state[NAPS], self._state[NAPS + 1]
+
+    def _reset(self) -> None:
+        """No helper is there: at the start, and in a process that was forked."""
+        self._helpers, self._num_threads = {}, 1
+        self._resizing = threading.Lock()
+        self._libc.pthread_mutex_init(self._mutex, None)
+        self._libc.pthread_cond_init(self._condition, None)
+        names = "pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_wait", "pthread_cond_broadcast"
+        places = [_address(getattr(self._libc, name)) for name in names]
+        places += [_address(self._mutex), _address(self._condition)]
+        places += [_address(self._libc.clock_gettime), time.CLOCK_MONOTONIC]
+        ctypes.memset(self._state, 0, ctypes.sizeof(self._state))
+        self._state[LOCK:SIZE] = places
+
+    def _resize(self, num_threads: int) -> None:
+        """Helpers that are no longer wanted end, those that are missing begin."""
+        with self._resizing:
+            self._libc.pthread_mutex_lock(self._mutex)
+            self._state[NUM_HELPERS] = num_threads - 1
+            self._libc.pthread_cond_broadcast(self._condition)
+            self._libc.pthread_mutex_unlock(self._mutex)
+            for number in [one for one in self._helpers if one >= num_threads]:
+                self._helpers.pop(number).join()
+            for number in range(1, num_threads):
+                if number not in self._helpers:
+                    helper = threading.Thread(
+                        target=self._help, args=(number,), daemon=True, name=f"kernels-{number}"
+                    )
+                    helper.start()
+                    self._helpers[number] = helper
+            self._num_threads = num_threads
+
+    def _help(self, number: int) -> None:
+        _use_all_cores()
+        job = ctypes.create_string_buffer(struct.pack("3q", 0, number, ctypes.addressof(self._state)))
+        self._follow(ctypes.addressof(job))
+
+
+def table(calls: Sequence[tuple[int, ctypes.Array[ctypes.c_char]]]) -> ctypes.Array[ctypes.c_int64]:
+    """Addresses of kernels and their jobs, as `Pool.run` takes them; the jobs must stay as long as it."""
+    places = [place for address, job in calls for place in (address, ctypes.addressof(job))]
+    return (ctypes.c_int64 * len(places))(*places)
+
+
+def pause_hint() -> str:
+    """How this processor is told that a thread waits."""
+    return _HINTS[{"arm64": "aarch64"}.get(platform.machine(), platform.machine())]
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _use_all_cores() -> None:
+    """A thread inherits the cores of the one that made it, which OpenMP may have bound to one of them."""
+    openmp = ctypes.CDLL(torch._C.__file__)
+    if not hasattr(os, "sched_setaffinity") or not hasattr(openmp, "omp_get_place_proc_ids"):
+        return
+    cores: set[int] = set()
+    for place in range(openmp.omp_get_num_places()):
+        ids = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+        openmp.omp_get_place_proc_ids(place, ids)
+        cores.update(ids)
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+# ---- kernels
+
+
+@kernel
+def lead(is_alone: Int, count: Int, table: Int, calls: Longs, state: Longs, *, hint: str) -> None:
+    """Run `count` kernels with whoever takes part, or alone: by wish, or where another thread leads already.
+
+    Also alone while a helper that came too late for the kernels before these is on its way out.
+    """
+    for i in range(count):
+        counter = calls.pointer(2 * i + 1)
+        counter[0] = 0
+    is_done = 0
+    if is_alone == 0:
+        is_mine = replace_shared(state + IS_LED, 0, 1)
+        if is_mine:
+            is_done = led(count, table, state, hint)
+            store_shared(state + IS_LED, 0)
+    if is_done == 0:
+        for i in range(count):
+            invoke(calls.pointer(2 * i), calls.pointer(2 * i + 1))
+
+
+@inlined
+def led(count: Any, table: Any, state: Longs, hint: str) -> Any:
+    """1 where all kernels were run with the helpers, 0 where none was."""
+    is_done = 0
+    word = load_shared(state)
+    if word & INSIDE == 0:
+        state[CALLS] = table
+        state[COUNT] = count
+        state[FIRST] = word >> (TICKET + 1)
+        if replace_shared(state, word, word + (1 << TICKET)):
+            wake(state)
+            last = (word >> TICKET) + 2 * count
+            seen = word * 0
+            while load_shared(state) >> TICKET != last:
+                seen = take_part(state, seen, word * 0, hint)
+            is_done = 1
+    return is_done
+
+
+@kernel
+def follow(number: Int, state: Longs, *, hint: str) -> None:
+    """Take part in whatever is led, as long as there are to be so many helpers."""
+    seen = number * 0
+    while number <= load_shared(state + NUM_HELPERS):
+        seen = take_part(state, seen, number, hint)
+
+
+@inlined
+def take_part(state: Longs, seen: Any, number: Any, hint: str) -> Any:
+    """Help with the kernel that is open, or wait for another; returns the last ticket that was worked on."""
+    ticket = load_shared(state) >> TICKET
+    if (ticket & 1 == 1) & (ticket != seen):
+        seen = entered(state, seen)
+    else:
+        wait(state, ticket, number, hint)
+    return seen
+
+
+@inlined
+def entered(state: Longs, seen: Any) -> Any:
+    """Work on the kernel that is open, by now another perhaps; the last to leave opens the one behind it."""
+    ticket = add_shared(state, 1) >> TICKET
+    if ticket & 1 == 1:
+        seen = ticket
+        at = (ticket >> 1) - state[FIRST]
+        calls = state.pointer(CALLS)
+        invoke(calls.pointer(2 * at), calls.pointer(2 * at + 1))
+        is_last = at + 1 == state[COUNT]
+        word = add_shared(state, -1) - 1
+        if word & INSIDE == 0:
+            after = word + select(is_last, 1 << TICKET, word * 0 + (2 << TICKET))
+            if replace_shared(state, word, after):
+                wake(state)
+    else:
+        add_shared(state, -1)
+    return seen
+
+
+@inlined
+def wake(state: Longs) -> None:
+    if load_shared(state + IS_ANYONE_ASLEEP) != 0:
+        invoke(state.pointer(LOCK), state.pointer(MUTEX))
+        store_shared(state + IS_ANYONE_ASLEEP, 0)
+        invoke(state.pointer(WAKE), state.pointer(CONDITION))
+        invoke(state.pointer(UNLOCK), state.pointer(MUTEX))
+
+
+@inlined
+def wait(state: Longs, ticket: Any, number: Any, hint: str) -> None:
+    """Until there is another ticket: polling first, then asleep."""
+    late = ticket * 0
+    is_early = load_shared(state) >> TICKET == ticket
+    while is_early:
+        polls = 0
+        while (polls < POLLS) & (load_shared(state) >> TICKET == ticket):
+            pause(ticket, hint)
+            polls += 1
+        now = time_ns(state)
+        spin = select(ticket & 1 == 1, SPIN_NS, ticket * 0 + IDLE_NS)
+        late = select(late == 0, now + spin, late)
+        is_early = (load_shared(state) >> TICKET == ticket) & (now < late)
+    if load_shared(state) >> TICKET == ticket:
+        sleep(state, ticket, number)
+
+
+@inlined
+def sleep(state: Longs, ticket: Any, number: Any) -> None:
+    invoke(state.pointer(LOCK), state.pointer(MUTEX))
+    naps = state + select(number == 0, NAPS, number * 0 + NAPS + 1)
+    naps[0] = naps[0] + 1
+    store_shared(state + IS_ANYONE_ASLEEP, 1)
+    while (load_shared(state) >> TICKET == ticket) & (number <= load_shared(state + NUM_HELPERS)):
+        invoke(state.pointer(SLEEP), state.pointer(CONDITION), state.pointer(MUTEX))
+        store_shared(state + IS_ANYONE_ASLEEP, 1)
+    invoke(state.pointer(UNLOCK), state.pointer(MUTEX))
+
+
+@inlined
+def time_ns(state: Longs) -> Any:
+    parts = scratch(state, i64, 2)  # seconds and nanoseconds
+    clock = (state + MONOTONIC)[0]
+    invoke(state.pointer(CLOCK), clock, parts)
+    return parts[0] * 1_000_000_000 + parts[1]
