@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from blockdraft.errors import RequestError
+from blockdraft.tools.typed import read_json
 
 Message = Mapping[str, object]
 
@@ -93,7 +93,7 @@ def _object(arguments: object) -> object:
     if not isinstance(arguments, str):
         return arguments or {}
     try:
-        found = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
+        found = read_json(arguments) if arguments.strip() else {}
+    except ValueError:
         found = None
     return found if isinstance(found, dict) else {"arguments": arguments}

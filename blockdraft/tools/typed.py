@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+def read_json(text: str) -> object:
+    """The value of a JSON text. ValueError: it has none that can be written as JSON again.
+
+    Python reads more than JSON: NaN, Infinity, numbers past the largest float, halves of characters.
+    """
+    try:
+        value: object = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        if "\\u" in text:  # no other way to write half a character
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
 
 
 def types_of(schema: object) -> frozenset[str]:
@@ -33,8 +55,8 @@ def as_json(text: str, schema: object) -> str:
     """The value that a text stands for, as JSON: of the schema's types if it can be, else the text itself."""
     written = _PYTHON.get(text.strip(), text.strip())
     try:
-        json.loads(written)
-    except (ValueError, RecursionError):
+        read_json(written)
+    except ValueError:
         return json.dumps(text, ensure_ascii=False)
     if written.startswith('"') and "string" in types_of(schema):
         return json.dumps(text, ensure_ascii=False)  # the quotes are a part of it

@@ -115,7 +115,9 @@ def test_templates_see_tools_and_arguments_as_objects():
     assert tokenizer.decode(ids) == "t20 t1 <tool_call> t19 t2 t3"
 
 
-@pytest.mark.parametrize("arguments", ["", "{broken", "[1]", None])
+@pytest.mark.parametrize(
+    "arguments", ["", "{broken", "[1]", None, '{"city": "\\ud800"}', '{"city": 1e999}', '{"city": NaN}']
+)
 def test_arguments_that_a_model_has_written_wrong_are_never_refused(arguments):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]

@@ -287,6 +287,21 @@ def test_hidden_tags_are_never_shown():
     assert read(BareJsonReader, text, hidden=("<|python_tag|>",)) == ('aprint("x")', "", [])
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "[1, NaN]", '["\\ud800"]', "[" * 5000])
+def test_what_is_no_json_stays_text(value):
+    xml = f"<function=f><parameter=days>{value}</parameter></function>"
+    assert read(QwenXmlReader, [xml]) == ("", "", [("f", json.dumps({"days": value}))])
+    if "[" not in value:
+        gemma = f"<|tool_call>call:f{{days:{value}}}<tool_call|>"
+        assert read(GemmaReader, [gemma]) == ("", "", [("f", json.dumps({"days": value}))])
+
+
+def test_half_a_character_in_arguments_that_came_as_a_text_stays_an_escape():
+    written = json.dumps({"name": "f", "arguments": '{"city": "\ud800"}'})
+    expected = ("", "", [("f", '{"city": "\\ud800"}')])
+    assert read(HermesReader, [f"<tool_call>{written}</tool_call>"]) == expected
+
+
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 _VALUES = _SCALARS | st.text(max_size=8) | st.lists(_SCALARS | st.text(max_size=3), max_size=3)
 
