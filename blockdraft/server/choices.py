@@ -20,7 +20,7 @@ from blockdraft.server.schemas import (
 )
 from blockdraft.text.detokenizer import Detokenizer
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.tools.pieces import Parsed
+from blockdraft.tools.pieces import Parsed, Span
 from blockdraft.tools.pieces import ToolCallPiece as ToolCallPiece
 from blockdraft.tools.reading import AnswerReader
 from blockdraft.tools.tags import TagFilter
@@ -40,6 +40,7 @@ class AnswerPiece:
     is_first: bool
     finish_reason: AnswerEnd | None
     stop_reason: str | int | None
+    spans: tuple[Span, ...] = ()  # the order of thoughts, text and calls; empty: this one
 
 
 @dataclass(slots=True)
@@ -82,6 +83,7 @@ class AnswerChoice:
             is_first=not self.pieces,
             finish_reason=self._end(delta),
             stop_reason=None if self.is_dropped else delta.stop_reason,
+            spans=parsed.spans,
         )
         self.pieces.append(piece)
         return piece
@@ -95,7 +97,10 @@ class AnswerChoice:
         if self.reader is None:
             return Parsed(reasoning, text, ())
         parsed = self.reader.push(text, is_last)
-        return parsed._replace(reasoning=reasoning + parsed.reasoning)
+        if not reasoning:
+            return parsed
+        spans = (Span("reasoning", reasoning), *parsed.spans)
+        return parsed._replace(reasoning=reasoning + parsed.reasoning, spans=spans)
 
     def _end(self, delta: Delta) -> AnswerEnd | None:
         """How it ended: with a call, if there was one and the model stopped by itself."""
