@@ -3,6 +3,7 @@
 import pytest
 
 from blockdraft.engine.request import Delta, Metrics, Thinking
+from blockdraft.errors import RequestError
 from blockdraft.server.chat import find_dialect, prepare_chat
 from blockdraft.server.fields import ChatRequest
 from blockdraft.text.detokenizer import TextStream
@@ -95,6 +96,44 @@ def test_a_conversation_with_calls_is_rendered(family):
     assert "18 degrees" in prompt
     assert "Be short." in prompt
     assert ("developer" in prompt) is (family == "gpt_oss")
+
+
+PARTS = [{"type": "text", "text": "18 degrees"}, {"type": "text", "text": "and rain"}]
+
+
+def rendered(family, *messages):
+    made = prepared(family, messages=list(messages), tools=[TOOL])
+    return made.dialect.tokenizer.decode(made.prompt_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_result_reaches_the_model_as_its_text(family):
+    called = {"role": "assistant", "tool_calls": [CALL]}
+    result = {"role": "tool", "tool_call_id": "c1"}
+    assert "18 degrees\nand rain" in rendered(family, *ASKED, called, {**result, "content": PARTS})
+    empty = rendered(family, *ASKED, called, {**result, "content": ""})
+    assert rendered(family, *ASKED, called, result) == empty
+    assert rendered(family, *ASKED, {**called, "content": None}, {**result, "content": None}) == empty
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_system_message_in_parts_is_the_same_as_one_text(family):
+    whole = rendered(family, {"role": "system", "content": "18 degrees\nand rain"}, *ASKED)
+    assert rendered(family, {"role": "system", "content": PARTS}, *ASKED) == whole
+    with pytest.raises(RequestError, match="content is null: send a string"):
+        rendered(family, {"role": "system"}, *ASKED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "content", [7, True, {"type": "text"}, [{"type": "image_url"}], ["x"], [{"text": 1}]]
+)
+def test_content_of_another_kind_is_refused_in_words(family, content):
+    for message in ({"role": "user"}, {"role": "system"}, {"role": "assistant", "tool_calls": [CALL]}):
+        with pytest.raises(RequestError) as refusal:
+            rendered(family, {**message, "content": content})
+        assert refusal.value.field == "messages"
+        assert not any(name in str(refusal.value) for name in ("NoneType", "'int'", "is int", "dict", "str:"))
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gpt_oss"])
