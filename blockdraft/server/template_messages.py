@@ -54,8 +54,9 @@ def calls_of(message: Message, number: int = 0) -> list[dict[str, object]]:
 def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[str, object]]:
     """Messages as templates read them.
 
-    Contents are texts. Arguments are objects, not texts. Results name their function. Thoughts that a client sends back go
-    by the names that templates use. A developer is the system where the template knows no developer.
+    Contents are texts. Arguments are objects, not texts. Results name their function. Thoughts that a client
+    sends back go by the names that templates use. A developer is the system where the template knows no
+    developer.
     """
     names: dict[str, str] = {}
     shaped = []
