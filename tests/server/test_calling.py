@@ -8,6 +8,7 @@ import pytest
 from blockdraft.engine.request import StructuredOutputs, Thinking
 from blockdraft.server.chat import find_dialect, prepare_chat
 from blockdraft.server.fields import ChatRequest, CompletionRequest, parse
+from blockdraft.server.tool_fields import MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH
 from tests.server.asking import ask
 from tests.server.pair import NAME, app_over, client_of, models, spelled_tokenizer, thinking_tokenizer
 
@@ -277,3 +278,44 @@ def test_a_suffix_is_filled_in_where_the_model_can(app):
         asked = {"model": NAME, "prompt": "t1 t2", "suffix": "t9", "temperature": 0, "max_tokens": 2}
         answer = client.completions.create(**asked, extra_body={"return_token_ids": True})
         assert answer.choices[0].prompt_token_ids == [10, 1, 2, 11, 9, 3]
+
+
+def tool_of(schema, name="f"):
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def nested(depth):
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return {"type": "object", "properties": {"a": schema}}
+
+
+def test_schemas_of_tools_are_bounded_before_anything_is_built(app):
+    large = tool_of({"type": "object", "description": "x" * MAX_SCHEMA_CHARS})
+    half = {"type": "object", "description": "x" * (MAX_SCHEMA_CHARS // 2)}
+    two = [tool_of(half), tool_of(half, "g")]
+    for tools, part in (
+        ([large], "524288 characters"),
+        (two, "524288 characters"),
+        ([tool_of(nested(MAX_SCHEMA_DEPTH))], "'f' nests deeper than 48 levels: flatten it"),
+    ):
+        for path, body in (
+            (CHAT, {**ASKED, "tools": tools}),
+            ("/v1/messages", {**ASKED, "max_tokens": 1, "tools": [anthropic(tool) for tool in tools]}),
+            (
+                "/v1/responses",
+                {"input": "t1", "tools": [{"type": "function", **tool["function"]} for tool in tools]},
+            ),
+        ):
+            answer = ask(app, "POST", path, json={"model": NAME, **body})
+            assert answer.status_code == 400, answer.text
+            assert part in answer.json()["error"]["message"]
+    asked = parse(
+        ChatRequest, json.dumps({**ASKED, "tools": [tool_of(nested(MAX_SCHEMA_DEPTH - 3))]}).encode()
+    )
+    assert len(asked.callable_tools) == 1
+
+
+def anthropic(tool):
+    return {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
