@@ -6,6 +6,8 @@ the same code has made it.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -14,17 +16,21 @@ from blockdraft.server.schemas import (
     AnswerEnd,
     CalledFunction,
     DraftStep,
+    InvalidCall,
     RequestMetrics,
     SpeculativeMetrics,
     ToolCall,
 )
 from blockdraft.text.detokenizer import Detokenizer
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.tools.pieces import Parsed, Span
+from blockdraft.tools.pieces import FunctionTool, Parsed, Span
 from blockdraft.tools.pieces import ToolCallPiece as ToolCallPiece
 from blockdraft.tools.reading import AnswerReader
 from blockdraft.tools.tags import TagFilter
 from blockdraft.tools.thoughts import Splitter, ThoughtCounter
+from blockdraft.tools.typed import call_problem
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -54,12 +60,14 @@ class AnswerChoice:
     reader: AnswerReader | None = None
     counter: ThoughtCounter | None = None
     drafts: DraftMarks | None = None
+    tools: Mapping[str, FunctionTool] = field(default_factory=dict)  # whose calls are checked
     is_dropped: bool = False  # only the prompt was asked for: the answer is not shown
 
     pieces: list[AnswerPiece] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     metrics: Metrics | None = None
     num_tokens: int = 0
+    invalid_calls: list[InvalidCall] = field(default_factory=list)  # known when the answer is over
 
     def push(self, delta: Delta) -> AnswerPiece:
         """Remember and return what `delta` adds."""
@@ -86,6 +94,8 @@ class AnswerChoice:
             spans=parsed.spans,
         )
         self.pieces.append(piece)
+        if is_last and self.tools and delta.finish_reason != "length":
+            self.invalid_calls = list(self._check_calls())
         return piece
 
     def _divide(self, text: str, is_last: bool) -> Parsed:
@@ -128,6 +138,15 @@ class AnswerChoice:
                 calls.append({"id": call.id, "type": "function", "function": function})
             calls[call.index]["function"]["arguments"] += call.arguments
         return calls
+
+    def _check_calls(self) -> Iterator[InvalidCall]:
+        """The calls that have not their tool's schema: they are delivered, and named."""
+        for index, call in enumerate(self.tool_calls):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            problem = call_problem(arguments, self.tools[name])
+            if problem is not None:
+                log.warning("a call of '%s' has not its schema: %s", name, problem)
+                yield {"index": index, "error": problem}
 
     @property
     def token_ids(self) -> list[int]:

@@ -6,6 +6,7 @@ import json
 import math
 
 from blockdraft.tools.checking import problem_of
+from blockdraft.tools.pieces import FunctionTool
 from blockdraft.tools.schemas import Schemas
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -51,3 +52,12 @@ def as_json(text: str, schema: object, schemas: Schemas) -> str:
     if "string" in types and (isinstance(value, str) or problem_of(value, schema, schemas) is not None):
         return plain  # quotes are a part of the text
     return written
+
+
+def call_problem(arguments: str, tool: FunctionTool) -> str | None:
+    """Why the arguments of a call do not have the tool's schema; None: they have it, or nobody knows."""
+    try:
+        value = read_json(arguments)
+    except ValueError:
+        return "the arguments are not JSON"
+    return problem_of(value, {"allOf": [tool.parameters, {"type": "object"}]}, Schemas(tool.parameters))

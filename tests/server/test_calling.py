@@ -99,6 +99,46 @@ def test_every_choice_has_calls_of_its_own(client):
     assert len(ids) == 2
 
 
+def bound_to(city, **more):
+    return {
+        "type": "object",
+        "properties": {"city": {"type": "string", **city}},
+        "required": ["city"],
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        (bound_to({}), None),
+        (
+            bound_to({"enum": ["Rome", "Oslo"]}),
+            "city: \"Paris\" is none of the values that are listed ('enum')",
+        ),
+        (bound_to({"maxLength": 3}), "city: \"Paris\" breaks 'maxLength' 3"),
+        (bound_to({"format": "date"}), "city: \"Paris\" has not the format 'date'"),
+        (bound_to({"not": {"const": "Paris"}}), "city: \"Paris\" is what 'not' forbids"),
+        (bound_to({}, minProperties=2), "the object breaks 'minProperties' 2"),
+    ],
+)
+def test_a_call_that_has_not_its_schema_is_delivered_and_named(client, caplog, schema, problem):
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    (choice,) = request(client, tools=[tool]).choices
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris"}
+    expected = None if problem is None else [{"index": 0, "error": problem}]
+    assert (choice.model_extra or {}).get("invalid_tool_calls") == expected
+    *_, last = request(client, tools=[tool], stream=True)
+    assert (last.choices[0].model_extra or {}).get("invalid_tool_calls") == expected
+    assert (problem is not None) is any("has not its schema" in line for line in caplog.messages)
+
+
+def test_a_call_that_was_cut_off_is_no_news(client):
+    tool = {"type": "function", "function": {"name": "f", "parameters": bound_to({"maxLength": 3})}}
+    (choice,) = request(client, tools=[tool], max_tokens=6).choices
+    assert "invalid_tool_calls" not in (choice.model_extra or {})
+
+
 def prepared(tokenizer=None, **options):
     asked = parse(ChatRequest, json.dumps({**ASKED, **options}).encode())
     return prepare_chat(asked, find_dialect(tokenizer or calling_tokenizer()), {})
