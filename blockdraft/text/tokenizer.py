@@ -165,17 +165,19 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, object]],
         add_special_tokens: bool = False,
-        split_special_tokens: bool = False,
+        split_special_tokens: bool = True,
         **options: object,
     ) -> list[int]:
         """`render`, as ids. The template writes its own special tokens, so none are added.
 
-        With `split_special_tokens` those that are spelled out in a message are text (text/message_text.py).
+        Special tokens that are spelled out in a message, in a tool or in a document are text
+        (text/message_text.py), unless `split_special_tokens` is false.
         """
         if not split_special_tokens:
             return self.encode(self.render(messages, **options), add_special_tokens)  # type: ignore[arg-type]
-        marked = [self._message_text.mark(message) for message in messages]
-        return self._message_text.encode(self.render(marked, **options), add_special_tokens)  # type: ignore[arg-type]
+        marked = self._message_text.mark(messages, options)
+        text = self.render(marked.messages, **marked.options)  # type: ignore[arg-type]
+        return self._message_text.encode(text, marked.mark, add_special_tokens)
 
     @functools.cached_property
     def _message_text(self) -> MessageText:
