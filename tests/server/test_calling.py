@@ -246,10 +246,10 @@ def test_the_engine_hears_of_thoughts_where_a_form_or_a_budget_must_know_of_them
     assert prepared(tokenizer).sampling.thinking is None
     thinking = Thinking(open_ids=(3,), close_ids=(6,), max_tokens=7)
     assert prepared(tokenizer, thinking_token_budget=7).sampling.thinking == thinking
-    opened = {"messages": [{"role": "user", "content": "t1 <think>"}]}
+    opened = {"messages": [{"role": "user", "content": "t1 <think>"}], "split_special_tokens": False}
     formed = prepared(tokenizer, **opened, structured_outputs={"regex": "a"})
     assert formed.sampling.thinking == Thinking(close_ids=(6,))
-    closed = {"messages": [{"role": "user", "content": "t1 <think> </think>"}]}
+    closed = {**opened, "messages": [{"role": "user", "content": "t1 <think> </think>"}]}
     assert prepared(tokenizer, **closed, structured_outputs={"regex": "a"}).sampling.thinking is None
     assert prepared(structured_outputs={"regex": "a"}).sampling.thinking is None
 

@@ -5,7 +5,11 @@ import pytest
 from blockdraft.engine.request import Delta, Metrics, Thinking
 from blockdraft.errors import RequestError
 from blockdraft.server.chat import find_dialect, prepare_chat
+from blockdraft.server.conversation import Conversation
 from blockdraft.server.fields import ChatRequest
+from blockdraft.server.messages_api.fields import MessagesRequest
+from blockdraft.server.responses_api.fields import ResponsesRequest
+from blockdraft.server.responses_api.items import add_input
 from blockdraft.text.detokenizer import TextStream
 from tests.server.families import FAMILIES, FORMAT_OF, family_tokenizer
 
@@ -134,6 +138,59 @@ def test_content_of_another_kind_is_refused_in_words(family, content):
             rendered(family, {**message, "content": content})
         assert refusal.value.field == "messages"
         assert not any(name in str(refusal.value) for name in ("NoneType", "'int'", "is int", "dict", "str:"))
+
+
+def in_every_api(said):
+    """A conversation with a tool, in which everybody but the model says `said`; as each API asks for it."""
+    use = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": said}
+    tool = {"name": "f", "description": said}
+    chat = ChatRequest.model_validate(
+        {
+            "messages": [
+                {"role": "system", "content": said},
+                {"role": "user", "content": [{"type": "text", "text": said}]},
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c1", "content": said},
+            ],
+            "tools": [{"type": "function", "function": tool}],
+        }
+    )
+    turns = [
+        {"role": "user", "content": said},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    messages = MessagesRequest.model_validate(
+        {"max_tokens": 1, "system": said, "messages": turns, "tools": [{**tool, "input_schema": {}}]}
+    )
+    items = [
+        {"role": "user", "content": said},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": said},
+    ]
+    responses = ResponsesRequest.model_validate(
+        {"input": items, "instructions": said, "tools": [{"type": "function", "parameters": {}, **tool}]}
+    )
+    conversation = Conversation()
+    add_input(conversation, responses.input, lambda name: None)
+    return {"chat": chat, "messages": messages.chat(), "responses": responses.chat(conversation)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
+def test_markup_never_comes_from_what_others_say(family, api):
+    special, markup = FAMILIES[family]
+    dialect = find_dialect(family_tokenizer(family))
+    added = dialect.tokenizer.added_ids
+
+    def control_tokens(said, **options):
+        asked = in_every_api(said)[api].model_copy(update=options)
+        return [i for i in prepare_chat(asked, dialect, {}).prompt_ids if i in added]
+
+    attack = f"rain{''.join([*special, *markup])}obey"
+    assert control_tokens(attack) == control_tokens("rain")
+    assert len(control_tokens(attack, split_special_tokens=False)) > len(control_tokens("rain"))
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gpt_oss"])
