@@ -254,6 +254,8 @@ class ChatAnswer(AnswerWriter):
         }
         if self._asked.return_token_ids:
             answer["token_ids"] = choice.token_ids
+        if choice.invalid_calls:
+            answer["invalid_tool_calls"] = choice.invalid_calls
         return answer
 
     def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
@@ -281,12 +283,15 @@ class ChatAnswer(AnswerWriter):
             delta["tool_calls"] = [_call_delta(call) for call in piece.tool_calls]
         if piece.text or (piece.finish_reason is None and not (reasoning or piece.tool_calls)):
             delta["content"] = piece.text
-        return {
+        part: ChatChunkChoice = {
             "index": choice.index,
             "delta": delta,
             "logprobs": self._logprobs(piece.logprobs),
             "finish_reason": piece.finish_reason,
         }
+        if piece.finish_reason is not None and choice.invalid_calls:
+            part["invalid_tool_calls"] = choice.invalid_calls
+        return part
 
     def _reasoning(self, piece: AnswerPiece) -> str:
         return piece.reasoning if self._asked.include_reasoning else ""

@@ -87,8 +87,9 @@ class PreparedChat:
             if dialect.tools.find_thoughts is None:
                 choice.splitter = Splitter(dialect.thoughts, is_inside=self.is_inside)
         if asked.callable_tools or dialect.tools.find_thoughts is not None:
+            choice.tools = {tool.name: tool for tool in asked.callable_tools}
             choice.reader = dialect.tools.reader(
-                {tool.name: tool for tool in asked.callable_tools},
+                choice.tools,
                 hidden=shown if asked.skip_special_tokens else (),
                 max_calls=None if asked.parallel_tool_calls else 1,
             )

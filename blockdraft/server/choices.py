@@ -6,6 +6,8 @@ the same code has made it.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -14,17 +16,21 @@ from blockdraft.server.schemas import (
     AnswerEnd,
     CalledFunction,
     DraftStep,
+    InvalidCall,
     RequestMetrics,
     SpeculativeMetrics,
     ToolCall,
 )
 from blockdraft.text.detokenizer import Detokenizer
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.tools.pieces import Parsed
+from blockdraft.tools.pieces import FunctionTool, Parsed, Span
 from blockdraft.tools.pieces import ToolCallPiece as ToolCallPiece
 from blockdraft.tools.reading import AnswerReader
 from blockdraft.tools.tags import TagFilter
 from blockdraft.tools.thoughts import Splitter, ThoughtCounter
+from blockdraft.tools.typed import call_problem
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -40,6 +46,7 @@ class AnswerPiece:
     is_first: bool
     finish_reason: AnswerEnd | None
     stop_reason: str | int | None
+    spans: tuple[Span, ...] = ()  # the order of thoughts, text and calls; empty: this one
 
 
 @dataclass(slots=True)
@@ -53,12 +60,14 @@ class AnswerChoice:
     reader: AnswerReader | None = None
     counter: ThoughtCounter | None = None
     drafts: DraftMarks | None = None
+    tools: Mapping[str, FunctionTool] = field(default_factory=dict)  # whose calls are checked
     is_dropped: bool = False  # only the prompt was asked for: the answer is not shown
 
     pieces: list[AnswerPiece] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     metrics: Metrics | None = None
     num_tokens: int = 0
+    invalid_calls: list[InvalidCall] = field(default_factory=list)  # known when the answer is over
 
     def push(self, delta: Delta) -> AnswerPiece:
         """Remember and return what `delta` adds."""
@@ -82,8 +91,11 @@ class AnswerChoice:
             is_first=not self.pieces,
             finish_reason=self._end(delta),
             stop_reason=None if self.is_dropped else delta.stop_reason,
+            spans=parsed.spans,
         )
         self.pieces.append(piece)
+        if is_last and self.tools and delta.finish_reason != "length":
+            self.invalid_calls = list(self._check_calls())
         return piece
 
     def _divide(self, text: str, is_last: bool) -> Parsed:
@@ -95,7 +107,10 @@ class AnswerChoice:
         if self.reader is None:
             return Parsed(reasoning, text, ())
         parsed = self.reader.push(text, is_last)
-        return parsed._replace(reasoning=reasoning + parsed.reasoning)
+        if not reasoning:
+            return parsed
+        spans = (Span("reasoning", reasoning), *parsed.spans)
+        return parsed._replace(reasoning=reasoning + parsed.reasoning, spans=spans)
 
     def _end(self, delta: Delta) -> AnswerEnd | None:
         """How it ended: with a call, if there was one and the model stopped by itself."""
@@ -123,6 +138,15 @@ class AnswerChoice:
                 calls.append({"id": call.id, "type": "function", "function": function})
             calls[call.index]["function"]["arguments"] += call.arguments
         return calls
+
+    def _check_calls(self) -> Iterator[InvalidCall]:
+        """The calls that have not their tool's schema: they are delivered, and named."""
+        for index, call in enumerate(self.tool_calls):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            problem = call_problem(arguments, self.tools[name])
+            if problem is not None:
+                log.warning("a call of '%s' has not its schema: %s", name, problem)
+                yield {"index": index, "error": problem}
 
     @property
     def token_ids(self) -> list[int]:

@@ -177,7 +177,7 @@ class ChatRequest(ToolFields, _Generation):
     messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    split_special_tokens: bool = False  # transformers' name: markup spelled out in a message is text
+    split_special_tokens: bool = True  # transformers' name: markup spelled out in a message is text
     chat_template_kwargs: TemplateKwargs = Field(default={})
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)  # the old name of the next, which wins
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
@@ -279,7 +279,7 @@ class TokenizeRequest(AnyBody):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    split_special_tokens: bool = False
+    split_special_tokens: bool = True
     chat_template_kwargs: TemplateKwargs = Field(default={})
     tools: Tools = Field(default=[])
     return_token_strs: bool = False

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from blockdraft.server.choices import AnswerPiece
+from blockdraft.tools.pieces import Span
 
 
 @dataclass(slots=True)
@@ -42,22 +42,15 @@ class AnswerParts:
         self._is_open = False
 
     def push(self, piece: AnswerPiece) -> Iterator[PartChange]:
-        """What goes on with the open part comes first; else thoughts, text, and then calls."""
-        going_on = list(takewhile(lambda call: call.id is None, piece.tool_calls))
-        for call in going_on:
-            yield from self._add("call", call.arguments)
-        if self._is_open_as("text") and piece.text:
-            yield from self._add("text", piece.text)
-            yield from self._add("reasoning", piece.reasoning)
-        else:
-            yield from self._add("reasoning", piece.reasoning)
-            yield from self._add("text", piece.text)
-        for call in piece.tool_calls[len(going_on) :]:
-            if call.id is not None:
-                yield from self._open(
-                    AnswerPart("call", len(self.all), call_id=call.id, name=call.name or "")
-                )
-            yield from self._add("call", call.arguments)
+        """The changes in the order in which the model wrote them."""
+        for span in piece.spans or _usual_order(piece):
+            if span.call is None:
+                yield from self._add(span.kind, span.text)
+                continue
+            if span.call.id is not None:
+                opened = AnswerPart("call", len(self.all), call_id=span.call.id, name=span.call.name or "")
+                yield from self._open(opened)
+            yield from self._add("call", span.call.arguments)
         if piece.finish_reason is not None:
             yield from self._close(is_whole=piece.finish_reason != "length")
 
@@ -88,3 +81,9 @@ class AnswerParts:
             self.all[-1].is_whole = is_whole
             self._is_open = False
             yield PartChange("close", self.all[-1])
+
+
+def _usual_order(piece: AnswerPiece) -> Iterator[Span]:
+    """Of an answer that nobody searched for calls: thoughts, then text."""
+    yield Span("reasoning", piece.reasoning)
+    yield Span("text", piece.text)

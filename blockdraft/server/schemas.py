@@ -197,6 +197,13 @@ class ChatMessage(TypedDict):
     draft: NotRequired[list[DraftStep]]
 
 
+class InvalidCall(TypedDict):
+    """A call that has not its tool's schema: which, and why."""
+
+    index: int
+    error: str
+
+
 class ChatChoice(TypedDict):
     """One answer."""
 
@@ -206,6 +213,7 @@ class ChatChoice(TypedDict):
     finish_reason: AnswerEnd | None
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
+    invalid_tool_calls: NotRequired[list[InvalidCall]]
 
 
 class ChatCompletion(AnswerObject):
@@ -234,6 +242,7 @@ class ChatChunkChoice(ChunkChoice):
 
     delta: ChatDelta
     logprobs: ChatLogprobs | None
+    invalid_tool_calls: NotRequired[list[InvalidCall]]
 
 
 class ChatChunk(Chunk):

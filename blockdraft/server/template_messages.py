@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from blockdraft.errors import RequestError
+from blockdraft.text.content import content_text, json_kind
+from blockdraft.tools.typed import read_json
 
 Message = Mapping[str, object]
 
@@ -32,9 +33,7 @@ def calls_of(message: Message, number: int = 0) -> list[dict[str, object]]:
     if calls is None:
         return []
     if not isinstance(calls, list):
-        raise RequestError(
-            f"messages[{number}].tool_calls is {type(calls).__name__}, not a list.", "messages"
-        )
+        raise RequestError(f"messages[{number}].tool_calls is {json_kind(calls)}, not a list.", "messages")
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(call.get("id"), str):
@@ -55,13 +54,14 @@ def calls_of(message: Message, number: int = 0) -> list[dict[str, object]]:
 def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[str, object]]:
     """Messages as templates read them.
 
-    Arguments are objects there, not texts. Results name their function. Thoughts that a client sends back go
-    by the names that templates use. A developer is the system where the template knows no developer.
+    Contents are texts. Arguments are objects, not texts. Results name their function. Thoughts that a client
+    sends back go by the names that templates use. A developer is the system where the template knows no
+    developer.
     """
     names: dict[str, str] = {}
     shaped = []
     for number, message in enumerate(messages):
-        new = dict(message)
+        new = {**message, "content": content_text(message)}
         if calls := calls_of(message, number):
             new["tool_calls"] = [_with_object(call, names) for call in calls]
         else:
@@ -93,7 +93,7 @@ def _object(arguments: object) -> object:
     if not isinstance(arguments, str):
         return arguments or {}
     try:
-        found = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
+        found = read_json(arguments) if arguments.strip() else {}
+    except ValueError:
         found = None
     return found if isinstance(found, dict) else {"arguments": arguments}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Annotated, Literal
 
@@ -12,7 +13,9 @@ from blockdraft.server.field_types import StrictFields
 from blockdraft.server.json_schemas import Schema
 from blockdraft.tools.pieces import FunctionTool
 
-MAX_TOOLS = 1024  # arbitrary
+MAX_TOOLS = 1024  # arbitrary, as the next two
+MAX_SCHEMA_CHARS = 1 << 19  # of all schemas of a request, as JSON
+MAX_SCHEMA_DEPTH = 48  # lists and objects inside each other in one schema
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
@@ -109,7 +112,8 @@ class ToolFields(StrictFields):
         return tuple(one.tool for one in self.tools if one.function.name in names)
 
     def check_tools(self) -> None:
-        """Raises RequestError for names that are there twice or not at all."""
+        """Raises RequestError for schemas past their limits, and for names that are twice or not there."""
+        self._check_sizes()
         counts = Counter(one.function.name for one in self.tools)
         for name, count in counts.items():
             if count > 1:
@@ -128,3 +132,30 @@ class ToolFields(StrictFields):
                 )
         if self.must_call and not self.tools:
             raise RequestError("'tool_choice' asks for a call, but there are no 'tools'.", "tool_choice")
+
+    def _check_sizes(self) -> None:
+        num_chars = 0
+        for one in self.tools:
+            schema = one.function.parameters or {}
+            if _depth(schema) > MAX_SCHEMA_DEPTH:
+                raise RequestError(
+                    f"'tools': the schema of '{one.function.name}' nests deeper than {MAX_SCHEMA_DEPTH} "
+                    "levels: flatten it, or use '$defs'.",
+                    "tools",
+                )
+            num_chars += len(json.dumps(schema))
+        if num_chars > MAX_SCHEMA_CHARS:
+            raise RequestError(
+                f"'tools': the schemas have {num_chars} characters together, more than "
+                f"{MAX_SCHEMA_CHARS} characters: send fewer or smaller tools.",
+                "tools",
+            )
+
+
+def _depth(schema: object) -> int:
+    """How deep lists and objects lie in each other; the body's own limit bounds the walk."""
+    depth, level = 0, [schema]
+    while level := [part for part in level if isinstance(part, dict | list)]:
+        depth += 1
+        level = [item for part in level for item in (part.values() if isinstance(part, dict) else part)]
+    return depth

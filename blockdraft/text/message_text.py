@@ -1,18 +1,21 @@
 """Message text that never becomes markup: `<|im_end|>` in it is encoded as the characters it is written with.
 
-A mark is put into every piece of markup before the chat template sees the message, and a second tokenizer
-that knows the mark as a token cuts there. The mark's own id is left out, so what remains is the same text.
+A mark is put into every piece of markup before the chat template sees it. What the template makes of the
+messages is cut at the marks, and the pieces are encoded one by one: the marks are gone, the text is the same.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import tokenizers
 
 LONG_TEXT_CHARS = 1 << 13  # some milliseconds
-_MARK = "\ue000plain text\ue000"
+OTHERS_WORDS = ("tools", "documents")  # arguments of a template that hold texts of anybody
 
 
 def encode_beside(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
@@ -22,6 +25,14 @@ def encode_beside(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens
     return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
 
+class Marked(NamedTuple):
+    """What a template is given, and the mark in it, which no message holds."""
+
+    messages: list[Mapping[str, object]]
+    options: dict[str, object]
+    mark: str
+
+
 class MessageText:
     """Marks messages, and encodes what a template made of them."""
 
@@ -29,28 +40,76 @@ class MessageText:
         added = tokenizer.get_added_tokens_decoder().values()
         # Some markup is not called special (Qwen's <think>), and some added tokens are plain runs of spaces.
         markup = {token.content for token in added if token.special or token.content.startswith("<")}
-        longest_first = sorted(markup, key=len, reverse=True)
-        self._begin = re.compile(f"(?=(?:{'|'.join(map(re.escape, longest_first))}))(.)", re.DOTALL)
-        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-        self._tokenizer.add_tokens([tokenizers.AddedToken(_MARK, normalized=False)])
-        self._mark_id = self._tokenizer.token_to_id(_MARK)
-        self._has_markup = bool(markup)
+        self._begin = _beginnings(markup)
+        self._tokenizer = tokenizer
+        self._joint = _joint(tokenizer)
 
-    def mark(self, message: Mapping[str, object]) -> Mapping[str, object]:
-        """A copy whose texts hold no markup; the model's own words keep theirs, which templates look for."""
-        if not self._has_markup or not isinstance(message, Mapping) or message.get("role") == "assistant":
-            return message
-        return {key: self._marked(value) for key, value in message.items()}
+    def mark(self, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> Marked:
+        """Copies whose texts hold no markup; the model's own words keep theirs, which templates look for."""
+        mark = f"\ue000{secrets.token_hex(8)}\ue000"
+        if self._begin is None or self._joint is None:
+            return Marked(list(messages), dict(options), mark)
+        marked = [
+            self._marked(message, mark)
+            if isinstance(message, Mapping) and message.get("role") != "assistant"
+            else message
+            for message in messages
+        ]
+        others = {name: self._marked(options[name], mark) for name in OTHERS_WORDS if name in options}
+        return Marked(marked, {**options, **others}, mark)  # type: ignore[arg-type]
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids = encode_beside(self._tokenizer, text, add_special_tokens)
-        return [token_id for token_id in ids if token_id != self._mark_id]
+    def encode(self, text: str, mark: str, add_special_tokens: bool) -> list[int]:
+        """The ids of a text that a template made, without its marks."""
+        first, *rest = text.split(mark)
+        if not rest:
+            return encode_beside(self._tokenizer, text, add_special_tokens)
+        # A tokenizer may treat the beginning of a text in its own way: behind a token nothing begins.
+        encoded = self._tokenizer.encode_batch(
+            [first, *(f"{self._joint}{piece}" for piece in rest)], add_special_tokens=False
+        )
+        ids = [*encoded[0].ids, *(token_id for piece in encoded[1:] for token_id in piece.ids[1:])]
+        return self._with_special_tokens(first, ids, len(encoded[0].ids)) if add_special_tokens else ids
 
-    def _marked(self, value: object) -> object:
+    def _with_special_tokens(self, first: str, ids: list[int], num_first: int) -> list[int]:
+        """With those that the tokenizer puts around every text."""
+        around = self._tokenizer.encode(first, add_special_tokens=True).ids
+        num_before = next(
+            (n for n in range(len(around) + 1) if around[n : n + num_first] == ids[:num_first]), len(around)
+        )
+        return [*around[:num_before], *ids, *around[num_before + num_first :]]
+
+    def _marked(self, value: object, mark: str) -> object:
         if isinstance(value, str):
-            return self._begin.sub(rf"\1{_MARK}", value)
+            return (
+                value if self._begin is None else self._begin.sub(lambda found: found.group() + mark, value)
+            )
         if isinstance(value, Mapping):
-            return {key: self._marked(item) for key, item in value.items()}
+            return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
         if isinstance(value, Sequence):
-            return [self._marked(item) for item in value]
+            return [self._marked(item, mark) for item in value]
         return value
+
+
+def _beginnings(markup: set[str]) -> re.Pattern[str] | None:
+    """Finds the first character of all markup in a text; None: there is no markup."""
+    rest_of = defaultdict[str, list[str]](list)
+    for text in sorted(filter(None, markup), key=len, reverse=True):
+        rest_of[text[0]].append(re.escape(text[1:]))
+    parts = [f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rest_of.items()]
+    return re.compile("|".join(parts)) if parts else None
+
+
+def _joint(tokenizer: tokenizers.Tokenizer) -> str | None:
+    """A token that stands in front of a text and changes nothing in it; None: there is none, nor markup."""
+    added = tokenizer.get_added_tokens_decoder()
+    texts = [token.content for token in added.values()]
+    for token_id, token in added.items():
+        is_plain = not (token.lstrip or token.rstrip or token.single_word) and bool(token.content.strip())
+        is_alone = sum(text.startswith(token.content) for text in texts) == 1
+        if (
+            is_plain
+            and is_alone
+            and tokenizer.encode(token.content, add_special_tokens=False).ids == [token_id]
+        ):
+            return token.content
+    return None

@@ -13,6 +13,7 @@ import jinja2
 
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import RequestError
+from blockdraft.text.content import content_text, json_kind
 from blockdraft.text.message_text import MessageText, encode_beside
 from blockdraft.text.plain_texts import PlainTexts, decodes_apart
 from blockdraft.text.template import compile_template, run_template
@@ -164,17 +165,19 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, object]],
         add_special_tokens: bool = False,
-        split_special_tokens: bool = False,
+        split_special_tokens: bool = True,
         **options: object,
     ) -> list[int]:
         """`render`, as ids. The template writes its own special tokens, so none are added.
 
-        With `split_special_tokens` those that are spelled out in a message are text (text/message_text.py).
+        Special tokens that are spelled out in a message, in a tool or in a document are text
+        (text/message_text.py), unless `split_special_tokens` is false.
         """
         if not split_special_tokens:
             return self.encode(self.render(messages, **options), add_special_tokens)  # type: ignore[arg-type]
-        marked = [self._message_text.mark(message) for message in messages]
-        return self._message_text.encode(self.render(marked, **options), add_special_tokens)  # type: ignore[arg-type]
+        marked = self._message_text.mark(messages, options)
+        text = self.render(marked.messages, **marked.options)  # type: ignore[arg-type]
+        return self._message_text.encode(text, marked.mark, add_special_tokens)
 
     @functools.cached_property
     def _message_text(self) -> MessageText:
@@ -247,12 +250,12 @@ def _check_message(message: object, template: str) -> dict[str, object]:
     """
     if not isinstance(message, Mapping):
         raise RequestError(
-            f"a message is {type(message).__name__}, not an object: send "
-            '{"role": "user", "content": "..."}.'
+            f'a message is {json_kind(message)}, not an object: send {{"role": "user", "content": "..."}}.'
         )
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"a message has the role {role!r}: use 'system', 'user' or 'assistant'.")
+        found = "a message's role is " + json_kind(role) if role else "a message has no role"
+        raise RequestError(f"{found}: use 'system', 'user' or 'assistant'.")
     if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
         raise RequestError(
             f"a message has the role '{role[:40]}', which the model's template does not know: use one of "
@@ -260,34 +263,7 @@ def _check_message(message: object, template: str) -> dict[str, object]:
             field="messages",
         )
     plain = {str(key): _plain(value) for key, value in message.items()}
-    return {**plain, "content": _text_of(plain.get("content"), bool(plain.get("tool_calls")))}
-
-
-def _text_of(content: object, may_be_empty: bool) -> str:
-    """Text parts are joined by a newline, as in vLLM. Only tool calls may come without text."""
-    if isinstance(content, str):
-        return content
-    if content is None and may_be_empty:
-        return ""
-    if not isinstance(content, list):
-        raise RequestError(
-            f"a message's content is {type(content).__name__}: send a string, or a list of "
-            '{"type": "text", "text": "..."} parts.'
-        )
-    return "\n".join(_text_of_part(part) for part in content)
-
-
-def _text_of_part(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if kind != "text":
-        raise RequestError(
-            f"a message has a part of type {kind!r}, but this model reads text only, whatever it can do "
-            'elsewhere: this engine is text only. Send {"type": "text", "text": "..."} parts.'
-        )
-    text = part.get("text") if isinstance(part, dict) else None
-    if not isinstance(text, str):
-        raise RequestError(f"a text part holds {type(text).__name__}: its 'text' must be a string.")
-    return text
+    return {**plain, "content": content_text(plain)}
 
 
 def _plain(value: object) -> object:

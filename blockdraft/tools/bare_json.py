@@ -111,7 +111,10 @@ def plain_grammar(form: CallForm, tokenizer: Tokenizer) -> str:
 def tools_as_messages(
     messages: Items[Mapping[str, object]], tools: Items[FunctionTool]
 ) -> list[dict[str, object]]:
-    """A conversation with tools in words, for a template that knows only texts of system, user, assistant."""
+    """A conversation with tools in words, for a template that knows only texts of system, user, assistant.
+
+    The content of every message is a text.
+    """
     told: list[dict[str, object]] = []
     for message in messages:
         if message.get("role") == "tool":
@@ -137,7 +140,7 @@ def _with_calls_as_text(message: Mapping[str, object]) -> dict[str, object]:
 
 
 def _with_system(chat: list[dict[str, object]], text: str) -> list[dict[str, object]]:
-    if chat and chat[0].get("role") in ("system", "developer") and isinstance(chat[0]["content"], str):
+    if chat and chat[0].get("role") in ("system", "developer"):
         return [{**chat[0], "content": f"{chat[0]['content']}\n\n{text}"}, *chat[1:]]
     return [{"role": "system", "content": text}, *chat]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.tools import bare_json, gemma, harmony, hermes, qwen_xml
+from blockdraft.tools import bare_json, gemma, gemma_grammar, harmony, hermes, qwen_xml, qwen_xml_grammar
 from blockdraft.tools.lark import CallForm
 from blockdraft.tools.reading import AnswerReader
 from blockdraft.tools.thoughts import Tags
@@ -34,10 +34,12 @@ FORMATS = (
     ToolFormat(
         "qwen_xml",
         qwen_xml.QwenXmlReader,
-        qwen_xml.qwen_xml_grammar,
+        qwen_xml_grammar.qwen_xml_grammar,
         (qwen_xml.OPEN, qwen_xml.CLOSE),
     ),
-    ToolFormat("gemma", gemma.GemmaReader, gemma.gemma_grammar, (gemma.OPEN, gemma.CLOSE, gemma.QUOTE)),
+    ToolFormat(
+        "gemma", gemma.GemmaReader, gemma_grammar.gemma_grammar, (gemma.OPEN, gemma.CLOSE, gemma.QUOTE)
+    ),
     ToolFormat(
         "harmony",
         harmony.HarmonyReader,

@@ -49,7 +49,7 @@ class HarmonyReader(AnswerReader):
             else:  # a call of what is no tool is content
                 yield from self._read_body(f"{RECIPIENT}{name} " if name else "", self._say)
         if not self._is_behind_call:
-            self._text.append(self._space)
+            self._add("text", self._space)
 
     def _read_header(self) -> Steps[str | None]:
         """What stands in front of the next message's text; None: the answer is over.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 from blockdraft.tools.json_scanner import JsonScanner
 from blockdraft.tools.reading import AnswerReader, NotACall, Steps
 
 ARGUMENTS = ("arguments", "parameters")
+_HALF = re.compile("[\ud800-\udfff]")  # of a character: no text that is sent may hold it
 OTHERS = ("id", "type")  # with any other member it is not a call, and need not wait
 
 
@@ -90,7 +92,7 @@ class JsonCallReader(AnswerReader):
             return written
         if not value.lstrip().startswith("{"):
             raise NotACall
-        return value
+        return _HALF.sub(lambda half: f"\\u{ord(half.group()):04x}", value)
 
     def _read_value(self) -> Steps[tuple[object, str]]:
         """A whole JSON value, and how it was written."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,18 @@ class ToolCallPiece:
     arguments: str  # the next characters of a JSON object
 
 
+class Span(NamedTuple):
+    """Some thoughts, some text, or a piece of a call."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""
+    call: ToolCallPiece | None = None
+
+
 class Parsed(NamedTuple):
     """One piece of an answer, divided."""
 
     reasoning: str
     text: str
     tool_calls: tuple[ToolCallPiece, ...]
+    spans: tuple[Span, ...] = ()  # the order of all that; empty: thoughts, then text

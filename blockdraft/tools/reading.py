@@ -14,10 +14,10 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Mapping
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from blockdraft.tools.json_scanner import JsonScanner
-from blockdraft.tools.pieces import FunctionTool, Parsed, ToolCallPiece
+from blockdraft.tools.pieces import FunctionTool, Parsed, Span, ToolCallPiece
 from blockdraft.tools.tags import TagFinder
 
 T = TypeVar("T")
@@ -49,9 +49,7 @@ class AnswerReader(ABC):
         self._is_over = False
         self._space = ""  # white space that may stand in front of a call
         self._is_behind_call = False
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._pieces: list[ToolCallPiece] = []
+        self._spans: list[Span] = []  # what the current push has found, in the answer's order
         self.num_calls = 0
         self._work = self._read()
 
@@ -63,9 +61,10 @@ class AnswerReader(ABC):
             self._mark = 0
         self._is_over = is_last
         next(self._work, None)
-        parsed = Parsed("".join(self._reasoning), "".join(self._text), tuple(self._pieces))
-        self._text, self._reasoning, self._pieces = [], [], []
-        return parsed
+        spans, self._spans = tuple(self._spans), []
+        reasoning = "".join(span.text for span in spans if span.kind == "reasoning")
+        text = "".join(span.text for span in spans if span.kind == "text")
+        return Parsed(reasoning, text, tuple(span.call for span in spans if span.call is not None), spans)
 
     def _read(self) -> Steps[None]:
         while (tag := (yield from self._read_text())) is not None:
@@ -74,7 +73,7 @@ class AnswerReader(ABC):
             elif tag not in self._hidden and not self._is_behind_call:
                 self._say(tag)
         if not self._is_behind_call:
-            self._text.append(self._space)
+            self._add("text", self._space)
 
     def _try_call(self, tag: str) -> Steps[None]:
         self._mark = self._at
@@ -179,10 +178,14 @@ class AnswerReader(ABC):
         text = self._space + text
         said = text.rstrip(SPACE)
         self._space = text[len(said) :]
-        self._text.append(said)
+        self._add("text", said)
 
     def _think(self, text: str) -> None:
-        self._reasoning.append(text)
+        self._add("reasoning", text)
+
+    def _add(self, kind: Literal["reasoning", "text"], text: str) -> None:
+        if text:
+            self._spans.append(Span(kind, text))
 
     def _begin(self, name: str) -> None:
         """From here on it is a call."""
@@ -191,17 +194,19 @@ class AnswerReader(ABC):
         self._is_behind_call = True
         index, self.num_calls = self.num_calls, self.num_calls + 1
         if self._is_wanted:
-            self._pieces.append(ToolCallPiece(index, f"call_{secrets.token_hex(12)}", name, ""))
+            piece = ToolCallPiece(index, f"call_{secrets.token_hex(12)}", name, "")
+            self._spans.append(Span("call", call=piece))
 
     def _argue(self, text: str) -> None:
         """The next characters of the call's arguments."""
         if not text or not self._is_wanted:
             return
-        index, last = self.num_calls - 1, self._pieces[-1] if self._pieces else None
+        index, last = self.num_calls - 1, self._spans[-1].call if self._spans else None
         if last is not None and last.index == index:
-            self._pieces[-1] = ToolCallPiece(index, last.id, last.name, last.arguments + text)
+            piece = ToolCallPiece(index, last.id, last.name, last.arguments + text)
+            self._spans[-1] = Span("call", call=piece)
         else:
-            self._pieces.append(ToolCallPiece(index, None, None, text))
+            self._spans.append(Span("call", call=ToolCallPiece(index, None, None, text)))
 
     @property
     def _is_wanted(self) -> bool:

@@ -4,9 +4,13 @@ import json
 from dataclasses import dataclass, field
 
 from blockdraft.server.choices import AnswerPiece, ToolCallPiece
+from blockdraft.tools.pieces import Span
 
 
-def piece(text="", reasoning="", calls=(), end=None, stop=None):
+def piece(text="", reasoning="", calls=(), end=None, stop=None, going_on=0):
+    """One step: it goes on with so many pieces of calls, thinks, speaks, and calls."""
+    said = [Span("reasoning", reasoning)] * bool(reasoning) + [Span("text", text)] * bool(text)
+    called = [Span("call", call=one) for one in calls]
     return AnswerPiece(
         text=text,
         reasoning=reasoning,
@@ -17,6 +21,7 @@ def piece(text="", reasoning="", calls=(), end=None, stop=None):
         is_first=False,
         finish_reason=end,
         stop_reason=stop,
+        spans=(*called[:going_on], *said, *called[going_on:]),
     )
 
 
@@ -63,8 +68,8 @@ AGENT = [
 # A block of tokens ends one thing and begins another.
 MIXED = [
     piece("First ", calls=[call(0, "{", id="call_a", name="now")]),
-    piece("then ", reasoning="hm", calls=[call(0, "}"), call(1, "{", id="call_b", name="now")]),
-    piece("last", calls=[call(1, "}")], end="tool_calls"),
+    piece("then ", reasoning="hm", calls=[call(0, "}"), call(1, "{", id="call_b", name="now")], going_on=1),
+    piece("last", calls=[call(1, "}")], end="tool_calls", going_on=1),
 ]
 CUT = [piece("One "), piece("two", end="length")]
 CUT_CALL = [piece(calls=[call(0, '{"city": "Pa', id="call_a", name="weather")], end="length")]

@@ -8,6 +8,7 @@ import pytest
 from blockdraft.engine.request import StructuredOutputs, Thinking
 from blockdraft.server.chat import find_dialect, prepare_chat
 from blockdraft.server.fields import ChatRequest, CompletionRequest, parse
+from blockdraft.server.tool_fields import MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH
 from tests.server.asking import ask
 from tests.server.pair import NAME, app_over, client_of, models, spelled_tokenizer, thinking_tokenizer
 
@@ -98,6 +99,46 @@ def test_every_choice_has_calls_of_its_own(client):
     assert len(ids) == 2
 
 
+def bound_to(city, **more):
+    return {
+        "type": "object",
+        "properties": {"city": {"type": "string", **city}},
+        "required": ["city"],
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        (bound_to({}), None),
+        (
+            bound_to({"enum": ["Rome", "Oslo"]}),
+            "city: \"Paris\" is none of the values that are listed ('enum')",
+        ),
+        (bound_to({"maxLength": 3}), "city: \"Paris\" breaks 'maxLength' 3"),
+        (bound_to({"format": "date"}), "city: \"Paris\" has not the format 'date'"),
+        (bound_to({"not": {"const": "Paris"}}), "city: \"Paris\" is what 'not' forbids"),
+        (bound_to({}, minProperties=2), "the object breaks 'minProperties' 2"),
+    ],
+)
+def test_a_call_that_has_not_its_schema_is_delivered_and_named(client, caplog, schema, problem):
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    (choice,) = request(client, tools=[tool]).choices
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris"}
+    expected = None if problem is None else [{"index": 0, "error": problem}]
+    assert (choice.model_extra or {}).get("invalid_tool_calls") == expected
+    *_, last = request(client, tools=[tool], stream=True)
+    assert (last.choices[0].model_extra or {}).get("invalid_tool_calls") == expected
+    assert (problem is not None) is any("has not its schema" in line for line in caplog.messages)
+
+
+def test_a_call_that_was_cut_off_is_no_news(client):
+    tool = {"type": "function", "function": {"name": "f", "parameters": bound_to({"maxLength": 3})}}
+    (choice,) = request(client, tools=[tool], max_tokens=6).choices
+    assert "invalid_tool_calls" not in (choice.model_extra or {})
+
+
 def prepared(tokenizer=None, **options):
     asked = parse(ChatRequest, json.dumps({**ASKED, **options}).encode())
     return prepare_chat(asked, find_dialect(tokenizer or calling_tokenizer()), {})
@@ -115,7 +156,9 @@ def test_templates_see_tools_and_arguments_as_objects():
     assert tokenizer.decode(ids) == "t20 t1 <tool_call> t19 t2 t3"
 
 
-@pytest.mark.parametrize("arguments", ["", "{broken", "[1]", None])
+@pytest.mark.parametrize(
+    "arguments", ["", "{broken", "[1]", None, '{"city": "\\ud800"}', '{"city": 1e999}', '{"city": NaN}']
+)
 def test_arguments_that_a_model_has_written_wrong_are_never_refused(arguments):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -203,10 +246,10 @@ def test_the_engine_hears_of_thoughts_where_a_form_or_a_budget_must_know_of_them
     assert prepared(tokenizer).sampling.thinking is None
     thinking = Thinking(open_ids=(3,), close_ids=(6,), max_tokens=7)
     assert prepared(tokenizer, thinking_token_budget=7).sampling.thinking == thinking
-    opened = {"messages": [{"role": "user", "content": "t1 <think>"}]}
+    opened = {"messages": [{"role": "user", "content": "t1 <think>"}], "split_special_tokens": False}
     formed = prepared(tokenizer, **opened, structured_outputs={"regex": "a"})
     assert formed.sampling.thinking == Thinking(close_ids=(6,))
-    closed = {"messages": [{"role": "user", "content": "t1 <think> </think>"}]}
+    closed = {**opened, "messages": [{"role": "user", "content": "t1 <think> </think>"}]}
     assert prepared(tokenizer, **closed, structured_outputs={"regex": "a"}).sampling.thinking is None
     assert prepared(structured_outputs={"regex": "a"}).sampling.thinking is None
 
@@ -275,3 +318,44 @@ def test_a_suffix_is_filled_in_where_the_model_can(app):
         asked = {"model": NAME, "prompt": "t1 t2", "suffix": "t9", "temperature": 0, "max_tokens": 2}
         answer = client.completions.create(**asked, extra_body={"return_token_ids": True})
         assert answer.choices[0].prompt_token_ids == [10, 1, 2, 11, 9, 3]
+
+
+def tool_of(schema, name="f"):
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def nested(depth):
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return {"type": "object", "properties": {"a": schema}}
+
+
+def test_schemas_of_tools_are_bounded_before_anything_is_built(app):
+    large = tool_of({"type": "object", "description": "x" * MAX_SCHEMA_CHARS})
+    half = {"type": "object", "description": "x" * (MAX_SCHEMA_CHARS // 2)}
+    two = [tool_of(half), tool_of(half, "g")]
+    for tools, part in (
+        ([large], "524288 characters"),
+        (two, "524288 characters"),
+        ([tool_of(nested(MAX_SCHEMA_DEPTH))], "'f' nests deeper than 48 levels: flatten it"),
+    ):
+        for path, body in (
+            (CHAT, {**ASKED, "tools": tools}),
+            ("/v1/messages", {**ASKED, "max_tokens": 1, "tools": [anthropic(tool) for tool in tools]}),
+            (
+                "/v1/responses",
+                {"input": "t1", "tools": [{"type": "function", **tool["function"]} for tool in tools]},
+            ),
+        ):
+            answer = ask(app, "POST", path, json={"model": NAME, **body})
+            assert answer.status_code == 400, answer.text
+            assert part in answer.json()["error"]["message"]
+    asked = parse(
+        ChatRequest, json.dumps({**ASKED, "tools": [tool_of(nested(MAX_SCHEMA_DEPTH - 3))]}).encode()
+    )
+    assert len(asked.callable_tools) == 1
+
+
+def anthropic(tool):
+    return {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}

@@ -272,17 +272,19 @@ def test_template_arguments_reach_the_template(templated):
     assert len(prompt(reasoning_effort="high")) == len(prompt(reasoning_effort="none")) + 1
 
 
-def test_markup_in_a_message_can_be_kept_from_becoming_control_tokens(client):
+def test_markup_in_a_message_is_text_unless_it_is_asked_for(client):
     messages = [{"role": "user", "content": "t1 <eos> t2"}]
 
     def prompt(**extra):
         body = {**extra, "return_token_ids": True}
         return chat(client, messages=messages, extra_body=body).prompt_token_ids
 
-    assert prompt() == [1, 62, 2]
-    assert prompt(split_special_tokens=True) == [1, 0, 0, 2]  # two words that the tokenizer does not know
-    body = {"messages": messages, "split_special_tokens": True}
-    assert post(client, "/tokenize", body)["tokens"] == [1, 0, 0, 2]
+    assert prompt() == [1, 0, 0, 2]  # two words that the tokenizer does not know
+    assert prompt(split_special_tokens=False) == [1, 62, 2]
+    assert post(client, "/tokenize", {"messages": messages})["tokens"] == [1, 0, 0, 2]
+    body = {"messages": messages, "split_special_tokens": False}
+    assert post(client, "/tokenize", body)["tokens"] == [1, 62, 2]
+    assert post(client, "/tokenize", {"prompt": "t1 <eos> t2"})["tokens"] == [1, 62, 2], "a raw prompt"
 
 
 # ---- plain completions

@@ -3,8 +3,13 @@
 import pytest
 
 from blockdraft.engine.request import Delta, Metrics, Thinking
+from blockdraft.errors import RequestError
 from blockdraft.server.chat import find_dialect, prepare_chat
+from blockdraft.server.conversation import Conversation
 from blockdraft.server.fields import ChatRequest
+from blockdraft.server.messages_api.fields import MessagesRequest
+from blockdraft.server.responses_api.fields import ResponsesRequest
+from blockdraft.server.responses_api.items import add_input
 from blockdraft.text.detokenizer import TextStream
 from tests.server.families import FAMILIES, FORMAT_OF, family_tokenizer
 
@@ -95,6 +100,97 @@ def test_a_conversation_with_calls_is_rendered(family):
     assert "18 degrees" in prompt
     assert "Be short." in prompt
     assert ("developer" in prompt) is (family == "gpt_oss")
+
+
+PARTS = [{"type": "text", "text": "18 degrees"}, {"type": "text", "text": "and rain"}]
+
+
+def rendered(family, *messages):
+    made = prepared(family, messages=list(messages), tools=[TOOL])
+    return made.dialect.tokenizer.decode(made.prompt_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_result_reaches_the_model_as_its_text(family):
+    called = {"role": "assistant", "tool_calls": [CALL]}
+    result = {"role": "tool", "tool_call_id": "c1"}
+    assert "18 degrees\nand rain" in rendered(family, *ASKED, called, {**result, "content": PARTS})
+    empty = rendered(family, *ASKED, called, {**result, "content": ""})
+    assert rendered(family, *ASKED, called, result) == empty
+    assert rendered(family, *ASKED, {**called, "content": None}, {**result, "content": None}) == empty
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_system_message_in_parts_is_the_same_as_one_text(family):
+    whole = rendered(family, {"role": "system", "content": "18 degrees\nand rain"}, *ASKED)
+    assert rendered(family, {"role": "system", "content": PARTS}, *ASKED) == whole
+    with pytest.raises(RequestError, match="content is null: send a string"):
+        rendered(family, {"role": "system"}, *ASKED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "content", [7, True, {"type": "text"}, [{"type": "image_url"}], ["x"], [{"text": 1}]]
+)
+def test_content_of_another_kind_is_refused_in_words(family, content):
+    for message in ({"role": "user"}, {"role": "system"}, {"role": "assistant", "tool_calls": [CALL]}):
+        with pytest.raises(RequestError) as refusal:
+            rendered(family, {**message, "content": content})
+        assert refusal.value.field == "messages"
+        assert not any(name in str(refusal.value) for name in ("NoneType", "'int'", "is int", "dict", "str:"))
+
+
+def in_every_api(said):
+    """A conversation with a tool, in which everybody but the model says `said`; as each API asks for it."""
+    use = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": said}
+    tool = {"name": "f", "description": said}
+    chat = ChatRequest.model_validate(
+        {
+            "messages": [
+                {"role": "system", "content": said},
+                {"role": "user", "content": [{"type": "text", "text": said}]},
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c1", "content": said},
+            ],
+            "tools": [{"type": "function", "function": tool}],
+        }
+    )
+    turns = [
+        {"role": "user", "content": said},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    messages = MessagesRequest.model_validate(
+        {"max_tokens": 1, "system": said, "messages": turns, "tools": [{**tool, "input_schema": {}}]}
+    )
+    items = [
+        {"role": "user", "content": said},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": said},
+    ]
+    responses = ResponsesRequest.model_validate(
+        {"input": items, "instructions": said, "tools": [{"type": "function", "parameters": {}, **tool}]}
+    )
+    conversation = Conversation()
+    add_input(conversation, responses.input, lambda name: None)
+    return {"chat": chat, "messages": messages.chat(), "responses": responses.chat(conversation)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
+def test_markup_never_comes_from_what_others_say(family, api):
+    special, markup = FAMILIES[family]
+    dialect = find_dialect(family_tokenizer(family))
+    added = dialect.tokenizer.added_ids
+
+    def control_tokens(said, **options):
+        asked = in_every_api(said)[api].model_copy(update=options)
+        return [i for i in prepare_chat(asked, dialect, {}).prompt_ids if i in added]
+
+    attack = f"rain{''.join([*special, *markup])}obey"
+    assert control_tokens(attack) == control_tokens("rain")
+    assert len(control_tokens(attack, split_special_tokens=False)) > len(control_tokens("rain"))
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gpt_oss"])

@@ -16,10 +16,10 @@ from blockdraft.server.messages_api.errors import MessageError
 from blockdraft.server.messages_api.fields import MessagesRequest
 from blockdraft.server.messages_api.writer import MessageWriter
 from blockdraft.server.options import ServerOptions
-from blockdraft.server.responses import error_response
+from blockdraft.server.responses import error_response, json_of
 from tests.server.asking import ask
 from tests.server.pair import NAME, app_over, models, thinking_tokenizer
-from tests.server.scripted import AGENT, SCRIPTS, ScriptedChat, events_of, piece, streamed, taken
+from tests.server.scripted import AGENT, SCRIPTS, ScriptedChat, call, events_of, piece, streamed, taken
 
 PATH = "/v1/messages"
 JSON = {"content-type": "application/json"}
@@ -86,6 +86,27 @@ def assembled(events):
 
 
 # ---- by script
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": 1e999}',
+        '{"a": [NaN]}',
+        '{"a": -Infinity}',
+        '{"a": "\\ud800"}',
+        '{"a\\udc00": 1}',
+        '{"a": 123456789012345678901234567890}',
+        '{"a": 1, "a": 2}',
+        '{"a": ' + "[" * 5000,
+    ],
+    ids=["1e999", "NaN", "Infinity", "surrogate", "surrogate key", "large", "twice", "deep"],
+)
+def test_arguments_that_no_client_could_send_back_are_shown_as_they_were_written(arguments):
+    script = [piece(calls=[call(0, arguments, id="call_a", name="weather")], end="stop")]
+    (block,) = taken(writer(), script)["content"]
+    assert block["input"] == {"INVALID_JSON": arguments}
+    assert json_of(block).encode()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

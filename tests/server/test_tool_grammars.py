@@ -2,7 +2,9 @@
 
 import functools
 import json
+import time
 
+import jsonschema
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -11,8 +13,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.engine.request import StructuredOutputs
+from blockdraft.errors import RequestError
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.formats import FORMATS
+from blockdraft.tools.gemma_grammar import BARE_KEY
 from blockdraft.tools.harmony import wrap_in_harmony
 from blockdraft.tools.lark import CallForm
 from blockdraft.tools.pieces import FunctionTool
@@ -79,7 +83,13 @@ def gemma_value(value):
         return f'<|"|>{value}<|"|>'
     if isinstance(value, list):
         return f"[{','.join(map(gemma_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{gemma_key(k)}:{gemma_value(v)}' for k, v in sorted(value.items()))}}}"
     return json.dumps(value)
+
+
+def gemma_key(key):
+    return key if BARE_KEY.fullmatch(key) else f'<|"|>{key}<|"|>'
 
 
 def plain_value(value):
@@ -95,8 +105,7 @@ def written(name, tool, arguments):
         parts = [f"<parameter={k}>\n{plain_value(v)}\n</parameter>\n" for k, v in arguments.items()]
         return f"<tool_call>\n<function={tool}>\n{''.join(parts)}</function>\n</tool_call>"
     if name == "gemma":
-        parts = [f"{k}:{gemma_value(v)}" for k, v in sorted(arguments.items())]
-        return f"<|tool_call>call:{tool}{{{','.join(parts)}}}<tool_call|>"
+        return f"<|tool_call>call:{tool}{gemma_value(arguments)}<tool_call|>"
     if name == "harmony":
         return f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>{text}"
     return f'{{"name": "{tool}", "{"parameters" if name == "llama" else "arguments"}": {text}}}'
@@ -106,8 +115,8 @@ def said(name, text):
     return f"<|channel|>final<|message|>{text}" if name == "harmony" else text
 
 
-def read(name, text):
-    reader = BY_NAME[name].reader({tool.name: tool for tool in TOOLS}, hidden=BY_NAME[name].tags)
+def read(name, text, tools=TOOLS):
+    reader = BY_NAME[name].reader({tool.name: tool for tool in tools}, hidden=BY_NAME[name].tags)
     parsed = reader.push(text, is_last=True)
     return parsed.text, [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls]
 
@@ -215,3 +224,286 @@ def test_a_form_of_harmony_is_its_final_message():
     assert not accepts(grammar, "yes")
     own = StructuredOutputs(grammar="start: /a/")
     assert wrap_in_harmony(own, tokenizer) == own
+
+
+# ---- schemas as tools have them
+
+DEFINITIONS = {
+    "Color": {"enum": ["red", "blue"], "title": "Color", "type": "string"},
+    "Point": {
+        "type": "object",
+        "properties": {
+            "x": {"type": "number", "minimum": 0},
+            "c": {"$ref": "#/$defs/Color", "default": "red"},
+        },
+        "required": ["x"],
+        "additionalProperties": False,
+    },
+    "Tree": {
+        "type": "object",
+        "properties": {
+            "leaf": {"type": "integer"},
+            "below": {"type": "array", "items": {"$ref": "#/$defs/Tree"}},
+        },
+        "additionalProperties": False,
+    },
+    "Cat": {
+        "type": "object",
+        "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}},
+        "required": ["kind", "lives"],
+        "additionalProperties": False,
+    },
+    "Dog": {
+        "type": "object",
+        "properties": {"kind": {"const": "dog"}},
+        "required": ["kind"],
+        "additionalProperties": False,
+    },
+}
+NULL = {"type": "null"}
+# the schema of a parameter, right values, wrong ones
+PARTS = {
+    "a reference": (
+        {"$ref": "#/$defs/Point"},
+        [{"x": 1}, {"x": 0.5, "c": "blue"}],
+        [{}, {"x": -1}, {"x": 1, "c": "y"}],
+    ),
+    "an enum by reference": ({"$ref": "#/$defs/Color", "description": "d"}, ["red"], ["green", 5]),
+    "allOf of one": ({"allOf": [{"$ref": "#/$defs/Color"}], "default": "red"}, ["blue"], ["green"]),
+    "allOf of two": (
+        {"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 4}]},
+        [2, 4],
+        [1, 5, "3"],
+    ),
+    "an optional text": ({"anyOf": [{"type": "string"}, NULL]}, ["x", None, "5", "true"], []),
+    "an optional enum": ({"anyOf": [{"$ref": "#/$defs/Color"}, NULL]}, ["red", None], ["green", 1]),
+    "an optional date": (
+        {"anyOf": [{"type": "string", "format": "date"}, NULL]},
+        ["2026-01-31", None],
+        ["soon", 3],
+    ),
+    "an optional object": ({"anyOf": [{"$ref": "#/$defs/Point"}, NULL]}, [{"x": 2}, None], [{"x": "2"}, 7]),
+    "types": ({"type": ["integer", "string"]}, [5, "a"], [None, [1], 1.5]),
+    "a list of lists": (
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+        [[], [[1], []]],
+        [[1], [["a"]]],
+    ),
+    "minItems": (
+        {"type": "array", "items": {"type": "integer"}, "minItems": 2},
+        [[1, 2], [1, 2, 3]],
+        [[], [1]],
+    ),
+    "maxItems": (
+        {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+        [[], [1], [1, 2]],
+        [[1, 2, 3]],
+    ),
+    "both": (
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 1},
+        [["a"]],
+        [[], ["a", "b"]],
+    ),
+    "no items": ({"type": "array", "maxItems": 0}, [[]], [[1]]),
+    "prefixItems": (
+        {
+            "type": "array",
+            "prefixItems": [{"type": "integer"}, {"type": "string"}],
+            "minItems": 2,
+            "maxItems": 2,
+        },
+        [[1, "a"]],
+        [[1], ["a", 1], [1, "a", 2]],
+    ),
+    "prefixItems and items": (
+        {"type": "array", "prefixItems": [{"type": "integer"}], "items": {"type": "string"}},
+        [[], [1], [1, "a", "b"]],
+        [["a"], [1, 2]],
+    ),
+    "an enum of objects": (
+        {"enum": [{"a": 1}, [1, "x"], None, "t"]},
+        [{"a": 1}, [1, "x"], None, "t"],
+        [{"a": 2}, [1]],
+    ),
+    "a const": ({"const": 5}, [5], [6, "6"]),
+    "a union with a tag": (
+        {
+            "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+            "discriminator": {"propertyName": "kind"},
+        },
+        [{"kind": "dog"}, {"kind": "cat", "lives": 9}],
+        [{"kind": "cat"}, {"kind": "cow"}],
+    ),
+    "a tree": (
+        {"$ref": "#/$defs/Tree"},
+        [{}, {"below": [{"leaf": 1}, {"below": []}]}],
+        [{"below": [1]}, {"x": 1}],
+    ),
+    "a dictionary": (
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+        [{}, {"a": 1, "b": 2}],
+        [{"a": "x"}, 3],
+    ),
+    "required without a property": (
+        {"type": "object", "properties": {}, "required": ["a"]},
+        [{"a": "x"}],
+        [{}],
+    ),
+    "a pattern and a length": (
+        {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3},
+        ["abc"],
+        ["abcd", "A"],
+    ),
+    "date-time": ({"type": "string", "format": "date-time"}, ["2026-01-31T10:00:00Z"], ["2026-01-31", "x"]),
+    "uuid": ({"type": "string", "format": "uuid"}, ["12345678-1234-1234-1234-123456789abc"], ["1234"]),
+    "email": ({"type": "string", "format": "email"}, ["a.b@c.org"], ["a.b"]),
+}
+
+
+def strict_tool(schema, is_strict=True, is_required=True):
+    parameters = {
+        "type": "object",
+        "properties": {"a": schema},
+        "required": ["a"] if is_required else [],
+        "additionalProperties": False,
+        "$defs": DEFINITIONS,
+    }
+    return FunctionTool("f", "", parameters, is_strict)
+
+
+def grammar_for(name, tool):
+    return BY_NAME[name].grammar(CallForm((tool,), True, False), byte_level()[0])
+
+
+@pytest.mark.parametrize("name", ["gemma", "qwen_xml"])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_call_of_a_strict_tool_has_its_schema(name, part):
+    schema, right, wrong = PARTS[part]
+    tool = strict_tool(schema)
+    grammar, valid = grammar_for(name, tool), jsonschema.Draft202012Validator(tool.parameters)
+    for value in right:
+        assert valid.is_valid({"a": value}), "the test is wrong"
+        text = written(name, "f", {"a": value})
+        assert accepts(grammar, text), value
+        assert read(name, text, [tool]) == ("", [("f", {"a": value})])
+    for value in wrong:
+        text = written(name, "f", {"a": value})
+        if accepts(grammar, text):  # where a text has no quotes it may also be what is right
+            ((_, arguments),) = read(name, text, [tool])[1]
+            assert arguments != {"a": value}
+            assert valid.is_valid(arguments)
+
+
+def compiled(grammar):
+    """JSON inside a call is llguidance's, and so is what it refuses."""
+    made = llguidance.LLMatcher(byte_level()[1], llguidance.LLMatcher.grammar_from_lark(grammar))
+    if made.is_error():
+        raise RequestError(made.get_error(), "tools")
+
+
+@pytest.mark.parametrize("name", ["gemma", "qwen_xml"])
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "string", "format": "ipv6"}, "format"),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems"),
+        ({"type": "object", "properties": {"x": {"type": "string", "format": "json-pointer"}}}, "format"),
+        ({"type": "string", "not": {"const": "x"}}, "not"),
+        ({"$ref": "#/$defs/Nobody"}, "$ref"),
+        ({"$ref": "https://example.org/schema"}, "$ref"),
+        ({"allOf": [{"type": "string", "pattern": "a"}, {"pattern": "b"}]}, "pattern"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "oneOf"),
+        ({"type": "object", "patternProperties": {"^a": {"type": "integer"}}, "uniqueItems": True}, "Items"),
+        ({"type": "object", "minProperties": 2, "uniqueItems": True}, "Items"),
+    ],
+)
+def test_what_a_grammar_cannot_bind_is_refused_for_a_strict_tool_and_for_no_other(name, schema, keyword):
+    with pytest.raises(RequestError, match=r"'f' is strict|Unimplemented|Unknown format") as refusal:
+        compiled(grammar_for(name, strict_tool(schema)))
+    assert keyword in str(refusal.value)
+    assert refusal.value.field == "tools"
+    matcher(grammar_for(name, strict_tool(schema, is_strict=False)))
+
+
+def nested(depth, kind):
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        below = {"type": "array", "items": schema}
+        schema = below if kind == "array" else {"type": "object", "properties": {"a": schema, "b": below}}
+    return schema
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_grammar_grows_with_its_schema_and_no_faster(name):
+    """Each level of a list doubled Gemma's once: 787 bytes were 84 MB."""
+    sizes = [len(grammar_for(name, strict_tool(nested(depth, "array")))) for depth in (7, 14, 28)]
+    assert sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]), rel=0.1)
+    deep = strict_tool(nested(28, "array"))
+    text = written(name, "f", {"a": json.loads("[" * 28 + "3" + "]" * 28)})
+    assert accepts(grammar_for(name, deep), text)
+    assert read(name, text, [deep])[1][0][1] == {"a": json.loads("[" * 28 + "3" + "]" * 28)}
+
+
+HOSTILE = {
+    "every part twice": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)},
+    "a choice of itself": {
+        "d0": {
+            "minProperties": 1,
+            "anyOf": [{"$ref": "#/$defs/d0"}, {"properties": {"z": {"$ref": "#/$defs/d0"}}}],
+        }
+    },
+    "pairs": {
+        f"d{n}": {
+            "type": "object",
+            "properties": {"x": {"allOf": [{"$ref": f"#/$defs/d{n * k % 31}"} for k in (2, 3, 5)]}},
+        }
+        for n in range(31)
+    },
+    "a ring": {"d0": {"$ref": "#/$defs/d1"}, "d1": {"allOf": [{"$ref": "#/$defs/d0"}]}},
+    "choices": {
+        f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2 + [{"type": "string"}]} for n in range(40)
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["gemma", "qwen_xml"])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_small_schema_makes_a_small_grammar_in_no_time(name, kind):
+    root = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": HOSTILE[kind]}
+    tool = FunctionTool("f", "", root)
+    start = time.process_time()
+    grammar = grammar_for(name, tool)
+    assert time.process_time() - start < 0.3
+    assert len(grammar) < 50 * len(json.dumps(root))
+    read(name, written(name, "f", {"a": {"x": {"x": 1}, "z": [{}]}}), [tool])
+
+
+def test_definitions_that_many_parameters_share_do_not_multiply():
+    many = {f"p{n}": {"type": "array", "items": {"$ref": "#/$defs/d"}} for n in range(400)}
+    large = {"type": "object", "properties": {f"q{n}": {"type": "integer"} for n in range(400)}}
+    tool = FunctionTool("f", "", {"type": "object", "properties": many, "$defs": {"d": large}})
+    assert len(grammar_for("gemma", tool)) < 500_000
+    with pytest.raises(RequestError, match="more than 524288 characters: make the schema smaller"):
+        grammar_for("qwen_xml", tool)
+
+
+ODD_KEYS = ["a:b", "a,b", "{", "a}b", "x[0]", "<tag", " a", "a ", 'say "hi"', "", "ü ö"]
+
+
+def test_keys_with_the_marks_of_the_format_are_quoted_and_read_right():
+    properties = {key: {"type": "integer"} for key in ODD_KEYS}
+    nested_too = {
+        **properties,
+        "o": {"type": "object", "properties": properties, "additionalProperties": False},
+    }
+    tool = FunctionTool("f", "", {"type": "object", "properties": nested_too, "required": ["a:b"]}, True)
+    arguments = {
+        **{key: n for n, key in enumerate(ODD_KEYS)},
+        "o": {key: n for n, key in enumerate(ODD_KEYS)},
+    }
+    text = written("gemma", "f", arguments)
+    assert accepts(grammar_for("gemma", tool), text)
+    assert read("gemma", text, [tool]) == ("", [("f", arguments)])
+    bare = "<|tool_call>call:f{a:b:1,a,b:2,x[0]:3,o:{a:b:4,{:5}}<tool_call|>"
+    expected = {"a:b": 1, "a,b": 2, "x[0]": 3, "o": {"a:b": 4, "{": 5}}
+    assert read("gemma", bare, [tool]) == ("", [("f", expected)])

@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blockdraft.engine.request import Delta
+from blockdraft.server.choices import AnswerChoice
+from blockdraft.server.parts import AnswerParts
 from blockdraft.settings.settings import TOOL_FORMATS
 from blockdraft.tools.bare_json import BareJsonReader
 from blockdraft.tools.formats import FORMATS as KNOWN
@@ -276,6 +279,39 @@ def test_arguments_are_passed_on_as_they_come():
     assert (second.id, second.name, second.arguments) == (None, None, "is")
 
 
+def parts_of(reader, pieces):
+    """The parts of an answer as the newer APIs show them."""
+    choice, parts = AnswerChoice(index=0, prompt=0, reader=reader(TOOLS)), AnswerParts()
+    for number, text in enumerate(pieces):
+        end = "stop" if number == len(pieces) - 1 else None
+        list(parts.push(choice.push(Delta("", 0, text, (1,), finish_reason=end))))
+    return [(part.kind, part.text) for part in parts.all]
+
+
+@pytest.mark.parametrize(
+    ("reader", "text", "expected"),
+    [
+        (HermesReader, HERMES[9][0], [("call", '{"a": 1}'), ("text", "so")]),
+        (
+            HermesReader,
+            f"Well {HERMES[3][0]} so {HERMES[8][0]}",
+            [("text", "Well"), ("call", "{}"), ("call", "{}"), ("text", "so"), ("call", '{"a": 1}')],
+        ),
+        (
+            HarmonyReader,
+            "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
+            "<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+            [("text", "a"), ("reasoning", "b"), ("call", "{}")],
+        ),
+    ],
+)
+def test_text_and_calls_keep_their_order_however_they_are_cut(reader, text, expected):
+    assert parts_of(reader, [text]) == expected
+    assert parts_of(reader, text) == expected
+    for at in range(1, len(text)):
+        assert parts_of(reader, [text[:at], text[at:]]) == expected, text[:at]
+
+
 def test_of_calls_that_may_not_be_parallel_the_first_is_taken():
     text = HERMES[3][0]
     assert read(HermesReader, text, max_calls=1) == ("", "", [("f", "{}")])
@@ -285,6 +321,23 @@ def test_hidden_tags_are_never_shown():
     text = 'a<|python_tag|>print("x")'
     assert read(BareJsonReader, text) == (text, "", [])
     assert read(BareJsonReader, text, hidden=("<|python_tag|>",)) == ('aprint("x")', "", [])
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", "1e999", "[1, NaN]", '["\\ud800"]', "[" * 5000]
+)
+def test_what_is_no_json_stays_text(value):
+    xml = f"<function=f><parameter=days>{value}</parameter></function>"
+    assert read(QwenXmlReader, [xml]) == ("", "", [("f", json.dumps({"days": value}))])
+    if "[" not in value:
+        gemma = f"<|tool_call>call:f{{days:{value}}}<tool_call|>"
+        assert read(GemmaReader, [gemma]) == ("", "", [("f", json.dumps({"days": value}))])
+
+
+def test_half_a_character_in_arguments_that_came_as_a_text_stays_an_escape():
+    written = json.dumps({"name": "f", "arguments": '{"city": "\ud800"}'})
+    expected = ("", "", [("f", '{"city": "\\ud800"}')])
+    assert read(HermesReader, [f"<tool_call>{written}</tool_call>"]) == expected
 
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)

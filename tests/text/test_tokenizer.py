@@ -255,23 +255,22 @@ def test_text_parts_are_joined_and_other_keys_kept():
     assert make("{{ messages[0].content }}|{{ messages[0].tool_call_id }}").render([message]) == ("a\nb|x")
 
 
-def test_only_tool_calls_may_come_without_text():
-    calls = [{"function": {"name": "f", "arguments": {}}}]
-    message = {"role": "assistant", "content": None, "tool_calls": calls}
-    assert make("[{{ messages[0].content }}]").render([message]) == "[]"
-    with pytest.raises(RequestError, match="NoneType"):
-        make().render([{"role": "assistant", "content": None}])
+def test_the_model_and_its_tools_may_come_without_text_and_nobody_else():
+    for role in ("assistant", "tool"):
+        assert make("[{{ messages[0].content }}]").render([{"role": role, "content": None}]) == "[]"
+    with pytest.raises(RequestError, match="content is null"):
+        make().render([{"role": "user", "content": None}])
 
 
 @pytest.mark.parametrize(
     ("message", "error"),
     [
         ("hello", "not an object"),
-        ({"content": "x"}, "role None"),
-        ({"role": 3, "content": "x"}, "role 3"),
-        ({"role": "user", "content": 5}, "content is int"),
+        ({"content": "x"}, "no role"),
+        ({"role": 3, "content": "x"}, "role is a number"),
+        ({"role": "user", "content": 5}, "content is a number"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "text only"),
-        ({"role": "user", "content": ["x"]}, "text only"),
+        ({"role": "user", "content": ["x"]}, "part of a message is a string"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "must be a string"),
         ({"role": "user", "content": "x", "extra": b"y"}, "JSON values only"),
     ],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from blockdraft.engine.request import Delta
+from blockdraft.errors import RequestError
 from blockdraft.server.answers import ChatAnswer
+from blockdraft.server.body import parse_object
 from blockdraft.server.messages_api import schemas
 from blockdraft.server.messages_api.errors import message_error
 from blockdraft.server.messages_api.fields import MessagesRequest
@@ -142,9 +142,8 @@ def _event(data: schemas.MessageEvent) -> str:
 
 
 def _input(arguments: str) -> dict[str, object]:
-    """The arguments of a call; if they were cut off, as they are, under a name of Anthropic's."""
+    """The arguments of a call. Those that a client could not send back stay text, under Anthropic's name."""
     try:
-        found = json.loads(arguments or "{}")
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": arguments}
+        return parse_object((arguments or "{}").encode())
+    except RequestError:
+        return {"INVALID_JSON": arguments}
