@@ -90,6 +90,10 @@ class ServedEngine(Protocol):
         """Whether a step has not come back."""
 
     @property
+    def is_silent(self) -> bool:
+        """Whether it is stuck right now, as far as can be seen: it may come back."""
+
+    @property
     def is_closed(self) -> bool: ...
     @property
     def engine_info(self) -> EngineInfo | None:
@@ -152,8 +156,9 @@ class _Api:
         return status_response("ok" if is_alive else "failed")
 
     async def health(self, request: Request) -> Response:
-        is_alive = self.loop.error is None and not self.loop.is_hanging
-        return status_response(health_of(self.loop.startup.state) if is_alive else "failed")
+        if self.loop.error is not None or self.loop.is_hanging:
+            return status_response("failed")
+        return status_response("hanging" if self.loop.is_silent else health_of(self.loop.startup.state))
 
     async def ready(self, request: Request) -> Response:
         start, snapshot = self.loop.startup.snapshot(), None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from blockdraft.errors import RequestError
+from blockdraft.server.body import is_too_deep
 
 Message = Mapping[str, object]
 
@@ -96,4 +97,4 @@ def _object(arguments: object) -> object:
         found = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         found = None
-    return found if isinstance(found, dict) else {"arguments": arguments}
+    return found if isinstance(found, dict) and not is_too_deep(found) else {"arguments": arguments}

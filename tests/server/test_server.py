@@ -287,7 +287,7 @@ class Starting:
     """A loop whose engine is not there yet, and its progress."""
 
     error = tokenizer = engine_info = None
-    is_hanging = False
+    is_hanging = is_silent = False
 
     def __init__(self, state):
         self.state = state
@@ -323,6 +323,15 @@ def test_until_it_is_ready_everything_that_needs_the_engine_is_a_503(state):
         assert ("retry-after" in health.headers) == (state == "starting")
     for path in ("/live", "/version", "/openapi.json"):
         assert ask(app, "GET", path).status_code == 200
+
+
+def test_an_engine_that_is_silent_is_not_healthy():
+    loop = Starting("ready")
+    loop.is_silent = True
+    app = Guard(make_api(loop, name=NAME), OPTIONS)
+    health = ask(app, "GET", "/health")
+    assert (health.status_code, health.json()) == (503, {"status": "hanging"})
+    assert ask(app, "GET", "/live").status_code == 200  # it may come back
 
 
 def test_ready_tells_apart_from_alive(app, engine, monkeypatch):
