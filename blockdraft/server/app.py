@@ -15,8 +15,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Scope
 
 from blockdraft import __version__
 from blockdraft.engine.info import EngineInfo
@@ -110,7 +110,12 @@ class ServedEngine(Protocol):
 
 def make_app(loop: ServedEngine, *, name: str, options: ServerOptions, tool_format: str = "auto") -> ASGIApp:
     """The whole server; `name` is what clients call the model, `tool_format` how it writes tool calls."""
-    return Guard(ShortWay(make_api(loop, name=name, tool_format=tool_format)), options)
+    api = make_api(loop, name=name, tool_format=tool_format)
+
+    def has_path(scope: Scope) -> bool:
+        return any(route.matches(scope)[0] is not Match.NONE for route in api.routes)
+
+    return Guard(ShortWay(api), options, has_path)
 
 
 def make_api(loop: ServedEngine, *, name: str, tool_format: str = "auto") -> Starlette:

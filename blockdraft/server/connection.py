@@ -26,7 +26,7 @@ MAX_UNREAD_BYTES = 1 << 16  # of a body that the application has not asked for y
 MAX_PIPELINED = 256  # requests that wait for the answer of the one before; arbitrary
 MAX_DROPPED_BYTES = 1 << 20  # read behind the last request while that is answered; arbitrary
 LINGER_S = 2.0  # for a client to read its answer while it still sends; arbitrary
-FIRST_CHECK_S, CHECK_S = 0.02, 1.0  # whether a client that has closed its half is there
+FIRST_CHECK_S, CHECK_S = 0.001, 1.0  # whether a client that has closed its half is there
 NUM_CHECKS_PER_SIGN = 16  # a network may lose a sign
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -165,14 +165,15 @@ class HttpConnection(asyncio.Protocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def eof_received(self) -> bool:
-        """The client sends no more. Whether it waits for the answers to what it has sent, or has gone?
+        """The client sends no more: it may wait for the answer to what it has sent, or have gone.
 
-        Returns True if the connection stays: whoever has gone answers a sign with a reset.
+        Who has gone answers a sign with a reset. Where the answer has begun no sign can be sent, and who ends
+        its half only then has gone, as a rule. Returns True if the connection stays.
         """
         self._has_heard_all = True
         exchange = self._exchange
-        is_whole = exchange is not None and not exchange.is_complete and self._arriving is not exchange
-        if self._is_lingering or not is_whole:
+        is_waiting = exchange is not None and not exchange.has_begun and self._arriving is not exchange
+        if self._is_lingering or not is_waiting:
             self._watch_rest()  # the transport closes itself
             return False
         self._end("")
